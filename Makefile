@@ -1,0 +1,37 @@
+# Every target sets up what it needs: a fresh clone wants Linux, Python 3.11+ and make, nothing else.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-full check fix bench clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+demo: $(READY)  ## four unequal local processes train one CNN; one device beside them
+	$(BIN)/convoy demo
+
+test: $(READY)  ## everything that fits into ten minutes on two cores
+	$(BIN)/python -m pytest
+
+test-full: $(READY)  ## the slow checks too
+	$(BIN)/python -m pytest -m 'slow or not slow'
+
+check: $(READY)  ## what a commit must pass: format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+fix: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.accuracy
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,47 @@
+"""Where a device's time goes: computing or exchanging. And the slow-down that lets one machine play a slower one."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Clock:
+    """Adds up the seconds of one device.
+
+    Attributes:
+        slowdown: 1 is this device as it is; 2 makes each layer take twice as long, by sleeping.
+        compute_s, exchange_s: seconds so far; the slow-down counts as computing.
+        layers_s: seconds so far by (layer, phase), forward and backward apart.
+    """
+
+    def __init__(self, torch_device: torch.device, slowdown: float = 1.0) -> None:
+        self.slowdown = slowdown
+        self.compute_s = 0.0
+        self.exchange_s = 0.0
+        self.layers_s: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._cuda = torch_device.type == "cuda"
+
+    def reset(self) -> None:
+        self.compute_s = self.exchange_s = 0.0
+        self.layers_s.clear()
+
+    @contextmanager
+    def compute(self, layer: str, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if self.slowdown > 1.0:
+            if self._cuda:  # kernels are only queued: without this the sleep would run beside them
+                torch.cuda.synchronize()
+            time.sleep((time.perf_counter() - start) * (self.slowdown - 1.0))
+        elapsed = time.perf_counter() - start
+        self.compute_s += elapsed
+        self.layers_s[layer, phase] += elapsed
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.exchange_s += time.perf_counter() - start

@@ -1,0 +1,149 @@
+"""A layer's arithmetic on what one device holds: forward, and backward by hand or by autograd on that layer alone.
+
+Legend: N samples, C input channels, K output channels (filters), F features; `g` is the gradient of the output.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convoy.graph import Layer
+from convoy.operation import Operation, symmetric_padding
+from convoy.trace import call_operation
+
+Gradients = tuple[list[Tensor | None], dict[str, Tensor | None]]
+"""Gradients of the inputs (None where not wanted), and of the parameters by their key within the layer."""
+
+
+class Arithmetic(Protocol):
+    """What a kind of layer computes on one device."""
+
+    def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:
+        """Output, and what backward needs (None unless `keep`). `batch` counts the samples on this device."""
+        ...
+
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool]) -> Gradients: ...
+
+
+_Conv = Callable[..., Tensor]
+_CONVOLUTIONS: Mapping[int, _Conv] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+
+
+class Convolution:
+    """x_NC.. * w_KC.. with any filters, input channels or groups left away; the weight present decides."""
+
+    def __init__(self, module: nn.Module, layer: Layer) -> None:
+        assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        self.module = module
+        self.per_group = layer.channels_out // layer.groups
+        self.grouped = layer.groups > 1
+        padding = symmetric_padding(module)
+        assert padding is not None
+        self.padding = padding
+
+    @property
+    def groups(self) -> int:
+        return self.module.weight.shape[0] // self.per_group if self.grouped else 1
+
+    def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:  # noqa: ARG002
+        m, (x,) = self.module, inputs
+        convolve = _CONVOLUTIONS[len(m.kernel_size)]
+        y = convolve(x, m.weight, _present(m.bias), m.stride, self.padding, m.dilation, self.groups)
+        return y, x if keep else None
+
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool]) -> Gradients:
+        m, x = self.module, saved
+        bias = _present(m.bias)
+        mask = [wants[0], m.weight.requires_grad, bias is not None and bias.requires_grad]
+        gx, gw, gb = torch.ops.aten.convolution_backward(
+            g, x, m.weight, [g.shape[1]], m.stride, self.padding, m.dilation, False, [0] * len(self.padding),
+            self.groups, mask,
+        )  # fmt: skip
+        return [gx if mask[0] else None], named(weight=gw if mask[1] else None, bias=gb if mask[2] else None)
+
+
+class FullyConnected:
+    """x_N..F @ w_KF^T + b_K, with any output or input features left away."""
+
+    def __init__(self, module: nn.Module, layer: Layer) -> None:  # noqa: ARG002
+        assert isinstance(module, nn.Linear)
+        self.module = module
+
+    def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:  # noqa: ARG002
+        (x,) = inputs
+        return F.linear(x, self.module.weight, _present(self.module.bias)), x if keep else None
+
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool]) -> Gradients:
+        weight, bias = self.module.weight, _present(self.module.bias)
+        g_NK, x_NF = g.reshape(-1, g.shape[-1]), saved.reshape(-1, saved.shape[-1])
+        gx = (g_NK @ weight).view(saved.shape) if wants[0] else None
+        gw = g_NK.t() @ x_NF if weight.requires_grad else None
+        gb = g_NK.sum(0) if bias is not None and bias.requires_grad else None
+        return [gx], named(weight=gw, bias=gb)
+
+
+class ByAutograd:
+    """Any other layer: autograd runs on this layer alone, between tensors cut off from the rest."""
+
+    def __init__(self, model: nn.Module, layer: Layer, operation: Operation) -> None:
+        self.model, self.operation = model, operation
+        self.parameters = {key: model.get_parameter(p.key) for key, p in layer.parameters.items() if p.trainable}
+
+    def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:
+        if not keep:
+            return call_operation(self.model, self.operation, inputs, batch), None
+        with torch.enable_grad():
+            roots = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, wants, strict=True)]
+            y = call_operation(self.model, self.operation, roots, batch)
+        return _detached(y), (roots, y)
+
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool]) -> Gradients:
+        roots, y = saved
+        outputs, gradients = _with_gradients(y, g)
+        sources = [x for x, wanted in zip(roots, wants, strict=True) if wanted]
+        if not outputs or not (sources or self.parameters):
+            found: Sequence[Tensor | None] = [None] * (len(sources) + len(self.parameters))
+        else:
+            wanted_of = [*sources, *self.parameters.values()]
+            found = torch.autograd.grad(outputs, wanted_of, gradients, allow_unused=True)
+        # An input that the output does not depend on has the gradient zero, on this device as on any other.
+        remaining = iter(found)
+        gx = [_or_zeros(next(remaining), x) if w else None for x, w in zip(roots, wants, strict=True)]
+        return gx, dict(zip(self.parameters, remaining, strict=True))
+
+
+def arithmetic(model: nn.Module, layer: Layer, operation: Operation) -> Arithmetic:
+    """The arithmetic of a layer, on the parameters that `model` (this device's part of the model) holds."""
+    if layer.kind in ("conv", "linear"):
+        assert isinstance(operation.target, str)
+        module = model.get_submodule(operation.target)
+        return Convolution(module, layer) if layer.kind == "conv" else FullyConnected(module, layer)
+    return ByAutograd(model, layer, operation)
+
+
+def named(**gradients: Tensor | None) -> dict[str, Tensor | None]:
+    return {key: gradient for key, gradient in gradients.items() if gradient is not None}
+
+
+def _present(bias: Tensor | None) -> Tensor | None:
+    """A bias that this device holds; where the output is a pending sum only one device adds it."""
+    return bias if bias is not None and bias.numel() else None
+
+
+def _detached(y: Any) -> Any:
+    return tuple(_detached(v) for v in y) if isinstance(y, tuple | list) else y.detach()
+
+
+def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient
+
+
+def _with_gradients(y: Any, g: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs that have a gradient, beside it. A layer with several outputs has a dict: index -> gradient."""
+    if not isinstance(y, tuple | list):
+        return ([y], [g]) if y.requires_grad else ([], [])
+    pairs = [(y[i], gradient) for i, gradient in g.items() if y[i].requires_grad]
+    return [a for a, _ in pairs], [b for _, b in pairs]

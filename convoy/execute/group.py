@@ -1,0 +1,197 @@
+"""The seam to the network: what a group of devices offers, whatever carries its bytes.
+
+Every tensor that travels between devices passes through :meth:`Group.start`. Convoy uses no collectives: unequal shares
+fail in them or come out wrong, and a list of messages is what the cost model prices.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self, final
+
+import torch
+
+from convoy.errors import ConvoyError, InputError, MismatchError
+
+
+@dataclass(frozen=True)
+class Message:
+    """One tensor on its way to, or from, another device.
+
+    Attributes:
+        peer: index of the other device.
+        tensor: contiguous, any shape and dtype; sent from, or received into, in place. Leave it alone until the
+            Pending it belongs to has been waited for.
+    """
+
+    peer: int
+    tensor: torch.Tensor
+
+
+class Pending(Protocol):
+    """Messages under way."""
+
+    def wait(self) -> None:
+        """Return when all messages of the call have left and arrived; a second call returns at once.
+
+        Raises:
+            DeviceLostError: a device died, froze for longer than the group's ``timeout_s``, or left; it is named.
+        """
+
+
+class Group(Protocol):
+    """The devices of one job, seen from one of them. One thread at a time may use it.
+
+    Attributes:
+        device: this device's index in the fleet.
+        devices: how many devices there are.
+        torch_device: where this device computes; message tensors live there.
+        timeout_s: how long a wait may last before the other side counts as lost.
+        sent_bytes: payload bytes sent to each device since the start, or since ``clear_counters``.
+    """
+
+    device: int
+    devices: int
+    torch_device: torch.device
+    timeout_s: float
+    sent_bytes: list[int]
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Start to send and to receive, and return at once.
+
+        All messages of one call are independent. Several messages to the same peer arrive in the order of the list.
+        The two devices of a pair start their messages to each other in the same order. Messages of zero elements are
+        skipped, on both sides. Several Pendings may be outstanding and may be waited for in any order.
+
+        Raises:
+            InputError: a peer that does not exist or is this device itself, or a tensor that is not contiguous.
+            ConvoyError: the group broke earlier; the same error again.
+        """
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """``start(sends, receives).wait()``."""
+
+    def agree(self, topic: str, text: str) -> tuple[str, ...]:
+        """Every device's text on this topic, in the order of the devices. All devices call it, in the same order.
+
+        It is meant for small texts, takes at most ``timeout_s``, and is not counted in ``sent_bytes``.
+
+        Raises:
+            MismatchError: the devices are at different topics.
+            DeviceLostError: as in :meth:`Pending.wait`.
+        """
+
+    def clear_counters(self) -> None:
+        """Set ``sent_bytes`` to zero."""
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the group; with an error, the other devices are told it. A second call does nothing."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class CountedGroup(ABC):
+    """What every kind of group does alike: it checks and counts messages, stays broken once broken, closes itself."""
+
+    def __init__(self, device: int, devices: int, torch_device: torch.device, timeout_s: float) -> None:
+        self.device = device
+        self.devices = devices
+        self.torch_device = torch_device
+        self.timeout_s = timeout_s
+        self.sent_bytes = [0] * devices
+        self.failure: ConvoyError | None = None
+
+    @abstractmethod
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending: ...
+
+    @abstractmethod
+    def agree(self, topic: str, text: str) -> tuple[str, ...]: ...
+
+    @abstractmethod
+    def close(self, error: BaseException | None = None) -> None: ...
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self.start(sends, receives).wait()
+
+    def clear_counters(self) -> None:
+        self.sent_bytes = [0] * self.devices
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    def _admit(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+        """The messages that really travel; the ones to send are counted."""
+        self._raise_failure()
+        for message in (*sends, *receives):
+            self._check(message)
+        sends_left = [message for message in sends if message.tensor.numel()]
+        for message in sends_left:
+            self.sent_bytes[message.peer] += message.tensor.numel() * message.tensor.element_size()
+        return sends_left, [message for message in receives if message.tensor.numel()]
+
+    def _check(self, message: Message) -> None:
+        if message.peer == self.device or not 0 <= message.peer < self.devices:
+            raise InputError(
+                f"device {self.device} of {self.devices} got a message for device {message.peer}: a message goes to "
+                "another device of the group; copy locally what stays on this one"
+            )
+        if not message.tensor.is_contiguous():
+            raise InputError(
+                f"a tensor of shape {tuple(message.tensor.shape)} and strides {message.tensor.stride()} is not "
+                "contiguous, and messages travel as one block of memory: send tensor.contiguous()"
+            )
+
+    def _check_topics(self, topic: str, topics: Sequence[str]) -> None:
+        for peer, other in enumerate(topics):
+            if other != topic:
+                self.failure = MismatchError(
+                    f"device {self.device} is at {topic!r} while device {peer} is at {other!r}: all devices must run "
+                    "the same program with the same arguments"
+                )
+                raise self.failure
+
+    def _raise_failure(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+
+@final
+class Arrived:
+    """A Pending with nothing left to wait for."""
+
+    def wait(self) -> None:
+        return
+
+
+@final
+class AloneGroup(CountedGroup):
+    """A group of one device: the same script runs alone."""
+
+    def __init__(self, torch_device: torch.device, timeout_s: float = 60.0) -> None:
+        super().__init__(0, 1, torch_device, timeout_s)
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        self._admit(sends, receives)
+        return Arrived()
+
+    def agree(self, topic: str, text: str) -> tuple[str, ...]:  # noqa: ARG002
+        self._raise_failure()
+        return (text,)
+
+    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002
+        self.failure = self.failure or closed_error()
+
+
+def closed_error() -> InputError:
+    """What a group says that is used after its end."""
+    return InputError("this group is closed: make a new one with join(), or close it later")

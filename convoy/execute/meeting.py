@@ -1,0 +1,227 @@
+"""How the processes of a job meet: at a store, where each leaves its greeting and reads those of the others."""
+
+import json
+import os
+import platform
+import socket
+import time
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
+
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from convoy._version import __version__
+from convoy.errors import DeviceLostError, InputError, MismatchError
+from convoy.execute.place import Place, resolve
+
+
+@dataclass(frozen=True)
+class Greeting:
+    """What a process says about itself when it joins. What an older or newer Convoy leaves out reads as ``"?"``."""
+
+    device: str = "?"  # "cpu", "cuda:0"
+    name: str = "?"  # of the hardware
+    host: str = "?"
+    address: str = "?"
+    devices: str = "?"  # how many it believes there are
+    convoy: str = "?"
+    torch: str = "?"  # major.minor: patch releases work together
+    nonce: str = "?"  # tells two processes apart that claim the same place
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> "Greeting":
+        try:
+            known = json.loads(text)
+            return cls(**{field.name: str(known[field.name]) for field in fields(cls) if field.name in known})
+        except (ValueError, TypeError):
+            return cls()
+
+
+def own_greeting(torch_device: torch.device, devices: int, address: str) -> Greeting:
+    """The greeting of this process."""
+    name = torch.cuda.get_device_name(torch_device) if torch_device.type == "cuda" else platform.machine()
+    return Greeting(
+        device=str(torch_device),
+        name=name,
+        host=platform.node(),
+        address=address,
+        devices=str(devices),
+        convoy=__version__,
+        torch=".".join(torch.__version__.split(".")[:2]),
+        nonce=uuid.uuid4().hex,
+    )
+
+
+def check_greetings(greetings: Sequence[Greeting]) -> None:
+    """Refuse a job whose processes run different versions or count different numbers of devices.
+
+    Raises:
+        MismatchError: names the devices in the minority, what they have, and what the others have.
+    """
+    for field, meaning in (("devices", "number of devices (WORLD_SIZE)"), ("convoy", "convoy"), ("torch", "torch")):
+        values = [getattr(greeting, field) for greeting in greetings]
+        usual = Counter(values).most_common(1)[0][0]
+        others = [f"{value} on {title(i, greetings[i])}" for i, value in enumerate(values) if value != usual]
+        if others:
+            raise MismatchError(
+                f"the devices do not run the same {meaning}: {usual} on most, but {', '.join(others)}. "
+                "Use the same environment on every machine"
+            )
+
+
+def title(device: int, greeting: Greeting | None) -> str:
+    """A device as messages name it: its index, and where it is once that is known."""
+    return f"device {device}" if greeting is None else f"device {device} (host {greeting.host}, {greeting.device})"
+
+
+# ------------------------------------------------------------------------------------------------ the store
+
+
+_stores: dict[tuple[str, int], Store] = {}
+"""The stores this process has been to. They stay open until it ends, so that a job can meet again at the same port."""
+
+
+def store_at(place: Place, deadline_s: float) -> Store:
+    """The store of this job; this process hosts it if it is device 0 and no launcher does.
+
+    Raises:
+        InputError: device 0 cannot listen there.
+        DeviceLostError: nobody listened there until ``deadline_s`` (of ``time.monotonic``).
+    """
+    key = (place.host, place.port)
+    if key not in _stores:
+        if distributed.is_initialized() and distributed.get_world_size() == place.devices:
+            # The script has called init_process_group(): all have met already, and device 0's port is taken.
+            return distributed.distributed_c10d._get_default_store()
+        if place.device == 0 and not place.hosted:
+            _stores[key] = host_store(place.host, place.port)
+        else:
+            _stores[key] = visit_store(place.host, place.port, deadline_s)
+    return _stores[key]
+
+
+def host_store(host: str, port: int) -> TCPStore:
+    """A store that listens on ``host`` only (torch's own choice is every address of the machine). Port 0: a free one.
+
+    Raises:
+        InputError: the port is taken, or the address is none of this machine.
+    """
+    family, target = resolve(host, port, socket.SOCK_STREAM)[0]
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(target)
+            # Two sockets may be bound to one port as long as neither listens.
+            listener.listen(1024)
+        except OSError as error:
+            raise InputError(
+                f"cannot listen at {host} port {port}: {os.strerror(error.errno or 0)}. Choose another port (another "
+                "job may use this one; port 0 or none takes a free one) and an address of this machine"
+            ) from None
+        address, port = listener.getsockname()[:2]
+        return TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,  # a script that also calls init_process_group() then finds this store, not a taken port
+            master_listen_fd=listener.detach(),
+        )
+
+
+def visit_store(host: str, port: int, deadline_s: float) -> TCPStore:
+    """A connection to a store that somebody else hosts, or will within the time.
+
+    Raises:
+        InputError: the name is unknown.
+        DeviceLostError: nobody listened there until ``deadline_s`` (of ``time.monotonic``).
+    """
+    resolve(host, port, socket.SOCK_STREAM)
+    pause_s = 0.01
+    while True:
+        try:
+            # Asking with a plain socket first: torch's client prints stack traces and takes thrice the time.
+            with socket.create_connection((host, port), timeout=max(0.1, deadline_s - time.monotonic())) as probe:
+                address = str(probe.getpeername()[0])
+            break
+        except OSError as error:
+            if time.monotonic() + pause_s > deadline_s:
+                raise DeviceLostError(
+                    0,
+                    f"device 0 was not found: nobody listens at {host} port {port} ({error.strerror or error}). Start "
+                    "it; MASTER_ADDR and MASTER_PORT must be the same everywhere, and no firewall between the machines",
+                ) from None
+        time.sleep(pause_s)
+        pause_s = min(0.25, 1.5 * pause_s)
+    limit = timedelta(seconds=max(1.0, deadline_s - time.monotonic()))
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
+
+
+class Meeting:
+    """One meeting of all processes at a store: each topic gathers one text from every one of them."""
+
+    def __init__(self, store: Store, place: Place, number: int, deadline_s: float) -> None:
+        """Meeting ``number`` of this process; all processes hold equally many. It ends at ``deadline_s``."""
+        # A restarted or second meeting must not find the greetings, or gloo's addresses, of the one before.
+        self.store = PrefixStore(f"convoy/{place.attempt}/{number}", store)
+        self.place = place
+        self.deadline_s = deadline_s
+        self.greetings: list[Greeting] = []
+
+    def greet(self, greeting: Greeting) -> list[Greeting]:
+        """Everybody's greeting.
+
+        Raises:
+            InputError, DeviceLostError: as in :meth:`gather`.
+            MismatchError: as in :func:`check_greetings`.
+        """
+        self.greetings = [Greeting.from_text(text) for text in self.gather("greeting", greeting.to_text())]
+        check_greetings(self.greetings)
+        return self.greetings
+
+    def gather(self, topic: str, text: str) -> list[str]:
+        """Everybody's text on the topic, in device order.
+
+        Raises:
+            InputError: another process has this one's place.
+            DeviceLostError: some device brought nothing until the deadline; all such devices are named.
+        """
+        keys = [f"{topic}/{device}" for device in range(self.place.devices)]
+        kept = self.store.compare_set(keys[self.place.device], "", text).decode()
+        if kept != text:
+            raise InputError(
+                f"two processes claim to be device {self.place.device} (RANK={self.place.device}): this one, and one "
+                f"on host {Greeting.from_text(kept).host}; give every process its own RANK"
+            )
+        pause_s = 0.002
+        while not self.store.check(keys):
+            if time.monotonic() + pause_s > self.deadline_s:
+                raise self._absence([key for key in keys if self.store.check([key])], keys)
+            # The store's own wait prints warnings when its time runs out.
+            time.sleep(pause_s)
+            pause_s = min(0.1, 1.5 * pause_s)
+        return [value.decode() for value in self.store.multi_get(keys)]
+
+    def _absence(self, present: Sequence[str], keys: Sequence[str]) -> DeviceLostError:
+        missing = [device for device, key in enumerate(keys) if key not in present]
+        if self.greetings:
+            names = ", ".join(title(device, self.greetings[device]) for device in missing)
+            return DeviceLostError(
+                missing[0], f"{names} came and was lost before the job began: see its own output, and start again"
+            )
+        hosts = sorted({Greeting.from_text(self.store.get(key).decode()).host for key in present})
+        names = ", ".join(str(device) for device in missing)
+        return DeviceLostError(
+            missing[0],
+            f"{'devices' if len(missing) > 1 else 'device'} {names} of {self.place.devices} did not come within the "
+            f"time limit; here are {len(present)}, on {', '.join(hosts)}. Start the missing ones with "
+            f"MASTER_ADDR={self.place.host} MASTER_PORT={self.place.port}, or a job of fewer devices",
+        )

@@ -1,0 +1,294 @@
+"""Distributed: an nn.Module that holds this device's part of a model and trains it with the others."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd.function import once_differentiable
+
+from convoy._version import __version__
+from convoy.errors import InputError, MismatchError
+from convoy.execute.clock import Clock
+from convoy.execute.executor import Executor, Tape
+from convoy.execute.gradients import global_norm
+from convoy.execute.group import Group
+from convoy.execute.move import run_move
+from convoy.graph import Parameter
+from convoy.layout import Layout, OnOne, Replicated, Split, box, holders, local_shape
+from convoy.lower import lower, parameter_layouts
+from convoy.operation import Ref
+from convoy.plan import Plan
+from convoy.steps import StepList
+from convoy.trace import Traced, trace, without_in_place
+from convoy.transfer import schedule
+
+
+class Distributed(nn.Module):
+    """This device's part of a model.
+
+    It is called like the model: with this device's part of a batch, as the loader of `convoy.loader` gives it. It returns
+    the outputs of the *whole* batch, on every device, so that the loss, its printing and its backward are those of one
+    device. Its parameters, under their ordinary names, are this device's pieces; optimizers work on them as they are.
+
+    Args:
+        model: an ordinary module. It is copied; device 0's weights count.
+        plan: who computes what.
+        group: the devices.
+        example: one batch of each input, for the shapes.
+        slowdown: makes this device play one that is so many times slower.
+
+    Raises:
+        PlanError: the plan is for another model or another number of devices.
+        MismatchError: the devices were given different models or plans.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        group: Group,
+        example: Tensor | Sequence[Tensor],
+        *,
+        slowdown: float = 1.0,
+    ) -> None:
+        super().__init__()
+        traced = {True: trace(model, example, training=True), False: trace(model, example, training=False)}
+        _agree(group, traced[True], plan)
+        plan.check(traced[True].graph, group.devices)
+        self.plan, self.group = plan, group
+        self.clock = Clock(group.torch_device, slowdown)
+        self._plans = {mode: _plan_for(plan, t) for mode, t in traced.items()}
+        unused = _unused(model, _parameters(traced))
+        self.parameters_by_key = _parameters(traced) | unused
+        self.layouts = _layouts(plan, traced) | dict.fromkeys(unused, Replicated(tuple(range(group.devices))))
+        self.module = without_in_place(copy.deepcopy(model)).to(group.torch_device)
+        self._keep_own_pieces()
+        self._executors = {mode: Executor(group, self.module, t, self.clock) for mode, t in traced.items()}
+        self._lists: dict[tuple[bool, int], StepList] = {}
+        self._announced: int | None = None
+        self._mixing_stage = 0
+        self._anchor = torch.zeros((), requires_grad=True, device=group.torch_device)
+        self.training = model.training
+
+    # --- calling -----------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Tensor, batch: int | None = None) -> Any:
+        """Outputs of the whole batch, on every device.
+
+        Args:
+            inputs: this device's part of each input, in the layout of `input_layouts`; zero samples where it has none.
+            batch: samples in the whole batch; needed only where the loader is not Convoy's.
+
+        Raises:
+            InputError: the parts do not fit the plan for this batch.
+        """
+        size = batch if batch is not None else self._announced
+        if size is None:
+            raise InputError("the size of the whole batch is not known: use convoy.loader, or call model(x, batch=64)")
+        steps = self.steps(size)
+        self._check_inputs(inputs, steps)
+        executor = self._executors[self.training]
+        self._check_frozen(executor)
+        if torch.is_grad_enabled():
+            outputs = _Run.apply(self._anchor, self, executor, steps, *inputs)  # type: ignore[no-untyped-call]
+        else:
+            outputs = executor.forward(steps, inputs, keep=False)[0]
+        result = executor.traced.result
+        return fx.node.map_aggregate(result, lambda a: outputs[a.index] if isinstance(a, Ref) else a)
+
+    def steps(self, batch: int) -> StepList:
+        """The step list that runs for a global batch of this size, in the present mode."""
+        mode = self.training
+        if (mode, batch) not in self._lists:
+            self._lists[mode, batch] = lower(self._plans[mode], self._executors[mode].traced.graph, batch)
+        return self._lists[mode, batch]
+
+    def announce(self, batch: int) -> None:
+        """The loader tells how many samples the batch has whose part it hands out next."""
+        self._announced = batch
+
+    def input_layouts(self, batch: int) -> tuple[Layout, ...]:
+        """Where the samples of each input lie, for a global batch of this size."""
+        return tuple(value.layout for value in self.steps(batch).inputs)
+
+    def _check_inputs(self, inputs: Sequence[Tensor], steps: StepList) -> None:
+        if len(inputs) != len(steps.inputs):
+            raise InputError(f"the model takes {len(steps.inputs)} inputs, got {len(inputs)}")
+        for x, value in zip(inputs, steps.inputs, strict=True):
+            expected = local_shape(value.layout, self.group.device, value.shape)
+            if tuple(x.shape) != expected:
+                raise InputError(
+                    f"device {self.group.device} got an input of shape {tuple(x.shape)}; its part of a batch of "
+                    f"{steps.batch} is {expected}: use convoy.loader, or give the size of the whole batch: model(x, batch=n)"
+                )
+            if torch.is_grad_enabled() and x.requires_grad:
+                raise InputError(
+                    "an input requires a gradient; Convoy computes gradients of parameters only: use x.detach()"
+                )
+
+    # --- parameters --------------------------------------------------------------------------------------------------
+
+    def _keep_own_pieces(self) -> None:
+        """Device 0's weights reach every device that has a part in them; the rest is forgotten."""
+        for key, parameter in self.parameters_by_key.items():
+            holder, _, name = key.rpartition(".")
+            module = self.module.get_submodule(holder)
+            old = getattr(module, name)
+            layout = self.layouts[key]
+            plan = schedule(OnOne(0), layout, parameter.shape)
+            source = old.detach() if self.group.device == 0 else old.detach().new_empty(_none(parameter.shape))
+            piece = run_move(self.group, plan, source, OnOne(0), layout, parameter.shape).clone()
+            if parameter.buffer:
+                module._buffers[name] = piece
+            else:
+                _replace(self.module, old, nn.Parameter(piece, requires_grad=old.requires_grad))
+
+    def counts_here(self, key: str) -> bool:
+        """Whether this device is the one that counts a parameter: owner of a piece, or first holder of copies."""
+        layout = self.layouts[key]
+        return isinstance(layout, Split) or holders(layout)[0] == self.group.device
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm, over all devices, is at most `max_norm`; returns the norm before.
+
+        torch.nn.utils.clip_grad_norm_ would see only this device's pieces. Call it on every device.
+        """
+        rows = [(key, self.module.get_parameter(key).grad) for key, p in self.parameters_by_key.items() if p.trainable]
+        held = [(g, self.counts_here(key)) for key, g in rows if g is not None]
+        norm = global_norm(self.group, held, norm_type)
+        scale = min(1.0, max_norm / (norm + 1e-6))
+        for g, _ in held:
+            g.mul_(scale)
+        return torch.tensor(norm, device=self.group.torch_device)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This device's pieces under the names they have in the model."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Refused, because this device's pieces are not the model: see `full_state_dict`.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            "state_dict() would hold only this device's pieces: call full_state_dict() on every device, "
+            "which gives the whole model under its ordinary keys"
+        )
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model under its ordinary keys, on every device. Every device must call it."""
+        tied = _canonical(self.module)
+        whole = {key: self.gather(key, self._held(key)) for key in self.parameters_by_key}
+        own = self.module.state_dict()
+        return {key: whole.get(tied.get(key, key), own[key]) for key in own}
+
+    def gather(self, key: str, piece: Tensor) -> Tensor:
+        """The whole of a tensor that lies like parameter `key` (its gradient, its momentum), on every device."""
+        layout, shape = self.layouts[key], self.parameters_by_key[key].shape
+        everyone = Replicated(tuple(range(self.group.devices)))
+        held = piece if box(layout, self.group.device, shape) is not None else piece.new_empty(_none(shape))
+        return run_move(self.group, schedule(layout, everyone, shape), held, layout, everyone, shape).clone()
+
+    def _held(self, key: str) -> Tensor:
+        holder, _, name = key.rpartition(".")
+        tensor = getattr(self.module.get_submodule(holder), name)
+        assert isinstance(tensor, Tensor)
+        return tensor.detach()
+
+    def _check_frozen(self, executor: Executor) -> None:
+        """Whether a batch norm uses the batch or its running statistics is part of the step list."""
+        for name, norm in executor.norms.items():
+            if executor.traced.graph[name].statistics != (norm.module.training or norm.module.running_mean is None):
+                raise InputError(
+                    f"batch norm {name!r} was frozen or thawed after distribute(): set module.eval() or train() before, "
+                    "and freeze it again after model.train(), as the original was"
+                )
+
+
+class _Run(torch.autograd.Function):
+    """One training step as one node of the caller's autograd graph: backward runs the backward steps of the list."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, anchor: Tensor, owner: Distributed, executor: Executor, steps: StepList, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        outputs, ctx.tape = executor.forward(steps, inputs, keep=True)
+        ctx.owner, ctx.executor, ctx.inputs = owner, executor, len(inputs)
+        ctx.set_materialize_grads(False)
+        # A view of an input or a tensor used twice must not leave a Function as it is.
+        return tuple(y.view_as(y) for y in outputs)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
+        tape, owner = ctx.tape, ctx.owner
+        if tape is None:
+            raise InputError("backward ran twice through one step: call the model again, or add the losses first")
+        ctx.tape = None
+        ctx.executor.backward(tape, gradients, owner._mixing_stage)
+        owner._mixing_stage += 1
+        return (None,) * (4 + ctx.inputs)
+
+
+def _agree(group: Group, traced: Traced, plan: Plan) -> None:
+    """Every device must have been given the same model and the same plan."""
+    for what, text in (
+        ("model", traced.graph.fingerprint),
+        ("plan", plan.to_json()),
+        ("version of Convoy", __version__),
+    ):
+        texts = group.agree(f"distribute:{what}", text)
+        strangers = [d for d, other in enumerate(texts) if other != texts[0]]
+        if strangers:
+            raise MismatchError(
+                f"device{'s' * (len(strangers) > 1)} {', '.join(map(str, strangers))} started with another {what} than "
+                f"device 0: start every device with the same script and options"
+            )
+
+
+def _layouts(plan: Plan, traced: Mapping[bool, Traced]) -> dict[str, Layout]:
+    """Layout of every parameter; layers that exist only in evaluation add theirs."""
+    layouts = parameter_layouts(_plan_for(plan, traced[False]), traced[False].graph)
+    return layouts | parameter_layouts(plan, traced[True].graph)
+
+
+def _plan_for(plan: Plan, traced: Traced) -> Plan:
+    """The plan for the graph of a mode: evaluation may lack layers (auxiliary outputs) but shares the rest."""
+    known = {name: s for name, s in plan.layers.items() if name in traced.graph.layers}
+    return Plan(plan.name, traced.graph.fingerprint, plan.devices, plan.batch, known, plan.otherwise, plan.reduce)
+
+
+def _parameters(traced: Mapping[bool, Traced]) -> dict[str, Parameter]:
+    rows = [*traced[True].graph.layers.values(), *traced[False].graph.layers.values()]
+    return {p.key: p for layer in rows for p in layer.parameters.values()}
+
+
+def _unused(model: nn.Module, known: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """Parameters that no layer reads: they have no gradient, but they belong to the model."""
+    tied = _canonical(model)
+    rows = [(k, p, False) for k, p in model.named_parameters()] + [(k, b, True) for k, b in model.named_buffers()]
+    missing = [(k, t, b) for k, t, b in rows if tied[k] == k and k not in known]
+    return {k: Parameter(k, tuple(t.shape), t.requires_grad and not b, b) for k, t, b in missing}
+
+
+def _none(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (0, *shape[1:])
+
+
+def _replace(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put `new` wherever `old` stands: tied weights stay tied."""
+    for module in root.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is old:
+                module._parameters[name] = new
+
+
+def _canonical(root: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    rows = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
+    return {key: first.setdefault(id(tensor), key) for key, tensor in rows}

@@ -1,0 +1,247 @@
+"""How tensors travel between processes: gloo through host memory, or NCCL between distinct GPUs of one kind."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol, final
+
+import torch
+from torch import distributed
+from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import PrefixStore, Store, Work
+
+from convoy.execute.group import Message
+
+CONTROL = 1 << 30
+"""Tags from here on belong to texts; tensors use those below."""
+
+Tagged = tuple[int, Message]
+
+Gloo: Any = _distributed_c10d.ProcessGroupGloo
+"""Built directly, beside torch's registered groups: then a script may have its own process group, or none. Torch's type
+stubs leave out the methods it inherits."""
+
+
+class PeerFailure(Exception):  # noqa: N818 - it never leaves this folder: the group turns it into a DeviceLostError
+    """A connection closed, or was silent for the whole time limit. Why, and whose fault it is, is yet to be found."""
+
+    def __init__(self, peers: Sequence[int], timed_out: bool) -> None:
+        super().__init__(f"connection to {list(peers)} {'timed out' if timed_out else 'closed'}")
+        self.peers = tuple(peers)
+        self.timed_out = timed_out
+
+
+class Carrier(Protocol):
+    """What carries the tensors of a group."""
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> "Flight": ...
+
+    def cut(self, broken: bool) -> None:
+        """Close all connections now, so that the others notice. Broken: messages may never arrive, await none."""
+
+
+@dataclass
+class Flight:
+    """Messages under way.
+
+    Attributes:
+        works: what to wait for, and the devices on the other side.
+        landings: (arrived in host memory, where it belongs) for staged messages.
+    """
+
+    works: list[tuple[tuple[int, ...], Work]]
+    landings: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def land(self, limit_s: float, waits_for: Callable[[int | None], None]) -> None:
+        """Wait for everything, at most ``limit_s`` altogether; ``waits_for`` is told each time for whom.
+
+        Raises:
+            PeerFailure: a connection failed.
+        """
+        deadline_s = time.monotonic() + limit_s
+        for peers, work in self.works:
+            waits_for(peers[0])
+            try:
+                # Zero would mean no limit.
+                work.wait(timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
+            except RuntimeError as error:
+                raise PeerFailure(peers, _is_timeout(error)) from error
+        waits_for(None)
+        with torch.no_grad():
+            for host, target in self.landings:
+                # From pinned memory this only queues the copy on the current stream; torch keeps the buffer till then.
+                target.copy_(host, non_blocking=host.is_pinned())
+        self.works, self.landings = [], []
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
+
+
+@final
+class GlooCarrier:
+    """Tensors over gloo's TCP connections, one to every other device, moved by a thread of gloo's own.
+
+    Tensors on a GPU are staged through pinned host memory here, since gloo's own copies of CUDA tensors lack operations
+    and have been wrong in some releases. ``staged`` forces the same path for tensors in host memory.
+    """
+
+    def __init__(
+        self, store: Store, device: int, devices: int, address: str, limit_s: float, staged: bool = False
+    ) -> None:
+        """Connect to all others from this machine's ``address``.
+
+        Raises:
+            RuntimeError: somebody could not be reached within ``limit_s``.
+        """
+        options = Gloo._Options()
+        options._devices = [Gloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=max(1.0, limit_s))
+        options._threads = 1  # for collectives, which Convoy does not use
+        self._gloo = Gloo(PrefixStore("gloo", store), device, devices, options)
+        self._staged = staged
+        self._first_peer = 1 if device == 0 else 0
+        self._sent = [0] * devices
+        self._received = [0] * devices
+        self._is_cut = False
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Flight:
+        """Start messages; each gets the next tag of its pair and direction.
+
+        Raises:
+            PeerFailure: a connection is closed already.
+        """
+        return self.start_tagged(
+            [(self._next_tag(self._sent, message), message) for message in sends],
+            [(self._next_tag(self._received, message), message) for message in receives],
+        )
+
+    def start_tagged(self, sends: Sequence[Tagged], receives: Sequence[Tagged]) -> Flight:
+        """Start messages under tags that both sides know, each unique among those under way between the pair."""
+        flight = Flight([])
+        # Receives first: what arrives for a posted receive goes straight to its place.
+        for tag, message in receives:
+            tensor = message.tensor
+            if self._goes_through_host(tensor):
+                tensor = _host_buffer(tensor)
+                flight.landings.append((tensor, message.tensor))
+            flight.works.append(self._begin(self._gloo.recv, tensor, message.peer, tag))
+        tensors = self._to_host([message.tensor.detach() for _, message in sends])
+        for (tag, message), tensor in zip(sends, tensors, strict=True):
+            flight.works.append(self._begin(self._gloo.send, tensor, message.peer, tag))
+        return flight
+
+    def cut(self, broken: bool) -> None:  # noqa: ARG002 - it never waits for messages
+        if self._is_cut:
+            return
+        self._is_cut = True
+        try:
+            # Messages under way keep the connections open even when the group is dropped; gloo closes all of them at
+            # once when a wait runs out of time. Nobody sends under this tag.
+            nothing = torch.empty(1, dtype=torch.uint8)
+            self._gloo.recv([nothing], self._first_peer, (1 << 31) - 1).wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            pass
+        del self._gloo
+
+    def _begin(
+        self, verb: Callable[[list[torch.Tensor], int, int], Work], tensor: torch.Tensor, peer: int, tag: int
+    ) -> tuple[tuple[int, ...], Work]:
+        try:
+            return (peer,), verb([tensor], peer, tag)
+        except RuntimeError as error:
+            raise PeerFailure((peer,), _is_timeout(error)) from error
+
+    @staticmethod
+    def _next_tag(counters: list[int], message: Message) -> int:
+        """15 bits of the message's number on its way, 15 bits of its size.
+
+        Gloo ends the process when a message is longer than its receiver expects, and says nothing when it is shorter.
+        With the size in the tag such messages never meet, and the devices are found waiting in a circle.
+        """
+        number = counters[message.peer] & 0x7FFF
+        counters[message.peer] += 1
+        size_bytes = message.tensor.numel() * message.tensor.element_size()
+        return number << 15 | (size_bytes * 2654435761 >> 12) & 0x7FFF
+
+    def _goes_through_host(self, tensor: torch.Tensor) -> bool:
+        return self._staged or tensor.device.type != "cpu"
+
+    def _to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors in host memory, complete when this returns."""
+        hosts = []
+        for tensor in tensors:
+            if self._goes_through_host(tensor):
+                host = _host_buffer(tensor)
+                host.copy_(tensor, non_blocking=host.is_pinned())
+                hosts.append(host)
+            else:
+                hosts.append(tensor)
+        if any(tensor.is_cuda for tensor in tensors):
+            torch.cuda.current_stream(tensors[0].device).record_event().synchronize()
+        return hosts
+
+
+def _host_buffer(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
+
+
+@final
+class NcclCarrier:
+    """Tensors straight from GPU to GPU. Only where every device of the job is a GPU of its own, all of one kind.
+
+    It joins torch's default process group, or makes it, because that is where torch offers batches of messages.
+    """
+
+    def __init__(self, store: Store, device: int, devices: int, torch_device: torch.device, limit_s: float) -> None:
+        # The limit of each wait is ours. NCCL's own ends the whole process, so it comes later.
+        limit = timedelta(seconds=2 * limit_s + 60)
+        self._owns_world = not distributed.is_initialized()
+        if self._owns_world:
+            distributed.init_process_group(
+                "nccl",
+                store=PrefixStore("nccl", store),
+                rank=device,
+                world_size=devices,
+                timeout=limit,
+                device_id=torch_device,
+            )
+            self._group = distributed.group.WORLD
+        else:
+            self._group = distributed.new_group(backend="nccl", timeout=limit, device_id=torch_device)
+        # Batches of messages between some devices only are allowed once all have met in a collective.
+        with torch.cuda.device(torch_device):
+            distributed.all_reduce(torch.zeros(1, device=torch_device), group=self._group)
+            torch.cuda.synchronize(torch_device)
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Flight:
+        if not sends and not receives:
+            return Flight([])
+        operations = [
+            distributed.P2POp(distributed.isend, message.tensor.detach(), message.peer, self._group)
+            for message in sends
+        ] + [distributed.P2POp(distributed.irecv, message.tensor, message.peer, self._group) for message in receives]
+        peers = tuple(dict.fromkeys(message.peer for message in (*receives, *sends)))
+        try:
+            return Flight([(peers, work) for work in distributed.batch_isend_irecv(operations)])
+        except RuntimeError as error:
+            raise PeerFailure(peers, _is_timeout(error)) from error
+
+    def cut(self, broken: bool) -> None:
+        if self._group is None or not distributed.is_initialized():
+            return
+        # None means torch's default group, together with all others.
+        group = None if self._owns_world else self._group
+        self._group = None
+        if broken:
+            distributed.distributed_c10d._abort_process_group(group)
+        else:
+            distributed.destroy_process_group(group)
+
+
+def can_use_nccl(devices: Sequence[str], names: Sequence[str], hosts: Sequence[str]) -> bool:
+    """Whether all devices are distinct GPUs of one kind, and this build of torch has NCCL."""
+    distinct = len(set(zip(hosts, devices, strict=True))) == len(devices)
+    all_cuda = all(device.startswith("cuda") for device in devices)
+    return distinct and all_cuda and len(set(names)) == 1 and distributed.is_nccl_available()

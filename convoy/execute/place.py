@@ -1,0 +1,167 @@
+"""The place of one process in its job, as the environment names it, and the address that leads to the others."""
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+from convoy.errors import InputError
+
+PLACE_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun, and everything that follows its contract, sets for each process."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process's place in the job, as the launcher's environment names it.
+
+    Attributes:
+        device: this process's index; torchrun calls it RANK.
+        local: its index among the processes of its machine.
+        host, port: where the store is, at which all meet.
+        hosted: the launcher hosts the store; otherwise device 0 does.
+        attempt: how often the launcher has restarted the job.
+    """
+
+    device: int
+    devices: int
+    local: int
+    host: str
+    port: int
+    hosted: bool
+    attempt: int
+
+
+def read_place(environment: Mapping[str, str]) -> Place | None:
+    """The place that torchrun's variables name, or None where there are none: the script was started alone.
+
+    Raises:
+        InputError: some are set and others are not, or one is no number, or out of range.
+    """
+    missing = [name for name in PLACE_NAMES if not environment.get(name)]
+    if "RANK" in missing and "WORLD_SIZE" in missing:
+        # MASTER_ADDR alone says nothing: clusters set it for every container.
+        return None
+    if missing:
+        present = ", ".join(f"{name}={environment[name]}" for name in PLACE_NAMES if name not in missing)
+        raise InputError(
+            f"the environment has {present} but no {', '.join(missing)}: a process of a job needs all of "
+            f"{', '.join(PLACE_NAMES)}; start it with torchrun or convoy, or unset them to run alone"
+        )
+    devices = _whole(environment, "WORLD_SIZE", 1, 1 << 20)
+    return Place(
+        device=_whole(environment, "RANK", 0, devices - 1),
+        devices=devices,
+        local=_whole(environment, "LOCAL_RANK", 0, 1 << 20) if environment.get("LOCAL_RANK") else 0,
+        host=environment["MASTER_ADDR"],
+        port=_whole(environment, "MASTER_PORT", 1, 65535),
+        hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0),
+    )
+
+
+def _whole(environment: Mapping[str, str], name: str, least: int, most: int) -> int:
+    text = environment[name]
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise InputError(f"{name}={text!r} in the environment: it must be a whole number from {least} to {most}")
+    return int(text)
+
+
+def pick_device(name: str | torch.device | None, local: int) -> torch.device:
+    """The device to compute on; process number ``local`` of its machine takes that GPU unless told otherwise.
+
+    Raises:
+        InputError: no such device.
+    """
+    chosen = name or os.environ.get("CONVOY_DEVICE")
+    if chosen is None:
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        chosen = f"cuda:{local}" if local < gpus else "cpu"
+    try:
+        device = torch.device(chosen)
+        if device.type == "cuda":
+            device = torch.device("cuda", device.index or 0)
+            torch.cuda.set_device(device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"device {str(chosen)!r} cannot be used ({reason}): choose cpu, or cuda:0 to cuda:{{number of GPUs - 1}}"
+        ) from None
+    return device
+
+
+def route_to(host: str, port: int) -> str:
+    """The address of this machine from which packets to ``host`` leave. Nothing is sent.
+
+    Raises:
+        InputError: the name is unknown, or there is no way to it.
+    """
+    error: OSError | None = None
+    for family, target in resolve(host, port, socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(target)
+                return str(probe.getsockname()[0])
+        except OSError as failed:
+            error = failed
+    raise InputError(f"there is no route to {host} ({error}): check the address and the network of this machine")
+
+
+def own_address(host: str, port: int, environment: Mapping[str, str] = os.environ) -> str:
+    """The address at which the other devices reach this one: on GLOO_SOCKET_IFNAME if set, else on the route to host.
+
+    The machine's own name is never asked: Debian, for one, maps it to loopback.
+
+    Raises:
+        InputError: no such interface, one without an address, or no route.
+    """
+    chosen = environment.get("GLOO_SOCKET_IFNAME")
+    if not chosen:
+        return route_to(host, port)
+    interfaces = psutil.net_if_addrs()
+    name = chosen.split(",")[0]
+    if name not in interfaces:
+        raise InputError(
+            f"GLOO_SOCKET_IFNAME={chosen!r}: this machine has no such interface, it has "
+            f"{', '.join(sorted(interfaces))}; give one name (NCCL's ^ and prefixes mean nothing here)"
+        )
+    # The family of the way to the host comes first, since the others will come by it.
+    families = [resolve(host, port, socket.SOCK_DGRAM)[0][0], socket.AF_INET, socket.AF_INET6]
+    for family in families:
+        for address in interfaces[name]:
+            if address.family == family:
+                return str(address.address)
+    raise InputError(f"GLOO_SOCKET_IFNAME={chosen!r}: this interface has no IP address; give it one or choose another")
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address leads to its own machine only."""
+    return address.startswith("127.") or address == "::1"
+
+
+def reachable_address(own: str, others: Sequence[str]) -> str:
+    """``own``, unless it is loopback while another device's is not: then the address on the route to that device.
+
+    Where the name of the meeting point maps to loopback on its own machine, the route to it says nothing.
+    """
+    away = [address for address in others if not is_loopback(address)]
+    return route_to(away[0], 9) if away and is_loopback(own) else own
+
+
+def resolve(
+    host: str, port: int, kind: socket.SocketKind
+) -> list[tuple[socket.AddressFamily, tuple[str | int | bytes, ...]]]:
+    """The (family, socket address) pairs behind a name or a numeric address, at least one.
+
+    Raises:
+        InputError: the name is unknown.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=kind)
+    except OSError as error:
+        raise InputError(f"the host name {host!r} cannot be resolved ({error.strerror}): use its IP address") from None
+    return [(family, address) for family, _, _, _, address in found]

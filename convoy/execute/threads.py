@@ -1,0 +1,194 @@
+"""A group of threads in one process: the same contract as processes, with mailboxes in place of a network."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, final
+
+import torch
+
+from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError
+from convoy.execute.group import CountedGroup, Group, Message, Pending, closed_error
+
+T = TypeVar("T")
+Route = tuple[int, int, int]  # sender, receiver, number of the message on this way
+
+
+def run_on_threads(devices: int, work: Callable[[Group], T], timeout_s: float = 60.0) -> list[T]:
+    """Run ``work`` on ``devices`` threads, each with its own group, and return the results in device order.
+
+    When one device raises, the others get a DeviceLostError that names it at their next exchange, and the first cause
+    is raised here. After a failure or Ctrl-C the remaining threads get ``timeout_s`` to end.
+
+    Raises:
+        InputError: fewer than one device.
+        BaseException: whatever ``work`` raised first.
+    """
+    if devices < 1:
+        raise InputError(f"{devices} devices were asked for: a group has at least one")
+    post = _Post(devices, timeout_s)
+    results: dict[int, T] = {}
+
+    def run(device: int) -> None:
+        group = _ThreadGroup(post, device)
+        try:
+            results[device] = work(group)
+        except BaseException as error:
+            group.close(error)
+        else:
+            group.close()
+
+    threads = [
+        threading.Thread(target=run, args=(device,), name=f"device-{device}", daemon=True) for device in range(devices)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        post.await_end()
+    finally:
+        post.stop()
+        deadline_s = time.monotonic() + timeout_s
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+    if post.first_error is not None:
+        raise post.first_error
+    return [results[device] for device in range(devices)]
+
+
+@dataclass
+class _Post:
+    """What the threads share. Every field is read and written under ``changed`` only."""
+
+    devices: int
+    timeout_s: float
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    boxes: dict[Route, torch.Tensor] = field(default_factory=dict)
+    texts: dict[tuple[int, int], tuple[str, str]] = field(default_factory=dict)  # (number, device) -> topic, text
+    left: dict[int, BaseException | None] = field(default_factory=dict)
+    first_error: BaseException | None = None
+    first_device: int | None = None
+    stopped: bool = False
+
+    def leave(self, device: int, error: BaseException | None) -> None:
+        with self.changed:
+            self.left.setdefault(device, error)
+            if error is not None and self.first_error is None:
+                self.first_error, self.first_device = error, device
+            self.changed.notify_all()
+
+    def stop(self) -> None:
+        with self.changed:
+            self.stopped = True
+            self.changed.notify_all()
+
+    def await_end(self) -> None:
+        """Wait until all devices have left, or one has failed and the others had their time."""
+        with self.changed:
+            self.changed.wait_for(lambda: len(self.left) == self.devices or self.first_error is not None)
+            self.changed.wait_for(lambda: len(self.left) == self.devices, self.timeout_s)
+
+    def await_peer(self, peer: int, arrived: Callable[[], bool], waiting: int) -> None:
+        """Wait, with ``changed`` held, until ``arrived()``; say who is to blame if that cannot be any more."""
+        gone = self.changed.wait_for(
+            lambda: arrived() or self.stopped or self.first_device is not None or peer in self.left, self.timeout_s
+        )
+        if not arrived():
+            raise self._loss(peer, waiting, timed_out=not gone)
+
+    def _loss(self, peer: int, waiting: int, timed_out: bool) -> DeviceLostError:
+        if self.first_device is not None and self.first_error is not None:
+            cause = f"{type(self.first_error).__name__}: {self.first_error}"
+            return DeviceLostError(self.first_device, f"device {self.first_device} left because of its error: {cause}")
+        if timed_out:
+            return DeviceLostError(
+                peer,
+                f"device {peer} sent nothing for {self.timeout_s:g} s while device {waiting} waited for it: "
+                "it is stuck, or the time limit (timeout_s) is too short for its work",
+            )
+        if peer in self.left:
+            return DeviceLostError(
+                peer, f"device {peer} had finished while device {waiting} still waited for it: their work differs"
+            )
+        return DeviceLostError(waiting, f"device {waiting} was stopped from outside while it waited for device {peer}")
+
+
+@final
+class _ThreadGroup(CountedGroup):
+    def __init__(self, post: _Post, device: int) -> None:
+        super().__init__(device, post.devices, torch.device("cpu"), post.timeout_s)
+        self.post = post
+        self.sent = [0] * post.devices
+        self.received = [0] * post.devices
+        self.agreed = 0
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        sends, receives = self._admit(sends, receives)
+        expected: list[tuple[Route, torch.Tensor]] = []
+        for message in receives:
+            expected.append(((message.peer, self.device, self.received[message.peer]), message.tensor))
+            self.received[message.peer] += 1
+        copies = [(message.peer, message.tensor.detach().clone()) for message in sends]
+        with self.post.changed:
+            for peer, tensor in copies:
+                self.post.boxes[(self.device, peer, self.sent[peer])] = tensor
+                self.sent[peer] += 1
+            self.post.changed.notify_all()
+        return _Awaited(self, expected)
+
+    def agree(self, topic: str, text: str) -> tuple[str, ...]:
+        self._raise_failure()
+        post, number = self.post, self.agreed
+        self.agreed += 1
+        with post.changed:
+            post.texts[(number, self.device)] = (topic, text)
+            post.changed.notify_all()
+            try:
+                for peer in range(self.devices):
+                    post.await_peer(peer, lambda peer=peer: (number, peer) in post.texts, self.device)  # type: ignore[misc]
+            except DeviceLostError as error:
+                self.failure = error
+                raise
+            answers = [post.texts[(number, peer)] for peer in range(self.devices)]
+            # A device that answers here has read everything before, so what lies two back is read by all.
+            post.texts.pop((number - 2, self.device), None)
+        self._check_topics(topic, [answer[0] for answer in answers])
+        return tuple(answer[1] for answer in answers)
+
+    def close(self, error: BaseException | None = None) -> None:
+        if self.failure is None:
+            self.failure = closed_error()
+        self.post.leave(self.device, error)
+
+
+class _Awaited:
+    def __init__(self, group: _ThreadGroup, expected: list[tuple[Route, torch.Tensor]]) -> None:
+        self.group = group
+        self.expected = expected
+
+    def wait(self) -> None:
+        group, post = self.group, self.group.post
+        if not self.expected:
+            return
+        group._raise_failure()
+        try:
+            for route, tensor in self.expected:
+                with post.changed:
+                    post.await_peer(route[0], lambda route=route: route in post.boxes, group.device)  # type: ignore[misc]
+                    arrived = post.boxes.pop(route)
+                _copy(arrived, tensor, route)
+        except ConvoyError as error:
+            group.failure = error
+            raise
+        self.expected = []
+
+
+def _copy(arrived: torch.Tensor, target: torch.Tensor, route: Route) -> None:
+    """Copy a message into its place; a network would write wrong bytes or fail where this says what is wrong."""
+    if arrived.numel() != target.numel() or arrived.dtype != target.dtype:
+        raise MismatchError(
+            f"device {route[0]} sent {arrived.numel()} elements of {arrived.dtype} where device {route[1]} expected "
+            f"{target.numel()} of {target.dtype} (message {route[2]}): both sides must run the same steps"
+        )
+    with torch.no_grad():
+        target.copy_(arrived.reshape(target.shape))

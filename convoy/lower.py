@@ -1,0 +1,290 @@
+"""lower(plan): from strategies per layer to one list of steps for one batch size."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from convoy.graph import Graph, Layer
+from convoy.layout import Layout, OnOne, Replicated, Split, holders
+from convoy.plan import Plan
+from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
+from convoy.strategy import Batch, One, Placement, Strategy, follow, parameter_holders, place
+
+BUCKET_ENTRIES = 2_000_000
+"""A sum of gradients starts when this many entries are ready: large enough for full bandwidth, small enough to overlap."""
+
+
+def lower(plan: Plan, graph: Graph, batch: int | None = None) -> StepList:
+    """The steps of one training step of `plan` for a global batch of `batch` samples (default: the plan's).
+
+    Raises:
+        PlanError: the plan does not fit the graph.
+    """
+    plan.check(graph)
+    return _Lowering(plan, graph, batch or plan.batch).run()
+
+
+def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, Placement]:
+    """Placement of every layer, in order.
+
+    Raises:
+        PlanError: a named strategy does not fit its layer.
+    """
+    result: dict[str, Placement] = {}
+    batch = batch or plan.batch
+    for layer in graph.layers.values():
+        if layer.kind == "input":
+            layout = _input_layout(plan, graph, layer, batch)
+            result[layer.name] = Placement((), layout)
+        else:
+            result[layer.name] = _placement(plan, graph, layer, result, batch)
+    return result
+
+
+def parameter_layouts(plan: Plan, graph: Graph) -> dict[str, Layout]:
+    """Layout of every parameter and buffer by its `state_dict` key; it does not depend on the batch at hand."""
+    return {
+        layer.parameters[key].key: layout
+        for layer, placed in zip(graph.layers.values(), placements(plan, graph).values(), strict=True)
+        for key, layout in placed.parameters.items()
+    }
+
+
+# --- which layout each layer works in --------------------------------------------------------------------------------
+
+
+def _strategy(plan: Plan, layer: Layer) -> Strategy | None:
+    """A layer's own strategy. A second call of one module does what the first does: they share weights."""
+    return plan.layers.get(layer.name) or plan.layers.get(layer.name.partition("#")[0])
+
+
+def _placement(plan: Plan, graph: Graph, layer: Layer, placed: Mapping[str, Placement], batch: int) -> Placement:
+    leading = next((placed[i].gives for i in layer.inputs if graph[i].batched), None)
+    if layer.kind == "pick" and leading is not None:
+        return Placement((leading,), leading)
+    if not layer.batched or leading is None:
+        # Made from parameters alone, or from nothing: every device has it.
+        return place(graph, layer, _otherwise(plan, layer), batch, plan.devices)
+    own = _strategy(plan, layer)
+    if own is not None:
+        return place(graph, layer, own, batch, plan.devices)
+    if not layer.weighted or layer.groups > 1:
+        followed = follow(graph, layer, leading, plan.devices)
+        if followed is not None:
+            return followed
+    fallback = place(graph, layer, _otherwise(plan, layer), batch, plan.devices)
+    note = f"cannot keep {leading}" + (f": {layer.reason}" if layer.reason else "")
+    return Placement(fallback.takes, fallback.gives, fallback.parameters, "" if fallback.gives == leading else note)
+
+
+def _otherwise(plan: Plan, layer: Layer) -> Strategy:
+    if isinstance(plan.otherwise, Batch) and not layer.per_sample:
+        # The device with the most samples is the fastest by the plan's own account.
+        return One(plan.otherwise.shares.index(max(plan.otherwise.shares)))
+    return plan.otherwise
+
+
+def _input_layout(plan: Plan, graph: Graph, layer: Layer, batch: int) -> Layout:
+    """Data is loaded where the first layers want it, so that no image crosses the network."""
+    wants = _wants(plan, graph, layer, batch, {})
+    if len(wants) == 1:
+        (only,) = wants
+        if isinstance(only, Replicated | OnOne) or (isinstance(only, Split) and only.axis == 0):
+            return only
+        return Replicated(holders(only))
+    if not wants:
+        own = place(graph, layer, plan.otherwise, batch, plan.devices)
+        return own.gives
+    return Replicated(tuple(sorted({d for layout in wants for d in holders(layout)})))
+
+
+def _wants(plan: Plan, graph: Graph, layer: Layer, batch: int, known: dict[str, set[Layout]]) -> set[Layout]:
+    """The layouts in which the layers after `layer` take its output, looking through layers that follow."""
+    if layer.name in known:
+        return known[layer.name]
+    wants: set[Layout] = set()
+    for reader in graph.readers[layer.name]:
+        own = _strategy(plan, reader)
+        follows = own is None and not (reader.weighted and reader.groups == 1) and reader.per_sample
+        if follows and not reader.random:
+            wants |= _wants(plan, graph, reader, batch, known)
+        else:
+            placed = place(graph, reader, own or _otherwise(plan, reader), batch, plan.devices)
+            wants.add(placed.takes[reader.inputs.index(layer.name)])
+    known[layer.name] = wants
+    return wants
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+class _Lowering:
+    def __init__(self, plan: Plan, graph: Graph, batch: int) -> None:
+        self.plan, self.graph, self.batch = plan, graph, batch
+        self.placed, self.nominal = placements(plan, graph, batch), placements(plan, graph)
+        self.kept = parameter_layouts(plan, graph)
+        self.steps: list[Step] = []
+        self.values: dict[str, Value] = {}
+        self.versions: dict[tuple[str, Layout], Value] = {}
+        self.made_by: dict[str, int] = {}
+        self.trains = _trains(graph)
+
+    def run(self) -> StepList:
+        for layer in self.graph.layers.values():
+            self._forward(layer)
+        everyone = Replicated(tuple(range(self.plan.devices)))
+        outputs = tuple(self._version(name, everyone) for name in self.graph.outputs)
+        forward = list(self.steps)
+        ready: dict[str, list[int]] = {}  # value key -> steps that contributed to its gradient
+        for i, (name, value) in enumerate(zip(self.graph.outputs, outputs, strict=True)):
+            if name in self.trains:
+                after = self._after([value])
+                step = ReturnGradient(self._id, i, value, self.values[name], after)
+                ready.setdefault(name, []).append(self._add(step))
+        self._backward(forward, ready)
+        inputs = tuple(self.values[layer.name] for layer in self.graph.inputs)
+        return StepList(self.batch, self.plan.devices, inputs, outputs, tuple(self.steps))
+
+    @property
+    def _id(self) -> int:
+        return len(self.steps)
+
+    def _add(self, step: Step) -> int:
+        self.steps.append(step)
+        return step.id
+
+    def _after(self, values: Iterable[Value]) -> tuple[int, ...]:
+        return tuple(sorted({self.made_by[v.key] for v in values if v.key in self.made_by}))
+
+    def _forward(self, layer: Layer) -> None:
+        placed = self.placed[layer.name]
+        shape = layer.batch_shape(self.batch)
+        value = Value(layer.name, shape, placed.gives)
+        self.values[layer.name] = value
+        self.versions[layer.name, placed.gives] = value
+        if layer.kind == "input":
+            return
+        reads = tuple(self._version(name, layout) for name, layout in zip(layer.inputs, placed.takes, strict=True))
+        after = self._after(reads)
+        if shared := self._statistics(layer, placed):
+            after = (self._add(ShareStatistics(self._id, "forward", layer.name, reads[0], *shared, after)),)
+        wants = tuple(name in self.trains for name in layer.inputs)
+        step = Compute(
+            self._id, "forward", layer.name, reads, value, wants, self._parameters(layer), placed.note, after
+        )  # fmt: skip
+        self.made_by[value.key] = self._add(step)
+
+    def _parameters(self, layer: Layer) -> dict[str, Layout]:
+        return {key: self.kept[p.key] for key, p in layer.parameters.items()}
+
+    def _statistics(self, layer: Layer, placed: Placement) -> tuple[int, tuple[int, ...]] | None:
+        """(entries per device, devices that take part) where a batch norm has its batch on several devices."""
+        if not layer.statistics or not isinstance(placed.gives, Split) or placed.gives.axis != 0:
+            return None
+        # By the nominal batch: a device without a sample of this (small) batch keeps its running statistics up to date.
+        members = parameter_holders(layer, self.nominal[layer.name].gives, self.plan.devices)
+        return (2 * layer.shape[0], members) if len(members) > 1 else None
+
+    def _version(self, name: str, layout: Layout) -> Value:
+        known = self.versions.get((name, layout))
+        if known is not None:
+            return known
+        source = self.values[name]
+        value = Value(f"{name}@{layout}", source.shape, layout)
+        step = Move(self._id, "forward", source, value, self.plan.collective, self._after([source]))
+        self.made_by[value.key] = self._add(step)
+        self.versions[name, layout] = value
+        return value
+
+    def _backward(self, forward: list[Step], ready: dict[str, list[int]]) -> None:
+        sums = _Buckets(self, forward)
+        for step in reversed(forward):
+            if isinstance(step, Move) and step.writes.key in ready:
+                after = tuple(ready[step.writes.key])
+                back = Move(self._id, "backward", step.writes, step.reads, step.reduce, after)
+                ready.setdefault(step.reads.key, []).append(self._add(back))
+            elif isinstance(step, Compute) and step.writes.key in ready:
+                sums.add(self._backward_compute(step, ready))
+                self.steps.extend(sums.take(self._id, everything=False))
+        self.steps.extend(sums.take(self._id, everything=True))
+
+    def _backward_compute(self, step: Compute, ready: dict[str, list[int]]) -> Compute:
+        after = tuple(ready[step.writes.key])
+        shared = self._statistics(self.graph[step.layer], self.placed[step.layer])
+        if shared:
+            after = (self._add(ShareStatistics(self._id, "backward", step.layer, step.reads[0], *shared, after)),)
+        back = Compute(
+            self._id, "backward", step.layer, step.reads, step.writes, step.wants, step.parameters, "", after
+        )  # fmt: skip
+        self._add(back)
+        for value, wanted in zip(step.reads, step.wants, strict=True):
+            if wanted:
+                ready.setdefault(value.key, []).append(back.id)
+        return back
+
+
+def _trains(graph: Graph) -> set[str]:
+    """Layers whose output has a gradient: they or something before them is trainable."""
+    result: set[str] = set()
+    for layer in graph.layers.values():
+        if layer.trainable or any(name in result for name in layer.inputs):
+            result.add(layer.name)
+    return result
+
+
+@dataclass
+class _Bucket:
+    """Gradients that travel together."""
+
+    keys: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    flagged: int = 0
+    after: list[int] = field(default_factory=list)
+
+
+class _Buckets:
+    """Collects gradients of copied parameters as backward completes them."""
+
+    def __init__(self, lowering: "_Lowering", forward: list[Step]) -> None:
+        self.plan, self.graph, self.kept = lowering.plan, lowering.graph, lowering.kept
+        self.samples = {step.layer: _samples(step, self.plan.devices) for step in forward if isinstance(step, Compute)}
+        self.open: dict[tuple[tuple[int, ...], tuple[int, ...]], _Bucket] = {}
+        self.uses: dict[str, int] = {}
+        for layer in self.graph.layers.values():
+            for parameter in layer.trainable:
+                self.uses[parameter.key] = self.uses.get(parameter.key, 0) + 1
+
+    def add(self, step: Compute) -> None:
+        """The backward of a layer is done: its parameters' gradients are ready where no earlier layer shares them."""
+        layer = self.graph[step.layer]
+        for parameter in layer.trainable:
+            self.uses[parameter.key] -= 1
+            layout = self.kept[parameter.key]
+            if self.uses[parameter.key] or not isinstance(layout, Replicated) or len(layout.devices) < 2:
+                continue
+            # The inexact mode weighs gradients by samples, so only layers with the same samples share a bucket.
+            group = (layout.devices, () if self.plan.exact else self.samples[step.layer])
+            bucket = self.open.setdefault(group, _Bucket())
+            bucket.keys.append(parameter.key)
+            bucket.sizes.append(parameter.entries)
+            # Only a layer with Python of its own may leave a parameter unused on one device and not on another.
+            bucket.flagged += layer.kind == "opaque"
+            bucket.after = sorted({*bucket.after, step.id})
+
+    def take(self, first_id: int, *, everything: bool) -> Iterator[SumGradients]:
+        """The sums that are due, numbered from `first_id`."""
+        for group, bucket in list(self.open.items()):
+            if everything or sum(bucket.sizes) >= BUCKET_ENTRIES:
+                del self.open[group]
+                flags = len(bucket.keys) if bucket.flagged else 0
+                keys, sizes, after = tuple(bucket.keys), tuple(bucket.sizes), tuple(bucket.after)
+                yield SumGradients(first_id, keys, sizes, flags, *group, self.plan.reduce, after)
+                first_id += 1
+
+
+def _samples(step: Compute, devices: int) -> tuple[int, ...]:
+    """How many samples each device computes."""
+    match step.writes.layout:
+        case Split(0, shares):
+            return shares
+        case layout:
+            return tuple(step.writes.shape[0] if d in holders(layout) else 0 for d in range(devices))

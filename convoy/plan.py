@@ -1,0 +1,192 @@
+"""Plan: a strategy with shares for every layer; a value, and a file that a person can read, edit and run."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from convoy import strategy as strategies
+from convoy.errors import PlanError
+from convoy.graph import Graph
+from convoy.strategy import Batch, Channel, Filter, One, Strategy
+from convoy.transfer import SUMS, Reduce, Sum
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Who computes what.
+
+    Attributes:
+        name: e.g. "master"; only for people.
+        model: fingerprint of the graph it was made for.
+        devices: how many devices it shares the work among.
+        batch: the global batch that `Batch` shares sum to; other batches are shared out in the same proportions.
+        layers: a strategy per layer, by the layer's name. Layers that are not named follow their first input.
+        otherwise: what a layer does that can neither follow nor has a strategy of its own: `Batch` or `One`.
+        reduce: how pending sums become copies.
+    """
+
+    name: str
+    model: str
+    devices: int
+    batch: int
+    layers: Mapping[str, Strategy]
+    otherwise: Batch | One
+    reduce: Sum = "ring"
+
+    @property
+    def exact(self) -> bool:
+        return self.reduce != "inexact-butterfly-mixing"
+
+    @property
+    def collective(self) -> Reduce:
+        """The exact collective for everything but gradients in the inexact mode."""
+        return "butterfly" if self.reduce == "inexact-butterfly-mixing" else self.reduce
+
+    def check(self, graph: Graph, devices: int | None = None) -> None:
+        """Refuse a plan that does not fit a model or a number of devices.
+
+        Raises:
+            PlanError: with the value, the rule and the remedy.
+        """
+        if self.model != graph.fingerprint:
+            raise PlanError(
+                f"plan {self.name!r} was made for another model (fingerprint {self.model}; "
+                f"{graph.model} has {graph.fingerprint}): make a plan for this model"
+            )
+        if devices is not None and devices != self.devices:
+            raise PlanError(
+                f"plan {self.name!r} is for {self.devices} devices, this job has {devices}: "
+                "start as many devices as the plan names, or make a new plan"
+            )
+        if self.batch < 1:
+            raise PlanError(f"plan {self.name!r} has a batch of {self.batch}: a batch holds one sample at least")
+        if self.reduce not in SUMS:
+            raise PlanError(f"plan {self.name!r}: unknown reduce {self.reduce!r}: choose one of {', '.join(SUMS)}")
+        if isinstance(self.otherwise, Batch):
+            strategies.share_rules.check(
+                self.otherwise.shares, self.batch, self.devices, "strategy of all other layers"
+            )
+        elif not 0 <= self.otherwise.device < self.devices:
+            raise PlanError(f"all other layers go to device {self.otherwise.device}: there are {self.devices} devices")
+        for name, strategy in self.layers.items():
+            strategies.check(graph[name], strategy, self.batch, self.devices)
+
+    def traffic(self, graph: Graph, batch: int | None = None, itemsize: int = 4) -> Counter[tuple[int, int]]:
+        """Bytes per training step from each device to each other, numbers of `itemsize` bytes."""
+        from convoy.lower import lower  # lower reads plans; only this convenience looks the other way
+        from convoy.steps import traffic
+
+        return traffic(lower(self, graph, batch or self.batch).steps, itemsize)
+
+    def to_json(self) -> str:
+        """Text that `from_json` reads back to an equal plan."""
+        rows = {"format": FORMAT, "name": self.name, "model": self.model, "devices": self.devices, "batch": self.batch}
+        rows |= {"reduce": self.reduce, "otherwise": _as_row(self.otherwise)}
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in rows.items()]
+        layers = [f"    {json.dumps(name)}: {json.dumps(_as_row(s))}" for name, s in self.layers.items()]
+        body = ",\n".join(layers)
+        lines.append('  "layers": {' + (f"\n{body}\n  " if layers else "") + "}")
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    @staticmethod
+    def from_json(text: str, source: str = "plan") -> "Plan":
+        """Read a plan.
+
+        Raises:
+            PlanError: not JSON, another format version, unknown keys, wrong types; the field is named.
+        """
+        try:
+            raw = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"{source} is not JSON (line {error.lineno}: {error.msg}): write a new plan file") from None
+        version = raw.get("format") if isinstance(raw, dict) else None
+        if version != FORMAT:
+            raise PlanError(f"{source} has format {version!r}, this version reads {FORMAT}: make the plan anew")
+        try:
+            row = _PlanFile.model_validate(raw)
+        except ValidationError as error:
+            raise PlanError(f"{source}: {_first_fault(error)}") from None
+        layers = {name: _from_row(entry) for name, entry in row.layers.items()}
+        otherwise = _from_row(row.otherwise)
+        assert isinstance(otherwise, Batch | One)
+        return Plan(row.name, row.model, row.devices, row.batch, layers, otherwise, row.reduce)
+
+    @staticmethod
+    def load(path: Path) -> "Plan":
+        """Read a plan file.
+
+        Raises:
+            PlanError: the file is missing or not a plan.
+        """
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PlanError(f"cannot read the plan {path}: {error}; give the path of a plan file") from None
+        return Plan.from_json(text, str(path))
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _SharesRow(_Row):
+    strategy: Literal["batch", "filter", "channel"]
+    shares: list[int]
+
+
+class _BatchRow(_Row):
+    strategy: Literal["batch"]
+    shares: list[int]
+
+
+class _OneRow(_Row):
+    strategy: Literal["one"]
+    device: int
+
+
+_AnyRow = Annotated[_SharesRow | _OneRow, Field(discriminator="strategy")]
+
+
+class _PlanFile(_Row):
+    format: Literal[1]
+    name: str
+    model: str
+    devices: int = Field(ge=1)
+    batch: int = Field(ge=1)
+    reduce: Sum
+    otherwise: Annotated[_BatchRow | _OneRow, Field(discriminator="strategy")]
+    layers: dict[str, _AnyRow] = Field(default_factory=dict)
+
+
+_BY_NAME: Mapping[str, type[Batch] | type[Filter] | type[Channel]] = {
+    "batch": Batch,
+    "filter": Filter,
+    "channel": Channel,
+}
+
+
+def _as_row(strategy: Strategy) -> dict[str, Any]:
+    if isinstance(strategy, One):
+        return {"strategy": "one", "device": strategy.device}
+    return {"strategy": strategy.name, "shares": list(strategy.shares)}
+
+
+def _from_row(row: _SharesRow | _BatchRow | _OneRow) -> Strategy:
+    if isinstance(row, _OneRow):
+        return One(row.device)
+    return _BY_NAME[row.strategy](tuple(row.shares))
+
+
+def _first_fault(error: ValidationError) -> str:
+    fault = error.errors()[0]
+    where = ".".join(str(part) for part in fault["loc"]) or "the file"
+    if fault["type"] == "extra_forbidden":
+        return f"unknown key {where!r}: remove it, or use the version of Convoy that wrote it"
+    return f"{where}: {fault['msg']} (found {fault['input']!r}): correct it or make the plan anew"

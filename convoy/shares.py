@@ -1,0 +1,141 @@
+"""Shares: whole counts, one per device, that sum to the extent of an axis.
+
+Speeds become shares by the largest remainder (Hamilton's method), the rule of Marques' K_i = K * s_i / sum(s) made
+whole, under limits: a least and a most per device, and a quantum when an axis can be cut only every so many entries.
+"""
+
+import math
+from collections.abc import Sequence
+
+from convoy.errors import PlanError
+
+Shares = tuple[int, ...]
+
+
+def apportion(
+    total: int,
+    weights: Sequence[float],
+    *,
+    quantum: int = 1,
+    at_least: Sequence[int] | None = None,
+    at_most: Sequence[int] | None = None,
+) -> Shares:
+    """Whole shares of `total` in proportion to `weights`, by largest remainder.
+
+    Args:
+        total: extent of the axis to be shared out.
+        weights: one per device, e.g. its speed; zero gives the device nothing unless `at_least` asks for it.
+        quantum: every share is a multiple of this (filters of one convolution group, say).
+        at_least, at_most: limits per device, in entries of the axis.
+
+    Returns:
+        shares in the order of the devices, summing to `total`; equal remainders go to the lower index.
+
+    Raises:
+        PlanError: weights that are negative, not finite or all zero; limits that no shares can meet.
+    """
+    count = len(weights)
+    if count == 0 or any(not math.isfinite(w) or w < 0 for w in weights) or (total > 0 and not any(weights)):
+        raise PlanError(
+            f"cannot share {total} by the weights {tuple(weights)}: "
+            "weights are finite, not negative and not all zero; give one positive speed at least"
+        )
+    if total < 0 or total % quantum:
+        raise PlanError(
+            f"cannot share {total} in portions of {quantum}: the extent must be a multiple; change the layer"
+        )
+    units = total // quantum
+    low = [math.ceil(v / quantum) for v in at_least] if at_least is not None else [0] * count
+    high = [v // quantum for v in at_most] if at_most is not None else [units] * count
+    if sum(low) > units or sum(high) < units or any(lo > hi for lo, hi in zip(low, high, strict=True)):
+        raise PlanError(
+            f"no shares of {total} lie between at least {tuple(low)} and at most {tuple(high)} portions of {quantum}: "
+            "loosen the limits or add a device"
+        )
+    exact = _water_fill(units, weights, low, high)
+    return tuple(share * quantum for share in _largest_remainder(units, exact, high))
+
+
+def _water_fill(units: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[float]:
+    """Real shares proportional to the weights where no limit binds: clamp(level * w, low, high) with the right level."""
+    total = math.fsum(weights)
+    if total == 0:
+        return [float(lo) for lo in low]
+    exact = [units * w / total for w in weights]
+    if all(lo <= e <= hi for lo, e, hi in zip(low, exact, high, strict=True)):
+        return exact
+
+    def clamped(level: float) -> list[float]:
+        return [min(max(level * w, lo), hi) for w, lo, hi in zip(weights, low, high, strict=True)]
+
+    # Devices of weight zero never rise above their least, so the level may have no answer: the bound ends the search.
+    below, above = 0.0, units / total
+    while math.fsum(clamped(above)) < units and above < 1e15 * units / total:
+        above *= 2
+    for _ in range(200):
+        middle = (below + above) / 2
+        if math.fsum(clamped(middle)) < units:
+            below = middle
+        else:
+            above = middle
+    return clamped(above)
+
+
+def _largest_remainder(units: int, exact: Sequence[float], high: Sequence[int]) -> list[int]:
+    # A nudge keeps 2.9999999999 from being floored to 2.
+    whole = [min(math.floor(e + 1e-9), hi) for e, hi in zip(exact, high, strict=True)]
+    missing = units - sum(whole)
+    order = sorted(range(len(exact)), key=lambda i: (-(exact[i] - whole[i]), i))
+    # Devices of weight zero take part in the remainder only when nobody else has room.
+    order.sort(key=lambda i: exact[i] <= 0)
+    while missing > 0:
+        for i in order:
+            if missing and whole[i] < high[i]:
+                whole[i] += 1
+                missing -= 1
+    while missing < 0:
+        for i in reversed(order):
+            if missing and whole[i] > exact[i] - 1 and whole[i] > 0:
+                whole[i] -= 1
+                missing += 1
+    return whole
+
+
+def even(total: int, devices: int, *, quantum: int = 1) -> Shares:
+    """Shares as equal as whole numbers allow."""
+    return apportion(total, [1.0] * devices, quantum=quantum)
+
+
+def rescale(shares: Shares, total: int) -> Shares:
+    """The same proportions for another extent: the last batch of an epoch is smaller than the others."""
+    return shares if sum(shares) == total else apportion(total, shares)
+
+
+def ranges(shares: Shares) -> tuple[tuple[int, int], ...]:
+    """Half-open range of each device along the axis: (3, 0, 2) -> ((0, 3), (3, 3), (3, 5))."""
+    result, start = [], 0
+    for share in shares:
+        result.append((start, start + share))
+        start += share
+    return tuple(result)
+
+
+def holders(shares: Shares) -> tuple[int, ...]:
+    """The devices whose share is not zero."""
+    return tuple(i for i, share in enumerate(shares) if share)
+
+
+def check(shares: Shares, total: int, devices: int, what: str) -> None:
+    """Refuse shares that do not fit an axis.
+
+    Raises:
+        PlanError: wrong number of devices, a negative share, or a sum that is not the extent.
+    """
+    if len(shares) != devices:
+        raise PlanError(
+            f"{what}: shares {shares} name {len(shares)} devices, the fleet has {devices}: give one share per device"
+        )
+    if any(share < 0 for share in shares):
+        raise PlanError(f"{what}: shares {shares} hold a negative count: a share is zero (idle) or more")
+    if sum(shares) != total:
+        raise PlanError(f"{what}: shares {shares} sum to {sum(shares)}, the axis has {total}: make them sum to {total}")

@@ -1,0 +1,183 @@
+"""The step list: what one training step does, in order. Executor, cost model, simulator and `explain` read the same list.
+
+A *value* is a layer's output in one layout; a move makes the same numbers available in another layout under another key.
+Backward steps name the values whose gradients they handle: a backward move reads the gradient of its target value.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from convoy import transfer
+from convoy.layout import Layout, Partial, Replicated, Shape, Split, dual
+from convoy.transfer import Reduce, Schedule, Sum
+
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor of a step: `key` names it, `shape` is the shape of the whole (global) tensor."""
+
+    key: str
+    shape: Shape
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A layer's arithmetic on what each device holds.
+
+    Attributes:
+        id: position in the list.
+        reads, writes: values of the forward pass. Backward turns the gradient of `writes` into gradients of those
+            `reads` that `wants` marks, and of the layer's parameters.
+        parameters: layout of each parameter of the layer.
+        after: ids of the steps that must have finished.
+    """
+
+    id: int
+    phase: Phase
+    layer: str
+    reads: tuple[Value, ...]
+    writes: Value
+    wants: tuple[bool, ...]
+    parameters: Mapping[str, Layout] = field(default_factory=dict)
+    note: str = ""
+    after: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A value comes into another layout. In backward `reads` is the later value: its gradient goes back."""
+
+    id: int
+    phase: Phase
+    reads: Value
+    writes: Value
+    reduce: Reduce
+    after: tuple[int, ...] = ()
+
+    @property
+    def schedule(self) -> Schedule:
+        if self.phase == "forward":
+            return transfer.schedule(self.reads.layout, self.writes.layout, self.reads.shape, self.reduce)
+        return transfer.schedule(dual(self.reads.layout), dual(self.writes.layout), self.reads.shape, self.reduce)
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnGradient:
+    """The gradient of an output enters backward.
+
+    The loss is computed on every device from copies of the output, so every device knows the whole gradient and takes
+    from it what it needs: nothing travels. (A move back from copies would sum the gradient, once per device too often.)
+    """
+
+    id: int
+    output: int
+    reads: Value
+    writes: Value
+    after: tuple[int, ...] = ()
+    phase: Phase = "backward"
+
+    @property
+    def schedule(self) -> Schedule:
+        return transfer.schedule(self.reads.layout, dual(self.writes.layout), self.reads.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareStatistics:
+    """Batch norm over a batch split: each of `members` tells the others `entries` numbers: means and squared deviations of
+    its samples (forward), or the two sums over its samples that the gradient needs (backward)."""
+
+    id: int
+    phase: Phase
+    layer: str
+    reads: Value
+    entries: int
+    members: tuple[int, ...]
+    after: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> Shape:
+        return (len(self.members), self.entries)
+
+    @property
+    def layout(self) -> Split:
+        """One row from each member."""
+        return Split(0, tuple(int(d in self.members) for d in range(max(self.members) + 1)))
+
+    @property
+    def schedule(self) -> Schedule:
+        return transfer.schedule(self.layout, Replicated(self.members), self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class SumGradients:
+    """The gradients of copied parameters, as one flat tensor, are summed over the devices that hold copies.
+
+    Attributes:
+        keys: `state_dict` keys, in order; sizes: entries of each.
+        flags: how many trailing entries say whether a parameter was used at all (layers with Python of their own).
+        devices: the holders of the copies.
+        samples: samples per device, for the inexact mode only.
+        reduce: the collective, or the inexact mode in its place.
+    """
+
+    id: int
+    keys: tuple[str, ...]
+    sizes: tuple[int, ...]
+    flags: int
+    devices: tuple[int, ...]
+    samples: tuple[int, ...]
+    reduce: Sum
+    after: tuple[int, ...] = ()
+    phase: Phase = "backward"
+
+    @property
+    def shape(self) -> Shape:
+        return (sum(self.sizes) + self.flags,)
+
+    @property
+    def schedule(self) -> Schedule:
+        if self.reduce == "inexact-butterfly-mixing":
+            return self.stage(0)
+        return transfer.schedule(Partial(self.devices), Replicated(self.devices), self.shape, self.reduce)
+
+    def stage(self, stage: int) -> Schedule:
+        """Inexact mode: one stage of the butterfly, for gradients and weights together."""
+        return transfer.mixing(self.devices, 2 * sum(self.sizes) + self.flags, stage)
+
+
+Step = Compute | Move | ReturnGradient | ShareStatistics | SumGradients
+
+
+@dataclass(frozen=True, slots=True)
+class StepList:
+    """One training step of a plan for one batch size.
+
+    Attributes:
+        batch: global batch.
+        inputs: the values that the loader provides.
+        outputs: the values that the model returns, copies on every device.
+        steps: in an order that every device follows.
+    """
+
+    batch: int
+    devices: int
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    steps: tuple[Step, ...]
+
+    def phase(self, phase: Phase) -> tuple[Step, ...]:
+        return tuple(step for step in self.steps if step.phase == phase)
+
+
+def traffic(steps: Sequence[Step], itemsize: int = 4) -> Counter[tuple[int, int]]:
+    """Bytes that each (sender, receiver) pair of devices puts on the wire in these steps, for numbers of `itemsize` bytes."""
+    total: Counter[tuple[int, int]] = Counter()
+    for step in steps:
+        if not isinstance(step, Compute):
+            total += transfer.traffic(step.schedule, itemsize)
+    return total

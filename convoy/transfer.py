@@ -1,0 +1,225 @@
+"""Transfers: who sends which box to whom, in rounds, to bring a tensor from one layout to another.
+
+A schedule is data. The executor runs it, the cost model prices it, the tests compare its bytes with the bytes counted on
+the wire. Backward needs no second set of rules: the adjoint of the move `src -> dst` is the move `dual(dst) -> dual(src)`.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, get_args
+
+from convoy.layout import (
+    Box,
+    Layout,
+    OnOne,
+    Partial,
+    Replicated,
+    Shape,
+    Split,
+    box,
+    entries,
+    holders,
+    intersection,
+    whole,
+)
+
+Reduce = Literal["ring", "butterfly", "star"]
+"""Exact sums over devices."""
+
+Sum = Literal["ring", "butterfly", "star", "inexact-butterfly-mixing"]
+"""How gradients are summed. The last one is not a sum, see `mixing`."""
+SUMS: tuple[str, ...] = get_args(Sum)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One box from one device to another (or kept: sender == receiver), written or added at the receiver."""
+
+    sender: int
+    receiver: int
+    box: Box
+    adds: bool = False
+
+
+Round = tuple[Transfer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Rounds that follow each other; the transfers of one round are independent.
+
+    Attributes:
+        rounds: the transfers. Boxes are in the coordinates of `shape`.
+        shape: the shape that the boxes refer to: the tensor's own, or its flat length where `in_place`.
+        in_place: True for the summing collectives, whose rounds work on one flat buffer per device;
+            False for a direct move, one round from a source piece to a target piece.
+    """
+
+    rounds: tuple[Round, ...]
+    shape: Shape
+    in_place: bool
+
+
+@lru_cache(maxsize=16384)
+def schedule(src: Layout, dst: Layout, shape: Shape, reduce: Reduce = "ring") -> Schedule:
+    """The rounds that bring a tensor of `shape` from layout `src` to layout `dst`.
+
+    `reduce` chooses how a pending sum becomes copies: `ring`, `butterfly` (recursive halving and doubling, any number
+    of devices), `star` (through the first device). Every other move is direct: each piece goes straight to its reader.
+    """
+    if src == dst:
+        return Schedule((), shape, in_place=False)
+    if isinstance(src, Partial) and isinstance(dst, Replicated) and len(src.devices) > 1:
+        flat = (math.prod(shape),)
+        summed = _SUMS[reduce](src.devices, flat[0])
+        return Schedule((*summed, *_deliver(src.devices, dst.devices, flat[0])), flat, in_place=True)
+    return Schedule((tuple(_direct(src, dst, shape)),), shape, in_place=False)
+
+
+def traffic(plan: Schedule, itemsize: int) -> Counter[tuple[int, int]]:
+    """Bytes that each (sender, receiver) pair puts on the wire."""
+    sent: Counter[tuple[int, int]] = Counter()
+    for transfers in plan.rounds:
+        for t in transfers:
+            if t.sender != t.receiver and (n := entries(t.box)):
+                sent[t.sender, t.receiver] += n * itemsize
+    return sent
+
+
+def mixing(devices: tuple[int, ...], n: int, stage: int) -> Schedule:
+    """One stage of a butterfly: each device and its partner add what the other has. NOT a sum over all devices.
+
+    Butterfly mixing (Zhao & Canny) spreads the stages over training steps: in step t the partner of the i-th device is
+    i XOR 2^(t mod k), k = ceil(lg p). Where p is not a power of two, a device without a partner sits a stage out.
+    """
+    distance = 1 << (stage % max(1, (len(devices) - 1).bit_length()))
+    pairs = [(i, i ^ distance) for i in range(len(devices)) if i ^ distance < len(devices)]
+    swap = _round(((devices[i], devices[j], (0, n)) for i, j in pairs), adds=True)
+    return Schedule((swap,), (n,), in_place=True)
+
+
+def _keeper(device: int, devices: tuple[int, ...]) -> int:
+    """Which of `devices` serves `device`: itself if it is one of them, else one picked so that the load spreads."""
+    return device if device in devices else devices[device % len(devices)]
+
+
+def _direct(src: Layout, dst: Layout, shape: Shape) -> Iterable[Transfer]:
+    full = whole(shape)
+    if isinstance(dst, Partial):
+        yield from _onto_sum(src, dst, shape)
+        return
+    for receiver in holders(dst):
+        wanted = box(dst, receiver, shape)
+        assert wanted is not None
+        match src:
+            case Partial(devices):
+                for sender in devices:
+                    yield Transfer(sender, receiver, wanted, adds=True)
+            case Replicated(devices):
+                yield Transfer(_keeper(receiver, devices), receiver, wanted)
+            case OnOne(owner):
+                yield Transfer(owner, receiver, wanted)
+            case Split():
+                for sender in holders(src):
+                    piece = box(src, sender, shape)
+                    common = intersection(piece or full, wanted)
+                    if common is not None:
+                        yield Transfer(sender, receiver, common)
+
+
+def _onto_sum(src: Layout, dst: Partial, shape: Shape) -> Iterable[Transfer]:
+    """Every entry of the tensor lands on exactly one summand; the summands start from zero."""
+    match src:
+        case Replicated(devices):
+            common = [d for d in devices if d in dst.devices]
+            sender, receiver = (common[0], common[0]) if common else (devices[0], dst.devices[0])
+            yield Transfer(sender, receiver, whole(shape), adds=True)
+        case Partial(devices):
+            for sender in devices:
+                yield Transfer(sender, _keeper(sender, dst.devices), whole(shape), adds=True)
+        case Split() | OnOne():
+            for sender in holders(src):
+                piece = box(src, sender, shape)
+                assert piece is not None
+                yield Transfer(sender, _keeper(sender, dst.devices), piece, adds=True)
+
+
+def _chunks(n: int, parts: int) -> list[tuple[int, int]]:
+    """`parts` consecutive ranges of 0..n, as equal as whole numbers allow."""
+    edges = [n * i // parts for i in range(parts + 1)]
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+def _round(transfers: Iterable[tuple[int, int, tuple[int, int]]], *, adds: bool) -> Round:
+    return tuple(Transfer(s, r, (span,), adds) for s, r, span in transfers if span[0] < span[1])
+
+
+def _ring(devices: tuple[int, ...], n: int) -> list[Round]:
+    """Ring: p-1 rounds that add, p-1 that copy; 2(p-1) alpha + 2 n (p-1)/p beta."""
+    p, chunk = len(devices), _chunks(n, len(devices))
+    rounds = []
+    for adds, shift in ((True, 0), (False, 1)):
+        for step in range(p - 1):
+            hop = ((devices[i], devices[(i + 1) % p], chunk[(i + shift - step) % p]) for i in range(p))
+            rounds.append(_round(hop, adds=adds))
+    return rounds
+
+
+def _butterfly(devices: tuple[int, ...], n: int) -> list[Round]:
+    """Recursive halving, then doubling (Rabenseifner); 2 lg p alpha + 2 n (p-1)/p beta for p a power of two.
+
+    Otherwise the devices beyond the largest power of two first hand their summand to a neighbour and get the sum from it
+    at the end: two rounds and 2 n beta more.
+    """
+    p = len(devices)
+    core = 1 << (p.bit_length() - 1)
+    extra = p - core
+    # Of the first 2*extra devices every odd one folds into the even one before it.
+    inner = [devices[2 * i] for i in range(extra)] + list(devices[2 * extra :])
+    folded = [(devices[2 * i + 1], devices[2 * i], (0, n)) for i in range(extra)]
+    rounds = [_round(folded, adds=True)] if extra else []
+    span = [(0, n)] * core
+    history = []
+    distance = core // 2
+    while distance:
+        halves = []
+        for i in range(core):
+            lo, hi = span[i]
+            middle = (lo + hi) // 2
+            halves.append(((lo, middle), (middle, hi)) if not i & distance else ((middle, hi), (lo, middle)))
+        rounds.append(_round(((inner[i], inner[i ^ distance], halves[i][1]) for i in range(core)), adds=True))
+        history.append((distance, [kept for kept, _ in halves]))
+        span = [kept for kept, _ in halves]
+        distance //= 2
+    for distance, kept in reversed(history):
+        # What i kept at this level is complete by now; its partner lacks exactly that.
+        rounds.append(_round(((inner[i], inner[i ^ distance], kept[i]) for i in range(core)), adds=False))
+    if extra:
+        rounds.append(_round(((even, odd, span) for odd, even, span in folded), adds=False))
+    return rounds
+
+
+def _star(devices: tuple[int, ...], n: int) -> list[Round]:
+    """All summands to the first device, the sum back: what a master node does."""
+    root, *others = devices
+    gather = _round(((d, root, (0, n)) for d in others), adds=True)
+    return [gather, _round(((root, d, (0, n)) for d in others), adds=False)]
+
+
+_SUMS: dict[str, Callable[[tuple[int, ...], int], list[Round]]] = {
+    "ring": _ring,
+    "butterfly": _butterfly,
+    "star": _star,
+}
+
+
+def _deliver(have: tuple[int, ...], want: tuple[int, ...], n: int) -> list[Round]:
+    """The finished sum to the devices that read it but held no summand, a piece from each that did."""
+    missing = [d for d in want if d not in have]
+    if not missing:
+        return []
+    pieces = list(zip(have, _chunks(n, len(have)), strict=True))
+    return [_round(((sender, d, span) for d in missing for sender, span in pieces), adds=False)]

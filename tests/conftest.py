@@ -1,0 +1,84 @@
+"""What every test gets: one torch thread, a free port, and a look at what it leaves behind."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # so that test modules, and the processes they start, find the package `tests`
+
+from tests import ranks  # noqa: E402
+
+torch.set_num_threads(1)
+
+GRACE_S = 3.0
+"""What ends by itself within this time is no leak."""
+
+CACHES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "__pycache__", ".venv", ".git"}
+
+
+@dataclass(frozen=True)
+class Belongings:
+    """What the test process has at one moment, as texts that name each thing."""
+
+    processes: frozenset[str]
+    threads: frozenset[str]
+    ports: frozenset[str]
+    files: frozenset[str]
+
+    def left_since(self, before: "Belongings") -> dict[str, list[str]]:
+        kinds = ("processes", "threads", "ports", "files")
+        left = {kind: sorted(getattr(self, kind) - getattr(before, kind)) for kind in kinds}
+        return {kind: things for kind, things in left.items() if things}
+
+
+def belongings() -> Belongings:
+    """Child processes, Python threads, listening ports, files open or new in the repository, new files in the folder."""
+    here = psutil.Process()
+    processes = set()
+    for child in here.children(recursive=True):
+        try:
+            processes.add(f"{child.pid} {' '.join(child.cmdline())[:200]}")
+        except psutil.Error:
+            continue
+    threads = {f"{thread.name} ({thread.ident})" for thread in threading.enumerate()}
+    ports = {
+        f"{connection.laddr.ip} port {connection.laddr.port}"
+        for connection in here.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    opened = {f"open: {entry.path}" for entry in here.open_files() if _is_product(Path(entry.path))}
+    new = {f"in the working folder: {name}" for name in os.listdir() if name not in CACHES}
+    return Belongings(frozenset(processes), frozenset(threads), frozenset(ports), frozenset(opened | new))
+
+
+def _is_product(path: Path) -> bool:
+    return path.is_relative_to(ROOT) and not CACHES.intersection(path.relative_to(ROOT).parts)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fail a test that leaves processes, threads, listening ports or files behind."""
+    folder = Path.cwd()
+    before = belongings()
+    yield
+    assert Path.cwd() == folder, f"the test left the working folder {folder} for {Path.cwd()}"
+    deadline_s = time.monotonic() + GRACE_S
+    while (left := belongings().left_since(before)) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert not left, f"the test left behind: {left}"
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A port of 127.0.0.1 on which nobody listens."""
+    return ranks.free_port()

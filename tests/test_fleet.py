@@ -1,0 +1,218 @@
+"""The fleet as a value and as a file."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from convoy.errors import InputError
+from convoy.fleet import KINDS, WITHIN_HOST, Card, Device, Fleet, Host, Link, read_fleet
+
+FLEETS = Path(__file__).parent.parent / "benchmarks" / "fleets"
+
+TEXT = """
+[network]
+send_bytes_per_s = 125e6
+receive_bytes_per_s = 125_000_000
+latency_s = 1e-4
+
+[[host]]
+name = "attic"
+address = "192.168.1.20"
+
+[[host]]
+name = "cellar"
+card = { send_bytes_per_s = 12.5e6, receive_bytes_per_s = 25e6, latency_s = 2e-4 }
+
+[[device]]
+name = "attic-cpu"
+host = "attic"
+kind = "cpu"
+cores = 0.45
+
+[[device]]
+name = "cellar-gpu"
+host = "cellar"
+kind = "cuda"
+memory_bytes = 8_000_000_000
+idle_w = 20
+busy_w = 180
+
+[[device]]
+name = "attic-gpu"
+host = "attic"
+kind = "cuda"
+slowdown = 2
+
+[[link]]
+source = "attic"
+target = "cellar"
+bandwidth_bytes_per_s = 11e6
+latency_s = 3e-4
+"""
+
+positive = st.floats(min_value=1e-300, max_value=1e300)
+not_negative = st.floats(min_value=0, max_value=1e300)
+names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
+cards = st.builds(Card, positive, positive, not_negative)
+WATTS = st.tuples(not_negative, not_negative).map(sorted)
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> Fleet:
+    host_names = draw(st.lists(names, min_size=1, max_size=4, unique=True))
+    addresses = st.none() | st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=20)
+    hosts = [Host(name, draw(addresses), draw(st.none() | cards)) for name in host_names]
+    homes = host_names + draw(st.lists(st.sampled_from(host_names), max_size=3))
+    devices = []
+    for name, home in zip(
+        draw(st.lists(names, min_size=len(homes), max_size=len(homes), unique=True)), homes, strict=True
+    ):
+        idle_w, busy_w = draw(WATTS)
+        devices.append(
+            Device(
+                name,
+                home,
+                draw(st.sampled_from(KINDS)),
+                cores=draw(st.none() | positive),
+                slowdown=draw(st.floats(min_value=1, max_value=1e300)),
+                memory_bytes=draw(st.none() | st.integers(1, 2**63 - 1)),
+                peak_flop_per_s=draw(st.none() | positive),
+                memory_bandwidth_bytes_per_s=draw(st.none() | positive),
+                idle_w=draw(st.sampled_from([None, idle_w])),
+                busy_w=draw(st.sampled_from([None, busy_w])),
+            )
+        )
+    pairs = draw(st.lists(st.tuples(st.sampled_from(host_names), st.sampled_from(host_names)), max_size=4, unique=True))
+    links = tuple(Link(source, target, draw(positive), draw(not_negative)) for source, target in pairs)
+    return Fleet(tuple(hosts), tuple(devices), draw(cards), links)
+
+
+@given(fleets())
+def test_a_fleet_survives_its_file(fleet: Fleet) -> None:
+    assert Fleet.from_toml(fleet.to_toml()) == fleet
+
+
+def test_the_file_is_read_as_it_stands() -> None:
+    fast, slow = Card(125e6, 125e6, 1e-4), Card(12.5e6, 25e6, 2e-4)
+    assert Fleet.from_toml(TEXT) == Fleet(
+        hosts=(Host("attic", "192.168.1.20"), Host("cellar", card=slow)),
+        devices=(
+            Device("attic-cpu", "attic", "cpu", cores=0.45),
+            Device("cellar-gpu", "cellar", "cuda", memory_bytes=8_000_000_000, idle_w=20, busy_w=180),
+            Device("attic-gpu", "attic", "cuda", slowdown=2),
+        ),
+        network=fast,
+        links=(Link("attic", "cellar", 11e6, 3e-4),),
+    )
+
+
+def test_one_host_needs_no_network() -> None:
+    fleet = Fleet((Host("here"),), (Device("cpu", "here", "cpu"),))
+    assert Fleet.from_toml(fleet.to_toml()) == fleet
+    assert fleet.path("here", "here") == Link("here", "here", WITHIN_HOST.send_bytes_per_s, WITHIN_HOST.latency_s)
+    with pytest.raises(InputError, match=r"'here' has no card: add"):
+        fleet.card("here")
+
+
+def test_paths_are_measured_or_follow_from_the_cards() -> None:
+    fleet = Fleet.from_toml(TEXT)
+    assert fleet.card("attic") == Card(125e6, 125e6, 1e-4)
+    assert fleet.path("attic", "cellar") == Link("attic", "cellar", 11e6, 3e-4)
+    assert fleet.path("cellar", "attic") == Link("cellar", "attic", 12.5e6, 2e-4)
+    assert replace(fleet, links=()).path("attic", "cellar") == Link("attic", "cellar", 25e6, 2e-4)
+    with pytest.raises(InputError, match="unknown host 'roof': choose one of attic, cellar"):
+        fleet.path("attic", "roof")
+
+
+def test_devices_of_a_host_keep_their_index() -> None:
+    fleet = Fleet.from_toml(TEXT)
+    assert fleet.devices_on("attic") == (0, 2)
+    assert fleet.devices_on("cellar") == (1,)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("cores = 0.45", "corse = 0.45", r"device\[0\]\.corse = 0\.45: unknown key; the keys known here are name, "),
+        ("[network]", "[netwrok]", r"my\.toml: netwrok = .*unknown key; the keys known here are host, device, network"),
+        ("25e6, lat", "25e6, rate = 1, lat", r"host\[1\]\.card\.rate = 1: unknown key; .* are send_bytes_per_s"),
+        ('kind = "cpu"\n', "", r"device\[0\]\.kind is missing: add it"),
+        ("cores = 0.45", "cores = 0", r"device\[0\]\.cores = 0(\.0)? of device 'attic-cpu': must be .* above 0"),
+        ("cores = 0.45", "cores = inf", r"device\[0\]\.cores = inf of .* finite"),
+        ("cores = 0.45", "cores = true", r"device\[0\]\.cores = True: "),
+        ("cores = 0.45", 'cores = "half"', r"device\[0\]\.cores = 'half': "),
+        ("slowdown = 2", "slowdown = 0.5", r"device\[2\]\.slowdown = 0\.5 of .*at least 1"),
+        ("8_000_000_000", "8e9", r"device\[1\]\.memory_bytes = 8000000000\.0: "),
+        ("busy_w = 180", "busy_w = 10", r"device\[1\]\.busy_w = 10(\.0)? of .*at least 20"),
+        ('kind = "cpu"', 'kind = "gpu"', r"device\[0\]\.kind = 'gpu' .*choose one of cpu, cuda"),
+        (
+            "send_bytes_per_s = 125e6",
+            "send_bytes_per_s = -1.0",
+            r"network\.send_bytes_per_s = -1\.0 of a card: must be",
+        ),
+        ("12.5e6", "nan", r"host\[1\]\.card\.send_bytes_per_s = nan"),
+        ("latency_s = 3e-4", "latency_s = -3e-4", r"link\[0\]\.latency_s = -0\.0003 of the link .*at least 0"),
+        ('name = "cellar"', 'name = "attic"', r"host\[1\] 'attic' is there twice"),
+        ('name = "attic-gpu"', 'name = "attic-cpu"', r"device\[2\] 'attic-cpu' is there twice"),
+        ('name = "attic"', 'name = "at tic"', r"host\[0\]\.name = 'at tic' of a host: a name is"),
+        ('"192.168.1.20"', '"my host"', r"host\[0\]\.address = 'my host'"),
+        ('host = "cellar"', 'host = "roof"', r"device\[1\]\.host: unknown host 'roof': choose one of attic, cellar"),
+        ('target = "cellar"', 'target = "roof"', r"link\[0\]\.target: unknown host 'roof'"),
+        ('host = "cellar"', 'host = "attic"', r"host\[1\] 'cellar' has no device: add"),
+        ("[[host]]", "[[host]", r"my\.toml: not TOML: .*line 7.*; correct"),
+        ("[[device]]", "[[thing]]", r"my\.toml: device is missing: add it"),
+    ],
+)
+def test_a_bad_file_is_refused_with_the_place(old: str, new: str, message: str) -> None:
+    assert old in TEXT
+    with pytest.raises(InputError, match=message):
+        Fleet.from_toml(TEXT.replace(old, new), source="my.toml")
+
+
+def test_all_findings_are_told_at_once() -> None:
+    text = TEXT.replace("cores = 0.45", "cores = -1").replace("slowdown = 2", "slowdwon = 2")
+    with pytest.raises(InputError) as caught:
+        Fleet.from_toml(text)
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_values_made_in_python_are_checked_too() -> None:
+    with pytest.raises(InputError, match="cores = -1 of device 'x'"):
+        Device("x", "here", "cpu", cores=-1)
+    with pytest.raises(InputError, match="0 devices"):
+        Fleet((Host("here"),), ())
+    two = (Host("a"), Host("b")), (Device("a0", "a", "cpu"), Device("b0", "b", "cpu"))
+    with pytest.raises(InputError, match=r"host\[0\] 'a' has no card: with 2 hosts"):
+        Fleet(*two)
+    link = Link("a", "b", 1e6, 0)
+    with pytest.raises(InputError, match=r"link\[1\] 'a to b' is there twice"):
+        Fleet(*two, network=Card(1e6, 1e6, 0), links=(link, link))
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nowhere\.toml: cannot be read"):
+        read_fleet(tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("name", "cores", "bytes_per_s"),
+    [
+        ("even4", (0.45, 0.45, 0.45, 0.45), 125e6),
+        ("mixed4", (0.8, 0.5, 0.3, 0.2), 125e6),
+        ("mixed4-slow", (0.8, 0.5, 0.3, 0.2), 12.5e6),
+        ("straggler2", (1.0, 0.25), 125e6),
+        ("many8", (0.35, 0.35, 0.25, 0.25, 0.12, 0.12, 0.08, 0.08), 125e6),
+    ],
+)
+def test_the_fleets_of_the_benchmarks(name: str, cores: tuple[float, ...], bytes_per_s: float) -> None:
+    fleet = read_fleet(FLEETS / f"{name}.toml")
+    assert tuple(device.cores for device in fleet.devices) == cores
+    assert math.fsum(cores) <= 1.8, "two cores carry no more than this"
+    assert [device.host for device in fleet.devices] == [host.name for host in fleet.hosts]
+    for host in fleet.hosts:
+        card = fleet.card(host.name)
+        assert (card.send_bytes_per_s, card.receive_bytes_per_s) == (bytes_per_s, bytes_per_s)
