@@ -1,0 +1,52 @@
+"""Convoy: train one CNN on all the devices you have, as fast as their speeds add up.
+
+    group = convoy.join()
+    plan = convoy.make_plan("master", model, example, batch=64, group=group)
+    model = convoy.distribute(model, plan, group, example)
+    loader = convoy.loader(dataset, 64, model)
+
+Names are loaded when they are first used, so that `import convoy` costs no more than importing torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from convoy._version import __version__
+
+_HOMES = {
+    "join": "convoy.execute.processes",
+    "make_plan": "convoy.api",
+    "distribute": "convoy.api",
+    "loader": "convoy.api",
+    "clip_grad_norm_": "convoy.api",
+    "full_optimizer_state": "convoy.execute.optimizer",
+    "ELEMENTWISE": "convoy.execute.optimizer",
+    "Plan": "convoy.plan",
+    "ConvoyError": "convoy.errors",
+    "InputError": "convoy.errors",
+    "PlanError": "convoy.errors",
+    "DataError": "convoy.errors",
+    "MismatchError": "convoy.errors",
+    "DeviceLostError": "convoy.errors",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+if TYPE_CHECKING:
+    from convoy.api import clip_grad_norm_, distribute, loader, make_plan
+    from convoy.errors import ConvoyError, DataError, DeviceLostError, InputError, MismatchError, PlanError
+    from convoy.execute.optimizer import ELEMENTWISE, full_optimizer_state
+    from convoy.execute.processes import join
+    from convoy.plan import Plan
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'convoy' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

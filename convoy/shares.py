@@ -5,7 +5,9 @@ whole, under limits: a least and a most per device, and a quantum when an axis c
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
+from fractions import Fraction
 
 from convoy.errors import PlanError
 
@@ -45,7 +47,7 @@ def apportion(
             f"cannot share {total} in portions of {quantum}: the extent must be a multiple; change the layer"
         )
     units = total // quantum
-    low = [math.ceil(v / quantum) for v in at_least] if at_least is not None else [0] * count
+    low = [-(-v // quantum) for v in at_least] if at_least is not None else [0] * count
     high = [v // quantum for v in at_most] if at_most is not None else [units] * count
     if sum(low) > units or sum(high) < units or any(lo > hi for lo, hi in zip(low, high, strict=True)):
         raise PlanError(
@@ -56,48 +58,46 @@ def apportion(
     return tuple(share * quantum for share in _largest_remainder(units, exact, high))
 
 
-def _water_fill(units: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[float]:
-    """Real shares proportional to the weights where no limit binds: clamp(level * w, low, high) with the right level."""
-    total = math.fsum(weights)
-    if total == 0:
-        return [float(lo) for lo in low]
-    exact = [units * w / total for w in weights]
-    if all(lo <= e <= hi for lo, e, hi in zip(low, exact, high, strict=True)):
-        return exact
+def _water_fill(units: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[Fraction]:
+    """Shares before they are made whole: clamp(level * w, low, high), with the level at which they sum to `units`.
 
-    def clamped(level: float) -> list[float]:
-        return [min(max(level * w, lo), hi) for w, lo, hi in zip(weights, low, high, strict=True)]
+    Fractions, because speeds may be as far apart as floats allow, and every device must come to the same shares.
+    """
+    rates = [Fraction(float(w)) for w in weights]
+    total = sum(rates)
+    if total:
+        exact = [units * rate / total for rate in rates]
+        if all(lo <= e <= hi for lo, e, hi in zip(low, exact, high, strict=True)):
+            return exact
 
-    # Devices of weight zero never rise above their least, so the level may have no answer: the bound ends the search.
-    below, above = 0.0, units / total
-    while math.fsum(clamped(above)) < units and above < 1e15 * units / total:
-        above *= 2
-    for _ in range(200):
-        middle = (below + above) / 2
-        if math.fsum(clamped(middle)) < units:
-            below = middle
-        else:
-            above = middle
-    return clamped(above)
+    def clamped(level: Fraction) -> list[Fraction]:
+        limits = zip(rates, low, high, strict=True)
+        return [min(max(level * rate, Fraction(lo)), Fraction(hi)) for rate, lo, hi in limits]
+
+    def filled(level: Fraction) -> Fraction:
+        return sum(clamped(level), Fraction(0))
+
+    # The sum grows with the level, in a straight line between levels at which a device meets one of its limits.
+    meets = (Fraction(limit) / rate for rate, *pair in zip(rates, low, high, strict=True) if rate for limit in pair)
+    levels = sorted({Fraction(0), *meets})
+    i = bisect_left(levels, Fraction(units), key=filled)
+    if i == 0 or i == len(levels):
+        # Everybody has their least; or their most, and the rest is for devices of weight zero.
+        return clamped(levels[min(i, len(levels) - 1)])
+    below, above = levels[i - 1 : i + 1]
+    return clamped(below + (above - below) * (units - filled(below)) / (filled(above) - filled(below)))
 
 
-def _largest_remainder(units: int, exact: Sequence[float], high: Sequence[int]) -> list[int]:
-    # A nudge keeps 2.9999999999 from being floored to 2.
-    whole = [min(math.floor(e + 1e-9), hi) for e, hi in zip(exact, high, strict=True)]
+def _largest_remainder(units: int, exact: Sequence[Fraction], high: Sequence[int]) -> list[int]:
+    whole = [math.floor(e) for e in exact]
     missing = units - sum(whole)
-    order = sorted(range(len(exact)), key=lambda i: (-(exact[i] - whole[i]), i))
-    # Devices of weight zero take part in the remainder only when nobody else has room.
-    order.sort(key=lambda i: exact[i] <= 0)
+    # Devices that were due nothing take part in the remainder only when nobody else has room.
+    order = sorted(range(len(exact)), key=lambda i: (exact[i] <= 0, whole[i] - exact[i], i))
     while missing > 0:
         for i in order:
             if missing and whole[i] < high[i]:
                 whole[i] += 1
                 missing -= 1
-    while missing < 0:
-        for i in reversed(order):
-            if missing and whole[i] > exact[i] - 1 and whole[i] > 0:
-                whole[i] -= 1
-                missing += 1
     return whole
 
 

@@ -42,7 +42,7 @@ class Belongings:
 
 
 def belongings() -> Belongings:
-    """Child processes, Python threads, listening ports, files open or new in the repository, new files in the folder."""
+    """Child processes, Python threads, listening ports, open files of the repository, files in the working folder."""
     here = psutil.Process()
     processes = set()
     for child in here.children(recursive=True):

@@ -5,7 +5,7 @@ Letters: N images, C channels, H height, W width.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -136,6 +136,11 @@ class Splits:
     def image_shape(self) -> tuple[int, int, int]:
         """`(C, H, W)` of one image."""
         return self.train.image_shape
+
+    def first(self, count: int) -> "Splits":
+        """Only the first `count` training images, normalised as before; all test images."""
+        train = replace(self.train, x_NCHW=self.train.x_NCHW[:count], targets=self.train.targets[:count])
+        return replace(self, train=train)
 
 
 def splits(name: str, train: Labelled, test: Labelled, dtype: torch.dtype) -> Splits:

@@ -150,6 +150,15 @@ class Distributed(nn.Module):
         layout = self.layouts[key]
         return isinstance(layout, Split) or holders(layout)[0] == self.group.device
 
+    def holds(self, key: str, device: int) -> bool:
+        """Whether a device holds a piece or a copy of a parameter."""
+        return device in holders(self.layouts[key])
+
+    def is_copied(self, key: str) -> bool:
+        """Whether every device holds the whole parameter."""
+        layout = self.layouts[key]
+        return isinstance(layout, Replicated) and len(layout.devices) == self.group.devices
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm, over all devices, is at most `max_norm`; returns the norm before.
 

@@ -216,5 +216,6 @@ def _write(file: Path, text: str) -> None:
     except OSError as error:
         raise InputError(
             f"{text!r} cannot be written to {file} ({error.strerror}): a rehearsal needs a kernel with CPU quotas "
-            "(CONFIG_CFS_BANDWIDTH) and control groups it may change; in a container, start it privileged"
+            "(CONFIG_CFS_BANDWIDTH) and control groups it may change; in a container, start it "
+            "privileged and with the host's control groups (docker run --privileged --cgroupns=host)"
         ) from error

@@ -1,0 +1,5 @@
+"""python -m convoy"""
+
+from convoy.cli import main
+
+main()

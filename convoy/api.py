@@ -1,0 +1,97 @@
+"""The four lines: make_plan, distribute, loader (and join, in execute/processes.py)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from convoy.execute.clock import Clock
+from convoy.execute.data import Loader
+from convoy.execute.group import Group
+from convoy.execute.module import Distributed
+from convoy.execute.optimizer import mark_pieces
+from convoy.measure.layers import given_speeds, measure_speeds
+from convoy.named import named_plan
+from convoy.plan import Plan
+from convoy.trace import trace
+from convoy.transfer import Sum
+
+
+def make_plan(
+    name: str,
+    model: nn.Module,
+    example: Tensor | Sequence[Tensor],
+    batch: int,
+    group: Group,
+    *,
+    speeds: Sequence[float] | None = None,
+    reduce: Sum | None = None,
+    slowdown: float = 1.0,
+) -> Plan:
+    """A plan by name for this model on these devices. Every device must call it.
+
+    Args:
+        name: "data", "data-by-speed", "master", "model" or "hybrid".
+        model: an ordinary module.
+        example: one batch of each input; only shape and dtype matter.
+        batch: global batch, in samples.
+        group: the devices.
+        speeds: one number per device; None: every device times the model's own layers first, which takes seconds.
+        reduce: "ring", "butterfly", "star", or "inexact-butterfly-mixing"; None: what the plan is known for.
+        slowdown: this device plays one that is so many times slower.
+
+    Raises:
+        InputError, PlanError: an unknown name (the choices are listed), a batch below 1, speeds that do not fit.
+        DeviceLostError: a device did not answer while speeds were shared.
+    """
+    traced = trace(model, example)
+    if speeds is not None:
+        measured = given_speeds(speeds, group.devices)
+    else:
+        # A wrong name is found before the seconds of measuring.
+        named_plan(name, traced.graph, batch, given_speeds((1.0,) * group.devices, group.devices), reduce)
+        measured = measure_speeds(group, traced, model, batch, Clock(group.torch_device, slowdown))
+    return named_plan(name, traced.graph, batch, measured, reduce)
+
+
+def distribute(
+    model: nn.Module,
+    plan: Plan,
+    group: Group,
+    example: Tensor | Sequence[Tensor],
+    *,
+    slowdown: float = 1.0,
+) -> Distributed:
+    """This device's part of a model; see `Distributed`. Every device must call it.
+
+    Raises:
+        PlanError, MismatchError: see `Distributed`.
+    """
+    part = Distributed(model, plan, group, example, slowdown=slowdown)
+    mark_pieces(part)
+    return part
+
+
+def loader(
+    dataset: Dataset[Any],
+    batch_size: int,
+    model: Distributed | None = None,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    workers: int = 0,
+) -> Loader:
+    """Batches of a data set, this device's part of each; see `Loader`.
+
+    Raises:
+        InputError: a batch below 1, an empty data set.
+    """
+    return Loader(dataset, batch_size, model, shuffle=shuffle, seed=seed, drop_last=drop_last, workers=workers)
+
+
+def clip_grad_norm_(model: Distributed, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """torch.nn.utils.clip_grad_norm_ for a distributed model: the norm is that of the gradients of all devices."""
+    return model.clip_grad_norm_(max_norm, norm_type)

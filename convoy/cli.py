@@ -1,0 +1,165 @@
+"""The command line: verbs, thin. Options become a `Job`; everything else happens elsewhere."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from convoy._version import __version__
+from convoy.errors import ConvoyError, InputError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Train one CNN on all the devices you have, as fast as their speeds add up.",
+)
+
+Data = Annotated[str, typer.Option(help="Images: digits (ships with scikit-learn), fashion-mnist or cifar10.")]
+DataDir = Annotated[
+    Path | None,
+    typer.Option(help="Folder with the data set's own files. Default: a cache folder, filled by download and checksum."),
+]
+Net = Annotated[
+    str,
+    typer.Option(help="two-conv:K1:K2 (filters), alexnet:F (features), resnet:DEPTH:WIDTH."),
+]
+PlanName = Annotated[
+    str,
+    typer.Option(
+        help="Who computes what. [b]data[/]: the batch in even shares, as PyTorch DDP does. [b]data-by-speed[/]: the batch by "
+        "measured speed. [b]master[/]: filters of the convolutions by measured speed, the rest on the fastest device "
+        "(Marques 2018). [b]model[/]: every weighted layer by filter, evenly (Castello 2021). [b]hybrid[/]: convolutions by "
+        "batch, fully connected layers by filter (Jin 2018). Or a plan file."
+    ),
+]
+Devices = Annotated[
+    str, typer.Option(help="How many processes on this machine, or their devices: 4, or cuda:0,cpu. Ignored under torchrun.")
+]
+Batch = Annotated[int, typer.Option(help="Global batch: samples per step, over all devices.")]
+Slowdown = Annotated[
+    str | None,
+    typer.Option(help="A factor per device that stretches its computing, e.g. 1,1,2,4: unequal devices on one machine."),
+]
+SpeedsOption = Annotated[
+    str | None, typer.Option("--speeds", help="Speeds per device instead of measured ones, e.g. 4,4,2,1.")
+]
+ReduceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--reduce",
+        help="How sums over devices are made: ring, butterfly, star; or inexact-butterfly-mixing, which is not a sum and "
+        "does not train like one device. Default: butterfly for hybrid, ring for the others.",
+    ),
+]
+
+
+@app.callback(invoke_without_command=True)
+def _top(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+    if version:
+        print(f"convoy {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    data: Data = "digits",
+    data_dir: DataDir = None,
+    net: Net = "two-conv:50:500",
+    plan: PlanName = "data-by-speed",
+    devices: Devices = "1",
+    batch: Batch = 64,
+    epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 1,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.01,
+    momentum: Annotated[float, typer.Option(help="Momentum of sgd.")] = 0.9,
+    weight_decay: Annotated[float, typer.Option(help="Weight decay.")] = 0.0,
+    optimizer: Annotated[str, typer.Option(help="sgd, adam or adamw.")] = "sgd",
+    seed: Annotated[int, typer.Option(help="Decides the first weights and the order of the images.")] = 0,
+    slowdown: Slowdown = None,
+    speeds: SpeedsOption = None,
+    reduce: ReduceOption = None,
+    limit: Annotated[int | None, typer.Option(help="Use only so many training images.")] = None,
+    workers: Annotated[int, typer.Option(help="Processes per device that prepare batches ahead; 0: none.")] = 0,
+    compare: Annotated[bool, typer.Option(help="Afterwards, the same training on one device by plain PyTorch.")] = False,
+    explain: Annotated[bool, typer.Option(help="Print the step list: every computation, move and sum of one step.")] = False,
+    save_plan: Annotated[Path | None, typer.Option(help="Write the plan to this file (JSON).")] = None,
+    port: Annotated[int | None, typer.Option(help="Port where the processes meet; default: a free one.")] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a silent device counts as lost.")] = 60.0,
+) -> None:
+    """Train a network on images, over this machine's devices or as one process of a torchrun job.
+
+    The numbers are those of one device: same batches, same loss curve, whatever the plan.
+
+    Example: convoy train --data cifar10 --data-dir D --net two-conv:150:800 --plan master --devices 4 --batch 64 --epochs 2
+    """
+    from convoy.job import Job
+
+    fleet = _devices(devices)
+    job = Job(
+        data=data, data_dir=data_dir, net=net, plan=plan, devices=fleet, batch=batch, epochs=epochs, lr=lr,
+        momentum=momentum, weight_decay=weight_decay, optimizer=optimizer, seed=seed,
+        slowdown=_numbers("--slowdown", slowdown) or (1.0,) * len(fleet), speeds=_numbers("--speeds", speeds),
+        reduce=reduce, limit=limit, workers=workers, timeout_s=timeout, compare=compare, explain=explain,  # type: ignore[arg-type]
+        save_plan=save_plan,
+    )  # fmt: skip
+    _run(job, sys.argv[1:], port)
+
+
+@app.command()
+def demo(
+    plan: PlanName = "master",
+    epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 4,
+) -> None:
+    """Four local processes of unequal speed train one CNN on real images; then one device does, for comparison."""
+    options = ["--data", "digits", "--net", "two-conv:32:128", "--plan", plan, "--devices", "4", "--slowdown", "1,1,2,4"]
+    options += ["--batch", "64", "--epochs", str(epochs), "--lr", "0.02", "--compare"]
+    print(f"$ convoy train {' '.join(options)}\n", flush=True)
+    sys.argv[1:] = ["train", *options]
+    app(args=sys.argv[1:], standalone_mode=False)
+
+
+def _run(job: object, argv: list[str], port: int | None) -> None:
+    from convoy.execute.launch import launch_local
+    from convoy.job import Job, run_device
+
+    assert isinstance(job, Job)
+    if "RANK" in os.environ or len(job.devices) == 1:
+        run_device(job)
+        return
+    job.rehearse_inputs()
+    raise typer.Exit(launch_local(argv, job.devices, port=port))
+
+
+def _devices(text: str) -> tuple[str, ...]:
+    if "WORLD_SIZE" in os.environ and os.environ["WORLD_SIZE"].isdigit():
+        count = int(os.environ["WORLD_SIZE"])
+        named = tuple(part.strip() for part in text.split(","))
+        return named if len(named) == count and not text.isdigit() else ("auto",) * count
+    if text.strip().isdigit():
+        if not int(text):
+            raise InputError("--devices 0: give one device at least")
+        return ("cpu",) * int(text)
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise InputError(f"{option} {text!r}: give numbers with commas between them, e.g. {option} 1,1,2,4") from None
+
+
+def main() -> None:
+    """The `convoy` command: errors of ours are one message and exit status 2, without a traceback."""
+    try:
+        app()
+    except ConvoyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

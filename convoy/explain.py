@@ -1,0 +1,175 @@
+"""A plan in words: who gets which filters and samples, layer by layer, and what one step does, line by line."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from convoy import transfer
+from convoy.graph import Graph
+from convoy.layout import Layout, OnOne, Partial, Replicated, Split, box, entries, holders
+from convoy.lower import lower
+from convoy.plan import Plan
+from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRow:
+    """One line of the table of a plan.
+
+    Attributes:
+        layer, kind: the layer.
+        strategy: "filter", "batch", "channel", "one", "copies" or "follows" with what it keeps.
+        parts: what each device computes, in words: "37 filters", "16 samples", "all", "-".
+        bytes_: what the moves into this layer put on the wire in one step, forward and backward, with its gradient sums.
+        note: what a person should know.
+    """
+
+    layer: str
+    kind: str
+    strategy: str
+    parts: tuple[str, ...]
+    bytes_: int
+    note: str
+
+
+def layer_rows(plan: Plan, graph: Graph, batch: int | None = None, itemsize: int = 4) -> list[LayerRow]:
+    """The table of a plan for a global batch."""
+    steps = lower(plan, graph, batch)
+    bytes_by_layer = _bytes_by_layer(steps, graph, itemsize)
+    rows = []
+    for step in steps.phase("forward"):
+        if isinstance(step, Compute):
+            layer = graph[step.layer]
+            name = "one" if isinstance(step.writes.layout, OnOne) else _strategy(step.writes.layout)
+            parts = tuple(_part(step.writes.layout, d, step) for d in range(plan.devices))
+            rows.append(LayerRow(layer.name, layer.kind, name, parts, bytes_by_layer.get(layer.name, 0), step.note))
+    return rows
+
+
+def work_shares(steps: StepList, graph: Graph) -> tuple[float, ...]:
+    """The fraction of the forward FLOP of a step that each device computes."""
+    work = [0.0] * steps.devices
+    for step in steps.phase("forward"):
+        if isinstance(step, Compute):
+            flop = graph[step.layer].flop * steps.batch
+            for device in range(steps.devices):
+                work[device] += flop * _fraction(step, device)
+    total = sum(work)
+    return tuple(w / total if total else 1 / steps.devices for w in work)
+
+
+def step_lines(steps: StepList, itemsize: int = 4) -> list[str]:
+    """The step list as text, a line each."""
+    lines = [f"one step of {steps.batch} samples on {steps.devices} devices"]
+    phase = ""
+    for step in steps.steps:
+        if step.phase != phase:
+            phase = step.phase
+            lines.append(f"{phase}:")
+        lines.append(f"  {step.id:4d}  {_words(step)}{_on_the_wire(step, itemsize)}{_after(step)}")
+    return lines
+
+
+def _words(step: Step) -> str:
+    match step:
+        case Compute():
+            reads = ", ".join(f"{v.key.partition('@')[0]} {v.layout}" for v in step.reads)
+            arrow = f"{reads} -> {step.writes.layout}" if step.phase == "forward" else f"{step.writes.layout} -> {reads}"
+            return f"compute  {step.layer}: {arrow}" + (f"  [{step.note}]" if step.note else "")
+        case Move():
+            name = step.reads.key.partition("@")[0]
+            what = "move    " if step.phase == "forward" else "gradient"
+            return f"{what} {name}: {step.reads.layout} -> {step.writes.layout}"
+        case ReturnGradient():
+            return f"gradient {step.writes.key}: from the loss, {step.reads.layout} -> {step.writes.layout}"
+        case ShareStatistics():
+            return f"share    {step.layer}: {step.entries} numbers of each of {len(step.members)} devices"
+        case SumGradients():
+            what = "MIX, INEXACT" if step.reduce == "inexact-butterfly-mixing" else f"sum, {step.reduce}"
+            return f"{what}: gradients of {len(step.keys)} parameters, {step.shape[0]:,} numbers over {step.devices}"
+
+
+def _on_the_wire(step: Step, itemsize: int) -> str:
+    if isinstance(step, Compute):
+        return ""
+    total = sum(transfer.traffic(step.schedule, itemsize).values())
+    rounds = len(step.schedule.rounds)
+    return f"  ({total:,} bytes in {rounds} round{'s' * (rounds != 1)})" if total else "  (nothing travels)"
+
+
+def _after(step: Step) -> str:
+    return f"  after {', '.join(map(str, step.after))}" if step.after else ""
+
+
+def _strategy(layout: Layout) -> str:
+    match layout:
+        case Split(0, _):
+            return "batch"
+        case Split():
+            return "filter"
+        case Partial():
+            return "channel"
+        case Replicated():
+            return "copies"
+    return "one"
+
+
+def _fraction(step: Compute, device: int) -> float:
+    """How much of a layer's arithmetic a device does."""
+    if device not in holders(step.writes.layout):
+        return 0.0
+    if isinstance(step.writes.layout, Partial):
+        # A sum over input channels: the part is that of the input.
+        value = step.reads[0]
+    else:
+        value = step.writes
+    here = box(value.layout, device, value.shape)
+    return entries(here) / max(1, entries(tuple((0, n) for n in value.shape))) if here else 0.0
+
+
+def _part(layout: Layout, device: int, step: Compute) -> str:
+    if device not in holders(layout):
+        return "-"
+    match layout:
+        case Split(axis, shares):
+            noun = {0: "sample", 1: "filter"}.get(axis, "feature")
+            if axis == 1 and len(step.writes.shape) == 2:
+                noun = "feature"
+            return f"{shares[device]} {noun}{'s' * (shares[device] != 1)}"
+        case Partial():
+            read = step.reads[0].layout
+            return f"{read.shares[device]} channels in" if isinstance(read, Split) else "a summand"
+    return "all"
+
+
+def _bytes_by_layer(steps: StepList, graph: Graph, itemsize: int) -> dict[str, int]:
+    owner = {p.key: layer.name for layer in graph.layers.values() for p in layer.parameters.values()}
+    first_reader: dict[str, str] = {}
+    for step in steps.phase("forward"):
+        if isinstance(step, Compute):
+            for value in step.reads:
+                first_reader.setdefault(value.key, step.layer)
+    result: dict[str, int] = {}
+    for step in steps.steps:
+        if isinstance(step, Compute):
+            continue
+        total = sum(transfer.traffic(step.schedule, itemsize).values())
+        for name, part in _charged_to(step, total, owner, first_reader):
+            result[name] = result.get(name, 0) + part
+    return result
+
+
+def _charged_to(
+    step: Step, total: int, owner: dict[str, str], first_reader: dict[str, str]
+) -> Sequence[tuple[str, int]]:
+    """The layer that makes a step necessary: the reader of a moved value, the owners of summed parameters."""
+    match step:
+        case Move():
+            value = step.writes if step.phase == "forward" else step.reads
+            # The last move of all brings the outputs to every device; it counts for the layer that made them.
+            return [(first_reader.get(value.key, value.key.partition("@")[0]), total)]
+        case ShareStatistics():
+            return [(step.layer, total)]
+        case SumGradients():
+            entries_ = sum(step.sizes)
+            return [(owner[k], round(total * n / entries_)) for k, n in zip(step.keys, step.sizes, strict=True)]
+    return []

@@ -1,0 +1,223 @@
+"""One training job as a value, and what each of its devices does with it."""
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from convoy.data import NAMES, Splits, load
+from convoy.errors import InputError, unknown_name
+from convoy.execute.clock import Clock
+from convoy.execute.data import Loader
+from convoy.execute.group import Group
+from convoy.execute.module import Distributed
+from convoy.execute.optimizer import mark_pieces
+from convoy.execute.processes import join
+from convoy.execute.train import OPTIMIZERS, History, build_optimizer, fit
+from convoy.explain import layer_rows, step_lines, work_shares
+from convoy.measure.layers import given_speeds, measure_speeds
+from convoy.named import PLANS, Speeds, named_plan
+from convoy.nets import build_net
+from convoy.plan import Plan
+from convoy.report.screen import DeviceUse, Screen
+from convoy.trace import Traced, trace
+from convoy.transfer import SUMS, Sum
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to train, how, and on what. Field by field the options of `convoy train`."""
+
+    data: str
+    data_dir: Path | None
+    net: str
+    plan: str
+    devices: tuple[str, ...]
+    batch: int
+    epochs: int
+    lr: float
+    momentum: float
+    weight_decay: float
+    optimizer: str
+    seed: int
+    slowdown: tuple[float, ...]
+    speeds: tuple[float, ...] | None
+    reduce: Sum | None
+    limit: int | None
+    workers: int
+    timeout_s: float
+    compare: bool
+    explain: bool
+    save_plan: Path | None
+
+    def check(self) -> None:
+        """Refuse what can be refused before anything starts.
+
+        Raises:
+            InputError: with the value, the rule and the remedy.
+        """
+        if self.data not in NAMES:
+            raise unknown_name("data set", self.data, NAMES)
+        if self.optimizer not in OPTIMIZERS:
+            raise unknown_name("optimizer", self.optimizer, OPTIMIZERS)
+        if self.reduce is not None and self.reduce not in SUMS:
+            raise unknown_name("reduce", self.reduce, SUMS)
+        for name, value, least in (("batch", self.batch, 1), ("epochs", self.epochs, 1), ("workers", self.workers, 0)):
+            if value < least:
+                raise InputError(f"--{name} {value}: give {least} or more")
+        if self.limit is not None and self.limit < 1:
+            raise InputError(f"--limit {self.limit}: give 1 sample or more")
+        if not self.lr > 0 or not self.timeout_s > 0:
+            raise InputError(f"--lr {self.lr:g} and --timeout {self.timeout_s:g} must be positive")
+        if len(self.slowdown) != len(self.devices) or any(not f >= 1 for f in self.slowdown):
+            raise InputError(
+                f"--slowdown {_listed(self.slowdown)}: give one factor of 1 or more for each of the "
+                f"{len(self.devices)} devices, e.g. --slowdown {_listed(tuple(1.0 for _ in self.devices))}"
+            )
+        if self.speeds is not None:
+            given_speeds(self.speeds, len(self.devices))
+        self._check_plan()
+
+    def _check_plan(self) -> None:
+        if self.plan in PLANS:
+            return
+        if not _is_file(self.plan):
+            raise unknown_name("plan", self.plan, [*PLANS, "a plan file (….json)"])
+        saved = Plan.load(Path(self.plan))
+        for what, given, planned in (("--batch", self.batch, saved.batch), ("--devices", len(self.devices), saved.devices)):
+            if given != planned:
+                raise InputError(
+                    f"{what} {given}, but the plan {self.plan} is for {planned}: give {what} {planned}, or make a new plan"
+                )
+
+    def images(self) -> Splits:
+        """The data; `limit` keeps only the first training images."""
+        splits = load(self.data, self.data_dir)
+        return splits if self.limit is None else splits.first(self.limit)
+
+    def model(self, splits: Splits) -> nn.Module:
+        return build_net(self.net, splits.train.image_shape, splits.train.classes, self.seed)
+
+    def rehearse_inputs(self) -> None:
+        """Load the data and build the net once, in the launching process: bad input is told once, before anything starts.
+
+        Raises:
+            InputError, DataError: as the parts say.
+        """
+        self.check()
+        splits = self.images()
+        model = self.model(splits)
+        traced = trace(model, _example(splits))
+        if self.plan in PLANS:
+            named_plan(self.plan, traced.graph, self.batch, Speeds((1.0,) * len(self.devices)), self.reduce)
+        else:
+            Plan.load(Path(self.plan)).check(traced.graph, len(self.devices))
+
+
+def run_device(job: Job) -> None:
+    """What each device of a job does, from joining to leaving."""
+    job.check()
+    torch.manual_seed(job.seed)
+    with join(timeout_s=job.timeout_s) as group:
+        screen = Screen(visible=group.device == 0)
+        history, splits = _train(job, group, screen)
+    # The others are free to go while device 0 trains alone beside them.
+    if job.compare and screen.visible:
+        _train_alone(job, splits, history, screen)
+
+
+def _train(job: Job, group: Group, screen: Screen) -> tuple[History, Splits]:
+    splits = job.images()
+    model, example = job.model(splits), _example(splits)
+    traced = trace(model, example)
+    slowdown = job.slowdown[group.device]
+    plan, speeds = _plan(job, group, traced, model, slowdown, screen)
+    part = Distributed(model, plan, group, example, slowdown=slowdown)
+    mark_pieces(part)
+    if job.save_plan is not None and group.device == 0:
+        _write_whole(job.save_plan, plan.to_json())
+    steps = part.steps(job.batch)
+    screen.plan(plan, layer_rows(plan, traced.graph), work_shares(steps, traced.graph))
+    if job.explain:
+        screen.lines(step_lines(steps))
+    train = Loader(splits.train, job.batch, part, seed=job.seed, workers=job.workers)
+    test = Loader(splits.test, max(job.batch, 100), part, shuffle=False)
+    optimizer = build_optimizer(job.optimizer, part, job.lr, job.momentum, job.weight_decay)
+    part.clock.reset()
+    with screen.progress(f"{len(job.devices)} devices, plan {plan.name}", job.epochs, train.samples) as bar:
+        history = fit(part, train, test, optimizer, job.epochs, bar)
+    screen.usage(_uses(job, group, part, speeds, work_shares(steps, traced.graph)), history)
+    return history, splits
+
+
+def _plan(
+    job: Job, group: Group, traced: Traced, model: nn.Module, slowdown: float, screen: Screen
+) -> tuple[Plan, Speeds]:
+    if job.speeds is not None:
+        speeds = given_speeds(job.speeds, group.devices)
+    else:
+        with screen.working("every device times the model's layers"):
+            speeds = measure_speeds(group, traced, model, job.batch, Clock(group.torch_device, slowdown))
+    screen.fleet(_rows(job, group), speeds, measured=job.speeds is None)
+    if job.plan in PLANS:
+        return named_plan(job.plan, traced.graph, job.batch, speeds, job.reduce), speeds
+    return Plan.load(Path(job.plan)), speeds
+
+
+def _rows(job: Job, group: Group) -> list[tuple[str, str, float]]:
+    """Device, host and slow-down of every device."""
+    own = json.dumps([str(group.torch_device), os.uname().nodename, torch.get_num_threads()])
+    rows = [json.loads(text) for text in group.agree("fleet", own)]
+    return [
+        (f"{device} ({threads} thread{'s' * (threads > 1)})", host, slowdown)
+        for (device, host, threads), slowdown in zip(rows, job.slowdown, strict=True)
+    ]
+
+
+def _uses(
+    job: Job, group: Group, part: Distributed, speeds: Speeds, shares: tuple[float, ...]
+) -> list[DeviceUse]:
+    own = json.dumps([part.clock.compute_s, part.clock.exchange_s, sum(group.sent_bytes)])
+    rows = [json.loads(text) for text in group.agree("use", own)]
+    total = sum(speeds.devices)
+    return [
+        DeviceUse(device, job.slowdown[device], speeds.devices[device] / total, shares[device], *row)
+        for device, row in enumerate(rows)
+    ]
+
+
+def _train_alone(job: Job, splits: Splits, history: History, screen: Screen) -> None:
+    """The same training by plain PyTorch on one device: what Convoy must equal."""
+    model = job.model(splits)
+    train = Loader(splits.train, job.batch, seed=job.seed, workers=job.workers)
+    test = Loader(splits.test, max(job.batch, 100), shuffle=False)
+    optimizer = build_optimizer(job.optimizer, model, job.lr, job.momentum, job.weight_decay)
+    with screen.progress("one device, plain PyTorch", job.epochs, train.samples) as bar:
+        alone = fit(model, train, test, optimizer, job.epochs, bar)
+    screen.comparison(history, alone)
+
+
+def _example(splits: Splits) -> Tensor:
+    return splits.train[0][0][None]
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """All of a file or nothing of it."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; give a path in a folder that exists") from None
+
+
+def _is_file(text: str) -> bool:
+    return text.endswith(".json") or Path(text).is_file()
+
+
+def _listed(numbers: tuple[float, ...]) -> str:
+    return ",".join(f"{n:g}" for n in numbers)

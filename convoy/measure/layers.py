@@ -1,0 +1,154 @@
+"""How fast each device is at the layers of the model itself."""
+
+import copy
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from convoy.errors import InputError
+from convoy.execute.clock import Clock
+from convoy.execute.compute import Arithmetic, arithmetic
+from convoy.execute.group import Group
+from convoy.graph import Graph, Layer
+from convoy.named import Speeds
+from convoy.trace import Traced, without_in_place
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Median seconds of one whole layer for `samples` samples, forward and backward apart."""
+
+    samples: int
+    forward_s: float
+    backward_s: float
+    spread: float
+    """(slowest - fastest) / median of the repetitions, forward and backward together."""
+
+
+DeviceTimes = Mapping[str, tuple[LayerTime, ...]]
+"""The times of one device: for each layer, one per number of samples."""
+
+
+def measure_layers(
+    traced: Traced, model: nn.Module, batch: int, clock: Clock, device: torch.device, *, repeats: int = 5
+) -> dict[str, tuple[LayerTime, ...]]:
+    """Time every layer of a model on this device, forward and backward, on random numbers.
+
+    Args:
+        traced: the model in training mode; `model` itself, whole and left as it is.
+        batch: the global batch; sizes of an eighth, a quarter and a half of it are timed.
+        clock: its slow-down counts.
+        repeats: the median of so many runs after one that is not counted; fewer where a run takes longer than a second.
+    """
+    local = without_in_place(copy.deepcopy(model)).to(device)
+    sizes = sorted({max(2, batch // 8), max(2, batch // 4), max(2, batch // 2)})
+    result = {}
+    for layer in traced.graph.layers.values():
+        if layer.kind != "input" and layer.batched and not layer.several:
+            run = arithmetic(local, layer, traced.operations[layer.name])
+            times = []
+            for samples in sizes:
+                times.append(_time_layer(run, layer, traced.graph, samples, clock, device, repeats))
+                if times[-1].forward_s + times[-1].backward_s > 1.0:
+                    break
+            result[layer.name] = tuple(times)
+    return result
+
+
+def _time_layer(
+    run: Arithmetic, layer: Layer, graph: Graph, samples: int, clock: Clock, device: torch.device, repeats: int
+) -> LayerTime:
+    inputs = [_random(graph[name], samples, device) for name in layer.inputs]
+    wants = [graph[name].kind != "input" for name in layer.inputs]
+    gradient = torch.randn(layer.batch_shape(samples), device=device, dtype=getattr(torch, layer.dtype))
+    forward_s, backward_s = [], []
+    for repeat in range(repeats + 1):
+        once = _once(run, inputs, gradient, samples, wants, clock, layer.name)
+        if repeat or once[0] + once[1] > 1.0:  # the first run allocates; a long one is hardly touched by that
+            forward_s.append(once[0])
+            backward_s.append(once[1])
+        if sum(forward_s) + sum(backward_s) > 3.0:
+            break
+    both = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
+    spread = (max(both) - min(both)) / statistics.median(both)
+    return LayerTime(samples, statistics.median(forward_s), statistics.median(backward_s), spread)
+
+
+def _once(
+    run: Arithmetic,
+    inputs: Sequence[Tensor],
+    gradient: Tensor,
+    samples: int,
+    wants: Sequence[bool],
+    clock: Clock,
+    name: str,
+) -> tuple[float, float]:
+    marks = [_now(gradient.device)]
+    with clock.compute(name, "measure"):
+        _, saved = run.forward(inputs, samples, True, wants)
+    marks.append(_now(gradient.device))
+    with clock.compute(name, "measure"):
+        run.backward(saved, gradient, wants)
+    marks.append(_now(gradient.device))
+    return marks[1] - marks[0], marks[2] - marks[1]
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _random(layer: Layer, samples: int, device: torch.device) -> Tensor:
+    dtype = getattr(torch, layer.dtype)
+    shape = layer.batch_shape(samples)
+    if dtype.is_floating_point:
+        return torch.randn(shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def speeds_of(times: Sequence[DeviceTimes], graph: Graph) -> Speeds:
+    """Samples/s of each device on each layer and on the whole model, from the largest size that all of them timed."""
+    layers: dict[str, tuple[float, ...]] = {}
+    total_s = [0.0] * len(times)
+    for name in times[0]:
+        common = min(len(device[name]) for device in times) - 1
+        rows = [device[name][common] for device in times]
+        per_sample_s = [(row.forward_s + row.backward_s) / row.samples for row in rows]
+        total_s = [a + b for a, b in zip(total_s, per_sample_s, strict=True)]
+        if graph[name].weighted:
+            layers[name] = tuple(1.0 / s for s in per_sample_s)
+    return Speeds(tuple(1.0 / s for s in total_s), layers)
+
+
+def measure_speeds(group: Group, traced: Traced, model: nn.Module, batch: int, clock: Clock) -> Speeds:
+    """Every device times the model's layers, all at the same time as in training; all learn all speeds.
+
+    Raises:
+        DeviceLostError: a device did not answer.
+    """
+    own = measure_layers(traced, model, batch, clock, group.torch_device)
+    clock.reset()
+    rows = {name: [[t.samples, t.forward_s, t.backward_s, t.spread] for t in times] for name, times in own.items()}
+    texts = group.agree("measured speeds", json.dumps(rows))
+    times = [{n: tuple(LayerTime(*r) for r in rows) for n, rows in json.loads(text).items()} for text in texts]
+    return speeds_of(times, traced.graph)
+
+
+def given_speeds(numbers: Sequence[float], devices: int) -> Speeds:
+    """Speeds that a person gives in place of measured ones.
+
+    Raises:
+        InputError: not one positive number per device.
+    """
+    if len(numbers) != devices or any(not n > 0 for n in numbers):
+        raise InputError(
+            f"speeds {','.join(f'{n:g}' for n in numbers)}: give one positive number for each of the {devices} devices, "
+            "e.g. --speeds 4,2,1,1"
+        )
+    return Speeds(tuple(float(n) for n in numbers))

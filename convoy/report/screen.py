@@ -1,0 +1,178 @@
+"""What `convoy train` prints: the fleet, the plan, progress, where the time went. Plain lines where there is no terminal."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from convoy.execute.train import EpochResult, History
+from convoy.explain import LayerRow
+from convoy.named import Speeds
+from convoy.plan import Plan
+
+LINE_EVERY_S = 10.0
+"""Where there is no terminal, a line of progress this often."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """What one device did: its part of the fleet's speed and of the arithmetic, its seconds, the bytes it sent."""
+
+    device: int
+    slowdown: float
+    speed_share: float
+    work_share: float
+    compute_s: float
+    exchange_s: float
+    sent_bytes: int
+
+
+class Screen:
+    """Prints for one of the devices; the others have an invisible one."""
+
+    def __init__(self, visible: bool, console: Console | None = None) -> None:
+        self.visible = visible
+        self.console = console or Console(quiet=not visible, highlight=False)
+
+    def fleet(self, devices: Sequence[tuple[str, str, float]], speeds: Speeds, measured: bool) -> None:
+        """A row per device: what it is, how fast it is at this model, its part of the fleet's speed."""
+        how = "measured on the model's own layers" if measured else "given by --speeds"
+        table = Table(title=f"Fleet: {len(devices)} devices, speeds {how}", title_justify="left")
+        for name in ("device", "on", "host"):
+            table.add_column(name)
+        for name in ("slowed down", "samples/s" if measured else "speed", "of the fleet"):
+            table.add_column(name, justify="right")
+        total = sum(speeds.devices)
+        for index, ((kind, host, slowdown), speed) in enumerate(zip(devices, speeds.devices, strict=True)):
+            slowed = f"{slowdown:g}x" if slowdown != 1 else "-"
+            table.add_row(str(index), kind, host, slowed, f"{speed:,.4g}", f"{speed / total:.1%}")
+        table.add_section()
+        table.add_row("", "", "", "", f"{total:,.4g}", "100.0%")
+        self.console.print(table)
+
+    def plan(self, plan: Plan, rows: Sequence[LayerRow], shares: Sequence[float]) -> None:
+        """A row per layer: who gets which filters and samples, and what travels for it."""
+        title = f"Plan {plan.name}: batch {plan.batch}, sums by {plan.reduce}"
+        table = Table(title=title, title_justify="left")
+        for name in ("layer", "kind", "split by"):
+            table.add_column(name)
+        for device in range(plan.devices):
+            table.add_column(f"device {device}", justify="right")
+        table.add_column("per step", justify="right")
+        notes = []
+        for row in rows:
+            mark = ""
+            if row.note:
+                notes.append(f"{row.layer}: {row.note}")
+                mark = " *"
+            table.add_row(row.layer + mark, row.kind, row.strategy, *row.parts, _bytes(row.bytes_))
+        table.add_section()
+        total = sum(row.bytes_ for row in rows)
+        table.add_row("arithmetic", "", "", *(f"{share:.1%}" for share in shares), _bytes(total))
+        self.console.print(table)
+        for note in notes:
+            self.console.print(f"* {note}")
+        if not plan.exact:
+            self.console.print("INEXACT: butterfly mixing does not follow the trajectory of one device.")
+
+    def lines(self, lines: Sequence[str]) -> None:
+        self.console.print("\n".join(lines), markup=False, soft_wrap=True)
+
+    @contextmanager
+    def working(self, text: str) -> Iterator[None]:
+        """Says what takes a few seconds."""
+        if self.console.is_terminal and self.visible:
+            with self.console.status(text):
+                yield
+        else:
+            self.console.print(f"{text} ...")
+            yield
+
+    @contextmanager
+    def progress(self, title: str, epochs: int, samples: int) -> Iterator["Bar"]:
+        """A progress bar with loss, samples/s and time left; lines where there is no terminal."""
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:3.0f}%  loss {task.fields[loss]}  {task.fields[rate]} samples/s  left"),
+            TimeRemainingColumn(),
+        )
+        live = self.visible and self.console.is_terminal
+        with Progress(*columns, console=self.console, disable=not live, transient=True) as progress:
+            yield Bar(self, progress, title, epochs, samples)
+
+    def usage(self, uses: Sequence[DeviceUse], history: History) -> None:
+        """A row per device: its share, its busy time."""
+        train_s = sum(epoch.train_s for epoch in history.epochs)
+        table = Table(title=f"Devices over {train_s:.1f} s of training and the tests after it", title_justify="left")
+        for name in ("device", "slowed down", "of the speed", "of the arithmetic", "busy", "exchange and wait", "sent"):
+            table.add_column(name, justify="right")
+        for use in uses:
+            slowed = f"{use.slowdown:g}x" if use.slowdown != 1 else "-"
+            table.add_row(
+                str(use.device), slowed, f"{use.speed_share:.1%}", f"{use.work_share:.1%}", f"{use.compute_s:.1f} s",
+                f"{use.exchange_s:.1f} s", _bytes(use.sent_bytes),
+            )  # fmt: skip
+        self.console.print(table)
+
+    def comparison(self, together: History, alone: History) -> None:
+        """The two trainings beside each other: they must agree."""
+        table = Table(title="The same training on one device (plain PyTorch)", title_justify="left")
+        table.add_column("epoch", justify="right")
+        for name in ("loss, all", "loss, one", "accuracy, all", "accuracy, one", "samples/s, all", "samples/s, one"):
+            table.add_column(name, justify="right")
+        for index, (a, b) in enumerate(zip(together.epochs, alone.epochs, strict=True)):
+            table.add_row(
+                str(index + 1), f"{a.loss:.5f}", f"{b.loss:.5f}", f"{a.accuracy:.2%}", f"{b.accuracy:.2%}",
+                f"{a.samples_per_s:,.0f}", f"{b.samples_per_s:,.0f}",
+            )  # fmt: skip
+        self.console.print(table)
+        apart = [abs(a - b) for a, b in zip(together.losses, alone.losses, strict=True)]
+        self.console.print(
+            f"Loss curves over {len(apart)} steps: at most {max(apart):.2g} apart "
+            f"(float32 rounding; in float64 they agree to 1e-10)."
+        )
+
+
+class Bar:
+    """Progress of one training."""
+
+    def __init__(self, screen: Screen, progress: Progress, title: str, epochs: int, samples: int) -> None:
+        self.screen, self.progress, self.title = screen, progress, title
+        self.epochs, self.samples = epochs, samples
+        self.task = progress.add_task(title, total=epochs * samples, loss="-", rate="-")
+        self.start = self.shown = time.monotonic()
+        self.done = 0
+        screen.console.print(f"Training on {title}: {epochs} epoch{'s' * (epochs > 1)} of {samples:,} images")
+
+    def step(self, epoch: int, loss: float, samples: int) -> None:
+        self.done += samples
+        now = time.monotonic()
+        rate = f"{self.done / max(now - self.start, 1e-9):,.0f}"
+        self.progress.update(self.task, advance=samples, loss=f"{loss:.4f}", rate=rate)
+        if not self.screen.console.is_terminal and now - self.shown > LINE_EVERY_S:
+            self.shown = now
+            left_s = (now - self.start) / self.done * (self.epochs * self.samples - self.done)
+            self.screen.console.print(
+                f"  epoch {epoch + 1}, {self.done / (self.epochs * self.samples):.0%}: loss {loss:.4f}, "
+                f"{rate} samples/s, {left_s:.0f} s left"
+            )
+
+    def epoch(self, epoch: int, result: EpochResult) -> None:
+        self.screen.console.print(
+            f"  epoch {epoch + 1}/{self.epochs}: loss {result.loss:.4f}, test accuracy {result.accuracy:.2%}, "
+            f"{result.samples_per_s:,.0f} samples/s, {result.train_s:.1f} s"
+        )
+
+
+def _bytes(count: int) -> str:
+    if not count:
+        return "-"
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
