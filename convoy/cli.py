@@ -86,6 +86,7 @@ def train(
     compare: Annotated[bool, typer.Option(help="Afterwards, the same training on one device by plain PyTorch.")] = False,
     explain: Annotated[bool, typer.Option(help="Print the step list: every computation, move and sum of one step.")] = False,
     save_plan: Annotated[Path | None, typer.Option(help="Write the plan to this file (JSON).")] = None,
+    log: Annotated[Path | None, typer.Option(help="Write every loss and result to this file, a JSON object per line.")] = None,
     port: Annotated[int | None, typer.Option(help="Port where the processes meet; default: a free one.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds after which a silent device counts as lost.")] = 60.0,
 ) -> None:
@@ -103,7 +104,7 @@ def train(
         momentum=momentum, weight_decay=weight_decay, optimizer=optimizer, seed=seed,
         slowdown=_numbers("--slowdown", slowdown) or (1.0,) * len(fleet), speeds=_numbers("--speeds", speeds),
         reduce=reduce, limit=limit, workers=workers, timeout_s=timeout, compare=compare, explain=explain,  # type: ignore[arg-type]
-        save_plan=save_plan,
+        save_plan=save_plan, log=log,
     )  # fmt: skip
     _run(job, sys.argv[1:], port)
 

@@ -18,7 +18,7 @@ class LayerRow:
     Attributes:
         layer, kind: the layer.
         strategy: "filter", "batch", "channel", "one", "copies" or "follows" with what it keeps.
-        parts: what each device computes, in words: "37 filters", "16 samples", "all", "-".
+        parts: how many of these each device computes: samples, filters (or features), input channels; "all" or "-".
         bytes_: what the moves into this layer put on the wire in one step, forward and backward, with its gradient sums.
         note: what a person should know.
     """
@@ -130,14 +130,11 @@ def _part(layout: Layout, device: int, step: Compute) -> str:
     if device not in holders(layout):
         return "-"
     match layout:
-        case Split(axis, shares):
-            noun = {0: "sample", 1: "filter"}.get(axis, "feature")
-            if axis == 1 and len(step.writes.shape) == 2:
-                noun = "feature"
-            return f"{shares[device]} {noun}{'s' * (shares[device] != 1)}"
+        case Split(_, shares):
+            return str(shares[device])
         case Partial():
             read = step.reads[0].layout
-            return f"{read.shares[device]} channels in" if isinstance(read, Split) else "a summand"
+            return str(read.shares[device]) if isinstance(read, Split) else "all"
     return "all"
 
 

@@ -1,6 +1,6 @@
 """A model as a value: its layers in order, with inputs, shapes per sample, parameters and FLOP.
 
-The values here hold no tensors and no modules; `trace.py` makes them from an `nn.Module`.
+The values here hold no tensors and no modules; `trace/` makes them from an `nn.Module`.
 """
 
 import hashlib
@@ -60,6 +60,7 @@ class Layer:
         several: it gives a tuple or list of tensors; only `pick` reads those.
         flop: forward FLOP per sample, as torch.utils.flop_counter counts (a multiply-add is two).
         dtype: of the output, as torch names it.
+        differentiable: False where no gradient passes: integers, `x.detach()`, what ran under `torch.no_grad()`.
         reason: why a layer is opaque, or runs whole; shown by `explain`.
         shared: another layer uses the same parameters, so they are never split.
         random: it draws random numbers in this mode (dropout), so copies of it on several devices would differ.
@@ -82,6 +83,7 @@ class Layer:
     statistics: bool = False
     random: bool = False
     dtype: str = "float32"
+    differentiable: bool = True
 
     def batch_shape(self, batch: int) -> Shape:
         """Shape of the output for a global batch."""
@@ -100,7 +102,8 @@ class Layer:
 
     @property
     def trainable(self) -> tuple[Parameter, ...]:
-        return tuple(p for p in self.parameters.values() if p.trainable)
+        """The parameters that get a gradient from this layer."""
+        return tuple(p for p in self.parameters.values() if p.trainable) if self.differentiable else ()
 
     @property
     def weighted(self) -> bool:

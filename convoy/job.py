@@ -3,7 +3,8 @@
 import json
 import os
 import tempfile
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from convoy.measure.layers import given_speeds, measure_speeds
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.nets import build_net
 from convoy.plan import Plan
+from convoy.report.log import Both, RunLog
 from convoy.report.screen import DeviceUse, Screen
 from convoy.trace import Traced, trace
 from convoy.transfer import SUMS, Sum
@@ -53,6 +55,7 @@ class Job:
     compare: bool
     explain: bool
     save_plan: Path | None
+    log: Path | None
 
     def check(self) -> None:
         """Refuse what can be refused before anything starts.
@@ -122,15 +125,20 @@ def run_device(job: Job) -> None:
     """What each device of a job does, from joining to leaving."""
     job.check()
     torch.manual_seed(job.seed)
-    with join(timeout_s=job.timeout_s) as group:
+    with ExitStack() as stack:
+        group = stack.enter_context(join(timeout_s=job.timeout_s))
         screen = Screen(visible=group.device == 0)
-        history, splits = _train(job, group, screen)
+        log = None
+        if job.log is not None and screen.visible:
+            log = stack.enter_context(RunLog(job.log))
+            log.run(asdict(job))
+        history, splits = _train(job, group, screen, log)
     # The others are free to go while device 0 trains alone beside them.
     if job.compare and screen.visible:
         _train_alone(job, splits, history, screen)
 
 
-def _train(job: Job, group: Group, screen: Screen) -> tuple[History, Splits]:
+def _train(job: Job, group: Group, screen: Screen, log: RunLog | None) -> tuple[History, Splits]:
     splits = job.images()
     model, example = job.model(splits), _example(splits)
     traced = trace(model, example)
@@ -149,8 +157,12 @@ def _train(job: Job, group: Group, screen: Screen) -> tuple[History, Splits]:
     optimizer = build_optimizer(job.optimizer, part, job.lr, job.momentum, job.weight_decay)
     part.clock.reset()
     with screen.progress(f"{len(job.devices)} devices, plan {plan.name}", job.epochs, train.samples) as bar:
-        history = fit(part, train, test, optimizer, job.epochs, bar)
-    screen.usage(_uses(job, group, part, speeds, work_shares(steps, traced.graph)), history)
+        history = fit(part, train, test, optimizer, job.epochs, Both(bar, log) if log is not None else bar)
+    uses = _uses(job, group, part, speeds, work_shares(steps, traced.graph))
+    screen.usage(uses, history)
+    if log is not None:
+        for use in uses:
+            log.write("device", **asdict(use))
     return history, splits
 
 

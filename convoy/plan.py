@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from convoy import shares as share_rules
 from convoy import strategy as strategies
 from convoy.errors import PlanError
 from convoy.graph import Graph
@@ -66,16 +67,24 @@ class Plan:
                 "start as many devices as the plan names, or make a new plan"
             )
         if self.batch < 1:
-            raise PlanError(f"plan {self.name!r} has a batch of {self.batch}: a batch holds one sample at least")
+            raise PlanError(
+                f"plan {self.name!r} has a batch of {self.batch}: a batch holds one sample at least; set 1 or more"
+            )
         if self.reduce not in SUMS:
             raise PlanError(f"plan {self.name!r}: unknown reduce {self.reduce!r}: choose one of {', '.join(SUMS)}")
         if isinstance(self.otherwise, Batch):
-            strategies.share_rules.check(
-                self.otherwise.shares, self.batch, self.devices, "strategy of all other layers"
-            )
+            share_rules.check(self.otherwise.shares, self.batch, self.devices, "strategy of all other layers")
         elif not 0 <= self.otherwise.device < self.devices:
-            raise PlanError(f"all other layers go to device {self.otherwise.device}: there are {self.devices} devices")
+            raise PlanError(
+                f"strategy of all other layers: there is no device {self.otherwise.device}: "
+                f"name one of 0 to {self.devices - 1}"
+            )
         for name, strategy in self.layers.items():
+            if name not in graph.layers:
+                raise PlanError(
+                    f"plan {self.name!r} names a layer {name!r} that {graph.model} does not have: "
+                    f"its layers are {', '.join(graph.layers)}"
+                )
             strategies.check(graph[name], strategy, self.batch, self.devices)
 
     def traffic(self, graph: Graph, batch: int | None = None, itemsize: int = 4) -> Counter[tuple[int, int]]:
@@ -100,12 +109,15 @@ class Plan:
         """Read a plan.
 
         Raises:
-            PlanError: not JSON, another format version, unknown keys, wrong types; the field is named.
+            PlanError: not JSON, another format version, a key that is unknown, missing or there twice, a wrong type;
+                the field is named.
         """
         try:
-            raw = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"{source} is not JSON (line {error.lineno}: {error.msg}): write a new plan file") from None
+            raw = json.loads(text, object_pairs_hook=_without_doubles)
+        except (ValueError, RecursionError) as error:
+            raise PlanError(
+                f"{source} cannot be read as JSON ({error}): correct it there or make the plan anew"
+            ) from None
         version = raw.get("format") if isinstance(raw, dict) else None
         if version != FORMAT:
             raise PlanError(f"{source} has format {version!r}, this version reads {FORMAT}: make the plan anew")
@@ -126,7 +138,7 @@ class Plan:
             PlanError: the file is missing or not a plan.
         """
         try:
-            text = path.read_text()
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"cannot read the plan {path}: {error}; give the path of a plan file") from None
         return Plan.from_json(text, str(path))
@@ -184,9 +196,19 @@ def _from_row(row: _SharesRow | _BatchRow | _OneRow) -> Strategy:
     return _BY_NAME[row.strategy](tuple(row.shares))
 
 
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs; JSON itself would silently keep the last of two layers of one name."""
+    counts = Counter(key for key, _ in pairs)
+    if doubled := [key for key, count in counts.items() if count > 1]:
+        raise ValueError(f"the key {doubled[0]!r} stands there twice")
+    return dict(pairs)
+
+
 def _first_fault(error: ValidationError) -> str:
     fault = error.errors()[0]
     where = ".".join(str(part) for part in fault["loc"]) or "the file"
     if fault["type"] == "extra_forbidden":
         return f"unknown key {where!r}: remove it, or use the version of Convoy that wrote it"
+    if fault["type"] == "missing":
+        return f"the key {where!r} is missing: add it or make the plan anew"
     return f"{where}: {fault['msg']} (found {fault['input']!r}): correct it or make the plan anew"

@@ -26,7 +26,8 @@ def apportion(
 
     Args:
         total: extent of the axis to be shared out.
-        weights: one per device, e.g. its speed; zero gives the device nothing unless `at_least` asks for it.
+        weights: one per device, e.g. its speed; zero gives the device nothing unless `at_least` asks for it
+            or the others have no more room.
         quantum: every share is a multiple of this (filters of one convolution group, say).
         at_least, at_most: limits per device, in entries of the axis.
 

@@ -42,10 +42,12 @@ class Belongings:
 
 
 def belongings() -> Belongings:
-    """Child processes, Python threads, listening ports, open files of the repository, files in the working folder."""
+    """Child processes, Python threads, listening ports, open files of the repository; in CI, new files beside it."""
     here = psutil.Process()
     processes = set()
     for child in here.children(recursive=True):
+        if child.pid == ranks.nursery_pid():
+            continue
         try:
             processes.add(f"{child.pid} {' '.join(child.cmdline())[:200]}")
         except psutil.Error:
@@ -57,7 +59,9 @@ def belongings() -> Belongings:
         if connection.status == psutil.CONN_LISTEN
     }
     opened = {f"open: {entry.path}" for entry in here.open_files() if _is_product(Path(entry.path))}
-    new = {f"in the working folder: {name}" for name in os.listdir() if name not in CACHES}
+    # Elsewhere somebody may be at work in the same folder while the tests run.
+    present = os.listdir() if os.environ.get("CI") else []
+    new = {f"in the working folder: {name}" for name in present if name not in CACHES}
     return Belongings(frozenset(processes), frozenset(threads), frozenset(ports), frozenset(opened | new))
 
 
@@ -76,6 +80,13 @@ def nothing_left_behind() -> Iterator[None]:
     while (left := belongings().left_since(before)) and time.monotonic() < deadline_s:
         time.sleep(0.05)
     assert not left, f"the test left behind: {left}"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_nursery_left() -> Iterator[None]:
+    """End, with the test session, the process that the devices of tests are forked from."""
+    yield
+    ranks.stop_nursery()
 
 
 @pytest.fixture

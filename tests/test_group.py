@@ -62,7 +62,7 @@ def send_every_dtype(group: Group) -> int:
     group.exchange(sends, receives)
     for message in receives:
         expected = pattern(message.peer, group.device, message.tensor.numel(), message.tensor.dtype)
-        torch.testing.assert_close(message.tensor, expected, rtol=0, atol=0)
+        assert torch.equal(message.tensor, expected)
     return len(receives)
 
 
@@ -90,14 +90,14 @@ def keep_many_outstanding(group: Group) -> None:
 
 def leave_out_empty_messages(group: Group) -> None:
     """Messages of no elements take no number on the way, so those after them still arrive where they belong."""
-    peer = 1 - group.device
-    before = list(group.sent_bytes)
+    right, left = (group.device + 1) % group.devices, (group.device - 1) % group.devices
+    before = group.sent_bytes[right]
     got = torch.zeros(2)
     empty, own = torch.empty(0, 5), torch.full((2,), 4.0 + group.device)
-    group.start([Message(peer, empty)], [Message(peer, empty)]).wait()
-    group.exchange([Message(peer, empty), Message(peer, own)], [Message(peer, empty), Message(peer, got)])
-    assert got.tolist() == [4.0 + peer] * 2
-    assert group.sent_bytes[peer] - before[peer] == 8
+    group.start([Message(right, empty)], [Message(left, empty)]).wait()
+    group.exchange([Message(right, empty), Message(right, own)], [Message(left, empty), Message(left, got)])
+    assert got.tolist() == [4.0 + left] * 2
+    assert group.sent_bytes[right] - before == 8
 
 
 def count_bytes(group: Group) -> None:
@@ -127,8 +127,7 @@ def messages_arrive(group: Group) -> int:
     keep_many_outstanding(group)
     count_bytes(group)
     agree_on_texts(group)
-    if group.devices == 2:
-        leave_out_empty_messages(group)
+    leave_out_empty_messages(group)
     return received
 
 
@@ -315,23 +314,27 @@ def have_bad_days(device: int) -> list[Any]:
 
     with join("cpu", timeout_s=20) as group:  # device 2 raises; 0 waits for 1, 1 waits for 2
         if device == 2:
+            group.start([], [Message(0, torch.zeros(1))])  # nobody will ever wait for this one
             group.close(ValueError("no such image"))
             reports.append([])
         else:
             reports.append(say(group, lambda: group.exchange([], [Message(device + 1, here)])))
 
-    with join("cpu", timeout_s=1) as group:  # 1 waits for 2, 2 for 1; 0 for both
+    with join("cpu", timeout_s=20) as group:  # 1 waits for 2, 2 for 1, 0 for 1
+        group.timeout_s = 0.5
         peer = {0: 1, 1: 2, 2: 1}[device]
         reports.append(say(group, lambda: group.exchange([], [Message(peer, here)])))
 
-    with join("cpu", timeout_s=1) as group:  # 1 computes for long; 2 waits for it, and 0 for 2
+    with join("cpu", timeout_s=20) as group:  # 1 computes for long; 2 waits for it, and 0 for 2
+        group.timeout_s = 0.5
         if device == 1:
-            time.sleep(2.5)
+            time.sleep(2)
             reports.append([])
         else:
             reports.append(say(group, lambda: group.exchange([], [Message({0: 2, 2: 1}[device], here)])))
 
-    with join("cpu", timeout_s=1) as group:  # 1 sends more than 0 expects: gloo alone would end the process
+    with join("cpu", timeout_s=20) as group:  # 1 sends more than 0 expects: gloo alone would end the process
+        group.timeout_s = 0.5
         if device == 1:
             reports.append(say(group, lambda: group.exchange([Message(0, torch.ones(8))], [Message(0, here)])))
         elif device == 0:
@@ -339,10 +342,11 @@ def have_bad_days(device: int) -> list[Any]:
         else:
             reports.append([])
 
-    with join("cpu", timeout_s=2) as group:  # 0 still waits for 1, which has finished
+    with join("cpu", timeout_s=20) as group:  # 0 still waits for 1, which has finished
         if device == 0:
             reports.append(say(group, lambda: group.exchange([], [Message(1, here)])))
         else:
+            group.timeout_s = 0.5  # bounds the farewell too
             reports.append([])
 
     with join("cpu", timeout_s=20) as group:
@@ -423,28 +427,35 @@ def test_a_meeting_that_fails_says_why() -> None:
     assert list(well) == [["joined"]] * 3
 
 
-def be_beside_torch(device: int, first: bool) -> int:
-    """The script has a process group of its own, made before or after joining."""
-    if first:
-        torch.distributed.init_process_group("gloo")
-    with join("cpu", timeout_s=10) as group:
-        if not first:
+def be_beside_torch(device: int) -> list[int]:
+    """The script has a process group of its own, made after joining, and once before."""
+    results = []
+    for torch_first in (False, True):
+        if torch_first:
             torch.distributed.init_process_group("gloo")
-        total = torch.full((1,), device + 1)
-        torch.distributed.all_reduce(total)
-        got = torch.zeros(1)
-        group.exchange([Message(1 - device, torch.full((1,), float(device)))], [Message(1 - device, got)])
-        torch.distributed.destroy_process_group()
-    return int(total) * 10 + int(got)
+        with join("cpu", timeout_s=10) as group:
+            if not torch_first:
+                torch.distributed.init_process_group("gloo")
+            total, got = torch.full((1,), device + 1), torch.zeros(1)
+            torch.distributed.all_reduce(total)
+            group.exchange([Message(1 - device, torch.full((1,), float(device)))], [Message(1 - device, got)])
+            torch.distributed.destroy_process_group()
+        results.append(int(total) * 10 + int(got))
+    return results
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_a_script_may_have_a_process_group_of_its_own(first: bool) -> None:
-    assert on_processes(2, "tests.test_group:be_beside_torch", first, joined=False) == [31, 30]
+def test_a_script_may_have_a_process_group_of_its_own() -> None:
+    assert on_processes(2, "tests.test_group:be_beside_torch", joined=False) == [[31, 31], [30, 30]]
 
 
 def set_place(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
-    for name in (*place.PLACE_NAMES, "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE", "GLOO_SOCKET_IFNAME"):
+    for name in (
+        *place.PLACE_NAMES,
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "GLOO_SOCKET_IFNAME",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -481,12 +492,12 @@ def test_half_a_place_is_an_error(monkeypatch: pytest.MonkeyPatch, variables: di
 
 
 def test_a_device_that_does_not_exist_is_an_error() -> None:
-    with pytest.raises(InputError, match="'gpu0'.*choose cpu"):
+    with pytest.raises(InputError, match=r"'gpu0'.*choose cpu"):
         join("gpu0")
 
 
 def test_gloo_interfaces_are_listed_when_one_is_unknown() -> None:
-    with pytest.raises(InputError, match="has no such interface, it has .*lo"):
+    with pytest.raises(InputError, match=r"has no such interface, it has .*lo"):
         place.own_address("127.0.0.1", 1, {"GLOO_SOCKET_IFNAME": "^lo"})
     assert place.own_address("127.0.0.1", 1, {"GLOO_SOCKET_IFNAME": "lo"}) == "127.0.0.1"
 
@@ -494,9 +505,23 @@ def test_gloo_interfaces_are_listed_when_one_is_unknown() -> None:
 def test_addresses_follow_the_route() -> None:
     assert place.own_address("127.0.0.1", 1, {}) == "127.0.0.1"
     assert place.reachable_address("127.0.0.1", ["127.0.0.1", "127.0.1.1"]) == "127.0.0.1"
-    # The name of this host maps to loopback here (Debian does that), while another device has a real address: take the
-    # address on the way to that one. The route to a loopback address is loopback, to another one it is not.
-    assert place.reachable_address("192.0.2.7", ["127.0.0.1"]) == "192.0.2.7"
+    assert place.reachable_address("192.0.2.7", ["127.0.0.1", "192.0.2.7"]) == "192.0.2.7"
+
+
+def test_a_device_that_only_knows_loopback_follows_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian maps a machine's own name to loopback, so on that machine the route to MASTER_ADDR says nothing."""
+    asked = []
+    monkeypatch.setattr(place, "route_to", lambda host, _: asked.append(host) or f"the way to {host}")
+    assert place.reachable_address("127.0.1.1", ["127.0.1.1", "10.0.0.2", "10.0.0.3"]) == "the way to 10.0.0.2"
+    assert place.reachable_address("fd00::3", ["10.0.0.1", "fd00::3"]) == "the way to 10.0.0.1"
+    assert asked == ["10.0.0.2", "10.0.0.1"]
+
+
+def test_a_master_that_others_cannot_reach_is_refused(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
+    here = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}
+    set_place(monkeypatch, **here, MASTER_ADDR="localhost", MASTER_PORT=str(free_port))
+    with pytest.raises(InputError, match=r"MASTER_ADDR=localhost is (127.0.0.1|::1) on this machine"):
+        join("cpu", timeout_s=5)
 
 
 GREETING = Greeting(device="cpu", name="x", host="lab1", address="10.0.0.1", devices="2", convoy="1.0", torch="2.13")
@@ -540,6 +565,7 @@ class StoryDoors:
         ({1: Note(1, 1, "left because of its own error")}, False, 1, "own error"),
         ({1: Answer(2), 2: Answer(None)}, True, 2, "alive but sent nothing"),
         ({1: Answer(None)}, False, 1, "went on after an error"),
+        ({1: Answer(2), 2: Answer(done=True)}, True, 2, "had ended its work"),
         ({1: Answer(0)}, True, 1, r"0 -> 1 -> 0"),
     ],
 )

@@ -105,12 +105,13 @@ def _untold(bad: Sequence[Ending]) -> tuple[str, ...]:
             return ()
         # Messages that begin with a device's name tell of another's loss, and device 0 has said it already.
         devices = {text: those for text, those in devices.items() if not text.startswith("device ")}
-    if len(devices) == 1 and len(bad) > 1:
-        return tuple(f"error: {text}" for text in devices)
-    return tuple(
-        f"error on {' and '.join(f'device {each.device} ({each.name})' for each in those)}: {text}"
-        for text, those in devices.items()
-    )
+    if len(devices) > 1:
+        return tuple(f"error on {_names(those)}: {text}" for text, those in devices.items())
+    return tuple(f"error{'' if len(those) > 1 else f' on {_names(those)}'}: {text}" for text, those in devices.items())
+
+
+def _names(endings: Sequence[Ending]) -> str:
+    return " and ".join(f"device {each.device} ({each.name})" for each in endings)
 
 
 def _message(lines: Sequence[str]) -> str:

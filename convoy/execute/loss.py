@@ -21,6 +21,8 @@ KNOCK_S = 1.0
 
 LINE_BYTES = 65536
 
+DONE_CAUSE = "had ended its work while others still waited for it: the devices do not run the same steps"
+
 
 class Silence(Enum):
     """Why a device gave no answer."""
@@ -41,9 +43,10 @@ class Note:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a live device says: for whom it waits at the moment, if it does."""
+    """What a live device says: for whom it waits at the moment, if it does, or that its work is done."""
 
     waits_for: int | None = None
+    done: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ def find_lost(doors: Doors, me: int, peer: int, timed_out: bool, limit_s: float)
         if isinstance(answer, Silence):
             return Verdict(device, _silence_cause(answer, limit_s, closed))
         chain.append(device)
+        if answer is not None and answer.done:
+            return Verdict(device, DONE_CAUSE)
         if answer is None or answer.waits_for is None:
             return Verdict(device, _busy_cause(limit_s, closed))
         if answer.waits_for in chain:
@@ -122,16 +127,16 @@ def _busy_cause(limit_s: float, closed: bool) -> str:
 class Door:
     """This process's door, and the way to the others' doors. Its thread sleeps unless somebody knocks."""
 
-    def __init__(self, device: int, address: str, token: str, waits_for: Callable[[], int | None]) -> None:
+    def __init__(self, device: int, address: str, token: str, status: Callable[[], Answer]) -> None:
         """Listen at ``address`` on a free port.
 
         Args:
             token: known to the processes of this job only; others get no answer.
-            waits_for: asked, from the door's thread, for whom this device waits at the moment.
+            status: what this device says at the moment; called from the door's thread.
         """
         self.device = device
         self.token = token
-        self.waits_for = waits_for
+        self.status = status
         self.addresses: list[tuple[str, int]] = []
         self._notes: dict[int, Note] = {}
         self._noted = threading.Condition()
@@ -153,9 +158,9 @@ class Door:
         try:
             with socket.create_connection((host, port), timeout=KNOCK_S) as visit:
                 connected = True
-                visit.sendall(self._line({"ask": "waits_for"}))
+                visit.sendall(self._line({"ask": "status"}))
                 answer = json.loads(_read_line(visit))
-                return Answer(None if answer["waits_for"] is None else int(answer["waits_for"]))
+                return Answer(None if answer["waits_for"] is None else int(answer["waits_for"]), bool(answer["done"]))
         except TimeoutError:
             return Silence.FROZEN if connected else Silence.UNREACHABLE
         except (ConnectionError, ValueError, LookupError, TypeError):
@@ -168,7 +173,7 @@ class Door:
         deadline_s = time.monotonic() + KNOCK_S
         for device, (host, port) in enumerate(self.addresses):
             left_s = deadline_s - time.monotonic()
-            if device in (self.device, note.root) or left_s <= 0:
+            if device == self.device or left_s <= 0:
                 continue
             try:
                 with socket.create_connection((host, port), timeout=min(0.3, left_s)) as visit:
@@ -218,7 +223,7 @@ class Door:
                 self._notes[device] = Note(device, int(note["root"]), str(note["cause"]))
                 self._noted.notify_all()
         else:
-            visitor.sendall(json.dumps({"waits_for": self.waits_for()}).encode() + b"\n")
+            visitor.sendall(json.dumps(asdict(self.status())).encode() + b"\n")
 
 
 def _read_line(visit: socket.socket) -> bytes:

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from convoy._version import __version__
 from convoy.errors import DeviceLostError, InputError, MismatchError
-from convoy.execute.place import Place, resolve
+from convoy.execute.place import Place, is_loopback, resolve
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,22 @@ def store_at(place: Place, deadline_s: float) -> Store:
             # The script has called init_process_group(): all have met already, and device 0's port is taken.
             return distributed.distributed_c10d._get_default_store()
         if place.device == 0 and not place.hosted:
+            _check_open(place)
             _stores[key] = host_store(place.host, place.port)
         else:
             _stores[key] = visit_store(place.host, place.port, deadline_s)
     return _stores[key]
+
+
+def _check_open(place: Place) -> None:
+    """Refuse to wait for other machines at an address that they cannot reach."""
+    address = str(resolve(place.host, place.port, socket.SOCK_STREAM)[0][1][0])
+    if place.local_devices is not None and place.local_devices < place.devices and is_loopback(address):
+        raise InputError(
+            f"MASTER_ADDR={place.host} is {address} on this machine, which leads to itself only, but {place.devices} "
+            f"devices are to meet there and {place.local_devices} of them are here: give the address of this machine "
+            "in the network (Debian maps a machine's own name to loopback in /etc/hosts)"
+        )
 
 
 def host_store(host: str, port: int) -> TCPStore:

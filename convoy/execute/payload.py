@@ -26,10 +26,12 @@ stubs leave out the methods it inherits."""
 class PeerFailure(Exception):  # noqa: N818 - it never leaves this folder: the group turns it into a DeviceLostError
     """A connection closed, or was silent for the whole time limit. Why, and whose fault it is, is yet to be found."""
 
-    def __init__(self, peers: Sequence[int], timed_out: bool) -> None:
-        super().__init__(f"connection to {list(peers)} {'timed out' if timed_out else 'closed'}")
+    def __init__(self, peers: Sequence[int], cause: RuntimeError) -> None:
+        # The first sentence says it; the rest of gloo's text is for its own developers.
+        self.reason = str(cause).split(". ")[0].splitlines()[0].split("] ", 1)[-1]
+        super().__init__(f"message from or to device {', '.join(map(str, peers))}: {self.reason}")
         self.peers = tuple(peers)
-        self.timed_out = timed_out
+        self.timed_out = "timed out" in str(cause).lower() or "timeout" in str(cause).lower()
 
 
 class Carrier(Protocol):
@@ -66,17 +68,13 @@ class Flight:
                 # Zero would mean no limit.
                 work.wait(timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
             except RuntimeError as error:
-                raise PeerFailure(peers, _is_timeout(error)) from error
+                raise PeerFailure(peers, error) from None
         waits_for(None)
         with torch.no_grad():
             for host, target in self.landings:
                 # From pinned memory this only queues the copy on the current stream; torch keeps the buffer till then.
                 target.copy_(host, non_blocking=host.is_pinned())
         self.works, self.landings = [], []
-
-
-def _is_timeout(error: RuntimeError) -> bool:
-    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
 
 
 @final
@@ -151,7 +149,7 @@ class GlooCarrier:
         try:
             return (peer,), verb([tensor], peer, tag)
         except RuntimeError as error:
-            raise PeerFailure((peer,), _is_timeout(error)) from error
+            raise PeerFailure((peer,), error) from None
 
     @staticmethod
     def _next_tag(counters: list[int], message: Message) -> int:
@@ -226,7 +224,7 @@ class NcclCarrier:
         try:
             return Flight([(peers, work) for work in distributed.batch_isend_irecv(operations)])
         except RuntimeError as error:
-            raise PeerFailure(peers, _is_timeout(error)) from error
+            raise PeerFailure(peers, error) from None
 
     def cut(self, broken: bool) -> None:
         if self._group is None or not distributed.is_initialized():

@@ -21,6 +21,7 @@ class Place:
     Attributes:
         device: this process's index; torchrun calls it RANK.
         local: its index among the processes of its machine.
+        local_devices: how many processes its machine has, if that is known.
         host, port: where the store is, at which all meet.
         hosted: the launcher hosts the store; otherwise device 0 does.
         attempt: how often the launcher has restarted the job.
@@ -29,6 +30,7 @@ class Place:
     device: int
     devices: int
     local: int
+    local_devices: int | None
     host: str
     port: int
     hosted: bool
@@ -56,6 +58,9 @@ def read_place(environment: Mapping[str, str]) -> Place | None:
         device=_whole(environment, "RANK", 0, devices - 1),
         devices=devices,
         local=_whole(environment, "LOCAL_RANK", 0, 1 << 20) if environment.get("LOCAL_RANK") else 0,
+        local_devices=_whole(environment, "LOCAL_WORLD_SIZE", 1, devices)
+        if environment.get("LOCAL_WORLD_SIZE")
+        else None,
         host=environment["MASTER_ADDR"],
         port=_whole(environment, "MASTER_PORT", 1, 65535),
         hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -143,13 +148,15 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def reachable_address(own: str, others: Sequence[str]) -> str:
-    """``own``, unless it is loopback while another device's is not: then the address on the route to that device.
+def reachable_address(own: str, all_addresses: Sequence[str]) -> str:
+    """``own``, unless it is loopback, or IPv6, while another device's is not: then the one on the route to that device.
 
-    Where the name of the meeting point maps to loopback on its own machine, the route to it says nothing.
+    Where the name of the meeting point maps to loopback on its own machine, the route to it says nothing. The guide is
+    the first address that leads out of its machine, the same for all devices, so that all speak one family of addresses.
     """
-    away = [address for address in others if not is_loopback(address)]
-    return route_to(away[0], 9) if away and is_loopback(own) else own
+    guide = next((address for address in all_addresses if not is_loopback(address)), all_addresses[0])
+    fits = is_loopback(own) == is_loopback(guide) and (":" in own) == (":" in guide)
+    return own if fits else route_to(guide, 9)
 
 
 def resolve(

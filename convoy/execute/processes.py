@@ -10,13 +10,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar, final
 
 import torch
 
 from convoy.errors import ConvoyError, DeviceLostError, InputError
 from convoy.execute.group import AloneGroup, CountedGroup, Group, Message, Pending, closed_error
-from convoy.execute.loss import Door, Note, Silence, find_lost
+from convoy.execute.loss import DONE_CAUSE, Answer, Door, Note, Silence, find_lost
 from convoy.execute.meeting import Greeting, Meeting, own_greeting, store_at, title
 from convoy.execute.payload import CONTROL, Carrier, Flight, GlooCarrier, NcclCarrier, PeerFailure, can_use_nccl
 from convoy.execute.place import Place, own_address, pick_device, reachable_address, read_place
@@ -92,7 +93,7 @@ class JoinedGroup(CountedGroup):
     def __init__(self, device: int, torch_device: torch.device, timeout_s: float, greetings: Sequence[Greeting]):
         super().__init__(device, len(greetings), torch_device, timeout_s)
         self.greetings = tuple(greetings)
-        self._waits_for: int | None = None
+        self._status = Answer()
         self._agreed = 0
         self._told = False
         self._closed = False
@@ -103,7 +104,7 @@ class JoinedGroup(CountedGroup):
 
     def connect(self, meeting: Meeting, address: str, staged: bool) -> None:
         """Open the connections to all others."""
-        door = self._door = Door(self.device, address, self.greetings[0].nonce, lambda: self._waits_for)
+        door = self._door = Door(self.device, address, self.greetings[0].nonce, lambda: self._status)
         texts = meeting.gather("door", json.dumps(door.address))
         door.addresses = [(str(host), int(port)) for host, port in map(json.loads, texts)]
         for peer in range(self.devices):
@@ -186,7 +187,8 @@ class JoinedGroup(CountedGroup):
 
     def _wait_for(self, peer: int | None) -> None:
         # The door's thread reads this. It stays set after a failure, so that others can follow it.
-        self._waits_for = peer
+        if not self._status.done:
+            self._status = Answer(peer)
 
     def _lose(self, failure: PeerFailure) -> DeviceLostError:
         """Find out who was lost, tell the others, and leave."""
@@ -231,11 +233,11 @@ class JoinedGroup(CountedGroup):
 
     def _part(self) -> None:
         """Wait a little for the others to be done as well."""
+        self._status = Answer(done=True)
         try:
             self._swap_pages(b"farewell", min(FAREWELL_S, self.timeout_s))
         except PeerFailure:
-            cause = "had ended its work while others still waited for it: the devices do not run the same steps"
-            self._tell(Note(self.device, self.device, cause))
+            self._tell(Note(self.device, self.device, DONE_CAUSE))
 
     def close_at_exit(self) -> None:
         """Close with the error that ends this process, if one does: the interpreter has kept it."""
@@ -305,7 +307,8 @@ def watch_parent() -> None:
     def watch() -> None:
         while os.read(pipe, 1):
             pass
-        os.write(2, b"error: the launcher of this device is gone, so it ends too\n")
+        with suppress(OSError):  # the launcher may have been the reader
+            os.write(2, b"error: the launcher of this device is gone, so it ends too\n")
         os._exit(2)
 
     threading.Thread(target=watch, name="convoy-parent", daemon=True).start()

@@ -61,7 +61,7 @@ class Screen:
         for name in ("layer", "kind", "split by"):
             table.add_column(name)
         for device in range(plan.devices):
-            table.add_column(f"device {device}", justify="right")
+            table.add_column(f"dev {device}", justify="right")
         table.add_column("per step", justify="right")
         notes = []
         for row in rows:

@@ -1,0 +1,1 @@
+"""Benchmarks: each states hardware, versions, date and command, and keeps what it measured in results/."""

@@ -1,0 +1,151 @@
+"""Seconds of a layer on a device: from measured tables, or by a roofline where nothing was measured.
+
+A convolution's time does not fall in proportion to its filters: predictors that divide by the number of devices miss
+filter splits by about 46 % (ParaDL). So time is measured against samples *and* filters, and interpolated in both.
+"""
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from convoy.cost.size import LocalSize, flop, whole_size
+from convoy.errors import InputError
+from convoy.graph import Layer
+from convoy.steps import Phase
+
+
+class ComputeTimes(Protocol):
+    """Seconds of one layer's arithmetic on one device."""
+
+    def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Measured seconds over two sizes.
+
+    Attributes:
+        samples, others: the sizes measured, ascending, one or more of each.
+        seconds: `seconds[i][j]` at `samples[i]`, `others[j]`.
+    """
+
+    samples: tuple[int, ...]
+    others: tuple[int, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def at(self, samples: float, other: float) -> float:
+        """Bilinear between the points; beyond them the last cell goes on; from a single point, in proportion."""
+        i, u = _cell(self.samples, samples)
+        j, v = _cell(self.others, other)
+        rows = [_line(self.others, row, j, v, other) for row in self.seconds]
+        return max(0.0, _line(self.samples, rows, i, u, samples))
+
+
+def _cell(axis: Sequence[int], x: float) -> tuple[int, float]:
+    """Index of the cell's lower edge, and the place within it (below 0 or above 1: beyond the axis)."""
+    if len(axis) == 1:
+        return 0, 0.0
+    i = min(max(bisect_right(axis, x) - 1, 0), len(axis) - 2)
+    return i, (x - axis[i]) / (axis[i + 1] - axis[i])
+
+
+def _line(axis: Sequence[int], values: Sequence[float], i: int, u: float, x: float) -> float:
+    if len(axis) == 1:
+        return values[0] * x / axis[0]
+    value = values[i] + u * (values[i + 1] - values[i])
+    # Below the first point a line may cross zero, which no time does: from there down to nothing, in proportion.
+    return value if u >= 0 or value > values[0] * x / axis[0] else values[0] * x / axis[0]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTimes:
+    """Measured times of one layer on one device.
+
+    Attributes:
+        forward, backward: over (samples, outputs), with all inputs.
+        forward_inputs, backward_inputs: over (samples, inputs), with all outputs; None for layers that no plan sums
+            over channels.
+    """
+
+    forward: Grid
+    backward: Grid
+    forward_inputs: Grid | None = None
+    backward_inputs: Grid | None = None
+
+    def seconds(self, layer: Layer, phase: Phase, size: LocalSize) -> float:
+        by_inputs = self.forward_inputs if phase == "forward" else self.backward_inputs
+        if size.inputs < whole_size(layer, 1).inputs and layer.weighted and by_inputs is not None:
+            return by_inputs.at(size.samples, size.inputs)
+        grid = self.forward if phase == "forward" else self.backward
+        return grid.at(size.samples, size.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTimes:
+    """Tables of every device: `devices[i][layer name]`."""
+
+    devices: tuple[Mapping[str, LayerTimes], ...]
+
+    def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize) -> float:
+        """Seconds by interpolation.
+
+        Raises:
+            InputError: the layer was not measured on this device.
+        """
+        if size.samples == 0:
+            return 0.0
+        try:
+            times = self.devices[device][layer.name]
+        except (IndexError, KeyError):
+            raise InputError(
+                f"layer {layer.name!r} was not measured on device {device}: measure this model on this fleet first"
+            ) from None
+        return times.seconds(layer, phase, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """What a device that is not there can do.
+
+    Attributes:
+        flop_per_s: peak arithmetic.
+        bytes_per_s: memory bandwidth.
+        efficiency: the part of the peak that dense kernels reach; 1 is the roofline itself.
+    """
+
+    flop_per_s: float
+    bytes_per_s: float
+    efficiency: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """time = max(FLOP / peak, bytes / memory bandwidth), per layer: the node model of Castello et al. 2021.
+
+    Backward of a weighted layer computes two products of the size of its forward (one for the input's gradient, one for
+    the weights'); every other layer moves its tensors once more. Unlike their public code, layers without FLOP
+    (activations, pooling, normalisation) cost their memory traffic.
+    """
+
+    rates: tuple[Rate, ...]
+    itemsize: int = 4
+
+    def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize) -> float:
+        if size.samples == 0:
+            return 0.0
+        rate = self.rates[device]
+        products = 1 if phase == "forward" else 2
+        work = flop(layer, size) * products
+        moved = _bytes_moved(layer, size, self.itemsize) * products
+        return max(work / (rate.flop_per_s * rate.efficiency), moved / rate.bytes_per_s)
+
+
+def _bytes_moved(layer: Layer, size: LocalSize, itemsize: int) -> float:
+    """Memory traffic of one pass, each tensor once: output, weights, and an input as large as the output."""
+    whole = whole_size(layer, 1)
+    part = size.outputs / whole.outputs
+    output = size.samples * math.prod(layer.shape) * part
+    weights = sum(p.entries for p in layer.parameters.values()) * part * (size.inputs / whole.inputs)
+    return (2 * output + weights) * itemsize

@@ -1,0 +1,105 @@
+"""The wire: what each message shares with the others, and how fast it goes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from convoy.fleet import Fleet
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Rates and latencies between the devices of a fleet.
+
+    Attributes:
+        host: index of each device's host.
+        send_bytes_per_s, receive_bytes_per_s: of each host's card, per direction, shared by all its messages.
+        within_bytes_per_s: of the memory of each host, for messages between its own devices.
+        latency_s: `latency_s[i][j]` from device i to j: from the moment both are ready to the first byte.
+        pair_bytes_per_s: `pair_bytes_per_s[i][j]`, what one message alone reaches.
+        processor_s_per_byte: of each device's processor, for each byte it sends or receives. Zero for devices whose
+            traffic costs their computing nothing.
+    """
+
+    host: tuple[int, ...]
+    send_bytes_per_s: tuple[float, ...]
+    receive_bytes_per_s: tuple[float, ...]
+    within_bytes_per_s: tuple[float, ...]
+    latency_s: tuple[tuple[float, ...], ...]
+    pair_bytes_per_s: tuple[tuple[float, ...], ...]
+    processor_s_per_byte: tuple[float, ...]
+
+    @property
+    def devices(self) -> int:
+        return len(self.host)
+
+
+def network_of(fleet: Fleet, processor_s_per_byte: Sequence[float] | None = None) -> Network:
+    """The network of a fleet file; links between hosts as measured there, else from the cards."""
+    names = [host.name for host in fleet.hosts]
+    host = tuple(names.index(device.host) for device in fleet.devices)
+    paths = [[fleet.path(a.host, b.host) for b in fleet.devices] for a in fleet.devices]
+    many = len(names) > 1
+    return Network(
+        host=host,
+        send_bytes_per_s=tuple(fleet.card(n).send_bytes_per_s if many else float("inf") for n in names),
+        receive_bytes_per_s=tuple(fleet.card(n).receive_bytes_per_s if many else float("inf") for n in names),
+        within_bytes_per_s=tuple(fleet.path(n, n).bandwidth_bytes_per_s for n in names),
+        latency_s=tuple(tuple(p.latency_s for p in row) for row in paths),
+        pair_bytes_per_s=tuple(tuple(p.bandwidth_bytes_per_s for p in row) for row in paths),
+        processor_s_per_byte=tuple(processor_s_per_byte or (0.0,) * len(host)),
+    )
+
+
+def rates(network: Network, flows: Sequence[tuple[int, int]]) -> npt.NDArray[np.float64]:
+    """Bytes/s of each (sender, receiver) message while all of them are under way: max-min fair.
+
+    All rates grow together; where a card, a memory, a processor or the pair's own limit is full, the messages that use
+    it keep the rate they have, and the others grow on (progressive filling).
+    """
+    use, room = _resources(network, flows)
+    rate = np.zeros(len(flows))
+    growing = np.ones(len(flows), dtype=bool)
+    while growing.any():
+        load = use[:, growing].sum(axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            steps = np.where(load > 0, room / load, np.inf)
+        step = float(steps.min())
+        if not np.isfinite(step):
+            rate[growing] = np.inf
+            break
+        rate[growing] += step
+        room = room - load * step
+        full = (steps <= step * (1 + 1e-12)) & (load > 0)
+        growing &= ~(use[full] > 0).any(axis=0)
+    return rate
+
+
+def _resources(
+    network: Network, flows: Sequence[tuple[int, int]]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """use[resource, flow], and the room of each resource."""
+    rows: dict[tuple[str, int], npt.NDArray[np.float64]] = {}
+    room: dict[tuple[str, int], float] = {}
+
+    def add(kind: str, index: int, flow: int, capacity: float, weight: float = 1.0) -> None:
+        if np.isfinite(capacity) and weight > 0:
+            rows.setdefault((kind, index), np.zeros(len(flows)))[flow] += weight
+            room[kind, index] = capacity
+
+    for f, (sender, receiver) in enumerate(flows):
+        a, b = network.host[sender], network.host[receiver]
+        if a == b:
+            add("within", a, f, network.within_bytes_per_s[a])
+        else:
+            add("send", a, f, network.send_bytes_per_s[a])
+            add("receive", b, f, network.receive_bytes_per_s[b])
+        add("pair", f, f, network.pair_bytes_per_s[sender][receiver])
+        for device in (sender, receiver):
+            add("processor", device, f, 1.0, network.processor_s_per_byte[device])
+    keys = list(rows)
+    if not keys:
+        return np.zeros((1, len(flows))), np.array([np.inf])
+    return np.stack([rows[k] for k in keys]), np.array([room[k] for k in keys])

@@ -1,0 +1,83 @@
+"""A model taken apart, and how its calls are made."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from convoy.graph import Graph
+from convoy.operation import BatchExtent, Operation, Ref
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A model taken apart: the value that plans read, the calls that execution makes.
+
+    Attributes:
+        graph: the layers.
+        operations: what each layer calls, by layer name.
+        result: what the model returns, with `Ref(i)` for the i-th of `graph.outputs`.
+    """
+
+    graph: Graph
+    operations: Mapping[str, Operation]
+    result: Any
+
+
+def call_operation(model: nn.Module, operation: Operation, inputs: Sequence[Any], batch: int) -> Any:
+    """Call a layer's module or function on inputs that hold `batch` samples."""
+
+    def fill(arg: Any) -> Any:
+        match arg:
+            case Ref(index):
+                return inputs[index]
+            case BatchExtent(multiple):
+                return multiple * batch
+            case tuple() if hasattr(arg, "_fields"):
+                return type(arg)(*(fill(a) for a in arg))
+            case tuple() | list():
+                return type(arg)(fill(a) for a in arg)
+            case dict():
+                return {k: fill(v) for k, v in arg.items()}
+            case slice():
+                return slice(fill(arg.start), fill(arg.stop), fill(arg.step))
+            case _:
+                return arg
+
+    args, kwargs = fill(tuple(operation.args)), fill(dict(operation.kwargs))
+    match operation.call:
+        case "module":
+            assert isinstance(operation.target, str)
+            return model.get_submodule(operation.target)(*args, **kwargs)
+        case "method":
+            assert isinstance(operation.target, str)
+            return getattr(args[0], operation.target)(*args[1:], **kwargs)
+        case "attribute":
+            assert isinstance(operation.target, str)
+            return operator.attrgetter(operation.target)(model)
+        case _:
+            assert callable(operation.target)
+            return operation.target(*args, **kwargs)
+
+
+def evaluate(model: nn.Module, traced: Traced, inputs: Sequence[Tensor]) -> Any:
+    """Run a trace on one device, layer by layer, as the executor would with a single device."""
+    values: dict[str, Any] = {layer.name: x for layer, x in zip(traced.graph.inputs, inputs, strict=True)}
+    for name, layer in traced.graph.layers.items():
+        if layer.kind != "input":
+            reads = [values[i] for i in layer.inputs]
+            with torch.set_grad_enabled(layer.differentiable and torch.is_grad_enabled()):
+                values[name] = call_operation(model, traced.operations[name], reads, len(inputs[0]))
+    outputs = [values[name] for name in traced.graph.outputs]
+    return fx.node.map_aggregate(traced.result, lambda a: outputs[a.index] if isinstance(a, Ref) else a)
+
+
+def without_in_place(model: nn.Module) -> nn.Module:
+    """Turn off `inplace` everywhere: layers keep their inputs for backward, so nothing may overwrite them."""
+    for module in model.modules():
+        if getattr(module, "inplace", False):
+            module.inplace = False  # type: ignore[assignment]
+    return model

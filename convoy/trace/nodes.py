@@ -1,0 +1,109 @@
+"""nn.Module -> torch.fx nodes, with untraceable submodules as leaves."""
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from convoy.operation import IN_PLACE
+
+# torch.fx patches nn.Module while it traces, for every thread of the process.
+ONE_AT_A_TIME = threading.RLock()
+
+
+class Untraceable(Exception):  # noqa: N818 - it ends one way of tracing, not the program
+    """The model as a whole cannot be taken apart; the text says why."""
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+        self.traceable: dict[nn.Module, bool] = {}
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return super().is_leaf_module(m, module_qualified_name) or not self._can_trace(m)
+
+    def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Another thread may run a model of its own meanwhile: that is no part of this trace.
+        if threading.get_ident() != self.thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(kind, *args, **kwargs)
+        # A trace has no `with` blocks; what torch.no_grad() did must be remembered here. The node of a parameter is
+        # made at its first use and serves the later ones too.
+        node.meta["no_grad"] = not torch.is_grad_enabled() and kind != "get_attr"
+        return node
+
+    def _can_trace(self, module: nn.Module) -> bool:
+        if module not in self.traceable:
+            inner = _Tracer()
+            inner.traceable = self.traceable
+            try:
+                inner.trace(module)
+                self.traceable[module] = True
+            except Exception:  # whatever its forward does with a proxy, the answer is the same: it stays whole
+                self.traceable[module] = False
+        return self.traceable[module]
+
+
+def nodes_of(model: nn.Module) -> list[fx.Node]:
+    """The calls of a model's forward, in order; the last one is its output. Calls that nobody reads are left out.
+
+    Raises:
+        Untraceable: its own forward does what torch.fx cannot follow.
+    """
+    with ONE_AT_A_TIME, torch.enable_grad():
+        try:
+            graph = _Tracer().trace(model)
+        except Exception as error:
+            raise Untraceable(f"torch.fx cannot trace it: {first_line(error)}") from None
+    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or mutates(model, node))
+    return list(graph.nodes)
+
+
+def called(node: fx.Node) -> str:
+    """Name of the function or method of a node."""
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def mutates(model: nn.Module, node: fx.Node) -> bool:
+    """Whether a call overwrites its first argument."""
+    if node.op == "call_module":
+        return bool(getattr(model.get_submodule(str(node.target)), "inplace", False))
+    if node.op not in ("call_function", "call_method"):
+        return False
+    return bool(node.kwargs.get("inplace")) or called(node) in IN_PLACE
+
+
+def works_in_place_unknown(node: fx.Node) -> bool:
+    """Whether a call works in place in a way that has no known pure form: `x.zero_()`, say."""
+    name = called(node)
+    if node.op not in ("call_function", "call_method") or name in IN_PLACE:
+        return False
+    return (name.endswith("_") and not name.endswith("__")) or name in _OTHER_IN_PLACE
+
+
+_OTHER_IN_PLACE = frozenset(
+    ("setitem", "ipow", "imod", "imatmul", "ifloordiv", "iand", "ior", "ixor", "ilshift", "irshift", "iconcat")
+)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether a call gave a tensor, or several.
+
+    Raises:
+        Untraceable: tensors in something else than a tuple or list.
+    """
+    if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
+        return any(holds_tensors(v) for v in value)
+    if isinstance(value, dict) and any(holds_tensors(v) for v in value.values()):
+        raise Untraceable("it hands a dictionary of tensors from layer to layer")
+    return isinstance(value, Tensor)

@@ -1,0 +1,43 @@
+"""The way in: from an nn.Module to a Traced."""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from convoy.errors import InputError
+from convoy.trace.calls import Traced
+from convoy.trace.layers import Layering
+from convoy.trace.nodes import ONE_AT_A_TIME, Untraceable
+from convoy.trace.same_answer import require_same_answer
+from convoy.trace.whole import whole
+
+
+def trace(model: nn.Module, example: Tensor | Sequence[Tensor], *, training: bool = True) -> Traced:
+    """Take a model apart. The model itself is left as it is.
+
+    Args:
+        model: an ordinary module on any device; its inputs are tensors whose first axis is the batch.
+        example: one batch of each input; only shape and dtype matter.
+        training: trace what the model does in training (dropout, batch statistics, auxiliary outputs) or in evaluation.
+
+    Raises:
+        InputError: the model does not run on the example, or returns something else than tensors.
+    """
+    examples = (example,) if isinstance(example, Tensor) else tuple(example)
+    if not examples or any(e.dim() == 0 for e in examples):
+        raise InputError("the example must be a batch: tensors whose first axis is the batch; give e.g. x[:2]")
+    local = copy.deepcopy(model).cpu()
+    if not training:
+        local.eval()
+    elif not local.training:
+        local.train()
+    specs = [(tuple(e.shape[1:]), e.dtype) for e in examples]
+    with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
+        try:
+            traced = Layering(local, specs).run()
+            require_same_answer(local, traced, specs)
+            return traced
+        except Untraceable as reason:
+            return whole(local, specs, str(reason))
