@@ -21,7 +21,9 @@ app = typer.Typer(
 Data = Annotated[str, typer.Option(help="Images: digits (ships with scikit-learn), fashion-mnist or cifar10.")]
 DataDir = Annotated[
     Path | None,
-    typer.Option(help="Folder with the data set's own files. Default: a cache folder, filled by download and checksum."),
+    typer.Option(
+        help="Folder with the data set's own files. Default: a cache folder, filled by download and checksum."
+    ),
 ]
 Net = Annotated[
     str,
@@ -37,12 +39,17 @@ PlanName = Annotated[
     ),
 ]
 Devices = Annotated[
-    str, typer.Option(help="How many processes on this machine, or their devices: 4, or cuda:0,cpu. Ignored under torchrun.")
+    str,
+    typer.Option(
+        help="How many processes on this machine, or their devices: 4, or cuda:0,cpu. Ignored under torchrun."
+    ),
 ]
 Batch = Annotated[int, typer.Option(help="Global batch: samples per step, over all devices.")]
 Slowdown = Annotated[
     str | None,
-    typer.Option(help="A factor per device that stretches its computing, e.g. 1,1,2,4: unequal devices on one machine."),
+    typer.Option(
+        help="A factor per device that stretches its computing, e.g. 1,1,2,4: unequal devices on one machine."
+    ),
 ]
 SpeedsOption = Annotated[
     str | None, typer.Option("--speeds", help="Speeds per device instead of measured ones, e.g. 4,4,2,1.")
@@ -83,10 +90,16 @@ def train(
     reduce: ReduceOption = None,
     limit: Annotated[int | None, typer.Option(help="Use only so many training images.")] = None,
     workers: Annotated[int, typer.Option(help="Processes per device that prepare batches ahead; 0: none.")] = 0,
-    compare: Annotated[bool, typer.Option(help="Afterwards, the same training on one device by plain PyTorch.")] = False,
-    explain: Annotated[bool, typer.Option(help="Print the step list: every computation, move and sum of one step.")] = False,
+    compare: Annotated[
+        bool, typer.Option(help="Afterwards, the same training on one device by plain PyTorch.")
+    ] = False,
+    explain: Annotated[
+        bool, typer.Option(help="Print the step list: every computation, move and sum of one step.")
+    ] = False,
     save_plan: Annotated[Path | None, typer.Option(help="Write the plan to this file (JSON).")] = None,
-    log: Annotated[Path | None, typer.Option(help="Write every loss and result to this file, a JSON object per line.")] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Write every loss and result to this file, a JSON object per line.")
+    ] = None,
     port: Annotated[int | None, typer.Option(help="Port where the processes meet; default: a free one.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds after which a silent device counts as lost.")] = 60.0,
 ) -> None:
@@ -115,7 +128,18 @@ def demo(
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 4,
 ) -> None:
     """Four local processes of unequal speed train one CNN on real images; then one device does, for comparison."""
-    options = ["--data", "digits", "--net", "two-conv:32:128", "--plan", plan, "--devices", "4", "--slowdown", "1,1,2,4"]
+    options = [
+        "--data",
+        "digits",
+        "--net",
+        "two-conv:32:128",
+        "--plan",
+        plan,
+        "--devices",
+        "4",
+        "--slowdown",
+        "1,1,2,4",
+    ]
     options += ["--batch", "64", "--epochs", str(epochs), "--lr", "0.02", "--compare"]
     print(f"$ convoy train {' '.join(options)}\n", flush=True)
     sys.argv[1:] = ["train", *options]

@@ -73,7 +73,9 @@ def _words(step: Step) -> str:
     match step:
         case Compute():
             reads = ", ".join(f"{v.key.partition('@')[0]} {v.layout}" for v in step.reads)
-            arrow = f"{reads} -> {step.writes.layout}" if step.phase == "forward" else f"{step.writes.layout} -> {reads}"
+            arrow = (
+                f"{reads} -> {step.writes.layout}" if step.phase == "forward" else f"{step.writes.layout} -> {reads}"
+            )
             return f"compute  {step.layer}: {arrow}" + (f"  [{step.note}]" if step.note else "")
         case Move():
             name = step.reads.key.partition("@")[0]

@@ -91,7 +91,10 @@ class Job:
         if not _is_file(self.plan):
             raise unknown_name("plan", self.plan, [*PLANS, "a plan file (….json)"])
         saved = Plan.load(Path(self.plan))
-        for what, given, planned in (("--batch", self.batch, saved.batch), ("--devices", len(self.devices), saved.devices)):
+        for what, given, planned in (
+            ("--batch", self.batch, saved.batch),
+            ("--devices", len(self.devices), saved.devices),
+        ):
             if given != planned:
                 raise InputError(
                     f"{what} {given}, but the plan {self.plan} is for {planned}: give {what} {planned}, or make a new plan"
@@ -190,9 +193,7 @@ def _rows(job: Job, group: Group) -> list[tuple[str, str, float]]:
     ]
 
 
-def _uses(
-    job: Job, group: Group, part: Distributed, speeds: Speeds, shares: tuple[float, ...]
-) -> list[DeviceUse]:
+def _uses(job: Job, group: Group, part: Distributed, speeds: Speeds, shares: tuple[float, ...]) -> list[DeviceUse]:
     own = json.dumps([part.clock.compute_s, part.clock.exchange_s, sum(group.sent_bytes)])
     rows = [json.loads(text) for text in group.agree("use", own)]
     total = sum(speeds.devices)

@@ -1,11 +1,13 @@
 """lower(plan): from strategies per layer to one list of steps for one batch size."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from convoy.graph import Graph, Layer
 from convoy.layout import Layout, OnOne, Replicated, Split, holders
 from convoy.plan import Plan
+from convoy.shares import rescale
 from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
 from convoy.strategy import Batch, One, Placement, Strategy, follow, parameter_holders, place
 
@@ -167,7 +169,7 @@ class _Lowering:
         after = self._after(reads)
         if shared := self._statistics(layer, placed):
             after = (self._add(ShareStatistics(self._id, "forward", layer.name, reads[0], *shared, after)),)
-        wants = tuple(name in self.trains for name in layer.inputs)
+        wants = tuple(layer.differentiable and name in self.trains for name in layer.inputs)
         step = Compute(
             self._id, "forward", layer.name, reads, value, wants, self._parameters(layer), placed.note, after
         )  # fmt: skip
@@ -196,7 +198,7 @@ class _Lowering:
         return value
 
     def _backward(self, forward: list[Step], ready: dict[str, list[int]]) -> None:
-        sums = _Buckets(self, forward)
+        sums = _Buckets(self)
         for step in reversed(forward):
             if isinstance(step, Move) and step.writes.key in ready:
                 after = tuple(ready[step.writes.key])
@@ -226,8 +228,17 @@ def _trains(graph: Graph) -> set[str]:
     """Layers whose output has a gradient: they or something before them is trainable."""
     result: set[str] = set()
     for layer in graph.layers.values():
-        if layer.trainable or any(name in result for name in layer.inputs):
+        if layer.differentiable and (layer.trainable or any(name in result for name in layer.inputs)):
             result.add(layer.name)
+    return result
+
+
+def _reached(graph: Graph, trains: set[str]) -> set[str]:
+    """Layers whose backward runs: a gradient comes to them from an output."""
+    result = trains.intersection(graph.outputs)
+    for layer in reversed(graph.layers.values()):
+        if layer.name in result:
+            result |= trains.intersection(layer.inputs)
     return result
 
 
@@ -244,14 +255,12 @@ class _Bucket:
 class _Buckets:
     """Collects gradients of copied parameters as backward completes them."""
 
-    def __init__(self, lowering: "_Lowering", forward: list[Step]) -> None:
+    def __init__(self, lowering: "_Lowering") -> None:
         self.plan, self.graph, self.kept = lowering.plan, lowering.graph, lowering.kept
-        self.samples = {step.layer: _samples(step, self.plan.devices) for step in forward if isinstance(step, Compute)}
+        self.batch = lowering.batch
         self.open: dict[tuple[tuple[int, ...], tuple[int, ...]], _Bucket] = {}
-        self.uses: dict[str, int] = {}
-        for layer in self.graph.layers.values():
-            for parameter in layer.trainable:
-                self.uses[parameter.key] = self.uses.get(parameter.key, 0) + 1
+        reached = _reached(self.graph, lowering.trains)
+        self.uses = Counter(p.key for name in reached for p in self.graph[name].trainable)
 
     def add(self, step: Compute) -> None:
         """The backward of a layer is done: its parameters' gradients are ready where no earlier layer shares them."""
@@ -262,7 +271,7 @@ class _Buckets:
             if self.uses[parameter.key] or not isinstance(layout, Replicated) or len(layout.devices) < 2:
                 continue
             # The inexact mode weighs gradients by samples, so only layers with the same samples share a bucket.
-            group = (layout.devices, () if self.plan.exact else self.samples[step.layer])
+            group = (layout.devices, () if self.plan.exact else self._samples(layer, step.writes.layout))
             bucket = self.open.setdefault(group, _Bucket())
             bucket.keys.append(parameter.key)
             bucket.sizes.append(parameter.entries)
@@ -280,11 +289,10 @@ class _Buckets:
                 yield SumGradients(first_id, keys, sizes, flags, *group, self.plan.reduce, after)
                 first_id += 1
 
-
-def _samples(step: Compute, devices: int) -> tuple[int, ...]:
-    """How many samples each device computes."""
-    match step.writes.layout:
-        case Split(0, shares):
-            return shares
-        case layout:
-            return tuple(step.writes.shape[0] if d in holders(layout) else 0 for d in range(devices))
+    def _samples(self, layer: Layer, layout: Layout) -> tuple[int, ...]:
+        """How many samples each device computes of a layer; a bare parameter is read by all other layers' samples."""
+        if not layer.batched and isinstance(self.plan.otherwise, Batch):
+            layout = Split(0, rescale(self.plan.otherwise.shares, self.batch))
+        if isinstance(layout, Split) and layout.axis == 0:
+            return layout.shares
+        return tuple(self.batch if d in holders(layout) else 0 for d in range(self.plan.devices))

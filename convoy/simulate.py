@@ -14,7 +14,7 @@ from convoy.cost.compute import ComputeTimes
 from convoy.cost.network import Network, rates
 from convoy.cost.size import local_size
 from convoy.graph import Graph
-from convoy.layout import entries
+from convoy.layout import box, entries
 from convoy.steps import Compute, Step, StepList
 from convoy.transfer import Round
 
@@ -69,13 +69,16 @@ class Costs:
         times: seconds of layers.
         network: the wire.
         itemsize: bytes of one number.
-        update_s: seconds of each device's optimizer, after backward.
+        update_s_per_entry: seconds of each device's optimizer for each parameter entry it keeps.
     """
 
     times: ComputeTimes
     network: Network
     itemsize: int = 4
-    update_s: tuple[float, ...] = ()
+    update_s_per_entry: tuple[float, ...] = ()
+
+    def update_s(self, device: int) -> float:
+        return self.update_s_per_entry[device] if self.update_s_per_entry else 0.0
 
 
 def simulate(steps: StepList, graph: Graph, costs: Costs) -> Timeline:
@@ -117,9 +120,23 @@ def _programs(steps: StepList, graph: Graph, costs: Costs) -> list[list[_Work | 
         else:
             for number, transfers in enumerate(step.schedule.rounds):
                 _add_round(programs, step, number, transfers, costs.itemsize)
-    for device, seconds in enumerate(costs.update_s):
-        programs[device].append(_Work(len(steps.steps), "optimizer", seconds))
+    for device, kept in enumerate(_kept_entries(steps, graph)):
+        if kept and costs.update_s_per_entry:
+            programs[device].append(_Work(len(steps.steps), "optimizer", kept * costs.update_s(device)))
     return programs
+
+
+def _kept_entries(steps: StepList, graph: Graph) -> list[int]:
+    """Entries of trainable parameters on each device."""
+    layouts = {
+        parameter.key: (step.parameters[key], parameter)
+        for step in steps.phase("forward")
+        if isinstance(step, Compute)
+        for key, parameter in graph[step.layer].parameters.items()
+        if parameter.trainable
+    }
+    boxes = [[box(layout, d, p.shape) for layout, p in layouts.values()] for d in range(steps.devices)]
+    return [sum(entries(b) for b in row if b is not None) for row in boxes]
 
 
 def _add_round(

@@ -77,6 +77,35 @@ def test_devices_meet_and_leave_without_a_word(tmp_path: Path, capfd: pytest.Cap
     assert output.err == ""
 
 
+STUMBLE = """
+import os, sys, torch
+from convoy.errors import DeviceLostError
+from convoy.execute.group import Message
+from convoy.execute.processes import join
+
+group = join(timeout_s=30)
+if group.device == 1:
+    raise ValueError("no such image")
+try:
+    group.exchange([], [Message(1, torch.zeros(1))])
+except DeviceLostError as error:
+    with open(sys.argv[1], "w") as file:
+        file.write(str(error))
+    sys.exit(2)
+"""
+
+
+def test_a_script_that_ends_with_an_error_tells_the_others(tmp_path: Path) -> None:
+    """It closes nothing itself, so the error is told as the interpreter ends."""
+    script, told = tmp_path / "train.py", tmp_path / "told"
+    script.write_text(STUMBLE)
+    with pytest.raises(DeviceLostError, match=r"(?s)device 1 \(cpu\) ended with exit status 1.*no such image$"):
+        launch_local(
+            [str(told)], ["cpu", "cpu"], command=(sys.executable, str(script)), environment={"PYTHONPATH": str(ROOT)}
+        )
+    assert "left because of its own error: ValueError: no such image" in told.read_text()
+
+
 def test_one_device_needs_no_store_and_no_other() -> None:
     assert launch("assert RANK == 0", ["cpu"]) == 0
 
@@ -171,6 +200,7 @@ TRACE_2 = "convoy.errors.DeviceLostError: device 2 (host a, cpu) was lost: it is
         # A signal outranks errors, even those that came first.
         ([ending(0, 2), ending(1, 2, LOST_2), ending(2, -9, "x"), ending(3, -15, stopped=True)], 2, "SIGKILL"),
         ([ending(0, 2), ending(1, -11)], 1, "SIGSEGV. It left no error output"),
+        ([ending(1, 1, "OSError: the connection closed"), ending(2, -9)], 2, "SIGKILL"),
         # A crash outranks errors; scripts without Convoy's command end with a traceback when another is lost.
         ([ending(1, 1, TRACE_2), ending(2, 1, "ValueError: x"), ending(0, 1)], 2, "ValueError: x"),
         ([ending(1, 1, TRACE_2), ending(0, 1)], 0, "exit status 1. Its own output is above"),

@@ -21,6 +21,10 @@ class ComputeTimes(Protocol):
 
     def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize) -> float: ...
 
+    def alike(self, device: int) -> int:
+        """The first device with the same times: planners ask once for all of them."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -104,6 +108,9 @@ class MeasuredTimes:
             ) from None
         return times.seconds(layer, phase, size)
 
+    def alike(self, device: int) -> int:
+        return next(d for d, table in enumerate(self.devices) if table is self.devices[device])
+
 
 @dataclass(frozen=True, slots=True)
 class Rate:
@@ -140,6 +147,9 @@ class Roofline:
         work = flop(layer, size) * products
         moved = _bytes_moved(layer, size, self.itemsize) * products
         return max(work / (rate.flop_per_s * rate.efficiency), moved / rate.bytes_per_s)
+
+    def alike(self, device: int) -> int:
+        return self.rates.index(self.rates[device])
 
 
 def _bytes_moved(layer: Layer, size: LocalSize, itemsize: int) -> float:

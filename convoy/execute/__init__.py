@@ -1,14 +1,16 @@
 """Running a plan: everything that touches devices, processes or the network.
 
-::
+The seam, through which every byte to another device passes::
 
-    group.py      the seam: what any group of devices offers (Message, Pending, Group), and a group of one
-    threads.py    a group of threads in this process, for tests and for trying out a plan
-    processes.py  a group of processes: join() takes the place that torchrun's environment names
-    meeting.py    how processes meet: the environment, the address that leads to the others, the greetings
-    payload.py    how tensors travel between processes: gloo (staged through host memory if need be) or NCCL
+    group.py      what any group of devices offers (Message, Pending, Group), and a group of one
+    threads.py    a group of threads in this process: run_on_threads()
+    processes.py  a group of processes: join() takes the place that the environment names
+    place.py      that place, the device to compute on, and the address that leads to the others
+    meeting.py    the store at which processes meet, and their greetings
+    payload.py    how tensors travel: gloo, staged through host memory where that is needed, or NCCL
     loss.py       who was lost: every process answers one question, and the survivors follow the answers
     launch.py     starting all devices of one machine, and ending them together
+    endings.py    how they ended, and which of them was the cause
 
-Nothing outside this folder sends a byte to another device, and inside it everything goes through a ``Group``.
+Above it stands what runs a plan's steps and trains; it knows groups, and nothing of what carries them.
 """

@@ -115,13 +115,26 @@ class ByAutograd:
         return gx, dict(zip(self.parameters, remaining, strict=True))
 
 
+class Picking:
+    """One tensor of a layer that gives several."""
+
+    def __init__(self, operation: Operation) -> None:
+        self.item = operation.args[1]
+
+    def forward(self, inputs: Sequence[Any], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:  # noqa: ARG002
+        return inputs[0][self.item], None
+
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool]) -> Gradients:  # noqa: ARG002
+        return [g if wants[0] else None], {}
+
+
 def arithmetic(model: nn.Module, layer: Layer, operation: Operation) -> Arithmetic:
     """The arithmetic of a layer, on the parameters that `model` (this device's part of the model) holds."""
     if layer.kind in ("conv", "linear"):
         assert isinstance(operation.target, str)
         module = model.get_submodule(operation.target)
         return Convolution(module, layer) if layer.kind == "conv" else FullyConnected(module, layer)
-    return ByAutograd(model, layer, operation)
+    return Picking(operation) if layer.kind == "pick" else ByAutograd(model, layer, operation)
 
 
 def named(**gradients: Tensor | None) -> dict[str, Tensor | None]:

@@ -85,6 +85,8 @@ def launch_local(
 def _variables(base: Mapping[str, str], devices: Sequence[str], host: str, port: int) -> list[dict[str, str]]:
     """The environment of each device."""
     kept = {name: value for name, value in base.items() if name not in (*PLACE_NAMES, "TORCHELASTIC_RESTART_COUNT")}
+    # Torch warns of names and connections that Convoy needs not, or tells of itself.
+    kept.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     on_cpu = sum(name.startswith("cpu") for name in devices)
     if on_cpu:
         # Each would take all cores otherwise, and they would disturb each other.

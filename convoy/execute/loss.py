@@ -16,8 +16,11 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Protocol
 
-KNOCK_S = 1.0
+KNOCK_S = 2.0
 """How long a live process may take to answer. Its door is served by a thread that does nothing else."""
+
+NOTE_S = 1.0
+"""How long a note may be on its way, and how long leaving notes may take."""
 
 LINE_BYTES = 65536
 
@@ -78,7 +81,7 @@ def find_lost(doors: Doors, me: int, peer: int, timed_out: bool, limit_s: float)
         answer = doors.knock(device) if note is None else None
         if note is None and (answer is Silence.DEAD or (closed and answer == Answer(None))):
             # It left a moment ago: its note may still be on the way.
-            note = doors.note_from(device, KNOCK_S)
+            note = doors.note_from(device, NOTE_S)
         if note is not None:
             return Verdict(note.root, note.cause)
         if isinstance(answer, Silence):
@@ -170,7 +173,7 @@ class Door:
 
     def leave_notes(self, note: Note) -> None:
         """Tell every other device why this one leaves. Dead and unreachable ones cost at most a second together."""
-        deadline_s = time.monotonic() + KNOCK_S
+        deadline_s = time.monotonic() + NOTE_S
         for device, (host, port) in enumerate(self.addresses):
             left_s = deadline_s - time.monotonic()
             if device == self.device or left_s <= 0:
@@ -189,7 +192,7 @@ class Door:
 
     def close(self) -> None:
         self._bell_push.close()
-        self._thread.join(2 * KNOCK_S)
+        self._thread.join(KNOCK_S)
         self._listener.close()
         self._bell.close()
 
@@ -206,7 +209,7 @@ class Door:
                 try:
                     visitor, _ = self._listener.accept()
                     with visitor:
-                        visitor.settimeout(KNOCK_S / 2)
+                        visitor.settimeout(NOTE_S / 2)
                         self._answer(visitor)
                 except (OSError, ValueError, LookupError, TypeError):
                     # A visitor that hangs up, or speaks otherwise than a Convoy process, gets nothing.

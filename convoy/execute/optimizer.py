@@ -77,7 +77,10 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
             for name, kind in sorted(known.items())
         }
     groups = [
-        {**{k: v for k, v in group.items() if k != "params"}, "params": [names[p] for p in group["params"] if p in names]}
+        {
+            **{k: v for k, v in group.items() if k != "params"},
+            "params": [names[p] for p in group["params"] if p in names],
+        }
         for group in optimizer.param_groups
     ]
     return {"state": result, "param_groups": groups}

@@ -152,7 +152,7 @@ def reachable_address(own: str, all_addresses: Sequence[str]) -> str:
     """``own``, unless it is loopback, or IPv6, while another device's is not: then the one on the route to that device.
 
     Where the name of the meeting point maps to loopback on its own machine, the route to it says nothing. The guide is
-    the first address that leads out of its machine, the same for all devices, so that all speak one family of addresses.
+    the first address that leads out of its machine, the same for all devices, so that all speak one kind of address.
     """
     guide = next((address for address in all_addresses if not is_loopback(address)), all_addresses[0])
     fits = is_loopback(own) == is_loopback(guide) and (":" in own) == (":" in guide)

@@ -29,7 +29,9 @@ class RunLog:
         try:
             self.file: IO[str] = path.open("w", buffering=1)
         except OSError as error:
-            raise InputError(f"cannot write the log {path}: {error.strerror}; give a path in a folder that exists") from None
+            raise InputError(
+                f"cannot write the log {path}: {error.strerror}; give a path in a folder that exists"
+            ) from None
         self.count = 0
 
     def run(self, options: Mapping[str, Any]) -> None:

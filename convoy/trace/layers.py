@@ -224,8 +224,10 @@ class Layering:
         if counts and layer.kind in ("elementwise", "join"):
             # A number taken from the batch size means the whole batch, not this device's samples.
             layer = replace(layer, kind="opaque")
-        if layer.kind != "opaque" or not layer.batched:
+        if layer.kind != "opaque":
             return layer
+        if not layer.batched:
+            return replace(layer, reason="it has no batch axis, so every device makes it")
         what = type(module).__name__ if module is not None else node.name
         verdict = self._judge(operation, layer, module)
         if verdict.overwrites:

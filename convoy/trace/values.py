@@ -93,7 +93,11 @@ class Values:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self[n][which])
         if node.op == "call_module":
             module = self.meta.get_submodule(str(node.target))
-            if kind_of_module(module) == "opaque" and not type(module).__module__.startswith("torch.nn.modules"):
+            kind = kind_of_module(module)
+            if kind == "batch_norm":
+                # With momentum=None it looks at a number in its buffers.
+                return torch.empty_like(args[0])  # type: ignore[arg-type]
+            if kind == "opaque" and not type(module).__module__.startswith("torch.nn.modules"):
                 # Its Python may look at numbers, which meta tensors have not.
                 return on_random_numbers(self.model.get_submodule(str(node.target)), args, kwargs)
             return module(*args, **kwargs)

@@ -1,0 +1,231 @@
+"""The oracle of the parity tests: the same training in plain PyTorch on one device, and the largest difference to it."""
+
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import convoy.execute.module
+from convoy.execute.group import Group
+from convoy.execute.module import Distributed
+from convoy.execute.threads import run_on_threads
+from convoy.graph import Graph
+from convoy.layout import box
+from convoy.named import Speeds, named_plan
+from convoy.plan import Plan
+from convoy.trace import Traced, trace
+from tests import nets
+
+Batch = tuple[Tensor, Tensor]
+EXACT = 1e-10
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-2),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.003),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.003, weight_decay=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.002, momentum=0.5),
+}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and how.
+
+    Attributes:
+        sizes: samples of each batch, in order.
+        accumulate: batches per optimizer step; their gradients add up.
+        clip: (largest norm, which norm), or None.
+        set_to_none: how gradients are cleared.
+    """
+
+    net: str
+    sizes: tuple[int, ...] = (10, 10, 10, 3) * 5
+    optimizer: str = "sgd"
+    accumulate: int = 1
+    clip: tuple[float, float] | None = None
+    set_to_none: bool = True
+    dtype: torch.dtype = torch.float64
+
+    def batches(self, model: nn.Module) -> list[Batch]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(11)
+            shape = nets.shape_of(model)
+            return [
+                (torch.randn(n, *shape, dtype=self.dtype), torch.randint(0, nets.CLASSES, (n,))) for n in self.sizes
+            ]
+
+
+@dataclass
+class Record:
+    """What training left: compared number by number."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    state: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+
+def part(model: Distributed, x: Tensor, index: int = 0) -> Tensor:
+    """This device's part of a batch of one input."""
+    here = box(model.input_layouts(len(x))[index], model.group.device, tuple(x.shape))
+    return x[slice(*here[0])] if here is not None else x[:0]
+
+
+def loss_of(outputs: Any, y: Tensor) -> Tensor:
+    return F.cross_entropy(outputs[0] if isinstance(outputs, tuple) else outputs, y)
+
+
+def _steps(
+    model: nn.Module, training: Training, batches: Sequence[Batch], forward: Callable[[Tensor], Any], clip: Any
+) -> tuple[Record, torch.optim.Optimizer]:
+    record = Record()
+    optimizer = OPTIMIZERS[training.optimizer](model.parameters())
+    for k, (x, y) in enumerate(batches):
+        if k % training.accumulate == 0:
+            optimizer.zero_grad(set_to_none=training.set_to_none)
+        loss = loss_of(forward(x), y)
+        loss.backward()
+        record.losses.append(loss.item())
+        if (k + 1) % training.accumulate == 0:
+            if training.clip is not None:
+                record.norms.append(float(clip(*training.clip)))
+            optimizer.step()
+    return record, optimizer
+
+
+@functools.cache
+def on_one(training: Training) -> Record:
+    """The reference: plain PyTorch, one device, nothing of Convoy."""
+    model = nets.build(training.net, dtype=training.dtype)
+    record, optimizer = _steps(
+        model,
+        training,
+        training.batches(model),
+        model,
+        lambda largest, kind: torch.nn.utils.clip_grad_norm_(model.parameters(), largest, kind),
+    )
+    record.weights = {k: v.clone() for k, v in model.state_dict().items()}
+    for key, parameter in model.named_parameters():
+        record.gradients[key] = parameter.grad
+        record.state[key] = {
+            n: v for n, v in optimizer.state.get(parameter, {}).items() if isinstance(v, Tensor) and v.dim()
+        }
+    return record
+
+
+def on_many(training: Training, plan: Plan, model: nn.Module | None = None) -> list[Record]:
+    """The same training on the devices of a plan; one record per device, with everything gathered."""
+    whole = model if model is not None else nets.build(training.net, dtype=training.dtype)
+    batches = training.batches(whole)
+    expected = on_one(training)
+
+    def work(group: Group) -> Record:
+        here = Distributed(whole, plan, group, batches[0][0][:2])
+        record, optimizer = _steps(
+            here,
+            training,
+            batches,
+            lambda x: here(part(here, x), batch=len(x)),
+            here.clip_grad_norm_,
+        )
+        record.weights = here.full_state_dict()
+        held = dict(here.named_parameters())
+        for key, state in expected.state.items():
+            grad, wanted = held[key].grad, expected.gradients[key]
+            if wanted is None:
+                assert grad is None, f"{key} has a gradient; on one device it has none"
+                record.gradients[key] = None
+            else:
+                record.gradients[key] = here.gather(key, grad if grad is not None else torch.empty_like(held[key]))
+            own = optimizer.state.get(held[key], {})
+            record.state[key] = {n: here.gather(key, own.get(n, torch.empty_like(held[key]))) for n in state}
+        return record
+
+    return run_on_threads(plan.devices, work, timeout_s=30)
+
+
+def difference(found: Record, expected: Record) -> dict[str, float]:
+    """The largest difference of each kind, relative to one or to the size of the number. NaN counts as infinite."""
+    assert found.weights.keys() == expected.weights.keys()
+    for key, weight in expected.weights.items():
+        assert found.weights[key].shape == weight.shape and found.weights[key].dtype == weight.dtype, key
+    rows = {f"weight {k}": (found.weights[k], w) for k, w in expected.weights.items()}
+    rows |= {f"gradient of {k}": (found.gradients[k], g) for k, g in expected.gradients.items() if g is not None}
+    for key, state in expected.state.items():
+        rows |= {f"{name} of {key}": (found.state[key][name], value) for name, value in state.items()}
+    rows["losses"] = (torch.tensor(found.losses), torch.tensor(expected.losses))
+    rows["norms"] = (torch.tensor(found.norms), torch.tensor(expected.norms))
+    return {name: _apart(a, b) for name, (a, b) in rows.items()}
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    apart = (a.double() - b.double()).abs() / b.double().abs().clamp(min=1.0)
+    return float(apart.nan_to_num(nan=float("inf")).max()) if apart.numel() else 0.0
+
+
+def assert_same(records: Sequence[Record], expected: Record, tolerance: float = EXACT) -> None:
+    for device, found in enumerate(records):
+        wrong = {what: by for what, by in difference(found, expected).items() if not by <= tolerance}
+        assert not wrong, f"device {device} differs from one device: {wrong}"
+
+
+def check(training: Training, plan: Plan, tolerance: float = EXACT) -> None:
+    """Train on the devices of a plan and on one device: everything must be equal, on every device."""
+    with one_trace():
+        assert_same(on_many(training, plan), on_one(training), tolerance)
+
+
+def graph_of(name: str) -> Graph:
+    return traced(name).graph
+
+
+@functools.cache
+def traced(name: str) -> Traced:
+    model = nets.build(name)
+    return trace(model, torch.zeros(2, *nets.shape_of(model), dtype=torch.float64))
+
+
+UNEVEN = Speeds((7.0, 0.0, 2.0, 1.0))
+"""Of a batch of 10: (7, 0, 2, 1)."""
+
+
+def by_name(plan: str, net: str, reduce: Any = "ring", speeds: Speeds = UNEVEN, batch: int = 10) -> Plan:
+    return named_plan(plan, graph_of(net), batch, speeds, reduce)
+
+
+@contextmanager
+def one_trace() -> Iterator[None]:
+    """Trace a model once for all devices of a thread group: they would all do the same, one after the other."""
+    known: dict[tuple[int, bool], Traced] = {}
+    lock, original = threading.Lock(), convoy.execute.module.trace
+
+    def cached(model: nn.Module, example: Any, *, training: bool = True) -> Traced:
+        with lock:
+            key = (id(model), training)
+            if key not in known:
+                known[key] = original(model, example, training=training)
+            return known[key]
+
+    convoy.execute.module.trace = cached  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        convoy.execute.module.trace = original  # type: ignore[assignment]
+
+
+def smaller(training: Training, **changes: Any) -> Training:
+    return replace(training, **changes)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
