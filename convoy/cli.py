@@ -146,6 +146,28 @@ def demo(
     app(args=sys.argv[1:], standalone_mode=False)
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def rehearse(
+    fleet: Annotated[Path, typer.Argument(help="Fleet file (TOML): hosts, their cards, devices with their cores.")],
+    command: Annotated[list[str], typer.Argument(help="Program and arguments, run once per device; write -- before it.")],
+    limit_s: Annotated[float, typer.Option("--limit", help="Seconds after which the command is ended.")] = 3600.0,
+) -> None:
+    """Run a command on every device of a fleet that is emulated on this machine (Linux, root).
+
+    Each host gets a network namespace with its card's rates (tc tbf), each device its cores as a processor quota (cgroup) and
+    torchrun's environment. Everything is removed afterwards, also after an interrupt.
+
+    Example: convoy rehearse benchmarks/fleets/mixed4.toml -- convoy train --plan hybrid
+    """
+    from convoy.fleet import read_fleet
+    from convoy.rehearse import rehearse as run
+
+    program = command[1:] if command[0] == "--" else command
+    if not program:
+        raise InputError("nothing to run: write a command after --, e.g. convoy rehearse fleet.toml -- convoy train")
+    raise typer.Exit(run(read_fleet(fleet), program, timeout_s=limit_s, fleet_path=fleet))
+
+
 def _run(job: object, argv: list[str], port: int | None) -> None:
     from convoy.execute.launch import launch_local
     from convoy.job import Job, run_device

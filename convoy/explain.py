@@ -119,11 +119,8 @@ def _fraction(step: Compute, device: int) -> float:
     """How much of a layer's arithmetic a device does."""
     if device not in holders(step.writes.layout):
         return 0.0
-    if isinstance(step.writes.layout, Partial):
-        # A sum over input channels: the part is that of the input.
-        value = step.reads[0]
-    else:
-        value = step.writes
+    # Of a sum over input channels, the part is that of the input.
+    value = step.reads[0] if isinstance(step.writes.layout, Partial) else step.writes
     here = box(value.layout, device, value.shape)
     return entries(here) / max(1, entries(tuple((0, n) for n in value.shape))) if here else 0.0
 

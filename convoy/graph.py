@@ -142,7 +142,7 @@ class Graph:
     @property
     def readers(self) -> dict[str, tuple[Layer, ...]]:
         """The layers that read each layer's output."""
-        result: dict[str, tuple[Layer, ...]] = {name: () for name in self.layers}
+        result: dict[str, tuple[Layer, ...]] = dict.fromkeys(self.layers, ())
         for layer in self.layers.values():
             for name in dict.fromkeys(layer.inputs):
                 result[name] += (layer,)

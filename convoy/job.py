@@ -1,17 +1,17 @@
 """One training job as a value, and what each of its devices does with it."""
 
 import json
+import math
 import os
-import tempfile
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from convoy.data import NAMES, Splits, load
-from convoy.errors import InputError, unknown_name
+from convoy.errors import InputError, MismatchError, unknown_name
 from convoy.execute.clock import Clock
 from convoy.execute.data import Loader
 from convoy.execute.group import Group
@@ -28,6 +28,14 @@ from convoy.report.log import Both, RunLog
 from convoy.report.screen import DeviceUse, Screen
 from convoy.trace import Traced, trace
 from convoy.transfer import SUMS, Sum
+
+MAX_SEED = 2**32 - 1
+
+_SAME_EVERYWHERE = (
+    *("data", "net", "plan", "batch", "epochs", "lr", "momentum", "weight_decay", "optimizer", "seed", "slowdown"),
+    *("speeds", "reduce", "limit"),
+)
+"""Options that decide what is computed. The others may differ: folders, files, worker processes, the time limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +82,8 @@ class Job:
                 raise InputError(f"--{name} {value}: give {least} or more")
         if self.limit is not None and self.limit < 1:
             raise InputError(f"--limit {self.limit}: give 1 sample or more")
-        if not self.lr > 0 or not self.timeout_s > 0:
-            raise InputError(f"--lr {self.lr:g} and --timeout {self.timeout_s:g} must be positive")
-        if len(self.slowdown) != len(self.devices) or any(not f >= 1 for f in self.slowdown):
+        self._check_numbers()
+        if len(self.slowdown) != len(self.devices) or any(not 1 <= f < math.inf for f in self.slowdown):
             raise InputError(
                 f"--slowdown {_listed(self.slowdown)}: give one factor of 1 or more for each of the "
                 f"{len(self.devices)} devices, e.g. --slowdown {_listed(tuple(1.0 for _ in self.devices))}"
@@ -84,6 +91,16 @@ class Job:
         if self.speeds is not None:
             given_speeds(self.speeds, len(self.devices))
         self._check_plan()
+
+    def _check_numbers(self) -> None:
+        for name, value in (("lr", self.lr), ("timeout", self.timeout_s)):
+            if not 0 < value < math.inf:
+                raise InputError(f"--{name} {value:g}: give a number above 0")
+        for name, value in (("momentum", self.momentum), ("weight-decay", self.weight_decay)):
+            if not 0 <= value < math.inf:
+                raise InputError(f"--{name} {value:g}: give 0 or more")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise InputError(f"--seed {self.seed}: give a whole number from 0 to {MAX_SEED}")
 
     def _check_plan(self) -> None:
         if self.plan in PLANS:
@@ -100,6 +117,22 @@ class Job:
                     f"{what} {given}, but the plan {self.plan} is for {planned}: give {what} {planned}, or make a new plan"
                 )
 
+    def check_outputs(self) -> None:
+        """Refuse files that could not be written, before the training whose results they would hold.
+
+        Raises:
+            InputError: the folder is missing or not writable, or the path is a folder.
+        """
+        for option, path in (("--save-plan", self.save_plan), ("--log", self.log)):
+            if path is None:
+                continue
+            if not path.parent.is_dir():
+                raise InputError(f"{option} {path}: the folder {path.parent} does not exist; make it or name another")
+            if path.is_dir():
+                raise InputError(f"{option} {path} is a folder: name a file in it, e.g. {option} {path / 'FILE'}")
+            if not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise InputError(f"{option} {path} cannot be written: change its permissions or name another file")
+
     def images(self) -> Splits:
         """The data; `limit` keeps only the first training images."""
         splits = load(self.data, self.data_dir)
@@ -115,6 +148,7 @@ class Job:
             InputError, DataError: as the parts say.
         """
         self.check()
+        self.check_outputs()
         splits = self.images()
         model = self.model(splits)
         traced = trace(model, _example(splits))
@@ -129,19 +163,48 @@ def run_device(job: Job) -> None:
     job.check()
     torch.manual_seed(job.seed)
     with ExitStack() as stack:
-        group = stack.enter_context(join(timeout_s=job.timeout_s))
+        # Alone, a device named on the command line; in a job of several, the launcher has told each its own.
+        named = job.devices[0] if len(job.devices) == 1 and job.devices[0] != "auto" else None
+        group = stack.enter_context(join(named, timeout_s=job.timeout_s))
+        _agree(job, group)
+        if group.device == 0:
+            job.check_outputs()
         screen = Screen(visible=group.device == 0)
-        log = None
-        if job.log is not None and screen.visible:
-            log = stack.enter_context(RunLog(job.log))
-            log.run(asdict(job))
-        history, splits = _train(job, group, screen, log)
+        history, splits = _train(job, group, screen, stack)
     # The others are free to go while device 0 trains alone beside them.
     if job.compare and screen.visible:
         _train_alone(job, splits, history, screen)
 
 
-def _train(job: Job, group: Group, screen: Screen, log: RunLog | None) -> tuple[History, Splits]:
+def _agree(job: Job, group: Group) -> None:
+    """Every device must have been started with the same options, where they decide what is computed.
+
+    Raises:
+        MismatchError: names the devices and the first option that differs.
+    """
+    # A plan file may lie elsewhere on each machine; what is in it is compared later.
+    plan = job.plan if job.plan in PLANS else "a file"
+    own = {name: getattr(job, name) for name in _SAME_EVERYWHERE} | {"plan": plan}
+    rows = [json.loads(text) for text in group.agree("job", json.dumps(own))]
+    for name in own:
+        strangers = [f"{row[name]} on device {d}" for d, row in enumerate(rows) if row[name] != rows[0][name]]
+        if strangers:
+            raise MismatchError(
+                f"the devices were started with different options: --{name.replace('_', '-')} is {rows[0][name]} on "
+                f"device 0, but {', '.join(strangers)}; start every device with the same options"
+            )
+
+
+def _open_log(job: Job, screen: Screen, stack: ExitStack) -> RunLog | None:
+    """The log, once nothing can refuse the job any more: until then an older file stays as it is."""
+    if job.log is None or not screen.visible:
+        return None
+    log = stack.enter_context(RunLog(job.log))
+    log.run(asdict(job))
+    return log
+
+
+def _train(job: Job, group: Group, screen: Screen, stack: ExitStack) -> tuple[History, Splits]:
     splits = job.images()
     model, example = job.model(splits), _example(splits)
     traced = trace(model, example)
@@ -158,6 +221,7 @@ def _train(job: Job, group: Group, screen: Screen, log: RunLog | None) -> tuple[
     train = Loader(splits.train, job.batch, part, seed=job.seed, workers=job.workers)
     test = Loader(splits.test, max(job.batch, 100), part, shuffle=False)
     optimizer = build_optimizer(job.optimizer, part, job.lr, job.momentum, job.weight_decay)
+    log = _open_log(job, screen, stack)
     part.clock.reset()
     with screen.progress(f"{len(job.devices)} devices, plan {plan.name}", job.epochs, train.samples) as bar:
         history = fit(part, train, test, optimizer, job.epochs, Both(bar, log) if log is not None else bar)
@@ -180,7 +244,8 @@ def _plan(
     screen.fleet(_rows(job, group), speeds, measured=job.speeds is None)
     if job.plan in PLANS:
         return named_plan(job.plan, traced.graph, job.batch, speeds, job.reduce), speeds
-    return Plan.load(Path(job.plan)), speeds
+    saved = Plan.load(Path(job.plan))
+    return saved if job.reduce is None else replace(saved, reduce=job.reduce), speeds
 
 
 def _rows(job: Job, group: Group) -> list[tuple[str, str, float]]:
@@ -220,12 +285,14 @@ def _example(splits: Splits) -> Tensor:
 
 def _write_whole(path: Path, text: str) -> None:
     """All of a file or nothing of it."""
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(path)
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}; give a path in a folder that exists") from None
+        raise InputError(f"cannot write {path}: {error.strerror}; name a file in a folder that you may write") from None
+    finally:
+        fresh.unlink(missing_ok=True)
 
 
 def _is_file(text: str) -> bool:

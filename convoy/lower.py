@@ -236,7 +236,7 @@ def _trains(graph: Graph) -> set[str]:
 def _reached(graph: Graph, trains: set[str]) -> set[str]:
     """Layers whose backward runs: a gradient comes to them from an output."""
     result = trains.intersection(graph.outputs)
-    for layer in reversed(graph.layers.values()):
+    for layer in reversed(list(graph.layers.values())):
         if layer.name in result:
             result |= trains.intersection(layer.inputs)
     return result

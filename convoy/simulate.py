@@ -190,8 +190,8 @@ class _Replay:
             self._begin(device)
         while self.queue or self.flowing:
             self._advance(self._next_time())
-            for key in [k for k in self.flowing if self.messages[k].left_bytes <= 1e-6]:
-                self._arrived(key)
+            for message in [k for k in self.flowing if self.messages[k].left_bytes <= 1e-6]:
+                self._arrived(message)
             while self.queue and self.queue[0][0] <= self.now + 1e-15:
                 _, _, what, key = heapq.heappop(self.queue)
                 if what == "work":

@@ -135,7 +135,11 @@ def place(graph: Graph, layer: Layer, strategy: Strategy, batch: int, devices: i
             return Placement(takes, Split(feature_axis(layer), shares), _only(layer, {"weight": split, "bias": split}))
         case Filter(shares):
             leading = shares
-            if layer.weighted:
+            if not layer.weighted:
+                axis = graph[layer.inputs[0]] if layer.kind == "flatten" else layer
+                what = f"layer {layer.name!r}, strategy 'filter'"
+                share_rules.check(shares, (*axis.shape, 0)[0], devices, what)
+            else:
                 per_group_in, per_group_out = layer.channels_in // layer.groups, layer.channels_out // layer.groups
                 leading = tuple(share // per_group_out * per_group_in for share in shares)
             placed = follow(graph, layer, Split(1, leading), devices)
@@ -169,10 +173,18 @@ def _uniform(graph: Graph, layer: Layer, layout: Layout, devices: int) -> Placem
     everyone = Replicated(tuple(range(devices)))
     if not layer.batched:
         return Placement((everyone,) * len(layer.inputs), everyone, dict.fromkeys(layer.parameters, everyone))
+    note = ""
+    if layer.shared and _notes_the_batch(layer) and not isinstance(layout, Split):
+        layout, note = everyone, "its running statistics serve several calls, so every device computes it"
     takes = tuple(layout if graph[name].batched else everyone for name in layer.inputs)
     owners = parameter_holders(layer, layout, devices)
     kept: Layout = OnOne(owners[0]) if isinstance(layout, OnOne) and not layer.shared else Replicated(owners)
-    return Placement(takes, layout, dict.fromkeys(layer.parameters, kept))
+    return Placement(takes, layout, dict.fromkeys(layer.parameters, kept), note)
+
+
+def _notes_the_batch(layer: Layer) -> bool:
+    """Whether a call changes its buffers: the running statistics of a batch norm."""
+    return (layer.statistics or not layer.per_sample) and any(p.buffer for p in layer.parameters.values())
 
 
 def _only(layer: Layer, parameters: Mapping[str, Layout]) -> dict[str, Layout]:

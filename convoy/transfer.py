@@ -4,6 +4,7 @@ A schedule is data. The executor runs it, the cost model prices it, the tests co
 the wire. Backward needs no second set of rules: the adjoint of the move `src -> dst` is the move `dual(dst) -> dual(src)`.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -150,7 +151,7 @@ def _onto_sum(src: Layout, dst: Partial, shape: Shape) -> Iterable[Transfer]:
 def _chunks(n: int, parts: int) -> list[tuple[int, int]]:
     """`parts` consecutive ranges of 0..n, as equal as whole numbers allow."""
     edges = [n * i // parts for i in range(parts + 1)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
 def _round(transfers: Iterable[tuple[int, int, tuple[int, int]]], *, adds: bool) -> Round:

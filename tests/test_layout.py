@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convoy.layout import (
@@ -165,6 +165,7 @@ def any_layout(draw: st.DrawFn) -> tuple[Layout, Shape, int]:
 
 
 @given(split())
+@settings(deadline=None)
 def test_boxes_of_a_split_cover_every_entry_once(case: tuple[Split, Shape]) -> None:
     layout, shape = case
     times = np.zeros(shape, dtype=int)
@@ -177,6 +178,7 @@ def test_boxes_of_a_split_cover_every_entry_once(case: tuple[Split, Shape]) -> N
 
 
 @given(any_layout())
+@settings(deadline=None)
 def test_holders_are_those_with_a_box_and_local_shapes_fit_it(case: tuple[Layout, Shape, int]) -> None:
     layout, shape, count = case
     assert set(holders(layout)) == {d for d in range(count) if box(layout, d, shape) is not None}
@@ -187,6 +189,7 @@ def test_holders_are_those_with_a_box_and_local_shapes_fit_it(case: tuple[Layout
 
 
 @given(any_layout())
+@settings(deadline=None)
 def test_dual_keeps_every_piece_in_its_place_and_is_its_own_inverse(case: tuple[Layout, Shape, int]) -> None:
     layout, shape, count = case
     assert dual(dual(layout)) == layout
@@ -200,6 +203,7 @@ plane_boxes = st.tuples(spans, spans)
 
 
 @given(plane_boxes, plane_boxes)
+@settings(deadline=None)
 def test_intersection_is_what_two_boxes_share(a: Box, b: Box) -> None:
     def points(one: Box) -> set[tuple[int, int]]:
         return {(y, x) for y in range(*one[0]) for x in range(*one[1])}

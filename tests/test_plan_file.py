@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convoy.errors import ConvoyError, PlanError
@@ -116,6 +116,7 @@ plans = st.builds(
 
 
 @given(plans)
+@settings(deadline=None)
 def test_any_plan_comes_back_equal_and_in_its_order(plan: Plan) -> None:
     again = Plan.from_json(plan.to_json())
     assert again == plan
@@ -208,6 +209,7 @@ def test_a_layer_named_twice_is_refused() -> None:
 
 
 @given(st.text(max_size=40))
+@settings(deadline=None)
 def test_any_text_is_a_plan_or_refused(text: str) -> None:
     with pytest.raises(PlanError):
         Plan.from_json(text)
@@ -221,6 +223,7 @@ json_values = st.recursive(
 
 
 @given(st.sampled_from(sorted(json.loads(TEXT))), json_values)
+@settings(deadline=None)
 def test_any_value_in_any_row_is_read_or_refused(row: str, value: Any) -> None:
     try:
         plan = Plan.from_json(changed(**{row: value}))

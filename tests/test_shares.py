@@ -5,7 +5,7 @@ from fractions import Fraction
 from itertools import product
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from convoy.errors import PlanError
@@ -129,6 +129,7 @@ def limited(draw: st.DrawFn) -> tuple[int, list[float], int, list[int], list[int
 
 
 @given(limited())
+@settings(deadline=None)
 def test_shares_sum_and_keep_within_limits(case: tuple[int, list[float], int, list[int], list[int]]) -> None:
     total, weights, quantum, low, high = case
     shares = apportion(total, weights, quantum=quantum, at_least=low, at_most=high)
@@ -138,6 +139,7 @@ def test_shares_sum_and_keep_within_limits(case: tuple[int, list[float], int, li
 
 
 @given(limited())
+@settings(deadline=None)
 def test_no_device_is_a_portion_ahead_of_another(case: tuple[int, list[float], int, list[int], list[int]]) -> None:
     """Largest remainder under limits: there is one level such that every share is less than one portion away from
     level * weight, unless a limit holds it. So whoever could give a portion is, with one less, not behind one who could
@@ -163,6 +165,7 @@ def test_no_device_is_a_portion_ahead_of_another(case: tuple[int, list[float], i
 
 
 @given(st.integers(0, 3000), some_weights, st.sampled_from([1, 2, 7]))
+@settings(deadline=None)
 def test_each_share_is_within_a_portion_of_its_quota(portions: int, weights: list[float], quantum: int) -> None:
     total = portions * quantum
     shares = apportion(total, weights, quantum=quantum)
@@ -174,6 +177,7 @@ def test_each_share_is_within_a_portion_of_its_quota(portions: int, weights: lis
 
 
 @given(st.integers(0, 7), st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any))
+@settings(deadline=None)
 def test_no_whole_shares_are_nearer_to_the_quotas(total: int, weights: list[int]) -> None:
     def distance(shares: Shares) -> Fraction:
         return sum(abs(s - Fraction(total * w, sum(weights))) for s, w in zip(shares, weights, strict=True))
@@ -183,6 +187,7 @@ def test_no_whole_shares_are_nearer_to_the_quotas(total: int, weights: list[int]
 
 
 @given(limited(), st.integers(-40, 40))
+@settings(deadline=None)
 def test_only_proportions_count(case: tuple[int, list[float], int, list[int], list[int]], exponent: int) -> None:
     total, weights, quantum, low, high = case
     assume(all(w == 0 or 1e-200 < w < 1e200 for w in weights))
@@ -192,6 +197,7 @@ def test_only_proportions_count(case: tuple[int, list[float], int, list[int], li
 
 
 @given(st.integers(0, 500), some_weights)
+@settings(deadline=None)
 def test_the_faster_device_gets_no_less(total: int, weights: list[float]) -> None:
     shares = apportion(total, weights)
     for i, j in product(range(len(weights)), repeat=2):
@@ -200,6 +206,7 @@ def test_the_faster_device_gets_no_less(total: int, weights: list[float]) -> Non
 
 
 @given(st.integers(0, 500), some_weights, st.floats(min_value=1, max_value=8), st.data())
+@settings(deadline=None)
 def test_a_device_that_gets_faster_gets_no_less(
     total: int, weights: list[float], factor: float, data: st.DataObject
 ) -> None:
@@ -210,6 +217,7 @@ def test_a_device_that_gets_faster_gets_no_less(
 
 
 @given(st.integers(0, 500), st.lists(any_weight, min_size=1, max_size=6, unique=True).filter(any), st.randoms())
+@settings(deadline=None)
 def test_the_order_of_the_devices_does_not_matter(total: int, weights: list[float], random) -> None:  # type: ignore[no-untyped-def]
     """Where remainders tie the order decides, so speeds whose quotas tie are left out."""
     remainders = [total * Fraction(w) / sum(map(Fraction, weights)) % 1 for w in weights]
@@ -232,6 +240,7 @@ def test_even(total: int, devices: int, quantum: int, shares: Shares) -> None:
 
 
 @given(st.integers(0, 1000), st.integers(1, 9))
+@settings(deadline=None)
 def test_even_shares_differ_by_one_and_the_first_have_more(total: int, devices: int) -> None:
     shares = even(total, devices)
     assert sum(shares) == total
@@ -256,6 +265,7 @@ def test_rescale_by_hand(shares: Shares, total: int, rescaled: Shares) -> None:
 
 
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=6).filter(any).map(tuple), st.integers(0, 400))
+@settings(deadline=None)
 def test_rescale_keeps_proportions_and_idle_devices(shares: Shares, total: int) -> None:
     rescaled = rescale(shares, total)
     assert sum(rescaled) == total

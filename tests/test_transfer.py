@@ -337,7 +337,7 @@ layouts = st.one_of(
 
 
 @given(layouts, layouts, st.sampled_from(REDUCES))
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_any_move_brings_the_tensor_into_its_layout(src: Layout, dst: Layout, reduce: Reduce) -> None:
     check_meaning(src, dst, (12, 12), reduce)
 

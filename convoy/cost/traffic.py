@@ -64,7 +64,8 @@ def loads(src: Layout, dst: Layout, shape: Shape, devices: int, reduce: Reduce =
         case OnOne(reader):
             at = _mask((reader,), devices)
             return Loads(part * (1 - at), at * (total - part), 1)
-    assert isinstance(dst, Split) and isinstance(src, Split)
+    assert isinstance(dst, Split)
+    assert isinstance(src, Split)
     kept = _kept(src, dst, total, devices)
     return Loads(part - kept, _parts(dst, total, devices) - kept, 1)
 
@@ -118,8 +119,9 @@ def _mask(members: tuple[int, ...], devices: int) -> Vector:
 def _parts(layout: Layout, total: float, devices: int) -> Vector:
     match layout:
         case Split(_, shares):
-            weights = np.array(shares, dtype=np.float64)
-            return total * weights / max(1.0, weights.sum())
+            weights: Vector = np.array(shares, dtype=np.float64)
+            parts: Vector = total * weights / max(1.0, weights.sum())
+            return parts
         case Replicated(members) | Partial(members):
             return total * _mask(members, devices)
         case OnOne(device):
@@ -129,11 +131,13 @@ def _parts(layout: Layout, total: float, devices: int) -> Vector:
 def _kept(src: Split, dst: Split, total: float, devices: int) -> Vector:
     a, b = np.array(src.shares, dtype=np.float64), np.array(dst.shares, dtype=np.float64)
     if src.axis != dst.axis:
-        return total * (a / max(1.0, a.sum())) * (b / max(1.0, b.sum()))
+        both: Vector = total * (a / max(1.0, a.sum())) * (b / max(1.0, b.sum()))
+        return both
     a_stop, b_stop = np.cumsum(a), np.cumsum(b)
     overlap = np.minimum(a_stop, b_stop) - np.maximum(a_stop - a, b_stop - b)
     assert len(overlap) == devices
-    return total * np.maximum(0.0, overlap) / max(1.0, a.sum())
+    kept: Vector = total * np.maximum(0.0, overlap) / max(1.0, a.sum())
+    return kept
 
 
 def move_s(load: Loads, network: Network, itemsize: int) -> float:

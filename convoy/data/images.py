@@ -43,7 +43,7 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
         DataError: a label outside `range(classes)`.
     """
 
-    x_NCHW: torch.Tensor  # noqa: N815 - named by its axes
+    x_NCHW: torch.Tensor
     targets: torch.Tensor
     classes: int
     mean: tuple[float, ...]

@@ -109,10 +109,10 @@ class Executor:
         return here[0][1] - here[0][0] if here else 0
 
     def _nothing(self, value: Value) -> Tensor:
-        """This device's piece of a value of which it holds nothing."""
+        """This device's piece of a value that it has no part in."""
         layer = self.traced.graph[value.key.partition("@")[0]]
         shape = local_shape(value.layout, self.group.device, value.shape)
-        return torch.empty(shape, dtype=getattr(torch, layer.dtype), device=self.group.torch_device)
+        return torch.zeros(shape, dtype=getattr(torch, layer.dtype), device=self.group.torch_device)
 
     def _statistics(self, step: ShareStatistics, values: Mapping[str, Any], tape: Tape) -> None:
         if self.group.device not in step.members:
@@ -155,9 +155,10 @@ class Executor:
                 case SumGradients():
                     with self.clock.exchange():
                         sum_gradients(self.group, self.model, step, found, mixing_stage)
+        taken = {g.untyped_storage().data_ptr() for g in output_gradients if g is not None}
         for key, gradient in found.items():
             if gradient is not None:
-                _deposit(self.model.get_parameter(key), gradient)
+                _deposit(self.model.get_parameter(key), gradient, taken)
 
     def _backward_statistics(self, step: ShareStatistics, g: Tensor, tape: Tape) -> None:
         norm, by = self.norms[step.layer], tape.norms[step.layer]
@@ -171,6 +172,7 @@ class Executor:
         own: Mapping[str, Tensor | None] = {}
         inputs: Sequence[Tensor | None]
         if not self._works(step):
+            # Of copies that it holds but does not use (a bare parameter, say) the gradient is zero, not empty.
             inputs = [self._nothing(v) if w else None for v, w in zip(step.reads, step.wants, strict=True)]
         else:
             saved = tape.saved.pop(step.layer)
@@ -221,11 +223,17 @@ def _collect(found: Found, key: str, gradient: Tensor | None) -> None:
     found[key] = gradient if before is None else before if gradient is None else before + gradient
 
 
-def _deposit(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add to .grad as autograd does."""
-    if parameter.grad is None:
-        parameter.grad = (
-            gradient.view_as(parameter).clone() if gradient._base is not None else gradient.view_as(parameter)
-        )
-    else:
-        parameter.grad.add_(gradient.view_as(parameter))
+def _deposit(parameter: nn.Parameter, gradient: Tensor, taken: set[int]) -> None:
+    """Add to .grad as autograd does.
+
+    Args:
+        taken: storages in use. The gradient of `a + b` is one tensor for both, but no two .grad may be the same memory.
+    """
+    gradient = gradient.view_as(parameter)
+    if parameter.grad is not None:
+        parameter.grad.add_(gradient)
+        return
+    storage = gradient.untyped_storage()
+    own = storage.data_ptr() not in taken and storage.nbytes() == gradient.numel() * gradient.element_size()
+    parameter.grad = gradient if own else gradient.clone()
+    taken.add(parameter.grad.untyped_storage().data_ptr())

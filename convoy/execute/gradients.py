@@ -54,7 +54,7 @@ def _mix(group: Group, model: nn.Module, step: SumGradients, parts: list[Tensor]
     flat = torch.cat([w.detach().view(-1) / len(both) for w in weights] + parts)
     run_rounds(group, schedule, flat)
     count = sum(step.sizes)
-    for weight, mixed in zip(weights, flat[:count].split(step.sizes), strict=True):
+    for weight, mixed in zip(weights, torch.split(flat[:count], list(step.sizes)), strict=True):
         weight.detach().copy_(mixed.view_as(weight))
     # The gradient parts are sums over samples, divided by the global batch: scale what two devices saw to a whole batch.
     samples = sum(step.samples[d] for d in both)

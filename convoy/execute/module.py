@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from convoy._version import __version__
 from convoy.errors import InputError, MismatchError
 from convoy.execute.clock import Clock
-from convoy.execute.executor import Executor, Tape
+from convoy.execute.executor import Executor
 from convoy.execute.gradients import global_norm
 from convoy.execute.group import Group
 from convoy.execute.move import run_move
@@ -223,8 +223,8 @@ class _Run(torch.autograd.Function):
     """One training step as one node of the caller's autograd graph: backward runs the backward steps of the list."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, anchor: Tensor, owner: Distributed, executor: Executor, steps: StepList, *inputs: Tensor
+    def forward(
+        ctx: Any, _anchor: Tensor, owner: Distributed, executor: Executor, steps: StepList, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         outputs, ctx.tape = executor.forward(steps, inputs, keep=True)
         ctx.owner, ctx.executor, ctx.inputs = owner, executor, len(inputs)
@@ -233,15 +233,15 @@ class _Run(torch.autograd.Function):
         return tuple(y.view_as(y) for y in outputs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
         tape, owner = ctx.tape, ctx.owner
         if tape is None:
             raise InputError("backward ran twice through one step: call the model again, or add the losses first")
         ctx.tape = None
         ctx.executor.backward(tape, gradients, owner._mixing_stage)
         owner._mixing_stage += 1
-        return (None,) * (4 + ctx.inputs)
+        return tuple(None for _ in range(4 + ctx.inputs))
 
 
 def _agree(group: Group, traced: Traced, plan: Plan) -> None:

@@ -60,7 +60,7 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
     Returns:
         {"state": {parameter name: {state name: whole tensor or number}}, "param_groups": [options, "params": names]}.
     """
-    names = {parameter: key for key, parameter in model.named_parameters()}
+    names: dict[Tensor, str] = {parameter: key for key, parameter in model.named_parameters()}
     own: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
         if parameter in names:
@@ -86,7 +86,7 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
     return {"state": result, "param_groups": groups}
 
 
-def _described(name: str, value: Any, parameter: nn.Parameter) -> Any:
+def _described(name: str, value: Any, parameter: Tensor) -> Any:
     """ "tensor" for state of the parameter's own shape, else the number itself."""
     if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step":
         return "tensor"

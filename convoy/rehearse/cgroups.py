@@ -141,7 +141,10 @@ def signal_members(group: Path, signum: signal.Signals) -> None:
 def remove(parent: Path) -> None:
     """Kill every process in the groups under `parent`, remove them and `parent`. InputError if that takes 5 s."""
     limit_s = time.monotonic() + _END_LIMIT_S
-    children = [path for path in parent.iterdir() if path.is_dir()] if parent.exists() else []
+    try:
+        children = [path for path in parent.iterdir() if path.is_dir()]
+    except FileNotFoundError:  # another rehearsal that starts just now removes the same orphans
+        return
     for group in (*children, parent):
         while not _removed(group):
             if time.monotonic() > limit_s:

@@ -1,0 +1,77 @@
+"""The plan for evaluation: every layer computes where training keeps its parameters.
+
+A model may be another one in evaluation: dropout passes its input on, a layer no longer looks at the whole batch, an
+auxiliary output is gone. Layers that follow their input could then land elsewhere than in training, without parameters.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from convoy.graph import Graph, Layer
+from convoy.layout import Layout, OnOne, Replicated, Split, holders
+from convoy.lower import parameter_layouts, placements
+from convoy.plan import Plan
+from convoy.shares import apportion
+from convoy.strategy import Batch, Filter, One, Placement, Strategy
+
+
+def pin(plan: Plan, training: Graph, evaluation: Graph) -> Plan:
+    """The plan for the graph of evaluation, with a strategy of its own for each layer that would leave its parameters.
+
+    Raises:
+        PlanError: the plan does not fit the graph of training.
+    """
+    known = {name: s for name, s in plan.layers.items() if name in evaluation.layers}
+    pinned = replace(plan, model=evaluation.fingerprint, layers=known)
+    homes = _homes(training, placements(plan, training))
+    while strays := _strays(pinned, training, evaluation, plan):
+        moves = {layer.name: _strategy_at(layer, homes[layer.name], plan) for layer in strays if layer.name in homes}
+        if moves.items() <= pinned.layers.items():
+            break
+        pinned = replace(pinned, layers={**pinned.layers, **moves})
+    return pinned
+
+
+def misplaced(pinned: Plan, plan: Plan, training: Graph, evaluation: Graph) -> tuple[str, ...]:
+    """Layers of evaluation that no strategy brings to their parameters; nothing in ordinary models."""
+    return tuple(layer.name for layer in _strays(pinned, training, evaluation, plan))
+
+
+def _homes(graph: Graph, placed: Mapping[str, Placement]) -> dict[str, Layout]:
+    return {name: placed[name].gives for name, layer in graph.layers.items() if layer.parameters}
+
+
+def _strays(pinned: Plan, training: Graph, evaluation: Graph, plan: Plan) -> list[Layer]:
+    kept, placed = parameter_layouts(plan, training), placements(pinned, evaluation)
+    return [
+        layer
+        for layer in evaluation.layers.values()
+        if any(
+            not _held(wanted, kept.get(layer.parameters[key].key, wanted))
+            for key, wanted in placed[layer.name].parameters.items()
+        )
+    ]
+
+
+def _held(wanted: Layout, kept: Layout) -> bool:
+    """Whether devices that keep a parameter in layout `kept` can compute a layer that wants it in layout `wanted`."""
+    if isinstance(kept, Replicated) and isinstance(wanted, Replicated | OnOne):
+        return set(holders(wanted)) <= set(kept.devices)
+    return wanted == kept
+
+
+def _strategy_at(layer: Layer, home: Layout, plan: Plan) -> Strategy:
+    """The strategy by which a layer computes where its output lies in training."""
+    match home:
+        case OnOne(device):
+            return One(device)
+        case Split(axis, shares) if axis > 0:
+            return Filter(shares)
+        case Split(_, shares) if layer.per_sample:
+            return Batch(shares)
+        case Split(_, shares):
+            return One(shares.index(max(shares)))
+    devices = holders(home)
+    if not layer.per_sample:
+        return One(devices[0])
+    return Batch(apportion(plan.batch, [float(d in devices) for d in range(plan.devices)]))
