@@ -10,6 +10,9 @@ import typer
 from convoy._version import __version__
 from convoy.errors import ConvoyError, InputError
 
+MAX_DEVICES = 1024
+"""More processes than that on one machine are a slip of the finger."""
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -143,13 +146,15 @@ def demo(
     options += ["--batch", "64", "--epochs", str(epochs), "--lr", "0.02", "--compare"]
     print(f"$ convoy train {' '.join(options)}\n", flush=True)
     sys.argv[1:] = ["train", *options]
-    app(args=sys.argv[1:], standalone_mode=False)
+    raise typer.Exit(app(args=sys.argv[1:], standalone_mode=False) or 0)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def rehearse(
     fleet: Annotated[Path, typer.Argument(help="Fleet file (TOML): hosts, their cards, devices with their cores.")],
-    command: Annotated[list[str], typer.Argument(help="Program and arguments, run once per device; write -- before it.")],
+    command: Annotated[
+        list[str], typer.Argument(help="Program and arguments, run once per device; write -- before it.")
+    ],
     limit_s: Annotated[float, typer.Option("--limit", help="Seconds after which the command is ended.")] = 3600.0,
 ) -> None:
     """Run a command on every device of a fleet that is emulated on this machine (Linux, root).
@@ -173,6 +178,8 @@ def _run(job: object, argv: list[str], port: int | None) -> None:
     from convoy.job import Job, run_device
 
     assert isinstance(job, Job)
+    if port is not None and not 0 <= port <= 65535:
+        raise InputError(f"--port {port}: a port is a number from 0 to 65535; 0 or none takes a free one")
     if "RANK" in os.environ or len(job.devices) == 1:
         run_device(job)
         return
@@ -186,10 +193,14 @@ def _devices(text: str) -> tuple[str, ...]:
         named = tuple(part.strip() for part in text.split(","))
         return named if len(named) == count and not text.isdigit() else ("auto",) * count
     if text.strip().isdigit():
-        if not int(text):
-            raise InputError("--devices 0: give one device at least")
-        return ("cpu",) * int(text)
-    return tuple(part.strip() for part in text.split(","))
+        count = int(text)
+        if not 1 <= count <= MAX_DEVICES:
+            raise InputError(f"--devices {count}: give a number from 1 to {MAX_DEVICES}, or their names: cuda:0,cpu")
+        return ("cpu",) * count if count > 1 else ("auto",)
+    names = tuple(part.strip() for part in text.split(","))
+    if not all(names):
+        raise InputError(f"--devices {text!r}: give a number, or names with commas between them: cuda:0,cpu")
+    return names
 
 
 def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:

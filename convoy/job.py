@@ -170,10 +170,10 @@ def run_device(job: Job) -> None:
         if group.device == 0:
             job.check_outputs()
         screen = Screen(visible=group.device == 0)
-        history, splits = _train(job, group, screen, stack)
+        history, splits, exact = _train(job, group, screen, stack)
     # The others are free to go while device 0 trains alone beside them.
     if job.compare and screen.visible:
-        _train_alone(job, splits, history, screen)
+        _train_alone(job, splits, history, screen, exact)
 
 
 def _agree(job: Job, group: Group) -> None:
@@ -204,7 +204,7 @@ def _open_log(job: Job, screen: Screen, stack: ExitStack) -> RunLog | None:
     return log
 
 
-def _train(job: Job, group: Group, screen: Screen, stack: ExitStack) -> tuple[History, Splits]:
+def _train(job: Job, group: Group, screen: Screen, stack: ExitStack) -> tuple[History, Splits, bool]:
     splits = job.images()
     model, example = job.model(splits), _example(splits)
     traced = trace(model, example)
@@ -230,7 +230,7 @@ def _train(job: Job, group: Group, screen: Screen, stack: ExitStack) -> tuple[Hi
     if log is not None:
         for use in uses:
             log.write("device", **asdict(use))
-    return history, splits
+    return history, splits, plan.exact
 
 
 def _plan(
@@ -268,7 +268,7 @@ def _uses(job: Job, group: Group, part: Distributed, speeds: Speeds, shares: tup
     ]
 
 
-def _train_alone(job: Job, splits: Splits, history: History, screen: Screen) -> None:
+def _train_alone(job: Job, splits: Splits, history: History, screen: Screen, exact: bool) -> None:
     """The same training by plain PyTorch on one device: what Convoy must equal."""
     model = job.model(splits)
     train = Loader(splits.train, job.batch, seed=job.seed, workers=job.workers)
@@ -276,7 +276,7 @@ def _train_alone(job: Job, splits: Splits, history: History, screen: Screen) -> 
     optimizer = build_optimizer(job.optimizer, model, job.lr, job.momentum, job.weight_decay)
     with screen.progress("one device, plain PyTorch", job.epochs, train.samples) as bar:
         alone = fit(model, train, test, optimizer, job.epochs, bar)
-    screen.comparison(history, alone)
+    screen.comparison(history, alone, exact=exact)
 
 
 def _example(splits: Splits) -> Tensor:

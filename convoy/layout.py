@@ -83,8 +83,6 @@ def local_shape(layout: Layout, device: int, shape: Shape) -> Shape:
     here = box(layout, device, shape)
     if here is not None:
         return tuple(stop - start for start, stop in here)
-    if not shape:
-        return (0,)
     axis = layout.axis if isinstance(layout, Split) else 0
     return (*shape[:axis], 0, *shape[axis + 1 :])
 

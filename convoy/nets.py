@@ -98,7 +98,8 @@ def build_net(text: str, image: ImageShape, classes: int, seed: int = 0) -> nn.M
     """A network from a text such as "two-conv:150:800", with weights drawn from `seed`.
 
     Raises:
-        InputError: unknown name (the choices are listed), sizes that are not positive whole numbers, images too small.
+        InputError: unknown name (the choices are listed), sizes that are not positive whole numbers, images too small,
+            a net that does not fit into memory.
     """
     name, *numbers = text.split(":")
     if name not in NETS:
@@ -114,4 +115,10 @@ def build_net(text: str, image: ImageShape, classes: int, seed: int = 0) -> nn.M
         raise InputError(f"net {text!r} needs images of {least}x{least} or more, these are {image[1]}x{image[2]}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return build(image, classes, sizes)
+        try:
+            return build(image, classes, sizes)
+        except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(
+                f"net {text!r} needs more memory than there is ({reason}): give smaller numbers"
+            ) from error

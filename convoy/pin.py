@@ -55,8 +55,8 @@ def _strays(pinned: Plan, training: Graph, evaluation: Graph, plan: Plan) -> lis
 
 def _held(wanted: Layout, kept: Layout) -> bool:
     """Whether devices that keep a parameter in layout `kept` can compute a layer that wants it in layout `wanted`."""
-    if isinstance(kept, Replicated) and isinstance(wanted, Replicated | OnOne):
-        return set(holders(wanted)) <= set(kept.devices)
+    if isinstance(kept, Replicated | OnOne) and isinstance(wanted, Replicated | OnOne):
+        return set(holders(wanted)) <= set(holders(kept))
     return wanted == kept
 
 

@@ -92,9 +92,9 @@ def _water_fill(units: int, weights: Sequence[float], low: Sequence[int], high: 
 def _largest_remainder(units: int, exact: Sequence[Fraction], high: Sequence[int]) -> list[int]:
     whole = [math.floor(e) for e in exact]
     missing = units - sum(whole)
-    # Devices that were due nothing take part in the remainder only when nobody else has room.
-    order = sorted(range(len(exact)), key=lambda i: (exact[i] <= 0, whole[i] - exact[i], i))
-    while missing > 0:
+    order = sorted(range(len(exact)), key=lambda i: (whole[i] - exact[i], i))
+    # More than one round only where the devices with a weight are full: the others then share what is left.
+    while missing:
         for i in order:
             if missing and whole[i] < high[i]:
                 whole[i] += 1

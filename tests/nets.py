@@ -173,6 +173,7 @@ class FrozenNorm(nn.Module):
         self.frozen = nn.BatchNorm2d(6)
         self.live = nn.BatchNorm2d(6)
         self.fc = nn.Linear(6, CLASSES)
+        self.frozen.eval()
         nn.init.uniform_(self.frozen.running_mean, -1, 1)
         nn.init.uniform_(self.frozen.running_var, 0.5, 2)
 

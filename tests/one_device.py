@@ -156,7 +156,7 @@ def difference(found: Record, expected: Record) -> dict[str, float]:
     """The largest difference of each kind, relative to one or to the size of the number. NaN counts as infinite."""
     assert found.weights.keys() == expected.weights.keys()
     for key, weight in expected.weights.items():
-        assert found.weights[key].shape == weight.shape and found.weights[key].dtype == weight.dtype, key
+        assert (found.weights[key].shape, found.weights[key].dtype) == (weight.shape, weight.dtype), key
     rows = {f"weight {k}": (found.weights[k], w) for k, w in expected.weights.items()}
     rows |= {f"gradient of {k}": (found.gradients[k], g) for k, g in expected.gradients.items() if g is not None}
     for key, state in expected.state.items():
@@ -209,11 +209,11 @@ def one_trace() -> Iterator[None]:
     known: dict[tuple[int, bool], Traced] = {}
     lock, original = threading.Lock(), convoy.execute.module.trace
 
-    def cached(model: nn.Module, example: Any, *, training: bool = True) -> Traced:
+    def cached(model: nn.Module, example: Any, *, training: bool = True, **like: Any) -> Traced:
         with lock:
             key = (id(model), training)
             if key not in known:
-                known[key] = original(model, example, training=training)
+                known[key] = original(model, example, training=training, **like)
             return known[key]
 
     convoy.execute.module.trace = cached  # type: ignore[assignment]

@@ -277,17 +277,19 @@ def test_copies_for_other_devices_have_the_same_bits() -> None:
         assert torch.equal(copies[1], copies[4])
 
 
-def test_a_sum_for_one_device_adds_in_the_order_of_the_devices() -> None:
+def test_a_sum_at_one_device_adds_in_the_order_of_the_devices() -> None:
     """1e8 + 1 - 1e8 in float32 is 0 in this order, 1 in others: whichever message comes first, the sum is the same."""
 
     def work(group: Group) -> list[Tensor]:
         summand = torch.tensor([[1e8, 1.0, -1e8][group.device]])
         cases = [Case(Partial((0, 1, 2)), OnOne(owner), (1,)) for owner in range(3)]
         cases.append(Case(Partial((0, 1, 2)), Split(0, (0, 1, 0)), (1,)))
+        cases.append(Case(Partial((0, 1, 2)), Replicated((0, 1, 2)), (1,), "star"))
         return [run_move(group, case.schedule, summand, case.src, case.dst, case.shape) for case in cases]
 
     first, second, third = run_on_threads(3, work, LIMIT_S)
-    assert [first[0].tolist(), second[1].tolist(), third[2].tolist(), second[3].tolist()] == [[0.0]] * 4
+    found = [first[0], second[1], third[2], second[3], first[4], second[4], third[4]]
+    assert [piece.tolist() for piece in found] == [[0.0]] * len(found)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

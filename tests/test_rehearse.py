@@ -242,11 +242,16 @@ pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(obtained))
 
 @needs_root
 def test_a_device_gets_its_cores_and_no_more(tmp_path: Path) -> None:
-    assert rehearse(fleet_of([0.8, 0.1]), [*python(BUSY), str(tmp_path)], timeout_s=HANG_S, output=io.StringIO()) == 0
-    # Processor seconds per second: less on a busy machine, never more than the quota and a period's remainder.
-    fast, slow = (float((tmp_path / str(index)).read_text()) for index in (0, 1))
-    assert 0.02 < slow < 0.15
-    assert 1.5 * slow < fast < 0.9
+    # Never more than the quota and a period's remainder. On a busy machine it may be less: three tries for the ratio.
+    for _ in range(3):
+        command = [*python(BUSY), str(tmp_path)]
+        assert rehearse(fleet_of([0.8, 0.1]), command, timeout_s=HANG_S, output=io.StringIO()) == 0
+        fast, slow = (float((tmp_path / str(index)).read_text()) for index in (0, 1))
+        assert slow < 0.15
+        assert fast < 0.9
+        if fast > 1.5 * slow > 0.03:
+            return
+    pytest.fail(f"0.8 cores gave {fast:.2f} processor seconds a second, 0.1 cores gave {slow:.2f}")
 
 
 @needs_root
@@ -315,10 +320,15 @@ def test_a_child_left_behind_by_the_command_is_ended(tmp_path: Path) -> None:
 
 @needs_root
 def test_the_last_words_of_a_process_are_heard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Slow(io.StringIO):
+        def write(self, text: str) -> int:
+            time.sleep(0.001)
+            return super().write(text)
+
     monkeypatch.setattr(crew, "_CHUNK_BYTES", 100)  # so that much is unread when the process ends
     monkeypatch.setattr(crew, "_LAST_CHUNKS", 1000)
-    output = io.StringIO()
-    words = "".join(f"word {number} é\n" for number in range(4000))
+    output = Slow()
+    words = "".join(f"word {number} é\n" for number in range(3000))
     (tmp_path / "words").write_text(words, encoding="utf-8")
     assert rehearse(fleet_of([0.5]), ["cat", str(tmp_path / "words")], timeout_s=HANG_S, output=output) == 0
     assert output.getvalue() == words
@@ -363,7 +373,7 @@ sys.exit(rehearse(fleet, ["sh", "-c", sys.argv[1]], timeout_s=60))
 
 def start_and_wait(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
     """A rehearsal in a process of its own whose command is running; the ids of the command's processes."""
-    command = f"sleep 600 & echo $! $$ > {folder}/$RANK.new; mv {folder}/$RANK.new {folder}/$RANK; echo ready; wait"
+    command = f"sleep 600 & echo $! $$ > {folder}/$RANK.new; echo ready; mv {folder}/$RANK.new {folder}/$RANK; wait"
     process = subprocess.Popen(
         [*python(REHEARSE), command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

@@ -85,6 +85,9 @@ def title(device: int, greeting: Greeting | None) -> str:
 # ------------------------------------------------------------------------------------------------ the store
 
 
+LONGEST_PAUSE_S = 0.1
+"""Between two looks into the store."""
+
 _stores: dict[tuple[str, int], Store] = {}
 """The stores this process has been to. They stay open until it ends, so that a job can meet again at the same port."""
 
@@ -196,7 +199,11 @@ class Meeting:
             MismatchError: as in :func:`check_greetings`.
         """
         self.greetings = [Greeting.from_text(text) for text in self.gather("greeting", greeting.to_text())]
-        check_greetings(self.greetings)
+        try:
+            check_greetings(self.greetings)
+        except MismatchError:
+            self._linger()
+            raise
         return self.greetings
 
     def gather(self, topic: str, text: str) -> list[str]:
@@ -215,12 +222,23 @@ class Meeting:
             )
         pause_s = 0.002
         while not self.store.check(keys):
+            if self.store.check(["failed"]):
+                device, cause = json.loads(self.store.get("failed"))
+                raise DeviceLostError(int(device), str(cause))
             if time.monotonic() + pause_s > self.deadline_s:
-                raise self._absence([key for key in keys if self.store.check([key])], keys)
+                error = self._absence([key for key in keys if self.store.check([key])], keys)
+                self.store.set("failed", json.dumps([error.device, str(error)]))
+                self._linger()
+                raise error
             # The store's own wait prints warnings when its time runs out.
             time.sleep(pause_s)
-            pause_s = min(0.1, 1.5 * pause_s)
+            pause_s = min(LONGEST_PAUSE_S, 1.5 * pause_s)
         return [value.decode() for value in self.store.multi_get(keys)]
+
+    def _linger(self) -> None:
+        """Give the others the time to read what went wrong, if the store ends with this process."""
+        if self.place.device == 0 and not self.place.hosted:
+            time.sleep(3 * LONGEST_PAUSE_S)
 
     def _absence(self, present: Sequence[str], keys: Sequence[str]) -> DeviceLostError:
         missing = [device for device, key in enumerate(keys) if key not in present]

@@ -16,9 +16,10 @@ from convoy.execute.gradients import global_norm
 from convoy.execute.group import Group
 from convoy.execute.move import run_move
 from convoy.graph import Parameter
-from convoy.layout import Layout, OnOne, Replicated, Split, box, holders, local_shape
+from convoy.layout import Layout, OnOne, Partial, Replicated, Split, box, holders, local_shape
 from convoy.lower import lower, parameter_layouts
 from convoy.operation import Ref
+from convoy.pin import misplaced, pin
 from convoy.plan import Plan
 from convoy.steps import StepList
 from convoy.trace import Traced, trace, without_in_place
@@ -54,15 +55,17 @@ class Distributed(nn.Module):
         slowdown: float = 1.0,
     ) -> None:
         super().__init__()
-        traced = {True: trace(model, example, training=True), False: trace(model, example, training=False)}
+        trained = trace(model, example, training=True)
+        traced = {True: trained, False: trace(model, example, training=False, like=trained)}
         _agree(group, traced[True], plan)
         plan.check(traced[True].graph, group.devices)
         self.plan, self.group = plan, group
         self.clock = Clock(group.torch_device, slowdown)
-        self._plans = {mode: _plan_for(plan, t) for mode, t in traced.items()}
+        self._plans = {True: plan, False: pin(plan, trained.graph, traced[False].graph)}
+        self._misplaced = misplaced(self._plans[False], plan, trained.graph, traced[False].graph)
         unused = _unused(model, _parameters(traced))
         self.parameters_by_key = _parameters(traced) | unused
-        self.layouts = _layouts(plan, traced) | dict.fromkeys(unused, Replicated(tuple(range(group.devices))))
+        self.layouts = _layouts(self._plans, traced) | dict.fromkeys(unused, Replicated(tuple(range(group.devices))))
         self.module = without_in_place(copy.deepcopy(model)).to(group.torch_device)
         self._keep_own_pieces()
         self._executors = {mode: Executor(group, self.module, t, self.clock) for mode, t in traced.items()}
@@ -101,6 +104,11 @@ class Distributed(nn.Module):
     def steps(self, batch: int) -> StepList:
         """The step list that runs for a global batch of this size, in the present mode."""
         mode = self.training
+        if not mode and self._misplaced:
+            raise InputError(
+                f"in evaluation, layer {self._misplaced[0]!r} is built so differently from training that no device has its "
+                "parameters: evaluate on one device, with the weights of full_state_dict()"
+            )
         if (mode, batch) not in self._lists:
             self._lists[mode, batch] = lower(self._plans[mode], self._executors[mode].traced.graph, batch)
         return self._lists[mode, batch]
@@ -190,17 +198,25 @@ class Distributed(nn.Module):
         )
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model under its ordinary keys, on every device. Every device must call it."""
+        """The whole model under its ordinary keys, on every device. Every device must call it.
+
+        With `inexact-butterfly-mixing` every device has weights of its own; these are their averages.
+        """
         tied = _canonical(self.module)
         whole = {key: self.gather(key, self._held(key)) for key in self.parameters_by_key}
         own = self.module.state_dict()
         return {key: whole.get(tied.get(key, key), own[key]) for key in own}
 
     def gather(self, key: str, piece: Tensor) -> Tensor:
-        """The whole of a tensor that lies like parameter `key` (its gradient, its momentum), on every device."""
+        """The whole of a tensor that lies like parameter `key` (its gradient, its momentum), on every device.
+
+        Where the plan mixes inexactly the copies differ from device to device: this is their average.
+        """
         layout, shape = self.layouts[key], self.parameters_by_key[key].shape
         everyone = Replicated(tuple(range(self.group.devices)))
         held = piece if box(layout, self.group.device, shape) is not None else piece.new_empty(_none(shape))
+        if not self.plan.exact and isinstance(layout, Replicated) and held.is_floating_point():
+            held, layout = held / len(layout.devices), Partial(layout.devices)
         return run_move(self.group, schedule(layout, everyone, shape), held, layout, everyone, shape).clone()
 
     def _held(self, key: str) -> Tensor:
@@ -210,7 +226,13 @@ class Distributed(nn.Module):
         return tensor.detach()
 
     def _check_frozen(self, executor: Executor) -> None:
-        """Whether a batch norm uses the batch or its running statistics is part of the step list."""
+        """What has a gradient, and whether a batch norm uses the batch or its running statistics: the steps depend on it."""
+        for key, parameter in self.module.named_parameters():
+            if parameter.requires_grad != self.parameters_by_key[key].trainable:
+                raise InputError(
+                    f"parameter {key!r} was {'thawed' if parameter.requires_grad else 'frozen'} after distribute(): set "
+                    "requires_grad on the model before, and distribute it again"
+                )
         for name, norm in executor.norms.items():
             if executor.traced.graph[name].statistics != (norm.module.training or norm.module.running_mean is None):
                 raise InputError(
@@ -260,16 +282,10 @@ def _agree(group: Group, traced: Traced, plan: Plan) -> None:
             )
 
 
-def _layouts(plan: Plan, traced: Mapping[bool, Traced]) -> dict[str, Layout]:
+def _layouts(plans: Mapping[bool, Plan], traced: Mapping[bool, Traced]) -> dict[str, Layout]:
     """Layout of every parameter; layers that exist only in evaluation add theirs."""
-    layouts = parameter_layouts(_plan_for(plan, traced[False]), traced[False].graph)
-    return layouts | parameter_layouts(plan, traced[True].graph)
-
-
-def _plan_for(plan: Plan, traced: Traced) -> Plan:
-    """The plan for the graph of a mode: evaluation may lack layers (auxiliary outputs) but shares the rest."""
-    known = {name: s for name, s in plan.layers.items() if name in traced.graph.layers}
-    return Plan(plan.name, traced.graph.fingerprint, plan.devices, plan.batch, known, plan.otherwise, plan.reduce)
+    evaluation = parameter_layouts(plans[False], traced[False].graph)
+    return evaluation | parameter_layouts(plans[True], traced[True].graph)
 
 
 def _parameters(traced: Mapping[bool, Traced]) -> dict[str, Parameter]:

@@ -150,9 +150,8 @@ class JoinedGroup(CountedGroup):
 
     def agree(self, topic: str, text: str) -> tuple[str, ...]:
         self._raise_failure()
-        page = json.dumps([topic, text]).encode()
         try:
-            pages = self._swap_pages(page, self.timeout_s)
+            pages = self._swap_pages(_page(topic, text), self.timeout_s)
         except PeerFailure as failure:
             raise self._lose(failure) from failure
         topics, texts = zip(*(json.loads(each) for each in pages), strict=True)
@@ -235,7 +234,7 @@ class JoinedGroup(CountedGroup):
         """Wait a little for the others to be done as well."""
         self._status = Answer(done=True)
         try:
-            self._swap_pages(b"farewell", min(FAREWELL_S, self.timeout_s))
+            self._swap_pages(_page("the end of its work", ""), min(FAREWELL_S, self.timeout_s))
         except PeerFailure:
             self._tell(Note(self.device, self.device, DONE_CAUSE))
 
@@ -255,6 +254,10 @@ class _InFlight:
             return
         self.group._raise_failure()
         self.group._land(self.flight)
+
+
+def _page(topic: str, text: str) -> bytes:
+    return json.dumps([topic, text]).encode()
 
 
 def _present(part: T | None) -> T:

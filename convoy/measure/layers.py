@@ -7,18 +7,18 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from convoy.errors import InputError
+from convoy.errors import InputError, MismatchError
 from convoy.execute.clock import Clock
 from convoy.execute.compute import Arithmetic, arithmetic
 from convoy.execute.group import Group
 from convoy.graph import Graph, Layer
 from convoy.named import Speeds
 from convoy.trace import Traced, without_in_place
-
 
 BURST_S = 0.02
 """A run that is shorter is repeated for this long: twice the period of a processor quota."""
@@ -29,7 +29,7 @@ LIMIT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class LayerTime:
-    """Median seconds of one whole layer for `samples` samples, forward and backward apart."""
+    """Median seconds of one whole layer for `samples` samples, forward and backward apart (0 where no gradient passes)."""
 
     samples: int
     forward_s: float
@@ -57,7 +57,7 @@ def measure_layers(
     sizes = sorted({max(2, batch // 8), max(2, batch // 4), max(2, batch // 2)})
     result = {}
     for layer in traced.graph.layers.values():
-        if layer.kind != "input" and layer.batched and not layer.several:
+        if layer.kind not in ("input", "pick") and layer.batched:
             run = arithmetic(local, layer, traced.operations[layer.name])
             times = []
             for samples in sizes:
@@ -72,13 +72,15 @@ def _time_layer(
     run: Arithmetic, layer: Layer, graph: Graph, samples: int, clock: Clock, device: torch.device, repeats: int
 ) -> LayerTime:
     inputs = [_random(graph[name], samples, device) for name in layer.inputs]
-    wants = [graph[name].kind != "input" for name in layer.inputs]
-    gradient = torch.randn(layer.batch_shape(samples), device=device, dtype=getattr(torch, layer.dtype))
+    wants = [
+        graph[name].kind != "input" and x.is_floating_point() for name, x in zip(layer.inputs, inputs, strict=True)
+    ]
+    gradient = _gradient_like(run.forward(inputs, samples, False, wants)[0]) if layer.differentiable else None
     first = _once(run, inputs, gradient, samples, wants, clock, layer.name)
-    rows = []
+    rows: list[tuple[float, float]] = []
     # A processor under a quota runs in bursts: one short run says nothing, so short ones are repeated and averaged.
     count = max(1, math.ceil(BURST_S / max(sum(first), 1e-6)))
-    while len(rows) < repeats and sum(map(sum, rows)) * count < LIMIT_S:
+    while len(rows) < repeats and sum(f + b for f, b in rows) * count < LIMIT_S:
         runs = [_once(run, inputs, gradient, samples, wants, clock, layer.name) for _ in range(count)]
         rows.append((sum(f for f, _ in runs) / count, sum(b for _, b in runs) / count))
     both = [f + b for f, b in rows]
@@ -89,20 +91,33 @@ def _time_layer(
 def _once(
     run: Arithmetic,
     inputs: Sequence[Tensor],
-    gradient: Tensor,
+    gradient: Any,
     samples: int,
     wants: Sequence[bool],
     clock: Clock,
     name: str,
 ) -> tuple[float, float]:
-    marks = [_now(gradient.device)]
+    device = inputs[0].device
+    marks = [_now(device)]
     with clock.compute(name, "measure"):
-        _, saved = run.forward(inputs, samples, True, wants)
-    marks.append(_now(gradient.device))
+        _, saved = run.forward(inputs, samples, gradient is not None, wants)
+    marks.append(_now(device))
+    if gradient is None:
+        return marks[1] - marks[0], 0.0
     with clock.compute(name, "measure"):
         run.backward(saved, gradient, wants)
-    marks.append(_now(gradient.device))
+    marks.append(_now(device))
     return marks[1] - marks[0], marks[2] - marks[1]
+
+
+def _gradient_like(y: Any) -> Any:
+    """Random gradient of a layer's output; for a layer with several, those of its tensors by their index; or None."""
+    if isinstance(y, Tensor):
+        return torch.randn_like(y) if y.is_floating_point() else None
+    rows = {
+        i: torch.randn_like(each) for i, each in enumerate(y) if isinstance(each, Tensor) and each.is_floating_point()
+    }
+    return rows or None
 
 
 def _now(device: torch.device) -> float:
@@ -137,8 +152,16 @@ def measure_speeds(group: Group, traced: Traced, model: nn.Module, batch: int, c
     """Every device times the model's layers, all at the same time as in training; all learn all speeds.
 
     Raises:
+        MismatchError: the devices have different models.
         DeviceLostError: a device did not answer.
     """
+    prints = group.agree("model to measure", traced.graph.fingerprint)
+    strangers = [str(d) for d, text in enumerate(prints) if text != prints[0]]
+    if strangers:
+        raise MismatchError(
+            f"device{'s' * (len(strangers) > 1)} {', '.join(strangers)} started with another model than device 0: "
+            "start every device with the same script and options"
+        )
     own = measure_layers(traced, model, batch, clock, group.torch_device)
     clock.reset()
     rows = {name: [[t.samples, t.forward_s, t.backward_s, t.spread] for t in times] for name, times in own.items()}

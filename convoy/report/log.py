@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import platform
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ class RunLog:
 
     def __init__(self, path: Path) -> None:
         try:
-            self.file: IO[str] = path.open("w", buffering=1)
+            self.file: IO[str] = path.open("w", buffering=1, encoding="utf-8")
         except OSError as error:
             raise InputError(
                 f"cannot write the log {path}: {error.strerror}; give a path in a folder that exists"
@@ -58,7 +59,8 @@ class RunLog:
         )  # fmt: skip
 
     def write(self, what: str, **fields: Any) -> None:
-        self.file.write(json.dumps({"what": what, **fields}, default=str) + "\n")
+        """One line. A number that is not finite, such as the loss of a training that diverged, is written as null."""
+        self.file.write(json.dumps(_finite({"what": what, **fields}), default=str, allow_nan=False) + "\n")
 
     def __enter__(self) -> Self:
         return self
@@ -82,3 +84,15 @@ class Both:
     def epoch(self, epoch: int, result: EpochResult) -> None:
         for observer in self.observers:
             observer.epoch(epoch, result)
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN; most readers refuse a line that holds one."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            return {key: _finite(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_finite(each) for each in value]
+    return value

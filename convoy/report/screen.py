@@ -1,5 +1,6 @@
 """What `convoy train` prints: the fleet, the plan, progress, where the time went. Plain lines where there is no terminal."""
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from convoy.plan import Plan
 
 LINE_EVERY_S = 10.0
 """Where there is no terminal, a line of progress this often."""
+
+FILE_WIDTH = 250
+"""A table in a file or a pipe may be this wide, in characters: nothing in it is cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +40,7 @@ class Screen:
 
     def __init__(self, visible: bool, console: Console | None = None) -> None:
         self.visible = visible
-        self.console = console or Console(quiet=not visible, highlight=False)
+        self.console = console or _console(visible)
 
     def fleet(self, devices: Sequence[tuple[str, str, float]], speeds: Speeds, measured: bool) -> None:
         """A row per device: what it is, how fast it is at this model, its part of the fleet's speed."""
@@ -75,7 +79,7 @@ class Screen:
         table.add_row("arithmetic", "", "", *(f"{share:.1%}" for share in shares), _bytes(total))
         self.console.print(table)
         for note in notes:
-            self.console.print(f"* {note}")
+            self.console.print(f"* {note}", soft_wrap=True)
         if not plan.exact:
             self.console.print("INEXACT: butterfly mixing does not follow the trajectory of one device.")
 
@@ -96,7 +100,7 @@ class Screen:
     def progress(self, title: str, epochs: int, samples: int) -> Iterator["Bar"]:
         """A progress bar with loss, samples/s and time left; lines where there is no terminal."""
         columns = (
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.percentage:3.0f}%  loss {task.fields[loss]}  {task.fields[rate]} samples/s  left"),
             TimeRemainingColumn(),
@@ -119,12 +123,13 @@ class Screen:
             )  # fmt: skip
         self.console.print(table)
 
-    def comparison(self, together: History, alone: History) -> None:
-        """The two trainings beside each other: they must agree."""
+    def comparison(self, together: History, alone: History, *, exact: bool) -> None:
+        """The two trainings beside each other: they must agree where the plan is exact."""
         table = Table(title="The same training on one device (plain PyTorch)", title_justify="left")
         table.add_column("epoch", justify="right")
-        for name in ("loss, all", "loss, one", "accuracy, all", "accuracy, one", "samples/s, all", "samples/s, one"):
-            table.add_column(name, justify="right")
+        for name in ("loss", "accuracy", "samples/s"):
+            table.add_column(f"{name}\nall", justify="right")
+            table.add_column(f"{name}\none", justify="right")
         for index, (a, b) in enumerate(zip(together.epochs, alone.epochs, strict=True)):
             table.add_row(
                 str(index + 1), f"{a.loss:.5f}", f"{b.loss:.5f}", f"{a.accuracy:.2%}", f"{b.accuracy:.2%}",
@@ -132,9 +137,13 @@ class Screen:
             )  # fmt: skip
         self.console.print(table)
         apart = [abs(a - b) for a, b in zip(together.losses, alone.losses, strict=True)]
+        why = (
+            "rounding of float32, which grows from step to step; in float64 they agree to 1e-10"
+            if exact
+            else "INEXACT: butterfly mixing does not follow one device"
+        )
         self.console.print(
-            f"Loss curves over {len(apart)} steps: at most {max(apart):.2g} apart "
-            f"(float32 rounding; in float64 they agree to 1e-10)."
+            f"Loss curves over {len(apart)} steps: at most {max(apart):.2g} apart ({why}).", soft_wrap=True
         )
 
 
@@ -167,6 +176,14 @@ class Bar:
             f"  epoch {epoch + 1}/{self.epochs}: loss {result.loss:.4f}, test accuracy {result.accuracy:.2%}, "
             f"{result.samples_per_s:,.0f} samples/s, {result.train_s:.1f} s"
         )
+
+
+def _console(visible: bool) -> Console:
+    # Names come from models and files: a bracket or a colon in them is no markup.
+    console = Console(quiet=not visible, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = FILE_WIDTH
+    return console
 
 
 def _bytes(count: int) -> str:

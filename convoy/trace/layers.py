@@ -1,7 +1,7 @@
 """From nodes to layers: one layer, and one operation, for every tensor of the forward pass."""
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,12 +29,15 @@ class _Parts:
 class Layering:
     """One pass over the nodes of a model.
 
+    Args:
+        leaves: paths of submodules to keep whole, beside those that must be.
+
     Raises:
         Untraceable: the model as a whole must stay one layer.
     """
 
-    def __init__(self, model: nn.Module, specs: Sequence[Spec]) -> None:
-        self.model, self.specs = model, specs
+    def __init__(self, model: nn.Module, specs: Sequence[Spec], leaves: Collection[str] = ()) -> None:
+        self.model, self.specs, self.leaves = model, specs, leaves
         self.values = Values(model, specs)
         self.names: dict[fx.Node, str] = {}
         self.parts: dict[fx.Node, _Parts] = {}
@@ -45,7 +48,7 @@ class Layering:
         self.uses: dict[str, list[str]] = {}
 
     def run(self) -> Traced:
-        nodes = nodes_of(self.model)
+        nodes = nodes_of(self.model, self.leaves)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             for node in nodes:
                 if node.op == "output":
@@ -274,7 +277,9 @@ def canonical_keys(model: nn.Module) -> dict[str, str]:
 
 
 def _draws_by_name(node: fx.Node) -> bool:
-    return "dropout" in called(node) or called(node) in ("bernoulli", "rand_like", "randn_like", "rrelu")
+    if "dropout" in called(node):
+        return node.kwargs.get("training", True) is not False and node.args[2:3] != (False,)
+    return called(node) in ("bernoulli", "rand_like", "randn_like", "rrelu")
 
 
 def _dtype(value: Any) -> str:

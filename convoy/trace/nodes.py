@@ -1,6 +1,7 @@
 """nn.Module -> torch.fx nodes, with untraceable submodules as leaves."""
 
 import threading
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -17,13 +18,15 @@ class Untraceable(Exception):  # noqa: N818 - it ends one way of tracing, not th
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self) -> None:
+    def __init__(self, leaves: Collection[str] = ()) -> None:
         super().__init__()
+        self.leaves = leaves
         self.thread = threading.get_ident()
         self.traceable: dict[nn.Module, bool] = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return super().is_leaf_module(m, module_qualified_name) or not self._can_trace(m)
+        known = module_qualified_name in self.leaves or super().is_leaf_module(m, module_qualified_name)
+        return known or not self._can_trace(m)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Another thread may run a model of its own meanwhile: that is no part of this trace.
@@ -50,15 +53,18 @@ class _Tracer(fx.Tracer):
         return self.traceable[module]
 
 
-def nodes_of(model: nn.Module) -> list[fx.Node]:
+def nodes_of(model: nn.Module, leaves: Collection[str] = ()) -> list[fx.Node]:
     """The calls of a model's forward, in order; the last one is its output. Calls that nobody reads are left out.
+
+    Args:
+        leaves: paths of submodules to keep whole, beside those that must be.
 
     Raises:
         Untraceable: its own forward does what torch.fx cannot follow.
     """
     with ONE_AT_A_TIME, torch.enable_grad():
         try:
-            graph = _Tracer().trace(model)
+            graph = _Tracer(leaves).trace(model)
         except Exception as error:
             raise Untraceable(f"torch.fx cannot trace it: {first_line(error)}") from None
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or mutates(model, node))

@@ -14,13 +14,17 @@ from convoy.trace.same_answer import require_same_answer
 from convoy.trace.whole import whole
 
 
-def trace(model: nn.Module, example: Tensor | Sequence[Tensor], *, training: bool = True) -> Traced:
+def trace(
+    model: nn.Module, example: Tensor | Sequence[Tensor], *, training: bool = True, like: Traced | None = None
+) -> Traced:
     """Take a model apart. The model itself is left as it is.
 
     Args:
         model: an ordinary module on any device; its inputs are tensors whose first axis is the batch.
         example: one batch of each input; only shape and dtype matter.
         training: trace what the model does in training (dropout, batch statistics, auxiliary outputs) or in evaluation.
+        like: a trace of the same model in the other mode; what is one layer there is one layer here, so that both
+            modes keep parameters in the same layers.
 
     Raises:
         InputError: the model does not run on the example, or returns something else than tensors.
@@ -36,8 +40,17 @@ def trace(model: nn.Module, example: Tensor | Sequence[Tensor], *, training: boo
     specs = [(tuple(e.shape[1:]), e.dtype) for e in examples]
     with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
         try:
-            traced = Layering(local, specs).run()
+            leaves = _opaque_modules(like) if like is not None else ()
+            if "" in leaves:
+                raise Untraceable("it is one layer in the other mode")
+            traced = Layering(local, specs, leaves).run()
             require_same_answer(local, traced, specs)
             return traced
         except Untraceable as reason:
             return whole(local, specs, str(reason))
+
+
+def _opaque_modules(traced: Traced) -> tuple[str, ...]:
+    """Paths of the modules that a trace keeps whole; "" is the model itself."""
+    calls = (traced.operations[layer.name] for layer in traced.graph.layers.values() if layer.kind == "opaque")
+    return tuple(str(call.target) for call in calls if call.call == "module")

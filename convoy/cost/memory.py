@@ -1,0 +1,185 @@
+"""Bytes that a plan keeps on each device while it trains.
+
+What is counted: weights and buffers; a gradient per trainable entry; the optimizer's state; activations kept for backward;
+the largest landing buffer of a move or gradient sum. Not counted: what the framework and the kernels' workspaces take, the
+gradients of activations on their way through backward, the images of the next batches.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from convoy.errors import unknown_name
+from convoy.graph import Graph
+from convoy.layout import Layout, box, entries, holders
+from convoy.lower import lower
+from convoy.plan import Plan
+from convoy.steps import Compute, Move, ShareStatistics, Step, StepList, SumGradients
+from convoy.transfer import Round
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """What one optimizer costs, per trainable entry.
+
+    Attributes:
+        state: numbers kept from step to step besides weight and gradient.
+        moved: numbers read and written in one update, weight and gradient included.
+    """
+
+    state: int
+    moved: int
+
+
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    "sgd": Optimizer(state=0, moved=3),  # read w, g; write w
+    "sgd-momentum": Optimizer(state=1, moved=5),  # and read and write the momentum
+    "adam": Optimizer(state=2, moved=7),  # and read and write two moments
+}
+
+
+def optimizer_named(name: str) -> Optimizer:
+    """An optimizer by name.
+
+    Raises:
+        InputError: unknown name; the choices are listed.
+    """
+    if name not in OPTIMIZERS:
+        raise unknown_name("optimizer", name, OPTIMIZERS)
+    return OPTIMIZERS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes on one device.
+
+    Attributes:
+        weights_bytes: parameters and buffers.
+        gradients_bytes: of the trainable parameters.
+        optimizer_bytes: its state.
+        activations_bytes: kept from forward to backward.
+        exchange_bytes: landing buffers of the largest move, or the flat copy and landing buffers of the largest sum.
+    """
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    exchange_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return (
+            self.weights_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+            + self.exchange_bytes
+        )
+
+
+def memory_of(
+    plan: Plan, graph: Graph, batch: int | None = None, *, optimizer: str = "sgd-momentum", itemsize: int = 4
+) -> tuple[DeviceMemory, ...]:
+    """Memory of each device that trains by `plan`, for a global batch of `batch` samples (default: the plan's).
+
+    Raises:
+        InputError: unknown optimizer.
+        PlanError: the plan does not fit the graph.
+    """
+    steps = lower(plan, graph, batch)
+    return memory_of_steps(steps, graph, optimizer=optimizer, itemsize=itemsize)
+
+
+def memory_of_steps(
+    steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4
+) -> tuple[DeviceMemory, ...]:
+    """As `memory_of`, for a step list."""
+    state = optimizer_named(optimizer).state
+    result = []
+    for device in range(steps.devices):
+        kept, trained = parameter_entries(steps, graph, device)
+        result.append(
+            DeviceMemory(
+                weights_bytes=kept * itemsize,
+                gradients_bytes=trained * itemsize,
+                optimizer_bytes=trained * state * itemsize,
+                activations_bytes=_activations(steps, graph, device) * itemsize,
+                exchange_bytes=max((_landing(step, device) for step in steps.steps), default=0) * itemsize,
+            )
+        )
+    return tuple(result)
+
+
+def parameter_entries(steps: StepList, graph: Graph, device: int) -> tuple[int, int]:
+    """Entries of parameters and buffers on a device, and how many of them it trains."""
+    kept: dict[str, int] = {}
+    trained: dict[str, int] = {}
+    for step in steps.phase("forward"):
+        if isinstance(step, Compute):
+            layer = graph[step.layer]
+            for key, layout in step.parameters.items():
+                parameter = layer.parameters[key]
+                # Two layers may share one parameter: by its key it counts once.
+                kept[parameter.key] = _here(layout, device, parameter.shape)
+                if parameter.trainable:
+                    trained[parameter.key] = kept[parameter.key]
+    return sum(kept.values()), sum(trained.values())
+
+
+def update_s(
+    steps: StepList, graph: Graph, bytes_per_s: float, device: int, *, optimizer: str, itemsize: int = 4
+) -> float:
+    """Seconds of the optimizer on one device: its numbers once through memory, `bytes_per_s` fast."""
+    _, trained = parameter_entries(steps, graph, device)
+    return trained * optimizer_named(optimizer).moved * itemsize / bytes_per_s
+
+
+def _activations(steps: StepList, graph: Graph, device: int) -> int:
+    """Entries kept from forward to backward; a tensor that several layers keep is there once.
+
+    Convolutions, Linear and batch norms over several devices keep their input. Every other layer runs under autograd, which
+    keeps its input and its output; what it keeps besides (the indices of max pooling, a mask of dropout) is not counted.
+    Flatten is a view of its input.
+    """
+    back = {step.layer for step in steps.phase("backward") if isinstance(step, Compute)}
+    spread = {step.layer for step in steps.phase("forward") if isinstance(step, ShareStatistics)}
+    source = _views(steps, graph, device)
+    kept: dict[str, int] = {}
+    for step in steps.phase("forward"):
+        if isinstance(step, Compute) and step.layer in back and device in holders(step.writes.layout):
+            inputs_only = graph[step.layer].weighted or step.layer in spread
+            for value in step.reads if inputs_only else (*step.reads, step.writes):
+                kept[source.get(value.key, value.key)] = _here(value.layout, device, value.shape)
+    return sum(kept.values())
+
+
+def _views(steps: StepList, graph: Graph, device: int) -> dict[str, str]:
+    """Values that are the same memory as another one on this device: flattened, or moved without anything arriving."""
+    source: dict[str, str] = {}
+    for step in steps.phase("forward"):
+        if isinstance(step, Compute) and graph[step.layer].kind == "flatten":
+            source[step.writes.key] = source.get(step.reads[0].key, step.reads[0].key)
+        elif isinstance(step, Move) and not _landing(step, device):
+            here = box(step.reads.layout, device, step.reads.shape)
+            if here is not None and here == box(step.writes.layout, device, step.writes.shape):
+                source[step.writes.key] = source.get(step.reads.key, step.reads.key)
+    return source
+
+
+def _landing(step: Step, device: int) -> int:
+    """Entries that arrive on a device in the largest round of a step; a sum works on a flat copy besides."""
+    if isinstance(step, Compute):
+        return 0
+    schedule = step.schedule
+    arriving = max((_arriving(transfers, device) for transfers in schedule.rounds), default=0)
+    copy = schedule.shape[0] if isinstance(step, SumGradients) and arriving else 0
+    return arriving + copy
+
+
+def _arriving(transfers: Round, device: int) -> int:
+    return sum(entries(t.box) for t in transfers if t.receiver == device != t.sender)
+
+
+def _here(layout: Layout, device: int, shape: tuple[int, ...]) -> int:
+    here = box(layout, device, shape)
+    return entries(here) if here is not None else 0

@@ -1,0 +1,213 @@
+"""The table of one device: seconds of every layer of a model over samples x filters, and samples x input channels."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from convoy.cost.size import LocalSize, whole_size
+from convoy.execute.clock import Clock
+from convoy.graph import Graph, Layer
+from convoy.lower import lower
+from convoy.measure.pieces import granule, piece
+from convoy.measure.repeats import ROUNDS, STRETCH_S, Now, Times, device_now, time_piece
+from convoy.operation import Operation
+from convoy.plan import Plan
+from convoy.steps import Compute
+from convoy.strategy import One
+from convoy.trace import Traced, without_in_place
+
+DIVISORS = (16, 8, 4, 2, 1)
+POINT_LIMIT_S = 1.5
+"""A larger size is left to the line through the smaller ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A size of a layer and its seconds."""
+
+    size: LocalSize
+    times: Times
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """The sizes of one layer that are timed: samples x outputs (with all inputs), samples x inputs (with all outputs)."""
+
+    samples: tuple[int, ...]
+    outputs: tuple[int, ...]
+    inputs: tuple[int, ...] = ()
+
+    def sizes(self, whole: LocalSize) -> list[LocalSize]:
+        rows = [LocalSize(s, o, whole.inputs) for s in self.samples for o in self.outputs]
+        columns = [LocalSize(s, whole.outputs, i) for s in self.samples for i in self.inputs if i < whole.inputs]
+        return sorted([*rows, *columns], key=lambda size: size.samples * size.outputs * size.inputs)
+
+
+class Bench:
+    """Times the layers of one model on one device.
+
+    Args:
+        traced: the model in training mode; `model` itself, whole and left as it is.
+        batch: the global batch, the largest number of samples that is timed.
+        clock: its slow-down counts.
+        now: reads seconds; None: this process's clock.
+        stretch_s: see `time_piece`.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        model: nn.Module,
+        batch: int,
+        clock: Clock,
+        device: torch.device,
+        *,
+        now: Now | None = None,
+        stretch_s: float = STRETCH_S,
+    ) -> None:
+        self.traced, self.batch, self.clock, self.stretch_s = traced, batch, clock, stretch_s
+        self.model = without_in_place(copy.deepcopy(model)).to(device)
+        self.now = now or device_now(device)
+        self.wants, self.trained = _wants(traced.graph, batch)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers that a step computes, in order."""
+        return tuple(self.wants)
+
+    def alike(self) -> dict[str, str]:
+        """For each layer the first one that computes the same on tensors of the same shapes: it is timed for both."""
+        first: dict[str, str] = {}
+        return {name: first.setdefault(self._signature(name), name) for name in self.layers}
+
+    def measure(self, name: str, allowance_s: float, point_limit_s: float = POINT_LIMIT_S) -> list[Point]:
+        """Points of one layer, which fill one or two rectangles (see `Axes`).
+
+        Args:
+            allowance_s: what the layer may take, roughly; with too little, fewer and smaller sizes are timed, one at least.
+            point_limit_s: sizes whose single run would take longer are left away.
+        """
+        layer = self.traced.graph[name]
+        whole = whole_size(layer, self.batch)
+        full = full_axes(self.traced.graph, layer, self.batch)
+        known: dict[LocalSize, Times] = {}
+        probe = Axes(full.samples[:1], full.outputs[:1]).sizes(whole)[0]
+        known[probe] = self._time(layer, probe)
+        middle = LocalSize(_middle(full.samples), _middle(full.outputs), whole.inputs)
+        if middle != probe and known[probe].both_s * _ratio(middle, probe) < point_limit_s / 4:
+            known[middle] = self._time(layer, middle)  # a larger one says more about the largest
+        largest = max(known, key=lambda size: _ratio(size, probe))
+        axes = choose_axes(full, whole, largest, known[largest].both_s, allowance_s, point_limit_s)
+        sizes = axes.sizes(whole)
+        for size in sizes:
+            if size not in known:
+                known[size] = self._time(layer, size)
+        return [Point(size, known[size]) for size in sizes]
+
+    def _time(self, layer: Layer, size: LocalSize) -> Times:
+        # As in training, where autograd is off around the executor and layers that need it turn it on.
+        with (
+            torch.no_grad(),
+            piece(
+                self.model, self.traced, layer, size, self.wants[layer.name], backward=layer.name in self.trained
+            ) as part,
+        ):
+            return time_piece(part, self.clock, self.now, self.stretch_s)
+
+    def _signature(self, name: str) -> str:
+        layer, operation = self.traced.graph[name], self.traced.operations[name]
+        if layer.kind == "opaque" or layer.several or layer.kind == "pick":
+            return name
+        inputs = [(self.traced.graph[i].shape, self.traced.graph[i].dtype) for i in layer.inputs]
+        parameters = [(key, p.shape, p.trainable) for key, p in layer.parameters.items()]
+        row = (layer.kind, layer.shape, layer.groups, layer.axis, layer.batched, layer.statistics, inputs, parameters)
+        return repr((row, self.wants[name], name in self.trained, _call(self.model, operation)))
+
+
+def _call(model: nn.Module, operation: Operation) -> tuple[str, ...]:
+    if operation.call == "module":
+        return (repr(model.get_submodule(str(operation.target))),)
+    # Where a function has a name of its own; a local one would show its address, and be alike to none.
+    target = getattr(operation.target, "__qualname__", operation.target)
+    return (operation.call, repr(target), repr(operation.args), repr(dict(operation.kwargs)))
+
+
+def _wants(graph: Graph, batch: int) -> tuple[dict[str, tuple[bool, ...]], frozenset[str]]:
+    """Which inputs of each layer need a gradient, and the layers that one comes to: as a step on one device says."""
+    steps = lower(Plan("measure", graph.fingerprint, 1, batch, {}, One(0)), graph).steps
+    computes = [step for step in steps if isinstance(step, Compute)]
+    wants = {step.layer: step.wants for step in computes if step.phase == "forward"}
+    return wants, frozenset(step.layer for step in computes if step.phase == "backward")
+
+
+def full_axes(graph: Graph, layer: Layer, batch: int) -> Axes:
+    """All sizes worth timing: a sixteenth, an eighth, a quarter, a half and the whole of each axis."""
+    if not layer.batched:
+        return Axes((1,), (whole_size(layer, 1).outputs,))
+    whole = whole_size(layer, batch)
+    unit = granule(graph, layer)
+    # One sample may be too few for statistics, and for Python that halves the batch.
+    least = 2 if layer.statistics or layer.kind == "opaque" else 1
+    samples = _parts(batch, least)
+    if unit is None:
+        return Axes(samples, (whole.outputs,))
+    outputs = tuple(unit * n for n in _parts(whole.outputs // unit))
+    if layer.weighted and layer.groups == 1:
+        return Axes(samples, outputs, _parts(whole.inputs))
+    # Without weights the time follows the entries: a few columns show what is not in proportion.
+    return Axes(samples[::2], outputs[::2] if len(outputs) > 2 else outputs)
+
+
+def _parts(whole: int, least: int = 1) -> tuple[int, ...]:
+    return tuple(sorted({min(whole, max(least, whole // divisor)) for divisor in DIVISORS}))
+
+
+def choose_axes(
+    full: Axes, whole: LocalSize, known: LocalSize, known_s: float, allowance_s: float, point_limit_s: float
+) -> Axes:
+    """The axes that fit the time, by the seconds of one size; the largest sizes first, then the number of points.
+
+    Samples and channels shrink in turn, so that neither is extrapolated far.
+    """
+    for drop in range(len(full.samples) + len(full.outputs)):
+        samples = full.samples[: max(1, len(full.samples) - (drop + 1) // 2)]
+        outputs = full.outputs[: max(1, len(full.outputs) - drop // 2)]
+        # As many filters fewer as input channels: either way the largest point computes the same.
+        most = whole.inputs * outputs[-1] / whole.outputs
+        inputs = tuple(i for i in full.inputs if i <= most) or full.inputs[:1]
+        if known_s * _ratio(LocalSize(samples[-1], outputs[-1], whole.inputs), known) > point_limit_s:
+            continue
+        for stride in (1, 2, 4):
+            axes = Axes(_every(samples, stride), _every(outputs, stride), _every(inputs, max(2, stride)))
+            if cost_s(axes, whole, known, known_s) <= allowance_s:
+                return axes
+    return Axes(full.samples[:1], full.outputs[:1])
+
+
+def cost_s(axes: Axes, whole: LocalSize, known: LocalSize, known_s: float) -> float:
+    """About the seconds that timing these sizes takes, if time is in proportion to them."""
+    return sum(max(2 * ROUNDS * STRETCH_S, 2.5 * known_s * _ratio(size, known)) for size in axes.sizes(whole))
+
+
+def _every(axis: Sequence[int], stride: int) -> tuple[int, ...]:
+    """Each stride-th, from the last one back, which is always there."""
+    return tuple(axis[::-1][::stride][::-1])
+
+
+def _middle(axis: Sequence[int]) -> int:
+    return axis[len(axis) // 2]
+
+
+def _ratio(size: LocalSize, to: LocalSize) -> float:
+    return size.samples * size.outputs * size.inputs / (to.samples * to.outputs * to.inputs)
+
+
+def allowances(graph: Graph, names: Sequence[str], budget_s: float) -> Mapping[str, float]:
+    """How the seconds of a whole table are shared out: by points to time and by FLOP."""
+    total_flop = sum(graph[name].flop for name in names) or 1
+    weight = {name: (6.0 if graph[name].weighted else 1.0) + 30 * graph[name].flop / total_flop for name in names}
+    total = sum(weight.values())
+    return {name: budget_s * each / total for name, each in weight.items()}

@@ -1,0 +1,227 @@
+"""A step list as terms that hold for any number of equal devices.
+
+Which computations, moves and sums a named plan makes does not depend on the number of devices, only their sizes do. So the
+step list for two devices, made by the same `lower` that training runs, is read once; each step becomes a term that says
+what is dealt out by what. `closed_form.py` then gives a term's seconds for arrays of device counts, batches and speeds.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from convoy.cost.size import whole_size
+from convoy.errors import InputError
+from convoy.graph import Graph, Layer
+from convoy.layout import Layout, OnOne, Replicated, Split
+from convoy.lower import lower
+from convoy.named import Speeds, named_plan
+from convoy.steps import Compute, Move, Phase, ReturnGradient, ShareStatistics, StepList, SumGradients, Value
+from convoy.transfer import Sum
+
+EVERYONE = 2**62
+"""So many units that every device gets some."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByBatch:
+    """Dealt out by samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class ByUnits:
+    """Dealt out along channels or features, in whole `units` (filters, or groups of them)."""
+
+    units: int
+
+
+@dataclass(frozen=True, slots=True)
+class AtMaster:
+    """On the first device, which of equal devices is also the one with the largest share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies on as many devices as have one of the `units` of a reader. Readers that differ cause a move each."""
+
+    units: tuple[int, ...]
+
+
+Place = ByBatch | ByUnits | AtMaster | Copies
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A layer's arithmetic, forward or backward.
+
+    Attributes:
+        place: how its output is dealt out.
+        flop: forward FLOP per sample, of the whole layer.
+        entries: of the output per sample, of the whole layer.
+        weights: entries of its parameters and buffers.
+        batched: False for what has no batch axis.
+        weighted: convolution or Linear.
+    """
+
+    layer: str
+    phase: Phase
+    place: Place
+    flop: int
+    entries: int
+    weights: int
+    batched: bool
+    weighted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Carry:
+    """A move of one value from `source` to `target`, or of its gradient the way back, which takes as long.
+
+    Attributes:
+        entries: per sample; of the whole value where not `batched`.
+    """
+
+    source: Place
+    target: Place
+    entries: int
+    batched: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Batch norm over the batch: each device that holds samples sends `entries` numbers to every other."""
+
+    entries: int
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Gradients of copied parameters are summed: `entries` numbers, over the devices with samples or over all."""
+
+    entries: int
+    everyone: bool
+    reduce: Sum
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """Trainable entries, and how they are dealt out, for the optimizer."""
+
+    entries: int
+    place: Place
+
+
+Term = Work | Carry | Tell | Total
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """One training step of one plan, for any number of equal devices."""
+
+    steps: tuple[Term, ...]
+    trained: tuple[Trained, ...]
+
+
+def named_terms(name: str, graph: Graph, reduce: Sum | None = None) -> Terms:
+    """The terms of a plan by name.
+
+    Raises:
+        InputError: unknown plan or reduce.
+    """
+    # An even batch, so that the two devices of the pattern get equal parts.
+    return terms_of(lower(named_plan(name, graph, 64, Speeds((1.0, 1.0)), reduce), graph), graph)
+
+
+def terms_of(steps: StepList, graph: Graph) -> Terms:
+    """The terms of a step list for two equal devices.
+
+    Raises:
+        InputError: another number of devices, or sums over channels, whose closed form is not known here.
+    """
+    if steps.devices != 2:
+        raise InputError(f"a step list for {steps.devices} devices: the pattern is read from one for 2 equal devices")
+    reader = _Reader(steps, graph)
+    terms = [term for step in steps.steps for term in reader.terms(step)]
+    return Terms(tuple(terms), tuple(reader.trained()))
+
+
+class _Reader:
+    def __init__(self, steps: StepList, graph: Graph) -> None:
+        self.steps, self.graph = steps, graph
+        self.computes = [s for s in steps.phase("forward") if isinstance(s, Compute)]
+        self.units = {layer.name: _units(graph, layer) for layer in graph.layers.values()}
+        self.readers: dict[str, set[int]] = {value.key: {EVERYONE} for value in steps.outputs}
+        for step in self.computes:
+            for value in step.reads:
+                self.readers.setdefault(value.key, set()).add(self._reach(step))
+
+    def terms(self, step: object) -> Sequence[Term]:
+        match step:
+            case Compute():
+                return [self._work(step)]
+            case Move(phase="forward"):
+                return [self._carry(step.reads, step.writes)]
+            case Move():
+                return [self._carry(step.writes, step.reads)]
+            case ShareStatistics():
+                return [Tell(step.entries)]
+            case SumGradients():
+                shared = any(self._owner(key).shared or self._owner(key).kind == "parameter" for key in step.keys)
+                return [Total(step.shape[0], shared, step.reduce)]
+            case ReturnGradient():
+                return []
+        raise InputError(f"{step!r} has no closed form: use one of the named plans")
+
+    def trained(self) -> Sequence[Trained]:
+        found = {}
+        for step in self.computes:
+            for parameter in self.graph[step.layer].trainable:
+                found[parameter.key] = Trained(parameter.entries, self._place(step.writes))
+        return list(found.values())
+
+    def _work(self, step: Compute) -> Work:
+        layer = self.graph[step.layer]
+        weights = sum(p.entries for p in layer.parameters.values())
+        place = self._place(step.writes)
+        return Work(
+            layer.name, step.phase, place, layer.flop, math.prod(layer.shape), weights, layer.batched, layer.weighted
+        )
+
+    def _carry(self, source: Value, target: Value) -> Carry:
+        layer = self._layer(source)
+        return Carry(self._place(source), self._place(target), math.prod(layer.shape), layer.batched)
+
+    def _place(self, value: Value) -> Place:
+        layout: Layout = value.layout
+        match layout:
+            case Split(0, _):
+                return ByBatch()
+            case Split():
+                return ByUnits(self.units[self._layer(value).name])
+            case OnOne():
+                return AtMaster()
+            case Replicated():
+                return Copies(tuple(sorted(self.readers.get(value.key, {EVERYONE}))))
+        raise InputError(f"{value.key} lies as {layout}: sums over channels have no closed form here; replay the plan")
+
+    def _reach(self, step: Compute) -> int:
+        """How many devices at most take part in a step that deals out its output."""
+        layout = step.writes.layout
+        return self.units[step.layer] if isinstance(layout, Split) and layout.axis > 0 else EVERYONE
+
+    def _layer(self, value: Value) -> Layer:
+        return self.graph[value.key.partition("@")[0]]
+
+    def _owner(self, key: str) -> Layer:
+        return next(
+            layer for layer in self.graph.layers.values() if any(p.key == key for p in layer.parameters.values())
+        )
+
+
+def _units(graph: Graph, layer: Layer) -> int:
+    """In how many whole portions a split of a layer's channels comes: its filters or groups, or those it follows."""
+    if layer.weighted:
+        return layer.groups if layer.groups > 1 else layer.channels_out
+    first = next((name for name in layer.inputs if graph[name].batched), None)
+    if layer.kind == "input" or first is None:
+        return whole_size(layer, 1).outputs
+    return _units(graph, graph[first])
