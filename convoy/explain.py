@@ -20,7 +20,7 @@ class LayerRow:
         strategy: "filter", "batch", "channel", "one", "copies" or "follows" with what it keeps.
         parts: how many of these each device computes: samples, filters (or features), input channels; "all" or "-".
         bytes_: what the moves into this layer put on the wire in one step, forward and backward, with its gradient sums.
-        note: what a person should know.
+        note: what a person should know: why a layer is not split, or not as it could be.
     """
 
     layer: str
@@ -41,18 +41,23 @@ def layer_rows(plan: Plan, graph: Graph, batch: int | None = None, itemsize: int
             layer = graph[step.layer]
             name = "one" if isinstance(step.writes.layout, OnOne) else _strategy(step.writes.layout)
             parts = tuple(_part(step.writes.layout, d, step) for d in range(plan.devices))
-            rows.append(LayerRow(layer.name, layer.kind, name, parts, bytes_by_layer.get(layer.name, 0), step.note))
+            rows.append(
+                LayerRow(
+                    layer.name, layer.kind, name, parts, bytes_by_layer.get(layer.name, 0), step.note or layer.reason
+                )
+            )
     return rows
 
 
 def work_shares(steps: StepList, graph: Graph) -> tuple[float, ...]:
-    """The fraction of the forward FLOP of a step that each device computes."""
-    work = [0.0] * steps.devices
-    for step in steps.phase("forward"):
-        if isinstance(step, Compute):
-            flop = graph[step.layer].flop * steps.batch
-            for device in range(steps.devices):
-                work[device] += flop * _fraction(step, device)
+    """The fraction of the forward FLOP of a step that each device computes; of the layers where no layer has FLOP."""
+    computed = [step for step in steps.phase("forward") if isinstance(step, Compute)]
+    flop = [graph[step.layer].flop for step in computed]
+    weights = flop if any(flop) else [1] * len(computed)
+    work = [
+        sum(weight * _fraction(step, device) for weight, step in zip(weights, computed, strict=True))
+        for device in range(steps.devices)
+    ]
     total = sum(work)
     return tuple(w / total if total else 1 / steps.devices for w in work)
 

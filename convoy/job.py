@@ -208,7 +208,7 @@ def _train(job: Job, group: Group, screen: Screen, stack: ExitStack) -> tuple[Hi
     splits = job.images()
     model, example = job.model(splits), _example(splits)
     traced = trace(model, example)
-    slowdown = job.slowdown[group.device]
+    slowdown = job.slowdown[group.device] * _imposed_slowdown()
     plan, speeds = _plan(job, group, traced, model, slowdown, screen)
     part = Distributed(model, plan, group, example, slowdown=slowdown)
     mark_pieces(part)
@@ -277,6 +277,11 @@ def _train_alone(job: Job, splits: Splits, history: History, screen: Screen, exa
     with screen.progress("one device, plain PyTorch", job.epochs, train.samples) as bar:
         alone = fit(model, train, test, optimizer, job.epochs, bar)
     screen.comparison(history, alone, exact=exact)
+
+
+def _imposed_slowdown() -> float:
+    """What a rehearsal asks of this device (its fleet file's `slowdown`)."""
+    return float(os.environ.get("CONVOY_SLOWDOWN", "1"))
 
 
 def _example(splits: Splits) -> Tensor:

@@ -94,7 +94,7 @@ def _largest_remainder(units: int, exact: Sequence[Fraction], high: Sequence[int
     missing = units - sum(whole)
     order = sorted(range(len(exact)), key=lambda i: (whole[i] - exact[i], i))
     # More than one round only where the devices with a weight are full: the others then share what is left.
-    while missing:
+    while missing > 0:
         for i in order:
             if missing and whole[i] < high[i]:
                 whole[i] += 1

@@ -109,8 +109,15 @@ def test_dual_by_hand(layout: Layout, expected: Layout) -> None:
     ],
 )
 def test_text(layout: Layout, text: str) -> None:
-    """Moved values are named by these texts, so two layouts never share one."""
     assert str(layout) == text
+
+
+def test_no_two_layouts_share_a_text() -> None:
+    """A moved value is named by its layout's text; with one name for two layouts one value would replace the other."""
+    sets = [(0,), (1,), (0, 1), (1, 0), (1, 1), (11,)]
+    layouts = [Split(axis, shares) for axis in range(5) for shares in sets]
+    layouts += [kind(devices) for kind in (Replicated, Partial) for devices in sets] + [OnOne(0), OnOne(1), OnOne(11)]
+    assert len({str(layout) for layout in layouts}) == len(layouts)
 
 
 @pytest.mark.parametrize(

@@ -126,12 +126,13 @@ def parameter_entries(steps: StepList, graph: Graph, device: int) -> tuple[int, 
     return sum(kept.values()), sum(trained.values())
 
 
-def update_s(
-    steps: StepList, graph: Graph, bytes_per_s: float, device: int, *, optimizer: str, itemsize: int = 4
-) -> float:
-    """Seconds of the optimizer on one device: its numbers once through memory, `bytes_per_s` fast."""
-    _, trained = parameter_entries(steps, graph, device)
-    return trained * optimizer_named(optimizer).moved * itemsize / bytes_per_s
+def update_s_per_entry(optimizer: str, bytes_per_s: float, itemsize: int = 4) -> float:
+    """Seconds of the optimizer per trainable entry: its numbers once through a memory of this bandwidth.
+
+    Raises:
+        InputError: unknown optimizer.
+    """
+    return optimizer_named(optimizer).moved * itemsize / bytes_per_s
 
 
 def _activations(steps: StepList, graph: Graph, device: int) -> int:

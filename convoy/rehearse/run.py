@@ -134,6 +134,7 @@ def environment(fleet: Fleet, index: int, wiring: namespaces.Wiring, fleet_path:
         "GLOO_SOCKET_IFNAME": namespaces.NIC,
         "CONVOY_DEVICE": device.kind,
         "CONVOY_SLOWDOWN": repr(device.slowdown),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # a namespace has no name service, and torch says so on every connection
         "PYTHONUNBUFFERED": "1",  # the last words of a process that is killed
     }
     if device.cores is not None:

@@ -1,0 +1,206 @@
+"""What the wire between the devices does: latency and bytes/s of every pair of hosts alone, of each card with all others,
+and the processor time that traffic costs.
+
+Everything passes through `convoy.execute.group.Group`, as in training, so it includes what the group itself costs. One
+device speaks for its host; the other devices of a host are measured against it. Clocks of two machines cannot be compared,
+so a latency is half of a round trip: both directions share it.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from convoy.execute.group import Group
+from convoy.measure.repeats import typical
+from convoy.measure.wire import ACK_BYTES, CARD_REPEATS, SIZES, Stage, Wire
+
+PAIR_S = 1.0
+SHARE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class PairLink:
+    """The way from one device to another, alone in use; spreads are (slowest - fastest) / typical."""
+
+    source: int
+    target: int
+    bytes_per_s: float
+    latency_s: float
+    bandwidth_spread: float
+    latency_spread: float
+
+
+@dataclass(frozen=True, slots=True)
+class CardRates:
+    """What one host sends to all others at once, receives from all at once, and passes on in a ring of all hosts."""
+
+    host: int
+    send_bytes_per_s: float
+    receive_bytes_per_s: float
+    ring_bytes_per_s: float
+    send_spread: float
+    receive_spread: float
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Seconds of a device's processor, as much as it has of one, per byte."""
+
+    send_s_per_byte: float
+    receive_s_per_byte: float
+    spread: float
+
+
+@dataclass(frozen=True, slots=True)
+class WireTimes:
+    """Pairs in both directions, cards where there are several hosts, and the traffic of every device."""
+
+    pairs: tuple[PairLink, ...]
+    cards: tuple[CardRates, ...]
+    traffic: tuple[Traffic, ...]
+
+
+def meetings(host: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Pairs of devices in the order in which they meet, and the device that speaks for each host.
+
+    Args:
+        host: index of each device's host.
+    """
+    speakers = [host.index(h) for h in sorted(set(host))]
+    pairs = [(a, b) for i, a in enumerate(speakers) for b in speakers[i + 1 :]]
+    pairs += [(speakers[h], d) for d, h in enumerate(host) if d not in speakers]
+    return pairs, speakers
+
+
+def measure_links(
+    group: Group,
+    host: Sequence[int],
+    share: float,
+    *,
+    budget_s: float = 20.0,
+    now: Callable[[], float] = time.perf_counter,
+    processor: Callable[[], float] = time.process_time,
+    progress: Callable[[str], None] = lambda _: None,
+) -> WireTimes:
+    """Measure the wire. Every device calls it; all know the order, and all get the same answer.
+
+    Args:
+        host: index of each device's host.
+        share: how much of a processor this device has; see `processor_share`.
+        budget_s: about the seconds that it may take, half for pairs and half for cards.
+        now, processor: read seconds, of the wall and of this process's processor time.
+        progress: is told what is measured next.
+
+    Raises:
+        DeviceLostError: a device did not answer within the group's time limit.
+    """
+    pairs, speakers = meetings(host)
+    wire = Wire(group, now, processor)
+    allowance_s = min(PAIR_S, budget_s / 2 / max(1, len(pairs)), group.timeout_s / 8)
+    links: list[PairLink] = []
+    trips: dict[frozenset[int], float] = {}
+    own: dict[str, list[Stage]] = {"sent": [], "received": []}
+    for a, b in pairs:
+        progress(f"link between devices {a} and {b}")
+        found = wire.meet(a, b, allowance_s)
+        own["sent"] += found["sent"]
+        own["received"] += found["received"]
+        texts = group.agree(f"link {a} {b}", json.dumps([asdict(stage) for stage in found["sent"]]))
+        there, back = (_stages(texts[device]) for device in (a, b))
+        links += _both_ways(a, b, there, back)
+        trips[frozenset((a, b))] = _shortest([*there[:1], *back[:1]])
+    cards = []
+    if len(speakers) > 1:
+        slowest = min(links, key=lambda link: link.bytes_per_s)
+        each_s = min(budget_s / len(speakers), group.timeout_s) / 16 / CARD_REPEATS
+        size = int(min(SIZES[-1], max(SIZES[0], each_s * slowest.bytes_per_s / len(speakers))))
+        cards = _cards(wire, speakers, size, trips, progress)
+    rows = group.agree("processor time of traffic", json.dumps(asdict(_traffic(own["sent"], own["received"], share))))
+    return WireTimes(tuple(links), tuple(cards), tuple(Traffic(**json.loads(row)) for row in rows))
+
+
+def processor_share(seconds: float = SHARE_S) -> float:
+    """How much of one processor this process gets while it computes: a fifth under such a quota, at most 1."""
+    start_s, start_processor_s = time.perf_counter(), time.process_time()
+    while time.perf_counter() - start_s < seconds:
+        sum(range(1000))
+    return min(1.0, max(1e-3, (time.process_time() - start_processor_s) / (time.perf_counter() - start_s)))
+
+
+def _stages(text: str) -> list[Stage]:
+    return [Stage(row["size"], tuple(row["seconds"]), tuple(row["processor_s"])) for row in json.loads(text)]
+
+
+def _both_ways(a: int, b: int, there: Sequence[Stage], back: Sequence[Stage]) -> list[PairLink]:
+    """A round trip takes both latencies, the message one way and the acknowledgement the other."""
+    forth, home = _bandwidth(there), _bandwidth(back)
+    trips = [
+        statistics.median(stages[0].seconds) - stages[0].size / out - ACK_BYTES / home_
+        for stages, out, home_ in ((there, forth, home), (back, home, forth))
+    ]
+    latency_s = max(0.0, statistics.fmean(trips) / 2)
+    spread = spread_of([*there[0].seconds, *back[0].seconds])
+    return [
+        PairLink(source, target, rate, latency_s, spread_of(stages[-1].seconds), spread)
+        for source, target, rate, stages in ((a, b, forth, there), (b, a, home, back))
+    ]
+
+
+def _bandwidth(stages: Sequence[Stage]) -> float:
+    """Bytes/s by what the largest messages take longer than the smallest.
+
+    Of the small ones the fastest counts: what the others waited for a busy processor, a large one does not wait as well.
+    """
+    small, large = stages[0], stages[-1]
+    large_s = typical(large.seconds)
+    longer_s = large_s - _shortest([small])
+    if longer_s <= 0 or large.size == small.size:
+        return large.size / max(large_s, 1e-9)
+    return (large.size - small.size) / longer_s
+
+
+def _shortest(stages: Sequence[Stage]) -> float:
+    return min(s for stage in stages for s in stage.seconds)
+
+
+def _cards(
+    wire: Wire,
+    speakers: Sequence[int],
+    size: int,
+    trips: Mapping[frozenset[int], float],
+    progress: Callable[[str], None],
+) -> list[CardRates]:
+    """Rates without the shortest round trip that each exchange waits for."""
+    group, cards = wire.group, []
+    for index, centre in enumerate(speakers):
+        progress(f"card of device {centre}'s host")
+        others = [device for device in speakers if device != centre]
+        own = [wire.fan_out(centre, others, size), wire.fan_in(centre, others, size)]
+        sent, received = json.loads(group.agree(f"card {centre}", json.dumps(own))[centre])
+        trip_s = max(trips[frozenset((centre, other))] for other in others)
+        rates = [size * len(others) / max(typical(each) - trip_s, 1e-9) for each in (sent, received)]
+        cards.append(CardRates(index, rates[0], rates[1], 0.0, spread_of(sent), spread_of(received)))
+    progress("all hosts at once, in a ring")
+    texts = group.agree("ring", json.dumps(wire.ring(speakers, size)))
+    way_s = max(trips[frozenset((a, b))] for a, b in zip(speakers, [*speakers[1:], speakers[0]], strict=True)) / 2
+    rings = [size / max(typical(json.loads(texts[device])) - way_s, 1e-9) for device in speakers]
+    return [replace(card, ring_bytes_per_s=ring) for card, ring in zip(cards, rings, strict=True)]
+
+
+def _traffic(sent: Sequence[Stage], received: Sequence[Stage], share: float) -> Traffic:
+    """From the largest messages, where what each message costs by itself hardly counts."""
+    rows = [[s / stage.size for stage in _largest(stages) for s in stage.processor_s] for stages in (sent, received)]
+    out, into = (typical(row) / share if row else 0.0 for row in rows)
+    return Traffic(out, into, max((spread_of(row) for row in rows if row), default=0.0))
+
+
+def _largest(stages: Sequence[Stage]) -> list[Stage]:
+    size = max((stage.size for stage in stages), default=0)
+    return [stage for stage in stages if stage.size == size]
+
+
+def spread_of(values: Sequence[float]) -> float:
+    """(slowest - fastest) / typical."""
+    return (max(values) - min(values)) / max(statistics.median(values), 1e-12)

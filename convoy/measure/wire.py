@@ -1,0 +1,142 @@
+"""Messages between the devices of a group, timed from either end."""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from convoy.execute.group import Group, Message
+
+SIZES = (1 << 10, 16 << 10, 128 << 10, 1 << 20, 4 << 20)
+"""Bytes of the messages of one pair, as long as they take no longer than its time allows."""
+
+ACK_BYTES = 8
+REPEATS = (3, 20)
+"""The fewest and the most messages of one size."""
+
+CARD_REPEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Messages of one size, as one of their ends saw them.
+
+    Attributes:
+        seconds: of each message and its acknowledgement; from the sending end.
+        processor_s: of this end's processor for each.
+    """
+
+    size: int
+    seconds: tuple[float, ...]
+    processor_s: tuple[float, ...]
+
+
+class Wire:
+    """Messages of this device, timed."""
+
+    def __init__(self, group: Group, now: Callable[[], float], processor: Callable[[], float]) -> None:
+        self.group, self.now, self.processor = group, now, processor
+        self.store: dict[tuple[str, int], Tensor] = {}
+
+    def _buffer(self, purpose: str, size: int) -> Tensor:
+        if (purpose, size) not in self.store:
+            self.store[purpose, size] = torch.zeros(size, dtype=torch.uint8, device=self.group.torch_device)
+        return self.store[purpose, size]
+
+    def _send(self, peers: Sequence[int], size: int) -> None:
+        self.group.exchange([Message(peer, self._buffer("out", size)) for peer in peers], [])
+
+    def _receive(self, peers: Sequence[int], size: int) -> None:
+        self.group.exchange([], [Message(peer, self._buffer(f"from {peer}", size)) for peer in peers])
+
+    def meet(self, a: int, b: int, allowance_s: float) -> dict[str, list[Stage]]:
+        """Both ways between two devices; nothing on the others."""
+        if self.group.device not in (a, b):
+            return {"sent": [], "received": []}
+        if self.group.device == a:
+            sent = list(self._lead(b, allowance_s))
+            return {"sent": sent, "received": list(self._follow(b))}
+        received = list(self._follow(a))
+        return {"sent": list(self._lead(a, allowance_s)), "received": received}
+
+    def _lead(self, peer: int, allowance_s: float) -> Iterator[Stage]:
+        """Send messages of growing size. Only this end reads the time, so it alone decides how far to go."""
+        # The first ones meet cold buffers and connections; they only tell how many more there is time for.
+        each_s = statistics.median(self._stage(peer, SIZES[0], REPEATS[0]).seconds)
+        sent = SIZES[0]
+        for size in SIZES:
+            each_s *= size / sent
+            if size > SIZES[0] and each_s > allowance_s / 4:
+                break
+            count = min(REPEATS[1], max(REPEATS[0], round(allowance_s / 4 / max(each_s, 1e-9))))
+            stage = self._stage(peer, size, count)
+            each_s, sent = statistics.median(stage.seconds), size
+            yield stage
+        self._tell(peer, 0, 0)
+
+    def _stage(self, peer: int, size: int, count: int) -> Stage:
+        self._tell(peer, size, count)
+        rows = [self._one(lambda: self._ping([peer], size, ACK_BYTES)) for _ in range(count + 1)][1:]
+        return Stage(size, tuple(s for s, _ in rows), tuple(p for _, p in rows))
+
+    def _follow(self, peer: int) -> Iterator[Stage]:
+        size, count = self._hear(peer)
+        while size:
+            rows = [self._answer(peer, size) for _ in range(count + 1)][1:]
+            yield Stage(size, (), tuple(p for _, p in rows))
+            size, count = self._hear(peer)
+
+    def _answer(self, peer: int, size: int) -> tuple[float, float]:
+        return self._one(lambda: self._pong([peer], size, ACK_BYTES))
+
+    def _ping(self, peers: Sequence[int], size: int, answer: int) -> None:
+        self._send(peers, size)
+        self._receive(peers, answer)
+
+    def _pong(self, peers: Sequence[int], size: int, answer: int) -> None:
+        self._receive(peers, size)
+        self._send(peers, answer)
+
+    def _tell(self, peer: int, size: int, count: int) -> None:
+        order = torch.tensor([size, count], dtype=torch.int64, device=self.group.torch_device)
+        self.group.exchange([Message(peer, order)], [])
+
+    def _hear(self, peer: int) -> tuple[int, int]:
+        order = torch.zeros(2, dtype=torch.int64, device=self.group.torch_device)
+        self.group.exchange([], [Message(peer, order)])
+        size, count = order.tolist()
+        return size, count
+
+    def _one(self, work: Callable[[], None]) -> tuple[float, float]:
+        start_s, start_processor_s = self.now(), self.processor()
+        work()
+        return self.now() - start_s, self.processor() - start_processor_s
+
+    def _repeated(self, work: Callable[[], None]) -> list[float]:
+        """Seconds of each run but the first."""
+        return [self._one(work)[0] for _ in range(CARD_REPEATS + 1)][1:]
+
+    def fan_out(self, centre: int, others: Sequence[int], size: int) -> list[float]:
+        """One sends to all others at once; each acknowledges."""
+        me = self.group.device
+        if me == centre:
+            return self._repeated(lambda: self._ping(others, size, ACK_BYTES))
+        return self._repeated(lambda: self._pong([centre], size, ACK_BYTES)) if me in others else []
+
+    def fan_in(self, centre: int, others: Sequence[int], size: int) -> list[float]:
+        """All others send to one at once, at its word."""
+        me = self.group.device
+        if me == centre:
+            return self._repeated(lambda: self._ping(others, ACK_BYTES, size))
+        return self._repeated(lambda: self._pong([centre], ACK_BYTES, size)) if me in others else []
+
+    def ring(self, members: Sequence[int], size: int) -> list[float]:
+        """Every member sends to the next one and receives from the one before."""
+        if self.group.device not in members:
+            return []
+        place = members.index(self.group.device)
+        onward = Message(members[(place + 1) % len(members)], self._buffer("out", size))
+        arriving = Message(members[place - 1], self._buffer("ring", size))
+        return self._repeated(lambda: self.group.exchange([onward], [arriving]))

@@ -1,0 +1,146 @@
+"""Unequal devices: each plan's step list replayed on a fleet that exists as numbers, with its energy and memory."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from convoy.cost.compute import Rate, Roofline
+from convoy.cost.energy import Energy, energy_of, power_of
+from convoy.cost.memory import DeviceMemory, memory_of_steps, update_s_per_entry
+from convoy.cost.network import network_of
+from convoy.cost.size import whole_size
+from convoy.errors import InputError, unknown_name
+from convoy.fleet import Fleet
+from convoy.graph import Graph
+from convoy.lower import lower
+from convoy.named import PLANS, Speeds, named_plan
+from convoy.plan import Plan
+from convoy.planner import plan_auto, solo_speeds
+from convoy.simulate import Costs, Timeline, simulate
+from convoy.steps import StepList
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """One plan on one fleet.
+
+    Attributes:
+        limit_samples_per_s: what the devices train alone with the same global batch, summed: no plan is to be expected to
+            do better.
+        energy: None where the fleet gives no watts.
+        memory: of each device.
+    """
+
+    plan: Plan
+    steps: StepList
+    timeline: Timeline
+    limit_samples_per_s: float
+    energy: Energy | None
+    memory: tuple[DeviceMemory, ...]
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.steps.batch / self.timeline.step_s
+
+    @property
+    def efficiency(self) -> float:
+        """Throughput as a part of the limit."""
+        return self.samples_per_s / self.limit_samples_per_s
+
+
+def costs_of(fleet: Fleet, *, efficiency: float = 1.0, optimizer: str = "sgd-momentum", itemsize: int = 4) -> Costs:
+    """Roofline times and the network of a fleet file's devices.
+
+    Args:
+        efficiency: the part of the peak that dense kernels reach, for every device.
+
+    Raises:
+        InputError: a device without a peak or a memory bandwidth, an efficiency outside (0, 1], an unknown optimizer.
+    """
+    if not 0 < efficiency <= 1:
+        raise InputError(f"an efficiency of {efficiency}: the part of the peak is above 0 and at most 1; correct it")
+    rates = []
+    for device in fleet.devices:
+        if device.peak_flop_per_s is None or device.memory_bandwidth_bytes_per_s is None:
+            raise InputError(
+                f"device {device.name!r} gives no roofline: add peak_flop_per_s and memory_bandwidth_bytes_per_s to the "
+                "fleet file, take a class of the catalogue, or measure the device"
+            )
+        slowed = device.slowdown
+        rates.append(Rate(device.peak_flop_per_s / slowed, device.memory_bandwidth_bytes_per_s / slowed, efficiency))
+    update = tuple(update_s_per_entry(optimizer, rate.bytes_per_s, itemsize) for rate in rates)
+    return Costs(Roofline(tuple(rates), itemsize), network_of(fleet), itemsize, update)
+
+
+def speeds_of(graph: Graph, batch: int, costs: Costs) -> Speeds:
+    """Samples/s of each device, on the whole model and on each weighted layer, as a measurement would give them."""
+    layers = {}
+    for layer in graph.weighted:
+        size = whole_size(layer, batch)
+        layers[layer.name] = tuple(
+            batch / sum(costs.times.seconds(device, layer, phase, size) for phase in ("forward", "backward"))  # type: ignore[arg-type]
+            for device in range(costs.network.devices)
+        )
+    return Speeds(solo_speeds(graph, batch, costs), layers)
+
+
+def make_plan(name: str, graph: Graph, batch: int, costs: Costs) -> Plan:
+    """A plan by name for a fleet's modelled speeds; "auto" asks the planner.
+
+    Raises:
+        InputError: unknown name; the choices are listed.
+    """
+    if name == "auto":
+        return plan_auto(graph, batch, costs)
+    if name not in PLANS:
+        raise unknown_name("plan", name, (*PLANS, "auto"))
+    return named_plan(name, graph, batch, speeds_of(graph, batch, costs))
+
+
+def replay(
+    graph: Graph, fleet: Fleet, plan: Plan, costs: Costs | None = None, *, optimizer: str = "sgd-momentum"
+) -> Replayed:
+    """Replay one step of a plan on a fleet; `costs` default to the fleet's rooflines.
+
+    Raises:
+        InputError: see `costs_of`.
+        PlanError: a plan for another model or number of devices.
+    """
+    costs = costs or costs_of(fleet, optimizer=optimizer)
+    plan.check(graph, len(fleet.devices))
+    steps = lower(plan, graph)
+    timeline = simulate(steps, graph, costs)
+    watts = all(device.idle_w is not None and device.busy_w is not None for device in fleet.devices)
+    energy = energy_of(timeline, power_of(fleet), plan.batch) if watts else None
+    memory = memory_of_steps(steps, graph, optimizer=optimizer, itemsize=costs.itemsize)
+    limit = sum(solo_speeds(graph, plan.batch, costs))
+    return Replayed(plan, steps, timeline, limit, energy, memory)
+
+
+def compare(
+    graph: Graph, fleet: Fleet, batch: int, plans: Sequence[str] = (*PLANS, "auto"), *, efficiency: float = 1.0
+) -> list[Replayed]:
+    """Each plan by name on a fleet, in the order given."""
+    costs = costs_of(fleet, efficiency=efficiency)
+    return [replay(graph, fleet, make_plan(name, graph, batch, costs), costs) for name in plans]
+
+
+def too_large(replayed: Replayed, fleet: Fleet) -> list[str]:
+    """The devices whose memory a plan overfills, in words; empty where it fits or the fleet gives no memory."""
+    return [
+        f"{device.name}: {need.total_bytes / 1e9:.3g} GB of {device.memory_bytes / 1e9:.3g} GB"
+        for device, need in zip(fleet.devices, replayed.memory, strict=True)
+        if device.memory_bytes is not None and need.total_bytes > device.memory_bytes
+    ]
+
+
+def rows_of(replays: Sequence[Replayed], names: Sequence[str] | None = None) -> list[Mapping[str, str | float]]:
+    """A row per plan, for a table or a CSV file."""
+    rows = []
+    for index, each in enumerate(replays):
+        row: dict[str, str | float] = {"plan": names[index] if names else each.plan.name, "batch": each.plan.batch}
+        row |= {"devices": each.plan.devices, "step_s": each.timeline.step_s, "samples_per_s": each.samples_per_s}
+        row |= {"efficiency": each.efficiency, "compute_max_s": max(each.timeline.compute_s)}
+        row["memory_max_bytes"] = max(memory.total_bytes for memory in each.memory)
+        row["joules_per_image"] = each.energy.image_j if each.energy else ""
+        rows.append(row)
+    return rows

@@ -1,0 +1,178 @@
+"""A plan in words, on a net small enough to count every byte and FLOP by hand.
+
+Images of 1x2x2; a convolution of four 1x1 filters (2 FLOP x 4 filters x 4 pixels = 32 FLOP per sample), ReLU, flatten, and
+a Linear from 16 features to 2 (64 FLOP per sample). Eight parameters in the convolution, 34 in the Linear. Numbers of 4 bytes.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from convoy.explain import LayerRow, layer_rows, step_lines, work_shares
+from convoy.graph import Graph
+from convoy.lower import lower
+from convoy.named import Speeds, named_plan
+from convoy.plan import Plan
+from convoy.strategy import Batch, Channel, Filter
+from convoy.trace import trace
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+    return trace(model, torch.zeros(1, 1, 2, 2)).graph
+
+
+def filters_then_channels(graph: Graph) -> Plan:
+    layers = {"0": Filter((3, 1)), "3": Channel((12, 4))}
+    return Plan("mine", graph.fingerprint, 2, 4, layers, Batch((2, 2)), "star")
+
+
+MASTER = """\
+one step of 4 samples on 2 devices
+forward:
+     0  compute  0: input_1 copies(0,1) -> channel(3,1)
+     1  move     0: channel(3,1) -> on(0)  (64 bytes in 1 round)  after 0
+     2  compute  1: 0 on(0) -> on(0)  after 1
+     3  compute  2: 1 on(0) -> on(0)  after 2
+     4  compute  3: 2 on(0) -> on(0)  after 3
+     5  move     3: on(0) -> copies(0,1)  (32 bytes in 1 round)  after 4
+backward:
+     6  gradient 3: from the loss, copies(0,1) -> on(0)  (nothing travels)  after 5
+     7  compute  3: on(0) -> 2 on(0)  after 6
+     8  compute  2: on(0) -> 1 on(0)  after 7
+     9  compute  1: on(0) -> 0 on(0)  after 8
+    10  gradient 0: on(0) -> channel(3,1)  (64 bytes in 1 round)  after 9
+    11  compute  0: channel(3,1) -> input_1 copies(0,1)  after 10"""
+"""One plane of 2x2 of 4 samples (64 bytes) comes from device 1 and its gradient goes back; 4x2 outputs (32 bytes) go there."""
+
+HYBRID = """\
+one step of 6 samples on 3 devices
+forward:
+     0  compute  0: input_1 batch(4,0,2) -> batch(4,0,2)
+     1  compute  1: 0 batch(4,0,2) -> batch(4,0,2)  after 0
+     2  compute  2: 1 batch(4,0,2) -> batch(4,0,2)  after 1
+     3  move     2: batch(4,0,2) -> copies(0,2)  (384 bytes in 1 round)  after 2
+     4  compute  3: 2 copies(0,2) -> channel(1,0,1)  after 3
+     5  move     3: channel(1,0,1) -> copies(0,1,2)  (96 bytes in 1 round)  after 4
+backward:
+     6  gradient 3: from the loss, copies(0,1,2) -> channel(1,0,1)  (nothing travels)  after 5
+     7  compute  3: channel(1,0,1) -> 2 copies(0,2)  after 6
+     8  gradient 2: copies(0,2) -> batch(4,0,2)  (384 bytes in 1 round)  after 7
+     9  compute  2: batch(4,0,2) -> 1 batch(4,0,2)  after 8
+    10  compute  1: batch(4,0,2) -> 0 batch(4,0,2)  after 9
+    11  compute  0: batch(4,0,2) -> input_1 batch(4,0,2)  after 10
+    12  sum, butterfly: gradients of 2 parameters, 8 numbers over (0, 2)  (64 bytes in 2 rounds)  after 11"""
+"""4 and 2 samples of 16 features cross (256 + 128 bytes); two columns of 6 outputs go to two others each (4 x 24 bytes); the
+gradients come back as sums, each device sending the rows of the other (128 + 256); in each of two rounds both send half of the
+8 numbers (4 x 16)."""
+
+
+def test_the_steps_of_master(graph: Graph) -> None:
+    plan = named_plan("master", graph, 4, Speeds((3.0, 1.0)))
+    assert step_lines(lower(plan, graph)) == MASTER.splitlines()
+
+
+def test_the_steps_of_hybrid(graph: Graph) -> None:
+    plan = named_plan("hybrid", graph, 6, Speeds((2.0, 0.0, 1.0)))
+    assert step_lines(lower(plan, graph)) == HYBRID.splitlines()
+
+
+def test_wider_numbers_make_more_bytes(graph: Graph) -> None:
+    plan = named_plan("master", graph, 4, Speeds((3.0, 1.0)))
+    assert "(128 bytes in 1 round)" in step_lines(lower(plan, graph), itemsize=8)[3]
+
+
+def test_the_inexact_mode_is_called_inexact(graph: Graph) -> None:
+    """In one round both send 42 weights and 42 gradients: 2 x 84 x 4 bytes."""
+    plan = named_plan("data", graph, 4, Speeds((1.0, 1.0)), "inexact-butterfly-mixing")
+    last = step_lines(lower(plan, graph))[-1]
+    assert "MIX, INEXACT: gradients of 4 parameters, 42 numbers over (0, 1)  (672 bytes in 1 round)" in last
+
+
+def test_a_sum_over_channels(graph: Graph) -> None:
+    """The pending sums of 4x2 outputs: 32 bytes to the first device, 32 bytes back."""
+    lines = step_lines(lower(filters_then_channels(graph), graph))
+    assert "     4  move     3: sum(0,1) -> copies(0,1)  (64 bytes in 2 rounds)  after 3" in lines
+
+
+def test_the_table_of_master(graph: Graph) -> None:
+    rows = layer_rows(named_plan("master", graph, 4, Speeds((3.0, 1.0))), graph)
+    assert rows == [
+        LayerRow("0", "conv", "filter", ("3", "1"), 0, ""),
+        LayerRow("1", "elementwise", "one", ("all", "-"), 128, ""),  # the move into it, forward and backward
+        LayerRow("2", "flatten", "one", ("all", "-"), 0, ""),
+        LayerRow("3", "linear", "one", ("all", "-"), 32, ""),
+    ]
+
+
+def test_the_table_of_hybrid(graph: Graph) -> None:
+    rows = layer_rows(named_plan("hybrid", graph, 6, Speeds((2.0, 0.0, 1.0))), graph)
+    assert [(row.strategy, row.parts, row.bytes_) for row in rows] == [
+        ("batch", ("4", "-", "2"), 64),
+        ("batch", ("4", "-", "2"), 0),
+        ("batch", ("4", "-", "2"), 0),
+        ("filter", ("1", "-", "1"), 384 + 384 + 96),
+    ]
+
+
+def test_the_table_of_filters_then_channels(graph: Graph) -> None:
+    rows = layer_rows(filters_then_channels(graph), graph)
+    assert [(row.strategy, row.parts, row.bytes_) for row in rows] == [
+        ("filter", ("3", "1"), 0),
+        ("filter", ("3", "1"), 0),
+        ("filter", ("12", "4"), 0),
+        ("channel", ("12", "4"), 64),
+    ]
+
+
+def test_the_table_adds_up_to_the_traffic(graph: Graph) -> None:
+    for name in ("data", "data-by-speed", "master", "model", "hybrid"):
+        plan = named_plan(name, graph, 5, Speeds((2.0, 1.0, 1.0)))
+        assert sum(row.bytes_ for row in layer_rows(plan, graph)) == sum(plan.traffic(graph).values())
+
+
+class Centred(nn.Module):
+    """Every sample is compared with all others, so no rule can share it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc(x)
+        return x - x.mean(0)
+
+
+def test_what_runs_whole_says_why() -> None:
+    """It runs on the device with the most samples; the table gives the reason, and shows who works."""
+    graph = trace(Centred(), torch.zeros(2, 4)).graph
+    plan = named_plan("data-by-speed", graph, 6, Speeds((1.0, 2.0)))
+    (row,) = layer_rows(plan, graph)
+    assert (row.strategy, row.parts) == ("one", ("-", "all"))
+    assert "runs whole on one device" in row.note
+    assert work_shares(lower(plan, graph), graph) == (0, 1)
+
+
+def test_a_layer_that_had_to_leave_its_split_says_so() -> None:
+    graph = trace(nn.Sequential(nn.Conv2d(1, 4, 1), nn.LayerNorm([4, 2, 2])), torch.zeros(1, 1, 2, 2)).graph
+    rows = layer_rows(named_plan("model", graph, 4, Speeds((1.0, 1.0))), graph)
+    assert rows[1].strategy == "batch"
+    assert "cannot keep channel(2,2)" in rows[1].note
+
+
+def test_the_share_of_the_arithmetic(graph: Graph) -> None:
+    def shares(plan: Plan) -> tuple[float, ...]:
+        return work_shares(lower(plan, graph), graph)
+
+    master = shares(named_plan("master", graph, 4, Speeds((3.0, 1.0))))
+    assert master == pytest.approx(((3 / 4 * 32 + 64) / 96, 1 / 4 * 32 / 96))
+    hybrid = shares(named_plan("hybrid", graph, 6, Speeds((2.0, 0.0, 1.0))))
+    assert hybrid == pytest.approx(((4 / 6 * 32 + 1 / 2 * 64) / 96, 0, (2 / 6 * 32 + 1 / 2 * 64) / 96))
+    assert shares(filters_then_channels(graph)) == pytest.approx((3 / 4, 1 / 4))
+
+
+def test_a_model_without_arithmetic_is_shared_evenly() -> None:
+    graph = trace(nn.Flatten(), torch.zeros(1, 1, 2, 2)).graph
+    plan = named_plan("data", graph, 4, Speeds((1.0, 1.0, 1.0, 1.0)))
+    assert work_shares(lower(plan, graph), graph) == (1 / 4,) * 4

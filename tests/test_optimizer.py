@@ -1,0 +1,233 @@
+"""Optimizers on pieces: those that are exact there, those that are refused, and their state as a whole."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import convoy
+from convoy.errors import InputError
+from convoy.execute.group import Group
+from convoy.execute.module import Distributed
+from convoy.execute.threads import run_on_threads
+from convoy.named import Speeds, named_plan
+from convoy.plan import Plan
+from convoy.trace import trace
+
+SPEEDS = Speeds((3.0, 1.0, 2.0))
+EXACT = 1e-10
+STEPS = 3
+
+Make = Callable[[Any], Optimizer]
+
+
+def build() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        return nn.Sequential(
+            nn.Conv2d(2, 5, 3, padding=1, bias=False),
+            nn.BatchNorm2d(5),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(80, 6),
+            nn.Linear(6, 4),
+        ).double()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(6)
+    return [
+        (torch.randn(n, 2, 4, 4, generator=generator).double(), torch.randint(4, (n,), generator=generator))
+        for n in (12, 12, 5)[:STEPS]
+    ]
+
+
+def plan_of(name: str) -> Plan:
+    return named_plan(name, trace(build(), torch.zeros(1, 2, 4, 4).double()).graph, 12, SPEEDS)
+
+
+def train(model: nn.Module, optimizer: Optimizer, forward: Callable[[Tensor], Tensor]) -> None:
+    for x, y in batches():
+
+        def loss(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            value = F.cross_entropy(forward(x), y)
+            value.backward()
+            return value
+
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(loss)  # calls the model as often as it likes
+        else:
+            loss()
+            optimizer.step()
+    assert model.training
+
+
+def part_of(model: Distributed, x: Tensor) -> Tensor:
+    return next(
+        iter(convoy.loader(torch.utils.data.TensorDataset(x, torch.zeros(len(x))), len(x), model, shuffle=False))
+    )[0]
+
+
+def train_on_one(make: Make) -> tuple[nn.Module, Optimizer]:
+    model = build()
+    optimizer = make(model)
+    train(model, optimizer, model)
+    return model, optimizer
+
+
+def train_on_many(make: Make, plan: Plan, look: Callable[[Distributed, Optimizer], Any]) -> list[Any]:
+    """What `look` finds on each device after training."""
+    whole = build()  # not in the threads: they share the random numbers of the process
+
+    def work(group: Group) -> Any:
+        model = convoy.distribute(whole, plan, group, torch.zeros(1, 2, 4, 4).double())
+        optimizer = make(model)
+        train(model, optimizer, lambda x: model(part_of(model, x), batch=len(x)))
+        return look(model, optimizer)
+
+    return run_on_threads(len(SPEEDS.devices), work, timeout_s=30)
+
+
+# ------------------------------------------------------------------------------------------------- the state as a whole
+
+STATEFUL: dict[str, Make] = {
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9),
+    "sgd-plain": lambda m: torch.optim.SGD(m.parameters(), lr=0.05),
+    "adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, amsgrad=True),
+    "adamw-two-groups": lambda m: torch.optim.AdamW(
+        [
+            {"params": [p for n, p in m.named_parameters() if n.startswith("0.")], "lr": 0.02},
+            {"params": [p for n, p in m.named_parameters() if not n.startswith("0.")]},
+        ],
+        lr=0.01,
+    ),
+    "nadam": lambda m: torch.optim.NAdam(m.parameters(), lr=0.01),
+    "rprop": lambda m: torch.optim.Rprop(m.parameters(), lr=0.01),
+    "asgd": lambda m: torch.optim.ASGD(m.parameters(), lr=0.01),
+}
+
+
+@pytest.mark.parametrize("plan", ["data-by-speed", "master", "model", "hybrid"])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_the_state_as_a_whole_is_that_of_one_device(name: str, plan: str) -> None:
+    model, optimizer = train_on_one(STATEFUL[name])
+    keys = {parameter: key for key, parameter in model.named_parameters()}
+    expected = {keys[p]: state for p, state in optimizer.state.items() if state}
+    groups = [{**g, "params": [keys[p] for p in g["params"]]} for g in optimizer.param_groups]
+    for found in train_on_many(STATEFUL[name], plan_of(plan), convoy.full_optimizer_state):
+        assert found["param_groups"] == groups
+        states = {key: state for key, state in found["state"].items() if state}
+        assert states.keys() == expected.keys()
+        for key, state in expected.items():
+            assert states[key].keys() == state.keys(), key
+            for what, value in state.items():
+                assert _apart(states[key][what], value) <= EXACT, f"{what} of {key}"
+
+
+def _apart(found: Any, expected: Any) -> float:
+    if expected is None:
+        return 0.0 if found is None else float("inf")
+    a, b = torch.as_tensor(found, dtype=torch.float64), torch.as_tensor(expected, dtype=torch.float64)
+    return float((a - b).abs().max()) if a.shape == b.shape else float("inf")
+
+
+# ---------------------------------------------------------------------------------------------------------- the guard
+
+
+class Scaled(Optimizer):
+    """A user's own: every entry by itself, but Convoy cannot know that."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(0.1 * p.grad)
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if name in ("4.weight", "5.weight")]
+
+
+UNFIT: dict[str, Make] = {
+    "LBFGS": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=3),
+    "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.01),
+    "Muon": lambda m: torch.optim.Muon(matrices(m), lr=0.01),
+    "Scaled": lambda m: Scaled(m.parameters()),
+}
+
+
+@pytest.mark.parametrize("plan", ["model", "master", "hybrid"])
+@pytest.mark.parametrize("name", UNFIT)
+def test_an_optimizer_that_looks_at_more_than_one_entry_is_refused_on_pieces(name: str, plan: str) -> None:
+    """Before anything has changed; the message says what to do."""
+    whole, fitting = build(), plan_of(plan)
+
+    def work(group: Group) -> str:
+        model = convoy.distribute(whole, fitting, group, torch.zeros(1, 2, 4, 4).double())
+        optimizer = UNFIT[name](model)
+        before = {key: value.clone() for key, value in model.named_parameters()}
+        with pytest.raises(InputError) as caught:
+            optimizer.step(lambda: 0.0)
+        assert all(torch.equal(value, before[key]) for key, value in model.named_parameters())
+        return str(caught.value)
+
+    for message in run_on_threads(3, work):
+        for word in (
+            f"{name} is not known",
+            "'data', 'data-by-speed'",
+            "AdamW",
+            "SGD",
+            f"convoy.ELEMENTWISE.add({name})",
+        ):
+            assert word in message
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_it_is_welcome_where_every_device_has_whole_copies(name: str) -> None:
+    """And trains as on one device."""
+    expected = train_on_one(UNFIT[name])[0].state_dict()
+    start = build().state_dict()
+    assert not torch.equal(expected["5.weight"], start["5.weight"])
+    for found in train_on_many(UNFIT[name], plan_of("data"), lambda model, _: model.full_state_dict()):
+        assert all(_apart(found[key], expected[key]) <= EXACT for key in expected)
+
+
+@pytest.fixture
+def _scaled_is_known() -> Iterator[None]:
+    convoy.ELEMENTWISE.add(Scaled)
+    yield
+    convoy.ELEMENTWISE.discard(Scaled)
+
+
+@pytest.mark.usefixtures("_scaled_is_known")
+def test_a_class_of_ones_own_can_be_added() -> None:
+    expected = train_on_one(UNFIT["Scaled"])[0].state_dict()
+    for found in train_on_many(UNFIT["Scaled"], plan_of("model"), lambda model, _: model.full_state_dict()):
+        assert all(_apart(found[key], expected[key]) <= EXACT for key in expected)
+
+
+def test_a_subclass_is_not_trusted_for_its_parent() -> None:
+    class Normalised(torch.optim.SGD):
+        """Divides by the norm of the whole gradient first."""
+
+    whole, fitting = build(), plan_of("model")
+
+    def work(group: Group) -> None:
+        model = convoy.distribute(whole, fitting, group, torch.zeros(1, 2, 4, 4).double())
+        with pytest.raises(InputError, match="Normalised is not known"):
+            Normalised(model.parameters(), lr=0.1).step()
+
+    run_on_threads(3, work)
+
+
+def test_optimizers_of_ordinary_models_are_left_alone() -> None:
+    train_on_one(UNFIT["LBFGS"])
