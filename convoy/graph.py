@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from convoy.errors import InputError
@@ -111,7 +112,7 @@ class Layer:
         return self.kind in ("conv", "linear")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Graph:
     """The layers of one model in the order of its forward pass.
 
@@ -139,7 +140,7 @@ class Graph:
     def weighted(self) -> tuple[Layer, ...]:
         return tuple(layer for layer in self.layers.values() if layer.weighted)
 
-    @property
+    @cached_property
     def readers(self) -> dict[str, tuple[Layer, ...]]:
         """The layers that read each layer's output."""
         result: dict[str, tuple[Layer, ...]] = dict.fromkeys(self.layers, ())
@@ -148,7 +149,7 @@ class Graph:
                 result[name] += (layer,)
         return result
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Short hash of everything a plan relies on: the layers, their inputs, shapes and parameters."""
         rows = [asdict(layer) for layer in self.layers.values()]

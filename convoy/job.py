@@ -236,15 +236,18 @@ def _train(job: Job, group: Group, screen: Screen, stack: ExitStack) -> tuple[Hi
 def _plan(
     job: Job, group: Group, traced: Traced, model: nn.Module, slowdown: float, screen: Screen
 ) -> tuple[Plan, Speeds]:
+    saved = None if job.plan in PLANS else Plan.load(Path(job.plan))
+    if saved is not None:
+        # A wrong plan is found before the seconds of measuring.
+        saved.check(traced.graph, group.devices)
     if job.speeds is not None:
         speeds = given_speeds(job.speeds, group.devices)
     else:
         with screen.working("every device times the model's layers"):
             speeds = measure_speeds(group, traced, model, job.batch, Clock(group.torch_device, slowdown))
     screen.fleet(_rows(job, group), speeds, measured=job.speeds is None)
-    if job.plan in PLANS:
+    if saved is None:
         return named_plan(job.plan, traced.graph, job.batch, speeds, job.reduce), speeds
-    saved = Plan.load(Path(job.plan))
     return saved if job.reduce is None else replace(saved, reduce=job.reduce), speeds
 
 

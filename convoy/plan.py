@@ -87,13 +87,6 @@ class Plan:
                 )
             strategies.check(graph[name], strategy, self.batch, self.devices)
 
-    def traffic(self, graph: Graph, batch: int | None = None, itemsize: int = 4) -> Counter[tuple[int, int]]:
-        """Bytes per training step from each device to each other, numbers of `itemsize` bytes."""
-        from convoy.lower import lower  # lower reads plans; only this convenience looks the other way
-        from convoy.steps import traffic
-
-        return traffic(lower(self, graph, batch or self.batch).steps, itemsize)
-
     def to_json(self) -> str:
         """Text that `from_json` reads back to an equal plan."""
         rows = {"format": FORMAT, "name": self.name, "model": self.model, "devices": self.devices, "batch": self.batch}

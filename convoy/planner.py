@@ -5,6 +5,7 @@ are the strategies it can have; a choice costs its arithmetic, the moves of its 
 its gradient sums. The fastest device alone, the two fastest, ... are planned in turn; the best few are replayed.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +19,13 @@ from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
 from convoy.shares import Shares, apportion
 from convoy.simulate import Costs, simulate
-from convoy.strategy import Batch, Channel, Filter, One, Placement, Strategy, feature_axis, follow, place
+from convoy.strategy import STRATEGIES, Batch, Channel, Filter, One, Placement, Strategy, feature_axis, follow, place
 
 BEAM = 48
 """States kept per layer: residual nets need a handful, only dense concatenation has more."""
+
+POLISHED_LAYERS = 4
+"""Nets with more weighted layers are planned by the formula alone, and only the best are replayed."""
 
 REPLAYED_MESSAGES = 20_000
 """Plans with more messages per step are compared by formula, not by replay."""
@@ -51,19 +55,49 @@ def plan_auto(graph: Graph, batch: int, costs: Costs) -> Plan:
 def candidates(graph: Graph, batch: int, costs: Costs) -> list[Candidate]:
     """The planner's plans for each number of devices, and the named plans; the shortest predicted step first.
 
-    Deterministic: equal times are ordered by fewer devices, then by name.
+    Deterministic: equal times are ordered by fewer devices, then by the order in which they were found.
     """
     speeds = solo_speeds(graph, batch, costs)
     order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
     found: list[tuple[float, int, Plan]] = []
     for count in _counts(len(order)):
-        found += [(cost, count, plan) for cost, plan in _Search(graph, batch, costs, order[:count]).run()]
+        for formula_s, plan in _Search(graph, batch, costs, order[:count]).run():
+            found.append((_predicted(plan, graph, costs, formula_s), count, plan))
+    if len(graph.weighted) <= POLISHED_LAYERS and len(order) <= 8:
+        best_of = {
+            count: (step_s, plan) for step_s, count, plan in sorted(found, key=lambda row: row[:2], reverse=True)
+        }
+        for count in sorted(best_of, key=lambda c: (best_of[c][0], c))[:3]:
+            found.append(_polished(graph, batch, costs, order[:count], best_of[count][1]))
     if len(order) <= 16:
-        known = Speeds(speeds)
-        found += [(math.inf, len(order), named_plan(name, graph, batch, known)) for name in PLANS]
-    rows = [(_predicted(plan, graph, costs, cost), count, i, plan) for i, (cost, count, plan) in enumerate(found)]
-    rows.sort(key=lambda row: row[:3])
-    return [Candidate(plan, step_s) for step_s, _, _, plan in rows]
+        for name in PLANS:
+            plan = named_plan(name, graph, batch, Speeds(speeds))
+            found.append((_predicted(plan, graph, costs, math.inf), len(order), plan))
+    return [Candidate(plan, step_s) for step_s, _, plan in sorted(found, key=lambda row: row[:2])]
+
+
+def _polished(graph: Graph, batch: int, costs: Costs, active: Sequence[int], plan: Plan) -> tuple[float, int, Plan]:
+    """The formula adds up layers, the replay knows who waits for whom: change a few strategies at a time (all of them where
+    there are three) while a replay gets shorter."""
+    names = [layer.name for layer in graph.weighted if layer.groups == 1]
+    kinds = {name: plan.layers[name].name for name in names if name in plan.layers}
+    best = (_predicted(plan, graph, costs, math.inf), plan)
+    tried = {tuple(kinds.values())}
+    changed = True
+    while changed:
+        changed = False
+        for width in range(1, min(len(kinds), 3 if len(kinds) < 4 else 2) + 1):
+            for some in itertools.combinations(kinds, width):
+                for others in itertools.product(STRATEGIES, repeat=width):
+                    attempt = kinds | dict(zip(some, others, strict=True))
+                    if tuple(attempt.values()) in tried:
+                        continue
+                    tried.add(tuple(attempt.values()))
+                    for formula_s, other in _Search(graph, batch, costs, active, attempt).run()[:1]:
+                        step_s = _predicted(other, graph, costs, formula_s)
+                        if step_s < best[0]:
+                            best, kinds, changed = (step_s, other), attempt, True
+    return best[0], len(active), best[1]
 
 
 def solo_speeds(graph: Graph, batch: int, costs: Costs) -> tuple[float, ...]:
@@ -181,8 +215,11 @@ class _Chosen:
 class _Search:
     """Dynamic programming for one set of devices."""
 
-    def __init__(self, graph: Graph, batch: int, costs: Costs, active: Sequence[int]) -> None:
+    def __init__(
+        self, graph: Graph, batch: int, costs: Costs, active: Sequence[int], only: Mapping[str, str] | None = None
+    ) -> None:
         self.graph, self.batch, self.costs, self.active = graph, batch, costs, tuple(active)
+        self.only = only or {}
         self.devices = costs.network.devices
         self.price = _Prices(graph, batch, costs)
         self.batch_shares = balance(batch, self.devices, active, self.price.samples_s)
@@ -239,7 +276,8 @@ class _Search:
             return
         if layer.weighted and layer.groups == 1:
             for strategy in self._weighted(layer, where[layer.inputs[0]]):
-                yield strategy, self._place(layer, strategy)
+                if self.only.get(layer.name, strategy.name) == strategy.name:
+                    yield strategy, self._place(layer, strategy)
             return
         followed = follow(self.graph, layer, leading, self.devices)
         if followed is not None:

@@ -5,7 +5,7 @@ Backward steps name the values whose gradients they handle: a backward move read
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -173,11 +173,14 @@ class StepList:
     def phase(self, phase: Phase) -> tuple[Step, ...]:
         return tuple(step for step in self.steps if step.phase == phase)
 
+    def traffic(self, itemsize: int = 4) -> Counter[tuple[int, int]]:
+        """Bytes that each (sender, receiver) pair of devices puts on the wire in one training step.
 
-def traffic(steps: Sequence[Step], itemsize: int = 4) -> Counter[tuple[int, int]]:
-    """Bytes that each (sender, receiver) pair of devices puts on the wire in these steps, for numbers of `itemsize` bytes."""
-    total: Counter[tuple[int, int]] = Counter()
-    for step in steps:
-        if not isinstance(step, Compute):
-            total += transfer.traffic(step.schedule, itemsize)
-    return total
+        Args:
+            itemsize: bytes of one number, 4 for float32.
+        """
+        total: Counter[tuple[int, int]] = Counter()
+        for step in self.steps:
+            if not isinstance(step, Compute):
+                total += transfer.traffic(step.schedule, itemsize)
+        return total

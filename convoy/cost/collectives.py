@@ -60,7 +60,7 @@ def butterfly_allreduce(
     """What the rounds of `transfer.schedule(..., reduce="butterfly")` take.
 
     As `halving_doubling_allreduce`, but the inner exchange is among the largest power of two p' <= p only, so its terms are
-    (p'-1)/p'. The published formula writes p there, which is at most an eighth too much.
+    (p'-1)/p'. The published formula writes p there, which is at most a ninth too much (three devices).
     """
     p, n = _count(p), np.asarray(n_bytes, dtype=np.float64)
     core = _core(p)

@@ -13,8 +13,8 @@ from convoy.graph import Graph
 from convoy.layout import Layout, box, entries, holders
 from convoy.lower import lower
 from convoy.plan import Plan
-from convoy.steps import Compute, Move, ShareStatistics, Step, StepList, SumGradients
-from convoy.transfer import Round
+from convoy.steps import Compute, Move, ShareStatistics, Step, StepList
+from convoy.transfer import Round, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,17 +168,22 @@ def _views(steps: StepList, graph: Graph, device: int) -> dict[str, str]:
 
 
 def _landing(step: Step, device: int) -> int:
-    """Entries that arrive on a device in the largest round of a step; a sum works on a flat copy besides."""
+    """Entries of the landing buffers of a step's largest round on a device; a sum works on a flat copy besides.
+
+    In the rounds of a sum only what is added lands beside the copy, everything else lands in it.
+    """
     if isinstance(step, Compute):
         return 0
     schedule = step.schedule
-    arriving = max((_arriving(transfers, device) for transfers in schedule.rounds), default=0)
-    copy = schedule.shape[0] if isinstance(step, SumGradients) and arriving else 0
-    return arriving + copy
+    rounds = [_arriving(transfers, device) for transfers in schedule.rounds]
+    if not schedule.in_place:
+        return max((sum(entries(t.box) for t in arriving) for arriving in rounds), default=0)
+    added = max((sum(entries(t.box) for t in arriving if t.adds) for arriving in rounds), default=0)
+    return schedule.shape[0] + added if any(rounds) else 0
 
 
-def _arriving(transfers: Round, device: int) -> int:
-    return sum(entries(t.box) for t in transfers if t.receiver == device != t.sender)
+def _arriving(transfers: Round, device: int) -> list[Transfer]:
+    return [t for t in transfers if t.receiver == device != t.sender]
 
 
 def _here(layout: Layout, device: int, shape: tuple[int, ...]) -> int:

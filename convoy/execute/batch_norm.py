@@ -52,8 +52,10 @@ class GlobalBatchNorm:
             return
         m.num_batches_tracked.add_(1)
         momentum = m.momentum if m.momentum is not None else 1.0 / float(m.num_batches_tracked)
-        m.running_mean.mul_(1 - momentum).add_(mean, alpha=momentum)
-        m.running_var.mul_(1 - momentum).add_(unbiased, alpha=momentum)
+        # `.data`, because autograd must not notice, as with torch's own kernel: another call of this module may have kept
+        # the running statistics for its backward, which does not use them.
+        m.running_mean.data.mul_(1 - momentum).add_(mean, alpha=momentum)
+        m.running_var.data.mul_(1 - momentum).add_(unbiased, alpha=momentum)
 
     def normalise(self, x: Tensor, by: "Normalisation") -> Tensor:
         scale = by.inverse_deviation if self.module.weight is None else by.inverse_deviation * self.module.weight

@@ -72,8 +72,9 @@ def global_norm(group: Group, gradients: Iterable[tuple[Tensor, bool]], norm_typ
     own = [g for g, counts in gradients if counts and g.numel()]
     powers = [torch.linalg.vector_norm(g.double(), norm_type) for g in own]
     if norm_type == float("inf"):
-        here = max((float(p) for p in powers), default=0.0)
-        return max(share_numbers(group, here))
+        # Not Python's max: it would lose what is not a number.
+        here = float(torch.stack(powers).max()) if powers else 0.0
+        return float(torch.tensor(share_numbers(group, here), dtype=torch.float64).max())
     here = float(sum(p**norm_type for p in powers)) if powers else 0.0
     return float(sum(share_numbers(group, here)) ** (1.0 / norm_type))
 

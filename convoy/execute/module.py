@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -175,10 +176,15 @@ class Distributed(nn.Module):
         rows = [(key, self.module.get_parameter(key).grad) for key, p in self.parameters_by_key.items() if p.trainable]
         held = [(g, self.counts_here(key)) for key, g in rows if g is not None]
         norm = global_norm(self.group, held, norm_type)
-        scale = min(1.0, max_norm / (norm + 1e-6))
-        for g, _ in held:
-            g.mul_(scale)
-        return torch.tensor(norm, device=self.group.torch_device)
+        scale = max_norm / (norm + 1e-6)
+        # Written so that a norm that is not a number shows in the gradients, as torch's does.
+        if not scale >= 1.0:
+            for g, _ in held:
+                g.mul_(scale)
+        dtypes = [self.module.get_parameter(key).dtype for key, p in self.parameters_by_key.items() if p.trainable]
+        return torch.tensor(
+            norm, dtype=reduce(torch.promote_types, dtypes or [torch.float32]), device=self.group.torch_device
+        )
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from convoy.execute.group import Group
-from convoy.measure.repeats import typical
+from convoy.measure.repeats import spread_of, typical
 from convoy.measure.wire import ACK_BYTES, CARD_REPEATS, SIZES, Stage, Wire
 
 PAIR_S = 1.0
@@ -113,10 +113,11 @@ def measure_links(
         trips[frozenset((a, b))] = _shortest([*there[:1], *back[:1]])
     cards = []
     if len(speakers) > 1:
-        slowest = min(links, key=lambda link: link.bytes_per_s)
+        between = [link for link in links if {link.source, link.target} <= set(speakers)]
         each_s = min(budget_s / len(speakers), group.timeout_s) / 16 / CARD_REPEATS
-        size = int(min(SIZES[-1], max(SIZES[0], each_s * slowest.bytes_per_s / len(speakers))))
-        cards = _cards(wire, speakers, size, trips, progress)
+        size = round(each_s * max(link.bytes_per_s for link in between) / len(speakers))
+        size = min(SIZES[-1], max(SIZES[0], size))
+        cards = _cards(wire, speakers, size, between, trips, progress)
     rows = group.agree("processor time of traffic", json.dumps(asdict(_traffic(own["sent"], own["received"], share))))
     return WireTimes(tuple(links), tuple(cards), tuple(Traffic(**json.loads(row)) for row in rows))
 
@@ -169,24 +170,38 @@ def _cards(
     wire: Wire,
     speakers: Sequence[int],
     size: int,
+    links: Sequence[PairLink],
     trips: Mapping[frozenset[int], float],
     progress: Callable[[str], None],
 ) -> list[CardRates]:
-    """Rates without the shortest round trip that each exchange waits for."""
+    """Rates without the shortest round trip that each exchange waits for.
+
+    To each peer goes as much as its own link carries in the same time, so that a slow peer does not hide a fast card.
+    """
     group, cards = wire.group, []
+    rate = {(link.source, link.target): link.bytes_per_s for link in links}
     for index, centre in enumerate(speakers):
         progress(f"card of device {centre}'s host")
         others = [device for device in speakers if device != centre]
-        own = [wire.fan_out(centre, others, size), wire.fan_in(centre, others, size)]
+        out = _in_proportion({other: rate[centre, other] for other in others}, size)
+        into = _in_proportion({other: rate[other, centre] for other in others}, size)
+        own = [wire.fan_out(centre, out), wire.fan_in(centre, into)]
         sent, received = json.loads(group.agree(f"card {centre}", json.dumps(own))[centre])
         trip_s = max(trips[frozenset((centre, other))] for other in others)
-        rates = [size * len(others) / max(typical(each) - trip_s, 1e-9) for each in (sent, received)]
-        cards.append(CardRates(index, rates[0], rates[1], 0.0, spread_of(sent), spread_of(received)))
+        send, receive = (
+            sum(sizes.values()) / max(typical(each) - trip_s, 1e-9) for sizes, each in ((out, sent), (into, received))
+        )
+        cards.append(CardRates(index, send, receive, 0.0, spread_of(sent), spread_of(received)))
     progress("all hosts at once, in a ring")
     texts = group.agree("ring", json.dumps(wire.ring(speakers, size)))
     way_s = max(trips[frozenset((a, b))] for a, b in zip(speakers, [*speakers[1:], speakers[0]], strict=True)) / 2
     rings = [size / max(typical(json.loads(texts[device])) - way_s, 1e-9) for device in speakers]
     return [replace(card, ring_bytes_per_s=ring) for card, ring in zip(cards, rings, strict=True)]
+
+
+def _in_proportion(rates: Mapping[int, float], largest: int) -> dict[int, int]:
+    fastest = max(rates.values())
+    return {peer: max(ACK_BYTES, round(largest * each / fastest)) for peer, each in rates.items()}
 
 
 def _traffic(sent: Sequence[Stage], received: Sequence[Stage], share: float) -> Traffic:
@@ -199,8 +214,3 @@ def _traffic(sent: Sequence[Stage], received: Sequence[Stage], share: float) -> 
 def _largest(stages: Sequence[Stage]) -> list[Stage]:
     size = max((stage.size for stage in stages), default=0)
     return [stage for stage in stages if stage.size == size]
-
-
-def spread_of(values: Sequence[float]) -> float:
-    """(slowest - fastest) / typical."""
-    return (max(values) - min(values)) / max(statistics.median(values), 1e-12)

@@ -80,11 +80,10 @@ def input_shape(graph: Graph, layer: Layer, index: int, size: LocalSize) -> Shap
     if layer.weighted and layer.groups == 1:
         shape[feature_axis(layer)] = size.inputs
     elif size.outputs < whole.outputs:
-        # Axes are aligned from the right, as in broadcasting: an input may have fewer, and 1 where the output has more.
-        axis = 1 if layer.kind in ("conv", "flatten") else 1 + len(shape) - len(layer.batch_shape(1))
-        extent = shape[axis] * size.outputs // whole.outputs if axis >= 0 else 0
+        # Of a join axes are aligned from the right, as in broadcasting: an input may have fewer, and 1 where others have more.
+        axis = 1 + len(shape) - len(layer.batch_shape(1)) if layer.kind == "join" else 1
         if axis >= 0 and shape[axis] > 1:
-            shape[axis] = extent
+            shape[axis] = shape[axis] * size.outputs // whole.outputs
     return tuple(shape)
 
 

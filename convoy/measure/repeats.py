@@ -18,7 +18,7 @@ STRETCH_S = 0.02
 ROUNDS = 5
 MOST_ROUNDS = 50
 LONG = 15.0
-"""A round so many stretches long holds enough periods to count for several; hardly touched by allocations, the first too."""
+"""A call so many stretches long holds enough periods of a quota; it is hardly touched by its allocations, and runs twice."""
 
 HELD_BYTES = 64 << 20
 
@@ -55,15 +55,14 @@ def time_piece(piece: Piece, clock: Clock, now: Now, stretch_s: float = STRETCH_
     while not _enough(found, calls, stretch_s):
         found.append(_round(piece, clock, now, calls))
     both = [f + b for f, b in found]
-    spread = (max(both) - min(both)) / max(statistics.median(both), 1e-12)
-    return Times(typical([f for f, _ in found]), typical([b for _, b in found]), spread)
+    return Times(typical([f for f, _ in found]), typical([b for _, b in found]), spread_of(both))
 
 
 def _enough(found: Sequence[tuple[float, float]], calls: int, stretch_s: float) -> bool:
     total_s = sum(f + b for f, b in found) * calls
-    if not found or (total_s < ROUNDS * stretch_s and len(found) < MOST_ROUNDS):
-        return False
-    return len(found) >= ROUNDS or total_s >= LONG * stretch_s
+    if len(found) >= ROUNDS:
+        return total_s >= ROUNDS * stretch_s or len(found) >= MOST_ROUNDS
+    return calls == 1 and len(found) >= 2 and total_s >= LONG * stretch_s
 
 
 def _round(piece: Piece, clock: Clock, now: Now, calls: int) -> tuple[float, float]:
@@ -83,10 +82,12 @@ def _round(piece: Piece, clock: Clock, now: Now, calls: int) -> tuple[float, flo
 
 
 def typical(values: Sequence[float]) -> float:
-    """The median of a few values; of five or more, the mean without the highest and lowest quarter.
+    """The faster of two, the median of a few; of five or more, the mean without the highest and lowest quarter.
 
     Under a quota a stretch holds either one pause or one more. A median falls on either of the two, their mean between.
     """
+    if len(values) < 3:
+        return min(values)
     if len(values) < 5:
         return statistics.median(values)
     cut = len(values) // 4
@@ -102,3 +103,28 @@ def device_now(device: torch.device) -> Now:
         return time.perf_counter()
 
     return now
+
+
+def time_update(
+    device: torch.device, now: Now, stretch_s: float = STRETCH_S, entries: int = 1 << 20
+) -> tuple[float, float]:
+    """Seconds per parameter entry of SGD with momentum, and their spread; on `entries` numbers (4 MiB by default)."""
+    parameter = torch.nn.Parameter(torch.zeros(entries, device=device))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD([parameter], lr=0.01, momentum=0.9)
+
+    def steps(count: int) -> float:
+        start_s = now()
+        for _ in range(count):
+            optimizer.step()
+        return (now() - start_s) / count
+
+    steps(1)  # makes the momentum
+    count = max(1, round(stretch_s / max(steps(1), 1e-7)))
+    found = [steps(count) for _ in range(ROUNDS)]
+    return typical(found) / entries, spread_of(found)
+
+
+def spread_of(values: Sequence[float]) -> float:
+    """(slowest - fastest) / median."""
+    return (max(values) - min(values)) / max(statistics.median(values), 1e-12)

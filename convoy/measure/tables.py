@@ -87,7 +87,7 @@ class Bench:
         """Points of one layer, which fill one or two rectangles (see `Axes`).
 
         Args:
-            allowance_s: what the layer may take, roughly; with too little, fewer and smaller sizes are timed, one at least.
+            allowance_s: what the layer may take, roughly; with too little, fewer and smaller sizes are timed.
             point_limit_s: sizes whose single run would take longer are left away.
         """
         layer = self.traced.graph[name]
@@ -100,7 +100,7 @@ class Bench:
         if middle != probe and known[probe].both_s * _ratio(middle, probe) < point_limit_s / 4:
             known[middle] = self._time(layer, middle)  # a larger one says more about the largest
         largest = max(known, key=lambda size: _ratio(size, probe))
-        axes = choose_axes(full, whole, largest, known[largest].both_s, allowance_s, point_limit_s)
+        axes = choose_axes(full, whole, largest, known[largest].both_s, allowance_s, point_limit_s, self.stretch_s)
         sizes = axes.sizes(whole)
         for size in sizes:
             if size not in known:
@@ -155,10 +155,10 @@ def full_axes(graph: Graph, layer: Layer, batch: int) -> Axes:
     if unit is None:
         return Axes(samples, (whole.outputs,))
     outputs = tuple(unit * n for n in _parts(whole.outputs // unit))
-    if layer.weighted and layer.groups == 1:
-        return Axes(samples, outputs, _parts(whole.inputs))
+    if layer.weighted:
+        return Axes(samples, outputs, _parts(whole.inputs) if layer.groups == 1 else ())
     # Without weights the time follows the entries: a few columns show what is not in proportion.
-    return Axes(samples[::2], outputs[::2] if len(outputs) > 2 else outputs)
+    return Axes(_every_second(samples), _every_second(outputs))
 
 
 def _parts(whole: int, least: int = 1) -> tuple[int, ...]:
@@ -166,12 +166,20 @@ def _parts(whole: int, least: int = 1) -> tuple[int, ...]:
 
 
 def choose_axes(
-    full: Axes, whole: LocalSize, known: LocalSize, known_s: float, allowance_s: float, point_limit_s: float
+    full: Axes,
+    whole: LocalSize,
+    known: LocalSize,
+    known_s: float,
+    allowance_s: float,
+    point_limit_s: float = POINT_LIMIT_S,
+    stretch_s: float = STRETCH_S,
 ) -> Axes:
     """The axes that fit the time, by the seconds of one size; the largest sizes first, then the number of points.
 
-    Samples and channels shrink in turn, so that neither is extrapolated far.
+    Samples and channels shrink in turn, so that neither is extrapolated far. For the ends of each axis there is always time
+    where they are short: a single small size is mostly overhead, and tells nothing of larger ones.
     """
+    allowance_s = max(allowance_s, 7 * 2 * ROUNDS * stretch_s)
     for drop in range(len(full.samples) + len(full.outputs)):
         samples = full.samples[: max(1, len(full.samples) - (drop + 1) // 2)]
         outputs = full.outputs[: max(1, len(full.outputs) - drop // 2)]
@@ -180,21 +188,30 @@ def choose_axes(
         inputs = tuple(i for i in full.inputs if i <= most) or full.inputs[:1]
         if known_s * _ratio(LocalSize(samples[-1], outputs[-1], whole.inputs), known) > point_limit_s:
             continue
-        for stride in (1, 2, 4):
-            axes = Axes(_every(samples, stride), _every(outputs, stride), _every(inputs, max(2, stride)))
-            if cost_s(axes, whole, known, known_s) <= allowance_s:
+        for thin in (_every, _every_second, _ends):
+            axes = Axes(thin(samples), thin(outputs), _ends(inputs) if thin is _ends else _every_second(inputs))
+            if cost_s(axes, whole, known, known_s, stretch_s) <= allowance_s:
                 return axes
     return Axes(full.samples[:1], full.outputs[:1])
 
 
-def cost_s(axes: Axes, whole: LocalSize, known: LocalSize, known_s: float) -> float:
+def cost_s(axes: Axes, whole: LocalSize, known: LocalSize, known_s: float, stretch_s: float = STRETCH_S) -> float:
     """About the seconds that timing these sizes takes, if time is in proportion to them."""
-    return sum(max(2 * ROUNDS * STRETCH_S, 2.5 * known_s * _ratio(size, known)) for size in axes.sizes(whole))
+    least_s = 2 * ROUNDS * stretch_s
+    return sum(max(least_s, 2.5 * known_s * _ratio(size, known)) for size in axes.sizes(whole))
 
 
-def _every(axis: Sequence[int], stride: int) -> tuple[int, ...]:
-    """Each stride-th, from the last one back, which is always there."""
-    return tuple(axis[::-1][::stride][::-1])
+def _every(axis: Sequence[int]) -> tuple[int, ...]:
+    return tuple(axis)
+
+
+def _every_second(axis: Sequence[int]) -> tuple[int, ...]:
+    """From the last one back, and the first one."""
+    return tuple(sorted({*axis[::-1][::2], *axis[:1]}))
+
+
+def _ends(axis: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted({*axis[:1], *axis[-1:]}))
 
 
 def _middle(axis: Sequence[int]) -> int:

@@ -1,7 +1,7 @@
 """Messages between the devices of a group, timed from either end."""
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,11 +45,11 @@ class Wire:
             self.store[purpose, size] = torch.zeros(size, dtype=torch.uint8, device=self.group.torch_device)
         return self.store[purpose, size]
 
-    def _send(self, peers: Sequence[int], size: int) -> None:
-        self.group.exchange([Message(peer, self._buffer("out", size)) for peer in peers], [])
+    def _send(self, sizes: Mapping[int, int]) -> None:
+        self.group.exchange([Message(peer, self._buffer("out", size)) for peer, size in sizes.items()], [])
 
-    def _receive(self, peers: Sequence[int], size: int) -> None:
-        self.group.exchange([], [Message(peer, self._buffer(f"from {peer}", size)) for peer in peers])
+    def _receive(self, sizes: Mapping[int, int]) -> None:
+        self.group.exchange([], [Message(peer, self._buffer(f"from {peer}", size)) for peer, size in sizes.items()])
 
     def meet(self, a: int, b: int, allowance_s: float) -> dict[str, list[Stage]]:
         """Both ways between two devices; nothing on the others."""
@@ -78,7 +78,7 @@ class Wire:
 
     def _stage(self, peer: int, size: int, count: int) -> Stage:
         self._tell(peer, size, count)
-        rows = [self._one(lambda: self._ping([peer], size, ACK_BYTES)) for _ in range(count + 1)][1:]
+        rows = [self._one(lambda: self._ping({peer: size}, {peer: ACK_BYTES})) for _ in range(count + 1)][1:]
         return Stage(size, tuple(s for s, _ in rows), tuple(p for _, p in rows))
 
     def _follow(self, peer: int) -> Iterator[Stage]:
@@ -89,15 +89,15 @@ class Wire:
             size, count = self._hear(peer)
 
     def _answer(self, peer: int, size: int) -> tuple[float, float]:
-        return self._one(lambda: self._pong([peer], size, ACK_BYTES))
+        return self._one(lambda: self._pong({peer: size}, {peer: ACK_BYTES}))
 
-    def _ping(self, peers: Sequence[int], size: int, answer: int) -> None:
-        self._send(peers, size)
-        self._receive(peers, answer)
+    def _ping(self, sizes: Mapping[int, int], answers: Mapping[int, int]) -> None:
+        self._send(sizes)
+        self._receive(answers)
 
-    def _pong(self, peers: Sequence[int], size: int, answer: int) -> None:
-        self._receive(peers, size)
-        self._send(peers, answer)
+    def _pong(self, sizes: Mapping[int, int], answers: Mapping[int, int]) -> None:
+        self._receive(sizes)
+        self._send(answers)
 
     def _tell(self, peer: int, size: int, count: int) -> None:
         order = torch.tensor([size, count], dtype=torch.int64, device=self.group.torch_device)
@@ -118,19 +118,19 @@ class Wire:
         """Seconds of each run but the first."""
         return [self._one(work)[0] for _ in range(CARD_REPEATS + 1)][1:]
 
-    def fan_out(self, centre: int, others: Sequence[int], size: int) -> list[float]:
-        """One sends to all others at once; each acknowledges."""
+    def fan_out(self, centre: int, sizes: Mapping[int, int]) -> list[float]:
+        """One sends to others at once, to each so many bytes; each acknowledges."""
         me = self.group.device
         if me == centre:
-            return self._repeated(lambda: self._ping(others, size, ACK_BYTES))
-        return self._repeated(lambda: self._pong([centre], size, ACK_BYTES)) if me in others else []
+            return self._repeated(lambda: self._ping(sizes, dict.fromkeys(sizes, ACK_BYTES)))
+        return self._repeated(lambda: self._pong({centre: sizes[me]}, {centre: ACK_BYTES})) if me in sizes else []
 
-    def fan_in(self, centre: int, others: Sequence[int], size: int) -> list[float]:
-        """All others send to one at once, at its word."""
+    def fan_in(self, centre: int, sizes: Mapping[int, int]) -> list[float]:
+        """Others send to one at once, each so many bytes, at its word."""
         me = self.group.device
         if me == centre:
-            return self._repeated(lambda: self._ping(others, ACK_BYTES, size))
-        return self._repeated(lambda: self._pong([centre], ACK_BYTES, size)) if me in others else []
+            return self._repeated(lambda: self._ping(dict.fromkeys(sizes, ACK_BYTES), sizes))
+        return self._repeated(lambda: self._pong({centre: ACK_BYTES}, {centre: sizes[me]})) if me in sizes else []
 
     def ring(self, members: Sequence[int], size: int) -> list[float]:
         """Every member sends to the next one and receives from the one before."""

@@ -1,6 +1,6 @@
 """Unequal devices: each plan's step list replayed on a fleet that exists as numbers, with its energy and memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convoy.cost.compute import Rate, Roofline
@@ -77,7 +77,7 @@ def speeds_of(graph: Graph, batch: int, costs: Costs) -> Speeds:
     for layer in graph.weighted:
         size = whole_size(layer, batch)
         layers[layer.name] = tuple(
-            batch / sum(costs.times.seconds(device, layer, phase, size) for phase in ("forward", "backward"))  # type: ignore[arg-type]
+            batch / sum(costs.times.seconds(device, layer, phase, size) for phase in ("forward", "backward"))
             for device in range(costs.network.devices)
         )
     return Speeds(solo_speeds(graph, batch, costs), layers)
@@ -133,7 +133,7 @@ def too_large(replayed: Replayed, fleet: Fleet) -> list[str]:
     ]
 
 
-def rows_of(replays: Sequence[Replayed], names: Sequence[str] | None = None) -> list[Mapping[str, str | float]]:
+def rows_of(replays: Sequence[Replayed], names: Sequence[str] | None = None) -> list[dict[str, str | float]]:
     """A row per plan, for a table or a CSV file."""
     rows = []
     for index, each in enumerate(replays):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from convoy.cost.collectives import Floats
+from convoy.cost.collectives import Floats, Numbers
 from convoy.cost.energy import Power
 from convoy.errors import InputError
 from convoy.graph import Graph
@@ -104,7 +104,13 @@ def along(axis: str, values: Sequence[float] | Floats | None = None, base: Mappi
     """
     if axis not in AXES:
         raise InputError(f"axis {axis!r}: the axes are {', '.join(AXES)}; choose one")
-    return Points.of(**{**base, axis: np.asarray(AXES[axis] if values is None else values)})
+    return points_at(base, **{axis: np.asarray(AXES[axis] if values is None else values, dtype=np.float64)})
+
+
+def points_at(base: Mapping[str, float], **changed: Numbers) -> Points:
+    """The base point, with some of its numbers replaced by others or by arrays."""
+    given: dict[str, Numbers] = {**base, **changed}
+    return Points.of(**given)
 
 
 def five_axes(

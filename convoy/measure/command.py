@@ -1,0 +1,147 @@
+"""`convoy measure`: its options as a value, and what each device of the job does with them."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from torch import nn
+
+from convoy.data import NAMES, Splits, load
+from convoy.errors import InputError, unknown_name
+from convoy.execute.processes import join
+from convoy.fleet import Fleet
+from convoy.measure.run import BUDGET_S, measure_job
+from convoy.measurement import read_fleet_file
+from convoy.nets import build_net
+from convoy.report.measured import Watch, show
+from convoy.trace import trace
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureJob:
+    """What to measure and where to write it. Field by field the options of `convoy measure`.
+
+    Attributes:
+        fleet: a fleet file; None: CONVOY_FLEET (a rehearsal names its file there), else the devices describe themselves.
+        devices, slowdown: one per device, as for `convoy train`.
+    """
+
+    output: Path
+    fleet: Path | None
+    data: str
+    data_dir: Path | None
+    net: str
+    devices: tuple[str, ...]
+    batch: int
+    slowdown: tuple[float, ...]
+    budget_s: float = BUDGET_S
+    timeout_s: float = 60.0
+
+    @property
+    def partial(self) -> Path:
+        return self.output.with_name(f"{self.output.name}.partial")
+
+    def check(self) -> None:
+        """Refuse what can be refused before anything starts.
+
+        Raises:
+            InputError: with the value, the rule and the remedy.
+        """
+        if self.data not in NAMES:
+            raise unknown_name("data set", self.data, NAMES)
+        if self.batch < 1:
+            raise InputError(f"--batch {self.batch}: give 1 or more")
+        for name, value in (("budget", self.budget_s), ("timeout", self.timeout_s)):
+            if not 0 < value < math.inf:
+                raise InputError(f"--{name} {value:g}: give a number of seconds above 0")
+        if len(self.slowdown) != len(self.devices) or any(not 1 <= f < math.inf for f in self.slowdown):
+            raise InputError(
+                f"--slowdown {','.join(f'{f:g}' for f in self.slowdown)}: give one factor of 1 or more for each of the "
+                f"{len(self.devices)} devices"
+            )
+
+    def check_output(self) -> None:
+        """Refuse a file that could not be written, before the minutes whose result it would hold.
+
+        Raises:
+            InputError: the folder is missing or not writable, or the path is a folder.
+        """
+        folder = self.output.parent
+        if not folder.is_dir():
+            raise InputError(f"--output {self.output}: the folder {folder} does not exist; make it or name another")
+        if self.output.is_dir():
+            raise InputError(
+                f"--output {self.output} is a folder: name a file in it, e.g. {self.output / 'fleet.toml'}"
+            )
+        if not os.access(folder, os.W_OK):
+            raise InputError(f"--output {self.output}: the folder {folder} cannot be written; name a file in another")
+
+    def read_fleet(self) -> Fleet | None:
+        """The described fleet, if there is one; what was measured of it before is left behind."""
+        path = self.fleet or (Path(named) if (named := os.environ.get("CONVOY_FLEET")) else None)
+        return None if path is None else read_fleet_file(path)[0]
+
+    def model(self, splits: Splits) -> nn.Module:
+        return build_net(self.net, splits.train.image_shape, splits.train.classes)
+
+    def rehearse_inputs(self) -> None:
+        """Try all inputs once, in the launching process: bad input is told once, before anything starts.
+
+        Raises:
+            InputError, DataError: as the parts say.
+        """
+        self.check()
+        self.check_output()
+        fleet = self.read_fleet()
+        if fleet is not None and len(fleet.devices) != len(self.devices):
+            raise InputError(
+                f"--devices {len(self.devices)}, but the fleet file has {len(fleet.devices)}: give --devices "
+                f"{len(fleet.devices)}, or another fleet"
+            )
+        self.model(load(self.data, self.data_dir))
+
+
+def run_measure(job: MeasureJob) -> None:
+    """What each device of a measuring job does, from joining to leaving. Device 0 prints, and replaces the output at the end.
+
+    Raises:
+        InputError, DataError, MismatchError, DeviceLostError: as the parts say; the output is then as it was before.
+    """
+    job.check()
+    named = job.devices[0] if len(job.devices) == 1 and job.devices[0] != "auto" else None
+    with join(named, timeout_s=job.timeout_s) as group:
+        first = group.device == 0
+        if first:
+            job.check_output()
+        splits = load(job.data, job.data_dir)
+        model = job.model(splits)
+        traced = trace(model, splits.train[0][0][None])
+        console = Console(quiet=not first, highlight=False)
+        slowdown = job.slowdown[group.device] * float(os.environ.get("CONVOY_SLOWDOWN", "1"))
+        with Watch(console) as watch:
+            measured = measure_job(
+                group, traced, model, job.batch, net=job.net, fleet=job.read_fleet(), budget_s=job.budget_s,
+                slowdown=slowdown, partial=job.partial, progress=watch,
+            )  # fmt: skip
+        if first:
+            write_whole(job.output, measured.to_toml())
+            show(measured, console)
+            console.print(f"Written to {job.output}", soft_wrap=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """All of a file or nothing of it; an older one of that name is replaced.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; name a file in a folder that you may write") from None
+    finally:
+        fresh.unlink(missing_ok=True)

@@ -1,0 +1,68 @@
+"""The tables of an unfinished measuring, kept beside its output, for the run that continues it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from convoy.errors import InputError
+
+Rows = Sequence[Sequence[float]]
+"""Of one layer on one device: samples, outputs, inputs, forward_s, backward_s, spread."""
+
+
+class Partial:
+    """A file of JSON lines: what is measured, then one line per layer with the rows of every device.
+
+    Args:
+        path: where; None keeps nothing.
+        header: what must be the same for a second run to continue.
+    """
+
+    def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
+        self.path, self.header = path, json.loads(json.dumps(header))
+        self.tables: dict[str, list[Rows]] = {}
+        if path is not None:
+            self.tables = self._read(path)
+            self._write()
+
+    def add(self, layer: str, rows: Sequence[Rows]) -> None:
+        """Keep a layer that all devices have measured."""
+        self.tables[layer] = [list(device) for device in rows]
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([layer, rows]) + "\n")
+
+    def remove(self) -> None:
+        """The measuring is done, or not wanted."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def _read(self, path: Path) -> dict[str, list[Rows]]:
+        """Whole lines of a run with the same header; nothing of any other."""
+        with suppress(FileNotFoundError, UnicodeDecodeError):
+            first, *lines = path.read_text(encoding="utf-8").split("\n")
+            if _parsed(first) != self.header:
+                return {}
+            # The last line of a run that was killed may be a part of one.
+            pairs = [pair for pair in map(_parsed, lines) if pair is not None]
+            return {layer: rows for layer, rows in pairs if len(rows) == len(self.header["devices"])}
+        return {}
+
+    def _write(self) -> None:
+        assert self.path is not None
+        lines = [json.dumps(self.header), *(json.dumps(pair) for pair in self.tables.items())]
+        try:
+            self.path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"cannot write {self.path}: {error.strerror}; name a file in a folder you may write"
+            ) from None
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

@@ -1,0 +1,169 @@
+"""The measuring job: every device times its layers, all at the same time, then the wire.
+
+Layer by layer the devices wait for each other, so that they load a shared machine as in training, and a device that is
+lost is missed soon. The layers that all have measured are kept in a partial file, from which a second run goes on.
+"""
+
+import datetime
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from convoy._version import __version__
+from convoy.errors import MismatchError
+from convoy.execute.clock import Clock
+from convoy.execute.group import Group
+from convoy.fleet import Fleet
+from convoy.measure.describe import Own, describe, fit, fleet_of, host_indices, spreads, with_wire
+from convoy.measure.links import Traffic, measure_links, processor_share
+from convoy.measure.partial import Partial, Rows
+from convoy.measure.repeats import STRETCH_S, device_now, time_update
+from convoy.measure.tables import Bench, allowances
+from convoy.measurement import Measurement
+from convoy.points import DeviceCosts, LayerPoint
+from convoy.trace import Traced
+
+Progress = Callable[[str, int, int], None]
+"""Is told what is measured, how much is done, and how much there is."""
+
+BUDGET_S = 60.0
+LINKS_BUDGET_S = 20.0
+
+
+def measure_job(
+    group: Group,
+    traced: Traced,
+    model: nn.Module,
+    batch: int,
+    *,
+    net: str,
+    fleet: Fleet | None = None,
+    budget_s: float = BUDGET_S,
+    links_budget_s: float = LINKS_BUDGET_S,
+    slowdown: float = 1.0,
+    partial: Path | None = None,
+    progress: Progress = lambda *_: None,
+    stretch_s: float = STRETCH_S,
+) -> Measurement:
+    """Measure a model on the devices of a group, and the wire between them. All devices call it; all get the same value.
+
+    Args:
+        traced: the model in training mode; `model` itself, whole and left as it is.
+        batch: the global batch, the largest number of samples that is timed.
+        net: the model's name, for people.
+        fleet: the fleet's description; its cards and links are replaced by measured ones. None: the devices
+            describe themselves.
+        budget_s, links_budget_s: about the seconds that the layers and the wire may take.
+        slowdown: this device plays one that is so many times slower at computing.
+        partial: where device 0 keeps finished layers, and finds those of an earlier run that was cut off. It is removed
+            at the end.
+        stretch_s: see `convoy.measure.repeats.time_piece`.
+
+    Raises:
+        InputError: a fleet that is not this job's.
+        MismatchError: the devices were started with different models, batches or fleets.
+        DeviceLostError: a device did not answer within the group's time limit.
+    """
+    own = describe(group.torch_device, slowdown)
+    rows = [Own(**json.loads(text)) for text in group.agree("machine", json.dumps(asdict(own)))]
+    agreed, date = _agreed(group, traced, batch, fleet)
+    fleet = fleet_of(rows) if fleet is None else fit(fleet, rows)
+    kept = Partial(partial if group.device == 0 else None, agreed | {"devices": [_identity(row) for row in rows]})
+    bench = Bench(traced, model, batch, Clock(group.torch_device, slowdown), group.torch_device, stretch_s=stretch_s)
+    steps = _measure_tables(group, bench, kept, budget_s, progress)
+    update_s, update_spread = time_update(group.torch_device, device_now(group.torch_device), stretch_s)
+    updates = [json.loads(text) for text in group.agree("optimizer", json.dumps([update_s, update_spread]))]
+    wire = measure_links(
+        group,
+        host_indices(fleet),
+        processor_share(10 * stretch_s),
+        budget_s=links_budget_s,
+        progress=lambda what: progress(what, steps, steps),
+    )
+    links, cards = spreads(fleet, wire)
+    measured = Measurement(
+        fleet=with_wire(fleet, wire),
+        net=net,
+        fingerprint=traced.graph.fingerprint,
+        batch=batch,
+        convoy=__version__,
+        torch=str(torch.__version__),
+        date=date,
+        device=_device_costs(fleet, wire.traffic, updates),
+        layer=_points(fleet, bench, kept.tables),
+        link=links,
+        host=cards,
+    )
+    kept.remove()
+    return measured
+
+
+def _agreed(group: Group, traced: Traced, batch: int, fleet: Fleet | None) -> tuple[dict[str, Any], str]:
+    """What every device must have been given, and the date on device 0."""
+    own = {
+        "model": traced.graph.fingerprint,
+        "batch": batch,
+        "fleet": "" if fleet is None else hashlib.sha256(fleet.to_toml().encode()).hexdigest()[:16],
+        "convoy": __version__,
+    }
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    texts = [json.loads(text) for text in group.agree("measure", json.dumps([own, date]))]
+    for name in own:
+        strangers = [str(device) for device, (row, _) in enumerate(texts) if row[name] != texts[0][0][name]]
+        if strangers:
+            raise MismatchError(
+                f"device{'s' * (len(strangers) > 1)} {', '.join(strangers)} started with another {name} than device 0: "
+                "start every device with the same options"
+            )
+    return own, texts[0][1]
+
+
+def _identity(row: Own) -> list[Any]:
+    """What a device must still be for its earlier times to hold."""
+    return [row.name, row.kind, row.cores, row.slowdown]
+
+
+def _measure_tables(group: Group, bench: Bench, kept: Partial, budget_s: float, progress: Progress) -> int:
+    """Time what is not kept yet, layer by layer, and keep it; how many layers there were."""
+    first = bench.alike()
+    names = [name for name in bench.layers if first[name] == name]
+    kept.tables = json.loads(group.agree("kept tables", json.dumps(kept.tables if group.device == 0 else {}))[0])
+    ahead = [name for name in names if name not in kept.tables]
+    left_s = budget_s
+    for index, name in enumerate(ahead):
+        progress(f"layer {name}", len(names) - len(ahead) + index, len(names))
+        start_s = time.monotonic()
+        share_s = allowances(bench.traced.graph, ahead[index:], left_s)[name]
+        points = bench.measure(name, min(share_s, group.timeout_s / 4))
+        left_s = max(0.0, left_s - (time.monotonic() - start_s))
+        rows = [[*astuple(point.size), *astuple(point.times)] for point in points]
+        kept.add(name, [json.loads(text) for text in group.agree(f"table of {name}", json.dumps(rows))])
+    return len(names)
+
+
+def _points(fleet: Fleet, bench: Bench, tables: dict[str, list[Rows]]) -> tuple[LayerPoint, ...]:
+    first = bench.alike()
+    return tuple(
+        LayerPoint(
+            device.name, name, int(row[0]), int(row[1]), int(row[2]), float(row[3]), float(row[4]), float(row[5])
+        )
+        for index, device in enumerate(fleet.devices)
+        for name in bench.layers
+        for row in tables[first[name]][index]
+    )
+
+
+def _device_costs(
+    fleet: Fleet, traffic: Sequence[Traffic], updates: Sequence[Sequence[float]]
+) -> tuple[DeviceCosts, ...]:
+    return tuple(
+        DeviceCosts(device.name, each.send_s_per_byte, each.receive_s_per_byte, update_s, each.spread, update_spread)
+        for device, each, (update_s, update_spread) in zip(fleet.devices, traffic, updates, strict=True)
+    )

@@ -1,0 +1,144 @@
+"""The planner against brute force on small cases, and what it must never do.
+
+The brute force here knows nothing of the planner's search: it writes every combination of strategies by hand, lowers it and
+replays it.
+"""
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from convoy.cost.compute import Rate, Roofline
+from convoy.cost.network import Network
+from convoy.graph import Graph
+from convoy.layout import holders
+from convoy.lower import lower
+from convoy.named import PLANS, Speeds, named_plan
+from convoy.nets import build_net
+from convoy.plan import Plan
+from convoy.planner import balance, candidates, plan_auto, solo_speeds
+from convoy.shares import apportion
+from convoy.simulate import Costs, simulate
+from convoy.steps import Compute
+from convoy.strategy import Batch, Channel, Filter, One, Strategy
+from convoy.trace import trace
+
+
+def flat_network(devices: int, bytes_per_s: float, latency_s: float = 1e-4) -> Network:
+    every = (bytes_per_s,) * devices
+    return Network(
+        host=tuple(range(devices)),
+        send_bytes_per_s=every,
+        receive_bytes_per_s=every,
+        within_bytes_per_s=(1e10,) * devices,
+        latency_s=((latency_s,) * devices,) * devices,
+        pair_bytes_per_s=(every,) * devices,
+        processor_s_per_byte=(0.0,) * devices,
+    )
+
+
+def costs_of(rates: list[float], bytes_per_s: float) -> Costs:
+    devices = len(rates)
+    times = Roofline(tuple(Rate(rate, rate / 4) for rate in rates))
+    return Costs(times, flat_network(devices, bytes_per_s), 4, (1e-9,) * devices)
+
+
+def small_net(rng: random.Random) -> nn.Module:
+    channels, side, layers = 3, 16, []
+    for _ in range(rng.randint(1, 2)):
+        filters = rng.choice([4, 16, 64])
+        layers += [nn.Conv2d(channels, filters, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+        channels, side = filters, side // 2
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(channels * side * side, rng.choice([10, 256])))
+
+
+def graph_of(net: nn.Module, side: int = 16) -> Graph:
+    return trace(net, torch.zeros(2, 3, side, side)).graph
+
+
+def every_plan(graph: Graph, batch: int, costs: Costs) -> Iterator[Plan]:
+    """Every combination of strategies, for the fastest device, the two fastest, and so on; shares by speed."""
+    speeds = solo_speeds(graph, batch, costs)
+    order = sorted(range(len(speeds)), key=lambda d: -speeds[d])
+    weighted = graph.weighted
+    for count in range(1, len(order) + 1):
+        active = [speeds[d] if d in order[:count] else 0.0 for d in range(len(order))]
+        by_batch = Batch(apportion(batch, active))
+        for kinds in itertools.product(("batch", "one", "filter", "channel"), repeat=len(weighted)):
+            layers: dict[str, Strategy] = {}
+            for kind, layer in zip(kinds, weighted, strict=True):
+                layers[layer.name] = {
+                    "batch": by_batch,
+                    "one": One(order[0]),
+                    "filter": Filter(apportion(layer.channels_out, active)),
+                    "channel": Channel(apportion(layer.channels_in, active)),
+                }[kind]
+            yield Plan("by hand", graph.fingerprint, len(order), batch, layers, by_batch)
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_no_combination_of_strategies_is_faster(case: int) -> None:
+    rng = random.Random(case)
+    graph, devices, batch = graph_of(small_net(rng)), rng.choice([2, 3]), rng.choice([8, 32])
+    costs = costs_of([rng.choice([1e9, 2e9, 5e9, 1e10]) for _ in range(devices)], rng.choice([1e6, 1e7, 1e8, 1e9]))
+    best_s = min(simulate(lower(plan, graph), graph, costs).step_s for plan in every_plan(graph, batch, costs))
+    found = candidates(graph, batch, costs)[0]
+    # The planner may also balance by measured curves, so it may win by a little; it may never lose.
+    assert found.step_s <= best_s * 1.005
+    assert found.step_s == simulate(lower(found.plan, graph), graph, costs).step_s
+
+
+@pytest.mark.parametrize("batch", [16, 256])
+def test_auto_is_predicted_no_slower_than_any_named_plan(batch: int) -> None:
+    graph = graph_of(build_net("two-conv:150:800", (3, 32, 32), 10), 32)
+    costs = costs_of([88e9, 55e9, 33e9, 22e9], 125e6)
+    speeds = Speeds(solo_speeds(graph, batch, costs))
+    auto_s = candidates(graph, batch, costs)[0].step_s
+    for name in PLANS:
+        plan = named_plan(name, graph, batch, speeds)
+        assert auto_s <= simulate(lower(plan, graph), graph, costs).step_s
+
+
+def test_a_wire_that_is_too_slow_leaves_the_work_to_the_fastest_device() -> None:
+    graph = graph_of(small_net(random.Random(0)))
+    plan = plan_auto(graph, 8, costs_of([1e9, 1e10, 1e9], 1e3))
+    steps = lower(plan, graph)
+    assert all(holders(s.writes.layout) == (1,) for s in steps.phase("forward") if isinstance(s, Compute))
+    # Only the outputs travel, to the two devices that wait.
+    assert set(steps.traffic(4)) == {(1, 0), (1, 2)}
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    graph = graph_of(small_net(random.Random(3)))
+    costs = costs_of([3e9, 2e9, 2e9], 1e7)
+    assert plan_auto(graph, 24, costs) == plan_auto(graph, 24, costs)
+
+
+def test_a_residual_net_is_planned_and_its_plan_fits() -> None:
+    graph = graph_of(build_net("resnet:8:16", (3, 32, 32), 10), 32)
+    plan = plan_auto(graph, 64, costs_of([8e9, 5e9, 3e9, 2e9], 125e6))
+    plan.check(graph, 4)
+    assert plan.name in ("auto", *PLANS)
+
+
+def test_balance_gives_the_slowest_device_the_earliest_end() -> None:
+    # Seconds per entry 1, 2, 4: twelve entries are done after 7 s, 6 s, 4 s at the best, by (7, 3, 2) or (7, 4, 1).
+    shares = balance(12, 3, (0, 1, 2), lambda d, n: n * (1, 2, 4)[d])
+    assert sum(shares) == 12
+    assert max(n * s for n, s in zip(shares, (1, 2, 4), strict=True)) <= 8
+    assert shares[0] == 7
+
+
+def test_balance_leaves_out_a_device_that_costs_more_than_it_brings() -> None:
+    # The second device needs 100 s before its first entry is done.
+    assert balance(10, 2, (0, 1), lambda d, n: n if d == 0 else 100.0 + n) == (10, 0)
+
+
+def test_balance_keeps_groups_whole() -> None:
+    shares = balance(12, 3, (0, 1, 2), lambda d, n: n * (1, 2, 4)[d], quantum=4)
+    assert sum(shares) == 12
+    assert all(share % 4 == 0 for share in shares)
