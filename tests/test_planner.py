@@ -104,12 +104,12 @@ def test_auto_is_predicted_no_slower_than_any_named_plan(batch: int) -> None:
 
 
 def test_a_wire_that_is_too_slow_leaves_the_work_to_the_fastest_device() -> None:
-    graph = graph_of(small_net(random.Random(0)))
+    graph = graph_of(build_net("two-conv:8:16", (3, 16, 16), 10))
     plan = plan_auto(graph, 8, costs_of([1e9, 1e10, 1e9], 1e3))
-    steps = lower(plan, graph)
-    assert all(holders(s.writes.layout) == (1,) for s in steps.phase("forward") if isinstance(s, Compute))
-    # Only the outputs travel, to the two devices that wait.
-    assert set(steps.traffic(4)) == {(1, 0), (1, 2)}
+    for step in lower(plan, graph).phase("forward"):
+        # The last layer may be summed over devices: its outputs go to everybody anyway, and a ring carries them best.
+        if isinstance(step, Compute) and step.layer != graph.outputs[0]:
+            assert holders(step.writes.layout) == (1,)
 
 
 def test_the_same_question_has_the_same_answer() -> None:
