@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 import convoy
 from convoy.data import load
 
+torch.manual_seed(0)  # the same first weights in every run
 dataset = load("digits").train
 example = dataset[0][0][None]
 model: nn.Module = nn.Sequential(

@@ -129,7 +129,7 @@ def test_the_table_of_filters_then_channels(graph: Graph) -> None:
 def test_the_table_adds_up_to_the_traffic(graph: Graph) -> None:
     for name in ("data", "data-by-speed", "master", "model", "hybrid"):
         plan = named_plan(name, graph, 5, Speeds((2.0, 1.0, 1.0)))
-        assert sum(row.bytes_ for row in layer_rows(plan, graph)) == sum(plan.traffic(graph).values())
+        assert sum(row.bytes_ for row in layer_rows(plan, graph)) == sum(lower(plan, graph).traffic().values())
 
 
 class Centred(nn.Module):

@@ -1,17 +1,15 @@
 """Parity: training by any plan follows the training of one device, number by number (float64, to 1e-10).
 
-Compared on every device after the last step: all weights and buffers, all gradients, the optimizer's state, and the loss
-of every step. Each net of `nets.py` has its own way to go wrong; several did.
+Compared on every device after the last step: all weights and buffers, all gradients, the optimizer's state, the loss of
+every step, and the outputs in evaluation mode. Each net of `nets.py` has its own way to go wrong; several did.
 """
 
 import copy
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.errors import InputError
@@ -19,6 +17,7 @@ from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
 from convoy.layout import Replicated
+from convoy.lower import lower
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
 from convoy.shares import even
@@ -38,9 +37,10 @@ from tests.one_device import (
     on_one,
     one_trace,
     part,
+    traffic_of,
 )
 
-SHORT = (10, 10, 3, 10)
+SHORT = (10, 3, 10)
 
 
 def mixed(net: str, reduce: Any = "ring") -> Plan:
@@ -77,7 +77,7 @@ def test_twenty_steps_with_batch_norm(plan: str, net: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize("plan", [*PLANS, "mixed"])
+@pytest.mark.parametrize("plan", [*(name for name in PLANS if name != "data"), "mixed"])
 @pytest.mark.parametrize("net", [n for n in nets.NETS if n not in ("two-conv", "resnet", "mobile")])
 def test_nets_with_something_special(net: str, plan: str) -> None:
     check(Training(net, SHORT), mixed(net) if plan == "mixed" else by_name(plan, net))
@@ -144,10 +144,29 @@ def test_gradients_of_two_batches_add_up(plan: str, net: str, set_to_none: bool)
 @pytest.mark.parametrize("plan", ["data-by-speed", "model", "master", "mixed"])
 def test_clipping_by_the_norm_of_all_gradients(plan: str, kind: float) -> None:
     """`bare` adds two parameters: their gradients were one tensor on a device alone, and scaled twice."""
-    for net, largest in (("two-conv", 0.01), ("bare", 0.2)):
+    for net, largest in (("two-conv", 0.01), ("bare", 0.02)):
         training = Training(net, SHORT, clip=(largest, kind))
         assert any(norm > largest for norm in on_one(training).norms)
         check(training, mixed(net) if plan == "mixed" else by_name(plan, net))
+
+
+def test_a_gradient_that_is_no_number_shows_in_all() -> None:
+    """Python's min and max lose what is not a number: one device clipped to a finite norm, and went on."""
+    model = nets.build("two-conv")
+    (x, y), *_ = Training("two-conv", (10,)).batches(model)
+
+    def work(group: Group) -> tuple[list[float], bool]:
+        here = Distributed(model, by_name("model", "two-conv"), group, x[:2])
+        loss_of(here(part(here, x), batch=10), y).backward()
+        if group.device == 2:
+            here.module.get_parameter("conv1.bias").grad[0] = float("nan")
+        norms = [float(here.clip_grad_norm_(1.0, kind)) for kind in (2.0, float("inf"))]
+        return norms, all(bool(p.grad.isnan().all()) for p in here.parameters() if p.grad is not None)
+
+    with one_trace():
+        for norms, poisoned in run_on_threads(4, work):
+            assert all(norm != norm for norm in norms)
+            assert poisoned
 
 
 def test_clipping_leaves_small_gradients_alone() -> None:
@@ -206,7 +225,7 @@ def test_copies_are_equal_to_the_last_bit_after_every_step(net: str, plan: str) 
             seen.append({k: here.module.get_parameter(k).detach().numpy().tobytes() for k in held})
         return seen
 
-    with one_trace():
+    with one_trace(net, torch.float32):
         results = run_on_threads(4, work)
     compared = 0
     for step in zip(*results, strict=True):
@@ -221,51 +240,29 @@ def test_copies_are_equal_to_the_last_bit_after_every_step(net: str, plan: str) 
     )
 
 
-def traffic_of(net: str, plan: Plan, size: int) -> Counter[tuple[int, int]]:
-    """Bytes counted on the way in one training step."""
-    model = nets.build(net)
-    (x, y), *_ = Training(net, (size,)).batches(model)
-
-    def work(group: Group) -> list[int]:
-        here = Distributed(model, plan, group, x[:2])
-        group.clear_counters()
-        outputs = here(part(here, x), batch=size)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        torch.stack([F.cross_entropy(out, y) for out in outputs]).sum().backward()
-        return list(group.sent_bytes)
-
-    with one_trace():
-        rows = run_on_threads(plan.devices, work)
-    return Counter({(i, j): n for i, row in enumerate(rows) for j, n in enumerate(row) if n})
-
-
 @pytest.mark.parametrize("plan", [*PLANS, "mixed"])
 @pytest.mark.parametrize("net", ["two-conv", "resnet", "opaque-per-sample", "auxiliary", "tied", "shuffle"])
 def test_the_bytes_of_a_step_are_those_the_plan_predicts(net: str, plan: str) -> None:
     chosen = mixed(net, "butterfly") if plan == "mixed" else by_name(plan, net, "star" if plan == "data" else "ring")
     for size in (10, 3):
-        assert traffic_of(net, chosen, size) == +chosen.traffic(graph_of(net), size, 8)
+        assert traffic_of(net, chosen, size) == +lower(chosen, graph_of(net), size).traffic(8)
 
 
 def test_traffic_by_hand() -> None:
     """data, ring, two devices of equal speed: weights once each way in halves, and the outputs of 5 samples."""
     plan = named_plan("data", graph_of("two-conv"), 10, Speeds((1.0, 1.0)), "ring")
     weights = sum(p.numel() for p in nets.build("two-conv").parameters())
-    assert weights % 2 == 0
     assert traffic_of("two-conv", plan, 10) == {(0, 1): 8 * (weights + 25), (1, 0): 8 * (weights + 25)}
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize("net", [*nets.NETS, "dropouts"])
-def test_evaluation_gives_the_outputs_of_one_device(net: str) -> None:
-    """Also between two training steps, which it must not disturb."""
-    model = nets.Dropouts().double() if net == "dropouts" else nets.build(net)
-    x = torch.randn(10, *nets.shape_of(model), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+def test_dropout_is_off_in_evaluation() -> None:
+    model = nets.Dropouts().double()
+    x = torch.randn(10, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     graph = trace(model, x[:2]).graph
-    expected = [copy.deepcopy(model).eval()(x[:n].clone()) for n in (10, 3)]
+    expected = [copy.deepcopy(model).eval()(x[:n]) for n in (10, 3)]
     for name in PLANS:
         plan = named_plan(name, graph, 10, Speeds((7.0, 0.0, 2.0, 1.0)))
 
@@ -277,13 +274,8 @@ def test_evaluation_gives_the_outputs_of_one_device(net: str) -> None:
 
         with one_trace():
             for found in run_on_threads(4, work):
-                for a, b in zip(found, expected, strict=True):
-                    for ours, theirs in zip(_each(a), _each(b), strict=True):
-                        assert torch.allclose(ours, theirs, rtol=EXACT, atol=EXACT), name
-
-
-def _each(outputs: Any) -> tuple[Tensor, ...]:
-    return outputs if isinstance(outputs, tuple) else (outputs,)
+                for ours, theirs in zip(found, expected, strict=True):
+                    assert torch.allclose(ours, theirs, rtol=EXACT, atol=EXACT), name
 
 
 @pytest.mark.parametrize("net", ["resnet", "dependent-in-training", "noting", "own-norm"])
@@ -428,6 +420,34 @@ def test_freezing_or_thawing_afterwards_is_refused() -> None:
     assert "'net.conv1.weight' was thawed after distribute()" in thawed
 
 
+def test_a_batch_norm_called_by_samples_and_whole() -> None:
+    """One call's kernel kept the running statistics for its backward; the other call's update counted as a change."""
+    graph = graph_of("tied")
+    layers = {"stem": Filter((0, 4)), "again": Batch((0, 10)), "fc2": One(0), "head": Filter((0, 5))}
+    check(Training("tied", SHORT), Plan("mine", graph.fingerprint, 2, 10, layers, One(0)))
+
+
+@pytest.mark.parametrize("net", ["resnet", "mobile", "shuffle"])
+def test_images_and_weights_with_the_channels_last_in_memory(net: str) -> None:
+    model = nets.build(net).to(memory_format=torch.channels_last)
+    (x, y), *_ = Training(net, (10,)).batches(model)
+    x = x.to(memory_format=torch.channels_last)
+    reference = copy.deepcopy(model)
+    loss_of(reference(x), y).backward()
+
+    def work(group: Group) -> dict[str, Tensor]:
+        here = Distributed(model, mixed(net), group, x[:2])
+        loss_of(here(part(here, x), batch=10), y).backward()
+        held = dict(here.named_parameters())
+        return {k: here.gather(k, p.grad if p.grad is not None else torch.empty_like(p)) for k, p in held.items()}
+
+    with one_trace():
+        for found in run_on_threads(4, work):
+            for key, parameter in reference.named_parameters():
+                assert parameter.grad is not None
+                assert torch.allclose(found[key], parameter.grad, rtol=EXACT, atol=EXACT), key
+
+
 def test_no_two_gradients_share_their_memory() -> None:
     model = nets.build("bare")
     (x, y), *_ = Training("bare", (10,)).batches(model)
@@ -439,18 +459,18 @@ def test_no_two_gradients_share_their_memory() -> None:
         return len(storages), len(set(storages))
 
     ((gradients, distinct),) = run_on_threads(1, work)
-    assert gradients == distinct == 9
+    assert gradients == distinct == 10
 
 
 def test_the_test_itself_can_fail() -> None:
-    """A difference in the eleventh place is found, whatever it sits in."""
+    """A difference in the tenth place is found, whatever it sits in."""
     training = Training("resnet", SHORT)
     with one_trace():
         records = on_many(training, by_name("data", "resnet"))
     expected = on_one(training)
     assert_same(records, expected)
     for tamper in (
-        lambda r: r.weights["bn1.running_var"][0].mul_(1 + 2e-10),
+        lambda r: r.weights["bn1.running_var"][0].add_(2e-10),
         lambda r: r.state["fc.bias"]["momentum_buffer"][1].add_(2e-10),
         lambda r: r.losses.__setitem__(2, r.losses[2] + 4e-10),
         lambda r: r.gradients["conv1.weight"][0].fill_(float("nan")),

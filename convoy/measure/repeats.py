@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,8 +18,9 @@ STRETCH_S = 0.02
 
 ROUNDS = 5
 MOST_ROUNDS = 50
+MOST_CALLS = 10_000
 LONG = 15.0
-"""A call so many stretches long holds enough periods of a quota; it is hardly touched by its allocations, and runs twice."""
+"""A call that is so many stretches long holds enough periods of a quota, hardly feels its allocations, and runs twice."""
 
 HELD_BYTES = 64 << 20
 
@@ -36,6 +38,26 @@ class Times:
         return self.forward_s + self.backward_s
 
 
+@dataclass(slots=True)
+class _Phase:
+    """Forward or backward: the seconds of one call in each round so far, and how many calls the next round makes."""
+
+    most_calls: int
+    each_s: list[float]
+    total_s: float = 0.0
+    total_calls: int = 0
+
+    def note(self, stretch_s: float, calls: int) -> None:
+        self.each_s.append(stretch_s / calls)
+        self.total_s += stretch_s
+        self.total_calls += calls
+
+    def calls(self, stretch_s: float, once_s: float) -> int:
+        # By the mean so far: a single call may have met no pause of a quota, or a whole one.
+        mean_s = self.total_s / self.total_calls if self.total_calls else once_s
+        return max(1, min(self.most_calls, round(stretch_s / max(mean_s, 1e-7))))
+
+
 def time_piece(piece: Piece, clock: Clock, now: Now, stretch_s: float = STRETCH_S) -> Times:
     """Seconds of a piece, from several rounds; 10 stretches in total where a call is short.
 
@@ -47,38 +69,53 @@ def time_piece(piece: Piece, clock: Clock, now: Now, stretch_s: float = STRETCH_
         now: reads seconds, after the device has finished what it was given.
         stretch_s: seconds of one stretch.
     """
-    first = _round(piece, clock, now, 1)
-    found = [first] if sum(first) >= LONG * stretch_s else []
-    # The first call allocates and chooses kernels: the second tells how long one takes.
-    once_s = sum(first if found else _round(piece, clock, now, 1))
-    calls = max(1, min(round(2 * stretch_s / max(once_s, 1e-7)), HELD_BYTES // max(1, piece.held_bytes)))
-    while not _enough(found, calls, stretch_s):
-        found.append(_round(piece, clock, now, calls))
-    both = [f + b for f, b in found]
-    return Times(typical([f for f, _ in found]), typical([b for _, b in found]), spread_of(both))
+    held = 1 if piece.gradient is None else max(1, HELD_BYTES // max(1, piece.held_bytes))
+    forward, backward = _Phase(MOST_CALLS, []), _Phase(held, [])
+    once = _round(piece, clock, now, 1, 1)
+    if sum(once) >= LONG * stretch_s:
+        forward.note(once[0], 1)
+        backward.note(once[1], 1)
+    else:
+        # The first call allocates and chooses kernels: the second tells how long one takes.
+        once = _round(piece, clock, now, 1, 1)
+    while not _enough(forward, backward, stretch_s):
+        calls = forward.calls(stretch_s, once[0]), backward.calls(stretch_s, once[1])
+        forward_s, backward_s = _round(piece, clock, now, *calls)
+        forward.note(forward_s, calls[0])
+        backward.note(backward_s, calls[1])
+    both = [f + b for f, b in zip(forward.each_s, backward.each_s, strict=True)]
+    return Times(typical(forward.each_s), typical(backward.each_s), spread_of(both))
 
 
-def _enough(found: Sequence[tuple[float, float]], calls: int, stretch_s: float) -> bool:
-    total_s = sum(f + b for f, b in found) * calls
-    if len(found) >= ROUNDS:
-        return total_s >= ROUNDS * stretch_s or len(found) >= MOST_ROUNDS
-    return calls == 1 and len(found) >= 2 and total_s >= LONG * stretch_s
+def _enough(forward: _Phase, backward: _Phase, stretch_s: float) -> bool:
+    rounds = len(forward.each_s)
+    if rounds >= MOST_ROUNDS:
+        return True
+    if rounds >= ROUNDS:
+        return forward.total_s + backward.total_s >= ROUNDS * stretch_s
+    total_s = forward.total_s + backward.total_s
+    return rounds >= 2 and backward.total_calls == rounds and total_s >= LONG * stretch_s
 
 
-def _round(piece: Piece, clock: Clock, now: Now, calls: int) -> tuple[float, float]:
-    """Mean seconds of one call forward and one backward."""
-    saved = []
+def _round(piece: Piece, clock: Clock, now: Now, calls: int, backward_calls: int) -> tuple[float, float]:
+    """Seconds of so many calls forward, and of so many backward."""
+    saved: list[Any] = []
     start_s = now()
     for _ in range(calls):
         with clock.compute(piece.name, "measure"):
-            saved.append(piece.run.forward(piece.inputs, piece.samples, True, piece.wants)[1])
-    middle_s = now()
+            kept = piece.run.forward(piece.inputs, piece.samples, True, piece.wants)[1]
+        if len(saved) < backward_calls:
+            saved.append(kept)
+    forward_s = now() - start_s
     if piece.gradient is None:
-        return (middle_s - start_s) / calls, 0.0
-    for _ in range(calls):
+        return forward_s, 0.0
+    while len(saved) < backward_calls:
+        saved.append(piece.run.forward(piece.inputs, piece.samples, True, piece.wants)[1])
+    start_s = now()
+    while saved:
         with clock.compute(piece.name, "measure"):
             piece.run.backward(saved.pop(), piece.gradient, piece.wants)
-    return (middle_s - start_s) / calls, (now() - middle_s) / calls
+    return forward_s, now() - start_s
 
 
 def typical(values: Sequence[float]) -> float:

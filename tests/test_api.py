@@ -1,0 +1,194 @@
+"""The four lines: the example is the README's, runs alone and on processes; and what the functions refuse."""
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import convoy
+import convoy.measure.layers
+from convoy.errors import InputError, MismatchError, PlanError
+from convoy.execute.group import Group
+from convoy.execute.threads import run_on_threads
+from convoy.strategy import Batch
+from tests import nets
+from tests.ranks import PLACE, ROOT, on_processes
+
+EXAMPLE = ROOT / "examples" / "four_lines.py"
+X = torch.zeros(1, 3, 8, 8, dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------------------------------------ the example
+
+
+def test_the_readme_shows_the_example() -> None:
+    readme = (ROOT / "README.md").read_text()
+    section = readme.partition("## Four lines")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert block.strip() in EXAMPLE.read_text()
+    assert all(f"convoy.{call}(" in block for call in ("join", "make_plan", "distribute", "loader"))
+
+
+def test_the_example_differs_from_an_ordinary_script_by_four_lines() -> None:
+    lines = [line for line in EXAMPLE.read_text().splitlines() if re.search(r"= convoy\.\w+\(", line)]
+    assert len(lines) == 4
+
+
+def losses_of(output: str) -> list[float]:
+    return [
+        float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+) on \d devices, plan data-by-speed$", output, re.M)
+    ]
+
+
+def test_the_example_alone_and_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same losses, with warnings as errors, and not a word beside the example's own."""
+    for name in PLACE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(convoy.measure.layers, "BURST_S", 0.0)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLE))
+    alone = losses_of(printed.getvalue())
+    assert printed.getvalue().count("on 1 devices") == 2
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(EXAMPLE)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stderr == ""
+    assert done.returncode == 0
+    together = losses_of(done.stdout)
+    assert done.stdout.count("on 3 devices") == len(done.stdout.splitlines()) == 2
+    assert len(alone) == len(together) == 2
+    assert together == pytest.approx(alone, abs=2e-3), "float32 on both sides"
+    assert alone[1] < 0.5 * alone[0]
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "options", "error", "words"),
+    [
+        ("fastest", 8, {}, InputError, ["unknown plan 'fastest'", "data-by-speed", "hybrid", "master", "model"]),
+        ("data", 8, {"reduce": "tree"}, InputError, ["unknown reduce 'tree'", "butterfly", "ring", "star"]),
+        ("data", 0, {}, PlanError, ["batch of 0", "1 or more"]),
+        ("data", 8, {"speeds": [1, 2]}, InputError, ["speeds 1,2", "one positive number for each of the 1 devices"]),
+        ("data", 8, {"speeds": [0]}, InputError, ["speeds 0", "positive"]),
+    ],
+)
+def test_plans_that_cannot_be_made(
+    name: str,
+    batch: int,
+    options: dict[str, object],
+    error: type[Exception],
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the seconds of measuring."""
+    monkeypatch.setattr("convoy.api.measure_speeds", lambda *_: pytest.fail("measured first"))
+    with convoy.join() as group, pytest.raises(error) as caught:
+        convoy.make_plan(name, nets.build("two-conv"), X, batch, group, **options)  # type: ignore[arg-type]
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_plan_for_another_model_or_fleet() -> None:
+    model = nets.build("two-conv")
+    with convoy.join() as group:
+        plan = convoy.make_plan("data", model, X, 8, group, speeds=[1])
+        with pytest.raises(PlanError, match=r"made for another model .*make a plan for this model"):
+            convoy.distribute(nets.build("resnet"), plan, group, X)
+        shares = replace(plan, devices=2, otherwise=Batch((4, 4)))
+        with pytest.raises(PlanError, match="is for 2 devices, this job has 1: start as many devices"):
+            convoy.distribute(model, shares, group, X)
+        wrong = replace(plan, otherwise=Batch((7,)))
+        with pytest.raises(PlanError, match="sum to 7, the axis has 8: make them sum to 8"):
+            convoy.distribute(model, wrong, group, X)
+
+
+@pytest.mark.parametrize("what", ["model", "plan"])
+def test_devices_that_started_with_something_else_are_named(what: str) -> None:
+    first, second = nets.build("two-conv"), nets.build("resnet")
+
+    def work(group: Group) -> None:
+        stranger = group.device in (1, 3)
+        model = second if stranger and what == "model" else first
+        name = "model" if stranger and what == "plan" else "data"
+        plan = convoy.make_plan(name, model, X, 8, group, speeds=[1] * 4)
+        convoy.distribute(model, plan, group, X)
+
+    with pytest.raises(
+        MismatchError, match=f"devices 1, 3 started with another {what} than device 0: start every device"
+    ):
+        run_on_threads(4, work)
+
+
+def join_with_another_version(device: int) -> str:
+    """On processes: device 2 has a newer Convoy."""
+    import convoy.execute.meeting as meeting
+
+    if device == 2:
+        meeting.__version__ = "99.0"  # type: ignore[attr-defined]
+    try:
+        convoy.join(timeout_s=20).close()
+    except MismatchError as error:
+        return str(error)
+    return "joined"
+
+
+def test_a_device_with_another_version_is_named() -> None:
+    for message in on_processes(3, "tests.test_api:join_with_another_version", joined=False):
+        assert re.search(r"do not run the same convoy: .* on most, but 99\.0 on device 2 \(host .*\)", message)
+        assert "Use the same environment" in message
+
+
+# ------------------------------------------------------------------------------------------------- the ordinary script
+
+
+def test_state_dict_is_refused_and_says_what_to_call() -> None:
+    with convoy.join() as group:
+        model = nets.build("two-conv")
+        plan = convoy.make_plan("model", model, X, 8, group, speeds=[1])
+        part = convoy.distribute(model, plan, group, X)
+        with pytest.raises(InputError, match=r"full_state_dict\(\) on every device"):
+            part.state_dict()
+        whole = part.full_state_dict()
+    fresh = nets.build("two-conv", seed=1)
+    fresh.load_state_dict(whole)
+    assert all(torch.equal(a, b) for a, b in zip(fresh.parameters(), model.parameters(), strict=True))
+
+
+def test_the_model_that_was_given_stays_as_it_was(tmp_path: Path) -> None:
+    """Training works on a copy; what is saved is loaded by plain PyTorch."""
+    model = nets.build("two-conv")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+
+    def work(group: Group) -> None:
+        plan = convoy.make_plan("hybrid", model, X, 4, group, speeds=[1, 3])
+        part = convoy.distribute(model, plan, group, X)
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+        data = torch.utils.data.TensorDataset(torch.randn(4, 3, 8, 8).double(), torch.arange(4))
+        for x, y in convoy.loader(data, 4, part):
+            nn.functional.cross_entropy(part(x), y).backward()
+        assert float(convoy.clip_grad_norm_(part, 1e-3)) > 1e-3
+        optimizer.step()
+        state = part.full_state_dict()
+        if group.device == 0:
+            torch.save(state, tmp_path / "model.pt")
+
+    run_on_threads(2, work)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert not torch.equal(model.get_parameter("fc.weight"), before["fc.weight"])

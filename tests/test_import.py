@@ -1,0 +1,63 @@
+"""What `import convoy` costs and offers."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import convoy
+from tests.ranks import ROOT
+
+HEAVY = ("torch", "numpy", "rich", "typer", "pydantic", "tomlkit", "psutil", "sklearn", "scipy")
+
+LIGHT = f"""
+import sys
+import convoy
+print(sorted(name for name in sys.modules if name.partition(".")[0] in {HEAVY!r}))
+assert dir(convoy) == sorted(convoy.__all__)
+convoy.InputError
+print("torch" in sys.modules)
+"""
+
+COMMAND = f"""
+import sys
+import convoy.cli
+print(sorted(name for name in sys.modules if name.partition(".")[0] in {("torch", "numpy", "sklearn", "scipy")!r}))
+"""
+
+
+def python(program: str) -> str:
+    """What a program prints; any warning is an error."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == ""
+    assert done.returncode == 0
+    return done.stdout
+
+
+def test_importing_convoy_imports_nothing_heavy() -> None:
+    """So it costs less than torch, which every user imports anyway; errors can be caught before torch is there."""
+    assert python(LIGHT).splitlines() == ["[]", "False"]
+
+
+def test_help_needs_no_torch() -> None:
+    """`convoy --help` answers at once."""
+    assert python(COMMAND).splitlines() == ["[]"]
+
+
+def test_every_name_is_there() -> None:
+    assert dir(convoy) == sorted(convoy.__all__)
+    assert len(set(convoy.__all__)) == len(convoy.__all__)
+    for name in convoy.__all__:
+        value = getattr(convoy, name)
+        home = convoy._HOMES.get(name)
+        assert home is None or value is getattr(importlib.import_module(home), name)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'convoy' has no attribute 'accelerate'"):
+        _ = convoy.accelerate
+    with pytest.raises(ImportError):
+        from convoy import accelerate  # noqa: F401

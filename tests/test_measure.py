@@ -1,0 +1,602 @@
+"""Measuring: what is timed, that a synthetic fleet is found again, and a real one across processes."""
+
+import copy
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from convoy.cost.size import LocalSize, whole_size
+from convoy.errors import InputError, MismatchError
+from convoy.execute.clock import Clock
+from convoy.execute.group import AloneGroup, Arrived, Group, Message, Pending
+from convoy.execute.threads import run_on_threads
+from convoy.fleet import Card, Device, Fleet, Host
+from convoy.graph import Layer
+from convoy.lower import lower
+from convoy.measure import repeats
+from convoy.measure.command import MeasureJob, run_measure
+from convoy.measure.describe import Own, fit, fleet_of, host_indices, spreads, with_wire
+from convoy.measure.links import WireTimes, measure_links, meetings, processor_share
+from convoy.measure.partial import Partial
+from convoy.measure.pieces import Piece, granule, piece
+from convoy.measure.repeats import Times, time_piece
+from convoy.measure.run import measure_job
+from convoy.measure.tables import Axes, Bench, Point, allowances, choose_axes, cost_s, full_axes
+from convoy.measurement import Measurement, read_fleet_file
+from convoy.named import PLANS, Speeds, named_plan
+from convoy.points import LayerPoint, layer_times
+from convoy.report.measured import show
+from convoy.simulate import simulate
+from convoy.trace import Traced, trace, without_in_place
+from tests import nets
+from tests.ranks import on_processes
+
+CPU = torch.device("cpu")
+QUICK_S = 1e-4
+
+
+def traced_net(name: str) -> tuple[nn.Module, Traced]:
+    model = nets.NETS[name]()
+    return model, trace(model, torch.randn(4, *getattr(model, "shape", (3, 8, 8))))
+
+
+def quick_bench(model: nn.Module, traced: Traced, batch: int = 8) -> Bench:
+    return Bench(traced, model, batch, Clock(CPU), CPU, stretch_s=QUICK_S)
+
+
+# --- pieces and tables -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", nets.NETS)
+def test_every_layer_of_every_net_gets_a_table(name: str) -> None:
+    model, traced = traced_net(name)
+    before = copy.deepcopy(model.state_dict())
+    bench = quick_bench(model, traced)
+    first = bench.alike()
+    assert set(bench.layers) == {layer.name for layer in traced.graph.layers.values() if layer.kind != "input"}
+    for layer in (traced.graph[name] for name in bench.layers if first[name] == name):
+        points = bench.measure(layer.name, allowance_s=100.0)
+        # Whole layer, whole batch: the largest point is there, so nothing is extrapolated.
+        whole = whole_size(layer, 8 if layer.batched else 1)
+        assert max(points, key=lambda p: (p.size.samples, p.size.outputs, p.size.inputs)).size == whole
+        assert all(p.times.forward_s > 0 for p in points)
+        assert all((p.times.backward_s > 0) == (layer.name in bench.trained) for p in points)
+        times = layer_times([as_layer_point(layer.name, p) for p in points])
+        assert times.seconds(layer, "forward", whole) > 0
+        assert (times.forward_inputs is not None) == (layer.weighted and layer.groups == 1 and layer.channels_in > 1)
+    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in before.items())
+
+
+def as_layer_point(layer: str, p: Point, device: str = "d") -> LayerPoint:
+    size, times = p.size, p.times
+    return LayerPoint(
+        device, layer, size.samples, size.outputs, size.inputs, times.forward_s, times.backward_s, times.spread
+    )
+
+
+@pytest.mark.parametrize("name", ["two-conv", "resnet", "mobile", "convolutions", "signal", "concatenation"])
+def test_a_piece_computes_its_part_of_the_layer(name: str) -> None:
+    """With the inputs of the whole layer cut to the piece, its output is the cut of the whole output."""
+    model, traced = traced_net(name)
+    without_in_place(model)
+    for layer in traced.graph.layers.values():
+        unit = granule(traced.graph, layer)
+        whole = whole_size(layer, 4)
+        if unit is None or whole.outputs == unit:
+            continue
+        size = replace(whole, outputs=unit)
+        wants = (True,) * len(layer.inputs)
+        state = model.state_dict()
+        with torch.no_grad(), piece(model, traced, layer, whole, wants, backward=True) as full:
+            y = full.run.forward(full.inputs, 4, True, wants)[0]
+        with torch.no_grad(), piece(model, traced, layer, size, wants, backward=True) as part:
+            cut = [
+                big[tuple(slice(n) for n in small.shape)] for big, small in zip(full.inputs, part.inputs, strict=True)
+            ]
+            y_part, saved = part.run.forward(cut, 4, True, wants)
+            gx, _ = part.run.backward(saved, part.gradient, wants)
+        axis = len(layer.shape) if layer.kind == "linear" else 1
+        torch.testing.assert_close(y_part, y.narrow(axis, 0, unit), msg=layer.name)
+        assert [g.shape for g in gx if g is not None] == [x.shape for x in part.inputs]
+        assert all(model.state_dict()[key] is not None for key in state)
+
+
+def test_a_piece_with_fewer_inputs_has_the_weights_of_those() -> None:
+    model, traced = traced_net("two-conv")
+    layer = traced.graph["conv2"]
+    with torch.no_grad(), piece(model, traced, layer, LocalSize(2, 7, 3), (True,), backward=True) as part:
+        assert part.inputs[0].shape == (2, 3, 4, 4)
+        weight = model.get_submodule("conv2").weight
+        assert weight.shape == (7, 3, 3, 3)
+        _, saved = part.run.forward(part.inputs, 2, True, part.wants)
+        (gx,), own = part.run.backward(saved, part.gradient, part.wants)
+        assert gx is not None
+        assert gx.shape == (2, 3, 4, 4)
+        assert own["weight"].shape == weight.shape
+    assert model.get_submodule("conv2").weight.shape == (7, 5, 3, 3)
+
+
+def test_the_first_layer_computes_no_gradient_of_the_images() -> None:
+    model, traced = traced_net("two-conv")
+    bench = quick_bench(model, traced)
+    assert bench.wants["conv1"] == (False,)
+    assert bench.wants["conv2"] == (True,)
+    frozen, traced = traced_net("frozen")
+    assert "net.conv1" not in quick_bench(frozen, traced).trained
+
+
+def test_layers_alike_are_timed_once() -> None:
+    model = nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=p) for p in (1, 1, 1, 1)), nn.Conv2d(4, 4, 5, padding=2))
+    traced = trace(model, torch.randn(2, 4, 8, 8))
+    # The first one computes no gradient of its input, the last one has larger kernels.
+    assert list(quick_bench(model, traced).alike().values()) == ["0", "1", "1", "1", "4"]
+
+
+class Ideal(Bench):
+    """A bench on which a layer takes 1 us, and 1 ns for each sample, filter and input; half of it forward."""
+
+    def _time(self, layer: Layer, size: LocalSize) -> Times:  # noqa: ARG002
+        self.asked = [*getattr(self, "asked", []), size]
+        both_s = 1e-6 + 1e-9 * size.samples * size.outputs * size.inputs * self.slower
+        return Times(both_s / 2, both_s / 2, 0.0)
+
+    slower = 1.0
+
+
+def ideal(slower: float) -> tuple[Ideal, Layer]:
+    model = nn.Sequential(nn.Conv2d(64, 128, 3, padding=1), nn.Conv2d(128, 256, 3, padding=1))
+    traced = trace(model, torch.randn(2, 64, 8, 8))
+    bench = Ideal(traced, model, 64, Clock(CPU), CPU)
+    bench.slower = slower
+    return bench, traced.graph["1"]
+
+
+@pytest.mark.parametrize(("slower", "largest_s"), [(1.0, 1.5), (1e2, 1.5), (1e4, 1.5), (1e4, 0.1)])
+def test_a_table_gives_back_the_times_of_a_synthetic_device(slower: float, largest_s: float) -> None:
+    """Where the whole layer would take too long, it lies on the line through smaller sizes."""
+    bench, layer = ideal(slower)
+    points = bench.measure("1", allowance_s=60.0, point_limit_s=largest_s)
+    times = layer_times([as_layer_point("1", p) for p in points])
+    for size in (LocalSize(64, 256, 128), LocalSize(7, 256, 128), LocalSize(64, 19, 128), LocalSize(64, 256, 10)):
+        expected = (1e-6 + 1e-9 * size.samples * size.outputs * size.inputs * slower) / 2
+        assert times.seconds(layer, "forward", size) == pytest.approx(expected, rel=0.02)
+    assert all(p.times.both_s <= largest_s for p in points)
+    assert len(bench.asked) == len(set(bench.asked))
+
+
+def test_axes_follow_the_layer() -> None:
+    _, traced = traced_net("mobile")
+    axes = {layer.name: full_axes(traced.graph, layer, 64) for layer in traced.graph.layers.values()}
+    assert axes["stem"] == Axes((4, 8, 16, 32, 64), (1, 2, 4), (1, 3))
+    # A depthwise convolution keeps whole groups, here of two filters, and has no grid over inputs.
+    assert axes["depthwise.0"] == Axes((4, 8, 16, 32, 64), (2, 6, 12))
+    assert axes["depthwise.1"].samples == (4, 16, 64)
+    _, traced = traced_net("signal")
+    assert full_axes(traced.graph, traced.graph["bn1"], 16).samples[0] == 2  # of one sample there is no variance
+    _, traced = traced_net("bare")
+    assert full_axes(traced.graph, traced.graph["scale"], 64) == Axes((1,), (6,))
+
+
+def test_axes_shrink_to_the_time_there_is() -> None:
+    full, whole = Axes((4, 8, 16, 32, 64), (16, 32, 64, 128, 256), (8, 16, 32, 64, 128)), LocalSize(64, 256, 128)
+    known = LocalSize(4, 16, 128)
+    seen = []
+    for allowance_s in (1000.0, 10.0, 5.0, 2.0, 0.0):
+        axes = choose_axes(full, whole, known, 1e-3, allowance_s, point_limit_s=1.5)
+        seen.append(len(axes.sizes(whole)))
+        assert cost_s(axes, whole, known, 1e-3) <= max(allowance_s, 1.4)
+        assert allowance_s < 2.0 or (axes.samples[-1], axes.outputs[-1]) == (64, 256)
+    assert seen == sorted(seen, reverse=True)
+    assert len(set(seen)) > 2
+    # What would take 25 s whole is timed up to a sixteenth, in both directions.
+    axes = choose_axes(full, whole, known, 0.1, 60.0, point_limit_s=1.7)
+    assert (axes.samples[-1], axes.outputs[-1], axes.inputs[-1]) == (16, 64, 32)
+    assert choose_axes(full, whole, known, 10.0, 60.0, point_limit_s=1.5) == Axes((4,), (16,))
+
+
+def test_allowances_sum_to_the_budget() -> None:
+    _, traced = traced_net("two-conv")
+    names = [name for name in traced.graph.layers if name != "x"]
+    shares = allowances(traced.graph, names, 60.0)
+    assert sum(shares.values()) == pytest.approx(60.0)
+    assert max(shares, key=lambda name: shares[name]) in ("conv1", "conv2")
+
+
+# --- repeats ---------------------------------------------------------------------------------------------------------
+
+
+class Processor:
+    """A clock that only computing moves on; under a quota it computes in bursts: so long in each period, then a pause."""
+
+    def __init__(self, quota: float = 1.0, period_s: float = 0.01) -> None:
+        self.used_s, self.quota, self.period_s = 0.0037, quota, period_s
+
+    def now(self) -> float:
+        burst_s = self.quota * self.period_s
+        periods = int(self.used_s / burst_s)
+        return periods * self.period_s + (self.used_s - periods * burst_s)
+
+
+class FakeRun:
+    """Arithmetic that takes the time it is told."""
+
+    def __init__(self, processor: Processor, forward_s: float, backward_s: float) -> None:
+        self.processor, self.forward_s, self.backward_s = processor, forward_s, backward_s
+
+    def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:  # noqa: ARG002
+        self.processor.used_s += self.forward_s
+        return None, None
+
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool]) -> Any:  # noqa: ARG002
+        self.processor.used_s += self.backward_s
+
+
+@pytest.mark.parametrize("forward_s", [1e-5, 3e-4, 2e-3, 0.07])
+@pytest.mark.parametrize("times_backward", [0.3, 3.0, 30.0])
+@pytest.mark.parametrize("quota", [1.0, 0.5, 0.2])
+def test_bursts_of_a_quota_are_averaged(quota: float, times_backward: float, forward_s: float) -> None:
+    """Each phase meets its part of the pauses, also where it is much shorter than the other one."""
+    processor = Processor(quota)
+    run = FakeRun(processor, forward_s, times_backward * forward_s)
+    times = time_piece(Piece("layer", run, [], 1, (), True, 0), Clock(CPU), processor.now)
+    slack = 1e-9 if quota == 1.0 else 0.25
+    assert times.forward_s == pytest.approx(forward_s / quota, rel=slack)
+    assert times.backward_s == pytest.approx(times_backward * forward_s / quota, rel=slack)
+    assert processor.used_s / quota > 0.1
+
+
+def test_a_long_call_runs_twice_and_the_faster_counts() -> None:
+    processor = Processor()
+    run = FakeRun(processor, 1.0, 2.0)
+    assert time_piece(Piece("layer", run, [], 1, (), True, 0), Clock(CPU), processor.now).both_s == pytest.approx(3.0)
+    assert processor.used_s == pytest.approx(6.0, abs=0.01)
+
+
+def test_no_backward_where_no_gradient_comes() -> None:
+    processor = Processor()
+    times = time_piece(Piece("l", FakeRun(processor, 1e-3, 5.0), [], 1, (), None, 0), Clock(CPU), processor.now)
+    assert times.backward_s == 0
+    assert times.forward_s == pytest.approx(1e-3)
+
+
+def test_the_optimizer_takes_time_per_entry() -> None:
+    per_entry_s, spread = repeats.time_update(CPU, repeats.device_now(CPU), 1e-3, entries=10_000)
+    assert 0 < per_entry_s < 1e-3
+    assert spread >= 0
+
+
+def test_a_processor_has_a_share_of_itself() -> None:
+    assert 0 < processor_share(0.01) <= 1
+
+
+# --- links -----------------------------------------------------------------------------------------------------------
+
+
+class Net:
+    """The wire of a synthetic fleet: cards of hosts, a rate within hosts, a latency, processor time per byte."""
+
+    def __init__(self, host: Sequence[int], send: Sequence[float], receive: Sequence[float]) -> None:
+        self.host, self.send, self.receive = host, send, receive
+        self.within = 1e9
+        self.out_s_per_byte = [1e-10 * (d + 1) for d in range(len(host))]
+        self.in_s_per_byte = [3e-10 * (d + 1) for d in range(len(host))]
+
+    def latency_s(self, a: int, b: int) -> float:
+        return 1e-5 if self.host[a] == self.host[b] else 1e-4 * (1 + self.host[a] + self.host[b])
+
+
+class TimedGroup:
+    """A group whose exchanges take computed time: both ends ready, the latency, then the fullest of pair and cards."""
+
+    def __init__(self, inner: Group, net: Net) -> None:
+        self.inner, self.net = inner, net
+        self.device, self.devices, self.torch_device = inner.device, inner.devices, inner.torch_device
+        self.timeout_s = inner.timeout_s
+        self.time_s = self.processor_s = 0.0
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        net, me = self.net, self.device
+        out = sum(size_of(m) for m in sends if net.host[m.peer] != net.host[me]) / net.send[net.host[me]]
+        into = sum(size_of(m) for m in receives if net.host[m.peer] != net.host[me]) / net.receive[net.host[me]]
+        note = torch.tensor([self.time_s, out, into], dtype=torch.float64)
+        peers = sorted({message.peer for message in (*sends, *receives)})
+        notes = {peer: torch.zeros(3, dtype=torch.float64) for peer in peers}
+        self.inner.exchange([Message(p, note) for p in peers], [Message(p, n) for p, n in notes.items()])
+        ends = [self.time_s]
+        for message, leaves in [*((m, True) for m in sends), *((m, False) for m in receives)]:
+            ready_s, their_out, their_in = notes[message.peer].tolist()
+            ways = (out, their_in) if leaves else (their_out, into)
+            alone = size_of(message) / net.within if net.host[message.peer] == net.host[me] else 0.0
+            ends.append(max(self.time_s, ready_s) + net.latency_s(me, message.peer) + max(alone, *ways))
+            cost = (net.out_s_per_byte if leaves else net.in_s_per_byte)[me]
+            self.processor_s += cost * size_of(message)
+        self.inner.exchange(sends, receives)
+        self.time_s = max(ends)
+        return Arrived()
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self.start(sends, receives).wait()
+
+    def agree(self, topic: str, text: str) -> tuple[str, ...]:
+        return self.inner.agree(topic, text)
+
+
+def size_of(message: Message) -> int:
+    return message.tensor.numel() * message.tensor.element_size()
+
+
+def measured_wire(net: Net, share: float = 1.0) -> WireTimes:
+    def work(group: Group) -> WireTimes:
+        timed = TimedGroup(group, net)
+        now: Callable[[], float] = lambda: timed.time_s  # noqa: E731
+        return measure_links(timed, net.host, share, now=now, processor=lambda: timed.processor_s)  # type: ignore[arg-type]
+
+    answers = run_on_threads(len(net.host), work, timeout_s=30.0)
+    assert all(answer == answers[0] for answer in answers)
+    return answers[0]
+
+
+def test_a_synthetic_wire_is_found_again() -> None:
+    """Three hosts, the last one with a slow card; the first one has two devices."""
+    net = Net(host=[0, 0, 1, 2], send=[100e6, 80e6, 10e6], receive=[100e6, 90e6, 20e6])
+    wire = measured_wire(net, share=0.5)
+    found = {(pair.source, pair.target): pair for pair in wire.pairs}
+    assert set(found) == {(0, 2), (2, 0), (0, 3), (3, 0), (2, 3), (3, 2), (0, 1), (1, 0)}
+    for (a, b), pair in found.items():
+        between = min(net.send[net.host[a]], net.receive[net.host[b]])
+        assert pair.bytes_per_s == pytest.approx(net.within if net.host[a] == net.host[b] else between, rel=1e-6)
+        assert pair.latency_s == pytest.approx(net.latency_s(a, b), rel=1e-6)
+        assert pair.bandwidth_spread == pytest.approx(0, abs=1e-6)
+    # Alone, each link carries a whole card; all at once, they share it. The slow card's peers do not hide the fast ones.
+    for card in wire.cards:
+        feeding = sum(net.send[h] for h in range(3) if h != card.host)
+        assert card.send_bytes_per_s == pytest.approx(net.send[card.host], rel=0.02)
+        assert card.receive_bytes_per_s == pytest.approx(min(net.receive[card.host], feeding), rel=0.02)
+    assert wire.cards[2].ring_bytes_per_s == pytest.approx(10e6, rel=0.02)
+    for device, traffic in enumerate(wire.traffic):
+        assert traffic.send_s_per_byte == pytest.approx(net.out_s_per_byte[device] / 0.5, rel=1e-4)
+        assert traffic.receive_s_per_byte == pytest.approx(net.in_s_per_byte[device] / 0.5, rel=1e-4)
+
+
+def test_links_without_a_shared_card_show_as_a_faster_card() -> None:
+    """Two slow hosts behind a fast card: what it sends to both at once is more than either link alone."""
+    wire = measured_wire(Net(host=[0, 1, 2], send=[50e6, 10e6, 10e6], receive=[50e6, 10e6, 10e6]))
+    assert max(pair.bytes_per_s for pair in wire.pairs) == pytest.approx(10e6, rel=1e-6)
+    assert wire.cards[0].send_bytes_per_s == pytest.approx(20e6, rel=0.02)
+    fleet = with_wire(Fleet(tuple(map(Host, "abc")), tuple(Device(n, n, "cpu") for n in "abc"), Card(1, 1, 0)), wire)
+    assert fleet.card("a").send_bytes_per_s == pytest.approx(20e6, rel=0.02)
+    assert fleet.path("a", "b").bandwidth_bytes_per_s == pytest.approx(10e6, rel=1e-6)
+
+
+def test_a_slow_link_is_not_measured_for_long() -> None:
+    net = Net(host=[0, 1], send=[2e4, 2e4], receive=[2e4, 2e4])
+    clocks: list[float] = []
+
+    def work(group: Group) -> WireTimes:
+        timed = TimedGroup(group, net)
+        wire = measure_links(
+            timed, net.host, 1.0, budget_s=4.0, now=lambda: timed.time_s, processor=lambda: timed.processor_s  # type: ignore[arg-type]
+        )  # fmt: skip
+        clocks.append(timed.time_s)
+        return wire
+
+    wire = run_on_threads(2, work, timeout_s=30.0)[0]
+    assert wire.pairs[0].bytes_per_s == pytest.approx(2e4, rel=0.02)
+    assert max(clocks) < 10
+
+
+def test_everybody_meets_everybody_once() -> None:
+    pairs, speakers = meetings([0, 1, 1, 2, 0])
+    assert speakers == [0, 1, 3]
+    assert pairs == [(0, 1), (0, 3), (1, 3), (1, 2), (0, 4)]
+    assert meetings([0]) == ([], [0])
+
+
+# --- the fleet of a job ----------------------------------------------------------------------------------------------
+
+ROWS = [
+    Own("attic.lan", "m1", "cpu", 4, 8_000_000_000, 1.0),
+    Own("attic.lan", "m1", "cpu", 4, 8_000_000_000, 2.0),
+    Own("attic.lan", "m1", "cuda", None, 6_000_000_000, 1.0),
+    Own("attic", "m2", "cpu", 2, 4_000_000_000, 1.0),
+    Own("-_-", "m3", "cpu", 2, 4_000_000_000, 1.0),
+]
+
+
+def test_devices_describe_their_fleet() -> None:
+    fleet = fleet_of(ROWS)
+    assert [host.name for host in fleet.hosts] == ["attic", "attic-1", "host"]
+    assert [d.name for d in fleet.devices] == ["attic-cpu0", "attic-cpu1", "attic-cuda0", "attic-1-cpu0", "host-cpu0"]
+    assert [d.memory_bytes for d in fleet.devices[:3]] == [4_000_000_000, 4_000_000_000, 6_000_000_000]
+    assert fleet.devices[1].slowdown == 2.0
+    assert host_indices(fleet) == (0, 0, 0, 1, 2)
+    with pytest.raises(InputError, match="kind 'hpu'"):
+        fleet_of([replace(ROWS[0], kind="hpu")])
+
+
+def test_a_fleet_file_must_be_the_fleet_of_the_job() -> None:
+    fleet = fleet_of(ROWS)
+    assert fit(fleet, ROWS) == fleet
+    assert fit(fleet, [replace(ROWS[0], slowdown=3.0), *ROWS[1:]]).devices[0].slowdown == 3.0
+    with pytest.raises(InputError, match=r"5 devices, this job has 4"):
+        fit(fleet, ROWS[:4])
+    with pytest.raises(InputError, match=r"device 3 .* is cpu in the fleet file, but computes on cuda"):
+        fit(fleet, [*ROWS[:3], replace(ROWS[3], kind="cuda"), ROWS[4]])
+    with pytest.raises(InputError, match="on two hosts in the fleet file"):
+        fit(fleet, [*ROWS[:4], replace(ROWS[4], machine="m1")])
+
+
+# --- the whole job ---------------------------------------------------------------------------------------------------
+
+
+def measure_alone(partial: Path | None, progress: Callable[[str, int, int], None] = lambda *_: None) -> Measurement:
+    model, traced = traced_net("two-conv")
+    with AloneGroup(CPU) as group:
+        return measure_job(
+            group, traced, model, 8, net="two-conv", partial=partial, progress=progress, budget_s=1.0, stretch_s=QUICK_S
+        )
+
+
+def test_a_replay_of_every_plan_runs_on_what_was_measured() -> None:
+    measured = measure_alone(None)
+    assert Measurement.from_toml(measured.to_toml()) == measured
+    _, traced = traced_net("two-conv")
+    costs = measured.costs(traced.graph)
+    for plan in PLANS:
+        steps = lower(named_plan(plan, traced.graph, 8, Speeds((1.0,))), traced.graph)
+        assert 0 < simulate(steps, traced.graph, costs).step_s < 10
+    console = Console(record=True, width=80, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        show(measured, console)
+    shown = console.export_text()
+    assert "conv2" in shown
+    assert measured.fleet.devices[0].name in shown
+
+
+def test_an_interrupted_measuring_goes_on_where_it_was(tmp_path: Path) -> None:
+    partial = tmp_path / "fleet.toml.partial"
+
+    def interrupt(_what: str, done: int, _total: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_alone(partial, interrupt)
+    kept = [json.loads(line) for line in partial.read_text().splitlines()][1:]
+    assert len(kept) == 3
+    # A run that was killed may leave a part of a line.
+    partial.write_text(partial.read_text() + '["half a l')
+    told: list[tuple[str, int]] = []
+    measured = measure_alone(partial, lambda what, done, _: told.append((what, done)))
+    assert told[0][1] == 3
+    assert not {f"layer {layer}" for layer, _ in kept} & {what for what, _ in told}
+    for layer, rows in kept:
+        again = [p for p in measured.layer if p.layer == layer]
+        assert [[p.samples, p.outputs, p.inputs, p.forward_s, p.backward_s, p.spread] for p in again] == rows[0]
+    assert not partial.exists()
+
+
+def test_tables_of_another_job_are_not_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    Partial(path, {"model": "a", "devices": [1, 2]}).add(
+        "conv", [[[1, 2, 3, 0.1, 0.2, 0.0]], [[1, 2, 3, 0.1, 0.2, 0.0]]]
+    )
+    assert set(Partial(path, {"model": "a", "devices": [1, 2]}).tables) == {"conv"}
+    assert Partial(path, {"model": "b", "devices": [1, 2]}).tables == {}
+    with pytest.raises(InputError, match="cannot write"):
+        Partial(tmp_path / "absent" / "p", {"devices": []})
+
+
+def measure_on_threads(fleets: Sequence[Fleet | None]) -> list[Measurement]:
+    def work(group: Group) -> Measurement:
+        model, traced = traced_net("two-conv")
+        return measure_job(
+            group, traced, model, 4, net="two-conv", fleet=fleets[group.device], budget_s=0.1, links_budget_s=0.2,
+            stretch_s=1e-5,
+        )  # fmt: skip
+
+    return run_on_threads(len(fleets), work, timeout_s=30.0)
+
+
+def test_devices_with_different_fleet_files_are_refused() -> None:
+    fleet = Fleet((Host("a"),), (Device("x", "a", "cpu"), Device("y", "a", "cpu")))
+    with pytest.raises(MismatchError, match="another fleet than device 0"):
+        measure_on_threads([fleet, None])
+
+
+def job_of(output: Path, **changes: Any) -> MeasureJob:
+    job = MeasureJob(output, None, "digits", None, "two-conv:1:1", ("cpu", "cpu"), 1, (1.0, 3.0), budget_s=1.0)
+    return replace(job, **changes)
+
+
+def measure_command(_device: int, output: str) -> None:
+    torch.set_num_threads(1)
+    run_measure(job_of(Path(output)))
+
+
+def test_two_processes_measure_themselves_and_write_a_file(tmp_path: Path) -> None:
+    output = tmp_path / "fleet.toml"
+    output.write_text("older")
+    on_processes(2, "tests.test_measure:measure_command", str(output), joined=False)
+    fleet, measured = read_fleet_file(output)
+    assert measured is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["fleet.toml"]
+    assert [device.slowdown for device in fleet.devices] == [1.0, 3.0]
+    (link,) = fleet.links
+    assert link.source == link.target
+    assert 1e6 < link.bandwidth_bytes_per_s < 1e12
+    assert 0 < link.latency_s < 5
+    for costs in measured.device:
+        assert 0 < costs.processor_s_per_byte < 1e-6
+        assert 0 < costs.update_s_per_entry < 1e-6
+    job_of(output, fleet=output).rehearse_inputs()
+
+
+def test_an_interruption_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> Measurement:
+        raise KeyboardInterrupt
+
+    output = tmp_path / "fleet.toml"
+    output.write_text("older")
+    monkeypatch.setattr("convoy.measure.command.measure_job", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_measure(job_of(output, devices=("cpu",), slowdown=(1.0,)))
+    assert output.read_text() == "older"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "mnist"}, "unknown data set 'mnist'"),
+        ({"batch": 0}, "--batch 0"),
+        ({"budget_s": 0.0}, "--budget 0"),
+        ({"timeout_s": float("inf")}, "--timeout inf"),
+        ({"slowdown": (1.0,)}, "--slowdown 1"),
+        ({"slowdown": (1.0, 0.5)}, "--slowdown 1,0.5"),
+        ({"net": "two-cone"}, "unknown net 'two-cone'"),
+        ({"output": Path("absent/fleet.toml")}, "does not exist"),
+        ({"output": Path()}, "is a folder"),
+        ({"fleet": Path("absent.toml")}, "absent.toml"),
+        ({"devices": ("cpu",), "slowdown": (1.0,), "fleet": Path("two.toml")}, "--devices 1, but the fleet file has 2"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused_before_anything_starts(
+    changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = Fleet((Host("a"),), (Device("x", "a", "cpu"), Device("y", "a", "cpu")))
+    (tmp_path / "two.toml").write_text(two.to_toml())
+    for name in ("output", "fleet"):
+        if name in changes and changes[name] != Path():
+            changes = changes | {name: tmp_path / changes[name]}
+    monkeypatch.delenv("CONVOY_FLEET", raising=False)
+    with pytest.raises(InputError, match=message):
+        job_of(**{"output": tmp_path / "fleet.toml"} | changes).rehearse_inputs()
+
+
+def test_a_rehearsal_names_its_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = Fleet((Host("a"),), (Device("x", "a", "cpu"), Device("y", "a", "cpu")))
+    (tmp_path / "two.toml").write_text(two.to_toml())
+    monkeypatch.setenv("CONVOY_FLEET", str(tmp_path / "two.toml"))
+    assert job_of(tmp_path / "out.toml").read_fleet() == two
+    monkeypatch.delenv("CONVOY_FLEET")
+    assert job_of(tmp_path / "out.toml").read_fleet() is None
+
+
+def test_cards_and_links_take_the_place_of_the_described_ones() -> None:
+    wire = measured_wire(Net(host=[0, 1], send=[50e6, 20e6], receive=[40e6, 30e6]))
+    described = Fleet(tuple(map(Host, "ab")), tuple(Device(n, n, "cpu") for n in "ab"), Card(1, 1, 0))
+    fleet = with_wire(described, wire)
+    assert fleet.network is None
+    assert fleet.path("a", "b").bandwidth_bytes_per_s == pytest.approx(30e6)
+    assert fleet.path("b", "a").bandwidth_bytes_per_s == pytest.approx(20e6)
+    assert fleet.card("a").latency_s == pytest.approx(2e-4)
+    links, hosts = spreads(fleet, wire)
+    assert [(link.source, link.target) for link in links] == [("a", "b"), ("b", "a")]
+    assert [host.host for host in hosts] == ["a", "b"]

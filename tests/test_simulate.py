@@ -1,0 +1,262 @@
+"""The replay, against timelines worked out by hand: the numbers stand in the comments."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from convoy.cost.network import Network, network_of, rates
+from convoy.cost.size import LocalSize
+from convoy.fleet import Card, Device, Fleet, Host
+from convoy.graph import Graph, Layer
+from convoy.layout import Layout, OnOne, Partial, Replicated, Split
+from convoy.lower import lower
+from convoy.named import Speeds, named_plan
+from convoy.simulate import Costs, Event, Timeline, simulate
+from convoy.steps import Compute, Move, Phase, StepList, SumGradients, Value
+from convoy.study.nets import Stack
+
+LAYER = Layer("work", "elementwise", (), (1,))
+GRAPH = Graph("Hand", {"work": LAYER}, ("work",))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Seconds of a layer's whole part on a device, by device and phase."""
+
+    seconds_of: Mapping[tuple[int, Phase], float]
+
+    def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize) -> float:  # noqa: ARG002
+        return self.seconds_of[device, phase]
+
+    def alike(self, device: int) -> int:
+        return device
+
+
+def hosts(count: int, bytes_per_s: float = 100.0, latency_s: float = 0.5, processor_s_per_byte: float = 0.0) -> Network:
+    """One device per host; equal cards."""
+    card = Card(bytes_per_s, bytes_per_s, latency_s)
+    fleet = Fleet(
+        tuple(Host(f"h{i}") for i in range(count)),
+        tuple(Device(f"d{i}", f"h{i}", "cpu") for i in range(count)),
+        card,
+    )
+    return network_of(fleet, (processor_s_per_byte,) * count)
+
+
+def work(number: int, devices: tuple[int, ...], phase: Phase = "forward") -> Compute:
+    value = Value(f"v{number}", (1, 1), Replicated(devices))
+    return Compute(number, phase, "work", (value,), value, (True,))
+
+
+def move(number: int, src: Layout, dst: Layout, entries: int) -> Move:
+    """A vector of `entries` numbers of one byte."""
+    return Move(number, "forward", Value("a", (entries,), src), Value("b", (entries,), dst), "ring")
+
+
+def replay(steps: list, devices: int, network: Network, seconds: Mapping[tuple[int, Phase], float]) -> Timeline:
+    listed = StepList(1, devices, (), (), tuple(steps))
+    return simulate(listed, GRAPH, Costs(Table(seconds), network, itemsize=1))
+
+
+def spans(timeline: Timeline, device: int, activity: str) -> list[tuple[float, float]]:
+    found = [e for e in timeline.events if (e.device, e.activity) == (device, activity)]
+    return [(pytest.approx(e.start_s), pytest.approx(e.end_s)) for e in sorted(found, key=lambda e: e.start_s)]
+
+
+def test_one_device_computes_one_thing_after_the_other():
+    # forward 2 s, backward 3 s, forward 2 s.
+    steps = [work(0, (0,)), work(1, (0,), "backward"), work(2, (0,))]
+    timeline = replay(steps, 1, hosts(1), {(0, "forward"): 2.0, (0, "backward"): 3.0})
+    assert spans(timeline, 0, "compute") == [(0, 2), (2, 5), (5, 7)]
+    assert (timeline.step_s, timeline.compute_s, timeline.exchange_s) == (7.0, (7.0,), (0.0,))
+    assert [e.label for e in timeline.events] == ["work forward", "work backward", "work forward"]
+
+
+def test_nothing_takes_no_time():
+    assert replay([], 2, hosts(2), {}) == Timeline((), 0.0, (0.0, 0.0), (0.0, 0.0))
+
+
+def test_one_message_waits_for_its_latency():
+    # 200 bytes at 100 bytes/s after 0.5 s: under way from 0.5 to 2.5.
+    timeline = replay([move(0, OnOne(0), OnOne(1), 200)], 2, hosts(2), {})
+    assert timeline.events == (
+        Event(0, "send", "Move 0", 0.5, 2.5, 0, peer=1, size_bytes=200),
+        Event(1, "receive", "Move 0", 0.5, 2.5, 0, peer=0, size_bytes=200),
+    )
+    assert (timeline.step_s, timeline.exchange_s) == (2.5, (2.5, 2.5))
+
+
+def test_two_senders_share_the_receivers_card():
+    """100 and 200 bytes into one card of 100 bytes/s, on the way from 0.5.
+
+    Both at 50 bytes/s until the first has its 100 at 2.5; the other has 100 left, alone: 3.5. All 300 bytes in 3 s.
+    """
+    timeline = replay([move(0, Split(0, (0, 100, 200)), OnOne(0), 300)], 3, hosts(3), {})
+    assert spans(timeline, 1, "send") == [(0.5, 2.5)]
+    assert spans(timeline, 2, "send") == [(0.5, 3.5)]
+    assert spans(timeline, 0, "receive") == [(0.5, 2.5), (0.5, 3.5)]
+    # The first sender is free when its message is there.
+    assert timeline.exchange_s == pytest.approx((3.5, 2.5, 3.5))
+
+
+def test_both_directions_of_a_card_are_free_of_each_other():
+    # Each sends its 100 bytes to the other, 1 s each, at the same time.
+    timeline = replay([move(0, Split(0, (100, 100)), Replicated((0, 1)), 200)], 2, hosts(2), {})
+    assert timeline.step_s == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("bytes_per_s", [100.0, 50.0])
+def test_ring_of_three(bytes_per_s):
+    """300 bytes: 2(p-1) = 4 rounds, each of 0.5 s latency and 100 bytes."""
+    step = SumGradients(0, ("w",), (300,), 0, (0, 1, 2), (1, 1, 1), "ring")
+    timeline = replay([step], 3, hosts(3, bytes_per_s), {})
+    round_s = 0.5 + 100 / bytes_per_s
+    assert timeline.step_s == pytest.approx(4 * round_s)
+    starts = [0.5 + i * round_s for i in range(4)]
+    for device in range(3):
+        assert spans(timeline, device, "send") == [(at, at + 100 / bytes_per_s) for at in starts]
+
+
+def test_the_fast_device_waits_for_the_slow_one():
+    """Device 0 computes 1 s, device 1 4 s. 100 bytes from 0 to 1 start when both are ready: 4.5 to 5.5; then both again."""
+    steps = [work(0, (0, 1)), move(1, OnOne(0), OnOne(1), 100), work(2, (0, 1))]
+    timeline = replay(steps, 2, hosts(2), {(0, "forward"): 1.0, (1, "forward"): 4.0})
+    assert spans(timeline, 0, "compute") == [(0, 1), (5.5, 6.5)]
+    assert spans(timeline, 1, "compute") == [(0, 4), (5.5, 9.5)]
+    # Waiting counts as exchanging: device 0 from 1 to 5.5, device 1 from 4 to 5.5.
+    assert timeline.exchange_s == pytest.approx((4.5, 1.5))
+    assert (timeline.step_s, timeline.busiest) == (pytest.approx(9.5), 1)
+
+
+def test_a_device_without_a_part_does_not_wait():
+    """Devices 0 and 1 exchange; device 2 goes on computing."""
+    steps = [move(0, OnOne(0), OnOne(1), 100), work(1, (2,))]
+    timeline = replay(steps, 3, hosts(3), {(2, "forward"): 0.25})
+    assert spans(timeline, 2, "compute") == [(0, 0.25)]
+    assert timeline.exchange_s == pytest.approx((1.5, 1.5, 0))
+
+
+def test_processors_that_handle_traffic_limit_it():
+    """0.02 s of processor per byte: 50 bytes/s for one message, though the card has 100: 100 bytes take 2 s.
+
+    Two messages into one device share its processor too: 25 bytes/s each, 100 bytes take 4 s.
+    """
+    network = hosts(3, processor_s_per_byte=0.02)
+    one = replay([move(0, OnOne(0), OnOne(1), 100)], 3, network, {})
+    assert one.step_s == pytest.approx(0.5 + 2)
+    two = replay([move(0, Split(0, (0, 100, 100)), OnOne(0), 200)], 3, network, {})
+    assert two.step_s == pytest.approx(0.5 + 4)
+
+
+def test_sending_and_receiving_cost_the_same_processor():
+    """Each of two devices sends and receives 100 bytes at once: 200 bytes through each processor at 50 bytes/s: 4 s."""
+    network = hosts(2, processor_s_per_byte=0.02)
+    timeline = replay([move(0, Split(0, (100, 100)), Replicated((0, 1)), 200)], 2, network, {})
+    assert timeline.step_s == pytest.approx(0.5 + 4)
+
+
+def two_on_one_host() -> Network:
+    """Devices 0 and 1 in one host, 2 in another. Within the host 400 bytes/s and 0.1 s; cards of 100 bytes/s, 0.5 s."""
+    inside, outside = (0.1, 0.1, 0.5), (0.5, 0.5, 0.1)
+    return Network(
+        host=(0, 0, 1),
+        send_bytes_per_s=(100.0, 100.0),
+        receive_bytes_per_s=(100.0, 100.0),
+        within_bytes_per_s=(400.0, 400.0),
+        latency_s=(inside, inside, outside),
+        pair_bytes_per_s=((400.0, 400.0, 100.0), (400.0, 400.0, 100.0), (100.0, 100.0, 400.0)),
+        processor_s_per_byte=(0.0, 0.0, 0.0),
+    )
+
+
+def test_traffic_within_a_host_leaves_the_card_alone():
+    # 200 bytes at 400 bytes/s after 0.1 s.
+    timeline = replay([move(0, OnOne(0), OnOne(1), 200)], 3, two_on_one_host(), {})
+    assert timeline.step_s == pytest.approx(0.1 + 0.5)
+
+
+def test_devices_of_one_host_share_its_card():
+    """100 bytes from each device of host 0 to device 2: one card of 100 bytes/s sends both in 2 s."""
+    timeline = replay([move(0, Split(0, (100, 100, 0)), OnOne(2), 200)], 3, two_on_one_host(), {})
+    assert timeline.step_s == pytest.approx(0.5 + 2)
+
+
+def test_a_slow_path_leaves_the_rest_of_the_card_to_others():
+    """Device 0 sends to 1 over a path of 20 bytes/s and to 2: the card's other 80 bytes/s go to 2 (max-min fairness)."""
+    slow = hosts(3)
+    pair = [list(row) for row in slow.pair_bytes_per_s]
+    pair[0][1] = 20.0
+    network = Network(
+        slow.host, slow.send_bytes_per_s, slow.receive_bytes_per_s, slow.within_bytes_per_s, slow.latency_s,
+        tuple(map(tuple, pair)), slow.processor_s_per_byte,
+    )  # fmt: skip
+    assert rates(network, [(0, 1), (0, 2)]) == pytest.approx([20.0, 80.0])
+    # 80 bytes each: device 2 has its own at 1.5; device 1 after 4 s.
+    timeline = replay([move(0, OnOne(0), Replicated((1, 2)), 80)], 3, network, {})
+    assert spans(timeline, 2, "receive") == [(0.5, 1.5)]
+    assert spans(timeline, 1, "receive") == [(0.5, 4.5)]
+
+
+def test_links_without_a_limit_take_their_latency():
+    network = network_of(Fleet((Host("h"),), (Device("a", "h", "cpu"), Device("b", "h", "cpu"))))
+    free = Network(network.host, (np.inf,), (np.inf,), (np.inf,), network.latency_s, ((np.inf,) * 2,) * 2, (0.0, 0.0))
+    timeline = replay([move(0, OnOne(0), OnOne(1), 10**9)], 2, free, {})
+    assert timeline.step_s == pytest.approx(2e-5)
+
+
+def test_a_pending_sum_on_its_way_to_one_device():
+    """Three summands of 100 bytes to device 0: two messages share its card, 2 s."""
+    timeline = replay([move(0, Partial((0, 1, 2)), OnOne(0), 100)], 3, hosts(3), {})
+    assert timeline.step_s == pytest.approx(0.5 + 2)
+
+
+def test_a_filter_split_of_unequal_devices():
+    """1x2x2 images, one convolution of 3 filters, two on device 0 and one on device 1; ReLU; batch 5, master plan.
+
+    Seconds per part: convolution forward 2 (device 0) and 3 (device 1), backward 4 and 6; ReLU, on device 0 only, 1 and 1.
+    Bytes of one: filter outputs of device 1, 5*1*4 = 20, at 100 bytes/s: 0.2 s after 0.5 s.
+
+    0-2 | 0-3   convolutions; device 0 waits
+    3-3.7       the outputs of device 1 to device 0
+    3.7-4.7     ReLU
+    4.7-5.8     the outputs to device 1, as copies: 5*3*4 = 60 bytes, 0.6 s after 0.5 s
+    5.8-6.8     ReLU backward (the loss takes no time)
+    6.8-7.5     the gradient of device 1's filters
+    7.5-11.5 | 7.5-13.5   convolutions backward
+    11.5-11.7 | 13.5-13.6 the optimizer, 0.01 s an entry: 2*9 + 2 = 20 entries, and 10
+    """
+    graph = Stack((1, 2, 2)).conv(3, 3).graph()
+
+    @dataclass(frozen=True)
+    class Times:
+        def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize) -> float:
+            if layer.kind == "conv":
+                assert size == LocalSize(5, (2, 1)[device], 1)
+                return {"forward": (2.0, 3.0), "backward": (4.0, 6.0)}[phase][device]
+            assert (device, size.outputs) == (0, 3)
+            return 1.0
+
+        def alike(self, device: int) -> int:
+            return device
+
+    plan = named_plan("master", graph, 5, Speeds((3.0, 2.0)))
+    costs = Costs(Times(), hosts(2), itemsize=1, update_s_per_entry=(0.01, 0.01))
+    timeline = simulate(lower(plan, graph), graph, costs)
+    assert spans(timeline, 0, "compute") == [(0, 2), (3.7, 4.7), (5.8, 6.8), (7.5, 11.5), (11.5, 11.7)]
+    assert spans(timeline, 1, "compute") == [(0, 3), (7.5, 13.5), (13.5, 13.6)]
+    assert spans(timeline, 1, "send") == [(3.5, 3.7)]
+    assert spans(timeline, 0, "send") == [(5.2, 5.8), (7.3, 7.5)]
+    assert timeline.step_s == pytest.approx(13.6)
+    assert timeline.compute_s == pytest.approx((8.2, 9.1))
+    # Device 0 waits 2 to 3.7, 4.7 to 5.8, 6.8 to 7.5; device 1 waits 3 to 3.7, 3.7 to 5.8, 5.8 to 7.5.
+    assert timeline.exchange_s == pytest.approx((1.7 + 1.1 + 0.7, 4.5))
+
+
+def test_the_same_steps_give_the_same_timeline():
+    graph = Stack((3, 8, 8)).conv(5, 3).pool().flatten().linear(4).graph()
+    plan = named_plan("hybrid", graph, 7, Speeds((3.0, 2.0, 1.0)))
+    steps = lower(plan, graph)
+    costs = Costs(Table({(d, phase): d + 1.0 for d in range(3) for phase in ("forward", "backward")}), hosts(3))
+    assert simulate(steps, graph, costs) == simulate(steps, graph, costs)

@@ -1,0 +1,509 @@
+"""The study: closed forms against the replay, sweeps, fleets, the published figures, traces and pictures."""
+
+import csv
+import json
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from convoy.cost.catalogue import fleet_of
+from convoy.cost.compute import Rate, Roofline
+from convoy.cost.energy import Power, energy_of
+from convoy.cost.memory import memory_of, update_s_per_entry
+from convoy.cost.network import network_of
+from convoy.cost.size import LocalSize, whole_size
+from convoy.errors import InputError
+from convoy.fleet import Card, Device, Fleet, Host
+from convoy.graph import Graph, Layer, Parameter
+from convoy.layout import Partial
+from convoy.lower import lower
+from convoy.named import PLANS as NAMED
+from convoy.named import Speeds, named_plan
+from convoy.nets import build_net
+from convoy.report import timeline as pictures
+from convoy.simulate import Costs, Event, Timeline, simulate
+from convoy.study import figures, figures_fleets, fleets, published
+from convoy.study.__main__ import main
+from convoy.study.closed_form import plan_times, times_of
+from convoy.study.nets import alexnet_graph, graph_of, two_conv_graph
+from convoy.study.points import Points
+from convoy.study.sweep import AXES, BASE, PLANS, along, crossover, five_axes, points_at, rows_of, sweep, write_csv
+from convoy.study.terms import ByUnits, Work, named_terms, terms_of
+from convoy.trace import trace
+
+FLOP_PER_S, MEMORY, LINK, LATENCY_S = 100e9, 20e9, 125e6, 1e-4
+GIGABIT = Card(LINK, LINK, LATENCY_S)
+
+
+def residual() -> Graph:
+    """3x8x8 -> conv 6 -> batch norm -> ReLU -> conv 6 -> sum with ReLU -> pool to 1x1 -> flatten -> Linear 4."""
+
+    def of(name: str, **shapes: tuple[int, ...]) -> dict[str, Parameter]:
+        return {key: Parameter(f"{name}.{key}", shape, key in ("weight", "bias")) for key, shape in shapes.items()}
+
+    norm = {"weight": (6,), "bias": (6,), "running_mean": (6,), "running_var": (6,)}
+    layers = [
+        Layer("x", "input", (), (3, 8, 8)),
+        Layer("conv1", "conv", ("x",), (6, 8, 8), of("conv1", weight=(6, 3, 3, 3)), flop=2 * 6 * 27 * 64),
+        Layer("bn", "batch_norm", ("conv1",), (6, 8, 8), of("bn", **norm), statistics=True),
+        Layer("relu", "elementwise", ("bn",), (6, 8, 8)),
+        Layer("conv2", "conv", ("relu",), (6, 8, 8), of("conv2", weight=(6, 6, 3, 3)), flop=2 * 6 * 54 * 64),
+        Layer("add", "join", ("conv2", "relu"), (6, 8, 8)),
+        Layer("pool", "pool", ("add",), (6, 1, 1)),
+        Layer("flat", "flatten", ("pool",), (6,)),
+        Layer("fc", "linear", ("flat",), (4,), of("fc", weight=(4, 6), bias=(4,)), flop=2 * 24),
+    ]
+    return Graph("Residual", {layer.name: layer for layer in layers}, ("fc",))
+
+
+NETS = {
+    "two-conv": two_conv_graph(20, 33),
+    "alexnet": alexnet_graph(64),
+    "residual": residual(),
+    "few filters": two_conv_graph(3, 5, (3, 8, 8)),
+}
+
+
+def equal_fleet(devices: int, card: Card = GIGABIT) -> Fleet:
+    return Fleet(
+        tuple(Host(f"h{i}") for i in range(devices)),
+        tuple(
+            Device(f"d{i}", f"h{i}", "cpu", peak_flop_per_s=FLOP_PER_S, memory_bandwidth_bytes_per_s=MEMORY)
+            for i in range(devices)
+        ),
+        card,
+    )
+
+
+def replayed(graph: Graph, plan: str, devices: int, batch: int, reduce=None) -> Timeline:
+    steps = lower(named_plan(plan, graph, batch, Speeds((1.0,) * devices), reduce), graph)
+    update = (update_s_per_entry("sgd-momentum", MEMORY),) * devices
+    times = Roofline((Rate(FLOP_PER_S, MEMORY),) * devices)
+    return simulate(steps, graph, Costs(times, network_of(equal_fleet(devices)), 4, update))
+
+
+def closed(graph: Graph, plan: str, devices, batch, **options):
+    points = Points.of(
+        devices=devices, batch=batch, flop_per_s=FLOP_PER_S, memory_bytes_per_s=MEMORY, link_bytes_per_s=LINK,
+        latency_s=LATENCY_S,
+    )  # fmt: skip
+    return plan_times(plan, graph, points, **options)
+
+
+# --- closed forms -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("net", ["two-conv", "alexnet", "residual"])
+def test_the_closed_form_is_the_replay(net, plan):
+    """Even shares and ragged ones; the same to a few hundredths of a percent: chunks of a ring that are not quite equal."""
+    for devices, batch in ((1, 16), (2, 16), (4, 16), (5, 13), (8, 16))[: 4 if net == "alexnet" else 5]:
+        expected_s = replayed(NETS[net], plan, devices, batch).step_s
+        assert closed(NETS[net], plan, devices, batch).step_s[0] == pytest.approx(expected_s, rel=1e-3)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_more_devices_than_filters_or_samples(plan):
+    """Then some are idle, and readers that differ in number cause moves of their own.
+
+    Here the replay may take a little longer: cards are shared fairly, and after the short messages of a ragged split have
+    ended, the long ones cannot use all of their card.
+    """
+    graph = NETS["few filters"]
+    for devices, batch in ((4, 16), (8, 16), (8, 5)):
+        expected_s = replayed(graph, plan, devices, batch).step_s
+        found_s = closed(graph, plan, devices, batch).step_s[0]
+        assert expected_s * 0.95 < found_s < expected_s * 1.001
+
+
+@pytest.mark.parametrize("reduce", ["ring", "butterfly", "star"])
+def test_every_way_of_summing(reduce):
+    for devices in (2, 3, 4, 6):
+        expected_s = replayed(NETS["two-conv"], "data", devices, 24, reduce).step_s
+        found_s = closed(NETS["two-conv"], "data", devices, 24, reduce=reduce).step_s[0]
+        assert found_s == pytest.approx(expected_s, rel=1e-3)
+
+
+def test_joules_of_the_closed_form_are_those_of_the_replay():
+    """The seconds that all devices compute, summed: ragged shares count each as it is."""
+    graph, power = NETS["two-conv"], Power(10, 100)
+    for plan in PLANS:
+        for devices, batch in ((1, 16), (4, 16), (5, 13)):
+            timeline = replayed(graph, plan, devices, batch)
+            assert closed(graph, plan, devices, batch).busy_device_s[0] == pytest.approx(sum(timeline.compute_s))
+            points = points_at(BASE, devices=devices, batch=batch, flop_per_s=FLOP_PER_S, memory_bytes_per_s=MEMORY,
+                               link_bytes_per_s=LINK, latency_s=LATENCY_S, message_s=0.0)  # fmt: skip
+            (found,) = sweep(graph, points, (plan,))
+            expected = energy_of(timeline, (power,) * devices, batch)
+            assert found.image_j(power)[0] == pytest.approx(expected.image_j, rel=1e-3)
+
+
+def test_the_closed_form_has_the_rooflines_seconds():
+    """The formula of `cost.compute.Roofline`, written for arrays: the same for any part of any layer."""
+    draw = random.Random(0)
+    for graph in NETS.values():
+        for plan in ("data", "model"):
+            for term in named_terms(plan, graph).steps:
+                if not isinstance(term, Work):
+                    continue
+                layer, devices, batch = graph[term.layer], draw.randint(1, 6), draw.randint(1, 40)
+                size = whole_size(layer, batch)
+                units = term.place.units if isinstance(term.place, ByUnits) else batch
+                largest = -(-units // devices) / units
+                if isinstance(term.place, ByUnits):
+                    part = LocalSize(batch, round(size.outputs * largest), size.inputs)
+                else:
+                    part = replace(size, samples=round(batch * largest))
+                roofline = Roofline((Rate(3e9, 1e9, 0.5),))
+                expected_s = roofline.seconds(0, layer, term.phase, part)
+                alone = replace(named_terms(plan, graph), steps=(term,), trained=())
+                points = Points.of(
+                    devices=devices, batch=batch, flop_per_s=3e9, efficiency=0.5, memory_bytes_per_s=1e9,
+                    link_bytes_per_s=1.0,
+                )  # fmt: skip
+                assert times_of(alone, points).compute_s[0] == pytest.approx(expected_s)
+
+
+def test_a_hidden_sum_costs_what_backward_does_not_cover():
+    graph = NETS["alexnet"]
+    shown, hidden = (closed(graph, "data", [1, 4], 8, overlap=overlap) for overlap in (False, True))
+    assert hidden.compute_s == pytest.approx(shown.compute_s)
+    (_, sums_s), (_, compute_s) = shown.sums_s, shown.compute_s
+    # Backward is two of the three parts of the arithmetic here: every layer costs twice its forward.
+    assert hidden.sums_s == pytest.approx([0.0, sums_s - compute_s * 2 / 3])
+
+
+def test_messages_cost_processor_time_each():
+    """Model plan, four devices: each gather has 3 messages out and 3 in on every device, and so has its way back."""
+    graph = NETS["two-conv"]
+    base = points_at(BASE, devices=4, message_s=0.0)
+    spent = points_at(BASE, devices=4, message_s=1.0)
+    # Gathers: of the first pool's output and of the flattened features, both ways; of the outputs, one way.
+    added = plan_times("model", graph, spent).step_s - plan_times("model", graph, base).step_s
+    assert added == pytest.approx(5 * 6)
+    # Data: one gather of the outputs, a ring of 2 * 3 rounds with a message out and one in.
+    added = plan_times("data", graph, spent).step_s - plan_times("data", graph, base).step_s
+    assert added == pytest.approx(6 + 12)
+
+
+def test_terms_refuse_what_they_cannot_say():
+    graph = NETS["two-conv"]
+    with pytest.raises(InputError, match="3 devices"):
+        terms_of(lower(named_plan("data", graph, 6, Speeds((1.0,) * 3)), graph), graph)
+    steps = lower(named_plan("model", graph, 4, Speeds((1.0,) * 2)), graph)
+    odd = tuple(
+        replace(step, writes=replace(step.writes, layout=Partial((0, 1)))) if step.id == 0 else step
+        for step in steps.steps
+    )
+    with pytest.raises(InputError, match="sums over channels"):
+        terms_of(replace(steps, steps=odd), graph)
+
+
+# --- networks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("net", ["two-conv:5:7", "alexnet:24"])
+def test_networks_written_down_are_those_traced(net):
+    """So plans made for one fit the other."""
+    image = (3, 16, 24)
+    with torch.random.fork_rng():
+        traced = trace(build_net(net, image, 7), torch.zeros(2, *image)).graph
+    assert graph_of(net, image, 7).fingerprint == traced.fingerprint
+
+
+def test_other_networks_are_traced():
+    assert {layer.kind for layer in graph_of("resnet:8:2", (3, 8, 8)).layers.values()} >= {"batch_norm", "join"}
+    with pytest.raises(InputError, match="whole numbers"):
+        graph_of("two-conv:5:x")
+    with pytest.raises(InputError, match="two-conv"):
+        graph_of("lenet")
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+def test_points_say_what_is_wrong():
+    good = {"devices": 2, "batch": 8, "flop_per_s": 1e9, "memory_bytes_per_s": 1e9, "link_bytes_per_s": 1e6}
+    assert len(Points.of(**{**good, "devices": [1, 2, 3]})) == 3
+    for name, value in (("devices", 1.5), ("batch", 0), ("link_bytes_per_s", 0.0), ("flop_per_s", np.inf)):
+        with pytest.raises(InputError, match=name):
+            Points.of(**{**good, name: value})
+    with pytest.raises(InputError, match="the axes are batch"):
+        along("colour")
+
+
+def test_a_grid_has_every_combination():
+    points = Points.grid(**{**BASE, "devices": [1, 2], "batch": [8, 16, 32]})
+    assert list(zip(points.devices, points.batch, strict=True)) == [(1, 8), (1, 16), (1, 32), (2, 8), (2, 16), (2, 32)]
+
+
+def test_ten_thousand_points():
+    """All plans; every number is finite, and no plan beats as many devices as it has."""
+    axes = {"devices": 2.0 ** np.arange(10), "batch": 2.0 ** np.arange(4, 14)}
+    axes |= {"link_bytes_per_s": np.geomspace(1e7, 1e11, 10), "flop_per_s": np.geomspace(1e11, 1e13, 10)}
+    points = Points.grid(**{**BASE, **axes})
+    assert len(points) == 10_000
+    for each in sweep(alexnet_graph(4096), points):
+        assert np.isfinite(each.times.step_s).all()
+        assert (each.times.step_s > 0).all()
+        # Split weights are updated by many: that alone may help a little beyond the number of devices.
+        assert (each.speedup <= points.devices * 1.01).all()
+
+
+def test_speedup_is_over_the_same_device_alone():
+    for each in sweep(NETS["two-conv"], points_at(BASE, devices=1)):
+        assert each.speedup == pytest.approx([1.0])
+
+
+def test_each_axis_moves_what_it_should():
+    swept = five_axes(NETS["two-conv"])
+    assert list(swept) == list(AXES)
+    for axis in ("flop_per_s", "memory_bytes_per_s", "link_bytes_per_s"):
+        for each in swept[axis]:
+            assert (np.diff(each.times.step_s) <= 0).all(), f"more {axis} must not make {each.plan} slower"
+    for each in swept["batch"]:
+        assert (np.diff(each.times.step_s) >= 0).all()
+
+
+def test_data_overtakes_model_where_the_formulas_cross():
+    graph, points = alexnet_graph(512), along("batch")
+    (batch,) = crossover(graph, points, "model", "data", "batch")
+    below, above = (sweep(graph, points_at(BASE, batch=round(batch * f)), ("model", "data")) for f in (0.7, 1.4))
+    assert below[0].times.step_s < below[1].times.step_s
+    assert above[0].times.step_s > above[1].times.step_s
+    assert crossover(graph, points, "data", "model", "batch").size == 0
+
+
+def test_a_sweep_becomes_a_table(tmp_path):
+    rows = rows_of(sweep(NETS["two-conv"], along("devices", [1, 2, 4]), ("data", "model")))
+    with write_csv(tmp_path / "t.csv", rows).open(newline="") as file:
+        read = list(csv.DictReader(file))
+    assert [(row["plan"], row["devices"]) for row in read] == [(p, d) for p in ("data", "model") for d in "124"]
+    parts = [float(read[4][key]) for key in ("compute_s", "moves_s", "sums_s", "update_s")]
+    assert sum(parts) == pytest.approx(float(read[4]["step_s"]), rel=1e-4)
+    with pytest.raises(InputError, match="cannot write"):
+        write_csv(tmp_path / "none" / "t.csv", rows)
+    with pytest.raises(InputError, match="one row"):
+        write_csv(tmp_path / "t.csv", [])
+
+
+def test_plans_without_a_closed_form_are_refused():
+    with pytest.raises(InputError, match="'auto' has no closed form"):
+        sweep(NETS["two-conv"], points_at(BASE), ("auto",))
+
+
+# --- unequal devices --------------------------------------------------------------------------------------------------
+
+
+def test_equal_devices_as_a_fleet_are_the_closed_form():
+    graph = NETS["two-conv"]
+    for each, name in zip(fleets.compare(graph, equal_fleet(3), 24, PLANS), PLANS, strict=True):
+        assert each.timeline.step_s == pytest.approx(closed(graph, name, 3, 24).step_s[0], rel=1e-3)
+
+
+def test_a_mixed_fleet():
+    fleet = fleet_of(["embedded-gpu", "laptop-cpu", "mobile-gpu"], GIGABIT)
+    names = (*NAMED, "auto")
+    results = dict(zip(names, fleets.compare(NETS["two-conv"], fleet, 64, names), strict=True))
+    assert results["data-by-speed"].samples_per_s > results["data"].samples_per_s
+    assert max(each.samples_per_s for each in results.values()) == pytest.approx(
+        results["auto"].samples_per_s, rel=0.02
+    )
+    for each in results.values():
+        assert 0 < each.efficiency < 1.05
+        assert each.memory == memory_of(each.plan, NETS["two-conv"], 64)
+        assert each.energy is not None
+        # Between all idle and all busy.
+        assert 4 + 4 + 2 <= each.energy.mean_w <= 15 + 28 + 10
+        assert fleets.too_large(each, fleet) == []
+    rows = fleets.rows_of(list(results.values()), names)
+    assert [row["plan"] for row in rows] == list(names)
+    tight = replace(fleet, devices=tuple(replace(d, memory_bytes=1000) for d in fleet.devices))
+    assert "mobile-gpu-2" in fleets.too_large(results["data"], tight)[2]
+
+
+def test_a_slowed_device_is_so_many_times_slower():
+    graph = NETS["two-conv"]
+    fleet = equal_fleet(2)
+    slowed = replace(fleet, devices=(fleet.devices[0], replace(fleet.devices[1], slowdown=4.0)))
+    speeds = fleets.speeds_of(graph, 32, fleets.costs_of(slowed))
+    assert speeds.devices[0] / speeds.devices[1] == pytest.approx(4)
+    assert speeds.layers["0"][0] / speeds.layers["0"][1] == pytest.approx(4)
+    plan = fleets.make_plan("data-by-speed", graph, 40, fleets.costs_of(slowed))
+    assert [layer.shares for layer in [plan.otherwise]] == [(32, 8)]
+
+
+def test_a_fleet_without_a_roofline_says_what_to_add():
+    bare = Fleet((Host("h"),), (Device("d", "h", "cpu"),))
+    with pytest.raises(InputError, match="peak_flop_per_s"):
+        fleets.costs_of(bare)
+    with pytest.raises(InputError, match="above 0 and at most 1"):
+        fleets.costs_of(equal_fleet(1), efficiency=1.5)
+    with pytest.raises(InputError, match="auto"):
+        fleets.make_plan("best", NETS["two-conv"], 8, fleets.costs_of(equal_fleet(2)))
+
+
+# --- the published figures --------------------------------------------------------------------------------------------
+
+FREE = published.Assumption(flop_per_s=100e9, link_bytes_per_s=1e18, latency_s=0.0)
+
+
+@pytest.mark.parametrize("spread", published.SPREADS)
+@pytest.mark.parametrize("baseline", ["fastest", "slowest"])
+def test_free_links_leave_amdahls_law(spread, baseline):
+    """The facts' check by arithmetic: 3.28x on four equal devices needs a convolution part of 0.927, 2.45x on three 0.888."""
+    given = replace(FREE, spread=spread, baseline=baseline)
+    for figure in (published.CPUS, published.GPUS):
+        # 500 and 1500 filters do not divide evenly by every spread.
+        assert published.predicted(figure, given) == pytest.approx(published.bound(figure, given), rel=0.01)
+    assert published.bound(published.CPUS, replace(FREE, convolution=0.927)) == pytest.approx(3.28, abs=0.01)
+    assert published.bound(published.GPUS, replace(FREE, convolution=0.888)) == pytest.approx(2.45, abs=0.01)
+
+
+def test_a_prediction_by_hand():
+    """Four equal CPUs of 50 GFLOP/s, 1 Gbit/s, kernels 5x5, convolutions 95 % of the time, per image:
+
+    FLOP of the convolutions 2*1024*500*75 + 2*256*1500*12500 = 9.6768e9, three times that with backward: 29.0304e9,
+    0.580608 s alone, 0.611166 s with the rest, 0.030558 s. On four: 0.145152 s of convolutions.
+    Through the master's card: outputs of conv 1, 3/4 of 500*32*32, and of conv 2, 3/4 of 1500*16*16, in;
+    inputs of conv 2, 500*16*16 three times, out; 1,056,000 numbers; backward the same: 8,448,000 bytes, 0.067584 s.
+    The scores of 10 classes to three others: 120 bytes. Speedup 0.611166 / 0.243295 = 2.512.
+    """
+    given = published.Assumption(50e9, 125e6, latency_s=0.0)
+    assert published.predicted(published.CPUS, given) == pytest.approx(2.512, abs=0.002)
+
+
+def test_the_batch_hardly_matters_there():
+    given = published.Assumption(50e9, 125e6)
+    few, many = (published.predicted(published.CPUS, replace(given, batch=batch)) for batch in (32, 1024))
+    assert few == pytest.approx(many, rel=0.01)
+
+
+def test_a_table_of_assumptions():
+    ranges = {"flop_per_s": (20e9, 200e9), "link_bytes_per_s": (125e6,), "convolution": (0.9, 0.99)}
+    rows = published.table(published.CPUS, ranges)
+    assert [(row["flop_per_s"], row["convolution"]) for row in rows] == [
+        (20e9, 0.9),
+        (20e9, 0.99),
+        (200e9, 0.9),
+        (200e9, 0.99),
+    ]
+    predicted = [row["predicted"] for row in rows]
+    assert predicted[1] == max(predicted)
+    assert all(row["predicted"] < row["free_links"] for row in rows)
+    text = published.summary(published.CPUS, rows)
+    assert text.startswith(
+        f"four CPUs: 3.28x reported; the model says {min(predicted):.2f}x to {max(predicted):.2f}x over 4"
+    )
+    assert "; 1 of them within 10 %" in text
+
+
+# --- traces and pictures ----------------------------------------------------------------------------------------------
+
+
+def hand_timeline() -> Timeline:
+    """Device 0 computes, then receives two messages that overlap, then a third."""
+    events = (
+        Event(0, "compute", "conv forward", 0.0, 0.001, 0),
+        Event(0, "receive", "Move 1", 0.001, 0.003, 1, peer=1, size_bytes=2000),
+        Event(0, "receive", "Move 1", 0.002, 0.004, 1, peer=2, size_bytes=4000),
+        Event(0, "receive", "Move 2", 0.003, 0.005, 2, peer=1, size_bytes=10),
+        Event(1, "send", "Move 1", 0.001, 0.003, 1, peer=0, size_bytes=2000),
+        Event(1, "send", "Move 2", 0.003, 0.005, 2, peer=0, size_bytes=10),
+        Event(2, "send", "Move 1", 0.002, 0.004, 1, peer=0, size_bytes=4000),
+    )
+    return Timeline(events, 0.005, (0.001, 0.0, 0.0), (0.004, 0.005, 0.004))
+
+
+def test_a_chrome_trace_by_hand(tmp_path):
+    path = pictures.write_chrome_trace(hand_timeline(), tmp_path / "t.json", ["attic", "cellar", "shed"])
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "attic", 1: "cellar", 2: "shed"}
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert [rows[0, row] for row in range(4)] == ["compute", "send", "receive", "receive 2"]
+    complete = [e for e in events if e["ph"] == "X"]
+    assert len(complete) == len(hand_timeline().events)
+    received = [e for e in complete if e["pid"] == 0 and rows[0, e["tid"]].startswith("receive")]
+    # Microseconds; the second message overlaps the first, the third begins as the first ends.
+    assert [(rows[0, e["tid"]], e["ts"], e["dur"]) for e in received] == [
+        ("receive", pytest.approx(1000), pytest.approx(2000)),
+        ("receive", pytest.approx(3000), pytest.approx(2000)),
+        ("receive 2", pytest.approx(2000), pytest.approx(2000)),
+    ]
+    assert received[2]["args"] == {"step": 1, "peer": "shed", "bytes": 4000, "bytes_per_s": pytest.approx(2e6)}
+
+
+def test_no_row_of_a_trace_has_events_that_overlap():
+    """A viewer shows only nested events in one row; simultaneous messages would vanish."""
+    timeline = replayed(NETS["two-conv"], "model", 4, 13)
+    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for event in pictures.to_chrome_trace(timeline)["traceEvents"]:
+        if event["ph"] == "X":
+            rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    assert sum(map(len, rows.values())) == len([e for e in timeline.events if e.end_s > e.start_s])
+    for spans in rows.values():
+        spans.sort()
+        assert all(stop <= start + 1e-6 for (_, stop), (start, _) in pairwise(spans))
+
+
+def test_names_must_fit_the_devices(tmp_path):
+    with pytest.raises(InputError, match="1 names for a timeline of 3 devices"):
+        pictures.to_chrome_trace(hand_timeline(), ["attic"])
+    with pytest.raises(InputError, match="cannot write"):
+        pictures.write_chrome_trace(hand_timeline(), tmp_path / "none" / "t.json")
+
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_picture_of_a_step(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = pictures.draw(hand_timeline(), tmp_path / "t.png", ["attic", "cellar", "shed"])
+    assert path.read_bytes().startswith(PNG)
+    empty = Timeline((), 0.0, (0.0,), (0.0,))
+    assert pictures.draw(empty, tmp_path / "empty.png").read_bytes().startswith(PNG)
+    with pytest.raises(InputError, match="cannot write"):
+        pictures.draw(hand_timeline(), tmp_path / "t.gpx")
+
+
+def test_the_figures_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    graph, link = NETS["two-conv"], (1.25e9,)
+    rows = figures_fleets.energy_rows(graph, batch=32, counts=(1, 4))
+    assert {row["class"] for row in rows} >= {"server-cpu", "mobile-gpu"}
+    replays = fleets.compare(graph, fleet_of(["laptop-cpu", "mobile-gpu"], GIGABIT), 16, ("data", "master"))
+    table = published.table(published.GPUS, {"flop_per_s": (1e12,), "link_bytes_per_s": (1.25e9,)})
+    drawn = [
+        figures.devices_figure(graph, tmp_path / "a.png", links=link, samples_per_device=8),
+        figures.batch_figure(graph, tmp_path / "b.png", links=link),
+        figures.five_axes_figure(graph, tmp_path / "c.png"),
+        figures.fastest_figure(graph, tmp_path / "d.png", devices=(4,)),
+        figures.parts_figure(sweep(graph, points_at(BASE)), tmp_path / "e.png"),
+        figures_fleets.energy_figure(rows, tmp_path / "f.png"),
+        figures_fleets.fleet_figure(replays, ("data", "master"), tmp_path / "g.png"),
+        figures_fleets.published_figure([(published.GPUS, table)], tmp_path / "h.png"),
+    ]
+    assert all(path.read_bytes().startswith(PNG) for path in drawn)
+
+
+def test_the_whole_study_without_pictures(tmp_path):
+    from convoy.study.run import run_study
+
+    said: list[str] = []
+    paths = run_study(tmp_path / "new", "two-conv:4:6", draw=False, published=False, say=said.append)
+    assert {path.name for path in paths} >= {"axis-batch.csv", "devices-by-link.csv", "energy.csv", "mixed-fleet.csv"}
+    assert said == [f"wrote {path}" for path in paths]
+    with (tmp_path / "new" / "mixed-fleet.csv").open(newline="") as file:
+        assert [row["plan"] for row in csv.DictReader(file)] == [*NAMED, "auto"]
+
+
+def test_the_command_says_how_it_is_called(capsys, tmp_path):
+    assert main([]) == 2
+    assert "DIR [NET]" in capsys.readouterr().err
+    assert main([str(tmp_path), "lenet:5"]) == 1
+    assert "lenet" in capsys.readouterr().err
