@@ -149,6 +149,75 @@ def demo(
     raise typer.Exit(app(args=sys.argv[1:], standalone_mode=False) or 0)
 
 
+@app.command()
+def measure(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Fleet file to write: devices, links, times of layers.")
+    ],
+    fleet: Annotated[
+        Path | None, typer.Option(help="Fleet file with what is known; default: what the devices say.")
+    ] = None,
+    data: Data = "digits",
+    data_dir: DataDir = None,
+    net: Net = "two-conv:50:500",
+    devices: Devices = "1",
+    batch: Batch = 64,
+    slowdown: Slowdown = None,
+    budget: Annotated[float, typer.Option(help="Seconds that each device may spend on layers.")] = 60.0,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a silent device counts as lost.")] = 60.0,
+    port: Annotated[int | None, typer.Option(help="Port where the processes meet; default: a free one.")] = None,
+) -> None:
+    """Measure this fleet: a model's layers on each device, latency and bandwidth between hosts, what traffic costs.
+
+    Run it on all devices at once: here over local processes, under torchrun, or under convoy rehearse.
+    """
+    from convoy.execute.launch import launch_local
+    from convoy.measure.command import MeasureJob, run_measure
+
+    known = _devices(devices)
+    factors = _numbers("--slowdown", slowdown) or (1.0,) * len(known)
+    job = MeasureJob(output, fleet, data, data_dir, net, known, batch, factors, budget, timeout)
+    job.check()
+    if "RANK" in os.environ or len(known) == 1:
+        run_measure(job)
+        return
+    raise typer.Exit(launch_local(sys.argv[1:], known, port=port))
+
+
+@app.command()
+def plan(
+    net: Annotated[str, typer.Argument(help="two-conv:K1:K2, alexnet:F, resnet:DEPTH:WIDTH.")],
+    fleet: Annotated[Path, typer.Option(help="Fleet file that `convoy measure` wrote for this net.")],
+    batch: Batch = 64,
+    image: Annotated[str, typer.Option(help="Channels, height, width of the images.")] = "3,32,32",
+    classes: Annotated[int, typer.Option(help="Classes.")] = 10,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the chosen plan to this file (JSON).")
+    ] = None,
+) -> None:
+    """Predict every plan on a measured fleet, and choose: step time, share of the limit, traffic, memory, what bounds it.
+
+    Example: convoy plan two-conv:150:800 --batch 256 --fleet fleet.toml -o plan.json
+    """
+    from convoy.forecast import forecast
+
+    sizes = _numbers("--image", image) or ()
+    forecast(net, tuple(int(n) for n in sizes), classes, batch, fleet, output)
+
+
+@app.command()
+def simulate(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for tables (CSV) and figures (PNG).")],
+    net: Net = "alexnet:4096",
+    figures: Annotated[bool, typer.Option(help="Draw figures too (needs the extra 'plots').")] = True,
+    published: Annotated[bool, typer.Option(help="Also check the figures that were published.")] = True,
+) -> None:
+    """Data, model, hybrid and master parallelism at any size: batch, FLOP/s, bandwidths, thousands of devices."""
+    from convoy.study.run import run_study
+
+    run_study(output, net, draw=figures, published=published, say=print)
+
+
 @app.command(context_settings={"allow_interspersed_args": False})
 def rehearse(
     fleet: Annotated[Path, typer.Argument(help="Fleet file (TOML): hosts, their cards, devices with their cores.")],

@@ -20,6 +20,7 @@ from convoy.execute.optimizer import mark_pieces
 from convoy.execute.processes import join
 from convoy.execute.train import OPTIMIZERS, History, build_optimizer, fit
 from convoy.explain import layer_rows, step_lines, work_shares
+from convoy.files import write_whole
 from convoy.measure.layers import given_speeds, measure_speeds
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.nets import build_net
@@ -213,7 +214,7 @@ def _train(job: Job, group: Group, screen: Screen, stack: ExitStack) -> tuple[Hi
     part = Distributed(model, plan, group, example, slowdown=slowdown)
     mark_pieces(part)
     if job.save_plan is not None and group.device == 0:
-        _write_whole(job.save_plan, plan.to_json())
+        write_whole(job.save_plan, plan.to_json())
     steps = part.steps(job.batch)
     screen.plan(plan, layer_rows(plan, traced.graph), work_shares(steps, traced.graph))
     if job.explain:
@@ -289,18 +290,6 @@ def _imposed_slowdown() -> float:
 
 def _example(splits: Splits) -> Tensor:
     return splits.train[0][0][None]
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """All of a file or nothing of it."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}; name a file in a folder that you may write") from None
-    finally:
-        fresh.unlink(missing_ok=True)
 
 
 def _is_file(text: str) -> bool:

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -49,6 +49,10 @@ class Plan:
     def collective(self) -> Reduce:
         """The exact collective for everything but gradients in the inexact mode."""
         return "butterfly" if self.reduce == "inexact-butterfly-mixing" else self.reduce
+
+    def named(self, name: str) -> "Plan":
+        """The same plan under another name."""
+        return replace(self, name=name)
 
     def check(self, graph: Graph, devices: int | None = None) -> None:
         """Refuse a plan that does not fit a model or a number of devices.

@@ -24,9 +24,14 @@ import torch._dynamo  # every optimizer imports it; the nursery imports this fil
 import convoy.job  # noqa: F401 - likewise
 from convoy import cli
 from convoy.data import load
-from convoy.errors import DeviceLostError
+from convoy.errors import DeviceLostError, InputError
+from convoy.execute.train import EpochResult, History
+from convoy.explain import LayerRow
 from convoy.named import PLANS
 from convoy.plan import Plan
+from convoy.report.log import RunLog
+from convoy.report.screen import Screen
+from convoy.strategy import Batch
 from tests.ranks import PLACE, ROOT, on_processes
 
 load("digits")  # imports scikit-learn, likewise
@@ -143,7 +148,6 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--plan", "nowhere.json"], ["cannot read the plan nowhere.json", "give the path of a plan file"]),
     (["--net", "vgg:16"], ["unknown net 'vgg'", "alexnet:F", "resnet:DEPTH:WIDTH", "two-conv:K1:K2"]),
     (["--net", "two-conv:1:2:3"], ["'two-conv:1:2:3'", "two-conv:K1:K2", "1 or more"]),
-    (["--net", "two-conv:9000000:9000000"], ["needs more memory than there is", "smaller numbers"]),
     (["--data", "mnist"], ["'mnist'", "cifar10", "digits", "fashion-mnist"]),
     (
         ["--data", "cifar10", "--data-dir", "EMPTY"],
@@ -407,6 +411,69 @@ def test_devices_with_other_options_are_named(stranger: list[str], words: str) -
         assert said.startswith("MismatchError: ")
         assert words in said
         assert "start every device with the same options" in said
+
+
+# ------------------------------------------------------------------------------------------ the screen and the log
+
+
+def history(loss: float) -> History:
+    return History([loss] * 3, [EpochResult(loss, 0.5, 1234.5, 1234567.8)])
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_names_are_printed_as_they_are_and_nothing_is_cut_off(terminal: bool) -> None:
+    """A bracket in a plan's name is no markup; the widest numbers fit into 80 columns."""
+    file = io.StringIO()
+    screen = Screen(visible=True)
+    screen.console.file = file
+    screen.console._force_terminal = terminal
+    if terminal:
+        screen.console.width = 80
+    name = "[b]mine[/] :cat: [/]"
+    with screen.progress(name, 2, 100) as bar:
+        bar.step(0, 2.5, 50)
+        bar.epoch(0, EpochResult(2.5, 0.5, 1.0, 50.0))
+    screen.plan(
+        Plan(name, "x", 2, 4, {}, Batch((2, 2))),
+        [LayerRow("0", "conv", "batch", ("2", "2"), 5, "[/] note")],
+        (0.5, 0.5),
+    )
+    screen.comparison(history(2.5), history(2.5), exact=True)
+    screen.comparison(history(2.5), history(0.5), exact=False)
+    text = file.getvalue()
+    assert text.count(name) >= 2
+    assert "* 0: [/] note" in text
+    assert "…" not in text
+    assert "1,234,568" in text
+    assert "at most 0 apart (rounding of float32" in text
+    assert "at most 2 apart (INEXACT: butterfly mixing does not follow one device)" in text
+
+
+def test_an_invisible_screen_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen(visible=False)
+    with screen.working("something"), screen.progress("something", 1, 10) as bar:
+        bar.step(0, 1.0, 10)
+    screen.lines(["one", "two"])
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_training_that_diverges_still_writes_json(tmp_path: Path) -> None:
+    """NaN is no JSON: most readers refuse a line that holds one."""
+    with RunLog(tmp_path / "log") as log:
+        log.step(0, float("nan"), 5)
+        log.epoch(0, EpochResult(float("inf"), 0.1, 1.0, 5.0))
+        log.write("device", times=[1.0, float("nan")])
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in lines] == [
+        {"what": "step", "step": 0, "epoch": 0, "loss": None, "samples": 5},
+        {"what": "epoch", "epoch": 0, "loss": None, "accuracy": 0.1, "train_s": 1.0, "samples_per_s": 5.0},
+        {"what": "device", "times": [1.0, None]},
+    ]
+
+
+def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot write the log .*: No such file or directory; give a path"):
+        RunLog(tmp_path / "nowhere" / "log")
 
 
 # ------------------------------------------------------------------------------------------------- the real command

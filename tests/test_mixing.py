@@ -24,7 +24,7 @@ from tests import nets
 
 MIXING = "inexact-butterfly-mixing"
 LR = 0.1
-STEPS = 40
+STEPS = 25
 
 
 def scalar_net() -> nn.Module:

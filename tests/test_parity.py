@@ -132,8 +132,9 @@ def test_optimizers_keep_their_state_piece_by_piece(plan: str, optimizer: str) -
     check(training, mixed("mobile") if plan == "mixed" else by_name(plan, "mobile"))
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("net", ["resnet", "bare", "opaque-per-sample"])
+@pytest.mark.parametrize(
+    ("net", "set_to_none"), [("resnet", True), ("bare", True), ("bare", False), ("opaque-per-sample", True)]
+)
 @pytest.mark.parametrize("plan", ["data-by-speed", "master", "mixed"])
 def test_gradients_of_two_batches_add_up(plan: str, net: str, set_to_none: bool) -> None:
     training = Training(net, (10, 3) * 4, accumulate=2, set_to_none=set_to_none)
@@ -306,6 +307,34 @@ def test_training_goes_on_after_an_evaluation(net: str) -> None:
     expected = train(reference, reference)
     for losses in found:
         assert losses == pytest.approx(expected, rel=EXACT, abs=EXACT)
+
+
+class PythonAtTheEnd(nets.TwoConv):
+    """In evaluation it sorts its rows in Python, which torch.fx cannot follow: then the model is one layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.training else torch.stack([row - row.max() for row in y])
+
+
+def test_an_evaluation_that_is_one_layer() -> None:
+    """With whole weights on every device it runs; with split ones no device could, and the message says what to do."""
+    model, x = PythonAtTheEnd().double(), torch.randn(8, 3, 8, 8, dtype=torch.float64)
+    graph = trace(model, x[:2]).graph
+    expected = copy.deepcopy(model).eval()(x)
+
+    def work(group: Group) -> tuple[Tensor, str]:
+        whole = Distributed(model, named_plan("data", graph, 8, Speeds((1.0, 1.0))), group, x[:2]).eval()
+        split = Distributed(model, named_plan("model", graph, 8, Speeds((1.0, 1.0))), group, x[:2]).eval()
+        with pytest.raises(InputError) as caught:
+            split(x, batch=8)
+        with torch.no_grad():
+            return whole(part(whole, x), batch=8), str(caught.value)
+
+    for found, message in run_on_threads(2, work):
+        assert torch.allclose(found, expected, rtol=EXACT, atol=EXACT)
+        assert "layer 'model' is built so differently from training" in message
+        assert "full_state_dict()" in message
 
 
 def test_gradients_in_evaluation_mode() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from convoy.data import NAMES, Splits, load
 from convoy.errors import InputError, unknown_name
 from convoy.execute.processes import join
+from convoy.files import write_whole
 from convoy.fleet import Fleet
 from convoy.measure.run import BUDGET_S, measure_job
 from convoy.measurement import read_fleet_file
@@ -129,19 +130,3 @@ def run_measure(job: MeasureJob) -> None:
             write_whole(job.output, measured.to_toml())
             show(measured, console)
             console.print(f"Written to {job.output}", soft_wrap=True)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """All of a file or nothing of it; an older one of that name is replaced.
-
-    Raises:
-        InputError: it cannot be written.
-    """
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}; name a file in a folder that you may write") from None
-    finally:
-        fresh.unlink(missing_ok=True)

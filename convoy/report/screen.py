@@ -73,10 +73,10 @@ class Screen:
             if row.note:
                 notes.append(f"{row.layer}: {row.note}")
                 mark = " *"
-            table.add_row(row.layer + mark, row.kind, row.strategy, *row.parts, _bytes(row.bytes_))
+            table.add_row(row.layer + mark, row.kind, row.strategy, *row.parts, in_bytes(row.bytes_))
         table.add_section()
         total = sum(row.bytes_ for row in rows)
-        table.add_row("arithmetic", "", "", *(f"{share:.1%}" for share in shares), _bytes(total))
+        table.add_row("arithmetic", "", "", *(f"{share:.1%}" for share in shares), in_bytes(total))
         self.console.print(table)
         for note in notes:
             self.console.print(f"* {note}", soft_wrap=True)
@@ -119,7 +119,7 @@ class Screen:
             slowed = f"{use.slowdown:g}x" if use.slowdown != 1 else "-"
             table.add_row(
                 str(use.device), slowed, f"{use.speed_share:.1%}", f"{use.work_share:.1%}", f"{use.compute_s:.1f} s",
-                f"{use.exchange_s:.1f} s", _bytes(use.sent_bytes),
+                f"{use.exchange_s:.1f} s", in_bytes(use.sent_bytes),
             )  # fmt: skip
         self.console.print(table)
 
@@ -186,7 +186,7 @@ def _console(visible: bool) -> Console:
     return console
 
 
-def _bytes(count: int) -> str:
+def in_bytes(count: int) -> str:
     if not count:
         return "-"
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

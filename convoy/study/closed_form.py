@@ -206,9 +206,9 @@ class _Evaluation:
             return np.zeros(len(self.p)), np.zeros(len(self.p))
         holders = self._reach(source)
         sent = self.share(source, 0) * (copies - 1)
-        outsider = np.where(copies < holders, self.share(source, copies) * copies, 0.0)
         received = 1 - self.share(source, copies - 1)
-        load = np.maximum(np.maximum(sent, outsider), received)
+        # Who holds a piece but no copy sends less than each reader receives: all other pieces are as large or larger.
+        load = np.maximum(sent, received)
         return load, (copies - 1) + np.where(copies > 0, holders - 1, 0.0)
 
     def _direct(self, source: Place, target: Place) -> tuple[Floats, Floats]:

@@ -79,11 +79,13 @@ def fleet_figure(replays: Sequence[Replayed], names: Sequence[str], path: Path, 
     speed = [each.samples_per_s for each in replays]
     colours = [PLAN_LOOKS.get(name, {"color": "grey"})["color"] for name in names]
     bars = axes.barh(list(names), speed, color=colours)
-    axes.bar_label(bars, [f" {each.efficiency:.0%}" for each in replays], fontsize="small")
+    used = [sum(seconds > 0 for seconds in each.timeline.compute_s) for each in replays]
+    texts = [f" {each.efficiency:.0%}, on {count}" for each, count in zip(replays, used, strict=True)]
+    axes.bar_label(bars, texts, fontsize="small")
     axes.axvline(replays[0].limit_samples_per_s, color="black", linestyle=":", label="the devices alone, summed")
-    axes.set_xlim(0, max(*speed, replays[0].limit_samples_per_s) * 1.1)
+    axes.set_xlim(0, max(*speed, replays[0].limit_samples_per_s) * 1.15)
     axes.invert_yaxis()
-    axes.set_xlabel("images/s (in the figure: part of the sum)")
+    axes.set_xlabel("images/s (in the figure: part of the sum, devices that compute)")
     legend(figure, axes)
     axes.set_title(title, fontsize="medium")
     return save(figure, path)

@@ -17,7 +17,7 @@ from convoy.study.sweep import AXES, BASE, five_axes, points_at, rows_of, sweep,
 
 Say = Callable[[str], object]
 
-MIXED = ("desktop-gpu", "laptop-cpu", "laptop-cpu", "server-cpu")
+MIXED = ("server-cpu", "embedded-gpu", "laptop-cpu", "mobile-gpu")
 """A lab's fleet, by classes of the catalogue."""
 
 _GIGABIT = Card(send_bytes_per_s=125e6, receive_bytes_per_s=125e6, latency_s=1e-4)

@@ -3,6 +3,9 @@
 Which computations, moves and sums a named plan makes does not depend on the number of devices, only their sizes do. So the
 step list for two devices, made by the same `lower` that training runs, is read once; each step becomes a term that says
 what is dealt out by what. `closed_form.py` then gives a term's seconds for arrays of device counts, batches and speeds.
+
+One thing is not seen that way: two splits that are equal for two devices and not for more need a move that is missing here.
+Among the named plans only a convolution of a few groups behind filters that do not divide by them has such a pair.
 """
 
 import math
@@ -149,7 +152,8 @@ class _Reader:
         self.steps, self.graph = steps, graph
         self.computes = [s for s in steps.phase("forward") if isinstance(s, Compute)]
         self.units = {layer.name: _units(graph, layer) for layer in graph.layers.values()}
-        self.readers: dict[str, set[int]] = {value.key: {EVERYONE} for value in steps.outputs}
+        self.outputs = {value.key for value in steps.outputs}
+        self.readers: dict[str, set[int]] = {}
         for step in self.computes:
             for value in step.reads:
                 self.readers.setdefault(value.key, set()).add(self._reach(step))
@@ -159,9 +163,9 @@ class _Reader:
             case Compute():
                 return [self._work(step)]
             case Move(phase="forward"):
-                return [self._carry(step.reads, step.writes)]
+                return [self._carry(step.reads, step.writes, step.phase)]
             case Move():
-                return [self._carry(step.writes, step.reads)]
+                return [self._carry(step.writes, step.reads, step.phase)]
             case ShareStatistics():
                 return [Tell(step.entries)]
             case SumGradients():
@@ -186,11 +190,11 @@ class _Reader:
             layer.name, step.phase, place, layer.flop, math.prod(layer.shape), weights, layer.batched, layer.weighted
         )
 
-    def _carry(self, source: Value, target: Value) -> Carry:
+    def _carry(self, source: Value, target: Value, phase: Phase) -> Carry:
         layer = self._layer(source)
-        return Carry(self._place(source), self._place(target), math.prod(layer.shape), layer.batched)
+        return Carry(self._place(source), self._place(target, phase), math.prod(layer.shape), layer.batched)
 
-    def _place(self, value: Value) -> Place:
+    def _place(self, value: Value, phase: Phase = "forward") -> Place:
         layout: Layout = value.layout
         match layout:
             case Split(0, _):
@@ -200,7 +204,11 @@ class _Reader:
             case OnOne():
                 return AtMaster()
             case Replicated():
-                return Copies(tuple(sorted(self.readers.get(value.key, {EVERYONE}))))
+                readers = self.readers.get(value.key, set())
+                # Every device has the outputs, and with them their whole gradient: nothing comes back from there.
+                if not readers or (value.key in self.outputs and phase == "forward"):
+                    readers = readers | {EVERYONE}
+                return Copies(tuple(sorted(readers)))
         raise InputError(f"{value.key} lies as {layout}: sums over channels have no closed form here; replay the plan")
 
     def _reach(self, step: Compute) -> int:
