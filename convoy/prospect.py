@@ -77,13 +77,15 @@ def fewer_and_more(graph: Graph, batch: int, costs: Costs, speeds: Sequence[floa
 
 
 def _bound(timeline: Timeline, steps: StepList, costs: Costs, names: Sequence[str]) -> str:
-    """The resource that is busy longest."""
+    """The resource that is busy longest; waiting, where none is busy for half of the step."""
     busiest = timeline.busiest
     rows = [
         (timeline.compute_s[busiest], f"computing on {names[busiest]}"),
         *_cards(steps, costs.network, costs.itemsize, names),
     ]
-    return max(rows, key=lambda row: row[0])[1]
+    seconds, words = max(rows, key=lambda row: row[0])
+    rounds = sum(len(step.schedule.rounds) for step in steps.steps if not isinstance(step, Compute))
+    return words if seconds > timeline.step_s / 2 else f"waiting: {rounds} rounds of messages"
 
 
 def _cards(steps: StepList, network: Network, itemsize: int, names: Sequence[str]) -> list[tuple[float, str]]:
