@@ -200,7 +200,9 @@ class Fleet:
                 each other. The message gives the path of the field, such as `device[2].cores`.
         """
         try:
-            file = _FILE.validate_python(tomllib.loads(text))
+            sections = tomllib.loads(text)
+            sections.pop("measured", None)  # what `convoy measure` adds for predictions: see measurement.py
+            file = _FILE.validate_python(sections)
             return cls(hosts=file.host, devices=file.device, network=file.network, links=file.link)
         except tomllib.TOMLDecodeError as error:
             raise InputError(f"{source}: not TOML: {error}; correct that line") from error

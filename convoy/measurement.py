@@ -48,7 +48,7 @@ class Measurement:
         fleet: with cards and links as measured.
         net, fingerprint, batch: the model by name and by `Graph.fingerprint`, and the largest batch that was timed.
         convoy, torch, date: versions, and when (ISO 8601).
-        devices: one per device of the fleet, in its order.
+        device: one per device of the fleet, in its order.
         layer: points of every layer on every device. Those with all inputs fill a rectangle of samples x outputs;
             those with fewer inputs fill a rectangle of samples x inputs, with all outputs.
         link, host: spreads and common rates, where there was a network to measure.

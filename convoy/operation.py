@@ -83,6 +83,8 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 def kind_of_module(module: nn.Module) -> Kind:
     """The kind of a leaf module; `opaque` where no rule knows it."""
+    if has_hooks(module):
+        return "opaque"
     # Exact classes only: a subclass may compute something else.
     match module:
         case nn.Conv1d() | nn.Conv2d() | nn.Conv3d() if type(module) in _CONVOLUTIONS:
@@ -99,6 +101,12 @@ def kind_of_module(module: nn.Module) -> Kind:
     if getattr(module, "return_indices", False):
         return "opaque"
     return _kind_of_name(_MODULE_NAMES.get(type(module).__name__, ""))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody else's code runs when the module is called; no rule knows what it does to a piece."""
+    m: Any = module
+    return bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
 
 
 def kind_of_call(operation: Operation, tensors: int, shape_in: tuple[int, ...], shape_out: tuple[int, ...]) -> Kind:

@@ -470,7 +470,49 @@ class NoGradient(nn.Module):
             teacher = self.conv2(torch.sigmoid(h))
         y = self.conv2(h) + teacher
         seen = self.watched(x).detach().mean((2, 3))
-        return self.fc(y.mean((2, 3))) + self.probe(seen)
+        return self.fc(y.mean((2, 3))) + self.probe(seen) + self.fc(h.mean((2, 3))).detach()
+
+
+class Negative(torch.autograd.Function):
+    """The gradient reversal of domain adaptation."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:  # noqa: ARG004
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: object, g: Tensor) -> Tensor:  # noqa: ARG004
+        return -g
+
+
+class OwnBackward(nn.Module):
+    """A backward of its own: torch.fx sees only what its forward computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.fc = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(Negative.apply(F.relu(self.conv(x))).mean((2, 3)))
+
+
+def _halved(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+    return output / 2
+
+
+class Hooked(nn.Module):
+    """Code that hangs on a layer from outside, and a weight computed from others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 6, 3, padding=1)
+        self.conv1.register_forward_hook(_halved)
+        self.conv2 = torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 4, 3, padding=1))
+        self.fc = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(F.relu(self.conv2(self.conv1(x))).mean((2, 3)))
 
 
 class Tokens(nn.Module):
@@ -514,6 +556,8 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "half-batch": HalfBatch,
     "shuffle": Shuffle,
     "no-gradient": NoGradient,
+    "own-backward": OwnBackward,
+    "hooked": Hooked,
     "tokens": Tokens,
 }
 """All but `Dropouts`, whose training is not that of one device."""

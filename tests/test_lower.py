@@ -316,11 +316,22 @@ def test_a_join_takes_its_second_input_in_the_layout_of_the_first() -> None:
 
 
 def test_dropout_never_runs_on_copies() -> None:
-    graph = trace(nets.Dropouts(), torch.zeros(2, 3, 8, 8)).graph
-    layers: dict[str, Strategy] = {"conv": One(2), "drop2d": Batch((1, 1, 4, 4)), "fc1": Filter((2, 2, 2, 2))}
-    plan = plan_of(graph, layers, One(3))
-    placed = placements(plan, graph)
-    assert not [n for n, p in placed.items() if graph[n].random and isinstance(p.gives, Replicated)]
+    """Each device would draw other numbers, and the copies would no longer be copies."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.drop = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 1), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x) + self.b(self.drop(torch.relu(x)))
+
+    x = torch.zeros(2, 3, 8, 8)
+    for training in (True, False):
+        graph = trace(Branches(), x, training=training).graph
+        placed = placements(plan_of(graph, {"a": Filter((2, 0, 2, 0)), "b": Batch((0, 0, 5, 5))}), graph)
+        assert isinstance(placed["relu"].gives, Replicated)
+        assert isinstance(placed["drop"].gives, Split if training else Replicated)
 
 
 def test_a_layer_that_sees_the_whole_batch_runs_on_the_device_with_most_samples() -> None:
@@ -428,11 +439,12 @@ def test_a_shared_weight_is_summed_once_after_its_first_use() -> None:
 
 
 def test_a_weight_that_is_also_used_without_gradient_is_still_summed() -> None:
-    """conv2 is called under no_grad too: that call has no backward, and the sum waited for it for ever."""
+    """conv2 is called under no_grad too, fc also where its output is detached: calls without backward. The sum of such a
+    weight waited for them, and never came."""
     graph = graph_of("no-gradient")
     steps = lower(by_name("data", "no-gradient"), graph)
     keys = [key for s in steps.steps if isinstance(s, SumGradients) for key in s.keys]
-    assert "conv2.weight" in keys
+    assert {"conv2.weight", "fc.weight"} <= set(keys)
     assert "watched.weight" not in keys
     assert not [s for s in steps.steps if isinstance(s, Compute) and s.phase == "backward" and s.layer == "conv2"]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from convoy.cost.size import LocalSize
 from convoy.errors import InputError, MismatchError
-from convoy.fleet import Card, Device, Fleet, Host, Link
+from convoy.fleet import Card, Device, Fleet, Host, Link, read_fleet
 from convoy.lower import lower
 from convoy.measurement import Measurement, read_fleet_file
 from convoy.named import Speeds, named_plan
@@ -89,6 +89,7 @@ def test_a_measured_file_is_a_fleet_too(tmp_path: Path) -> None:
     path = tmp_path / "fleet.toml"
     path.write_text(measured.to_toml())
     assert read_fleet_file(path) == (measured.fleet, measured)
+    assert read_fleet(path) == measured.fleet
 
 
 def test_an_absent_file_is_named(tmp_path: Path) -> None:

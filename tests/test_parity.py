@@ -144,7 +144,6 @@ def test_gradients_of_two_batches_add_up(plan: str, net: str, set_to_none: bool)
 @pytest.mark.parametrize("kind", [2.0, float("inf"), 1.0, 3.0])
 @pytest.mark.parametrize("plan", ["data-by-speed", "model", "master", "mixed"])
 def test_clipping_by_the_norm_of_all_gradients(plan: str, kind: float) -> None:
-    """`bare` adds two parameters: their gradients were one tensor on a device alone, and scaled twice."""
     for net, largest in (("two-conv", 0.01), ("bare", 0.02)):
         training = Training(net, SHORT, clip=(largest, kind))
         assert any(norm > largest for norm in on_one(training).norms)
@@ -478,6 +477,7 @@ def test_images_and_weights_with_the_channels_last_in_memory(net: str) -> None:
 
 
 def test_no_two_gradients_share_their_memory() -> None:
+    """`bare` adds two parameters. On a device alone both had one tensor as .grad: clipped twice, accumulated twice."""
     model = nets.build("bare")
     (x, y), *_ = Training("bare", (10,)).batches(model)
 

@@ -34,7 +34,7 @@ NETS = (
         "tied",
     ),
     *("in-place", "opaque-per-sample", "opaque-whole", "dependent-samples", "dependent-in-training", "noting", "sizes"),
-    *("shuffle", "no-gradient", "tokens"),
+    *("shuffle", "no-gradient", "own-backward", "hooked", "tokens"),
 )
 WITHOUT_BATCH_NORM = ("two-conv", "bare", "in-place", "opaque-per-sample", "shuffle", "tokens", "frozen")
 

@@ -175,7 +175,7 @@ def test_gradients_stop_where_torch_stops_them() -> None:
     layers = layers_of(nets.NoGradient())
     stopped = {name for name, layer in layers.items() if not layer.differentiable}
     # The first call of conv2 is the one under no_grad; what follows a detached tensor has simply nobody to pass it to.
-    assert stopped == {"gt", "to", "sigmoid", "conv2", "detach"}
+    assert stopped == {"gt", "to", "sigmoid", "conv2", "detach", "detach_1"}
     assert layers["conv2"].trainable == ()
     assert layers["conv2"].parameters["weight"].trainable
 
@@ -327,6 +327,31 @@ def test_flop_of_an_opaque_layer_are_counted() -> None:
             return super().forward(x) if x.detach().sum().item() < 1e9 else x
 
     assert layers_of(nn.Sequential(Stubborn(3, 4, 1)))["0"].flop == 2 * 4 * 3 * 64
+
+
+def test_hooks_make_a_layer_opaque() -> None:
+    """The executor computes convolutions by itself: what hung on them from outside was left out."""
+    layers = layers_of(nets.Hooked())
+    assert [(name, layers[name].kind, layers[name].per_sample) for name in ("conv1", "conv2", "fc")] == [
+        ("conv1", "opaque", True),
+        ("conv2", "opaque", True),
+        ("fc", "linear", True),
+    ]
+    assert "parametrizations.weight.original0" in layers["conv2"].parameters
+
+
+def test_a_backward_of_ones_own_keeps_the_model_whole() -> None:
+    """torch.fx traced through the forward of an autograd.Function: its gradients were those of autograd."""
+    graph = trace(nets.OwnBackward(), torch.zeros(2, 3, 8, 8)).graph
+    assert list(graph.layers) == ["input", "model"]
+    assert graph["model"].reason.startswith("its trace gives other gradients")
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_model_that_cannot_be_copied() -> None:
+    model = nn.Sequential(torch.nn.utils.weight_norm(nn.Conv2d(3, 4, 1)))
+    with pytest.raises(InputError, match=r"Sequential cannot be copied .*parametrizations has forms"):
+        trace(model, torch.zeros(2, 3, 8, 8))
 
 
 @pytest.mark.parametrize(

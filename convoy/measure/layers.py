@@ -42,6 +42,7 @@ DeviceTimes = Mapping[str, tuple[LayerTime, ...]]
 """The times of one device: for each layer, one per number of samples."""
 
 
+@torch.no_grad()  # as in the executor, which asks autograd only where it must
 def measure_layers(
     traced: Traced, model: nn.Module, batch: int, clock: Clock, device: torch.device, *, repeats: int = 3
 ) -> dict[str, tuple[LayerTime, ...]]:

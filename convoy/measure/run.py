@@ -75,7 +75,10 @@ def measure_job(
     rows = [Own(**json.loads(text)) for text in group.agree("machine", json.dumps(asdict(own)))]
     agreed, date = _agreed(group, traced, batch, fleet)
     fleet = fleet_of(rows) if fleet is None else fit(fleet, rows)
-    kept = Partial(partial if group.device == 0 else None, agreed | {"devices": [_identity(row) for row in rows]})
+    kept = Partial(
+        partial if group.device == 0 else None,
+        agreed | {"torch": str(torch.__version__), "devices": [_identity(row) for row in rows]},
+    )
     bench = Bench(traced, model, batch, Clock(group.torch_device, slowdown), group.torch_device, stretch_s=stretch_s)
     steps = _measure_tables(group, bench, kept, budget_s, progress)
     update_s, update_spread = time_update(group.torch_device, device_now(group.torch_device), stretch_s)

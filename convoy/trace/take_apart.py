@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from convoy.errors import InputError
 from convoy.trace.calls import Traced
 from convoy.trace.layers import Layering
-from convoy.trace.nodes import ONE_AT_A_TIME, Untraceable
+from convoy.trace.nodes import ONE_AT_A_TIME, Untraceable, first_line
 from convoy.trace.same_answer import require_same_answer
 from convoy.trace.whole import whole
 
@@ -27,12 +27,12 @@ def trace(
             modes keep parameters in the same layers.
 
     Raises:
-        InputError: the model does not run on the example, or returns something else than tensors.
+        InputError: the model cannot be copied, does not run on the example, or returns something else than tensors.
     """
     examples = (example,) if isinstance(example, Tensor) else tuple(example)
     if not examples or any(e.dim() == 0 for e in examples):
         raise InputError("the example must be a batch: tensors whose first axis is the batch; give e.g. x[:2]")
-    local = copy.deepcopy(model).cpu()
+    local = _copy(model)
     if not training:
         local.eval()
     elif not local.training:
@@ -48,6 +48,16 @@ def trace(
             return traced
         except Untraceable as reason:
             return whole(local, specs, str(reason))
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model).cpu()
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        raise InputError(
+            f"{type(model).__name__} cannot be copied ({first_line(error)}): what is computed from parameters is no state "
+            "of a module; torch.nn.utils.parametrizations has forms that can be copied"
+        ) from error
 
 
 def _opaque_modules(traced: Traced) -> tuple[str, ...]:

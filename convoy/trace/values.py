@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from convoy.errors import InputError
-from convoy.operation import BatchExtent, kind_of_module
+from convoy.operation import BatchExtent, has_hooks, kind_of_module
 from convoy.trace.nodes import Untraceable, called, first_line, holds_tensors, mutates, works_in_place_unknown
 from convoy.trace.samples import is_floating, on_random_numbers, tensors_of
 
@@ -97,7 +97,7 @@ class Values:
             if kind == "batch_norm":
                 # With momentum=None it looks at a number in its buffers.
                 return torch.empty_like(args[0])  # type: ignore[arg-type]
-            if kind == "opaque" and not type(module).__module__.startswith("torch.nn.modules"):
+            if kind == "opaque" and (has_hooks(module) or not type(module).__module__.startswith("torch.nn.modules")):
                 # Its Python may look at numbers, which meta tensors have not.
                 return on_random_numbers(self.model.get_submodule(str(node.target)), args, kwargs)
             return module(*args, **kwargs)
