@@ -416,8 +416,8 @@ def test_devices_with_other_options_are_named(stranger: list[str], words: str) -
 # ------------------------------------------------------------------------------------------ the screen and the log
 
 
-def history(loss: float) -> History:
-    return History([loss] * 3, [EpochResult(loss, 0.5, 1234.5, 1234567.8)])
+def history(loss: float, samples_per_s: float = 1234567.8) -> History:
+    return History([loss] * 3, [EpochResult(loss, 0.5, 1234.5, samples_per_s)])
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -447,6 +447,15 @@ def test_names_are_printed_as_they_are_and_nothing_is_cut_off(terminal: bool) ->
     assert "1,234,568" in text
     assert "at most 0 apart (rounding of float32" in text
     assert "at most 2 apart (INEXACT: butterfly mixing does not follow one device)" in text
+
+
+@pytest.mark.parametrize(("together", "told"), [(900.0, True), (1100.0, False)])
+def test_a_fleet_that_one_device_beats_is_told_so(together: float, told: bool) -> None:
+    file = io.StringIO()
+    screen = Screen(visible=True)
+    screen.console.file = file
+    screen.comparison(history(1.0, together), history(1.0, 1000.0), exact=True)
+    assert ("One device alone was faster" in file.getvalue()) is told
 
 
 def test_an_invisible_screen_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

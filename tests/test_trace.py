@@ -473,26 +473,24 @@ def test_tracing_works_without_gradients_around_it() -> None:
 
 def test_other_threads_may_run_models_while_one_is_traced() -> None:
     """torch.fx patches nn.Module for every thread: another thread's forward ended up in the trace, and failed."""
-    model, x = nets.build("resnet", dtype=torch.float32), torch.zeros(4, 3, 8, 8)
-    expected = model(x)
-    ended, errors = threading.Event(), []
+    bystander, x = nets.build("resnet", dtype=torch.float32), torch.zeros(4, 3, 8, 8)
+    expected, found = bystander(x), []
 
-    def run() -> None:
+    def run_the_other() -> None:
         try:
-            while not ended.is_set():
-                assert torch.equal(model(x), expected)
+            found.append(torch.equal(bystander(x), expected))
         except BaseException as error:
-            errors.append(error)
+            found.append(error)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        for _ in range(3):
-            trace(nets.Mobile(), x)
-    finally:
-        ended.set()
+    def meanwhile(_: nn.Module, y: Tensor) -> Tensor:
+        thread = threading.Thread(target=run_the_other)
+        thread.start()
         thread.join(30)
-    assert not errors
+        return y.relu()
+
+    assert list(layers_of(Calls(meanwhile))) == ["x", "conv", "relu"]
+    assert found
+    assert all(entry is True for entry in found)
 
 
 # --- examples that cannot be -----------------------------------------------------------------------------------------

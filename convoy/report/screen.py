@@ -145,6 +145,12 @@ class Screen:
         self.console.print(
             f"Loss curves over {len(apart)} steps: at most {max(apart):.2g} apart ({why}).", soft_wrap=True
         )
+        if together.epochs[-1].samples_per_s < alone.epochs[-1].samples_per_s:
+            self.console.print(
+                "One device alone was faster here: on so little arithmetic per step the devices wait for each other longer "
+                "than they compute. convoy measure and convoy plan say so before anything runs.",
+                soft_wrap=True,
+            )
 
 
 class Bar:
