@@ -20,10 +20,12 @@ from convoy.graph import Graph
 from convoy.layout import box
 from convoy.named import Speeds, named_plan
 from convoy.plan import Plan
+from convoy.strategy import Batch, Channel, Filter, One
 from convoy.trace import Traced, trace
 from tests import nets
 
-Batch = tuple[Tensor, Tensor]
+Labelled = tuple[Tensor, Tensor]
+"""Images, and the label of each."""
 EXACT = 1e-10
 
 # A bias before a batch norm has the gradient zero, up to rounding. Divided by an eps of 1e-8, rounding would be all there is.
@@ -54,7 +56,7 @@ class Training:
     set_to_none: bool = True
     dtype: torch.dtype = torch.float64
 
-    def batches(self, model: nn.Module) -> list[Batch]:
+    def batches(self, model: nn.Module) -> list[Labelled]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(11)
             shape = nets.shape_of(model)
@@ -86,7 +88,7 @@ def loss_of(outputs: Any, y: Tensor) -> Tensor:
 
 
 def _steps(
-    model: nn.Module, training: Training, batches: Sequence[Batch], forward: Callable[[Tensor], Any], clip: Any
+    model: nn.Module, training: Training, batches: Sequence[Labelled], forward: Callable[[Tensor], Any], clip: Any
 ) -> tuple[Record, torch.optim.Optimizer]:
     record = Record()
     optimizer = OPTIMIZERS[training.optimizer](model.parameters())
@@ -103,7 +105,7 @@ def _steps(
     return record, optimizer
 
 
-def _evaluated(model: nn.Module, batches: Sequence[Batch], forward: Callable[[Tensor], Any]) -> list[Tensor]:
+def _evaluated(model: nn.Module, batches: Sequence[Labelled], forward: Callable[[Tensor], Any]) -> list[Tensor]:
     """Outputs in evaluation mode after the training, for the first batch and for three samples of it."""
     model.eval()
     with torch.no_grad():
@@ -262,3 +264,21 @@ def one_trace(*model: Any) -> Iterator[None]:
         yield
     finally:
         convoy.execute.module.trace = original  # type: ignore[assignment]
+
+
+def mixed(net: str, reduce: Any = "ring") -> Plan:
+    """Every strategy in one plan for four devices, weighted layers in turn; the rest follows, or goes by samples."""
+    graph = graph_of(net)
+    layers: dict[str, Any] = {}
+    for i, layer in enumerate(graph.weighted):
+        if layer.shared or layer.groups > 1:
+            continue
+        out, inner = layer.channels_out, layer.channels_in
+        choices = (
+            Filter((out - out // 3, 0, out // 3, 0)),
+            Channel((0, inner - inner // 2, 0, inner // 2)),
+            Batch((1, 2, 3, 4)),
+            One(3),
+        )
+        layers[layer.name] = choices[i % 4]
+    return Plan("mixed", graph.fingerprint, 4, 10, layers, Batch((7, 0, 2, 1)), reduce)

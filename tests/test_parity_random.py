@@ -1,7 +1,7 @@
 """Parity of random mixed plans: every layer draws a strategy and shares, zeros included.
 
-Each example trains twenty steps and compares everything with one device; it also counts the bytes of a step. Hypothesis
-shrinks a failure to the fewest strategies; `derandomize` makes every run the same, and the slow test looks further.
+Each example is compared with one device in everything, or its bytes with the prediction. Hypothesis shrinks a failure
+to the fewest strategies; `derandomize` makes every run the same, and the slow test looks further.
 """
 
 from typing import Any
