@@ -128,7 +128,7 @@ class _Lowering:
         self.values: dict[str, Value] = {}
         self.versions: dict[tuple[str, Layout], Value] = {}
         self.made_by: dict[str, int] = {}
-        self.trains = _trains(graph)
+        self.trains = trains(graph)
 
     def run(self) -> StepList:
         for layer in self.graph.layers.values():
@@ -224,7 +224,7 @@ class _Lowering:
         return back
 
 
-def _trains(graph: Graph) -> set[str]:
+def trains(graph: Graph) -> set[str]:
     """Layers whose output has a gradient: they or something before them is trainable."""
     result: set[str] = set()
     for layer in graph.layers.values():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from convoy.balance import balance
 from convoy.cost.compute import Rate, Roofline
 from convoy.cost.network import Network
 from convoy.graph import Graph
@@ -20,7 +21,7 @@ from convoy.lower import lower
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.nets import build_net
 from convoy.plan import Plan
-from convoy.planner import balance, candidates, plan_auto, solo_speeds
+from convoy.planner import candidates, plan_auto, solo_speeds
 from convoy.shares import apportion
 from convoy.simulate import Costs, simulate
 from convoy.steps import Compute
