@@ -230,4 +230,6 @@ def test_a_subclass_is_not_trusted_for_its_parent() -> None:
 
 
 def test_optimizers_of_ordinary_models_are_left_alone() -> None:
-    train_on_one(UNFIT["LBFGS"])
+    before = [p.detach().clone() for p in build().parameters()]
+    model, _ = train_on_one(UNFIT["LBFGS"])
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
