@@ -81,7 +81,8 @@ def _words(step: Step) -> str:
             arrow = (
                 f"{reads} -> {step.writes.layout}" if step.phase == "forward" else f"{step.writes.layout} -> {reads}"
             )
-            return f"compute  {step.layer}: {arrow}" + (f"  [{step.note}]" if step.note else "")
+            gradient = "" if step.part == "all" else f" ({step.part} gradient)"
+            return f"compute  {step.layer}{gradient}: {arrow}" + (f"  [{step.note}]" if step.note else "")
         case Move():
             name = step.reads.key.partition("@")[0]
             what = "move    " if step.phase == "forward" else "gradient"

@@ -2,16 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from convoy.graph import Graph, Layer
 from convoy.layout import Layout, OnOne, Replicated, Split, holders
 from convoy.plan import Plan
 from convoy.shares import rescale
-from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
+from convoy.steps import Compute, Move, Part, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
 from convoy.strategy import Batch, One, Placement, Strategy, follow, parameter_holders, place
 
-BUCKET_ENTRIES = 2_000_000
+BUCKET_ENTRIES = 500_000
 """A sum of gradients starts when this many entries are ready: large enough for full bandwidth, small enough to overlap."""
 
 
@@ -128,6 +128,7 @@ class _Lowering:
         self.values: dict[str, Value] = {}
         self.versions: dict[tuple[str, Layout], Value] = {}
         self.made_by: dict[str, int] = {}
+        self.moved_for: dict[str, list[Move]] = {}  # layer -> the moves that were made for it
         self.trains = trains(graph)
 
     def run(self) -> StepList:
@@ -165,7 +166,9 @@ class _Lowering:
         self.versions[layer.name, placed.gives] = value
         if layer.kind == "input":
             return
+        before = self._id
         reads = tuple(self._version(name, layout) for name, layout in zip(layer.inputs, placed.takes, strict=True))
+        self.moved_for[layer.name] = [step for step in self.steps[before:] if isinstance(step, Move)]
         after = self._after(reads)
         if shared := self._statistics(layer, placed):
             after = (self._add(ShareStatistics(self._id, "forward", layer.name, reads[0], *shared, after)),)
@@ -200,28 +203,49 @@ class _Lowering:
     def _backward(self, forward: list[Step], ready: dict[str, list[int]]) -> None:
         sums = _Buckets(self)
         for step in reversed(forward):
-            if isinstance(step, Move) and step.writes.key in ready:
-                after = tuple(ready[step.writes.key])
-                back = Move(self._id, "backward", step.writes, step.reads, step.reduce, after)
-                ready.setdefault(step.reads.key, []).append(self._add(back))
+            if isinstance(step, Move):
+                self._return(step, ready)
             elif isinstance(step, Compute) and step.writes.key in ready:
-                sums.add(self._backward_compute(step, ready))
-                self.steps.extend(sums.take(self._id, everything=False))
+                self._backward_compute(step, ready, sums)
         self.steps.extend(sums.take(self._id, everything=True))
 
-    def _backward_compute(self, step: Compute, ready: dict[str, list[int]]) -> Compute:
+    def _return(self, step: Move, ready: dict[str, list[int]]) -> None:
+        """The gradient of what was moved goes back, once, when everything that read it has contributed."""
+        after = ready.pop(step.writes.key, None)
+        if after is not None:
+            back = Move(self._id, "backward", step.writes, step.reads, step.reduce, tuple(after))
+            ready.setdefault(step.reads.key, []).append(self._add(back))
+
+    def _backward_compute(self, step: Compute, ready: dict[str, list[int]], sums: "_Buckets") -> None:
         after = tuple(ready[step.writes.key])
         shared = self._statistics(self.graph[step.layer], self.placed[step.layer])
         if shared:
             after = (self._add(ShareStatistics(self._id, "backward", step.layer, step.reads[0], *shared, after)),)
-        back = Compute(
-            self._id, "backward", step.layer, step.reads, step.writes, step.wants, step.parameters, "", after
-        )  # fmt: skip
-        self._add(back)
-        for value, wanted in zip(step.reads, step.wants, strict=True):
-            if wanted:
-                ready.setdefault(value.key, []).append(back.id)
-        return back
+        for part, last in self._parts(step, sums):
+            back = replace(step, id=self._id, phase="backward", note="", after=after, part=part, last=last)
+            self._add(back)
+            if part != "weight":
+                for value, wanted in zip(step.reads, step.wants, strict=True):
+                    if wanted:
+                        ready.setdefault(value.key, []).append(back.id)
+                for move in reversed(self.moved_for[step.layer]):
+                    self._return(move, ready)
+            if part != "input":
+                sums.add(back)
+                self.steps.extend(sums.take(self._id, everything=False))
+
+    def _parts(self, step: Compute, sums: "_Buckets") -> tuple[tuple[Part, bool], ...]:
+        """The gradient that has to travel is computed first, and travels while the other one is computed.
+
+        A gradient for the inputs goes before a sum over copies of the weights: the layers below wait for it. And weights go
+        first only where they fill a bucket, which then leaves.
+        """
+        layer = self.graph[step.layer]
+        if layer.kind not in ("conv", "linear") or not layer.trainable or not any(step.wants):
+            return (("all", True),)
+        if self.moved_for[step.layer]:
+            return (("input", False), ("weight", True))
+        return (("weight", False), ("input", True)) if sums.would_fill(step) else (("all", True),)
 
 
 def trains(graph: Graph) -> set[str]:
@@ -252,13 +276,17 @@ class _Bucket:
     after: list[int] = field(default_factory=list)
 
 
+_Group = tuple[tuple[int, ...], tuple[int, ...]]
+"""Devices that hold copies, and in the inexact mode the samples of each."""
+
+
 class _Buckets:
     """Collects gradients of copied parameters as backward completes them."""
 
     def __init__(self, lowering: "_Lowering") -> None:
         self.plan, self.graph, self.kept = lowering.plan, lowering.graph, lowering.kept
         self.batch = lowering.batch
-        self.open: dict[tuple[tuple[int, ...], tuple[int, ...]], _Bucket] = {}
+        self.open: dict[_Group, _Bucket] = {}
         reached = _reached(self.graph, lowering.trains)
         self.uses = Counter(p.key for name in reached for p in self.graph[name].trainable)
 
@@ -267,17 +295,31 @@ class _Buckets:
         layer = self.graph[step.layer]
         for parameter in layer.trainable:
             self.uses[parameter.key] -= 1
-            layout = self.kept[parameter.key]
-            if self.uses[parameter.key] or not isinstance(layout, Replicated) or len(layout.devices) < 2:
+            if self.uses[parameter.key] or not self._is_copied(parameter.key):
                 continue
-            # The inexact mode weighs gradients by samples, so only layers with the same samples share a bucket.
-            group = (layout.devices, () if self.plan.exact else self._samples(layer, step.writes.layout))
-            bucket = self.open.setdefault(group, _Bucket())
+            bucket = self.open.setdefault(self._group(step, self.kept[parameter.key]), _Bucket())
             bucket.keys.append(parameter.key)
             bucket.sizes.append(parameter.entries)
             # Only a layer with Python of its own may leave a parameter unused on one device and not on another.
             bucket.flagged += layer.kind == "opaque"
             bucket.after = sorted({*bucket.after, step.id})
+
+    def would_fill(self, step: Compute) -> bool:
+        """Whether a sum is due when this layer's weight gradients are there."""
+        new = [p for p in self.graph[step.layer].trainable if self.uses[p.key] == 1 and self._is_copied(p.key)]
+        if not new:
+            return False
+        bucket = self.open.get(self._group(step, self.kept[new[0].key]), _Bucket())
+        return sum(bucket.sizes) + sum(p.entries for p in new) >= BUCKET_ENTRIES
+
+    def _is_copied(self, key: str) -> bool:
+        layout = self.kept[key]
+        return isinstance(layout, Replicated) and len(layout.devices) > 1
+
+    def _group(self, step: Compute, layout: Layout) -> _Group:
+        # The inexact mode weighs gradients by samples, so only layers with the same samples share a bucket.
+        samples = () if self.plan.exact else self._samples(self.graph[step.layer], step.writes.layout)
+        return holders(layout), samples
 
     def take(self, first_id: int, *, everything: bool) -> Iterator[SumGradients]:
         """The sums that are due, numbered from `first_id`."""

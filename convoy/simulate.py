@@ -1,64 +1,23 @@
 """Replays a step list on devices and links that exist only as numbers: when each computes, sends and receives.
 
-The replay does what the executor does: every device walks the list in order; a layer takes the seconds of its size; a
-round of a move begins on a device when the step before is done, and ends when its messages have left and arrived. A message
-starts when both of its ends are ready, waits the link's latency, and shares cards and processors with all others.
+The replay does what the executor does: every device walks the list in order; a layer takes the seconds of its size; a move
+begins where it stands in the list and is awaited by the first step that names it in `after`; gradients are summed on a lane of
+their own. `replay.py` plays the programs that are written here.
 """
 
-import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from convoy.cost.compute import ComputeTimes
-from convoy.cost.network import Network, rates
+from convoy.cost.network import Network
 from convoy.cost.size import local_size
 from convoy.graph import Graph
 from convoy.layout import box, entries
-from convoy.steps import Compute, Step, StepList
+from convoy.replay import Await, Begin, Event, Item, Key, Mark, Program, Route, Timeline, Work, play
+from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients
 from convoy.transfer import Round
 
-Activity = Literal["compute", "send", "receive", "wait"]
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """What one device did for a while.
-
-    Attributes:
-        step: id in the step list.
-        peer: the other device of a message; -1 for computing and waiting.
-        size_bytes: of a message.
-    """
-
-    device: int
-    activity: Activity
-    label: str
-    start_s: float
-    end_s: float
-    step: int
-    peer: int = -1
-    size_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Timeline:
-    """One replayed step.
-
-    Attributes:
-        step_s: from the first beginning to the last end.
-        compute_s, exchange_s: of each device; exchanging includes waiting for the other side.
-    """
-
-    events: tuple[Event, ...]
-    step_s: float
-    compute_s: tuple[float, ...]
-    exchange_s: tuple[float, ...]
-
-    @property
-    def busiest(self) -> int:
-        """The device that computes longest."""
-        return self.compute_s.index(max(self.compute_s))
+__all__ = ["Costs", "Event", "Timeline", "simulate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,53 +40,108 @@ class Costs:
         return self.update_s_per_entry[device] if self.update_s_per_entry else 0.0
 
 
-def simulate(steps: StepList, graph: Graph, costs: Costs) -> Timeline:
-    """Replay one training step."""
-    return _Replay(_programs(steps, graph, costs), costs.network).run()
+def simulate(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = True) -> Timeline:
+    """Replay one training step.
+
+    Args:
+        overlap: False: as if every move and sum were awaited where it stands in the list, to see what overlap brings.
+    """
+    writers = [_Writer(device, steps, graph, costs, overlap) for device in range(steps.devices)]
+    return play([writer.program() for writer in writers], costs.network)
 
 
-# --- programs: what each device does, in order -----------------------------------------------------------------------
+class _Writer:
+    """Writes the program of one device."""
+
+    def __init__(self, device: int, steps: StepList, graph: Graph, costs: Costs, overlap: bool) -> None:
+        self.device, self.steps, self.graph, self.costs, self.overlap = device, steps, graph, costs, overlap
+        self.main: list[Item] = []
+        self.sums: list[Item] = []
+        self.under_way: dict[int, Key] = {}  # moves and sums that nobody has awaited yet, by step
+
+    def program(self) -> Program:
+        for phase in ("forward", "backward"):
+            for step in self.steps.phase(phase):
+                self._write(step)
+            self._await(list(self.under_way), len(self.steps.steps), f"end of {phase}")
+        self._finish()
+        return self.main, self.sums
+
+    def _write(self, step: Step) -> None:
+        match step:
+            case Compute():
+                self._compute(step)
+            case SumGradients() if self.overlap and step.reduce != "inexact-butterfly-mixing":
+                self._sum(step)
+            case Move() if self.overlap and not step.schedule.in_place:
+                self._exchange(step, blocking=False)
+            case Move() | ReturnGradient() | ShareStatistics() | SumGradients():
+                self._exchange(step, blocking=True)
+
+    def _compute(self, step: Compute) -> None:
+        layer = self.graph[step.layer]
+        size = local_size(step, layer, self.device)
+        if size is not None:
+            self._await(step.after, step.id, f"{step.layer} {step.phase}")
+            seconds = self.costs.times.seconds(self.device, layer, step.phase, size, step.part)
+            part = "" if step.part == "all" else f" {step.part}"
+            self.main.append(Work(step.id, f"{step.layer} {step.phase}{part}", seconds))
+
+    def _exchange(self, step: Move | ReturnGradient | ShareStatistics | SumGradients, *, blocking: bool) -> None:
+        if self._takes_part(step):
+            self._await(step.after, step.id, _label(step))
+        for number, transfers in enumerate(step.schedule.rounds):
+            if self._begin(self.main, step, number, transfers):
+                key = ("round", step.id, number)
+                if blocking:
+                    self.main.append(Await(step.id, _label(step), frozenset([key])))
+                else:
+                    self.under_way[step.id] = key
+
+    def _sum(self, step: SumGradients) -> None:
+        """The main lane marks that the gradients are there; the other lane waits for that, and works off the rounds."""
+        if self.device not in step.devices:
+            return
+        ready, summed = ("ready", step.id, 0), ("summed", step.id, 0)
+        self.main.append(Mark(ready))
+        self.sums.append(Await(step.id, _label(step), frozenset([ready])))
+        for number, transfers in enumerate(step.schedule.rounds):
+            if self._begin(self.sums, step, number, transfers):
+                self.sums.append(Await(step.id, _label(step), frozenset([("round", step.id, number)])))
+        self.sums.append(Mark(summed))
+        self.under_way[step.id] = summed
+
+    def _begin(self, lane: list[Item], step: Step, number: int, transfers: Round) -> bool:
+        """Whether this device sends or receives in this round."""
+        sizes: dict[Route, int] = {}
+        for t in transfers:
+            if t.sender != t.receiver and self.device in (t.sender, t.receiver) and (n := entries(t.box)):
+                key = (step.id, number, t.sender, t.receiver)
+                sizes[key] = sizes.get(key, 0) + n * self.costs.itemsize
+        if sizes:
+            lane.append(Begin(step.id, number, _label(step), sizes))
+        return bool(sizes)
+
+    def _takes_part(self, step: Move | ReturnGradient | ShareStatistics | SumGradients) -> bool:
+        return any(self.device in (t.sender, t.receiver) for r in step.schedule.rounds for t in r)
+
+    def _await(self, steps: Sequence[int], at: int, label: str) -> None:
+        keys = frozenset(self.under_way.pop(step) for step in steps if step in self.under_way)
+        if keys:
+            self.main.append(Await(at, label, keys))
+
+    def _finish(self) -> None:
+        kept = _kept_entries(self.steps, self.graph, self.device)
+        if kept and self.costs.update_s_per_entry:
+            self.main.append(Work(len(self.steps.steps), "optimizer", kept * self.costs.update_s(self.device)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    step: int
-    label: str
-    seconds: float
+def _label(step: Step) -> str:
+    return f"{type(step).__name__} {step.id}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """A device's part of one round. `messages` are keys into the replay's table of messages."""
-
-    step: int
-    label: str
-    messages: tuple[tuple[int, int, int, int], ...]
-    """(step, round, sender, receiver)"""
-    bytes_: Mapping[tuple[int, int, int, int], int]
-
-
-def _programs(steps: StepList, graph: Graph, costs: Costs) -> list[list[_Work | _Exchange]]:
-    programs: list[list[_Work | _Exchange]] = [[] for _ in range(steps.devices)]
-    for step in steps.steps:
-        if isinstance(step, Compute):
-            layer = graph[step.layer]
-            for device, program in enumerate(programs):
-                size = local_size(step, layer, device)
-                if size is not None:
-                    seconds = costs.times.seconds(device, layer, step.phase, size)
-                    program.append(_Work(step.id, f"{step.layer} {step.phase}", seconds))
-        else:
-            for number, transfers in enumerate(step.schedule.rounds):
-                _add_round(programs, step, number, transfers, costs.itemsize)
-    for device, kept in enumerate(_kept_entries(steps, graph)):
-        if kept and costs.update_s_per_entry:
-            programs[device].append(_Work(len(steps.steps), "optimizer", kept * costs.update_s(device)))
-    return programs
-
-
-def _kept_entries(steps: StepList, graph: Graph) -> list[int]:
-    """Entries of trainable parameters on each device."""
+def _kept_entries(steps: StepList, graph: Graph, device: int) -> int:
+    """Entries of trainable parameters on a device."""
     layouts = {
         parameter.key: (step.parameters[key], parameter)
         for step in steps.phase("forward")
@@ -135,139 +149,5 @@ def _kept_entries(steps: StepList, graph: Graph) -> list[int]:
         for key, parameter in graph[step.layer].parameters.items()
         if parameter.trainable
     }
-    boxes = [[box(layout, d, p.shape) for layout, p in layouts.values()] for d in range(steps.devices)]
-    return [sum(entries(b) for b in row if b is not None) for row in boxes]
-
-
-def _add_round(
-    programs: Sequence[list[_Work | _Exchange]], step: Step, number: int, transfers: Round, itemsize: int
-) -> None:
-    sizes: dict[tuple[int, int, int, int], int] = {}
-    for t in transfers:
-        if t.sender != t.receiver and (n := entries(t.box)):
-            key = (step.id, number, t.sender, t.receiver)
-            sizes[key] = sizes.get(key, 0) + n * itemsize
-    label = f"{type(step).__name__} {step.id}"
-    for device, program in enumerate(programs):
-        own = {key: size for key, size in sizes.items() if device in key[2:]}
-        if own:
-            program.append(_Exchange(step.id, label, tuple(own), own))
-
-
-# --- the replay ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Message:
-    size: int
-    label: str
-    ready: int = 0
-    ready_s: float = 0.0
-    left_bytes: float = 0.0
-    start_s: float = 0.0
-
-
-class _Replay:
-    """An event queue over devices and messages. Simultaneous events are handled in a fixed order."""
-
-    def __init__(self, programs: list[list[_Work | _Exchange]], network: Network) -> None:
-        self.programs, self.network = programs, network
-        count = len(programs)
-        self.at = [0] * count
-        self.since = [0.0] * count
-        self.open: list[set[tuple[int, int, int, int]]] = [set() for _ in range(count)]
-        self.messages: dict[tuple[int, int, int, int], _Message] = {}
-        self.flowing: list[tuple[int, int, int, int]] = []
-        self.rate: dict[tuple[int, int, int, int], float] = {}
-        self.queue: list[tuple[float, int, str, tuple[int, ...]]] = []
-        self.ticket = 0
-        self.events: list[Event] = []
-        self.compute_s, self.exchange_s = [0.0] * count, [0.0] * count
-        self.now = 0.0
-
-    def run(self) -> Timeline:
-        for device in range(len(self.programs)):
-            self._begin(device)
-        while self.queue or self.flowing:
-            self._advance(self._next_time())
-            for message in [k for k in self.flowing if self.messages[k].left_bytes <= 1e-6]:
-                self._arrived(message)
-            while self.queue and self.queue[0][0] <= self.now + 1e-15:
-                _, _, what, key = heapq.heappop(self.queue)
-                if what == "work":
-                    self._worked(key[0])
-                else:
-                    self._flow((key[0], key[1], key[2], key[3]))
-        step_s = max((e.end_s for e in self.events), default=0.0)
-        return Timeline(tuple(self.events), step_s, tuple(self.compute_s), tuple(self.exchange_s))
-
-    def _push(self, time_s: float, what: str, key: tuple[int, ...]) -> None:
-        self.ticket += 1
-        heapq.heappush(self.queue, (time_s, self.ticket, what, key))
-
-    def _next_time(self) -> float:
-        times = [self.queue[0][0]] if self.queue else []
-        times += [self.now + self.messages[k].left_bytes / self.rate[k] for k in self.flowing]
-        return min(times)
-
-    def _advance(self, time_s: float) -> None:
-        for key in self.flowing:
-            message = self.messages[key]
-            message.left_bytes -= (time_s - self.now) * self.rate[key]
-            # What takes less than a picosecond more is there: rounding must not hold the queue.
-            if not message.left_bytes >= self.rate[key] * 1e-12:
-                message.left_bytes = 0.0
-        self.now = time_s
-
-    def _begin(self, device: int) -> None:
-        """Start the next thing on a device's program."""
-        self.since[device] = self.now
-        if self.at[device] == len(self.programs[device]):
-            return
-        match self.programs[device][self.at[device]]:
-            case _Work(seconds=seconds):
-                self._push(self.now + seconds, "work", (device,))
-            case _Exchange() as exchange:
-                self.open[device] = set(exchange.messages)
-                for name in exchange.messages:
-                    message = self.messages.setdefault(name, _Message(exchange.bytes_[name], exchange.label))
-                    message.ready += 1
-                    if message.ready == 2:
-                        self._push(self.now + self.network.latency_s[name[2]][name[3]], "flow", name)
-
-    def _worked(self, device: int) -> None:
-        work = self.programs[device][self.at[device]]
-        assert isinstance(work, _Work)
-        self.compute_s[device] += work.seconds
-        self.events.append(Event(device, "compute", work.label, self.since[device], self.now, work.step))
-        self.at[device] += 1
-        self._begin(device)
-
-    def _flow(self, key: tuple[int, int, int, int]) -> None:
-        message = self.messages[key]
-        message.left_bytes, message.start_s = float(message.size), self.now
-        self.flowing.append(key)
-        self._share()
-
-    def _share(self) -> None:
-        shared = rates(self.network, [(k[2], k[3]) for k in self.flowing])
-        self.rate = dict(zip(self.flowing, map(float, shared), strict=True))
-
-    def _arrived(self, key: tuple[int, int, int, int]) -> None:
-        message = self.messages.pop(key)
-        self.flowing.remove(key)
-        if self.flowing:
-            self._share()
-        step, _, sender, receiver = key
-        self.events.append(
-            Event(sender, "send", message.label, message.start_s, self.now, step, receiver, message.size)
-        )
-        self.events.append(
-            Event(receiver, "receive", message.label, message.start_s, self.now, step, sender, message.size)
-        )
-        for device in (sender, receiver):
-            self.open[device].discard(key)
-            if not self.open[device]:
-                self.exchange_s[device] += self.now - self.since[device]
-                self.at[device] += 1
-                self._begin(device)
+    boxes = [box(layout, device, parameter.shape) for layout, parameter in layouts.values()]
+    return sum(entries(b) for b in boxes if b is not None)

@@ -1,5 +1,9 @@
 """The step list: what one training step does, in order. Executor, cost model, simulator and `explain` read the same list.
 
+Every device walks the list in order. A computation occupies the device until it is done. What travels does not: a move or
+a sum is begun where it stands in the list, and awaited by the first step that names it in `after`, or at the end of its
+phase. So the list alone says what overlaps.
+
 A *value* is a layer's output in one layout; a move makes the same numbers available in another layout under another key.
 Backward steps name the values whose gradients they handle: a backward move reads the gradient of its target value.
 """
@@ -14,6 +18,9 @@ from convoy.layout import Layout, Partial, Replicated, Shape, Split, dual
 from convoy.transfer import Reduce, Schedule, Sum
 
 Phase = Literal["forward", "backward"]
+
+Part = Literal["all", "input", "weight"]
+"""Which gradients a backward step computes: both, those of the layer's inputs, or those of its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +42,8 @@ class Compute:
             `reads` that `wants` marks, and of the layer's parameters.
         parameters: layout of each parameter of the layer.
         after: ids of the steps that must have finished.
+        part: in backward, which gradients: a layer may have two steps, so that what the first gives travels meanwhile.
+        last: whether it is the last step of the layer's backward.
     """
 
     id: int
@@ -46,6 +55,8 @@ class Compute:
     parameters: Mapping[str, Layout] = field(default_factory=dict)
     note: str = ""
     after: tuple[int, ...] = ()
+    part: Part = "all"
+    last: bool = True
 
 
 @dataclass(frozen=True, slots=True)

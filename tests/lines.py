@@ -23,7 +23,7 @@ def _line(step: object) -> str:
         case Compute(layer=layer, phase="forward"):
             return f"{layer}: {' & '.join(str(v.layout) for v in step.reads)} -> {step.writes.layout}"
         case Compute(layer=layer):
-            return f"{layer} back"
+            return f"{layer} back" if step.part == "all" else f"{layer} back ({step.part})"
         case Move(phase="forward"):
             return f"move {step.reads.key}: {step.reads.layout} -> {step.writes.layout}"
         case Move():

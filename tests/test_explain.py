@@ -57,12 +57,13 @@ forward:
      5  move     3: channel(1,0,1) -> copies(0,1,2)  (96 bytes in 1 round)  after 4
 backward:
      6  gradient 3: from the loss, copies(0,1,2) -> channel(1,0,1)  (nothing travels)  after 5
-     7  compute  3: channel(1,0,1) -> 2 copies(0,2)  after 6
+     7  compute  3 (input gradient): channel(1,0,1) -> 2 copies(0,2)  after 6
      8  gradient 2: copies(0,2) -> batch(4,0,2)  (384 bytes in 1 round)  after 7
-     9  compute  2: batch(4,0,2) -> 1 batch(4,0,2)  after 8
-    10  compute  1: batch(4,0,2) -> 0 batch(4,0,2)  after 9
-    11  compute  0: batch(4,0,2) -> input_1 batch(4,0,2)  after 10
-    12  sum, butterfly: gradients of 2 parameters, 8 numbers over (0, 2)  (64 bytes in 2 rounds)  after 11"""
+     9  compute  3 (weight gradient): channel(1,0,1) -> 2 copies(0,2)  after 6
+    10  compute  2: batch(4,0,2) -> 1 batch(4,0,2)  after 8
+    11  compute  1: batch(4,0,2) -> 0 batch(4,0,2)  after 10
+    12  compute  0: batch(4,0,2) -> input_1 batch(4,0,2)  after 11
+    13  sum, butterfly: gradients of 2 parameters, 8 numbers over (0, 2)  (64 bytes in 2 rounds)  after 12"""
 """4 and 2 samples of 16 features cross (256 + 128 bytes); two columns of 6 outputs go to two others each (4 x 24 bytes); the
 gradients come back as sums, each device sending the rows of the other (128 + 256); in each of two rounds both send half of the
 8 numbers (4 x 16)."""

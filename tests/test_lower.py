@@ -63,8 +63,9 @@ def test_master_distributes_convolutions_alone() -> None:
         "pool#2 back",
         "relu_1 back",
         "move back to conv2",
-        "conv2 back",
-        "move back to pool",
+        "conv2 back (input)",
+        "move back to pool",  # while the weight gradient is computed
+        "conv2 back (weight)",
         "pool back",
         "relu back",
         "move back to conv1",
@@ -106,9 +107,11 @@ def test_hybrid_moves_once_between_convolutions_and_linear() -> None:
     ]
     assert spelled(steps, "backward") == [
         "gradient of fc",
-        "fc back",
+        "fc back (input)",
         "move back to flatten",
-        *(f"{name} back" for name in reversed(TWO_CONV[:-1])),
+        "fc back (weight)",
+        "flatten back",
+        *(f"{name} back" for name in reversed(TWO_CONV[:6])),
         "sum over 0,2,3: conv2.weight conv2.bias conv1.weight conv1.bias",
     ]
 

@@ -71,10 +71,10 @@ def test_gradients_travel_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [s.sizes for s in whole] == [(28 * 5, 5, 7 * 5 * 9, 7, 5 * 3 * 25, 5)]
     monkeypatch.setattr(convoy.lower, "BUCKET_ENTRIES", 140)
     lines = spelled(lower(plan, graph), "backward")
-    # Each sum starts as soon as its layer is done; backward goes on behind it.
-    assert lines[1:3] == ["fc back", "sum over 0,1,2,3: fc.weight fc.bias"]
-    at = lines.index("conv2 back")
-    assert lines[at + 1] == "sum over 0,1,2,3: conv2.weight conv2.bias"
+    # Each sum starts as soon as its weight gradients are there; the gradient of the inputs is computed behind it.
+    assert lines[1:4] == ["fc back (weight)", "sum over 0,1,2,3: fc.weight fc.bias", "fc back (input)"]
+    at = lines.index("conv2 back (weight)")
+    assert lines[at + 1 : at + 3] == ["sum over 0,1,2,3: conv2.weight conv2.bias", "conv2 back (input)"]
     assert lines[-1] == "sum over 0,1,2,3: conv1.weight conv1.bias"
     monkeypatch.setattr(convoy.lower, "BUCKET_ENTRIES", 146)
     sums = [s for s in lower(plan, graph).steps if isinstance(s, SumGradients)]

@@ -301,7 +301,7 @@ class TimedGroup:
         self.timeout_s = inner.timeout_s
         self.time_s = self.processor_s = 0.0
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:  # noqa: ARG002
         net, me = self.net, self.device
         out = sum(size_of(m) for m in sends if net.host[m.peer] != net.host[me]) / net.send[net.host[me]]
         into = sum(size_of(m) for m in receives if net.host[m.peer] != net.host[me]) / net.receive[net.host[me]]

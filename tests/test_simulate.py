@@ -14,7 +14,7 @@ from convoy.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.lower import lower
 from convoy.named import Speeds, named_plan
 from convoy.simulate import Costs, Event, Timeline, simulate
-from convoy.steps import Compute, Move, Phase, StepList, SumGradients, Value
+from convoy.steps import Compute, Move, Part, Phase, StepList, SumGradients, Value
 from convoy.study.nets import Stack
 
 LAYER = Layer("work", "elementwise", (), (1,))
@@ -27,8 +27,8 @@ class Table:
 
     seconds_of: Mapping[tuple[int, Phase], float]
 
-    def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize) -> float:  # noqa: ARG002
-        return self.seconds_of[device, phase]
+    def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:  # noqa: ARG002
+        return self.seconds_of[device, phase] / (1 if part == "all" else 2)
 
     def alike(self, device: int) -> int:
         return device
@@ -45,9 +45,9 @@ def hosts(count: int, bytes_per_s: float = 100.0, latency_s: float = 0.5, proces
     return network_of(fleet, (processor_s_per_byte,) * count)
 
 
-def work(number: int, devices: tuple[int, ...], phase: Phase = "forward") -> Compute:
+def work(number: int, devices: tuple[int, ...], phase: Phase = "forward", after: tuple[int, ...] = ()) -> Compute:
     value = Value(f"v{number}", (1, 1), Replicated(devices))
-    return Compute(number, phase, "work", (value,), value, (True,))
+    return Compute(number, phase, "work", (value,), value, (True,), after=after)
 
 
 def move(number: int, src: Layout, dst: Layout, entries: int) -> Move:
@@ -66,12 +66,12 @@ def spans(timeline: Timeline, device: int, activity: str) -> list[tuple[float, f
 
 
 def test_one_device_computes_one_thing_after_the_other():
-    # forward 2 s, backward 3 s, forward 2 s.
-    steps = [work(0, (0,)), work(1, (0,), "backward"), work(2, (0,))]
+    # forward 2 s, forward 2 s, backward 3 s.
+    steps = [work(0, (0,)), work(1, (0,)), work(2, (0,), "backward")]
     timeline = replay(steps, 1, hosts(1), {(0, "forward"): 2.0, (0, "backward"): 3.0})
-    assert spans(timeline, 0, "compute") == [(0, 2), (2, 5), (5, 7)]
+    assert spans(timeline, 0, "compute") == [(0, 2), (2, 4), (4, 7)]
     assert (timeline.step_s, timeline.compute_s, timeline.exchange_s) == (7.0, (7.0,), (0.0,))
-    assert [e.label for e in timeline.events] == ["work forward", "work backward", "work forward"]
+    assert [e.label for e in timeline.events] == ["work forward", "work forward", "work backward"]
 
 
 def test_nothing_takes_no_time():
@@ -84,6 +84,8 @@ def test_one_message_waits_for_its_latency():
     assert timeline.events == (
         Event(0, "send", "Move 0", 0.5, 2.5, 0, peer=1, size_bytes=200),
         Event(1, "receive", "Move 0", 0.5, 2.5, 0, peer=0, size_bytes=200),
+        Event(0, "wait", "end of forward", 0.0, 2.5, 1),
+        Event(1, "wait", "end of forward", 0.0, 2.5, 1),
     )
     assert (timeline.step_s, timeline.exchange_s) == (2.5, (2.5, 2.5))
 
@@ -121,7 +123,7 @@ def test_ring_of_three(bytes_per_s):
 
 def test_the_fast_device_waits_for_the_slow_one():
     """Device 0 computes 1 s, device 1 4 s. 100 bytes from 0 to 1 start when both are ready: 4.5 to 5.5; then both again."""
-    steps = [work(0, (0, 1)), move(1, OnOne(0), OnOne(1), 100), work(2, (0, 1))]
+    steps = [work(0, (0, 1)), move(1, OnOne(0), OnOne(1), 100), work(2, (0, 1), after=(1,))]
     timeline = replay(steps, 2, hosts(2), {(0, "forward"): 1.0, (1, "forward"): 4.0})
     assert spans(timeline, 0, "compute") == [(0, 1), (5.5, 6.5)]
     assert spans(timeline, 1, "compute") == [(0, 4), (5.5, 9.5)]
@@ -231,7 +233,8 @@ def test_a_filter_split_of_unequal_devices():
 
     @dataclass(frozen=True)
     class Times:
-        def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize) -> float:
+        def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:
+            assert part == "all"
             if layer.kind == "conv":
                 assert size == LocalSize(5, (2, 1)[device], 1)
                 return {"forward": (2.0, 3.0), "backward": (4.0, 6.0)}[phase][device]

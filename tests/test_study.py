@@ -107,7 +107,7 @@ def replayed(graph: Graph, plan: str, devices: int, batch: int, reduce=None) -> 
     steps = lower(named_plan(plan, graph, batch, Speeds((1.0,) * devices), reduce), graph)
     update = (update_s_per_entry("sgd-momentum", MEMORY),) * devices
     times = Roofline((Rate(FLOP_PER_S, MEMORY),) * devices)
-    return simulate(steps, graph, Costs(times, network_of(equal_fleet(devices)), 4, update))
+    return simulate(steps, graph, Costs(times, network_of(equal_fleet(devices)), 4, update), overlap=False)
 
 
 def closed(graph: Graph, plan: str, devices, batch, **options):
@@ -182,7 +182,8 @@ def test_the_closed_form_has_the_rooflines_seconds():
                 else:
                     part = replace(size, samples=round(batch * largest))
                 roofline = Roofline((Rate(3e9, 1e9, 0.5),))
-                expected_s = roofline.seconds(0, layer, term.phase, part)
+                which = "all" if term.phase == "forward" or term.products == 2 else "input"
+                expected_s = roofline.seconds(0, layer, term.phase, part, which)
                 alone = replace(named_terms(plan, graph), steps=(term,), trained=())
                 points = Points.of(
                     devices=devices, batch=batch, flop_per_s=3e9, efficiency=0.5, memory_bytes_per_s=1e9,
@@ -325,7 +326,10 @@ def test_plans_without_a_closed_form_are_refused():
 def test_equal_devices_as_a_fleet_are_the_closed_form():
     graph = NETS["two-conv"]
     for each, name in zip(fleets.compare(graph, equal_fleet(3), 24, PLANS), PLANS, strict=True):
-        assert each.timeline.step_s == pytest.approx(closed(graph, name, 3, 24).step_s[0], rel=1e-3)
+        # The closed form awaits every move where it stands; the replay of the fleet overlaps what can be.
+        sequential_s = simulate(each.steps, graph, fleets.costs_of(equal_fleet(3)), overlap=False).step_s
+        assert sequential_s == pytest.approx(closed(graph, name, 3, 24).step_s[0], rel=1e-3)
+        assert each.timeline.step_s <= sequential_s * (1 + 1e-9)
 
 
 def test_a_mixed_fleet():
@@ -468,7 +472,9 @@ def test_no_row_of_a_trace_has_events_that_overlap():
     for event in pictures.to_chrome_trace(timeline)["traceEvents"]:
         if event["ph"] == "X":
             rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-    assert sum(map(len, rows.values())) == len([e for e in timeline.events if e.end_s > e.start_s])
+    assert sum(map(len, rows.values())) == len(
+        [e for e in timeline.events if e.end_s > e.start_s and e.activity != "wait"]
+    )
     for spans in rows.values():
         spans.sort()
         assert all(stop <= start + 1e-6 for (_, stop), (start, _) in pairwise(spans))

@@ -13,13 +13,15 @@ from typing import Protocol
 from convoy.cost.size import LocalSize, flop, whole_size
 from convoy.errors import InputError
 from convoy.graph import Layer
-from convoy.steps import Phase
+from convoy.steps import Part, Phase
 
 
 class ComputeTimes(Protocol):
     """Seconds of one layer's arithmetic on one device."""
 
-    def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize) -> float: ...
+    def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:
+        """Of forward, of backward, or of a part of backward."""
+        ...
 
     def alike(self, device: int) -> int:
         """The first device with the same times: planners ask once for all of them."""
@@ -78,12 +80,14 @@ class LayerTimes:
     forward_inputs: Grid | None = None
     backward_inputs: Grid | None = None
 
-    def seconds(self, layer: Layer, phase: Phase, size: LocalSize) -> float:
+    def seconds(self, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:
+        # The two products of backward are of one size, and were timed together.
+        share = 1.0 if part == "all" else 0.5
         by_inputs = self.forward_inputs if phase == "forward" else self.backward_inputs
         if size.inputs < whole_size(layer, 1).inputs and layer.weighted and by_inputs is not None:
-            return by_inputs.at(size.samples, size.inputs)
+            return share * by_inputs.at(size.samples, size.inputs)
         grid = self.forward if phase == "forward" else self.backward
-        return grid.at(size.samples, size.outputs)
+        return share * grid.at(size.samples, size.outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ class MeasuredTimes:
 
     devices: tuple[Mapping[str, LayerTimes], ...]
 
-    def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize) -> float:
+    def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:
         """Seconds by interpolation.
 
         Raises:
@@ -106,7 +110,7 @@ class MeasuredTimes:
             raise InputError(
                 f"layer {layer.name!r} was not measured on device {device}: measure this model on this fleet first"
             ) from None
-        return times.seconds(layer, phase, size)
+        return times.seconds(layer, phase, size, part)
 
     def alike(self, device: int) -> int:
         return next(d for d, table in enumerate(self.devices) if table is self.devices[device])
@@ -139,11 +143,11 @@ class Roofline:
     rates: tuple[Rate, ...]
     itemsize: int = 4
 
-    def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize) -> float:
+    def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:
         if size.samples == 0:
             return 0.0
         rate = self.rates[device]
-        products = 1 if phase == "forward" else 2
+        products = 2 if phase == "backward" and part == "all" else 1
         work = flop(layer, size) * products
         moved = _bytes_moved(layer, size, self.itemsize) * products
         return max(work / (rate.flop_per_s * rate.efficiency), moved / rate.bytes_per_s)

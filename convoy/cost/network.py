@@ -53,13 +53,18 @@ def network_of(fleet: Fleet, processor_s_per_byte: Sequence[float] | None = None
     )
 
 
-def rates(network: Network, flows: Sequence[tuple[int, int]]) -> npt.NDArray[np.float64]:
+def rates(
+    network: Network, flows: Sequence[tuple[int, int]], processor_room: Sequence[float] | None = None
+) -> npt.NDArray[np.float64]:
     """Bytes/s of each (sender, receiver) message while all of them are under way: max-min fair.
 
     All rates grow together; where a card, a memory, a processor or the pair's own limit is full, the messages that use
     it keep the rate they have, and the others grow on (progressive filling).
+
+    Args:
+        processor_room: the part of each device's processor that messages may use; None: all of it.
     """
-    use, room = _resources(network, flows)
+    use, room = _resources(network, flows, processor_room)
     rate = np.zeros(len(flows))
     growing = np.ones(len(flows), dtype=bool)
     while growing.any():
@@ -78,7 +83,7 @@ def rates(network: Network, flows: Sequence[tuple[int, int]]) -> npt.NDArray[np.
 
 
 def _resources(
-    network: Network, flows: Sequence[tuple[int, int]]
+    network: Network, flows: Sequence[tuple[int, int]], processor_room: Sequence[float] | None
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """use[resource, flow], and the room of each resource."""
     rows: dict[tuple[str, int], npt.NDArray[np.float64]] = {}
@@ -98,7 +103,8 @@ def _resources(
             add("receive", b, f, network.receive_bytes_per_s[b])
         add("pair", f, f, network.pair_bytes_per_s[sender][receiver])
         for device in (sender, receiver):
-            add("processor", device, f, 1.0, network.processor_s_per_byte[device])
+            free = 1.0 if processor_room is None else processor_room[device]
+            add("processor", device, f, free, network.processor_s_per_byte[device])
     keys = list(rows)
     if not keys:
         return np.zeros((1, len(flows))), np.array([np.inf])

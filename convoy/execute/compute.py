@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from convoy.graph import Layer
 from convoy.operation import Operation, symmetric_padding
+from convoy.steps import Part
 from convoy.trace import call_operation
 
 Gradients = tuple[list[Tensor | None], dict[str, Tensor | None]]
@@ -25,7 +26,9 @@ class Arithmetic(Protocol):
         """Output, and what backward needs (None unless `keep`). `batch` counts the samples on this device."""
         ...
 
-    def backward(self, saved: Any, g: Any, wants: Sequence[bool]) -> Gradients: ...
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:
+        """Gradients of the inputs that `wants` marks and of the parameters, or of the one or the other alone."""
+        ...
 
 
 _Conv = Callable[..., Tensor]
@@ -54,10 +57,14 @@ class Convolution:
         y = convolve(x, m.weight, _present(m.bias), m.stride, self.padding, m.dilation, self.groups)
         return y, x if keep else None
 
-    def backward(self, saved: Any, g: Any, wants: Sequence[bool]) -> Gradients:
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:
         m, x = self.module, saved
-        bias = _present(m.bias)
-        mask = [wants[0], m.weight.requires_grad, bias is not None and bias.requires_grad]
+        bias, weighs = _present(m.bias), part != "input"
+        mask = [
+            wants[0] and part != "weight",
+            weighs and m.weight.requires_grad,
+            weighs and bias is not None and bias.requires_grad,
+        ]
         gx, gw, gb = torch.ops.aten.convolution_backward(
             g, x, m.weight, [g.shape[1]], m.stride, self.padding, m.dilation, False, [0] * len(self.padding),
             self.groups, mask,
@@ -76,12 +83,12 @@ class FullyConnected:
         (x,) = inputs
         return F.linear(x, self.module.weight, _present(self.module.bias)), x if keep else None
 
-    def backward(self, saved: Any, g: Any, wants: Sequence[bool]) -> Gradients:
-        weight, bias = self.module.weight, _present(self.module.bias)
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:
+        weight, bias, weighs = self.module.weight, _present(self.module.bias), part != "input"
         g_NK, x_NF = g.reshape(-1, g.shape[-1]), saved.reshape(-1, saved.shape[-1])
-        gx = (g_NK @ weight).view(saved.shape) if wants[0] else None
-        gw = g_NK.t() @ x_NF if weight.requires_grad else None
-        gb = g_NK.sum(0) if bias is not None and bias.requires_grad else None
+        gx = (g_NK @ weight).view(saved.shape) if wants[0] and part != "weight" else None
+        gw = g_NK.t() @ x_NF if weighs and weight.requires_grad else None
+        gb = g_NK.sum(0) if weighs and bias is not None and bias.requires_grad else None
         return [gx], named(weight=gw, bias=gb)
 
 
@@ -100,7 +107,8 @@ class ByAutograd:
             y = call_operation(self.model, self.operation, roots, batch)
         return _detached(y), (roots, y)
 
-    def backward(self, saved: Any, g: Any, wants: Sequence[bool]) -> Gradients:
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:
+        assert part == "all", "autograd computes all gradients of a layer at once"
         roots, y = saved
         outputs, gradients = _with_gradients(y, g)
         sources = [x for x, wanted in zip(roots, wants, strict=True) if wanted]
@@ -124,7 +132,7 @@ class Picking:
     def forward(self, inputs: Sequence[Any], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:  # noqa: ARG002
         return inputs[0][self.item], None
 
-    def backward(self, saved: Any, g: Any, wants: Sequence[bool]) -> Gradients:  # noqa: ARG002
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:  # noqa: ARG002
         return [g if wants[0] else None], {}
 
 

@@ -1,4 +1,8 @@
-"""The executor: runs a step list on one device, forward and then backward, in the order of the list."""
+"""The executor: runs a step list on one device, forward and then backward, in the order of the list.
+
+Moves are begun where they stand in the list. What a step needs is awaited just before it, by the ids in its `after`; what
+nobody here needs, at the end of the phase.
+"""
 
 import math
 from collections import Counter
@@ -12,9 +16,9 @@ from torch import Tensor, nn
 from convoy.execute.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.execute.clock import Clock
 from convoy.execute.compute import Arithmetic, arithmetic
-from convoy.execute.gradients import Found, sum_gradients
+from convoy.execute.gradients import Found, Sums
 from convoy.execute.group import Group
-from convoy.execute.move import run_move
+from convoy.execute.move import Flights, run_move, start_move
 from convoy.graph import Layer
 from convoy.layout import Replicated, Split, box, dual, holders, local_shape
 from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
@@ -64,10 +68,13 @@ class Executor:
         values: dict[str, Any] = {v.key: x for v, x in zip(steps.inputs, inputs, strict=True)}
         tape = Tape(steps)
         unread = _reads(steps)
+        flights = Flights(self.clock)
         for step in steps.phase("forward"):
+            if self._takes_part(step):
+                flights.land(step.after)
             match step:
                 case Move():
-                    values[step.writes.key] = self._move(step, values[step.reads.key])
+                    values[step.writes.key] = self._begin(step, values[step.reads.key], flights)
                 case ShareStatistics():
                     self._statistics(step, values, tape)
                 case Compute():
@@ -76,14 +83,27 @@ class Executor:
                 unread[value.key] -= 1
                 if not unread[value.key]:
                     del values[value.key]
+        flights.land_all()
         return [values[v.key] for v in steps.outputs], tape
 
-    def _move(self, step: Move, piece: Tensor) -> Tensor:
+    def _begin(self, step: Move, piece: Tensor, flights: Flights) -> Tensor:
+        """The tensor that a move fills; complete once it has landed."""
         src, dst = step.reads.layout, step.writes.layout
         if step.phase == "backward":
             src, dst = dual(src), dual(dst)
         with self.clock.exchange():
-            return run_move(self.group, step.schedule, piece, src, dst, step.reads.shape)
+            return flights.add(step.id, start_move(self.group, step.schedule, piece, src, dst, step.reads.shape))
+
+    def _takes_part(self, step: Step) -> bool:
+        """Whether this device computes, sends, receives or keeps anything in a step."""
+        match step:
+            case Compute():
+                return self._works(step)
+            case Move():
+                return any(self.group.device in (t.sender, t.receiver) for r in step.schedule.rounds for t in r)
+            case ShareStatistics():
+                return self.group.device in step.members
+        return False
 
     def _compute(self, step: Compute, values: Mapping[str, Any], tape: Tape, *, keep: bool) -> Any:
         if not self._works(step):
@@ -134,31 +154,51 @@ class Executor:
 
     def backward(self, tape: Tape, output_gradients: Sequence[Tensor | None], mixing_stage: int) -> None:
         """Run the backward steps; adds to `.grad` of the parameters held here."""
-        gradients: dict[str, Any] = {}
+        gradients = _Gradients()
         found: Found = {}
-        for step in tape.steps.phase("backward"):
-            match step:
-                case ReturnGradient():
-                    g = output_gradients[step.output]
-                    if g is not None:
-                        src, dst = step.reads.layout, dual(step.writes.layout)
-                        piece = run_move(self.group, step.schedule, g, src, dst, step.reads.shape)
-                        _accumulate(gradients, step.writes.key, piece)
-                # Where an output is not part of the loss, nothing arrives below; so on every device.
-                case Move() if step.reads.key in gradients:
-                    g = gradients.pop(step.reads.key)
-                    _accumulate(gradients, step.writes.key, self._move(step, g))
-                case ShareStatistics() if step.layer in gradients and self.group.device in step.members:
-                    self._backward_statistics(step, gradients[step.layer], tape)
-                case Compute() if step.writes.key in gradients:
-                    self._backward_compute(step, gradients, found, tape)
-                case SumGradients():
-                    with self.clock.exchange():
-                        sum_gradients(self.group, self.model, step, found, mixing_stage)
+        flights, sums = Flights(self.clock), Sums(self.group, self.model, mixing_stage)
+        try:
+            for step in tape.steps.phase("backward"):
+                if self._takes_part(step):
+                    flights.land(step.after)
+                self._backward_step(step, output_gradients, gradients, found, tape, flights, sums)
+            flights.land_all()
+        except BaseException:
+            sums.abandon()
+            raise
+        with self.clock.exchange():
+            sums.finish(found)
         taken = {g.untyped_storage().data_ptr() for g in output_gradients if g is not None}
         for key, gradient in found.items():
             if gradient is not None:
                 _deposit(self.model.get_parameter(key), gradient, taken)
+
+    def _backward_step(
+        self,
+        step: Step,
+        output_gradients: Sequence[Tensor | None],
+        gradients: "_Gradients",
+        found: Found,
+        tape: Tape,
+        flights: Flights,
+        sums: Sums,
+    ) -> None:
+        match step:
+            case ReturnGradient():
+                g = output_gradients[step.output]
+                if g is not None:
+                    src, dst = step.reads.layout, dual(step.writes.layout)
+                    gradients.add(step.writes.key, run_move(self.group, step.schedule, g, src, dst, step.reads.shape))
+            # Where an output is not part of the loss, nothing arrives below; so on every device.
+            case Move() if step.reads.key in gradients:
+                gradients.add(step.writes.key, self._begin(step, gradients.sum(step.reads.key), flights))
+                gradients.drop(step.reads.key)
+            case ShareStatistics() if step.layer in gradients and self.group.device in step.members:
+                self._backward_statistics(step, gradients.sum(step.layer), tape)
+            case Compute() if step.writes.key in gradients:
+                self._backward_compute(step, gradients, found, tape)
+            case SumGradients():
+                sums.begin(step, found)
 
     def _backward_statistics(self, step: ShareStatistics, g: Tensor, tape: Tape) -> None:
         norm, by = self.norms[step.layer], tape.norms[step.layer]
@@ -166,8 +206,7 @@ class Executor:
             row = norm.local_sums(tape.saved.get(step.layer), g, by)
         tape.rows[step.layer] = (row, self._share(step, row))
 
-    def _backward_compute(self, step: Compute, gradients: dict[str, Any], found: Found, tape: Tape) -> None:
-        g = gradients.pop(step.writes.key)
+    def _backward_compute(self, step: Compute, gradients: "_Gradients", found: Found, tape: Tape) -> None:
         layer = self.traced.graph[step.layer]
         own: Mapping[str, Tensor | None] = {}
         inputs: Sequence[Tensor | None]
@@ -175,26 +214,59 @@ class Executor:
             # Of copies that it holds but does not use (a bare parameter, say) the gradient is zero, not empty.
             inputs = [self._nothing(v) if w else None for v, w in zip(step.reads, step.wants, strict=True)]
         else:
-            saved = tape.saved.pop(step.layer)
+            g = gradients.sum(step.writes.key)
+            saved = tape.saved.pop(step.layer) if step.last else tape.saved[step.layer]
             with self.clock.compute(step.layer, "backward"):
                 if step.layer in tape.rows:
                     by, rows = tape.norms.pop(step.layer), tape.rows.pop(step.layer)
                     inputs, own = self.norms[step.layer].backward(saved, g, by, *rows, step.wants[0])
                 else:
-                    inputs, own = self.arithmetic[step.layer].backward(saved, g, step.wants)
-        for value, gradient in zip(step.reads, inputs, strict=True):
-            if gradient is not None:
-                self._pass_on(layer, value, gradient, gradients)
-        for key, parameter in layer.parameters.items():
-            if parameter.trainable:
-                _collect(found, parameter.key, own.get(key))
+                    inputs, own = self.arithmetic[step.layer].backward(saved, g, step.wants, step.part)
+        if step.last:
+            gradients.drop(step.writes.key)
+        if step.part != "weight":
+            for value, gradient in zip(step.reads, inputs, strict=True):
+                if gradient is not None:
+                    self._pass_on(layer, value, gradient, gradients)
+        if step.part != "input":
+            for key, parameter in layer.parameters.items():
+                if parameter.trainable:
+                    _collect(found, parameter.key, own.get(key))
 
-    def _pass_on(self, layer: Layer, value: Value, gradient: Tensor, gradients: dict[str, Any]) -> None:
+    def _pass_on(self, layer: Layer, value: Value, gradient: Tensor, gradients: "_Gradients") -> None:
         if layer.kind == "pick":
             # The gradient of a layer with several outputs: index -> gradient.
-            _accumulate(gradients.setdefault(value.key, {}), self.traced.operations[layer.name].args[1], gradient)
+            gradients.add_item(value.key, self.traced.operations[layer.name].args[1], gradient)
         else:
-            _accumulate(gradients, value.key, gradient)
+            gradients.add(value.key, gradient)
+
+
+class _Gradients:
+    """Gradients of values on their way back. They are added up when they are read: until then some may still travel."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[Any]] = {}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._parts
+
+    def add(self, key: str, gradient: Tensor) -> None:
+        self._parts.setdefault(key, []).append(gradient)
+
+    def add_item(self, key: str, item: Any, gradient: Tensor) -> None:
+        """A gradient for one of the outputs of a layer with several."""
+        (items,) = self._parts.setdefault(key, [{}])
+        items[item] = items[item] + gradient if item in items else gradient
+
+    def sum(self, key: str) -> Any:
+        first, *others = self._parts[key]
+        for other in others:
+            first = first + other
+        self._parts[key] = [first]
+        return first
+
+    def drop(self, key: str) -> None:
+        del self._parts[key]
 
 
 def _reads_of(step: Step) -> tuple[Value, ...]:
@@ -212,10 +284,6 @@ def _reads(steps: StepList) -> Counter[str]:
     for step in steps.phase("forward"):
         unread.update(v.key for v in _reads_of(step))
     return unread
-
-
-def _accumulate(gradients: dict[Any, Any], key: Any, gradient: Tensor) -> None:
-    gradients[key] = gradients[key] + gradient if key in gradients else gradient
 
 
 def _collect(found: Found, key: str, gradient: Tensor | None) -> None:

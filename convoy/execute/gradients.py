@@ -1,5 +1,7 @@
 """Gradients of copied parameters: summed over the devices, never averaged. And the norm of all gradients together."""
 
+import queue
+import threading
 from collections.abc import Iterable
 
 import torch
@@ -9,25 +11,80 @@ from convoy.execute.group import Group, Message
 from convoy.execute.move import run_rounds
 from convoy.steps import SumGradients
 
+SUM_LANE = 1
+
 Found = dict[str, Tensor | None]
 """Gradients that backward reached, by `state_dict` key. None: reached, but this device has no part in it.
 A key that is missing was reached on no device: the loss does not depend on that parameter."""
 
 
-def sum_gradients(group: Group, model: nn.Module, step: SumGradients, found: Found, mixing_stage: int) -> None:
-    """Run one SumGradients step; replaces the gradients in `found` by their sums."""
-    if group.device not in step.devices:
-        return
-    if not any(key in found for key in step.keys):
-        return
-    parts = [_flat(found.get(key), model.get_parameter(key)) for key in step.keys]
-    if step.flags:
-        parts.append(torch.tensor([float(found.get(k) is not None) for k in step.keys]).to(parts[0]))
-    if step.reduce == "inexact-butterfly-mixing":
-        flat = _mix(group, model, step, parts, mixing_stage)
-    else:
+class Sums:
+    """The gradient sums of one backward. Each is begun as soon as its gradients are there, and runs while backward goes on.
+
+    A thread takes them one after the other, in the order of the step list, on a lane of the group that is its own. It
+    waits for the network, without a processor, and adds. Where a group has a single lane, sums are made at once.
+
+    Args:
+        model: holds this device's parameters.
+        mixing_stage: for the inexact mode, which counts its stages over training steps.
+    """
+
+    def __init__(self, group: Group, model: nn.Module, mixing_stage: int) -> None:
+        self.group, self.model, self.mixing_stage = group, model, mixing_stage
+        self._begun: list[tuple[SumGradients, Tensor]] = []
+        self._queue: queue.SimpleQueue[tuple[SumGradients, Tensor] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def begin(self, step: SumGradients, found: Found) -> None:
+        """Start one sum of what `found` holds."""
+        if self.group.device not in step.devices or not any(key in found for key in step.keys):
+            return
+        parts = [_flat(found.get(key), self.model.get_parameter(key)) for key in step.keys]
+        if step.flags:
+            parts.append(torch.tensor([float(found.get(k) is not None) for k in step.keys]).to(parts[0]))
+        if step.reduce == "inexact-butterfly-mixing":
+            self._begun.append((step, _mix(self.group, self.model, step, parts, self.mixing_stage)))
+            return
         flat = torch.cat(parts)
-        run_rounds(group, step.schedule, flat)
+        self._begun.append((step, flat))
+        if self.group.lanes == 1:
+            run_rounds(self.group, step.schedule, flat)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="convoy-sums", daemon=True)
+            self._thread.start()
+        self._queue.put((step, flat))
+
+    def finish(self, found: Found) -> None:
+        """Wait for all sums, and put them in the place of what they were made of.
+
+        Raises:
+            DeviceLostError: a device did not send its part.
+        """
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()  # every wait in it has the group's own limit
+            if self._error is not None:
+                raise self._error
+        for step, flat in self._begun:
+            _replace(found, step, flat, self.model)
+
+    def abandon(self) -> None:
+        """Begin no more sums; what is under way ends with the group."""
+        self._queue.put(None)
+
+    @torch.no_grad()  # a thread of its own starts with autograd on
+    def _work(self) -> None:
+        try:
+            while (each := self._queue.get()) is not None:
+                step, flat = each
+                run_rounds(self.group, step.schedule, flat, SUM_LANE)
+        except BaseException as error:
+            self._error = error
+
+
+def _replace(found: Found, step: SumGradients, flat: Tensor, model: nn.Module) -> None:
     used = flat[-step.flags :].tolist() if step.flags else [1.0] * len(step.keys)
     start = 0
     for key, size, flag in zip(step.keys, step.sizes, used, strict=True):

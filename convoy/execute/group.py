@@ -4,6 +4,7 @@ Every tensor that travels between devices passes through :meth:`Group.start`. Co
 fail in them or come out wrong, and a list of messages is what the cost model prices.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,11 +42,12 @@ class Pending(Protocol):
 
 
 class Group(Protocol):
-    """The devices of one job, seen from one of them. One thread at a time may use it.
+    """The devices of one job, seen from one of them. One thread at a time may use each lane; `agree` belongs to lane 0.
 
     Attributes:
         device: this device's index in the fleet.
         devices: how many devices there are.
+        lanes: how many lanes messages can travel on: 2, or 1 where all must be started by one thread, in one order.
         torch_device: where this device computes; message tensors live there.
         timeout_s: how long a wait may last before the other side counts as lost.
         sent_bytes: payload bytes sent to each device since the start, or since ``clear_counters``.
@@ -53,19 +55,21 @@ class Group(Protocol):
 
     device: int
     devices: int
+    lanes: int
     torch_device: torch.device
     timeout_s: float
     sent_bytes: list[int]
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
         """Start to send and to receive, and return at once.
 
         All messages of one call are independent. Several messages to the same peer arrive in the order of the list.
-        The two devices of a pair start their messages to each other in the same order. Messages of zero elements are
-        skipped, on both sides. Several Pendings may be outstanding and may be waited for in any order.
+        The two devices of a pair start their messages to each other in the same order, lane by lane; lanes know nothing
+        of each other. Messages of zero elements are skipped, on both sides. Several Pendings may be outstanding and may
+        be waited for in any order.
 
         Raises:
-            InputError: a peer that does not exist or is this device itself, or a tensor that is not contiguous.
+            InputError: a lane or a peer that does not exist or is this device itself, or a tensor that is not contiguous.
             ConvoyError: the group broke earlier; the same error again.
         """
 
@@ -98,6 +102,8 @@ class Group(Protocol):
 class CountedGroup(ABC):
     """What every kind of group does alike: it checks and counts messages, stays broken once broken, closes itself."""
 
+    lanes = 2
+
     def __init__(self, device: int, devices: int, torch_device: torch.device, timeout_s: float) -> None:
         self.device = device
         self.devices = devices
@@ -105,9 +111,10 @@ class CountedGroup(ABC):
         self.timeout_s = timeout_s
         self.sent_bytes = [0] * devices
         self.failure: ConvoyError | None = None
+        self._counting = threading.Lock()
 
     @abstractmethod
-    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending: ...
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending: ...
 
     @abstractmethod
     def agree(self, topic: str, text: str) -> tuple[str, ...]: ...
@@ -129,14 +136,19 @@ class CountedGroup(ABC):
     ) -> None:
         self.close(error)
 
-    def _admit(self, sends: Sequence[Message], receives: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    def _admit(
+        self, sends: Sequence[Message], receives: Sequence[Message], lane: int
+    ) -> tuple[list[Message], list[Message]]:
         """The messages that really travel; the ones to send are counted."""
         self._raise_failure()
+        if not 0 <= lane < self.lanes:
+            raise InputError(f"lane {lane}: this group has {self.lanes}, numbered from 0; start the messages on lane 0")
         for message in (*sends, *receives):
             self._check(message)
         sends_left = [message for message in sends if message.tensor.numel()]
-        for message in sends_left:
-            self.sent_bytes[message.peer] += message.tensor.numel() * message.tensor.element_size()
+        with self._counting:
+            for message in sends_left:
+                self.sent_bytes[message.peer] += message.tensor.numel() * message.tensor.element_size()
         return sends_left, [message for message in receives if message.tensor.numel()]
 
     def _check(self, message: Message) -> None:
@@ -180,8 +192,8 @@ class AloneGroup(CountedGroup):
     def __init__(self, torch_device: torch.device, timeout_s: float = 60.0) -> None:
         super().__init__(0, 1, torch_device, timeout_s)
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        self._admit(sends, receives)
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
+        self._admit(sends, receives, lane)
         return Arrived()
 
     def agree(self, topic: str, text: str) -> tuple[str, ...]:  # noqa: ARG002

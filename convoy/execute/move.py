@@ -1,10 +1,12 @@
 """Running a schedule: the pieces that a move sends, receives, keeps and adds, on one device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from convoy.execute.clock import Clock
 from convoy.execute.group import Group, Message, Pending
 from convoy.layout import Box, Layout, Partial, Shape, box, local_shape
 from convoy.transfer import Round, Schedule, Transfer
@@ -22,15 +24,84 @@ def run_move(group: Group, schedule: Schedule, piece: Tensor, src: Layout, dst: 
     Raises:
         DeviceLostError: a device that had to send or receive did not.
     """
+    return start_move(group, schedule, piece, src, dst, shape).land()
+
+
+def start_move(group: Group, schedule: Schedule, piece: Tensor, src: Layout, dst: Layout, shape: Shape) -> "Moving":
+    """As `run_move`, but messages are only begun. Neither `piece` nor a result that shows already may change meanwhile.
+
+    A sum over devices has rounds that wait for each other: it is done when this returns.
+    """
     if not schedule.rounds:
-        return piece
+        return Moving(piece)
     if schedule.in_place:
-        return _run_sum(group, schedule, piece, dst, shape)
-    return _run_direct(group, schedule.rounds[0], piece, src, dst, shape)
+        return Moving(_run_sum(group, schedule, piece, dst, shape))
+    return _start_direct(group, schedule.rounds[0], piece, src, dst, shape)
 
 
-def run_rounds(group: Group, schedule: Schedule, flat: Tensor) -> None:
-    """Run the rounds of a summing collective in place on a flat buffer that this device owns."""
+@dataclass
+class Moving:
+    """A move under way on this device.
+
+    Attributes:
+        result: what this device will hold; complete once `land` has returned.
+        pending: the messages, None where there are none.
+        parts: what lies ready or arrives beside the result, and has to be added to it or copied into it, as
+            (transfer, where it goes, what), in the order of the senders.
+    """
+
+    result: Tensor
+    pending: Pending | None = None
+    parts: list[tuple[Transfer, Tensor, Tensor]] = field(default_factory=list)
+
+    def land(self) -> Tensor:
+        """Wait for the messages, and finish the result. A second call returns it at once."""
+        if self.pending is not None:
+            self.pending.wait()
+            self.pending = None
+        # Summands in the order of the devices: the same bits in every run.
+        for t, target, part in self.parts:
+            if t.adds:
+                target.add_(part)
+            elif target.data_ptr() != part.data_ptr():
+                target.copy_(part)
+        self.parts = []
+        return self.result
+
+
+class Flights:
+    """The moves that a device has begun, by the ids of their steps.
+
+    Args:
+        clock: its exchange time is what the device waits here.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._open: dict[int, Moving] = {}
+
+    def add(self, step: int, moving: Moving) -> Tensor:
+        """The tensor that the move fills; complete once it has landed."""
+        self._open[step] = moving
+        return moving.result
+
+    def land(self, steps: Iterable[int]) -> None:
+        """Wait for those of these steps that are moves under way."""
+        for moving in [self._open.pop(step) for step in steps if step in self._open]:
+            with self._clock.exchange():
+                moving.land()
+
+    def land_all(self) -> None:
+        """Wait for all moves under way."""
+        self.land(list(self._open))
+
+
+def run_rounds(group: Group, schedule: Schedule, flat: Tensor, lane: int = 0) -> None:
+    """Run the rounds of a summing collective in place on a flat buffer that this device owns.
+
+    Args:
+        lane: of the group, see `Group.start`.
+    """
     for transfers in schedule.rounds:
         sends = [t for t in transfers if t.sender == group.device]
         receives = sorted((t for t in transfers if t.receiver == group.device), key=lambda t: t.sender)
@@ -41,6 +112,7 @@ def run_rounds(group: Group, schedule: Schedule, flat: Tensor) -> None:
         pending = group.start(
             [Message(t.receiver, _span(flat, t)) for t in sends],
             [Message(t.sender, buffer) for t, buffer in zip(receives, landing, strict=True)],
+            lane,
         )
         pending.wait()
         for t, buffer in zip(receives, landing, strict=True):
@@ -64,7 +136,7 @@ def _run_sum(group: Group, schedule: Schedule, piece: Tensor, dst: Layout, shape
     return flat.view(shape) if held else flat.new_empty(local_shape(dst, group.device, shape))
 
 
-def _run_direct(group: Group, transfers: Round, piece: Tensor, src: Layout, dst: Layout, shape: Shape) -> Tensor:
+def _start_direct(group: Group, transfers: Round, piece: Tensor, src: Layout, dst: Layout, shape: Shape) -> Moving:
     me = group.device
     own, wanted = box(src, me, shape), box(dst, me, shape)
     kept = [t for t in transfers if t.sender == t.receiver == me]
@@ -72,19 +144,21 @@ def _run_direct(group: Group, transfers: Round, piece: Tensor, src: Layout, dst:
     arriving = [t for t in transfers if t.receiver == me != t.sender]
     sends = [Message(t.receiver, _cut(piece, t.box, own).contiguous()) for t in leaving]
     if wanted is not None and not arriving and len(kept) == 1 and kept[0].box == wanted:
-        if sends:
-            group.exchange(sends, [])
-        return _cut(piece, wanted, own)
+        return Moving(_cut(piece, wanted, own), group.start(sends, []) if sends else None)
     # Everything starts from zero where only a part of the box is written: a pending sum, or a box that nobody fills.
     summed = isinstance(dst, Partial) or any(t.adds for t in (*kept, *arriving))
     fresh = piece.new_zeros if summed else piece.new_empty
     result = fresh(local_shape(dst, me, shape))
     if not (kept or leaving or arriving):
-        return result
+        return Moving(result)
     landing = [_landing(result, t, wanted) for t in arriving]
     pending = group.start(sends, [Message(t.sender, buffer) for t, buffer in zip(arriving, landing, strict=True)])
-    _finish(pending, result, piece, own, wanted, kept, list(zip(arriving, landing, strict=True)))
-    return result
+    for t in kept:
+        if not t.adds:
+            _cut(result, t.box, wanted).copy_(_cut(piece, t.box, own))
+    parts = [(t, _cut(piece, t.box, own)) for t in kept if t.adds] + list(zip(arriving, landing, strict=True))
+    ordered = sorted(parts, key=lambda pair: pair[0].sender)
+    return Moving(result, pending, [(t, _cut(result, t.box, wanted), part) for t, part in ordered])
 
 
 def _landing(result: Tensor, t: Transfer, wanted: Box | None) -> Tensor:
@@ -94,29 +168,6 @@ def _landing(result: Tensor, t: Transfer, wanted: Box | None) -> Tensor:
         if target.is_contiguous() and not t.adds
         else torch.empty_like(target, memory_format=torch.contiguous_format)
     )
-
-
-def _finish(
-    pending: Pending,
-    result: Tensor,
-    piece: Tensor,
-    own: Box | None,
-    wanted: Box | None,
-    kept: Sequence[Transfer],
-    arrived: Sequence[tuple[Transfer, Tensor]],
-) -> None:
-    for t in kept:
-        if not t.adds:
-            _cut(result, t.box, wanted).copy_(_cut(piece, t.box, own))
-    pending.wait()
-    parts = [(t, _cut(piece, t.box, own)) for t in kept if t.adds] + list(arrived)
-    # Summands in the order of the devices: the same bits in every run.
-    for t, part in sorted(parts, key=lambda pair: pair[0].sender):
-        target = _cut(result, t.box, wanted)
-        if t.adds:
-            target.add_(part)
-        elif target.data_ptr() != part.data_ptr():
-            target.copy_(part)
 
 
 def _cut(piece: Tensor, wanted: Box, own: Box | None) -> Tensor:

@@ -1,6 +1,7 @@
 """How tensors travel between processes: gloo through host memory, or NCCL between distinct GPUs of one kind."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -35,9 +36,15 @@ class PeerFailure(Exception):  # noqa: N818 - it never leaves this folder: the g
 
 
 class Carrier(Protocol):
-    """What carries the tensors of a group."""
+    """What carries the tensors of a group.
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> "Flight": ...
+    Attributes:
+        lanes: see `Group.lanes`.
+    """
+
+    lanes: int
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int) -> "Flight": ...
 
     def cut(self, broken: bool) -> None:
         """Close all connections now, so that the others notice. Broken: messages may never arrive, await none."""
@@ -85,6 +92,8 @@ class GlooCarrier:
     and have been wrong in some releases. ``staged`` forces the same path for tensors in host memory.
     """
 
+    lanes = 2
+
     def __init__(
         self, store: Store, device: int, devices: int, address: str, limit_s: float, staged: bool = False
     ) -> None:
@@ -100,19 +109,19 @@ class GlooCarrier:
         self._gloo = Gloo(PrefixStore("gloo", store), device, devices, options)
         self._staged = staged
         self._first_peer = 1 if device == 0 else 0
-        self._sent = [0] * devices
-        self._received = [0] * devices
+        self._sent: Counter[tuple[int, int]] = Counter()  # (lane, peer) -> messages
+        self._received: Counter[tuple[int, int]] = Counter()
         self._is_cut = False
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Flight:
-        """Start messages; each gets the next tag of its pair and direction.
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int) -> Flight:
+        """Start messages; each gets the next tag of its lane, pair and direction.
 
         Raises:
             PeerFailure: a connection is closed already.
         """
         return self.start_tagged(
-            [(self._next_tag(self._sent, message), message) for message in sends],
-            [(self._next_tag(self._received, message), message) for message in receives],
+            [(_next_tag(self._sent, message, lane), message) for message in sends],
+            [(_next_tag(self._received, message, lane), message) for message in receives],
         )
 
     def start_tagged(self, sends: Sequence[Tagged], receives: Sequence[Tagged]) -> Flight:
@@ -151,18 +160,6 @@ class GlooCarrier:
         except RuntimeError as error:
             raise PeerFailure((peer,), error) from None
 
-    @staticmethod
-    def _next_tag(counters: list[int], message: Message) -> int:
-        """15 bits of the message's number on its way, 15 bits of its size.
-
-        Gloo ends the process when a message is longer than its receiver expects, and says nothing when it is shorter.
-        With the size in the tag such messages never meet, and the devices are found waiting in a circle.
-        """
-        number = counters[message.peer] & 0x7FFF
-        counters[message.peer] += 1
-        size_bytes = message.tensor.numel() * message.tensor.element_size()
-        return number << 15 | (size_bytes * 2654435761 >> 12) & 0x7FFF
-
     def _goes_through_host(self, tensor: torch.Tensor) -> bool:
         return self._staged or tensor.device.type != "cpu"
 
@@ -181,6 +178,18 @@ class GlooCarrier:
         return hosts
 
 
+def _next_tag(counters: Counter[tuple[int, int]], message: Message, lane: int) -> int:
+    """The lane, 14 bits of the message's number on its way, 15 bits of its size.
+
+    Gloo ends the process when a message is longer than its receiver expects, and says nothing when it is shorter.
+    With the size in the tag such messages never meet, and the devices are found waiting in a circle.
+    """
+    number = counters[lane, message.peer] & 0x3FFF
+    counters[lane, message.peer] += 1
+    size_bytes = message.tensor.numel() * message.tensor.element_size()
+    return lane << 29 | number << 15 | (size_bytes * 2654435761 >> 12) & 0x7FFF
+
+
 def _host_buffer(like: torch.Tensor) -> torch.Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
 
@@ -191,6 +200,9 @@ class NcclCarrier:
 
     It joins torch's default process group, or makes it, because that is where torch offers batches of messages.
     """
+
+    lanes = 1
+    """NCCL matches messages by the order in which they are started, and has nothing like a tag."""
 
     def __init__(self, store: Store, device: int, devices: int, torch_device: torch.device, limit_s: float) -> None:
         # The limit of each wait is ours. NCCL's own ends the whole process, so it comes later.
@@ -213,7 +225,7 @@ class NcclCarrier:
             distributed.all_reduce(torch.zeros(1, device=torch_device), group=self._group)
             torch.cuda.synchronize(torch_device)
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Flight:
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int) -> Flight:  # noqa: ARG002
         if not sends and not receives:
             return Flight([])
         operations = [

@@ -94,6 +94,8 @@ class JoinedGroup(CountedGroup):
         super().__init__(device, len(greetings), torch_device, timeout_s)
         self.greetings = tuple(greetings)
         self._status = Answer()
+        self._waits_for: list[int | None] = [None] * self.lanes
+        self._losing = threading.Lock()
         self._agreed = 0
         self._told = False
         self._closed = False
@@ -119,6 +121,7 @@ class JoinedGroup(CountedGroup):
         hosts, names = [each.host for each in self.greetings], [each.name for each in self.greetings]
         if can_use_nccl([each.device for each in self.greetings], names, hosts):
             self._carrier = NcclCarrier(meeting.store, self.device, self.devices, self.torch_device, self.timeout_s)
+            self.lanes = self._carrier.lanes
 
     def _check_reach(self, door: Door, peer: int) -> None:
         if isinstance(silence := door.knock(peer), Silence):
@@ -141,10 +144,10 @@ class JoinedGroup(CountedGroup):
             f"{self.timeout_s:g} s ({reason}): it uses any port from 1024 up, open them between the machines"
         )
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        sends, receives = self._admit(sends, receives)
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
+        sends, receives = self._admit(sends, receives, lane)
         try:
-            return _InFlight(self, _present(self._carrier).start(sends, receives))
+            return _InFlight(self, _present(self._carrier).start(sends, receives, lane), lane)
         except PeerFailure as failure:
             raise self._lose(failure) from failure
 
@@ -178,19 +181,24 @@ class JoinedGroup(CountedGroup):
         )
         flight.land(limit_s, self._wait_for)
 
-    def _land(self, flight: Flight) -> None:
+    def _land(self, flight: Flight, lane: int) -> None:
         try:
-            flight.land(self.timeout_s, self._wait_for)
+            flight.land(self.timeout_s, lambda peer: self._wait_for(peer, lane))
         except PeerFailure as failure:
             raise self._lose(failure) from failure
 
-    def _wait_for(self, peer: int | None) -> None:
+    def _wait_for(self, peer: int | None, lane: int = 0) -> None:
         # The door's thread reads this. It stays set after a failure, so that others can follow it.
+        self._waits_for[lane] = peer
         if not self._status.done:
-            self._status = Answer(peer)
+            self._status = Answer(next((each for each in self._waits_for if each is not None), None))
 
-    def _lose(self, failure: PeerFailure) -> DeviceLostError:
-        """Find out who was lost, tell the others, and leave."""
+    def _lose(self, failure: PeerFailure) -> ConvoyError:
+        """Find out who was lost, tell the others, and leave; where another lane was first, what it found."""
+        with self._losing:
+            return self.failure or self._find_lost(failure)
+
+    def _find_lost(self, failure: PeerFailure) -> DeviceLostError:
         door = _present(self._door)
         peer = failure.peers[0]
         if len(failure.peers) > 1:
@@ -245,15 +253,16 @@ class JoinedGroup(CountedGroup):
 
 @final
 class _InFlight:
-    def __init__(self, group: JoinedGroup, flight: Flight) -> None:
+    def __init__(self, group: JoinedGroup, flight: Flight, lane: int) -> None:
         self.group = group
         self.flight = flight
+        self.lane = lane
 
     def wait(self) -> None:
         if not self.flight.works:
             return
         self.group._raise_failure()
-        self.group._land(self.flight)
+        self.group._land(self.flight, self.lane)
 
 
 def _page(topic: str, text: str) -> bytes:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, final
@@ -12,7 +13,7 @@ from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchErro
 from convoy.execute.group import CountedGroup, Group, Message, Pending, closed_error
 
 T = TypeVar("T")
-Route = tuple[int, int, int]  # sender, receiver, number of the message on this way
+Route = tuple[int, int, int, int]  # sender, receiver, lane, number of the message on this way
 
 
 def run_on_threads(devices: int, work: Callable[[Group], T], timeout_s: float = 60.0) -> list[T]:
@@ -118,21 +119,22 @@ class _ThreadGroup(CountedGroup):
     def __init__(self, post: _Post, device: int) -> None:
         super().__init__(device, post.devices, torch.device("cpu"), post.timeout_s)
         self.post = post
-        self.sent = [0] * post.devices
-        self.received = [0] * post.devices
+        self.sent: Counter[tuple[int, int]] = Counter()  # (lane, peer) -> messages
+        self.received: Counter[tuple[int, int]] = Counter()
         self.agreed = 0
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        sends, receives = self._admit(sends, receives)
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
+        sends, receives = self._admit(sends, receives, lane)
         expected: list[tuple[Route, torch.Tensor]] = []
         for message in receives:
-            expected.append(((message.peer, self.device, self.received[message.peer]), message.tensor))
-            self.received[message.peer] += 1
+            number = self.received[lane, message.peer]
+            expected.append(((message.peer, self.device, lane, number), message.tensor))
+            self.received[lane, message.peer] += 1
         copies = [(message.peer, message.tensor.detach().clone()) for message in sends]
         with self.post.changed:
             for peer, tensor in copies:
-                self.post.boxes[(self.device, peer, self.sent[peer])] = tensor
-                self.sent[peer] += 1
+                self.post.boxes[(self.device, peer, lane, self.sent[lane, peer])] = tensor
+                self.sent[lane, peer] += 1
             self.post.changed.notify_all()
         return _Awaited(self, expected)
 
@@ -188,7 +190,7 @@ def _copy(arrived: torch.Tensor, target: torch.Tensor, route: Route) -> None:
     if arrived.numel() != target.numel() or arrived.dtype != target.dtype:
         raise MismatchError(
             f"device {route[0]} sent {arrived.numel()} elements of {arrived.dtype} where device {route[1]} expected "
-            f"{target.numel()} of {target.dtype} (message {route[2]}): both sides must run the same steps"
+            f"{target.numel()} of {target.dtype} (message {route[3]}): both sides must run the same steps"
         )
     with torch.no_grad():
         target.copy_(arrived.reshape(target.shape))

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from convoy.errors import InputError
+from convoy.replay import Activity, Event, Timeline
 from convoy.report.drawing import new_figure, save
-from convoy.simulate import Activity, Event, Timeline
 
 Trace = dict[str, Any]
 """A JSON object in the Trace Event Format."""
@@ -145,8 +145,7 @@ def _complete(event: Event, titles: Sequence[str], row: int) -> dict[str, Any]:
 def _colour_of(event: Event) -> str:
     if event.activity in ("send", "receive"):
         return event.activity
-    phase = event.label.rpartition(" ")[2]
-    return phase if phase in _COLOURS else "forward"
+    return next((phase for phase in ("backward", "optimizer") if phase in event.label.split()), "forward")
 
 
 def _unit(seconds: float) -> tuple[str, float]:

@@ -158,7 +158,7 @@ class _Evaluation:
     def _layer_s(self, term: Work, part: Floats) -> Floats:
         """Roofline seconds of a part of a layer: the same as `cost.compute.Roofline` gives."""
         samples = self.batch if term.batched else np.ones(len(self.p))
-        products = 1 if term.phase == "forward" else 2
+        products = term.products
         of_weights = np.where(part > 0, 1.0, 0.0) if isinstance(term.place, ByBatch) else part
         moved = (2 * samples * term.entries * part + term.weights * of_weights) * self.itemsize
         arithmetic_s = term.flop * samples * part / (self.at.flop_per_s * self.at.efficiency)

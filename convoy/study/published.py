@@ -18,7 +18,7 @@ from convoy.graph import Graph, Layer
 from convoy.lower import lower
 from convoy.named import Speeds, named_plan
 from convoy.simulate import Costs, simulate
-from convoy.steps import Phase
+from convoy.steps import Part, Phase
 from convoy.study.nets import two_conv_graph
 
 
@@ -101,17 +101,17 @@ class _Times:
     flop_per_s: float
     convolution: float
 
-    def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize) -> float:
+    def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:
+        products = 2 if phase == "backward" and part == "all" else 1
         speed = self.flop_per_s * self.speeds[device]
         if layer.kind == "conv":
-            return flop(layer, size) * (1 if phase == "forward" else 2) / speed
+            return flop(layer, size) * products / speed
         others = sum(each.shape[0] * _area(each) for each in self.graph.layers.values() if _other(each))
         conv = sum(
             flop(each, whole_size(each, size.samples)) for each in self.graph.layers.values() if each.kind == "conv"
         )
         whole_s = conv / speed * (1 - self.convolution) / self.convolution
-        part = size.outputs * _area(layer) / others
-        return whole_s * part * (1 if phase == "forward" else 2)
+        return whole_s * size.outputs * _area(layer) / others * products
 
     def alike(self, device: int) -> int:
         return self.speeds.index(self.speeds[device])
@@ -162,7 +162,9 @@ def summary(published: Published, rows: Sequence[Mapping[str, str | float]]) -> 
 def _step_s(graph: Graph, given: Assumption, speeds: tuple[float, ...]) -> float:
     plan = named_plan("master", graph, given.batch, Speeds(speeds))
     times = _Times(graph, speeds, given.flop_per_s, given.convolution)
-    return simulate(lower(plan, graph), graph, Costs(times, _network(len(speeds), given))).step_s
+    costs = Costs(times, _network(len(speeds), given))
+    # Nothing is known of any overlap in those experiments.
+    return simulate(lower(plan, graph), graph, costs, overlap=False).step_s
 
 
 def _network(devices: int, given: Assumption) -> Network:

@@ -57,6 +57,7 @@ class Work:
     """A layer's arithmetic, forward or backward.
 
     Attributes:
+        products: 2 for a whole backward, 1 for forward and for one of the two parts of backward.
         place: how its output is dealt out.
         flop: forward FLOP per sample, of the whole layer.
         entries: of the output per sample, of the whole layer.
@@ -67,6 +68,7 @@ class Work:
 
     layer: str
     phase: Phase
+    products: int
     place: Place
     flop: int
     entries: int
@@ -186,8 +188,17 @@ class _Reader:
         layer = self.graph[step.layer]
         weights = sum(p.entries for p in layer.parameters.values())
         place = self._place(step.writes)
+        products = 2 if step.phase == "backward" and step.part == "all" else 1
         return Work(
-            layer.name, step.phase, place, layer.flop, math.prod(layer.shape), weights, layer.batched, layer.weighted
+            layer.name,
+            step.phase,
+            products,
+            place,
+            layer.flop,
+            math.prod(layer.shape),
+            weights,
+            layer.batched,
+            layer.weighted,
         )
 
     def _carry(self, source: Value, target: Value, phase: Phase) -> Carry:

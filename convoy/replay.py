@@ -1,0 +1,295 @@
+"""An event queue over devices and messages: programs go in, a timeline comes out.
+
+A device walks two lanes of work at once: its own, and the one on which gradients are summed. A computation occupies its lane;
+messages go on by themselves. A message starts when both of its ends are ready, waits the link's latency, and shares cards
+with all others. What moves bytes and what computes share the device's processor.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from convoy.cost.network import Network, rates
+
+Activity = Literal["compute", "send", "receive", "wait"]
+
+MAIN, SUMS = 0, 1
+"""The lanes of a device."""
+
+SHARE = 0.5
+"""Of a processor that computes, messages get half if they need so much: two threads that both could run take turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What one device did for a while.
+
+    Attributes:
+        step: id in the step list.
+        peer: the other device of a message; -1 for computing and waiting.
+        size_bytes: of a message.
+    """
+
+    device: int
+    activity: Activity
+    label: str
+    start_s: float
+    end_s: float
+    step: int
+    peer: int = -1
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One replayed step.
+
+    Attributes:
+        step_s: from the first beginning to the last end.
+        compute_s: of each device, in its own lane, as long as it took beside the traffic.
+        exchange_s: how long its own lane waited for messages and sums. What is hidden behind computing is not in it.
+    """
+
+    events: tuple[Event, ...]
+    step_s: float
+    compute_s: tuple[float, ...]
+    exchange_s: tuple[float, ...]
+
+    @property
+    def busiest(self) -> int:
+        """The device that computes longest."""
+        return self.compute_s.index(max(self.compute_s))
+
+
+# --- what a lane does, in order --------------------------------------------------------------------------------------
+
+Key = tuple[str, int, int]
+"""Something that is done at some time on a device: ("round", step, number), or a mark of a program's own."""
+
+Route = tuple[int, int, int, int]
+"""A message: step, round, sender, receiver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Occupies the lane for some seconds, more where the processor is shared."""
+
+    step: int
+    label: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A device's part of one round: its messages with their bytes. They go on while the lane does."""
+
+    step: int
+    number: int
+    label: str
+    bytes_: Mapping[Route, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """The lane goes on when all of these are done on its device."""
+
+    step: int
+    label: str
+    keys: frozenset[Key]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """This is done from now on."""
+
+    key: Key
+
+
+Item = Work | Begin | Await | Mark
+Program = tuple[list[Item], list[Item]]
+"""The two lanes of a device."""
+
+
+def play(programs: Sequence[Program], network: Network) -> Timeline:
+    """Run the programs of all devices, together."""
+    return _Play(programs, network).run()
+
+
+@dataclass(slots=True)
+class _Lane:
+    items: list[Item]
+    at: int = 0
+    since_s: float = 0.0
+    missing: set[Key] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Message:
+    size: int
+    label: str
+    ready: int = 0
+    left_bytes: float = 0.0
+    start_s: float = 0.0
+
+
+class _Play:
+    """Simultaneous events are handled in a fixed order."""
+
+    def __init__(self, programs: Sequence[Program], network: Network) -> None:
+        self.network = network
+        self.lanes = [[_Lane(items) for items in program] for program in programs]
+        self.done: list[set[Key]] = [set() for _ in programs]
+        self.open: list[dict[Key, set[Route]]] = [{} for _ in programs]
+        self.messages: dict[Route, _Message] = {}
+        self.flowing: list[Route] = []
+        self.rate: dict[Route, float] = {}
+        self.works: dict[tuple[int, int], float] = {}  # (device, lane) -> seconds left, at full speed
+        self.speed: dict[tuple[int, int], float] = {}
+        self.starts: list[tuple[float, int, Route]] = []
+        self.ticket = 0
+        self.events: list[Event] = []
+        self.compute_s, self.exchange_s = [0.0] * len(programs), [0.0] * len(programs)
+        self.now = 0.0
+        self.ready: deque[tuple[int, int]] = deque((d, lane) for d in range(len(programs)) for lane in (MAIN, SUMS))
+
+    def run(self) -> Timeline:
+        self._walk_all()
+        while self.starts or self.flowing or self.works:
+            self._share()
+            self._advance(self._next_s())
+            for route in [r for r in self.flowing if self.messages[r].left_bytes <= 1e-6]:
+                self._arrived(route)
+            for place in [p for p, left in self.works.items() if left <= 0.0]:
+                self._worked(*place)
+            while self.starts and self.starts[0][0] <= self.now + 1e-15:
+                self._flow(heapq.heappop(self.starts)[2])
+            self._walk_all()
+        return Timeline(
+            tuple(self.events),
+            max((e.end_s for e in self.events), default=0.0),
+            tuple(self.compute_s),
+            tuple(self.exchange_s),
+        )
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    def _share(self) -> None:
+        """Rates of messages and speeds of computations, as long as nothing begins or ends."""
+        busy = {device for device, _ in self.works}
+        if self.flowing:
+            room = [SHARE if d in busy else 1.0 for d in range(len(self.lanes))]
+            shared = rates(self.network, [(r[2], r[3]) for r in self.flowing], room)
+            self.rate = dict(zip(self.flowing, map(float, shared), strict=True))
+        self.speed = {}
+        for device, lane in self.works:
+            at_once = len([1 for d, _ in self.works if d == device])
+            self.speed[device, lane] = (1.0 - self._traffic_use(device)) / at_once
+
+    def _traffic_use(self, device: int) -> float:
+        cost = self.network.processor_s_per_byte[device]
+        return cost * sum(self.rate[r] for r in self.flowing if device in r[2:]) if cost else 0.0
+
+    def _next_s(self) -> float:
+        times = [self.starts[0][0]] if self.starts else []
+        times += [self.now + self.messages[r].left_bytes / self.rate[r] for r in self.flowing]
+        times += [self.now + left / self.speed[place] for place, left in self.works.items()]
+        return min(times)
+
+    def _advance(self, time_s: float) -> None:
+        passed_s = time_s - self.now
+        # What takes less than a picosecond more is done: rounding must not hold the queue.
+        for route in self.flowing:
+            message, rate = self.messages[route], self.rate[route]
+            message.left_bytes -= passed_s * rate
+            if not message.left_bytes >= rate * 1e-12:
+                message.left_bytes = 0.0
+        for place in self.works:
+            left_s = self.works[place] - passed_s * self.speed[place]
+            self.works[place] = left_s if left_s > 1e-12 else 0.0
+        self.now = time_s
+
+    # --- lanes -------------------------------------------------------------------------------------------------------
+
+    def _walk_all(self) -> None:
+        while self.ready:
+            self._walk(*self.ready.popleft())
+
+    def _walk(self, device: int, number: int) -> None:
+        """Go on in a lane until something takes time."""
+        lane = self.lanes[device][number]
+        while lane.at < len(lane.items):
+            lane.since_s = self.now
+            match lane.items[lane.at]:
+                case Work(seconds=seconds):
+                    self.works[device, number] = seconds
+                    return
+                case Begin() as begin:
+                    self._begin(device, begin)
+                case Mark(key=key):
+                    self._mark(device, key)
+                case Await(keys=keys):
+                    lane.missing = set(keys - self.done[device])
+                    if lane.missing:
+                        return
+            lane.at += 1
+
+    def _worked(self, device: int, number: int) -> None:
+        lane = self.lanes[device][number]
+        work = lane.items[lane.at]
+        assert isinstance(work, Work)
+        del self.works[device, number]
+        if number == MAIN:
+            self.compute_s[device] += self.now - lane.since_s
+        self.events.append(Event(device, "compute", work.label, lane.since_s, self.now, work.step))
+        lane.at += 1
+        self.ready.append((device, number))
+
+    def _mark(self, device: int, key: Key) -> None:
+        self.done[device].add(key)
+        for number, lane in enumerate(self.lanes[device]):
+            if key in lane.missing:
+                lane.missing.discard(key)
+                if not lane.missing:
+                    self._waited(device, number, lane)
+
+    def _waited(self, device: int, number: int, lane: _Lane) -> None:
+        waited = lane.items[lane.at]
+        assert isinstance(waited, Await)
+        if number == MAIN and self.now > lane.since_s:
+            self.exchange_s[device] += self.now - lane.since_s
+            self.events.append(Event(device, "wait", waited.label, lane.since_s, self.now, waited.step))
+        lane.at += 1
+        self.ready.append((device, number))
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, device: int, begin: Begin) -> None:
+        self.open[device]["round", begin.step, begin.number] = set(begin.bytes_)
+        for route, size in begin.bytes_.items():
+            message = self.messages.setdefault(route, _Message(size, begin.label))
+            message.ready += 1
+            if message.ready == 2:
+                self.ticket += 1
+                start_s = self.now + self.network.latency_s[route[2]][route[3]]
+                heapq.heappush(self.starts, (start_s, self.ticket, route))
+
+    def _flow(self, route: Route) -> None:
+        message = self.messages[route]
+        message.left_bytes, message.start_s = float(message.size), self.now
+        self.flowing.append(route)
+
+    def _arrived(self, route: Route) -> None:
+        message = self.messages.pop(route)
+        self.flowing.remove(route)
+        step, number, sender, receiver = route
+        start_s, size = message.start_s, message.size
+        self.events.append(Event(sender, "send", message.label, start_s, self.now, step, receiver, size))
+        self.events.append(Event(receiver, "receive", message.label, start_s, self.now, step, sender, size))
+        for device in (sender, receiver):
+            key = ("round", step, number)
+            self.open[device][key].discard(route)
+            if not self.open[device][key]:
+                del self.open[device][key]
+                self._mark(device, key)
