@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from convoy import transfer
 from convoy.graph import Graph, Layer
 from convoy.layout import Layout, OnOne, Replicated, Split, holders
 from convoy.plan import Plan
@@ -167,16 +168,29 @@ class _Lowering:
         if layer.kind == "input":
             return
         before = self._id
-        reads = tuple(self._version(name, layout) for name, layout in zip(layer.inputs, placed.takes, strict=True))
+        pieces = self._pieces(layer, placed)
+        reads = tuple(
+            self._version(name, layout, pieces) for name, layout in zip(layer.inputs, placed.takes, strict=True)
+        )
         self.moved_for[layer.name] = [step for step in self.steps[before:] if isinstance(step, Move)]
         after = self._after(reads)
         if shared := self._statistics(layer, placed):
             after = (self._add(ShareStatistics(self._id, "forward", layer.name, reads[0], *shared, after)),)
         wants = tuple(layer.differentiable and name in self.trains for name in layer.inputs)
         step = Compute(
-            self._id, "forward", layer.name, reads, value, wants, self._parameters(layer), placed.note, after
+            self._id, "forward", layer.name, reads, value, wants, self._parameters(layer), placed.note, after,
+            pieces=pieces,
         )  # fmt: skip
         self.made_by[value.key] = self._add(step)
+
+    def _pieces(self, layer: Layer, placed: Placement) -> int:
+        """In how many pieces a layer's input comes to it, if it has to come."""
+        if self.plan.pieces == 1 or layer.kind != "conv" or (layer.inputs[0], placed.takes[0]) in self.versions:
+            return 1
+        source = self.values[layer.inputs[0]]
+        schedule = transfer.schedule(source.layout, placed.takes[0], source.shape, self.plan.collective)
+        spans = all(t.box[0] == (0, self.batch) for transfers in schedule.rounds for t in transfers)
+        return min(self.plan.pieces, self.batch) if spans and not schedule.in_place else 1
 
     def _parameters(self, layer: Layer) -> dict[str, Layout]:
         return {key: self.kept[p.key] for key, p in layer.parameters.items()}
@@ -189,13 +203,13 @@ class _Lowering:
         members = parameter_holders(layer, self.nominal[layer.name].gives, self.plan.devices)
         return (2 * layer.shape[0], members) if len(members) > 1 else None
 
-    def _version(self, name: str, layout: Layout) -> Value:
+    def _version(self, name: str, layout: Layout, pieces: int = 1) -> Value:
         known = self.versions.get((name, layout))
         if known is not None:
             return known
         source = self.values[name]
         value = Value(f"{name}@{layout}", source.shape, layout)
-        step = Move(self._id, "forward", source, value, self.plan.collective, self._after([source]))
+        step = Move(self._id, "forward", source, value, self.plan.collective, self._after([source]), pieces)
         self.made_by[value.key] = self._add(step)
         self.versions[name, layout] = value
         return value
@@ -222,7 +236,9 @@ class _Lowering:
         if shared:
             after = (self._add(ShareStatistics(self._id, "backward", step.layer, step.reads[0], *shared, after)),)
         for part, last in self._parts(step, sums):
-            back = replace(step, id=self._id, phase="backward", note="", after=after, part=part, last=last)
+            back = replace(
+                step, id=self._id, phase="backward", note="", after=after, part=part, last=last, pieces=1
+            )  # fmt: skip
             self._add(back)
             if part != "weight":
                 for value, wanted in zip(step.reads, step.wants, strict=True):

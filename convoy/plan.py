@@ -31,6 +31,8 @@ class Plan:
         layers: a strategy per layer, by the layer's name. Layers that are not named follow their first input.
         otherwise: what a layer does that can neither follow nor has a strategy of its own: `Batch` or `One`.
         reduce: how pending sums become copies.
+        pieces: outputs that a convolution reads whole come to it in so many pieces of the batch, and it begins with the
+            first.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Plan:
     layers: Mapping[str, Strategy]
     otherwise: Batch | One
     reduce: Sum = "ring"
+    pieces: int = 1
 
     @property
     def exact(self) -> bool:
@@ -74,6 +77,8 @@ class Plan:
             raise PlanError(
                 f"plan {self.name!r} has a batch of {self.batch}: a batch holds one sample at least; set 1 or more"
             )
+        if self.pieces < 1:
+            raise PlanError(f"plan {self.name!r}: {self.pieces} pieces: a move goes in one piece or more")
         if self.reduce not in SUMS:
             raise PlanError(f"plan {self.name!r}: unknown reduce {self.reduce!r}: choose one of {', '.join(SUMS)}")
         if isinstance(self.otherwise, Batch):
@@ -94,7 +99,7 @@ class Plan:
     def to_json(self) -> str:
         """Text that `from_json` reads back to an equal plan."""
         rows = {"format": FORMAT, "name": self.name, "model": self.model, "devices": self.devices, "batch": self.batch}
-        rows |= {"reduce": self.reduce, "otherwise": _as_row(self.otherwise)}
+        rows |= {"reduce": self.reduce, "pieces": self.pieces, "otherwise": _as_row(self.otherwise)}
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in rows.items()]
         layers = [f"    {json.dumps(name)}: {json.dumps(_as_row(s))}" for name, s in self.layers.items()]
         body = ",\n".join(layers)
@@ -125,7 +130,7 @@ class Plan:
         layers = {name: _from_row(entry) for name, entry in row.layers.items()}
         otherwise = _from_row(row.otherwise)
         assert isinstance(otherwise, Batch | One)
-        return Plan(row.name, row.model, row.devices, row.batch, layers, otherwise, row.reduce)
+        return Plan(row.name, row.model, row.devices, row.batch, layers, otherwise, row.reduce, row.pieces)
 
     @staticmethod
     def load(path: Path) -> "Plan":
@@ -170,6 +175,7 @@ class _PlanFile(_Row):
     devices: int = Field(ge=1)
     batch: int = Field(ge=1)
     reduce: Sum
+    pieces: int = 1
     otherwise: Annotated[_BatchRow | _OneRow, Field(discriminator="strategy")]
     layers: dict[str, _AnyRow] = Field(default_factory=dict)
 

@@ -1,8 +1,9 @@
 """An event queue over devices and messages: programs go in, a timeline comes out.
 
-A device walks two lanes of work at once: its own, and the one on which gradients are summed. A computation occupies its lane;
-messages go on by themselves. A message starts when both of its ends are ready, waits the link's latency, and shares cards
-with all others. What moves bytes and what computes share the device's processor.
+A device walks two lanes of work at once: its own, and the one on which gradients are summed. A computation occupies its
+lane; messages go on by themselves. A message starts when both of its ends are ready, waits the link's latency, and shares
+cards with all others; those from one device to another go through one connection, one by one. What moves bytes and what
+computes share the device's processor.
 """
 
 import heapq
@@ -144,6 +145,7 @@ class _Play:
         self.open: list[dict[Key, set[Route]]] = [{} for _ in programs]
         self.messages: dict[Route, _Message] = {}
         self.flowing: list[Route] = []
+        self.queued: dict[tuple[int, int], deque[Route]] = {}  # behind another message of the same pair
         self.rate: dict[Route, float] = {}
         self.works: dict[tuple[int, int], float] = {}  # (device, lane) -> seconds left, at full speed
         self.speed: dict[tuple[int, int], float] = {}
@@ -276,6 +278,10 @@ class _Play:
                 heapq.heappush(self.starts, (start_s, self.ticket, route))
 
     def _flow(self, route: Route) -> None:
+        # A pair of devices has one connection, and messages go through it one after the other.
+        if any(other[2:] == route[2:] for other in self.flowing):
+            self.queued.setdefault((route[2], route[3]), deque()).append(route)
+            return
         message = self.messages[route]
         message.left_bytes, message.start_s = float(message.size), self.now
         self.flowing.append(route)
@@ -283,6 +289,8 @@ class _Play:
     def _arrived(self, route: Route) -> None:
         message = self.messages.pop(route)
         self.flowing.remove(route)
+        if waiting := self.queued.get((route[2], route[3])):
+            self._flow(waiting.popleft())
         step, number, sender, receiver = route
         start_s, size = message.start_s, message.size
         self.events.append(Event(sender, "send", message.label, start_s, self.now, step, receiver, size))

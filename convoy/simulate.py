@@ -6,7 +6,7 @@ their own. `replay.py` plays the programs that are written here.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from convoy.cost.compute import ComputeTimes
 from convoy.cost.network import Network
@@ -15,7 +15,7 @@ from convoy.graph import Graph
 from convoy.layout import box, entries
 from convoy.replay import Await, Begin, Event, Item, Key, Mark, Program, Route, Timeline, Work, play
 from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients
-from convoy.transfer import Round
+from convoy.transfer import Round, chunks
 
 __all__ = ["Costs", "Event", "Timeline", "simulate"]
 
@@ -57,7 +57,7 @@ class _Writer:
         self.device, self.steps, self.graph, self.costs, self.overlap = device, steps, graph, costs, overlap
         self.main: list[Item] = []
         self.sums: list[Item] = []
-        self.under_way: dict[int, Key] = {}  # moves and sums that nobody has awaited yet, by step
+        self.under_way: dict[int, list[Key]] = {}  # moves and sums that nobody has awaited yet, by step
 
     def program(self) -> Program:
         for phase in ("forward", "backward"):
@@ -82,10 +82,16 @@ class _Writer:
         layer = self.graph[step.layer]
         size = local_size(step, layer, self.device)
         if size is not None:
-            self._await(step.after, step.id, f"{step.layer} {step.phase}")
-            seconds = self.costs.times.seconds(self.device, layer, step.phase, size, step.part)
-            part = "" if step.part == "all" else f" {step.part}"
-            self.main.append(Work(step.id, f"{step.layer} {step.phase}{part}", seconds))
+            label = f"{step.layer} {step.phase}" + ("" if step.part == "all" else f" {step.part}")
+            for start, stop in chunks(size.samples, step.pieces):
+                part = size if step.pieces == 1 else replace(size, samples=stop - start)
+                if step.pieces > 1:
+                    self._await_next(step.after, step.id, label)
+                else:
+                    self._await(step.after, step.id, label)
+                seconds = self.costs.times.seconds(self.device, layer, step.phase, part, step.part)
+                self.main.append(Work(step.id, label, seconds))
+            self._await(step.after, step.id, label)
 
     def _exchange(self, step: Move | ReturnGradient | ShareStatistics | SumGradients, *, blocking: bool) -> None:
         if self._takes_part(step):
@@ -96,7 +102,7 @@ class _Writer:
                 if blocking:
                     self.main.append(Await(step.id, _label(step), frozenset([key])))
                 else:
-                    self.under_way[step.id] = key
+                    self.under_way.setdefault(step.id, []).append(key)
 
     def _sum(self, step: SumGradients) -> None:
         """The main lane marks that the gradients are there; the other lane waits for that, and works off the rounds."""
@@ -109,7 +115,7 @@ class _Writer:
             if self._begin(self.sums, step, number, transfers):
                 self.sums.append(Await(step.id, _label(step), frozenset([("round", step.id, number)])))
         self.sums.append(Mark(summed))
-        self.under_way[step.id] = summed
+        self.under_way[step.id] = [summed]
 
     def _begin(self, lane: list[Item], step: Step, number: int, transfers: Round) -> bool:
         """Whether this device sends or receives in this round."""
@@ -126,9 +132,15 @@ class _Writer:
         return any(self.device in (t.sender, t.receiver) for r in step.schedule.rounds for t in r)
 
     def _await(self, steps: Sequence[int], at: int, label: str) -> None:
-        keys = frozenset(self.under_way.pop(step) for step in steps if step in self.under_way)
+        keys = [key for step in steps if step in self.under_way for key in self.under_way.pop(step)]
         if keys:
-            self.main.append(Await(at, label, keys))
+            self.main.append(Await(at, label, frozenset(keys)))
+
+    def _await_next(self, steps: Sequence[int], at: int, label: str) -> None:
+        """The next piece of each move."""
+        keys = [self.under_way[step].pop(0) for step in steps if self.under_way.get(step)]
+        if keys:
+            self.main.append(Await(at, label, frozenset(keys)))
 
     def _finish(self) -> None:
         kept = _kept_entries(self.steps, self.graph, self.device)

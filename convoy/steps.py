@@ -44,6 +44,7 @@ class Compute:
         after: ids of the steps that must have finished.
         part: in backward, which gradients: a layer may have two steps, so that what the first gives travels meanwhile.
         last: whether it is the last step of the layer's backward.
+        pieces: in forward, it begins with the first rows of its input while the others still arrive (see `Move.pieces`).
     """
 
     id: int
@@ -57,11 +58,16 @@ class Compute:
     after: tuple[int, ...] = ()
     part: Part = "all"
     last: bool = True
+    pieces: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A value comes into another layout. In backward `reads` is the later value: its gradient goes back."""
+    """A value comes into another layout. In backward `reads` is the later value: its gradient goes back.
+
+    Attributes:
+        pieces: more than 1: it goes in so many pieces of the batch, one after the other.
+    """
 
     id: int
     phase: Phase
@@ -69,11 +75,13 @@ class Move:
     writes: Value
     reduce: Reduce
     after: tuple[int, ...] = ()
+    pieces: int = 1
 
     @property
     def schedule(self) -> Schedule:
         if self.phase == "forward":
-            return transfer.schedule(self.reads.layout, self.writes.layout, self.reads.shape, self.reduce)
+            whole = transfer.schedule(self.reads.layout, self.writes.layout, self.reads.shape, self.reduce)
+            return whole if self.pieces == 1 else transfer.in_pieces(whole, self.pieces)
         return transfer.schedule(dual(self.reads.layout), dual(self.writes.layout), self.reads.shape, self.reduce)
 
 

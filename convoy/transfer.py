@@ -8,10 +8,11 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, get_args
 
+from convoy.errors import PlanError
 from convoy.layout import (
     Box,
     Layout,
@@ -53,7 +54,7 @@ class Schedule:
     """Rounds that follow each other; the transfers of one round are independent.
 
     Attributes:
-        rounds: the transfers. Boxes are in the coordinates of `shape`.
+        rounds: the transfers. Boxes are in the coordinates of `shape`. The rounds of a sum wait for each other.
         shape: the shape that the boxes refer to: the tensor's own, or its flat length where `in_place`.
         in_place: True for the summing collectives, whose rounds work on one flat buffer per device;
             False for a direct move, one round from a source piece to a target piece.
@@ -78,6 +79,25 @@ def schedule(src: Layout, dst: Layout, shape: Shape, reduce: Reduce = "ring") ->
         summed = _SUMS[reduce](src.devices, flat[0])
         return Schedule((*summed, *_deliver(src.devices, dst.devices, flat[0])), flat, in_place=True)
     return Schedule((tuple(_direct(src, dst, shape)),), shape, in_place=False)
+
+
+def in_pieces(plan: Schedule, pieces: int) -> Schedule:
+    """A direct move whose boxes all span the first axis, as `pieces` rounds that each bring some of its rows.
+
+    The rounds do not wait for each other: a reader can begin with the first rows while the others are under way.
+
+    Raises:
+        PlanError: a sum, or a move in which pieces of the first axis lie on different devices.
+    """
+    (transfers,) = plan.rounds
+    rows = plan.shape[0]
+    if plan.in_place or any(t.box[0] != (0, rows) for t in transfers):
+        raise PlanError(
+            f"a move of {plan.shape} cannot go in {pieces} pieces: only a direct move between layouts that leave the first "
+            "axis whole can; give it 1"
+        )
+    cuts = [chunk for chunk in chunks(rows, pieces) if chunk[0] < chunk[1]]
+    return replace(plan, rounds=tuple(tuple(replace(t, box=(cut, *t.box[1:])) for t in transfers) for cut in cuts))
 
 
 def traffic(plan: Schedule, itemsize: int) -> Counter[tuple[int, int]]:
@@ -148,7 +168,7 @@ def _onto_sum(src: Layout, dst: Partial, shape: Shape) -> Iterable[Transfer]:
                 yield Transfer(sender, _keeper(sender, dst.devices), piece, adds=True)
 
 
-def _chunks(n: int, parts: int) -> list[tuple[int, int]]:
+def chunks(n: int, parts: int) -> list[tuple[int, int]]:
     """`parts` consecutive ranges of 0..n, as equal as whole numbers allow."""
     edges = [n * i // parts for i in range(parts + 1)]
     return list(itertools.pairwise(edges))
@@ -160,7 +180,7 @@ def _round(transfers: Iterable[tuple[int, int, tuple[int, int]]], *, adds: bool)
 
 def _ring(devices: tuple[int, ...], n: int) -> list[Round]:
     """Ring: p-1 rounds that add, p-1 that copy; 2(p-1) alpha + 2 n (p-1)/p beta."""
-    p, chunk = len(devices), _chunks(n, len(devices))
+    p, chunk = len(devices), chunks(n, len(devices))
     rounds = []
     for adds, shift in ((True, 0), (False, 1)):
         for step in range(p - 1):
@@ -222,5 +242,5 @@ def _deliver(have: tuple[int, ...], want: tuple[int, ...], n: int) -> list[Round
     missing = [d for d in want if d not in have]
     if not missing:
         return []
-    pieces = list(zip(have, _chunks(n, len(have)), strict=True))
+    pieces = list(zip(have, chunks(n, len(have)), strict=True))
     return [_round(((sender, d, span) for d in missing for sender, span in pieces), adds=False)]

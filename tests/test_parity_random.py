@@ -93,7 +93,8 @@ def plans(draw: Any, nets: tuple[str, ...] = NETS) -> tuple[str, Plan]:
     otherwise = draw(st.sampled_from(["batch", "one"]))
     rest = Batch(shares_of(draw, BATCH, devices)) if otherwise == "batch" else One(draw(st.integers(0, devices - 1)))
     reduce = draw(st.sampled_from(["ring", "butterfly", "star"]))
-    plan = Plan("random", graph.fingerprint, devices, BATCH, layers, rest, reduce)
+    pieces = draw(st.sampled_from([1, 1, 2, 3]))
+    plan = Plan("random", graph.fingerprint, devices, BATCH, layers, rest, reduce, pieces)
     return net, plan
 
 

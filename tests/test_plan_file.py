@@ -61,6 +61,7 @@ TEXT = f"""{{
   "devices": 3,
   "batch": 12,
   "reduce": "butterfly",
+  "pieces": 1,
   "otherwise": {{"strategy": "batch", "shares": [6, 4, 2]}},
   "layers": {{
     "features.0": {{"strategy": "filter", "shares": [5, 0, 3]}},
@@ -142,7 +143,7 @@ NO_PLANS = [
     # text, what the message names: the place, the value, the remedy
     ("", ("JSON", "line 1 column 1", "correct it there")),
     ("{", ("JSON", "line 1 column 2", "correct it there")),
-    (TEXT.replace("[5, 0, 3]", "[5 0, 3]"), ("JSON", "line 10 column 55", "correct it there")),
+    (TEXT.replace("[5, 0, 3]", "[5 0, 3]"), ("JSON", "line 11 column 55", "correct it there")),
     ("\ufeff" + TEXT, ("JSON", "BOM", "correct it there")),
     ("[" * 100_000, ("JSON", "recursion", "correct it there")),
     (TEXT.replace("12", "1" * 5000), ("JSON", "5000 digits", "correct it there")),

@@ -263,3 +263,91 @@ def test_the_same_steps_give_the_same_timeline():
     steps = lower(plan, graph)
     costs = Costs(Table({(d, phase): d + 1.0 for d in range(3) for phase in ("forward", "backward")}), hosts(3))
     assert simulate(steps, graph, costs) == simulate(steps, graph, costs)
+
+
+# --- overlap ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_move_goes_on_while_its_sender_and_its_receiver_compute():
+    """100 bytes from 0 to 1 begin at once, 0.5 to 1.5. Both compute 4 s meanwhile, and the reader on 1 need not wait."""
+    steps = [move(0, OnOne(0), OnOne(1), 100), work(1, (0, 1)), work(2, (1,), after=(0,))]
+    timeline = replay(steps, 2, hosts(2), {(0, "forward"): 4.0, (1, "forward"): 4.0})
+    assert spans(timeline, 1, "receive") == [(0.5, 1.5)]
+    assert spans(timeline, 1, "compute") == [(0, 4), (4, 8)]
+    assert timeline.exchange_s == (0.0, 0.0)
+
+
+def test_a_reader_waits_for_what_has_not_arrived():
+    """The same with computations of 1 s: the reader begins when the message is there, at 1.5."""
+    steps = [move(0, OnOne(0), OnOne(1), 100), work(1, (0, 1)), work(2, (1,), after=(0,))]
+    timeline = replay(steps, 2, hosts(2), {(0, "forward"): 1.0, (1, "forward"): 1.0})
+    assert spans(timeline, 1, "compute") == [(0, 1), (1.5, 2.5)]
+    assert spans(timeline, 1, "wait") == [(1, 1.5)]
+    # Device 0 reads nothing, but its phase ends when its message has left.
+    assert spans(timeline, 0, "wait") == [(1, 1.5)]
+
+
+def test_without_overlap_every_move_is_awaited_where_it_stands():
+    steps = [move(0, OnOne(0), OnOne(1), 100), work(1, (0, 1)), work(2, (1,), after=(0,))]
+    costs = Costs(Table({(0, "forward"): 4.0, (1, "forward"): 4.0}), hosts(2), itemsize=1)
+    timeline = simulate(StepList(1, 2, (), (), tuple(steps)), GRAPH, costs, overlap=False)
+    assert spans(timeline, 1, "compute") == [(1.5, 5.5), (5.5, 9.5)]
+
+
+def test_a_sum_runs_while_backward_goes_on():
+    """200 bytes on two devices: rounds 0.5-1.5 and 2-3 beside 10 s of backward; a second sum then has 10.5-11.5, 12-13."""
+    sums = [SumGradients(i, (f"w{i}",), (200,), 0, (0, 1), (1, 1), "ring") for i in (0, 2)]
+    steps = [sums[0], work(1, (0, 1), "backward"), sums[1]]
+    timeline = replay(steps, 2, hosts(2), {(0, "backward"): 10.0, (1, "backward"): 10.0})
+    assert spans(timeline, 0, "compute") == [(0, 10)]
+    assert spans(timeline, 0, "send") == [(0.5, 1.5), (2, 3), (10.5, 11.5), (12, 13)]
+    assert timeline.exchange_s == pytest.approx((3.0, 3.0))
+
+
+def test_sums_go_one_after_the_other():
+    """Two sums are ready at once: the second begins when the first is done, on every device."""
+    sums = [SumGradients(i, (f"w{i}",), (200,), 0, (0, 1), (1, 1), "ring") for i in (0, 1)]
+    timeline = replay(sums, 2, hosts(2), {})
+    assert spans(timeline, 1, "send") == [(0.5, 1.5), (2, 3), (3.5, 4.5), (5, 6)]
+
+
+def test_messages_from_one_device_to_another_share_one_connection():
+    """Two moves of 100 bytes from 0 to 1 at once: 0.5-1.5, then 1.5-2.5; the latencies of both are over by then."""
+    steps = [move(0, OnOne(0), OnOne(1), 100), move(1, OnOne(0), OnOne(1), 100)]
+    timeline = replay(steps, 2, hosts(2), {})
+    assert spans(timeline, 1, "receive") == [(0.5, 1.5), (1.5, 2.5)]
+
+
+def test_traffic_slows_what_computes_beside_it():
+    """0.004 s of processor per byte, 100 bytes/s: 0.4 of a processor, 1.25 s of computing take 0.5 + 1 + 0.15 s.
+
+    0.5 s alone before the message; 1 s at 0.6 of the speed while it is under way; the last 0.15 s alone.
+    """
+    steps = [move(0, OnOne(0), OnOne(1), 100), work(1, (0, 1))]
+    timeline = replay(steps, 2, hosts(2, processor_s_per_byte=0.004), {(0, "forward"): 1.25, (1, "forward"): 1.25})
+    assert spans(timeline, 0, "compute") == [(0, 1.65)]
+    assert spans(timeline, 0, "send") == [(0.5, 1.5)]
+
+
+def test_traffic_takes_at_most_half_of_a_processor_that_computes():
+    """0.02 s per byte would be twice a processor: it gets half, 25 bytes/s, until the computing is done at 0.5 + 2 * 1 s.
+
+    By then 50 of 100 bytes are there; the others go at 50 bytes/s, 1 s.
+    """
+    steps = [move(0, OnOne(0), OnOne(1), 100), work(1, (0, 1))]
+    timeline = replay(steps, 2, hosts(2, processor_s_per_byte=0.02), {(0, "forward"): 1.5, (1, "forward"): 1.5})
+    assert spans(timeline, 0, "compute") == [(0, 2.5)]
+    assert spans(timeline, 0, "send") == [(0.5, 3.5)]
+
+
+def test_a_layer_begins_with_the_first_piece_of_its_input():
+    """4 samples of 100 bytes from 0 to both, in 2 pieces of 200: 0.5-2.5 and 2.5-4.5. A piece computes 3 s: 2.5-5.5-8.5."""
+    moved = Move(
+        0, "forward", Value("a", (4, 100), OnOne(0)), Value("b", (4, 100), Replicated((0, 1))), "ring", pieces=2
+    )
+    made = Value("y", (4, 1), Replicated((0, 1)))
+    layer = Compute(1, "forward", "work", (moved.writes,), made, (False,), after=(0,), pieces=2)
+    timeline = replay([moved, layer], 2, hosts(2), {(0, "forward"): 3.0, (1, "forward"): 3.0})
+    assert spans(timeline, 1, "receive") == [(0.5, 2.5), (2.5, 4.5)]
+    assert spans(timeline, 1, "compute") == [(2.5, 5.5), (5.5, 8.5)]
+    assert timeline.step_s == pytest.approx(8.5)

@@ -23,6 +23,7 @@ from convoy.graph import Layer
 from convoy.layout import Replicated, Split, box, dual, holders, local_shape
 from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
 from convoy.trace import Traced
+from convoy.transfer import chunks
 
 
 @dataclass
@@ -70,9 +71,11 @@ class Executor:
         unread = _reads(steps)
         flights = Flights(self.clock)
         for step in steps.phase("forward"):
-            if self._takes_part(step):
+            if self._takes_part(step) and not (isinstance(step, Compute) and step.pieces > 1):
                 flights.land(step.after)
             match step:
+                case Compute(pieces=pieces) if pieces > 1:
+                    values[step.writes.key] = self._compute_in_pieces(step, values, tape, flights, keep=keep)
                 case Move():
                     values[step.writes.key] = self._begin(step, values[step.reads.key], flights)
                 case ShareStatistics():
@@ -119,6 +122,25 @@ class Executor:
         if keep:
             tape.saved[step.layer] = saved
         return value
+
+    def _compute_in_pieces(
+        self, step: Compute, values: Mapping[str, Any], tape: Tape, flights: Flights, *, keep: bool
+    ) -> Tensor:
+        """A layer whose input still arrives: each piece is computed as soon as it is there."""
+        if not self._works(step):
+            return self._nothing(step.writes)
+        (x,) = (values[v.key] for v in step.reads)
+        run = self.arithmetic[step.layer]
+        outputs = []
+        for start, stop in chunks(x.shape[0], step.pieces):
+            flights.land_next(step.after)
+            with self.clock.compute(step.layer, "forward"):
+                outputs.append(run.forward([x[start:stop]], stop - start, False, step.wants)[0])
+        flights.land(step.after)
+        if keep:
+            tape.saved[step.layer] = x
+        with self.clock.compute(step.layer, "forward"):
+            return torch.cat(outputs)
 
     def _works(self, step: Compute) -> bool:
         return self.group.device in holders(step.writes.layout)

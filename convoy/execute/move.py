@@ -1,6 +1,6 @@
 """Running a schedule: the pieces that a move sends, receives, keeps and adds, on one device."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from convoy.execute.clock import Clock
 from convoy.execute.group import Group, Message, Pending
-from convoy.layout import Box, Layout, Partial, Shape, box, local_shape
+from convoy.layout import Box, Layout, Partial, Shape, box, entries, local_shape
 from convoy.transfer import Round, Schedule, Transfer
 
 
@@ -36,7 +36,31 @@ def start_move(group: Group, schedule: Schedule, piece: Tensor, src: Layout, dst
         return Moving(piece)
     if schedule.in_place:
         return Moving(_run_sum(group, schedule, piece, dst, shape))
-    return _start_direct(group, schedule.rounds[0], piece, src, dst, shape)
+    return _start_direct(group, schedule, piece, src, dst, shape)
+
+
+@dataclass
+class Arrival:
+    """One round of a move under way.
+
+    Attributes:
+        pending: the messages; None where there are none.
+        parts: what lies ready or arrives beside the result, and has to be added to it or copied into it, as
+            (transfer, where it goes, what), in the order of the senders.
+    """
+
+    pending: Pending | None
+    parts: list[tuple[Transfer, Tensor, Tensor]]
+
+    def land(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+        # Summands in the order of the devices: the same bits in every run.
+        for t, target, part in self.parts:
+            if t.adds:
+                target.add_(part)
+            elif target.data_ptr() != part.data_ptr():
+                target.copy_(part)
 
 
 @dataclass
@@ -45,28 +69,22 @@ class Moving:
 
     Attributes:
         result: what this device will hold; complete once `land` has returned.
-        pending: the messages, None where there are none.
-        parts: what lies ready or arrives beside the result, and has to be added to it or copied into it, as
-            (transfer, where it goes, what), in the order of the senders.
+        arrivals: its rounds that have not landed yet.
     """
 
     result: Tensor
-    pending: Pending | None = None
-    parts: list[tuple[Transfer, Tensor, Tensor]] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
 
     def land(self) -> Tensor:
-        """Wait for the messages, and finish the result. A second call returns it at once."""
-        if self.pending is not None:
-            self.pending.wait()
-            self.pending = None
-        # Summands in the order of the devices: the same bits in every run.
-        for t, target, part in self.parts:
-            if t.adds:
-                target.add_(part)
-            elif target.data_ptr() != part.data_ptr():
-                target.copy_(part)
-        self.parts = []
+        """Wait for all messages, and finish the result. A second call returns it at once."""
+        while self.arrivals:
+            self.arrivals.pop(0).land()
         return self.result
+
+    def land_next(self) -> None:
+        """Wait for the next round alone: the next rows of the result are complete."""
+        if self.arrivals:
+            self.arrivals.pop(0).land()
 
 
 class Flights:
@@ -90,6 +108,12 @@ class Flights:
         for moving in [self._open.pop(step) for step in steps if step in self._open]:
             with self._clock.exchange():
                 moving.land()
+
+    def land_next(self, steps: Iterable[int]) -> None:
+        """Wait for the next pieces of those of these steps that are moves under way."""
+        for moving in [self._open[step] for step in steps if step in self._open]:
+            with self._clock.exchange():
+                moving.land_next()
 
     def land_all(self) -> None:
         """Wait for all moves under way."""
@@ -136,29 +160,46 @@ def _run_sum(group: Group, schedule: Schedule, piece: Tensor, dst: Layout, shape
     return flat.view(shape) if held else flat.new_empty(local_shape(dst, group.device, shape))
 
 
-def _start_direct(group: Group, transfers: Round, piece: Tensor, src: Layout, dst: Layout, shape: Shape) -> Moving:
+def _start_direct(group: Group, schedule: Schedule, piece: Tensor, src: Layout, dst: Layout, shape: Shape) -> Moving:
     me = group.device
     own, wanted = box(src, me, shape), box(dst, me, shape)
+    transfers = [t for transfers in schedule.rounds for t in transfers]
     kept = [t for t in transfers if t.sender == t.receiver == me]
+    arrives = any(t.receiver == me != t.sender for t in transfers)
+    if wanted is not None and not arrives and _covers([t.box for t in kept], wanted):
+        result, here = _cut(piece, wanted, own), True
+    else:
+        # From zero where only a part of the box is written: a pending sum, or a box that nobody fills.
+        summed = isinstance(dst, Partial) or any(t.adds for t in transfers if t.receiver == me)
+        fresh = piece.new_zeros if summed else piece.new_empty
+        result, here = fresh(local_shape(dst, me, shape)), False
+    rounds = [_start_round(group, each, piece, result, own, wanted, here=here) for each in schedule.rounds]
+    return Moving(result, rounds)
+
+
+def _covers(pieces: Sequence[Box], wanted: Box) -> bool:
+    """Whether pieces of one device, which do not overlap, are all of a box."""
+    return list(pieces) == [wanted] or (len(pieces) > 1 and 0 < entries(wanted) == sum(map(entries, pieces)))
+
+
+def _start_round(
+    group: Group, transfers: Round, piece: Tensor, result: Tensor, own: Box | None, wanted: Box | None, *, here: bool
+) -> Arrival:
+    """`here`: the result is a view of what this device holds already."""
+    me = group.device
     leaving = [t for t in transfers if t.sender == me != t.receiver]
     arriving = [t for t in transfers if t.receiver == me != t.sender]
+    kept = [] if here else [t for t in transfers if t.sender == t.receiver == me]
     sends = [Message(t.receiver, _cut(piece, t.box, own).contiguous()) for t in leaving]
-    if wanted is not None and not arriving and len(kept) == 1 and kept[0].box == wanted:
-        return Moving(_cut(piece, wanted, own), group.start(sends, []) if sends else None)
-    # Everything starts from zero where only a part of the box is written: a pending sum, or a box that nobody fills.
-    summed = isinstance(dst, Partial) or any(t.adds for t in (*kept, *arriving))
-    fresh = piece.new_zeros if summed else piece.new_empty
-    result = fresh(local_shape(dst, me, shape))
-    if not (kept or leaving or arriving):
-        return Moving(result)
     landing = [_landing(result, t, wanted) for t in arriving]
-    pending = group.start(sends, [Message(t.sender, buffer) for t, buffer in zip(arriving, landing, strict=True)])
+    receives = [Message(t.sender, buffer) for t, buffer in zip(arriving, landing, strict=True)]
+    pending = group.start(sends, receives) if sends or receives else None
     for t in kept:
         if not t.adds:
             _cut(result, t.box, wanted).copy_(_cut(piece, t.box, own))
     parts = [(t, _cut(piece, t.box, own)) for t in kept if t.adds] + list(zip(arriving, landing, strict=True))
     ordered = sorted(parts, key=lambda pair: pair[0].sender)
-    return Moving(result, pending, [(t, _cut(result, t.box, wanted), part) for t, part in ordered])
+    return Arrival(pending, [(t, _cut(result, t.box, wanted), part) for t, part in ordered])
 
 
 def _landing(result: Tensor, t: Transfer, wanted: Box | None) -> Tensor:
