@@ -12,10 +12,11 @@ from typing import Literal
 
 from convoy.cost.compute import ComputeTimes
 from convoy.cost.network import Network, rates
+from convoy.cost.overhead import NOTHING, Exchange, Handling, Overheads, handling, kept_sums, messages
 from convoy.cost.size import local_size
 from convoy.graph import Graph
 from convoy.layout import box, entries
-from convoy.steps import Compute, Step, StepList
+from convoy.steps import Compute, Move, ReturnGradient, Step, StepList, SumGradients, Value
 from convoy.transfer import Round
 
 Activity = Literal["compute", "send", "receive", "wait"]
@@ -61,6 +62,9 @@ class Timeline:
         return self.compute_s.index(max(self.compute_s))
 
 
+_NO_OVERHEADS = Overheads()
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Everything a replay needs besides the steps.
@@ -70,15 +74,20 @@ class Costs:
         network: the wire.
         itemsize: bytes of one number.
         update_s_per_entry: seconds of each device's optimizer for each parameter entry it keeps.
+        overheads: what else each device's processor does; none where nothing was measured.
     """
 
     times: ComputeTimes
     network: Network
     itemsize: int = 4
     update_s_per_entry: tuple[float, ...] = ()
+    overheads: tuple[Overheads, ...] = ()
 
     def update_s(self, device: int) -> float:
         return self.update_s_per_entry[device] if self.update_s_per_entry else 0.0
+
+    def overhead(self, device: int) -> Overheads:
+        return self.overheads[device] if self.overheads else _NO_OVERHEADS
 
 
 def simulate(steps: StepList, graph: Graph, costs: Costs) -> Timeline:
@@ -108,26 +117,88 @@ class _Exchange:
 
 
 def _programs(steps: StepList, graph: Graph, costs: Costs) -> list[list[_Work | _Exchange]]:
+    """Layers and rounds as the list has them; around them, in `overhead`, what the executor does for them."""
     programs: list[list[_Work | _Exchange]] = [[] for _ in range(steps.devices)]
+    overheads = [costs.overhead(device) for device in range(steps.devices)]
+    reached: set[str] = set()
     for step in steps.steps:
         if isinstance(step, Compute):
             layer = graph[step.layer]
+            again = _summed_again(step, reached)
             for device, program in enumerate(programs):
                 size = local_size(step, layer, device)
                 if size is not None:
                     seconds = costs.times.seconds(device, layer, step.phase, size)
+                    added = _added(again, device)
+                    seconds += overheads[device].layer_s / 2 + overheads[device].handling_s(added, costs.itemsize)
                     program.append(_Work(step.id, f"{step.layer} {step.phase}", seconds))
         else:
+            if step.phase == "backward" and isinstance(step, Move | ReturnGradient):
+                reached.add(step.writes.key)
+            # Without overheads thousands of devices can be replayed: then no device looks at all transfers.
+            active = range(steps.devices) if costs.overheads else ()
+            around = [_around(step, device, overheads[device], costs.itemsize) for device in active]
             for number, transfers in enumerate(step.schedule.rounds):
+                _add_work(programs, step, [rounds[number][0] for rounds in around])
                 _add_round(programs, step, number, transfers, costs.itemsize)
-    for device, kept in enumerate(_kept_entries(steps, graph)):
-        if kept and costs.update_s_per_entry:
-            programs[device].append(_Work(len(steps.steps), "optimizer", kept * costs.update_s(device)))
+                _add_work(programs, step, [rounds[number][1] for rounds in around])
+    for device, (kept, tensors) in enumerate(_kept_entries(steps, graph)):
+        last = len(steps.steps)
+        update_s = kept * costs.update_s(device) + tensors * overheads[device].update_s_per_tensor
+        if update_s:
+            programs[device].append(_Work(last, "optimizer", update_s))
+        if rest_s := _rest_s(steps, device, overheads[device], costs.itemsize):
+            programs[device].append(_Work(last, "batch and loss", rest_s))
     return programs
 
 
-def _kept_entries(steps: StepList, graph: Graph) -> list[int]:
-    """Entries of trainable parameters on each device."""
+def _summed_again(step: Compute, reached: set[str]) -> list[Value]:
+    """Values whose gradient another reader gave before: backward adds to what is there. Marks those reached now."""
+    if step.phase == "forward":
+        return []
+    wanted = [value for value, wants in zip(step.reads, step.wants, strict=True) if wants]
+    again = [value for value in wanted if value.key in reached]
+    reached.update(value.key for value in wanted)
+    return again
+
+
+def _added(values: Sequence[Value], device: int) -> Handling:
+    held = tuple(_held(value, device) for value in values)
+    return Handling(added=sum(held), made=held)
+
+
+def _held(value: Value, device: int) -> int:
+    """Entries of a value on a device."""
+    here = box(value.layout, device, value.shape)
+    return 0 if here is None else entries(here)
+
+
+def _around(step: Exchange, device: int, overhead: Overheads, itemsize: int) -> list[tuple[float, float]]:
+    """Seconds of a device's processor before and after the messages of each round of a step."""
+    rounds = []
+    counts = messages(step.schedule, device)
+    for count, (before, after) in zip(counts, handling(step, device), strict=True):
+        calls_s = overhead.round_s + (count - 1) * overhead.message_s if count else 0.0
+        rounds.append((calls_s + overhead.handling_s(before, itemsize), overhead.handling_s(after, itemsize)))
+    return rounds
+
+
+def _add_work(programs: Sequence[list[_Work | _Exchange]], step: Step, seconds: Sequence[float]) -> None:
+    for program, each_s in zip(programs, seconds, strict=False):
+        if each_s:
+            program.append(_Work(step.id, f"{type(step).__name__} {step.id} copies", each_s))
+
+
+def _rest_s(steps: StepList, device: int, overhead: Overheads, itemsize: int) -> float:
+    """What belongs to no step of the list: the batch, the loss, and memory of their own for gradients summed together."""
+    own = sum((kept_sums(s, device) for s in steps.steps if isinstance(s, SumGradients)), NOTHING)
+    # Bytes become floats, which are shifted and scaled where they lie: about as much memory traffic as two copies.
+    loaded = Handling(copied=2 * sum(_held(value, device) for value in steps.inputs))
+    return overhead.step_s + overhead.handling_s(own + loaded, itemsize)
+
+
+def _kept_entries(steps: StepList, graph: Graph) -> list[tuple[int, int]]:
+    """Entries of trainable parameters on each device, and in how many tensors they lie."""
     layouts = {
         parameter.key: (step.parameters[key], parameter)
         for step in steps.phase("forward")
@@ -136,7 +207,8 @@ def _kept_entries(steps: StepList, graph: Graph) -> list[int]:
         if parameter.trainable
     }
     boxes = [[box(layout, d, p.shape) for layout, p in layouts.values()] for d in range(steps.devices)]
-    return [sum(entries(b) for b in row if b is not None) for row in boxes]
+    held = [[entries(b) for b in row if b is not None] for row in boxes]
+    return [(sum(row), len(row)) for row in held]
 
 
 def _add_round(
