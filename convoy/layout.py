@@ -5,6 +5,7 @@ device at most one box. The vocabulary is DTensor's, with unequal shares; the da
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convoy import shares as share_rules
@@ -122,3 +123,8 @@ def intersection(a: Box, b: Box) -> Box | None:
 def entries(b: Box) -> int:
     """How many entries a box covers."""
     return math.prod(stop - start for start, stop in b)
+
+
+def covers(pieces: Sequence[Box], wanted: Box) -> bool:
+    """Whether pieces that do not overlap are all of a box."""
+    return list(pieces) == [wanted] or (len(pieces) > 1 and 0 < entries(wanted) == sum(map(entries, pieces)))

@@ -5,7 +5,7 @@ The file is a fleet file with one more table, written by `convoy measure` and re
     [[host]] ... [[device]] ... [[link]] ...      # as in fleet.py, cards and links as measured
 
     [measured]
-    format = 1
+    format = 2
     net = "two-conv:50:500"
     fingerprint = "c0ffee..."                     # of the model's graph: times of one model say nothing of another
     batch = 64
@@ -33,7 +33,9 @@ from convoy.graph import Graph
 from convoy.points import DeviceCosts, HostRates, LayerPoint, LinkSpread, layer_times
 from convoy.simulate import Costs
 
-FORMAT = 1
+FORMAT = 2
+"""2: batch norms with shared statistics, and what a step costs beside its layers. Without these a prediction is too low, so
+files of format 1 are refused."""
 
 _Text = Annotated[str, Strict()]
 _Whole = Annotated[int, Strict()]
@@ -119,6 +121,7 @@ class Measurement:
             network=network_of(self.fleet, [costs.processor_s_per_byte for costs in self.device]),
             itemsize=itemsize,
             update_s_per_entry=tuple(costs.update_s_per_entry for costs in self.device),
+            overheads=tuple(costs.overheads for costs in self.device),
         )
 
     @classmethod
@@ -225,10 +228,14 @@ def _explain(error: ErrorDetails) -> str:
 
 
 def _row(value: DeviceCosts | HostRates | LinkSpread | LayerPoint) -> str:
-    return ", ".join(f"{field.name} = {_literal(getattr(value, field.name))}" for field in fields(value))
+    # Few points are shared: the key stands only there.
+    named = [(field.name, getattr(value, field.name)) for field in fields(value)]
+    return ", ".join(f"{name} = {_literal(each)}" for name, each in named if each is not False)
 
 
 def _literal(value: str | int | float) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
     # By hand, since a document of thousands of rows takes tomlkit seconds.
     return tomlkit.item(value).as_string() if isinstance(value, str) else repr(value)
 
@@ -240,7 +247,7 @@ def _check_names(measured: Measurement) -> None:
     for i, costs in enumerate(measured.device):
         rows.append(("device", f"device[{i}]", (("device", costs.device),), devices, (costs.device,)))
     for i, p in enumerate(measured.layer):
-        size = (p.device, p.layer, p.samples, p.outputs, p.inputs)
+        size = (p.device, p.layer, p.samples, p.outputs, p.inputs, p.shared)
         rows.append(("device", f"layer[{i}]", (("device", p.device),), devices, size))
     for i, link in enumerate(measured.link):
         ends = (("source", link.source), ("target", link.target))

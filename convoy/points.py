@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Strict
 
 from convoy.cost.compute import Grid, LayerTimes
+from convoy.cost.overhead import Overheads
 from convoy.errors import InputError
 
 _Text = Annotated[str, Strict()]
 _Number = Annotated[float, Strict()]
 _Whole = Annotated[int, Strict()]
+_Truth = Annotated[bool, Strict()]
 _CLOSED = ConfigDict(extra="forbid")
 
 
@@ -31,6 +33,7 @@ class LayerPoint:
         samples, outputs, inputs: the size, as in `convoy.cost.size.LocalSize`.
         forward_s, backward_s: seconds of one call; backward is 0 where no gradient passes.
         spread: (slowest - fastest) / typical of the repetitions, forward and backward together.
+        shared: of a batch norm that shares its statistics with other devices.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
@@ -42,6 +45,7 @@ class LayerPoint:
     forward_s: _Number
     backward_s: _Number
     spread: _Number
+    shared: _Truth = False
 
     def __post_init__(self) -> None:
         owner = f"layer {self.layer!r} on device {self.device!r}"
@@ -57,6 +61,8 @@ class DeviceCosts:
         send_s_per_byte, receive_s_per_byte: seconds of this device's processor for each byte of its traffic. Where a
             quota leaves it a fifth of a core, these are five times the seconds of a whole core.
         update_s_per_entry: of SGD with momentum, per entry of the parameters it holds.
+        step_s, layer_s, round_s, message_s, copy_s_per_byte, add_s_per_byte, fresh_s_per_byte, update_s_per_tensor:
+            see `convoy.cost.overhead.Overheads`.
         traffic_spread, update_spread: (most - least) / typical of the repetitions.
     """
 
@@ -65,14 +71,26 @@ class DeviceCosts:
     send_s_per_byte: _Number
     receive_s_per_byte: _Number
     update_s_per_entry: _Number
+    step_s: _Number
+    layer_s: _Number
+    round_s: _Number
+    message_s: _Number
+    copy_s_per_byte: _Number
+    add_s_per_byte: _Number
+    fresh_s_per_byte: _Number
+    update_s_per_tensor: _Number
     traffic_spread: _Number = 0.0
     update_spread: _Number = 0.0
 
     def __post_init__(self) -> None:
         owner = f"device {self.device!r}"
         _in_range(owner, 0, send_s_per_byte=self.send_s_per_byte, receive_s_per_byte=self.receive_s_per_byte)
-        _in_range(owner, 0, update_s_per_entry=self.update_s_per_entry)
+        _in_range(owner, 0, update_s_per_entry=self.update_s_per_entry, **asdict(self.overheads))
         _in_range(owner, 0, traffic_spread=self.traffic_spread, update_spread=self.update_spread)
+
+    @property
+    def overheads(self) -> Overheads:
+        return Overheads(**{field.name: getattr(self, field.name) for field in fields(Overheads)})
 
     @property
     def processor_s_per_byte(self) -> float:
@@ -122,6 +140,15 @@ def layer_times(points: Sequence[LayerPoint]) -> LayerTimes:
     Raises:
         InputError: the points fill no rectangles.
     """
+    shared = {(point.samples, point.outputs): point for point in points if point.shared}
+    times = _local_times([point for point in points if not point.shared] or points)
+    if not shared:
+        return times
+    forward, backward = _grids(shared, points[0])
+    return replace(times, forward_shared=forward, backward_shared=backward)
+
+
+def _local_times(points: Sequence[LayerPoint]) -> LayerTimes:
     inputs = max(point.inputs for point in points)
     by_size = {(point.samples, point.outputs): point for point in points if point.inputs == inputs}
     forward, backward = _grids(by_size, points[0])

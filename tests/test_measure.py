@@ -13,19 +13,19 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from convoy.cost.size import LocalSize, whole_size
-from convoy.errors import InputError, MismatchError
+from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.execute.clock import Clock
 from convoy.execute.group import AloneGroup, Arrived, Group, Message, Pending
 from convoy.execute.threads import run_on_threads
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.graph import Layer
 from convoy.lower import lower
-from convoy.measure import repeats
+from convoy.measure import overheads, repeats
 from convoy.measure.command import MeasureJob, run_measure
 from convoy.measure.describe import Own, fit, fleet_of, host_indices, spreads, with_wire
 from convoy.measure.links import WireTimes, measure_links, meetings, processor_share
 from convoy.measure.partial import Partial
-from convoy.measure.pieces import Piece, granule, piece
+from convoy.measure.pieces import Piece, SharedStatistics, granule, piece
 from convoy.measure.repeats import Times, time_piece
 from convoy.measure.run import measure_job
 from convoy.measure.tables import Axes, Bench, Point, allowances, choose_axes, cost_s, full_axes
@@ -70,6 +70,7 @@ def test_every_layer_of_every_net_gets_a_table(name: str) -> None:
         assert all((p.times.backward_s > 0) == (layer.name in bench.trained) for p in points)
         times = layer_times([as_layer_point(layer.name, p) for p in points])
         assert times.seconds(layer, "forward", whole) > 0
+        assert (times.forward_shared is not None) == (times.backward_shared is not None) == layer.statistics
         assert (times.forward_inputs is not None) == (layer.weighted and layer.groups == 1 and layer.channels_in > 1)
     assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in before.items())
 
@@ -77,8 +78,9 @@ def test_every_layer_of_every_net_gets_a_table(name: str) -> None:
 def as_layer_point(layer: str, p: Point, device: str = "d") -> LayerPoint:
     size, times = p.size, p.times
     return LayerPoint(
-        device, layer, size.samples, size.outputs, size.inputs, times.forward_s, times.backward_s, times.spread
-    )
+        device, layer, size.samples, size.outputs, size.inputs, times.forward_s, times.backward_s, times.spread,
+        size.shares_statistics,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["two-conv", "resnet", "mobile", "convolutions", "signal", "concatenation"])
@@ -106,6 +108,42 @@ def test_a_piece_computes_its_part_of_the_layer(name: str) -> None:
         torch.testing.assert_close(y_part, y.narrow(axis, 0, unit), msg=layer.name)
         assert [g.shape for g in gx if g is not None] == [x.shape for x in part.inputs]
         assert all(model.state_dict()[key] is not None for key in state)
+
+
+def test_a_batch_norm_that_shares_its_statistics_computes_the_same_alone() -> None:
+    """Where the whole batch is here, the steps around the exchange give what torch's own kernel gives."""
+    model, traced = traced_net("resnet")
+    layer = next(layer for layer in traced.graph.layers.values() if layer.statistics)
+    size = whole_size(layer, 4)
+    with torch.no_grad(), piece(model, traced, layer, size, (True,), backward=True) as part:
+        shared = SharedStatistics(model, traced, layer)
+        (y, saved), (y_shared, saved_shared) = (
+            run.forward(part.inputs, 4, True, (True,)) for run in (part.run, shared)
+        )
+        torch.testing.assert_close(y_shared, y)
+        (gx,), own = part.run.backward(saved, part.gradient, (True,))
+        (gx_shared,), own_shared = shared.backward(saved_shared, part.gradient, (True,))
+    torch.testing.assert_close(gx_shared, gx)
+    torch.testing.assert_close(own_shared["weight"], own["weight"])
+    torch.testing.assert_close(own_shared["bias"], own["bias"])
+
+
+def test_a_batch_norm_is_timed_as_it_runs_alone_and_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, traced = traced_net("resnet")
+    timed: list[tuple[str, int]] = []
+
+    def note(part: Piece, *_: Any) -> Times:
+        timed.append((type(part.run).__name__, part.samples))
+        return Times(1.0, 1.0, 0.0)
+
+    monkeypatch.setattr("convoy.measure.tables.time_piece", note)
+    bench = quick_bench(model, traced)
+    layer = next(layer for layer in traced.graph.layers.values() if layer.statistics)
+    points = bench.measure(layer.name, allowance_s=100.0, point_limit_s=1e9)
+    shared = [p.size.samples for p in points if p.size.shares_statistics]
+    assert shared == sorted({p.size.samples for p in points})
+    assert [samples for name, samples in timed if name == "SharedStatistics"] == shared
+    assert len([p for p in points if not p.size.shares_statistics]) > len(shared)
 
 
 def test_a_piece_with_fewer_inputs_has_the_weights_of_those() -> None:
@@ -272,6 +310,66 @@ def test_the_optimizer_takes_time_per_entry() -> None:
     assert spread >= 0
 
 
+def test_overheads_are_what_a_step_takes_beside_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device whose step takes 100 ms, and 10 for each activation; of these its arithmetic takes 4.
+
+    Flatten takes 1 ms, the Linear 2, the optimizer 3 for each of its two tensors. A round takes 5 ms and 0.4 for each peer,
+    of whom each sends and is sent a message; the processor takes 0.7 ms for one, of which a latency holds a half.
+    """
+    processor = Processor()
+
+    def taking(seconds: Callable[[int], float]) -> Callable[..., Callable[[], None]]:
+        def build(count: Any, *_: Any) -> Callable[[], None]:
+            each_s = seconds(count if isinstance(count, int) else 0)
+
+            def work() -> None:
+                processor.used_s += each_s
+
+            return work
+
+        return build
+
+    monkeypatch.setattr(overheads, "_training", taking(lambda n: 0.1 + 0.01 * n))
+    monkeypatch.setattr(overheads, "_optimizer", taking(lambda n: 0.008 + 0.003 * n))
+    monkeypatch.setattr(overheads, "_round", taking(lambda n: 0.005 + 0.0004 * n))
+    monkeypatch.setattr(overheads, "_copy", taking(lambda _: 0.02))
+    monkeypatch.setattr(overheads, "_add", taking(lambda _: 0.03))
+    monkeypatch.setattr(overheads, "_fresh_s_per_byte", lambda *_: 0.5)
+    layers = {"flatten": 0.001, "linear": 0.002, "elementwise": 0.004}
+    monkeypatch.setattr(overheads, "_layer_s", lambda kind, *_: layers[kind])
+    found = overheads.measure_overheads(CPU, processor.now, 0.02, message_s=0.0007, share=0.5)
+    assert found.layer_s == pytest.approx(0.006)
+    assert found.step_s == pytest.approx(0.1 - 0.001 - 0.002 - 2 * 0.006 - 2 * 0.003)
+    assert found.update_s_per_tensor == pytest.approx(0.003)
+    assert found.round_s == pytest.approx(0.005 + 0.0009 - 0.00035)
+    assert found.message_s == pytest.approx(0.0007 + 0.0002)
+    assert found.copy_s_per_byte == pytest.approx(0.02 / overheads.COPIED_BYTES)
+    assert found.add_s_per_byte == pytest.approx(0.03 / overheads.COPIED_BYTES)
+    assert found.fresh_s_per_byte == 0.5
+
+
+def test_overheads_of_this_machine_are_small_and_there() -> None:
+    found = overheads.measure_overheads(CPU, repeats.device_now(CPU), QUICK_S, message_s=1e-4)
+    assert 1e-5 < found.step_s < 0.5
+    assert 1e-4 <= found.message_s < 0.1
+    for name in ("layer_s", "round_s", "update_s_per_tensor", "fresh_s_per_byte"):
+        assert 0 <= getattr(found, name) < 0.1
+    assert 0 < found.copy_s_per_byte < 1e-6
+    assert 0 < found.add_s_per_byte < 1e-6
+
+
+@pytest.mark.parametrize("quota", [1.0, 0.2])
+def test_what_is_repeated_meets_its_part_of_the_pauses(quota: float) -> None:
+    processor = Processor(quota)
+
+    def work() -> None:
+        processor.used_s += 3e-4
+
+    found = repeats.repeated(work, processor.now)
+    assert repeats.typical(found.each_s) == pytest.approx(3e-4 / quota, rel=1e-9 if quota == 1.0 else 0.25)
+    assert found.total_s >= 0.1
+
+
 def test_a_processor_has_a_share_of_itself() -> None:
     assert 0 < processor_share(0.01) <= 1
 
@@ -363,6 +461,10 @@ def test_a_synthetic_wire_is_found_again() -> None:
     for device, traffic in enumerate(wire.traffic):
         assert traffic.send_s_per_byte == pytest.approx(net.out_s_per_byte[device] / 0.5, rel=1e-4)
         assert traffic.receive_s_per_byte == pytest.approx(net.in_s_per_byte[device] / 0.5, rel=1e-4)
+        # A message of 1 KiB and its answer of 8 bytes are two; this device is now at one end, now at the other.
+        ends = (net.out_s_per_byte[device], net.in_s_per_byte[device])
+        low, high = ((each * 1024 + other * 8) / 2 / 0.5 for each, other in (ends, ends[::-1]))
+        assert low < traffic.message_s < high
 
 
 def test_links_without_a_shared_card_show_as_a_faster_card() -> None:
@@ -479,7 +581,8 @@ def test_an_interrupted_measuring_goes_on_where_it_was(tmp_path: Path) -> None:
     assert not {f"layer {layer}" for layer, _ in kept} & {what for what, _ in told}
     for layer, rows in kept:
         again = [p for p in measured.layer if p.layer == layer]
-        assert [[p.samples, p.outputs, p.inputs, p.forward_s, p.backward_s, p.spread] for p in again] == rows[0]
+        found = [[p.samples, p.outputs, p.inputs, p.forward_s, p.backward_s, p.spread, p.shared] for p in again]
+        assert found == rows[0]
     assert not partial.exists()
 
 
@@ -549,6 +652,30 @@ def test_an_interruption_leaves_the_older_file(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(KeyboardInterrupt):
         run_measure(job_of(output, devices=("cpu",), slowdown=(1.0,)))
     assert output.read_text() == "older"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), DeviceLostError(1, "device 1 was lost")])
+def test_whoever_is_cut_off_learns_that_nothing_measured_is_lost(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_of(tmp_path / "fleet.toml", devices=("cpu",), slowdown=(1.0,))
+    kept: list[str] = []
+
+    def cut_off(*_: Any, partial: Path, **__: Any) -> Measurement:
+        rows = Partial(partial, {"devices": [1]})
+        for layer in kept:
+            rows.add(layer, [[[1, 2, 3, 0.1, 0.2, 0.0, 0]]])
+        raise error
+
+    monkeypatch.setattr("convoy.measure.command.measure_job", cut_off)
+    for layers in ([], ["conv1", "conv2"]):
+        kept[:] = layers
+        with pytest.raises(type(error)):
+            run_measure(job)
+        said = capsys.readouterr().out
+        assert ("goes on" in said) == bool(kept)
+    assert "2 layers are measured and kept in" in said
+    assert "fleet.toml.partial" in said
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """A measurement as a value and as a file, and what a replay makes of it."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -8,13 +8,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from convoy.cost.overhead import Overheads
 from convoy.cost.size import LocalSize
 from convoy.errors import InputError, MismatchError
 from convoy.fleet import Card, Device, Fleet, Host, Link, read_fleet
 from convoy.lower import lower
 from convoy.measurement import Measurement, read_fleet_file
 from convoy.named import Speeds, named_plan
-from convoy.points import DeviceCosts, HostRates, LayerPoint, LinkSpread
+from convoy.points import DeviceCosts, HostRates, LayerPoint, LinkSpread, layer_times
 from convoy.simulate import simulate
 from convoy.trace import trace
 from tests.nets import TwoConv
@@ -47,9 +48,13 @@ def measurements(draw: st.DrawFn) -> Measurement:
                 (s, max(outputs), i) for s in samples for i in inputs
             ]
             points += [LayerPoint(device, layer, *size, draw(seconds), draw(seconds), draw(seconds)) for size in sizes]
+            if draw(st.booleans()):
+                points += [
+                    replace(p, shared=True, forward_s=draw(seconds)) for p in points[-len(sizes) :] if p.inputs == 64
+                ]
     return Measurement(
         fleet, draw(texts), draw(texts), draw(st.integers(1, 1024)), draw(texts), draw(texts), draw(texts),
-        tuple(DeviceCosts(name, draw(seconds), draw(seconds), draw(seconds)) for name in devices), tuple(points),
+        tuple(DeviceCosts(name, *(draw(seconds) for _ in range(11))) for name in devices), tuple(points),
         tuple(LinkSpread(link.source, link.target, draw(seconds), draw(seconds)) for link in fleet.links),
         tuple(HostRates(host, draw(above_zero), draw(seconds), draw(seconds)) for host in hosts),
     )  # fmt: skip
@@ -71,10 +76,13 @@ def point(layer: str = "conv1", samples: int = 4, outputs: int = 6, inputs: int 
     return LayerPoint("a-cpu", layer, samples, outputs, inputs, **values)
 
 
-def measured_by(*points: LayerPoint, fingerprint: str = "f" * 16) -> Measurement:
-    """One device, and these points."""
+def measured_by(*points: LayerPoint, fingerprint: str = "f" * 16, **overheads: float) -> Measurement:
+    """One device, and these points; no overheads but those given."""
     fleet = Fleet((Host("a"),), (Device("a-cpu", "a", "cpu"),))
-    costs = DeviceCosts("a-cpu", send_s_per_byte=2e-10, receive_s_per_byte=6e-10, update_s_per_entry=1e-9)
+    nothing = dict.fromkeys((field.name for field in fields(Overheads)), 0.0)
+    costs = DeviceCosts(
+        "a-cpu", send_s_per_byte=2e-10, receive_s_per_byte=6e-10, update_s_per_entry=1e-9, **nothing | overheads
+    )
     return Measurement(fleet, "net", fingerprint, 8, "0", "2", "2026-01-01", (costs,), points)
 
 
@@ -114,8 +122,11 @@ GOOD = measured_by(point()).to_toml()
         ("update_s_per_entry = 1e-09", "update_s_per_entry = true", r"measured\.device\[0\]\.update_s_per_entry = True"),
         ('fingerprint = "', 'fingerprints = "', r"measured\.fingerprints.*unknown key"),
         ("batch = 8", "batch = 0", r"measured\.batch = 0"),
-        ("format = 1", "format = 2", r"measured\.format = 2: this version reads 1"),
-        ("format = 1\n", "", r"measured\.format = None"),
+        ("format = 2", "format = 1", r"measured\.format = 1: this version reads 2; measure again"),
+        ("format = 2\n", "", r"measured\.format = None"),
+        ("samples = 4", "samples = 4, shared = 1", r"measured\.layer\[0\]\.shared = 1"),
+        ("step_s = 0.0, ", "", r"measured\.device\[0\]\.step_s is missing"),
+        ("copy_s_per_byte = 0.0", "copy_s_per_byte = -1.0", r"copy_s_per_byte = -1\.0 .*at least 0"),
         ('device = "a-cpu", layer', 'device = "b-cpu", layer', r"measured\.layer\[0\]\.device: unknown device 'b-cpu'"),
         ('device = "a-cpu", send', 'device = "b-cpu", send', r"measured\.device\[0\]\.device: unknown device 'b-cpu'"),
         ("[measured]", "[measure]", r"measure\b.*unknown key"),
@@ -182,6 +193,26 @@ def test_a_replay_on_one_device_takes_the_sum_of_its_layers_and_its_optimizer() 
     expected_s = layers * (layers + 1) / 2 + 0.5 * layers + 1e-9 * entries
     assert timeline.step_s == pytest.approx(expected_s)
     assert costs.network.processor_s_per_byte == (pytest.approx(4e-10),)
+
+
+def test_overheads_and_shared_statistics_reach_the_replay() -> None:
+    graph = trace(TwoConv(6), torch.zeros(2, 3, 8, 8)).graph
+    measured = measured_by(point(), fingerprint=graph.fingerprint, step_s=0.5, copy_s_per_byte=0.25)
+    assert Measurement.from_toml(measured.to_toml()).costs(graph).overheads == (
+        Overheads(step_s=0.5, copy_s_per_byte=0.25),
+    )
+    rows = [point(samples=s, forward_s=s * 1.0) for s in (2, 4)]
+    rows += [point(samples=s, forward_s=s * 3.0, backward_s=s * 5.0, shared=True) for s in (2, 4)]
+    text = measured_by(*rows).to_toml()
+    assert text.count("shared = true") == 2
+    assert "false" not in text
+    times = layer_times(Measurement.from_toml(text).points_of("a-cpu")["conv1"])
+    assert times.forward.at(4, 6) == pytest.approx(4.0)
+    assert times.forward_shared is not None
+    assert times.backward_shared is not None
+    assert times.forward_shared.at(4, 6) == pytest.approx(12.0)
+    assert times.backward_shared.at(2, 6) == pytest.approx(10.0)
+    assert layer_times(rows[:2]).forward_shared is None
 
 
 def test_times_of_another_model_are_refused() -> None:

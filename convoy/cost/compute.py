@@ -73,16 +73,23 @@ class LayerTimes:
         forward, backward: over (samples, outputs), with all inputs.
         forward_inputs, backward_inputs: over (samples, inputs), with all outputs; None for layers that no plan sums
             over channels.
+        forward_shared, backward_shared: over (samples, outputs), of a batch norm that shares its statistics with other
+            devices; None for every other layer.
     """
 
     forward: Grid
     backward: Grid
     forward_inputs: Grid | None = None
     backward_inputs: Grid | None = None
+    forward_shared: Grid | None = None
+    backward_shared: Grid | None = None
 
     def seconds(self, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:
         # The two products of backward are of one size, and were timed together.
         share = 1.0 if part == "all" else 0.5
+        shared = self.forward_shared if phase == "forward" else self.backward_shared
+        if size.shares_statistics and shared is not None:
+            return shared.at(size.samples, size.outputs)
         by_inputs = self.forward_inputs if phase == "forward" else self.backward_inputs
         if size.inputs < whole_size(layer, 1).inputs and layer.weighted and by_inputs is not None:
             return share * by_inputs.at(size.samples, size.inputs)

@@ -1,12 +1,12 @@
 """The wire: what each message shares with the others, and how fast it goes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from convoy.fleet import Fleet
+from convoy.fleet import WITHIN_HOST, Card, Fleet
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +39,36 @@ class Network:
 def network_of(fleet: Fleet, processor_s_per_byte: Sequence[float] | None = None) -> Network:
     """The network of a fleet file; links between hosts as measured there, else from the cards."""
     names = [host.name for host in fleet.hosts]
-    host = tuple(names.index(device.host) for device in fleet.devices)
-    paths = [[fleet.path(a.host, b.host) for b in fleet.devices] for a in fleet.devices]
+    place = {name: index for index, name in enumerate(names)}
+    host = tuple(place[device.host] for device in fleet.devices)
     many = len(names) > 1
+    cards = [fleet.card(n) if many else WITHIN_HOST for n in names]
+    latency_s, bandwidth = _between_hosts(fleet, place, cards)
     return Network(
         host=host,
-        send_bytes_per_s=tuple(fleet.card(n).send_bytes_per_s if many else float("inf") for n in names),
-        receive_bytes_per_s=tuple(fleet.card(n).receive_bytes_per_s if many else float("inf") for n in names),
-        within_bytes_per_s=tuple(fleet.path(n, n).bandwidth_bytes_per_s for n in names),
-        latency_s=tuple(tuple(p.latency_s for p in row) for row in paths),
-        pair_bytes_per_s=tuple(tuple(p.bandwidth_bytes_per_s for p in row) for row in paths),
+        send_bytes_per_s=tuple(card.send_bytes_per_s if many else float("inf") for card in cards),
+        receive_bytes_per_s=tuple(card.receive_bytes_per_s if many else float("inf") for card in cards),
+        within_bytes_per_s=tuple(bandwidth[i][i] for i in range(len(names))),
+        latency_s=tuple(tuple([latency_s[a][b] for b in host]) for a in host),
+        pair_bytes_per_s=tuple(tuple([bandwidth[a][b] for b in host]) for a in host),
         processor_s_per_byte=tuple(processor_s_per_byte or (0.0,) * len(host)),
     )
+
+
+def _between_hosts(
+    fleet: Fleet, place: Mapping[str, int], cards: Sequence[Card]
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Latency and bandwidth from host to host, as `Fleet.path` has them: it looks one pair up, here are all of them."""
+    latency_s = [[max(a.latency_s, b.latency_s) for b in cards] for a in cards]
+    bandwidth = [[min(a.send_bytes_per_s, b.receive_bytes_per_s) for b in cards] for a in cards]
+    for index in range(len(cards)):
+        latency_s[index][index] = WITHIN_HOST.latency_s
+        bandwidth[index][index] = min(WITHIN_HOST.send_bytes_per_s, WITHIN_HOST.receive_bytes_per_s)
+    for link in fleet.links:
+        source, target = place[link.source], place[link.target]
+        latency_s[source][target] = link.latency_s
+        bandwidth[source][target] = link.bandwidth_bytes_per_s
+    return latency_s, bandwidth
 
 
 def rates(

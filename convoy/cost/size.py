@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from convoy.graph import Layer
-from convoy.layout import box, holders
+from convoy.layout import Layout, Split, box, holders
 from convoy.steps import Compute
 from convoy.strategy import feature_axis
 
@@ -16,11 +16,14 @@ class LocalSize:
         samples: of the batch.
         outputs: filters or features that it computes; all, where the layer is not split by filter.
         inputs: input channels or features that it sums over; all, where the layer is not split by channel.
+        shares_statistics: the samples are a part of a batch that is normalised as a whole: a batch norm then runs in steps
+            of its own around an exchange (`convoy.execute.batch_norm`), at another speed.
     """
 
     samples: int
     outputs: int
     inputs: int
+    shares_statistics: bool = False
 
 
 def whole_size(layer: Layer, samples: int) -> LocalSize:
@@ -48,7 +51,12 @@ def local_size(step: Compute, layer: Layer, device: int) -> LocalSize | None:
         read = box(step.reads[0].layout, device, step.reads[0].shape)
         if read is not None:
             inputs = read[axis][1] - read[axis][0]
-    return LocalSize(samples, outputs, inputs)
+    return LocalSize(samples, outputs, inputs, shares_statistics(layer, step.writes.layout))
+
+
+def shares_statistics(layer: Layer, layout: Layout) -> bool:
+    """Whether the batch that a batch norm takes its statistics from lies on several devices."""
+    return layer.statistics and isinstance(layout, Split) and layout.axis == 0 and len(holders(layout)) > 1
 
 
 def flop(layer: Layer, size: LocalSize) -> float:

@@ -1,6 +1,6 @@
 """Running a schedule: the pieces that a move sends, receives, keeps and adds, on one device."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from convoy.execute.clock import Clock
 from convoy.execute.group import Group, Message, Pending
-from convoy.layout import Box, Layout, Partial, Shape, box, entries, local_shape
+from convoy.layout import Box, Layout, Partial, Shape, box, covers, local_shape
 from convoy.transfer import Round, Schedule, Transfer
 
 
@@ -166,7 +166,7 @@ def _start_direct(group: Group, schedule: Schedule, piece: Tensor, src: Layout, 
     transfers = [t for transfers in schedule.rounds for t in transfers]
     kept = [t for t in transfers if t.sender == t.receiver == me]
     arrives = any(t.receiver == me != t.sender for t in transfers)
-    if wanted is not None and not arrives and _covers([t.box for t in kept], wanted):
+    if wanted is not None and not arrives and covers([t.box for t in kept], wanted):
         result, here = _cut(piece, wanted, own), True
     else:
         # From zero where only a part of the box is written: a pending sum, or a box that nobody fills.
@@ -175,11 +175,6 @@ def _start_direct(group: Group, schedule: Schedule, piece: Tensor, src: Layout, 
         result, here = fresh(local_shape(dst, me, shape)), False
     rounds = [_start_round(group, each, piece, result, own, wanted, here=here) for each in schedule.rounds]
     return Moving(result, rounds)
-
-
-def _covers(pieces: Sequence[Box], wanted: Box) -> bool:
-    """Whether pieces of one device, which do not overlap, are all of a box."""
-    return list(pieces) == [wanted] or (len(pieces) > 1 and 0 < entries(wanted) == sum(map(entries, pieces)))
 
 
 def _start_round(

@@ -9,10 +9,11 @@ from rich.console import Console
 from torch import nn
 
 from convoy.data import NAMES, Splits, load
-from convoy.errors import InputError, unknown_name
+from convoy.errors import ConvoyError, InputError, unknown_name
 from convoy.execute.processes import join
 from convoy.files import write_whole
 from convoy.fleet import Fleet
+from convoy.measure.partial import unfinished
 from convoy.measure.run import BUDGET_S, measure_job
 from convoy.measurement import read_fleet_file
 from convoy.nets import build_net
@@ -121,11 +122,16 @@ def run_measure(job: MeasureJob) -> None:
         traced = trace(model, splits.train[0][0][None])
         console = Console(quiet=not first, highlight=False)
         slowdown = job.slowdown[group.device] * float(os.environ.get("CONVOY_SLOWDOWN", "1"))
-        with Watch(console) as watch:
-            measured = measure_job(
-                group, traced, model, job.batch, net=job.net, fleet=job.read_fleet(), budget_s=job.budget_s,
-                slowdown=slowdown, partial=job.partial, progress=watch,
-            )  # fmt: skip
+        try:
+            with Watch(console) as watch:
+                measured = measure_job(
+                    group, traced, model, job.batch, net=job.net, fleet=job.read_fleet(), budget_s=job.budget_s,
+                    slowdown=slowdown, partial=job.partial, progress=watch,
+                )  # fmt: skip
+        except (KeyboardInterrupt, ConvoyError):
+            if remark := unfinished(job.partial):
+                console.print(remark, markup=False, soft_wrap=True)
+            raise
         if first:
             write_whole(job.output, measured.to_toml())
             show(measured, console)

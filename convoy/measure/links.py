@@ -46,11 +46,12 @@ class CardRates:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Seconds of a device's processor, as much as it has of one, per byte."""
+    """Seconds of a device's processor, as much as it has of one, per byte; and of each message, however small."""
 
     send_s_per_byte: float
     receive_s_per_byte: float
     spread: float
+    message_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +209,10 @@ def _traffic(sent: Sequence[Stage], received: Sequence[Stage], share: float) -> 
     """From the largest messages, where what each message costs by itself hardly counts."""
     rows = [[s / stage.size for stage in _largest(stages) for s in stage.processor_s] for stages in (sent, received)]
     out, into = (typical(row) / share if row else 0.0 for row in rows)
-    return Traffic(out, into, max((spread_of(row) for row in rows if row), default=0.0))
+    # Each is answered: two messages pass through this end.
+    small = [s / 2 for stage in (*sent, *received) if stage.size == SIZES[0] for s in stage.processor_s]
+    message_s = typical(small) / share if small else 0.0
+    return Traffic(out, into, max((spread_of(row) for row in rows if row), default=0.0), message_s)
 
 
 def _largest(stages: Sequence[Stage]) -> list[Stage]:

@@ -9,7 +9,7 @@ from typing import Any
 from convoy.errors import InputError
 
 Rows = Sequence[Sequence[float]]
-"""Of one layer on one device: samples, outputs, inputs, forward_s, backward_s, spread."""
+"""Of one layer on one device: samples, outputs, inputs, forward_s, backward_s, spread, shared (0 or 1)."""
 
 
 class Partial:
@@ -59,6 +59,15 @@ class Partial:
             raise InputError(
                 f"cannot write {self.path}: {error.strerror}; name a file in a folder you may write"
             ) from None
+
+
+def unfinished(path: Path) -> str:
+    """What to tell a person whose measuring ended early; empty where no layer was finished."""
+    with suppress(OSError, UnicodeDecodeError):
+        done = sum(_parsed(line) is not None for line in path.read_text(encoding="utf-8").splitlines()[1:])
+        if done:
+            return f"{done} layers are measured and kept in {path}: the same command goes on from there"
+    return ""
 
 
 def _parsed(line: str) -> Any:

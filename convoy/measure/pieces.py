@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from convoy.cost.size import LocalSize, whole_size
-from convoy.execute.compute import Arithmetic, arithmetic
+from convoy.execute.batch_norm import GlobalBatchNorm
+from convoy.execute.compute import Arithmetic, Gradients, arithmetic
 from convoy.graph import Graph, Layer
 from convoy.layout import Shape
+from convoy.steps import Part
 from convoy.strategy import feature_axis
 from convoy.trace import Traced
 
@@ -33,6 +35,24 @@ class Piece:
     wants: Sequence[bool]
     gradient: Any
     held_bytes: int
+
+
+class SharedStatistics:
+    """A batch norm as it runs where its batch lies on several devices, but for the exchange: the rows are those from here."""
+
+    def __init__(self, model: nn.Module, traced: Traced, layer: Layer) -> None:
+        self.norm = GlobalBatchNorm(model.get_submodule(str(traced.operations[layer.name].target)), layer)
+
+    def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:  # noqa: ARG002
+        (x,) = inputs
+        row = self.norm.local_statistics(x)
+        by = self.norm.combine(row, [batch], math.prod(x.shape[2:]))
+        return self.norm.normalise(x, by), (x, by) if keep else None
+
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:  # noqa: ARG002
+        x, by = saved
+        row = self.norm.local_sums(x, g, by)
+        return self.norm.backward(x, g, by, row, row, wants[0])
 
 
 def granule(graph: Graph, layer: Layer) -> int | None:

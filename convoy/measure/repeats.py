@@ -39,8 +39,13 @@ class Times:
 
 
 @dataclass(slots=True)
-class _Phase:
-    """Forward or backward: the seconds of one call in each round so far, and how many calls the next round makes."""
+class Repetition:
+    """One thing that is repeated, such as forward or backward.
+
+    Attributes:
+        each_s: seconds of one call in each round so far.
+        total_s, total_calls: over all rounds.
+    """
 
     most_calls: int
     each_s: list[float]
@@ -70,7 +75,7 @@ def time_piece(piece: Piece, clock: Clock, now: Now, stretch_s: float = STRETCH_
         stretch_s: seconds of one stretch.
     """
     held = 1 if piece.gradient is None else max(1, HELD_BYTES // max(1, piece.held_bytes))
-    forward, backward = _Phase(MOST_CALLS, []), _Phase(held, [])
+    forward, backward = Repetition(MOST_CALLS, []), Repetition(held, [])
     once = _round(piece, clock, now, 1, 1)
     if sum(once) >= LONG * stretch_s:
         forward.note(once[0], 1)
@@ -87,7 +92,7 @@ def time_piece(piece: Piece, clock: Clock, now: Now, stretch_s: float = STRETCH_
     return Times(typical(forward.each_s), typical(backward.each_s), spread_of(both))
 
 
-def _enough(forward: _Phase, backward: _Phase, stretch_s: float) -> bool:
+def _enough(forward: Repetition, backward: Repetition, stretch_s: float) -> bool:
     rounds = len(forward.each_s)
     if rounds >= MOST_ROUNDS:
         return True
@@ -150,16 +155,28 @@ def time_update(
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.SGD([parameter], lr=0.01, momentum=0.9)
 
-    def steps(count: int) -> float:
-        start_s = now()
-        for _ in range(count):
-            optimizer.step()
-        return (now() - start_s) / count
+    optimizer.step()  # makes the momentum
+    found = repeated(optimizer.step, now, stretch_s)
+    return typical(found.each_s) / entries, spread_of(found.each_s)
 
-    steps(1)  # makes the momentum
-    count = max(1, round(stretch_s / max(steps(1), 1e-7)))
-    found = [steps(count) for _ in range(ROUNDS)]
-    return typical(found) / entries, spread_of(found)
+
+def repeated(work: Callable[[], object], now: Now, stretch_s: float = STRETCH_S) -> Repetition:
+    """Call something in stretches, 5 or more, until the pauses of a quota are spread evenly."""
+
+    def run(calls: int) -> float:
+        start_s = now()
+        for _ in range(calls):
+            work()
+        return now() - start_s
+
+    run(1)  # allocates, and chooses kernels
+    once_s, found = run(1), Repetition(MOST_CALLS, [])
+    while len(found.each_s) < ROUNDS or (
+        found.total_s < ROUNDS * stretch_s and found.total_calls < ROUNDS * MOST_CALLS
+    ):
+        calls = found.calls(stretch_s, once_s)
+        found.note(run(calls), calls)
+    return found
 
 
 def spread_of(values: Sequence[float]) -> float:

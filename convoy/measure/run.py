@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ from convoy.execute.group import Group
 from convoy.fleet import Fleet
 from convoy.measure.describe import Own, describe, fit, fleet_of, host_indices, spreads, with_wire
 from convoy.measure.links import Traffic, measure_links, processor_share
+from convoy.measure.overheads import measure_overheads
 from convoy.measure.partial import Partial, Rows
 from convoy.measure.repeats import STRETCH_S, device_now, time_update
-from convoy.measure.tables import Bench, allowances
-from convoy.measurement import Measurement
+from convoy.measure.tables import Bench, Point, allowances
+from convoy.measurement import FORMAT, Measurement
 from convoy.points import DeviceCosts, LayerPoint
 from convoy.trace import Traced
 
@@ -82,14 +83,20 @@ def measure_job(
     bench = Bench(traced, model, batch, Clock(group.torch_device, slowdown), group.torch_device, stretch_s=stretch_s)
     steps = _measure_tables(group, bench, kept, budget_s, progress)
     update_s, update_spread = time_update(group.torch_device, device_now(group.torch_device), stretch_s)
-    updates = [json.loads(text) for text in group.agree("optimizer", json.dumps([update_s, update_spread]))]
+    share = processor_share(10 * stretch_s)
     wire = measure_links(
         group,
         host_indices(fleet),
-        processor_share(10 * stretch_s),
+        share,
         budget_s=links_budget_s,
         progress=lambda what: progress(what, steps, steps),
     )
+    progress("what a step costs beside its layers", steps, steps)
+    overheads = measure_overheads(
+        group.torch_device, device_now(group.torch_device), stretch_s, wire.traffic[group.device].message_s, share
+    )
+    own_costs = asdict(overheads) | {"update_s_per_entry": update_s, "update_spread": update_spread}
+    costs = [json.loads(text) for text in group.agree("costs of a step", json.dumps(own_costs))]
     links, cards = spreads(fleet, wire)
     measured = Measurement(
         fleet=with_wire(fleet, wire),
@@ -99,7 +106,7 @@ def measure_job(
         convoy=__version__,
         torch=str(torch.__version__),
         date=date,
-        device=_device_costs(fleet, wire.traffic, updates),
+        device=_device_costs(fleet, wire.traffic, costs),
         layer=_points(fleet, bench, kept.tables),
         link=links,
         host=cards,
@@ -115,6 +122,7 @@ def _agreed(group: Group, traced: Traced, batch: int, fleet: Fleet | None) -> tu
         "batch": batch,
         "fleet": "" if fleet is None else hashlib.sha256(fleet.to_toml().encode()).hexdigest()[:16],
         "convoy": __version__,
+        "format": FORMAT,
     }
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     texts = [json.loads(text) for text in group.agree("measure", json.dumps([own, date]))]
@@ -146,27 +154,43 @@ def _measure_tables(group: Group, bench: Bench, kept: Partial, budget_s: float, 
         share_s = allowances(bench.traced.graph, ahead[index:], left_s)[name]
         points = bench.measure(name, min(share_s, group.timeout_s / 4))
         left_s = max(0.0, left_s - (time.monotonic() - start_s))
-        rows = [[*astuple(point.size), *astuple(point.times)] for point in points]
+        rows = [_row(point) for point in points]
         kept.add(name, [json.loads(text) for text in group.agree(f"table of {name}", json.dumps(rows))])
     return len(names)
+
+
+def _row(point: Point) -> list[float]:
+    size, times = point.size, point.times
+    seconds = [times.forward_s, times.backward_s, times.spread]
+    return [size.samples, size.outputs, size.inputs, *seconds, float(size.shares_statistics)]
 
 
 def _points(fleet: Fleet, bench: Bench, tables: dict[str, list[Rows]]) -> tuple[LayerPoint, ...]:
     first = bench.alike()
     return tuple(
-        LayerPoint(
-            device.name, name, int(row[0]), int(row[1]), int(row[2]), float(row[3]), float(row[4]), float(row[5])
-        )
+        _point(device.name, name, row)
         for index, device in enumerate(fleet.devices)
         for name in bench.layers
         for row in tables[first[name]][index]
     )
 
 
+def _point(device: str, layer: str, row: Sequence[float]) -> LayerPoint:
+    samples, outputs, inputs, forward_s, backward_s, spread, shared = row
+    size = int(samples), int(outputs), int(inputs)
+    return LayerPoint(device, layer, *size, float(forward_s), float(backward_s), float(spread), bool(shared))
+
+
 def _device_costs(
-    fleet: Fleet, traffic: Sequence[Traffic], updates: Sequence[Sequence[float]]
+    fleet: Fleet, traffic: Sequence[Traffic], costs: Sequence[dict[str, float]]
 ) -> tuple[DeviceCosts, ...]:
     return tuple(
-        DeviceCosts(device.name, each.send_s_per_byte, each.receive_s_per_byte, update_s, each.spread, update_spread)
-        for device, each, (update_s, update_spread) in zip(fleet.devices, traffic, updates, strict=True)
+        DeviceCosts(
+            device=device.name,
+            send_s_per_byte=each.send_s_per_byte,
+            receive_s_per_byte=each.receive_s_per_byte,
+            traffic_spread=each.spread,
+            **others,
+        )
+        for device, each, others in zip(fleet.devices, traffic, costs, strict=True)
     )

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from convoy.cost.size import LocalSize, whole_size
 from convoy.execute.clock import Clock
 from convoy.graph import Graph, Layer
 from convoy.lower import lower
-from convoy.measure.pieces import granule, piece
+from convoy.measure.pieces import SharedStatistics, granule, piece
 from convoy.measure.repeats import ROUNDS, STRETCH_S, Now, Times, device_now, time_piece
 from convoy.operation import Operation
 from convoy.plan import Plan
@@ -102,6 +102,8 @@ class Bench:
         largest = max(known, key=lambda size: _ratio(size, probe))
         axes = choose_axes(full, whole, largest, known[largest].both_s, allowance_s, point_limit_s, self.stretch_s)
         sizes = axes.sizes(whole)
+        if layer.statistics and layer.kind == "batch_norm":
+            sizes += [replace(whole, samples=samples, shares_statistics=True) for samples in axes.samples]
         for size in sizes:
             if size not in known:
                 known[size] = self._time(layer, size)
@@ -115,6 +117,8 @@ class Bench:
                 self.model, self.traced, layer, size, self.wants[layer.name], backward=layer.name in self.trained
             ) as part,
         ):
+            if size.shares_statistics:
+                part = replace(part, run=SharedStatistics(self.model, self.traced, layer))
             return time_piece(part, self.clock, self.now, self.stretch_s)
 
     def _signature(self, name: str) -> str:

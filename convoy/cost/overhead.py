@@ -1,0 +1,167 @@
+"""What a step costs a device beside the arithmetic of its layers: the executor's Python, copies, additions, the optimizer."""
+
+import math
+from dataclasses import dataclass
+
+from convoy.layout import Box, Layout, Partial, Replicated, box, covers, dual, entries
+from convoy.steps import Move, ReturnGradient, ShareStatistics, SumGradients
+from convoy.transfer import Round, Schedule
+
+FRESH_BYTES = 32 << 20
+"""What is larger, glibc's malloc takes from the system each time and gives back at once (its largest mmap threshold)."""
+
+Exchange = Move | ReturnGradient | ShareStatistics | SumGradients
+
+
+@dataclass(frozen=True, slots=True)
+class Overheads:
+    """Properties of one device and of Convoy's executor on it; all zero for a device that exists only as a roofline.
+
+    Attributes:
+        step_s: of a whole training step: fetching a batch, the loss, clearing gradients, calling the optimizer.
+        layer_s: of a layer's forward and backward together: finding its inputs, keeping its outputs.
+        round_s: of a round with one message, sent or received, beyond what `Network.latency_s` holds: cutting, buffers,
+            bookkeeping, and that a quota stretches the processor's part of the message.
+        message_s: of each further message in it.
+        copy_s_per_byte: of copying a tensor.
+        add_s_per_byte: of adding a tensor to another.
+        fresh_s_per_byte: of memory that the system must provide anew, page by page: for tensors larger than `FRESH_BYTES`.
+        update_s_per_tensor: of the optimizer for each parameter, beside its entries.
+    """
+
+    step_s: float = 0.0
+    layer_s: float = 0.0
+    round_s: float = 0.0
+    message_s: float = 0.0
+    copy_s_per_byte: float = 0.0
+    add_s_per_byte: float = 0.0
+    fresh_s_per_byte: float = 0.0
+    update_s_per_tensor: float = 0.0
+
+    def handling_s(self, handling: "Handling", itemsize: int) -> float:
+        """Seconds of copies, additions and new memory."""
+        fresh = sum(n for n in handling.made if n * itemsize > FRESH_BYTES)
+        return itemsize * (
+            handling.copied * self.copy_s_per_byte
+            + handling.added * self.add_s_per_byte
+            + fresh * self.fresh_s_per_byte
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Handling:
+    """Entries that a device copies and adds around the messages of a round, and those of each tensor that it makes."""
+
+    copied: int = 0
+    added: int = 0
+    made: tuple[int, ...] = ()
+
+    def __add__(self, other: "Handling") -> "Handling":
+        return Handling(self.copied + other.copied, self.added + other.added, self.made + other.made)
+
+
+NOTHING = Handling()
+
+
+def copy_of(count: int) -> Handling:
+    """A copy in memory of its own."""
+    return Handling(copied=count, made=(count,))
+
+
+def handling(step: Exchange, device: int) -> list[tuple[Handling, Handling]]:
+    """What a device does before and after the messages of each round of a step, as `convoy.execute.move` does it.
+
+    A cut that is one block of memory is sent, and received into, as it lies; any other is copied into a block or out of
+    one. What is added arrives beside the tensor. A sum of gradients is joined to one tensor first.
+    """
+    schedule, (src, dst) = step.schedule, _ends(step)
+    if not schedule.in_place:
+        return _direct(schedule, device, src, dst)
+    reads = any(device in (t.sender, t.receiver) for transfers in schedule.rounds for t in transfers)
+    start = copy_of(schedule.shape[0]) if reads and _holds(src, device) else NOTHING
+    rounds = []
+    for transfers in schedule.rounds:
+        summands = tuple(entries(t.box) for t in transfers if t.receiver == device and t.adds)
+        rounds.append((start, Handling(added=sum(summands), made=summands)))
+        start = NOTHING
+    return rounds
+
+
+def kept_sums(step: SumGradients, device: int) -> Handling:
+    """Gradients that were summed together lie in one tensor; at the end of a step each gets memory of its own."""
+    apart = len(step.keys) > 1 and device in step.devices and len(step.devices) > 1
+    return sum((copy_of(size) for size in step.sizes), NOTHING) if apart else NOTHING
+
+
+def messages(schedule: Schedule, device: int) -> list[int]:
+    """How many messages a device sends and receives in each round."""
+    return [
+        sum(device in (t.sender, t.receiver) and t.sender != t.receiver and entries(t.box) > 0 for t in transfers)
+        for transfers in schedule.rounds
+    ]
+
+
+def _ends(step: Exchange) -> tuple[Layout, Layout]:
+    match step:
+        case Move(phase="backward"):
+            return dual(step.reads.layout), dual(step.writes.layout)
+        case Move():
+            return step.reads.layout, step.writes.layout
+        case ReturnGradient():
+            return step.reads.layout, dual(step.writes.layout)
+        case ShareStatistics():
+            return step.layout, Replicated(step.members)
+        case SumGradients():
+            return Partial(step.devices), Replicated(step.devices)
+
+
+def _holds(layout: Layout, device: int) -> bool:
+    return not isinstance(layout, Partial) or device in layout.devices
+
+
+def _direct(schedule: Schedule, device: int, src: Layout, dst: Layout) -> list[tuple[Handling, Handling]]:
+    transfers = [t for transfers in schedule.rounds for t in transfers]
+    if not any(device in (t.sender, t.receiver) for t in transfers):
+        return [(NOTHING, NOTHING)] * len(schedule.rounds)
+    own, wanted = box(src, device, schedule.shape), box(dst, device, schedule.shape)
+    kept = [t.box for t in transfers if t.sender == t.receiver == device]
+    arrives = any(t.receiver == device != t.sender for t in transfers)
+    if wanted is None or (not arrives and covers(kept, wanted)):
+        return [(_packed(each, device, own), NOTHING) for each in schedule.rounds]
+    summed = isinstance(dst, Partial) or any(t.adds for t in transfers if t.receiver == device)
+    result = entries(wanted)
+    # Where it is summed, zeros are written first. All rounds fill one tensor, which is made with the first.
+    made = Handling(copied=result if summed else 0, made=(result,))
+    rounds = []
+    for each in schedule.rounds:
+        rounds.append((_packed(each, device, own), made + _landed(each, device, wanted)))
+        made = NOTHING
+    return rounds
+
+
+def _packed(transfers: Round, device: int, own: Box | None) -> Handling:
+    leaving = [t for t in transfers if t.sender == device != t.receiver]
+    return sum((copy_of(entries(t.box)) for t in leaving if not is_block(t.box, own)), NOTHING)
+
+
+def _landed(transfers: Round, device: int, wanted: Box) -> Handling:
+    total = NOTHING
+    for t in transfers:
+        count = entries(t.box)
+        landing = (count,) if t.sender != device and (t.adds or not is_block(t.box, wanted)) else ()
+        if t.receiver == device and t.adds:
+            total += Handling(added=count, made=landing)
+        elif t.receiver == device and (landing or t.sender == device):
+            total += Handling(copied=count, made=landing)
+    return total
+
+
+def is_block(part: Box, of: Box | None) -> bool:
+    """Whether a part of a tensor is one block of memory, where the tensor itself is one."""
+    if of is None:
+        return True
+    extents = [(stop - start, end - origin) for (start, stop), (origin, end) in zip(part, of, strict=True)]
+    if math.prod(n for n, _ in extents) <= 1:
+        return True
+    last = max((axis for axis, (n, whole) in enumerate(extents) if n < whole), default=0)
+    return all(n == 1 for n, _ in extents[:last])

@@ -1,0 +1,186 @@
+"""Timing what a training step costs a device beside its layers: general properties of the device and of the executor on it.
+
+The whole step runs as in training (loader, executor, loss, optimizer), on one device, over nets whose layers compute almost
+nothing; what the layers themselves take is subtracted. Copies and additions are timed through torch's own functions, as the
+executor calls them.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convoy.cost.overhead import FRESH_BYTES, Overheads
+from convoy.cost.size import whole_size
+from convoy.data.images import Images
+from convoy.execute.clock import Clock
+from convoy.execute.data import Loader
+from convoy.execute.group import AloneGroup, Arrived, CountedGroup, Message, Pending
+from convoy.execute.module import Distributed
+from convoy.execute.move import run_move
+from convoy.layout import Replicated, Split
+from convoy.measure.pieces import piece
+from convoy.measure.repeats import Now, repeated, time_piece, typical
+from convoy.named import Speeds, named_plan
+from convoy.steps import Move, Value
+from convoy.trace import trace
+
+LAYERS = (1, 33)
+"""Activations in the two nets whose difference is the cost of a layer."""
+
+TENSORS = (1, 33)
+PEERS = (1, 5)
+COPIED_BYTES = 4 << 20
+"""More than a cache of one core holds, and less than what the system must provide anew each time."""
+
+BATCH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What something costs at two counts: seconds of each more, and of none."""
+
+    each_s: float
+    none_s: float
+
+
+def measure_overheads(
+    device: torch.device, now: Now, stretch_s: float, message_s: float = 0.0, share: float = 1.0
+) -> Overheads:
+    """Time everything but messages, a few seconds with the usual stretch.
+
+    Args:
+        message_s: seconds of this device's processor for one small message, as its share of one allows.
+        share: of a processor that this device has. A latency is timed on devices that wait most of the time and so are not
+            held back by a quota: it holds one message's processor time at full speed, which is taken off a round.
+    """
+    clock = Clock(device)
+    per_tensor_s = _line(TENSORS, lambda count: _repeated(_optimizer(count, device), now, stretch_s)).each_s
+    steps = _line(LAYERS, lambda count: _repeated(_training(count, device), now, stretch_s))
+    layers = [_layer_s(kind, device, clock, now, stretch_s) for kind in ("flatten", "linear", "elementwise")]
+    layer_s = max(0.0, steps.each_s - layers[2])
+    # Flatten and Linear are in every step, and the two parameters of the Linear.
+    step_s = max(0.0, steps.none_s - layers[0] - layers[1] - 2 * layer_s - 2 * per_tensor_s)
+    rounds = _line(PEERS, lambda count: _repeated(_round(count, device), now, stretch_s))
+    held_s = message_s * share
+    each_message_s = message_s + max(0.0, rounds.each_s) / 2  # each peer is sent a message and sends one
+    return Overheads(
+        step_s=step_s,
+        layer_s=layer_s,
+        round_s=max(0.0, rounds.none_s + each_message_s - held_s),
+        message_s=each_message_s,
+        copy_s_per_byte=_repeated(_copy(device), now, stretch_s) / COPIED_BYTES,
+        add_s_per_byte=_repeated(_add(device), now, stretch_s) / COPIED_BYTES,
+        fresh_s_per_byte=_fresh_s_per_byte(device, now, stretch_s),
+        update_s_per_tensor=max(0.0, per_tensor_s),
+    )
+
+
+def _line(counts: tuple[int, int], seconds: Callable[[int], float]) -> _Line:
+    few, many = counts
+    few_s, many_s = seconds(few), seconds(many)
+    each_s = (many_s - few_s) / (many - few)
+    return _Line(each_s, few_s - few * each_s)
+
+
+def _repeated(work: Callable[[], object], now: Now, stretch_s: float) -> float:
+    """Seconds of one call. In longer stretches than the layers', since differences are taken."""
+    return typical(repeated(work, now, 2 * stretch_s).each_s)
+
+
+def _chain(activations: int) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(1, 2), *(nn.ReLU() for _ in range(activations)))
+
+
+def _training(activations: int, device: torch.device) -> Callable[[], object]:
+    """One step of a training loop like `convoy.execute.train.fit`."""
+    images = Images(
+        torch.zeros(1024 * BATCH, 1, 1, 1, dtype=torch.uint8), torch.zeros(1024 * BATCH, dtype=torch.int64), 2,
+        (0.5,), (0.5,),
+    )  # fmt: skip
+    model, example = _chain(activations), images[0][0][None]
+    plan = named_plan("data", trace(model, example).graph, BATCH, Speeds((1.0,)))
+    part = Distributed(model, plan, AloneGroup(device), example)
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.0, momentum=0.9)
+    loader = Loader(images, BATCH, part)
+    batches = iter(loader)
+
+    def step() -> None:
+        nonlocal batches
+        batch = next(batches, None)
+        if batch is None:
+            batches = iter(loader)
+            batch = next(batches)
+        x, y = batch
+        loss = F.cross_entropy(part(x), y)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        float(loss.detach())
+
+    return step
+
+
+def _layer_s(kind: str, device: torch.device, clock: Clock, now: Now, stretch_s: float) -> float:
+    """The arithmetic of one layer of the chain, forward and backward."""
+    model = _chain(2).to(device)
+    traced = trace(model, torch.zeros(1, 1, 1, 1, device=device))
+    layer = [layer for layer in traced.graph.layers.values() if layer.kind == kind][-1]
+    wants = (kind == "elementwise",)
+    size = whole_size(layer, BATCH)
+    with torch.no_grad(), piece(model, traced, layer, size, wants, backward=kind != "flatten") as part:
+        return time_piece(part, clock, now, stretch_s).both_s
+
+
+def _optimizer(tensors: int, device: torch.device) -> Callable[[], object]:
+    parameters = [nn.Parameter(torch.zeros(2, device=device)) for _ in range(tensors)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return torch.optim.SGD(parameters, lr=0.0, momentum=0.9).step
+
+
+class _Silent(CountedGroup):
+    """A group whose messages are there at once: what is left of a round is the executor's own."""
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
+        self._admit(sends, receives, lane)
+        return Arrived()
+
+    def agree(self, topic: str, text: str) -> tuple[str, ...]:  # noqa: ARG002
+        return (text,)
+
+    def close(self, error: BaseException | None = None) -> None:
+        pass
+
+
+def _round(peers: int, device: torch.device) -> Callable[[], object]:
+    """A round in which every device sends its sample to every other one."""
+    devices = peers + 1
+    src, dst, shape = Split(0, (1,) * devices), Replicated(tuple(range(devices))), (devices, 2)
+    move = Move(0, "forward", Value("x", shape, src), Value("y", shape, dst), "ring")
+    group, x = _Silent(0, devices, device, 1.0), torch.zeros(1, 2, device=device)
+    return lambda: run_move(group, move.schedule, x, src, dst, shape)
+
+
+def _copy(device: torch.device) -> Callable[[], object]:
+    x_NCF = torch.zeros(16, 2, COPIED_BYTES // 64, device=device)
+    return lambda: x_NCF.narrow(1, 0, 1).contiguous()
+
+
+def _fresh_s_per_byte(device: torch.device, now: Now, stretch_s: float) -> float:
+    """What zeros in new memory take longer than zeros written to a tensor that is there."""
+    count = FRESH_BYTES // 4 + 4096
+    x = torch.zeros(count, device=device)
+    new_s, old_s = (_repeated(work, now, stretch_s) for work in (lambda: x.new_zeros(count), x.zero_))
+    return max(0.0, new_s - old_s) / (4 * count)
+
+
+def _add(device: torch.device) -> Callable[[], object]:
+    a, b = (torch.zeros(COPIED_BYTES // 4, device=device) for _ in range(2))
+
+    def add() -> Tensor:
+        return a.add_(b)
+
+    return add
