@@ -1,12 +1,15 @@
 """The four lines: make_plan, distribute, loader (and join, in execute/processes.py)."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from convoy.auto import AUTO, BUDGET_S, choose
+from convoy.errors import InputError, PlanError
 from convoy.execute.clock import Clock
 from convoy.execute.data import Loader
 from convoy.execute.group import Group
@@ -29,11 +32,14 @@ def make_plan(
     speeds: Sequence[float] | None = None,
     reduce: Sum | None = None,
     slowdown: float = 1.0,
+    budget_s: float = BUDGET_S,
+    fleet: Path | None = None,
 ) -> Plan:
     """A plan by name for this model on these devices. Every device must call it.
 
     Args:
-        name: "data", "data-by-speed", "master", "model" or "hybrid".
+        name: "data", "data-by-speed", "master", "model", "hybrid"; or "auto": the devices are measured, and the planner
+            chooses per layer.
         model: an ordinary module.
         example: one batch of each input; only shape and dtype matter.
         batch: global batch, in samples.
@@ -41,12 +47,26 @@ def make_plan(
         speeds: one number per device; None: every device times the model's own layers first, which takes seconds.
         reduce: "ring", "butterfly", "star", or "inexact-butterfly-mixing"; None: what the plan is known for.
         slowdown: this device plays one that is so many times slower.
+        budget_s: for "auto", about the seconds that measuring may take.
+        fleet: for "auto", a file that `convoy measure` wrote for this model: nothing is measured then. Only device 0 reads it.
 
     Raises:
-        InputError, PlanError: an unknown name (the choices are listed), a batch below 1, speeds that do not fit.
+        InputError, PlanError: an unknown name (the choices are listed), a batch below 1, speeds that do not fit; no plan
+            that fits the devices' memory.
         DeviceLostError: a device did not answer while speeds were shared.
     """
+    if batch < 1:
+        raise PlanError(f"a batch of {batch}: a batch holds one sample at least; give 1 or more")
     traced = trace(model, example)
+    if name == AUTO:
+        if speeds is not None:
+            raise InputError(
+                "speeds with the plan auto: it needs the times of every layer; leave speeds out, or name a plan"
+            )
+        return choose(
+            group, traced, model, batch, net=type(model).__name__, file=fleet, budget_s=budget_s, slowdown=slowdown,
+            reduce=reduce,
+        ).plan  # fmt: skip
     if speeds is not None:
         measured = given_speeds(speeds, group.devices)
     else:

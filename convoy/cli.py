@@ -38,7 +38,8 @@ PlanName = Annotated[
         help="Who computes what. [b]data[/]: the batch in even shares, as PyTorch DDP does. [b]data-by-speed[/]: the batch by "
         "measured speed. [b]master[/]: filters of the convolutions by measured speed, the rest on the fastest device "
         "(Marques 2018). [b]model[/]: every weighted layer by filter, evenly (Castello 2021). [b]hybrid[/]: convolutions by "
-        "batch, fully connected layers by filter (Jin 2018). Or a plan file."
+        "batch, fully connected layers by filter (Jin 2018). [b]auto[/]: measures, and lets the planner choose (train "
+        "only). Or a plan file."
     ),
 ]
 Devices = Annotated[
@@ -103,6 +104,10 @@ def train(
     log: Annotated[
         Path | None, typer.Option(help="Write every loss and result to this file, a JSON object per line.")
     ] = None,
+    fleet: Annotated[
+        Path | None, typer.Option(help="For --plan auto: the file that convoy measure wrote; default: measure now.")
+    ] = None,
+    budget: Annotated[float, typer.Option(help="For --plan auto: about the seconds that measuring may take.")] = 20.0,
     port: Annotated[int | None, typer.Option(help="Port where the processes meet; default: a free one.")] = None,
     timeout: Annotated[float, typer.Option(help="Seconds after which a silent device counts as lost.")] = 60.0,
 ) -> None:
@@ -114,13 +119,13 @@ def train(
     """
     from convoy.job import Job
 
-    fleet = _devices(devices)
+    known = _devices(devices)
     job = Job(
-        data=data, data_dir=data_dir, net=net, plan=plan, devices=fleet, batch=batch, epochs=epochs, lr=lr,
+        data=data, data_dir=data_dir, net=net, plan=plan, devices=known, batch=batch, epochs=epochs, lr=lr,
         momentum=momentum, weight_decay=weight_decay, optimizer=optimizer, seed=seed,
-        slowdown=_numbers("--slowdown", slowdown) or (1.0,) * len(fleet), speeds=_numbers("--speeds", speeds),
+        slowdown=_numbers("--slowdown", slowdown) or (1.0,) * len(known), speeds=_numbers("--speeds", speeds),
         reduce=reduce, limit=limit, workers=workers, timeout_s=timeout, compare=compare, explain=explain,  # type: ignore[arg-type]
-        save_plan=save_plan, log=log,
+        save_plan=save_plan, log=log, fleet=fleet, budget_s=budget,
     )  # fmt: skip
     _run(job, sys.argv[1:], port)
 
@@ -194,28 +199,69 @@ def plan(
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the chosen plan to this file (JSON).")
     ] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="Whose state counts as memory: sgd, sgd-momentum or adam.")
+    ] = "sgd-momentum",
+    least_energy: Annotated[
+        float | None,
+        typer.Option(
+            help="Choose the least joules per image among the plans whose step takes at most so many seconds."
+        ),
+    ] = None,
 ) -> None:
-    """Predict every plan on a measured fleet, and choose: step time, share of the limit, traffic, memory, what bounds it.
+    """Predict every plan on a measured fleet, and choose: step time, share of the limit, traffic, memory, joules, what
+    bounds it. Plans that do not fit a device's memory are marked, and never chosen.
 
     Example: convoy plan two-conv:150:800 --batch 256 --fleet fleet.toml -o plan.json
     """
     from convoy.forecast import forecast
 
-    sizes = _numbers("--image", image) or ()
-    forecast(net, tuple(int(n) for n in sizes), classes, batch, fleet, output)
+    forecast(
+        net,
+        _image(image),
+        classes,
+        batch,
+        fleet,
+        output,
+        optimizer=optimizer,
+        least_energy_s=least_energy,
+    )
 
 
 @app.command()
 def simulate(
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for tables (CSV) and figures (PNG).")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for tables (CSV), figures (PNG), traces (JSON).")
+    ],
     net: Net = "alexnet:4096",
     figures: Annotated[bool, typer.Option(help="Draw figures too (needs the extra 'plots').")] = True,
     published: Annotated[bool, typer.Option(help="Also check the figures that were published.")] = True,
+    fleet: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of the study, replay one step on this fleet: as convoy measure wrote it, or described."
+        ),
+    ] = None,
+    plan: Annotated[str, typer.Option(help="With --fleet: a plan by name, auto, or a plan file.")] = "auto",
+    batch: Batch = 64,
+    image: Annotated[str, typer.Option(help="With --fleet: channels, height, width of the images.")] = "3,32,32",
+    classes: Annotated[int, typer.Option(help="With --fleet: classes.")] = 10,
 ) -> None:
-    """Data, model, hybrid and master parallelism at any size: batch, FLOP/s, bandwidths, thousands of devices."""
-    from convoy.study.run import run_study
+    """Data, model, hybrid and master parallelism at any size: batch, FLOP/s, bandwidths, thousands of devices.
 
-    run_study(output, net, draw=figures, published=published, say=print)
+    With --fleet, one step of a plan on that fleet instead: who computes, sends and receives when, as a picture and as a trace
+    for Perfetto or chrome://tracing.
+
+    Example: convoy simulate -o step --net two-conv:150:800 --fleet fleet.toml --plan hybrid --batch 256
+    """
+    if fleet is None:
+        from convoy.study.run import run_study
+
+        run_study(output, net, draw=figures, published=published, say=print)
+        return
+    from convoy.study.step import run_step
+
+    run_step(output, net, fleet, plan, batch, _image(image), classes, draw=figures, say=print)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -270,6 +316,13 @@ def _devices(text: str) -> tuple[str, ...]:
     if not all(names):
         raise InputError(f"--devices {text!r}: give a number, or names with commas between them: cuda:0,cpu")
     return names
+
+
+def _image(text: str) -> tuple[int, int, int]:
+    sizes = [int(n) for n in _numbers("--image", text) or ()]
+    if len(sizes) != 3 or min(sizes) < 1:
+        raise InputError(f"--image {text}: give channels, height and width, e.g. 3,32,32")
+    return sizes[0], sizes[1], sizes[2]
 
 
 def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:

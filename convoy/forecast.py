@@ -1,28 +1,43 @@
 """`convoy plan`: from a measured fleet and a net to predictions, and a plan file."""
 
+import math
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from convoy.errors import InputError
 from convoy.files import write_whole
 from convoy.measurement import Measurement
 from convoy.nets import build_net
-from convoy.planner import solo_speeds
-from convoy.prospect import fewer_and_more, prospects
-from convoy.report.plans import show_counts, show_plan, show_prospects
+from convoy.prospect import Outlook, fewer_and_more, prospects
+from convoy.report.plans import show_counts, show_devices, show_plan, show_prospects
+from convoy.report.screen import Screen
 from convoy.trace import trace
 
 
-def forecast(net: str, image: tuple[int, ...], classes: int, batch: int, fleet: Path, output: Path | None) -> None:
+def forecast(
+    net: str,
+    image: tuple[int, int, int],
+    classes: int,
+    batch: int,
+    fleet: Path,
+    output: Path | None,
+    *,
+    optimizer: str = "sgd-momentum",
+    least_energy_s: float | None = None,
+) -> None:
     """Print the predictions for a net on a measured fleet; write the chosen plan if asked to.
+
+    Args:
+        optimizer: whose state counts as memory.
+        least_energy_s: choose by joules per image, among the plans whose step takes at most this long.
 
     Raises:
         InputError: sizes that cannot be, a fleet file without measured times, or measured with another model.
+        PlanError: no plan fits the devices' memory or the limit.
     """
-    if len(image) != 3 or min(image) < 1:
-        raise InputError(f"--image {','.join(map(str, image))}: give channels, height and width, e.g. 3,32,32")
+    if least_energy_s is not None and not 0 < least_energy_s < math.inf:
+        raise InputError(f"--least-energy {least_energy_s:g}: give the seconds that a step may take, above 0")
     if batch < 1 or classes < 1:
         raise InputError(f"--batch {batch}, --classes {classes}: give 1 or more")
     try:
@@ -33,13 +48,15 @@ def forecast(net: str, image: tuple[int, ...], classes: int, batch: int, fleet: 
     model = build_net(net, (channels, height, width), classes)
     graph = trace(model, torch.zeros(2, channels, height, width)).graph
     costs = measured.costs(graph)
-    names = [device.name for device in measured.fleet.devices]
-    speeds = solo_speeds(graph, batch, costs)
-    rows = prospects(graph, batch, costs, names)
-    console = Console(highlight=False)
-    show_prospects(console, rows, speeds, names)
-    show_counts(console, fewer_and_more(graph, batch, costs, speeds), speeds, names)
+    outlook = Outlook.of(graph, batch, costs, measured.fleet, optimizer)
+    console = Screen(visible=True).console  # as wide as its tables where there is no terminal
+    rows = prospects(outlook, least_energy_s)
+    show_prospects(console, rows, outlook)
+    if least_energy_s is None:
+        show_counts(console, fewer_and_more(outlook), outlook)
+    show_devices(console, rows[-1], outlook)
     show_plan(console, rows[-1], graph)
+    names = outlook.names
     if output is not None:
         write_whole(output, rows[-1].plan.to_json())
         console.print(f"Written to {output}: convoy train --plan {output} --batch {batch} --devices {len(names)} ...")

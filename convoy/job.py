@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from convoy.auto import AUTO, BUDGET_S, Chosen, choose, read_times
 from convoy.data import NAMES, Splits, load
 from convoy.errors import InputError, MismatchError, unknown_name
 from convoy.execute.clock import Clock
@@ -25,7 +26,9 @@ from convoy.measure.layers import given_speeds, measure_speeds
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.nets import build_net
 from convoy.plan import Plan
+from convoy.prospect import working
 from convoy.report.log import Both, RunLog
+from convoy.report.pace import Pace
 from convoy.report.screen import DeviceUse, Screen
 from convoy.trace import Traced, trace
 from convoy.transfer import SUMS, Sum
@@ -65,6 +68,8 @@ class Job:
     explain: bool
     save_plan: Path | None
     log: Path | None
+    fleet: Path | None = None
+    budget_s: float = BUDGET_S
 
     def check(self) -> None:
         """Refuse what can be refused before anything starts.
@@ -94,7 +99,7 @@ class Job:
         self._check_plan()
 
     def _check_numbers(self) -> None:
-        for name, value in (("lr", self.lr), ("timeout", self.timeout_s)):
+        for name, value in (("lr", self.lr), ("timeout", self.timeout_s), ("budget", self.budget_s)):
             if not 0 < value < math.inf:
                 raise InputError(f"--{name} {value:g}: give a number above 0")
         for name, value in (("momentum", self.momentum), ("weight-decay", self.weight_decay)):
@@ -104,10 +109,19 @@ class Job:
             raise InputError(f"--seed {self.seed}: give a whole number from 0 to {MAX_SEED}")
 
     def _check_plan(self) -> None:
-        if self.plan in PLANS:
+        if self.fleet is not None and self.plan != AUTO:
+            raise InputError(
+                f"--fleet {self.fleet} with --plan {self.plan}: only --plan auto reads a fleet file; leave it out"
+            )
+        if self.speeds is not None and self.plan == AUTO:
+            raise InputError(
+                f"--speeds {_listed(self.speeds)} with --plan auto, which needs the times of every layer: leave it out, or "
+                "name a plan"
+            )
+        if self.plan in (*PLANS, AUTO):
             return
         if not _is_file(self.plan):
-            raise unknown_name("plan", self.plan, [*PLANS, "a plan file (….json)"])
+            raise unknown_name("plan", self.plan, [*PLANS, AUTO, "a plan file (….json)"])
         saved = Plan.load(Path(self.plan))
         for what, given, planned in (
             ("--batch", self.batch, saved.batch),
@@ -134,6 +148,13 @@ class Job:
             if not os.access(path if path.exists() else path.parent, os.W_OK):
                 raise InputError(f"{option} {path} cannot be written: change its permissions or name another file")
 
+    @property
+    def state(self) -> str:
+        """The optimizer by what it keeps, for predictions of memory."""
+        if self.optimizer == "sgd":
+            return "sgd-momentum" if self.momentum else "sgd"
+        return "adam"
+
     def images(self) -> Splits:
         """The data; `limit` keeps only the first training images."""
         splits = load(self.data, self.data_dir)
@@ -153,7 +174,10 @@ class Job:
         splits = self.images()
         model = self.model(splits)
         traced = trace(model, _example(splits))
-        if self.plan in PLANS:
+        if self.plan == AUTO:
+            if self.fleet is not None:
+                read_times(self.fleet, traced.graph, len(self.devices))
+        elif self.plan in PLANS:
             named_plan(self.plan, traced.graph, self.batch, Speeds((1.0,) * len(self.devices)), self.reduce)
         else:
             Plan.load(Path(self.plan)).check(traced.graph, len(self.devices))
@@ -184,7 +208,7 @@ def _agree(job: Job, group: Group) -> None:
         MismatchError: names the devices and the first option that differs.
     """
     # A plan file may lie elsewhere on each machine; what is in it is compared later.
-    plan = job.plan if job.plan in PLANS else "a file"
+    plan = job.plan if job.plan in (*PLANS, AUTO) else "a file"
     own = {name: getattr(job, name) for name in _SAME_EVERYWHERE} | {"plan": plan}
     rows = [json.loads(text) for text in group.agree("job", json.dumps(own))]
     for name in own:
@@ -210,7 +234,8 @@ def _train(job: Job, group: Group, screen: Screen, stack: ExitStack) -> tuple[Hi
     model, example = job.model(splits), _example(splits)
     traced = trace(model, example)
     slowdown = job.slowdown[group.device] * _imposed_slowdown()
-    plan, speeds = _plan(job, group, traced, model, slowdown, screen)
+    chosen = _choose(job, group, traced, model, slowdown, screen) if job.plan == AUTO else None
+    plan, speeds = (chosen.plan, chosen.speeds) if chosen else _plan(job, group, traced, model, slowdown, screen)
     part = Distributed(model, plan, group, example, slowdown=slowdown)
     mark_pieces(part)
     if job.save_plan is not None and group.device == 0:
@@ -224,11 +249,16 @@ def _train(job: Job, group: Group, screen: Screen, stack: ExitStack) -> tuple[Hi
     optimizer = build_optimizer(job.optimizer, part, job.lr, job.momentum, job.weight_decay)
     log = _open_log(job, screen, stack)
     part.clock.reset()
+    pace = Pace(job.batch)
     with screen.progress(f"{len(job.devices)} devices, plan {plan.name}", job.epochs, train.samples) as bar:
-        history = fit(part, train, test, optimizer, job.epochs, Both(bar, log) if log is not None else bar)
+        history = fit(part, train, test, optimizer, job.epochs, Both(pace, bar, *([log] if log else [])))
     uses = _uses(job, group, part, speeds, work_shares(steps, traced.graph))
     screen.usage(uses, history)
+    if chosen is not None:
+        screen.lines([pace.beside(chosen.step_s)])
     if log is not None:
+        if chosen is not None:
+            log.write("prediction", step_s=chosen.step_s, measured_step_s=pace.step_s)
         for use in uses:
             log.write("device", **asdict(use))
     return history, splits, plan.exact
@@ -250,6 +280,25 @@ def _plan(
     if saved is None:
         return named_plan(job.plan, traced.graph, job.batch, speeds, job.reduce), speeds
     return saved if job.reduce is None else replace(saved, reduce=job.reduce), speeds
+
+
+def _choose(job: Job, group: Group, traced: Traced, model: nn.Module, slowdown: float, screen: Screen) -> Chosen:
+    """Measure unless a file has the times, and plan."""
+    described = os.environ.get("CONVOY_FLEET")
+    with screen.working(
+        "the devices are measured and planned for" if job.fleet is None else "the planner reads the fleet"
+    ):
+        chosen = choose(
+            group, traced, model, job.batch, net=job.net, file=job.fleet, described=Path(described) if described else None,
+            budget_s=job.budget_s, slowdown=slowdown, optimizer=job.state, reduce=job.reduce,
+        )  # fmt: skip
+    screen.fleet(_rows(job, group), chosen.speeds, measured=True)
+    idle = [str(d) for d in range(group.devices) if d not in working(chosen.plan, traced.graph)]
+    if idle:
+        screen.lines(
+            [f"auto gives device{'s' * (len(idle) > 1)} {', '.join(idle)} nothing to compute: it is faster so."]
+        )
+    return chosen
 
 
 def _rows(job: Job, group: Group) -> list[tuple[str, str, float]]:

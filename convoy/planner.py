@@ -1,27 +1,38 @@
 """The planner: a strategy with shares for every layer, and which devices take part, for the shortest predicted step.
 
 The fastest device alone, the two fastest, ... are planned in turn by dynamic programming (`search.py`), which adds up the
-costs of layers by formula; the best few are replayed (`simulate.py`), and small plans are polished by replay.
+costs of layers by formula. Where a replay (`simulate.py`) is cheap the best are replayed, and small plans are polished by
+replay; large ones are compared by formula. Plans that do not fit the devices' memory are left out, and where the fastest are
+among them, the search goes on with a price on memory.
 """
 
 import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from convoy.cost.memory import Room, memory_of
+from convoy.errors import PlanError
+from convoy.formula import Formula, Squeeze
 from convoy.graph import Graph
 from convoy.lower import lower
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
 from convoy.search import Prices, Search
 from convoy.simulate import Costs, simulate
-from convoy.strategy import STRATEGIES
+from convoy.strategy import STRATEGIES, One
 
 POLISHED_LAYERS = 4
 """Nets with more weighted layers are planned by the formula alone, and only the best are replayed."""
 
-REPLAYED_MESSAGES = 20_000
-"""Plans with more messages per step are compared by formula, not by replay."""
+REPLAYED = 12
+"""So many of the plans that are best by formula are replayed."""
+
+REPLAY_WORK = 300_000
+"""A replay takes time with the layers, and with the messages at a time, each of which shares the wire with all others: where
+layers times the fourth power of the devices is more than this, plans are compared by formula."""
+
+SQUEEZES = 8
+"""Attempts to save memory, each at a higher price, for each set of devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,46 +43,130 @@ class Candidate:
     step_s: float
 
 
-def plan_auto(graph: Graph, batch: int, costs: Costs) -> Plan:
-    """The plan with the shortest predicted step.
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A plan with what the formula, and a replay if there was one, say of its step."""
+
+    formula_s: float
+    working: int
+    plan: Plan
+
+
+def plan_auto(graph: Graph, batch: int, costs: Costs, room: Room | None = None) -> Plan:
+    """The plan with the shortest predicted step; see `candidates`.
+
+    Raises:
+        PlanError: no plan fits the devices' memory.
+    """
+    return candidates(graph, batch, costs, room)[0].plan
+
+
+def candidates(graph: Graph, batch: int, costs: Costs, room: Room | None = None) -> list[Candidate]:
+    """The planner's plans for some numbers of devices, and the named plans; the shortest predicted step first.
+
+    Deterministic: equal times are ordered by fewer devices, then by the order in which they were found. Either all times are
+    replayed, or all are by formula.
 
     Args:
         batch: global batch, in samples.
         costs: measured or modelled times of these layers on these devices, and their network.
+        room: memory that plans may fill; None: no limit is known. Plans that overfill a device are left out.
+
+    Raises:
+        PlanError: no plan fits; the message names the device that lacks least.
     """
-    return candidates(graph, batch, costs)[0].plan
-
-
-def candidates(graph: Graph, batch: int, costs: Costs) -> list[Candidate]:
-    """The planner's plans for each number of devices, and the named plans; the shortest predicted step first.
-
-    Deterministic: equal times are ordered by fewer devices, then by the order in which they were found.
-    """
+    formula = Formula(graph, batch, costs, Prices(graph, batch, costs))
     speeds = solo_speeds(graph, batch, costs)
     order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
-    found: list[tuple[float, int, Plan]] = []
-    for count in _counts(len(order)):
-        for formula_s, plan in Search(graph, batch, costs, order[:count]).run():
-            found.append((_predicted(plan, graph, costs, formula_s), count, plan))
-    if len(graph.weighted) <= POLISHED_LAYERS and len(order) <= 8:
-        best_of = {
-            count: (step_s, plan) for step_s, count, plan in sorted(found, key=lambda row: row[:2], reverse=True)
-        }
-        for count in sorted(best_of, key=lambda c: (best_of[c][0], c))[:3]:
-            found.append(_polished(graph, batch, costs, order[:count], best_of[count][1]))
+    found = _searched(formula, order)
     if len(order) <= 16:
+        search = Search(formula, order)
         for name in PLANS:
             plan = named_plan(name, graph, batch, Speeds(speeds))
-            found.append((_predicted(plan, graph, costs, math.inf), len(order), plan))
-    return [Candidate(plan, step_s) for step_s, _, plan in sorted(found, key=lambda row: row[:2])]
+            found.append(_Found(search.formula_s(plan), len(order), plan))
+    if room is not None and room.limited:
+        found = _fitting(formula, found, order, room)
+    if len(graph.layers) * len(order) ** 4 > REPLAY_WORK:
+        return [Candidate(each.plan, each.formula_s) for each in _in_order(found)]
+    return _replayed(formula, found, order, room)
 
 
-def _polished(graph: Graph, batch: int, costs: Costs, active: Sequence[int], plan: Plan) -> tuple[float, int, Plan]:
+def solo_speeds(graph: Graph, batch: int, costs: Costs) -> tuple[float, ...]:
+    """Samples/s of each device training alone with the whole batch: their sum is the limit of the fleet."""
+    price = Prices(graph, batch, costs)
+    kinds = [costs.times.alike(device) for device in range(costs.network.devices)]
+    known: dict[object, float] = {}
+    result = []
+    for device, kind in enumerate(kinds):
+        key = (kind, costs.update_s(device), costs.overhead(device))
+        if key not in known:
+            known[key] = batch / price.alone_s(device)
+        result.append(known[key])
+    return tuple(result)
+
+
+def _in_order(found: Iterable[_Found]) -> list[_Found]:
+    return sorted(found, key=lambda each: (each.formula_s, each.working))
+
+
+# --- how many devices ------------------------------------------------------------------------------------------------
+
+
+def _searched(formula: Formula, order: Sequence[int]) -> list[_Found]:
+    """Plans for the fastest device alone, the two fastest, ...: each number where that is quick, else around the best."""
+    rows: dict[int, list[_Found]] = {}
+
+    def attempt(count: int) -> float:
+        if count not in rows:
+            rows[count] = [_Found(cost, count, plan) for cost, plan in Search(formula, order[:count]).run()]
+        return rows[count][0].formula_s
+
+    _try_counts(len(order), len(formula.graph.layers), attempt)
+    return [each for count in sorted(rows) for each in rows[count]]
+
+
+def _try_counts(devices: int, layers: int, attempt: Callable[[int], float]) -> None:
+    if devices * layers <= 400:
+        for count in range(1, devices + 1):
+            attempt(count)
+        return
+    tried = sorted({devices, *(1 << i for i in range(devices.bit_length()))})
+    best = min(tried, key=lambda count: (attempt(count), count))
+    # Between the neighbours of the best there may be a better one: the middle of each gap, while gaps are wide.
+    for _ in range(devices.bit_length()):
+        place = tried.index(best)
+        near = tried[max(0, place - 1) : place + 2]
+        between = [(a + b) // 2 for a, b in itertools.pairwise(near) if b - a > max(1, best // 4)]
+        if not between:
+            return
+        tried = sorted({*tried, *between})
+        best = min(tried, key=lambda count: (attempt(count), count))
+
+
+# --- replays ---------------------------------------------------------------------------------------------------------
+
+
+def _replayed(formula: Formula, found: Sequence[_Found], order: Sequence[int], room: Room | None) -> list[Candidate]:
+    graph, costs = formula.graph, formula.costs
+    shortlist = _in_order(found) if len(found) * len(graph.layers) <= 600 else _in_order(found)[:REPLAYED]
+    rows = [(simulate(lower(each.plan, graph), graph, costs).step_s, each.working, each.plan) for each in shortlist]
+    if len(graph.weighted) <= POLISHED_LAYERS and len(order) <= 8:
+        best_of = {working: (step_s, plan) for step_s, working, plan in sorted(rows, key=lambda r: r[:2], reverse=True)}
+        for working in sorted(best_of, key=lambda w: (best_of[w][0], w))[:3]:
+            step_s, plan = _polished(formula, order[:working], *best_of[working], room)
+            rows.append((step_s, working, plan))
+    return [Candidate(plan, step_s) for step_s, _, plan in sorted(rows, key=lambda row: row[:2])]
+
+
+def _polished(
+    formula: Formula, active: Sequence[int], step_s: float, plan: Plan, room: Room | None
+) -> tuple[float, Plan]:
     """The formula adds up layers, the replay knows who waits for whom: change a few strategies at a time (all of them where
     there are three) while a replay gets shorter."""
+    graph, costs = formula.graph, formula.costs
     names = [layer.name for layer in graph.weighted if layer.groups == 1]
     kinds = {name: plan.layers[name].name for name in names if name in plan.layers}
-    best = (_predicted(plan, graph, costs, math.inf), plan)
+    best = (step_s, plan)
     tried = {tuple(kinds.values())}
     changed = True
     while changed:
@@ -83,33 +178,78 @@ def _polished(graph: Graph, batch: int, costs: Costs, active: Sequence[int], pla
                     if tuple(attempt.values()) in tried:
                         continue
                     tried.add(tuple(attempt.values()))
-                    for formula_s, other in Search(graph, batch, costs, active, attempt).run()[:1]:
-                        step_s = _predicted(other, graph, costs, formula_s)
-                        if step_s < best[0]:
-                            best, kinds, changed = (step_s, other), attempt, True
-    return best[0], len(active), best[1]
+                    for _, other in Search(formula, active, attempt).run()[:1]:
+                        other_s = simulate(lower(other, graph), graph, costs).step_s
+                        if other_s < best[0] and _fits(other, formula, room):
+                            best, kinds, changed = (other_s, other), attempt, True
+    return best
 
 
-def solo_speeds(graph: Graph, batch: int, costs: Costs) -> tuple[float, ...]:
-    """Samples/s of each device training alone with the whole batch: their sum is the limit of the fleet."""
-    devices = costs.network.devices
-    price = Prices(graph, batch, costs)
-    return tuple(batch / price.alone_s(device) for device in range(devices))
+# --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _counts(devices: int) -> list[int]:
-    """How many of the fastest devices to try: all numbers up to 16, then ever larger steps."""
+def _fits(plan: Plan, formula: Formula, room: Room | None) -> bool:
+    return room is None or not room.limited or not room.excess(_memory(plan, formula, room))
+
+
+def _memory(plan: Plan, formula: Formula, room: Room) -> tuple[int, ...]:
+    rows = memory_of(plan, formula.graph, optimizer=room.optimizer, itemsize=formula.costs.itemsize)
+    return tuple(row.total_bytes for row in rows)
+
+
+def _fitting(formula: Formula, found: Sequence[_Found], order: Sequence[int], room: Room) -> list[_Found]:
+    """Of the plans found, those that fit; and where the fastest did not, others that were made to save memory."""
+    needs = [(each, _memory(each.plan, formula, room)) for each in _in_order(found)]
+    fitting = [each for each, need in needs if not room.excess(need)]
+    if not needs or (fitting and fitting[0] is needs[0][0]):
+        return fitting
+    largest = sorted(order, key=lambda d: (-room.bytes_of(d), order.index(d)))
+    tried: list[tuple[int, ...]] = []
+    for ranking in (order, largest):
+        for count in _few_counts(len(order)):
+            # The set decides, and who works alone where one does; who comes second does not.
+            active = (ranking[0], *sorted(ranking[1:count]))
+            if active not in tried:
+                tried.append(active)
+                for each, need in _squeezed(formula, active, room):
+                    needs.append((each, need))
+                    if not room.excess(need):
+                        fitting.append(each)
+    if not fitting:
+        raise PlanError(room.refusal(formula.graph.model, formula.batch, [need for _, need in needs]))
+    return fitting
+
+
+def _few_counts(devices: int) -> list[int]:
+    """All numbers of devices up to 16; of more, only ever larger steps."""
     counts = list(range(1, min(devices, 16) + 1))
     while counts[-1] < devices:
-        counts.append(min(devices, max(counts[-1] + 1, counts[-1] * 5 // 4)))
+        counts.append(min(devices, counts[-1] * 3 // 2))
     return counts
 
 
-def _predicted(plan: Plan, graph: Graph, costs: Costs, formula_s: float) -> float:
-    if math.isfinite(formula_s) and plan.devices > 16:
-        return formula_s
-    steps = lower(plan, graph)
-    messages = sum(len(r) for s in steps.steps if hasattr(s, "schedule") for r in s.schedule.rounds)
-    if math.isfinite(formula_s) and messages > REPLAYED_MESSAGES:
-        return formula_s
-    return simulate(steps, graph, costs).step_s
+def _squeezed(formula: Formula, active: Sequence[int], room: Room) -> list[tuple[_Found, tuple[int, ...]]]:
+    """Plans of these devices that save ever more memory, until one fits."""
+    plain = Search(formula, active)
+    alone_s = formula.samples_s(active[0], formula.batch)
+    # One device alone keeps everything: shares of an axis are held to what part of that a device has room for.
+    alone = Plan("alone", formula.graph.fingerprint, formula.devices, formula.batch, {}, One(active[0]))
+    everything = max(_memory(alone, formula, room))
+    budget = [float(room.bytes_of(d)) for d in range(formula.devices)]
+    price = [0.0] * formula.devices
+    rows: list[tuple[_Found, tuple[int, ...]]] = []
+    for attempt in range(SQUEEZES):
+        parts = tuple(min(1.0, each / everything) for each in budget)
+        squeeze = Squeeze(parts, tuple(price))
+        search = Search(formula, active, squeeze=squeeze, optimizer=room.optimizer)
+        _, plan = search.run()[0]
+        rows.append((_Found(plain.formula_s(plan), len(active), plan), _memory(plan, formula, room)))
+        excess = room.excess(rows[-1][1])
+        if not excess or len(active) == 1:  # alone there is nothing to split
+            break
+        for device, over in excess.items():
+            price[device] = max(4 * price[device], alone_s / room.bytes_of(device))
+            # A high price turns copies and whole layers into splits; only then do smaller shares of them help.
+            if attempt >= SQUEEZES // 2:
+                budget[device] = max(budget[device] - over, budget[device] / 2)
+    return rows

@@ -1,10 +1,14 @@
 """What each plan would bring on a fleet, before anything runs: the rows of `convoy plan`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
-from convoy.cost.memory import DeviceMemory, memory_of
+from convoy.cost.energy import Energy, Power, energy_of, known_power_of, least_energy
+from convoy.cost.memory import DeviceMemory, Room, memory_of_steps, room_of
 from convoy.cost.network import Network
+from convoy.errors import InputError, PlanError
+from convoy.fleet import Fleet
 from convoy.graph import Graph
 from convoy.layout import holders
 from convoy.lower import lower
@@ -22,7 +26,9 @@ class Prospect:
     Attributes:
         step_s: predicted seconds of a training step.
         efficiency: samples/s over the sum of the devices' solo speeds.
-        traffic_bytes: on the wire per step, over all devices.
+        sent_bytes, received_bytes: on the wire per step, of each device.
+        overfull: the devices whose memory it overfills, in words.
+        energy: None where the fleet gives no watts.
         bound: what the step waits for most: "computing on b-cpu", "sending from host a".
     """
 
@@ -30,50 +36,136 @@ class Prospect:
     step_s: float
     samples_per_s: float
     efficiency: float
-    traffic_bytes: int
+    sent_bytes: tuple[int, ...]
+    received_bytes: tuple[int, ...]
     memory: tuple[DeviceMemory, ...]
+    overfull: tuple[str, ...]
+    energy: Energy | None
     timeline: Timeline
     bound: str
 
     @property
+    def traffic_bytes(self) -> int:
+        """On the wire per step, over all devices."""
+        return sum(self.sent_bytes)
+
+    @property
     def workers(self) -> int:
-        """How many devices compute at all."""
-        return sum(seconds > 0 for seconds in self.timeline.compute_s)
+        """How many devices have a part in any layer."""
+        return sum(memory.weights_bytes + memory.activations_bytes > 0 for memory in self.memory)
 
 
-def prospects(graph: Graph, batch: int, costs: Costs, names: Sequence[str]) -> list[Prospect]:
-    """A row per named plan, and `auto` last.
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A fleet with what it costs there to train one model, and the speeds that follow.
+
+    Attributes:
+        room: memory that plans may fill.
+        power: watts of each device; None where one of them has none.
+        speeds: samples/s of each device alone.
+    """
+
+    graph: Graph
+    batch: int
+    costs: Costs
+    names: tuple[str, ...]
+    room: Room
+    power: tuple[Power, ...] | None
+    speeds: Speeds
+
+    @classmethod
+    def of(cls, graph: Graph, batch: int, costs: Costs, fleet: Fleet, optimizer: str = "sgd-momentum") -> Self:
+        """The outlook of a model on a fleet.
+
+        Raises:
+            InputError: unknown optimizer.
+        """
+        names = tuple(device.name for device in fleet.devices)
+        speeds = Speeds(solo_speeds(graph, batch, costs))
+        return cls(graph, batch, costs, names, room_of(fleet, optimizer), known_power_of(fleet), speeds)
+
+
+def prospects(outlook: Outlook, least_energy_s: float | None = None) -> list[Prospect]:
+    """A row per named plan, and `auto` last: the shortest predicted step, or the least energy within a limit.
 
     Args:
-        names: of the devices, for the words in `bound`.
+        least_energy_s: choose the plan of least joules per image among those whose step takes at most this long.
+
+    Raises:
+        PlanError: no plan fits the devices' memory, or none is fast enough.
+        InputError: least energy on a fleet without watts.
     """
-    speeds = Speeds(solo_speeds(graph, batch, costs))
-    plans = [named_plan(name, graph, batch, speeds) for name in PLANS]
-    best = candidates(graph, batch, costs)[0].plan
-    plans.append(best.named("auto"))
-    return [prospect(plan, graph, costs, speeds, names) for plan in plans]
+    graph, batch = outlook.graph, outlook.batch
+    rows = [prospect(named_plan(name, graph, batch, outlook.speeds), outlook) for name in PLANS]
+    found = candidates(graph, batch, outlook.costs, outlook.room)
+    if least_energy_s is None:
+        best = prospect(found[0].plan, outlook)
+    else:
+        best = thriftiest([prospect(each.plan, outlook) for each in found], least_energy_s, outlook.names)
+    return [*rows, replace(best, plan=best.plan.named("auto"))]
 
 
-def prospect(plan: Plan, graph: Graph, costs: Costs, speeds: Speeds, names: Sequence[str]) -> Prospect:
+def thriftiest(rows: Sequence[Prospect], limit_s: float, names: Sequence[str]) -> Prospect:
+    """The plan of least joules per image among those whose step takes at most `limit_s`.
+
+    Raises:
+        PlanError: none is fast enough; the fastest is named.
+        InputError: the fleet has no watts.
+    """
+    pairs = [(row, row.energy) for row in rows if row.energy is not None]
+    if not pairs:
+        raise InputError(
+            f"least energy of {', '.join(names)}: a device has no watts; give every [[device]] of the fleet file idle_w "
+            "and busy_w"
+        )
+    by_number = {index: row for index, (row, _) in enumerate(pairs)}
+    try:
+        index, _ = least_energy([(i, energy) for i, (_, energy) in enumerate(pairs)], limit_s)
+    except PlanError:
+        fastest = min(row.step_s for row, _ in pairs)
+        raise PlanError(
+            f"no plan takes at most {limit_s:.4g} s a step: the fastest takes {fastest:.4g} s; raise the limit or add devices"
+        ) from None
+    return by_number[index]
+
+
+def prospect(plan: Plan, outlook: Outlook) -> Prospect:
     """The prediction for one plan."""
+    graph, costs, room = outlook.graph, outlook.costs, outlook.room
     steps = lower(plan, graph)
     timeline = simulate(steps, graph, costs)
     rate = plan.batch / timeline.step_s
+    memory = memory_of_steps(steps, graph, optimizer=room.optimizer, itemsize=costs.itemsize)
+    traffic = steps.traffic(costs.itemsize)
+    devices = range(plan.devices)
     return Prospect(
-        plan, timeline.step_s, rate, rate / sum(speeds.devices), sum(steps.traffic(costs.itemsize).values()),
-        memory_of(plan, graph, itemsize=costs.itemsize), timeline, _bound(timeline, steps, costs, names),
-    )  # fmt: skip
+        plan=plan,
+        step_s=timeline.step_s,
+        samples_per_s=rate,
+        efficiency=rate / sum(outlook.speeds.devices),
+        sent_bytes=tuple(sum(n for (sender, _), n in traffic.items() if sender == d) for d in devices),
+        received_bytes=tuple(sum(n for (_, receiver), n in traffic.items() if receiver == d) for d in devices),
+        memory=memory,
+        overfull=tuple(room.overfull([each.total_bytes for each in memory])),
+        energy=None if outlook.power is None else energy_of(timeline, outlook.power, plan.batch),
+        timeline=timeline,
+        bound=_bound(timeline, steps, costs, outlook.names),
+    )
 
 
-def fewer_and_more(graph: Graph, batch: int, costs: Costs, speeds: Sequence[float]) -> list[tuple[int, float]]:
+def fewer_and_more(outlook: Outlook) -> list[tuple[int, float]]:
     """(devices, samples/s) of the best plan found for the fastest device alone, the two fastest, and so on."""
     best: dict[int, float] = {}
-    for candidate in candidates(graph, batch, costs):
-        steps = lower(candidate.plan, graph)
-        working = {d for s in steps.phase("forward") if isinstance(s, Compute) for d in holders(s.writes.layout)}
-        best[len(working)] = max(best.get(len(working), 0.0), batch / candidate.step_s)
-    assert len(speeds) >= max(best)
+    for candidate in candidates(outlook.graph, outlook.batch, outlook.costs, outlook.room):
+        count = len(working(candidate.plan, outlook.graph))
+        best[count] = max(best.get(count, 0.0), outlook.batch / candidate.step_s)
     return sorted(best.items())
+
+
+def working(plan: Plan, graph: Graph) -> frozenset[int]:
+    """The devices that compute a part of some layer."""
+    steps = lower(plan, graph)
+    return frozenset(d for s in steps.phase("forward") if isinstance(s, Compute) for d in holders(s.writes.layout))
 
 
 def _bound(timeline: Timeline, steps: StepList, costs: Costs, names: Sequence[str]) -> str:

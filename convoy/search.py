@@ -4,16 +4,14 @@ The state is where the tensors that are still to be read lie; a layer's choices 
 costs its arithmetic, the moves of its inputs there and of their gradients back, and its gradient sums.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from convoy.balance import balance
 from convoy.cost.size import LocalSize, whole_size
-from convoy.cost.traffic import loads, move_s
+from convoy.formula import Formula, Side, Squeeze
 from convoy.graph import Graph, Layer
-from convoy.layout import Layout, OnOne, Partial, Replicated, Split, box, holders
-from convoy.lower import BUCKET_ENTRIES, trains
+from convoy.layout import Layout, OnOne, Partial, Replicated, Split
+from convoy.lower import placements, trains
 from convoy.plan import Plan
 from convoy.shares import Shares, apportion
 from convoy.simulate import Costs
@@ -21,9 +19,6 @@ from convoy.strategy import Batch, Channel, Filter, One, Placement, Strategy, fe
 
 BEAM = 48
 """States kept per layer: residual nets need a handful, only dense concatenation has more."""
-
-_Where = tuple[tuple[str, tuple[Layout, ...]], ...]
-"""Live tensors with the layouts they are available in; the first is the one they were made in."""
 
 
 class Prices:
@@ -38,13 +33,17 @@ class Prices:
         """Forward and backward of a part of a layer."""
         if size.samples == 0 or size.outputs == 0 or size.inputs == 0:
             return 0.0
+        if layer.statistics and size.samples < self.batch:
+            # The rest of the batch lies on other devices.
+            size = replace(size, shares_statistics=True)
         key = (layer.name, self.costs.times.alike(device), size)
         if key not in self.known:
             seconds = self.costs.times.seconds(device, layer, "forward", size)
             if layer.name in self.trains:
                 seconds += self.costs.times.seconds(device, layer, "backward", size)
             self.known[key] = seconds
-        return self.known[key]
+        phases = 2 if layer.name in self.trains else 1
+        return self.known[key] + phases * self.costs.overhead(device).layer_s / 2
 
     def samples_s(self, device: int, samples: int) -> float:
         """The whole model on some samples."""
@@ -52,8 +51,11 @@ class Prices:
         return sum(self.layer_s(layer, device, whole_size(layer, samples)) for layer in layers)
 
     def alone_s(self, device: int) -> float:
-        entries = sum(p.entries for layer in self.graph.layers.values() for p in layer.trainable)
-        return self.samples_s(device, self.batch) + entries * self.costs.update_s(device)
+        """A step of this device alone with the whole batch."""
+        trained = {p.key: p.entries for layer in self.graph.layers.values() for p in layer.trainable}
+        overhead = self.costs.overhead(device)
+        update_s = sum(trained.values()) * self.costs.update_s(device) + len(trained) * overhead.update_s_per_tensor
+        return self.samples_s(device, self.batch) + update_s + overhead.step_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,43 +67,107 @@ class _Chosen:
     before: "_Chosen | None"
 
 
+_Available = tuple[int, ...]
+"""Layouts in which a tensor is available, by number; the first is the one it was made in."""
+
+_States = dict[tuple[_Available, ...], tuple[float, _Chosen | None]]
+"""Cheapest way to each combination of where the live tensors lie."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """One thing a layer can do from where its inputs lie.
+
+    Attributes:
+        strategy: None: it follows its input, and the plan need not name it.
+        inputs: where its inputs are available afterwards.
+    """
+
+    strategy: Strategy | None
+    cost: float
+    gives: int
+    inputs: tuple[_Available, ...]
+
+
 class Search:
-    """Dynamic programming for one set of devices."""
+    """Dynamic programming for one set of devices.
+
+    Args:
+        active: the devices that may take part; the first is the one that works alone where one does.
+        only: names of strategies that layers are bound to.
+        squeeze: what makes memory dear.
+    """
 
     def __init__(
-        self, graph: Graph, batch: int, costs: Costs, active: Sequence[int], only: Mapping[str, str] | None = None
+        self,
+        formula: Formula,
+        active: Sequence[int],
+        only: Mapping[str, str] | None = None,
+        squeeze: Squeeze | None = None,
+        optimizer: str = "sgd-momentum",
     ) -> None:
-        self.graph, self.batch, self.costs, self.active = graph, batch, costs, tuple(active)
-        self.only = only or {}
-        self.devices = costs.network.devices
-        self.price = Prices(graph, batch, costs)
-        self.batch_shares = balance(batch, self.devices, active, self.price.samples_s)
-        self.by_batch = Batch(self.batch_shares)
-        self.speeds = [1 / self.price.samples_s(d, batch) if d in active else 0.0 for d in range(self.devices)]
+        self.formula, self.graph, self.batch = formula, formula.graph, formula.batch
+        self.active, self.only, self.squeeze, self.optimizer = tuple(active), only or {}, squeeze, optimizer
+        self.devices = formula.devices
+        self.by_batch = Batch(formula.batch_shares(active, squeeze))
+        self.speeds = [1 / formula.samples_s(d, self.batch) if d in active else 0.0 for d in range(self.devices)]
         # With one split of the batch for all layers, the device that is last over all of them sets the pace.
-        self.last = max(active, key=lambda d: self.price.samples_s(d, self.batch_shares[d]))
-        self.readers = {name: len(rows) + (name in graph.outputs) for name, rows in graph.readers.items()}
-        self.moves: dict[tuple[Layout, Layout, tuple[int, ...]], float] = {}
-        self.filters: dict[str, Shares] = {}
+        shared = len(active) > 1
+        self.last = max(active, key=lambda d: formula.samples_s(d, self.by_batch.shares[d], shared))
+        self.readers = {name: len(rows) + (name in self.graph.outputs) for name, rows in self.graph.readers.items()}
+        self.numbers: dict[Layout, int] = {}
+        self.layouts: list[Layout] = []
+        self.splits: dict[tuple[str, str], Shares] = {}
+        self.choices: dict[tuple[str, tuple[_Available, ...]], list[_Choice]] = {}
+        self.worked: dict[tuple[str, int, int], float] = {}
+        self.between: dict[tuple[int, int, str, bool], float] = {}
 
     def run(self) -> list[tuple[float, Plan]]:
         """The best plans (a few, that end in different layouts), cheapest first."""
-        states: dict[_Where, tuple[float, _Chosen | None]] = {(): (0.0, None)}
+        states: _States = {(): (0.0, None)}
+        live: tuple[str, ...] = ()
         left = dict(self.readers)
         for layer in self.graph.layers.values():
             for name in set(layer.inputs):
                 left[name] -= 1
-            following: dict[_Where, tuple[float, _Chosen | None]] = {}
-            for where, (cost, chosen) in states.items():
-                for strategy, placed in self._choices(layer, dict(where)):
-                    price, after = self._price(layer, placed, dict(where), left)
-                    new = chosen if strategy is None else _Chosen(layer.name, strategy, chosen)
-                    if after not in following or cost + price < following[after][0]:
-                        following[after] = (cost + price, new)
-            states = dict(sorted(following.items(), key=lambda item: item[1][0])[:BEAM])
-        rows = [(cost + self._end_s(dict(where)), chosen) for where, (cost, chosen) in states.items()]
+            after = tuple(sorted(name for name in (*live, layer.name) if left.get(name, 0) > 0))
+            states = self._advance(layer, states, live, after)
+            live = after
+        rows = [(cost + self._end_s(live, where), chosen) for where, (cost, chosen) in states.items()]
         rows.sort(key=lambda row: row[0])
         return [(cost, self._plan(chosen)) for cost, chosen in rows[:3]]
+
+    def _advance(self, layer: Layer, states: _States, live: tuple[str, ...], after: tuple[str, ...]) -> _States:
+        """The states behind a layer."""
+        inputs = tuple(dict.fromkeys(layer.inputs))
+        places = [live.index(name) for name in inputs]
+        # Where each tensor that lives on is found: the layer's own output, one of its inputs, or as it was.
+        sources = [
+            (0, 0) if name == layer.name else (1, inputs.index(name)) if name in inputs else (2, live.index(name))
+            for name in after
+        ]
+        # What alike layers can do costs alike, unless the caller binds layers by name.
+        kind = layer.name if self.only else self.formula.like(layer).name
+        following: _States = {}
+        for where, (cost, chosen) in states.items():
+            available = tuple([where[place] for place in places])
+            known = self.choices.get((kind, available))
+            if known is None:
+                known = self.choices[kind, available] = self._priced(layer, inputs, available)
+            for choice in known:
+                total = cost + choice.cost
+                key = tuple(
+                    [
+                        (choice.gives,) if origin == 0 else choice.inputs[place] if origin == 1 else where[place]
+                        for origin, place in sources
+                    ]
+                )
+                if key not in following or total < following[key][0]:
+                    new = chosen if choice.strategy is None else _Chosen(layer.name, choice.strategy, chosen)
+                    following[key] = (total, new)
+        if len(following) <= BEAM:
+            return following
+        return dict(sorted(following.items(), key=lambda item: item[1][0])[:BEAM])
 
     def _plan(self, chosen: _Chosen | None) -> Plan:
         layers: dict[str, Strategy] = {}
@@ -111,7 +177,24 @@ class Search:
         ordered = {name: layers[name] for name in self.graph.layers if name in layers}
         return Plan("auto", self.graph.fingerprint, self.devices, self.batch, ordered, self.by_batch)
 
+    def formula_s(self, plan: Plan) -> float:
+        """What the formula gives for any plan of these devices."""
+        where: dict[str, _Available] = {}
+        total = 0.0
+        for name, placed in placements(plan, self.graph).items():
+            layer = self.graph[name]
+            inputs = tuple(dict.fromkeys(layer.inputs))
+            choice = self._price(layer, None, placed, inputs, tuple(where[i] for i in inputs))
+            where |= dict(zip(inputs, choice.inputs, strict=True))
+            where[name] = (choice.gives,)
+            total += choice.cost
+        return total + self._end_s(tuple(where), tuple(where.values()))
+
     # --- choices -----------------------------------------------------------------------------------------------------
+
+    def _priced(self, layer: Layer, inputs: tuple[str, ...], available: tuple[_Available, ...]) -> list[_Choice]:
+        where = {name: tuple(self.layouts[i] for i in numbers) for name, numbers in zip(inputs, available, strict=True)}
+        return [self._price(layer, *each, inputs, available) for each in self._choices(layer, where)]
 
     def _choices(
         self, layer: Layer, where: Mapping[str, tuple[Layout, ...]]
@@ -142,7 +225,7 @@ class Search:
         if layer.per_sample or isinstance(leading, OnOne):
             yield fastest, self._place(layer, fastest)
         else:
-            slowest_named = One(self.batch_shares.index(max(self.batch_shares)))
+            slowest_named = One(self.by_batch.shares.index(max(self.by_batch.shares)))
             yield slowest_named, self._place(layer, slowest_named)
         if isinstance(leading, Partial) and layer.kind in ("elementwise", "pool", "flatten", "batch_norm"):
             channels = self.graph[layer.inputs[0]].shape[0]
@@ -158,111 +241,77 @@ class Search:
         yield One(self.active[0])
         if layer.shared or len(self.active) == 1:
             return
-        yield Filter(self._filter_shares(layer))
+        yield Filter(self._shares(layer, "outputs"))
         axis = feature_axis(layer)
         split = next((a for a in available if isinstance(a, Split) and a.axis == axis), None)
-        yield Channel(split.shares if split is not None else self._channel_shares(layer))
+        if split is not None:
+            yield Channel(split.shares)
+        # What lies split already may be more than a device has room for.
+        if split is None or self.squeeze is not None:
+            yield Channel(self._shares(layer, "inputs"))
 
-    def _filter_shares(self, layer: Layer) -> Shares:
-        if layer.name not in self.filters:
-            self.filters[layer.name] = balance(
-                layer.channels_out, self.devices, self.active,
-                lambda d, n: self.price.layer_s(layer, d, LocalSize(self.batch, n, layer.channels_in)),
-            )  # fmt: skip
-        return self.filters[layer.name]
-
-    def _channel_shares(self, layer: Layer) -> Shares:
-        key = f"{layer.name}/in"
-        if key not in self.filters:
-            self.filters[key] = balance(
-                layer.channels_in, self.devices, self.active,
-                lambda d, n: self.price.layer_s(layer, d, LocalSize(self.batch, layer.channels_out, n)),
-            )  # fmt: skip
-        return self.filters[key]
+    def _shares(self, layer: Layer, side: Side) -> Shares:
+        key = (self.formula.like(layer).name, side)
+        if key not in self.splits:
+            self.splits[key] = self.formula.shares(layer, side, self.active, self.squeeze)
+        return self.splits[key]
 
     # --- prices ------------------------------------------------------------------------------------------------------
 
+    def _number(self, layout: Layout) -> int:
+        """Of a layout: layouts over a thousand devices are long, and their numbers are compared instead."""
+        number = self.numbers.setdefault(layout, len(self.layouts))
+        if number == len(self.layouts):
+            self.layouts.append(layout)
+        return number
+
     def _price(
-        self, layer: Layer, placed: Placement, where: dict[str, tuple[Layout, ...]], left: Mapping[str, int]
-    ) -> tuple[float, _Where]:
+        self,
+        layer: Layer,
+        strategy: Strategy | None,
+        placed: Placement,
+        inputs: tuple[str, ...],
+        available: tuple[_Available, ...],
+    ) -> _Choice:
         cost = 0.0
+        where = dict(zip(inputs, available, strict=True))
         for name, wanted in zip(layer.inputs, placed.takes, strict=True):
-            source = self.graph[name]
-            if wanted in where[name]:
-                continue
-            if source.kind != "input" and source.batched:
-                cost += self._move_s(where[name][0], wanted, source, back=name in self.price.trains)
-            where[name] = (*where[name], wanted)
+            number = self._number(wanted)
+            if number not in where[name]:
+                cost += self._move_s(where[name][0], number, name, back=name in self.formula.price.trains)
+                where[name] = (*where[name], number)
         if layer.kind != "input":
-            cost += self._compute_s(layer, placed) + self._sums_s(layer, placed)
-        where[layer.name] = (placed.gives,)
-        live = tuple((name, where[name]) for name in sorted(where) if left.get(name, 0) > 0)
-        return cost, live
+            cost += self._work_s(layer, placed)
+        return _Choice(strategy, cost, self._number(placed.gives), tuple(where[name] for name in inputs))
 
-    def _move_s(self, src: Layout, dst: Layout, source: Layer, *, back: bool) -> float:
-        shape = source.batch_shape(self.batch)
-        key = (src, dst, shape)
-        if key not in self.moves:
-            load = loads(src, dst, shape, self.devices)
-            self.moves[key] = move_s(load, self.costs.network, self.costs.itemsize)
-        there = self.moves[key]
-        if not back:
-            return there
-        key = (dst, src, (*shape, -1))  # the gradient's way, between the dual layouts
-        if key not in self.moves:
-            load = loads(src, dst, shape, self.devices).reversed
-            self.moves[key] = move_s(load, self.costs.network, self.costs.itemsize)
-        return there + self.moves[key]
+    def _move_s(self, src: int, dst: int, name: str, *, back: bool) -> float:
+        key = (src, dst, name, back)
+        if key not in self.between:
+            self.between[key] = self.formula.move_s(self.layouts[src], self.layouts[dst], self.graph[name], back=back)
+        return self.between[key]
 
-    def _compute_s(self, layer: Layer, placed: Placement) -> float:
-        if isinstance(placed.gives, Split) and placed.gives.axis == 0 and placed.gives.shares == self.batch_shares:
-            return self.price.layer_s(layer, self.last, whole_size(layer, self.batch_shares[self.last]))
-        workers = holders(placed.gives)
-        return max((self.price.layer_s(layer, d, self._size(layer, placed, d)) for d in workers), default=0.0)
+    def _work_s(self, layer: Layer, placed: Placement) -> float:
+        """Arithmetic and gradient sums of a layer, and the price of its memory."""
+        gives, leading = self._number(placed.gives), self._number(placed.takes[0]) if placed.takes else -1
+        key = (self.formula.like(layer).name, gives, leading)
+        if key not in self.worked:
+            cost = self.formula.sums_s(layer, placed)
+            if placed.gives == Split(0, self.by_batch.shares):
+                own = whole_size(layer, self.by_batch.shares[self.last])
+                cost += self.formula.layer_s(layer, self.last, own)
+            else:
+                cost += self.formula.compute_s(layer, placed)
+            if self.squeeze is not None:
+                cost += self.formula.memory_s(layer, placed, self.squeeze, self.optimizer)
+            self.worked[key] = cost
+        return self.worked[key]
 
-    def _size(self, layer: Layer, placed: Placement, device: int) -> LocalSize:
-        whole = whole_size(layer, self.batch if layer.batched else 1)
-        if not layer.batched:
-            return whole
-        shape = layer.batch_shape(self.batch)
-        here = box(placed.gives, device, shape)
-        assert here is not None
-        axis = feature_axis(layer)
-        outputs = here[axis][1] - here[axis][0] if len(here) > axis else whole.outputs
-        inputs = whole.inputs
-        if isinstance(placed.gives, Partial) and isinstance(placed.takes[0], Split):
-            inputs = placed.takes[0].shares[device]
-        return LocalSize(here[0][1] - here[0][0], outputs, inputs)
-
-    def _sums_s(self, layer: Layer, placed: Placement) -> float:
-        """Gradient sums of copied parameters, and the optimizer's work on what the busiest device keeps."""
-        summed, kept = 0, 0.0
-        for key, parameter in layer.parameters.items():
-            if not parameter.trainable:
-                continue
-            layout = placed.parameters[key]
-            if isinstance(layout, Replicated) and len(layout.devices) > 1:
-                summed += parameter.entries
-            kept = max(kept, max(self._update_s(layout, parameter.shape, d) for d in holders(layout)))
-        if not summed:
-            return kept
-        copies = next(v for v in placed.parameters.values() if isinstance(v, Replicated))
-        load = loads(Partial(copies.devices), copies, (summed,), self.devices)
-        latency_s = load.rounds * max(max(row) for row in self.costs.network.latency_s)
-        seconds = move_s(load, self.costs.network, self.costs.itemsize)
-        # Sums share buckets: a small layer pays only its part of a bucket's latency.
-        return kept + seconds - latency_s * max(0.0, 1 - summed / BUCKET_ENTRIES)
-
-    def _update_s(self, layout: Layout, shape: tuple[int, ...], device: int) -> float:
-        here = box(layout, device, shape)
-        entries = math.prod(stop - start for start, stop in here) if here is not None else 0
-        return entries * self.costs.update_s(device)
-
-    def _end_s(self, where: Mapping[str, tuple[Layout, ...]]) -> float:
+    def _end_s(self, live: tuple[str, ...], where: tuple[_Available, ...]) -> float:
         """The outputs come to every device."""
-        everyone = Replicated(tuple(range(self.devices)))
+        everyone = self._number(Replicated(tuple(range(self.devices))))
+        found = dict(zip(live, where, strict=True))
         return sum(
-            self._move_s(where[name][0], everyone, self.graph[name], back=False)
+            self._move_s(found[name][0], everyone, name, back=False)
             for name in self.graph.outputs
-            if everyone not in where[name]
+            if everyone not in found[name]
         )

@@ -55,8 +55,35 @@ def apportion(
             f"no shares of {total} lie between at least {tuple(low)} and at most {tuple(high)} portions of {quantum}: "
             "loosen the limits or add a device"
         )
-    exact = _water_fill(units, weights, low, high)
-    return tuple(share * quantum for share in _largest_remainder(units, exact, high))
+    whole = _in_proportion(units, weights, low, high)
+    if whole is None:
+        whole = _largest_remainder(units, _water_fill(units, weights, low, high), high)
+    return tuple(share * quantum for share in whole)
+
+
+def _in_proportion(units: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[int] | None:
+    """Largest remainder in whole numbers, where no limit matters; None where one does.
+
+    Floats are whole multiples of one power of two, so this is as exact as fractions, and a hundred times as fast.
+    """
+    pairs = [float(w).as_integer_ratio() for w in weights]
+    finest = max(denominator for _, denominator in pairs)
+    rates = [numerator * (finest // denominator) for numerator, denominator in pairs]
+    total = sum(rates)
+    if not total:
+        return None
+    scaled = [units * rate for rate in rates]
+    if any(not lo * total <= s <= hi * total for lo, s, hi in zip(low, scaled, high, strict=True)):
+        return None
+    parts = [divmod(s, total) for s in scaled]
+    whole = [quotient for quotient, _ in parts]
+    order = sorted(range(len(parts)), key=lambda i: (-parts[i][1], i))
+    missing = units - sum(whole)
+    if any(whole[i] >= high[i] for i in order[:missing]):
+        return None
+    for i in order[:missing]:
+        whole[i] += 1
+    return whole
 
 
 def _water_fill(units: int, weights: Sequence[float], low: Sequence[int], high: Sequence[int]) -> list[Fraction]:

@@ -96,6 +96,12 @@ def power_of(fleet: Fleet) -> tuple[Power, ...]:
     return tuple(result)
 
 
+def known_power_of(fleet: Fleet) -> tuple[Power, ...] | None:
+    """As `power_of`; None where a device has no watts."""
+    known = all(device.idle_w is not None and device.busy_w is not None for device in fleet.devices)
+    return power_of(fleet) if known else None
+
+
 Choice = TypeVar("Choice")
 
 

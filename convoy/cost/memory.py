@@ -5,10 +5,12 @@ the largest landing buffer of a move or gradient sum. Not counted: what the fram
 gradients of activations on their way through backward, the images of the next batches.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from convoy.errors import unknown_name
+from convoy.fleet import Fleet
 from convoy.graph import Graph
 from convoy.layout import Layout, box, entries, holders
 from convoy.lower import lower
@@ -75,6 +77,63 @@ class DeviceMemory:
             + self.activations_bytes
             + self.exchange_bytes
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What plans may fill.
+
+    Attributes:
+        limits_bytes: of each device; None where it is not known.
+        names: of the devices, for messages.
+        optimizer: one of `OPTIMIZERS`.
+    """
+
+    limits_bytes: tuple[int | None, ...]
+    names: tuple[str, ...]
+    optimizer: str = "sgd-momentum"
+
+    @property
+    def limited(self) -> bool:
+        """Whether any device has a limit."""
+        return any(limit is not None for limit in self.limits_bytes)
+
+    def bytes_of(self, device: int) -> float:
+        """What a device may hold, without an end where that is not known."""
+        limit = self.limits_bytes[device]
+        return math.inf if limit is None else float(limit)
+
+    def excess(self, needs: Sequence[int]) -> dict[int, float]:
+        """By how many bytes each overfilled device is overfilled, for the bytes that each needs."""
+        return {d: need - self.bytes_of(d) for d, need in enumerate(needs) if need > self.bytes_of(d)}
+
+    def overfull(self, needs: Sequence[int]) -> list[str]:
+        """The overfilled devices in words."""
+        return [f"{self.names[d]} needs {_mb(needs[d])} of {_mb(self.bytes_of(d))}" for d in self.excess(needs)]
+
+    def refusal(self, model: str, batch: int, attempts: Sequence[Sequence[int]]) -> str:
+        """Why nothing fits: the attempt that came closest, and what to do."""
+        closest = min(attempts, key=lambda needs: max(need / self.bytes_of(d) for d, need in enumerate(needs)))
+        return (
+            f"no plan of this {model} at a batch of {batch} fits the devices' memory: the one that comes closest overfills "
+            f"{'; '.join(self.overfull(closest))}. Use a smaller batch or net, add a device, or correct memory_bytes in the "
+            "fleet file"
+        )
+
+
+def room_of(fleet: Fleet, optimizer: str = "sgd-momentum") -> Room:
+    """The memory of a fleet's devices.
+
+    Raises:
+        InputError: unknown optimizer.
+    """
+    optimizer_named(optimizer)
+    devices = fleet.devices
+    return Room(tuple(d.memory_bytes for d in devices), tuple(d.name for d in devices), optimizer)
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
 
 
 def memory_of(

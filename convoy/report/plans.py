@@ -7,43 +7,70 @@ from rich.console import Console
 from rich.table import Table
 
 from convoy.graph import Graph
-from convoy.prospect import Prospect
+from convoy.prospect import Outlook, Prospect
 from convoy.report.screen import Screen, in_bytes
 
 
-def show_prospects(console: Console, rows: Sequence[Prospect], speeds: Sequence[float], names: Sequence[str]) -> None:
+def show_prospects(console: Console, rows: Sequence[Prospect], outlook: Outlook) -> None:
     """A row per plan."""
+    speeds, names = outlook.speeds.devices, outlook.names
     limit = sum(speeds)
     table = Table(title=f"Predicted, before anything runs; the limit is {limit:,.4g} samples/s", title_justify="left")
     table.add_column("plan")
-    for name in ("step", "samples/s", "of the limit", "traffic", "memory", "devices"):
+    for name in ("step", "samples/s", "of the limit", "traffic", "memory", "J/image", "devices"):
         table.add_column(name, justify="right")
     table.add_column("bound by")
     for row in rows:
-        memory = max(m.total_bytes for m in row.memory)
+        memory = in_bytes(max(m.total_bytes for m in row.memory))
         table.add_row(
             row.plan.name, f"{row.step_s:.4g} s", f"{row.samples_per_s:,.4g}", f"{row.efficiency:.1%}",
-            in_bytes(row.traffic_bytes), in_bytes(memory), str(row.workers), row.bound,
+            in_bytes(row.traffic_bytes), memory + " !" * bool(row.overfull),
+            "-" if row.energy is None else f"{row.energy.image_j:.4g}", str(row.workers), row.bound,
         )  # fmt: skip
     console.print(table)
+    for row in rows:
+        if row.overfull:
+            console.print(f"! {row.plan.name} does not fit: {'; '.join(row.overfull)}", soft_wrap=True)
     best, fastest = rows[-1], max(range(len(speeds)), key=lambda d: speeds[d])
+    gain = best.samples_per_s / speeds[fastest]
     if best.workers == 1:
         console.print(
-            f"This fleet is slower than {names[fastest]} alone ({speeds[fastest]:,.4g} samples/s): auto leaves the others out."
+            f"auto leaves the work to one device: {gain:.2f}x the samples/s of {names[fastest]} alone "
+            f"({speeds[fastest]:,.4g}).",
+            soft_wrap=True,
         )
     else:
-        console.print(f"auto is {best.samples_per_s / speeds[fastest]:.2f}x as fast as {names[fastest]} alone.")
+        console.print(f"auto is {gain:.2f}x as fast as {names[fastest]} alone.")
 
 
-def show_counts(
-    console: Console, counts: Sequence[tuple[int, float]], speeds: Sequence[float], names: Sequence[str]
-) -> None:
+def show_counts(console: Console, counts: Sequence[tuple[int, float]], outlook: Outlook) -> None:
     """What one device less or more brings."""
+    speeds, names = outlook.speeds.devices, outlook.names
     order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
     alone = speeds[order[0]]
     for (fewer, before), (more, after) in itertools.pairwise(counts):
         added = " and ".join(names[d] for d in order[fewer:more])
         console.print(f"without {added}: {before / alone:.2f}x; with {added}: {after / alone:.2f}x")
+
+
+def show_devices(console: Console, row: Prospect, outlook: Outlook) -> None:
+    """A row per device: what it computes, sends, receives, keeps and draws in a step of one plan."""
+    table = Table(title=f"Plan {row.plan.name}, device by device, per step", title_justify="left")
+    table.add_column("device")
+    for name in ("computes", "sends", "receives", "memory", "of", "idle - busy", "joules"):
+        table.add_column(name, justify="right")
+    for device, name in enumerate(outlook.names):
+        limit = outlook.room.limits_bytes[device]
+        watts = (
+            "-" if outlook.power is None else f"{outlook.power[device].idle_w:g} - {outlook.power[device].busy_w:g} W"
+        )
+        table.add_row(
+            name, f"{row.timeline.compute_s[device] / row.step_s:.1%}", in_bytes(row.sent_bytes[device]),
+            in_bytes(row.received_bytes[device]), in_bytes(row.memory[device].total_bytes),
+            "-" if limit is None else in_bytes(limit), watts,
+            "-" if row.energy is None else f"{row.energy.devices_j[device]:.4g}",
+        )  # fmt: skip
+    console.print(table)
 
 
 def show_plan(console: Console, row: Prospect, graph: Graph) -> None:

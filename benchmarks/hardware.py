@@ -1,0 +1,62 @@
+"""What a benchmark ran on: processor, versions, revision of the code."""
+
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from convoy import __version__
+
+
+@dataclass(frozen=True)
+class Ground:
+    """The machine and the programs of one run.
+
+    Attributes:
+        revision: of this repository, with "+" where files were changed; "" where there is no git.
+    """
+
+    processor: str
+    cores: int
+    kernel: str
+    python: str
+    torch: str
+    convoy: str
+    revision: str
+
+
+def ground() -> Ground:
+    """This machine, now."""
+    return Ground(
+        processor=_processor(),
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        kernel=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        convoy=__version__,
+        revision=_revision(),
+    )
+
+
+def _processor() -> str:
+    try:
+        rows = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((row.partition(":")[2].strip() for row in rows if row.startswith("model name")), platform.machine())
+
+
+def _revision() -> str:
+    def ask(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        # What the benchmarks write is no change of the code that they measure.
+        changed = ask("status", "--porcelain", "--", ":/convoy", ":/benchmarks/*.py")
+        return ask("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return ""

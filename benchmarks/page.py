@@ -1,0 +1,225 @@
+"""The pages of results. Every sentence with a number in it is made from the numbers."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.configurations import PLAN_NAMES
+from benchmarks.results import FleetResult, Row
+from benchmarks.score import (
+    Choice,
+    by,
+    choices,
+    error,
+    full_spread,
+    middle_spread,
+    percentile,
+    relative_range,
+    splits_filters,
+    standard_error,
+    steady,
+    summarise,
+)
+
+MEAN_TARGET = 0.05
+FILTER_TARGET = 0.08
+CHOICE_TARGET = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """What a page is made of: results of some fleets, and where its figure lies."""
+
+    results: Sequence[FleetResult]
+    figure: str | None
+
+    @property
+    def rows(self) -> list[Row]:
+        return [row for result in self.results for row in result.measured_rows()]
+
+
+def validation_page(paper: Paper) -> str:
+    """docs/validation.md."""
+    rows = [row for row in paper.rows if row.plan in PLAN_NAMES]
+    short = [*_verdicts(rows), *_choice_verdicts(choices(rows)), *_noise(rows)]
+    short += [quietness(paper.results), *_losses(rows)]
+    parts = [
+        "# Predicted and measured",
+        "Made by `python -m benchmarks.validate`; do not edit. Every prediction was written to the results file before "
+        "the first run of its net, from measuring the layers and the wire of that fleet; nothing was fitted to a run.",
+        hardware(paper.results),
+        "## In short",
+        "\n".join(f"- {line}" for line in short),
+        "## Error by plan",
+        "(predicted - measured) / measured, where measured is the median of the rounds. Steady rows are those where the "
+        "middle half of the rounds lies within 5 % of the median. Filter-split are `master`, `model`, and `auto` where it "
+        "splits a layer by filter.",
+        _error_table(rows),
+        *([f"![Predicted against measured]({paper.figure})"] if paper.figure else []),
+        "## What `auto` chose",
+        "Behind: the measured step of `auto` over that of the best of all plans measured there. The best of several noisy "
+        "medians is a little too fast, so 0 is not expected even of a perfect planner. Noise: the standard error of that "
+        "ratio.",
+        _choice_table(choices(rows)),
+        "## Every configuration",
+        "Spread: (slowest - fastest) / median of the rounds; middle: that of the middle half. " + how_timed(),
+        _full_table(rows),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def hardware(results: Sequence[FleetResult]) -> str:
+    """On what, with what, when."""
+    lines = []
+    for (place, command), group in _alike(results).items():
+        dates = sorted(net.finished[:10] for result in group for net in result.nets.values() if net.finished)
+        fleets = ", ".join(f"{result.fleet} ({_cores(result)})" for result in group)
+        days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+        lines += [f"Fleets: {fleets}, each rehearsed on {place}; {group[0].data}; {days}.", f"```\n{command}\n```"]
+    return "\n\n".join(lines)
+
+
+def _alike(results: Sequence[FleetResult]) -> dict[tuple[str, str], list[FleetResult]]:
+    found: dict[tuple[str, str], list[FleetResult]] = {}
+    for result in results:
+        if result.measured_rows():
+            g = result.ground
+            place = (
+                f"{g.cores} cores of {g.processor}, {g.kernel}, Python {g.python}, torch {g.torch}, "
+                f"convoy {g.convoy} at {g.revision or 'an unknown revision'}"
+            )
+            found.setdefault((place, result.command), []).append(result)
+    return found
+
+
+def _cores(result: FleetResult) -> str:
+    return "/".join("all" if cores is None else f"{cores:g}" for _, cores in result.devices) + " core"
+
+
+def quietness(results: Sequence[FleetResult]) -> str:
+    """How much of the machine others took."""
+    nets = [net for result in results for net in result.nets.values() if net.finished]
+    shares = [net.others for net in nets if net.others is not None]
+    if not shares:
+        return "How much of the processor other programs took during the runs is not known."
+    return (
+        f"Processor time that other programs, and the kernel for the network, took during the runs: {max(shares):.1%} of the "
+        f"machine at most, {percentile(shares, 0.5):.1%} in the median net."
+    )
+
+
+def how_timed() -> str:
+    """What a measured step is."""
+    return (
+        "A step: from a common start to the end of the slowest device's last step, over the number of steps of the round; "
+        "loading the batch, the loss and the optimizer included."
+    )
+
+
+def _verdicts(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    calm = [row for row in rows if steady(row)]
+    for name, some, target in (
+        ("over all", rows, MEAN_TARGET),
+        ("over the filter-split rows", [r for r in rows if splits_filters(r)], FILTER_TARGET),
+        ("over the steady rows", calm, MEAN_TARGET),
+        ("over the steady filter-split rows", [r for r in calm if splits_filters(r)], FILTER_TARGET),
+    ):
+        found = summarise(some)
+        if found is None:
+            lines.append(f"Mean error {name}: there is no such row.")
+            continue
+        verdict = "met" if found.mean <= target else "missed"
+        lines.append(
+            f"Mean absolute error {name}: {found.mean:.1%} of {found.count} rows (median {found.median:.1%}, worst "
+            f"{found.worst:.1%}, with its sign {found.mean_signed:+.1%}); the target of {target:.0%} is {verdict}."
+        )
+    return lines
+
+
+def _choice_verdicts(found: Sequence[Choice]) -> list[str]:
+    if not found:
+        return ["Nothing to say about what `auto` chose: it was not measured beside other plans."]
+    near = sum(each.near for each in found) / len(found)
+    allowed = sum(each.near_within_noise for each in found) / len(found)
+    verdict = "met" if near >= CHOICE_TARGET else "missed"
+    with_noise = "met" if allowed >= CHOICE_TARGET else "missed"
+    return [
+        f"The plan that `auto` chose was, measured, within 3 % of the best in {near:.0%} of {len(found)} cases; the "
+        f"target of {CHOICE_TARGET:.0%} is {verdict}. Where twice the noise of the two medians is allowed: {allowed:.0%}, "
+        f"{with_noise}."
+    ]
+
+
+def _losses(rows: Sequence[Row]) -> list[str]:
+    known = [row for row in rows if row.loss is not None]
+    groups = [some for some in by(known, lambda r: f"{r.fleet} {r.net} {r.batch}").values() if len(some) > 1]
+    if not groups:
+        return []
+    apart = max(relative_range([row.loss for row in some if row.loss is not None]) for some in groups)
+    return [f"The loss of the first step, of all plans of one net, batch and fleet, differs by {apart:.1e} at most."]
+
+
+def _noise(rows: Sequence[Row]) -> list[str]:
+    spreads = [full_spread(row.rounds_s) for row in rows]
+    repeated = [row for row in rows if len(row.rounds_s) > 1]
+    line = (
+        f"Noise of the machine, from repeating the same run: spread of the rounds {percentile(spreads, 0.5):.1%} (median), "
+        f"{percentile(spreads, 0.9):.1%} (nine tenths of the rows stay below)"
+    )
+    if repeated:
+        errors = [standard_error(row.rounds_s) for row in repeated]
+        line += (
+            f"; standard error of a row's median {percentile(errors, 0.5):.1%} (median), "
+            f"{percentile(errors, 0.9):.1%} (nine tenths)"
+        )
+    fewest = min(len(row.rounds_s) for row in rows)
+    return [f"{line}. {sum(map(steady, rows))} of {len(rows)} rows are steady. At least {fewest} rounds each."]
+
+
+def _error_table(rows: Sequence[Row]) -> str:
+    kinds: list[tuple[str, list[Row]]] = [(f"`{plan}`", [r for r in rows if r.plan == plan]) for plan in PLAN_NAMES]
+    kinds += [("filter-split", [r for r in rows if splits_filters(r)]), ("all", list(rows))]
+    kinds += [("steady", [r for r in rows if steady(r)])]
+    kinds += [(f"fleet {fleet}", some) for fleet, some in by(rows, lambda r: r.fleet).items()]
+    kinds += [(f"net {net}", some) for net, some in by(rows, lambda r: r.net).items()]
+    body = []
+    for name, some in kinds:
+        if (found := summarise(some)) is not None:
+            body.append(
+                [name, str(found.count), f"{found.mean:.1%}", f"{found.median:.1%}", f"{found.worst:.1%}",
+                 f"{found.mean_signed:+.1%}"]
+            )  # fmt: skip
+    return table(["rows", "number", "mean absolute", "median absolute", "worst", "mean with sign"], body)
+
+
+def _choice_table(found: Iterable[Choice]) -> str:
+    body = [
+        [each.fleet, each.net, str(each.batch), f"`{each.best}`", f"{each.behind:.1%}", f"{each.noise:.1%}",
+         "yes" if each.near else "within the noise" if each.near_within_noise else "no"]
+        for each in found
+    ]  # fmt: skip
+    return table(["fleet", "net", "batch", "best measured", "behind", "noise", "within 3 %"], body)
+
+
+def _full_table(rows: Sequence[Row]) -> str:
+    body = [
+        [row.fleet, row.net, str(row.batch), f"`{row.plan}`", seconds(row.predicted_s), seconds(row.median_s),
+         "" if row.predicted_s is None else f"{error(row):+.1%}", f"{full_spread(row.rounds_s):.1%}",
+         f"{middle_spread(row.rounds_s):.1%}", f"{len(row.rounds_s)} x {row.steps}"]
+        for row in rows
+    ]  # fmt: skip
+    head = ["fleet", "net", "batch", "plan", "predicted", "measured", "error", "spread", "middle", "rounds x steps"]
+    return table(head, body)
+
+
+def seconds(value: float | None) -> str:
+    """Three digits that count."""
+    if value is None:
+        return ""
+    return f"{value:.3g} s" if value >= 1 else f"{1000 * value:.3g} ms"
+
+
+def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

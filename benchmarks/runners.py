@@ -1,0 +1,142 @@
+"""What one configuration does on one device: it trains as a user would, and rests between its turns.
+
+A resting runner holds next to no memory: dozens of configurations take turns in one process per device. When it wakes, it
+has the net's first weights, no momentum, and the first batch next: every turn is the same run, repeated.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Protocol, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from convoy.api import distribute
+from convoy.data import Images
+from convoy.execute.data import Loader
+from convoy.execute.group import Group
+from convoy.layout import box
+from convoy.plan import Plan
+
+LR = 0.01
+MOMENTUM = 0.9
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+
+
+class Runner(Protocol):
+    """One configuration on one device."""
+
+    def wake(self) -> float | None:
+        """Take up memory with the net's first weights, and train what is not counted: it allocates and chooses kernels.
+
+        Returns:
+            The loss of the first whole batch, if this device saw one.
+        """
+
+    def train(self, steps: int) -> None:
+        """Train so many steps."""
+
+    def rest(self) -> None:
+        """Give the memory back."""
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    """The optimizer of every benchmark, the same for Convoy and its peers."""
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
+
+
+def endless(loader: Loader) -> Batches:
+    """Batches from the first of epoch 0 on, epoch after epoch."""
+    loader.set_epoch(0)
+    while True:
+        yield from loader
+
+
+def train_steps(model: nn.Module, optimizer: Optimizer, batches: Batches, steps: int) -> float:
+    """The steps of `convoy.execute.train.fit`; the loss of the first."""
+    first = 0.0
+    for step in range(steps):
+        x, y = next(batches)
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        value = float(loss.detach())
+        first = first if step else value
+    return first
+
+
+@final
+class ConvoyRunner:
+    """A Convoy plan. Every device makes one."""
+
+    def __init__(self, model: nn.Module, plan: Plan, group: Group, images: Images, batch: int) -> None:
+        self._weights: Mapping[str, Tensor] = dict(model.named_parameters())
+        self._part = distribute(model, plan, group, torch.zeros(1, *images.image_shape))
+        self._loader = Loader(images, batch, self._part, drop_last=True)
+        self._optimizer = sgd(self._part)
+        self._batches: Batches = iter(())
+        self.rest()
+
+    def wake(self) -> float | None:
+        for key, parameter in self._part.named_parameters():
+            parameter.data = self._piece(key)
+        self._batches = endless(self._loader)
+        return train_steps(self._part, self._optimizer, self._batches, 1)
+
+    def _piece(self, key: str) -> Tensor:
+        whole = self._weights[key].detach()
+        here = box(self._part.layouts[key], self._part.group.device, tuple(whole.shape))
+        if here is None:
+            return whole.new_empty((0, *whole.shape[1:]))
+        return whole[tuple(slice(*edges) for edges in here)].clone(memory_format=torch.contiguous_format)
+
+    def train(self, steps: int) -> None:
+        train_steps(self._part, self._optimizer, self._batches, steps)
+
+    def rest(self) -> None:
+        self._batches = iter(())
+        self._optimizer.state.clear()
+        for parameter in self._part.parameters():
+            parameter.grad = None
+            parameter.data = parameter.data.new_empty((0, *parameter.shape[1:]))
+
+
+@final
+class AloneRunner:
+    """Plain PyTorch on one device; the others do nothing.
+
+    Args:
+        model: with the first weights; None where it is not this device's turn.
+        step_s: predicted. Where a step takes long, the uncounted one has only the samples of two seconds.
+    """
+
+    def __init__(self, model: nn.Module | None, images: Images, batch: int, step_s: float) -> None:
+        self._first_weights = model
+        self._loader = Loader(images, batch, drop_last=True)
+        self._first_samples = max(1, min(batch, round(batch * 2.0 / step_s)))
+        self._batches: Batches = iter(())
+        self._model: nn.Module | None = None
+        self._optimizer: Optimizer | None = None
+
+    def wake(self) -> float | None:
+        if self._first_weights is None:
+            return None
+        self._model = copy.deepcopy(self._first_weights)
+        self._optimizer = sgd(self._model)
+        self._batches = endless(self._loader)
+        x, y = next(self._batches)
+        few = iter([(x[: self._first_samples], y[: self._first_samples])])
+        loss = train_steps(self._model, self._optimizer, few, 1)
+        return loss if self._first_samples == len(x) else None
+
+    def train(self, steps: int) -> None:
+        if self._model is not None and self._optimizer is not None:
+            train_steps(self._model, self._optimizer, self._batches, steps)
+
+    def rest(self) -> None:
+        self._model = self._optimizer = None
+        self._batches = iter(())

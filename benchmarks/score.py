@@ -1,0 +1,150 @@
+"""How good predictions and choices were: pure functions of measured rows."""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.configurations import AUTO, PLAN_NAMES
+from benchmarks.results import Row
+
+NEAR = 0.03
+"""A choice is right when it is within three per cent of the best plan that was measured."""
+
+STEADY = 0.05
+"""A row is steady when the middle half of its rounds lies within five per cent of their median."""
+
+
+def error(row: Row) -> float:
+    """(predicted - measured) / measured: above 0 where the run was faster than predicted."""
+    if row.predicted_s is None:
+        raise ValueError(f"{row.plan} of {row.net} on {row.fleet} has no prediction: ask only rows that have one")
+    return row.predicted_s / row.median_s - 1
+
+
+def full_spread(seconds: Sequence[float]) -> float:
+    """(slowest - fastest) / median."""
+    return (max(seconds) - min(seconds)) / statistics.median(seconds)
+
+
+def middle_spread(seconds: Sequence[float]) -> float:
+    """(third quartile - first quartile) / median; 0 for a single round. Quartiles lie on the rounds or between two."""
+    if len(seconds) < 2:
+        return 0.0
+    first, _, third = statistics.quantiles(seconds, n=4, method="inclusive")
+    return (third - first) / statistics.median(seconds)
+
+
+def standard_error(seconds: Sequence[float]) -> float:
+    """Of the median, as a part of it: sqrt(pi / 2) * s / sqrt(n) / median, which holds for normal noise."""
+    if len(seconds) < 2:
+        return math.inf
+    deviation = statistics.stdev(seconds) / math.sqrt(len(seconds))
+    return math.sqrt(math.pi / 2) * deviation / statistics.median(seconds)
+
+
+def steady(row: Row) -> bool:
+    """Whether the repeat noise of a row allows to judge a prediction to a few per cent."""
+    return middle_spread(row.rounds_s) <= STEADY
+
+
+def splits_filters(row: Row) -> bool:
+    """Whether a row counts as filter-split: `master`, `model`, and `auto` where it splits some layer by filter."""
+    by_filter = any(text.startswith("filter") for text in row.strategies.values())
+    return row.plan in ("master", "model") or (row.plan == AUTO and by_filter)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorSummary:
+    """Absolute errors of some rows, as parts of the measured time; `mean_signed` keeps the sign."""
+
+    count: int
+    mean: float
+    median: float
+    worst: float
+    mean_signed: float
+
+
+def summarise(rows: Iterable[Row]) -> ErrorSummary | None:
+    """The errors of the rows that were predicted; None where there is none."""
+    signed = [error(row) for row in rows if row.predicted_s is not None]
+    if not signed:
+        return None
+    sizes = [abs(each) for each in signed]
+    return ErrorSummary(
+        len(sizes), statistics.fmean(sizes), statistics.median(sizes), max(sizes), statistics.fmean(signed)
+    )
+
+
+def by(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
+    """Rows under their keys, in order of first appearance."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What `auto` chose for one (fleet, net, batch), beside the best of Convoy's plans that were measured there.
+
+    Attributes:
+        best: name of the fastest plan when measured, `auto` included.
+        behind: measured time of `auto` over that of the best, less 1.
+        noise: standard error of `behind`, from the rounds of both.
+    """
+
+    fleet: str
+    net: str
+    batch: int
+    best: str
+    behind: float
+    noise: float
+
+    @property
+    def near(self) -> bool:
+        """Within three per cent of the best, as measured."""
+        return self.behind <= NEAR
+
+    @property
+    def near_within_noise(self) -> bool:
+        """Not further behind than three per cent by more than twice the noise."""
+        return self.behind - 2 * self.noise <= NEAR
+
+
+def choices(rows: Iterable[Row]) -> list[Choice]:
+    """A choice for every (fleet, net, batch) where `auto` and another plan were measured."""
+    found = []
+    for group in by(rows, lambda r: f"{r.fleet} {r.net} {r.batch}").values():
+        plans = {row.plan: row for row in group if row.plan in PLAN_NAMES}
+        if AUTO not in plans or len(plans) < 2:
+            continue
+        auto = plans[AUTO]
+        best = min(plans.values(), key=lambda row: (row.median_s, row.plan != AUTO))
+        noise = 0.0
+        if best is not auto:
+            noise = math.hypot(standard_error(auto.rounds_s), standard_error(best.rounds_s))
+        found.append(Choice(auto.fleet, auto.net, auto.batch, best.plan, auto.median_s / best.median_s - 1, noise))
+    return found
+
+
+def efficiency(row: Row, rows: Iterable[Row]) -> float | None:
+    """Samples/s over the sum of what each device reached alone at the same batch; None where that was not measured."""
+    alone = [r for r in rows if (r.fleet, r.net, r.batch, r.plan) == (row.fleet, row.net, row.batch, "one-device")]
+    if not alone:
+        return None
+    return 1 / row.median_s / sum(1 / r.median_s for r in alone)
+
+
+def relative_range(values: Sequence[float]) -> float:
+    """(largest - smallest) / size of the largest; 0 where all are 0."""
+    return (max(values) - min(values)) / max(max(map(abs, values)), 1e-300)
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """The value below which a part of them lies; between two, in proportion."""
+    ordered = sorted(values)
+    place = part * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])

@@ -1,0 +1,133 @@
+"""`auto` in a running job: measure the devices together (or take a file's times), plan on one of them, tell the others."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+from convoy.errors import InputError
+from convoy.execute.group import Group
+from convoy.fleet import Fleet
+from convoy.graph import Graph
+from convoy.measure.run import Progress, measure_job
+from convoy.measurement import Measurement, read_fleet_file
+from convoy.named import Speeds
+from convoy.plan import Plan
+from convoy.prospect import Outlook, prospect, prospects
+from convoy.trace import Traced
+from convoy.transfer import Sum
+
+AUTO = "auto"
+BUDGET_S = 20.0
+LINKS_PART = 0.25
+"""The part of the budget that goes to the wire."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The planner's choice for a job.
+
+    Attributes:
+        step_s: predicted seconds of a step.
+        speeds: samples/s of each device alone.
+    """
+
+    plan: Plan
+    step_s: float
+    speeds: Speeds
+
+
+def read_times(path: Path, graph: Graph, devices: int) -> tuple[Fleet, Measurement | None]:
+    """A fleet file for a job: what was measured of it, where that stands there too.
+
+    Raises:
+        InputError: the file cannot be used, or has another number of devices.
+        MismatchError: measured with another model.
+    """
+    fleet, measured = read_fleet_file(path)
+    if len(fleet.devices) != devices:
+        raise InputError(
+            f"--fleet {path} has {len(fleet.devices)} devices, this job has {devices}: start as many devices, or give the "
+            "fleet file of these"
+        )
+    if measured is not None:
+        measured.costs(graph)
+    return fleet, measured
+
+
+def choose(
+    group: Group,
+    traced: Traced,
+    model: nn.Module,
+    batch: int,
+    *,
+    net: str,
+    file: Path | None = None,
+    described: Path | None = None,
+    budget_s: float = BUDGET_S,
+    slowdown: float = 1.0,
+    optimizer: str = "sgd-momentum",
+    reduce: Sum | None = None,
+    progress: Progress = lambda *_: None,
+) -> Chosen:
+    """The planner's plan for this model on these devices. All devices call it; all get the same value.
+
+    Args:
+        net: the model's name, for people.
+        file: a fleet file. Where it holds measured times nothing is measured. Only device 0 reads it.
+        described: a fleet file of which only the description counts, whatever was measured of it before.
+        budget_s: about the seconds that measuring may take.
+        slowdown: this device plays one that is so many times slower.
+        optimizer: whose state counts as memory, a name of `convoy.cost.memory.OPTIMIZERS`.
+        reduce: how sums are made; None: as the planner says.
+
+    Raises:
+        InputError, MismatchError: a file that cannot be used, or is of another fleet or model.
+        PlanError: no plan fits the devices' memory.
+        DeviceLostError: a device did not answer.
+    """
+    first = group.device == 0
+    fleet, measured = _known(group, traced.graph, file, described)
+    if fleet is not None or not _told_measured(group, measured is not None):
+        measured = measure_job(
+            group, traced, model, batch, net=net, fleet=fleet, budget_s=budget_s * (1 - LINKS_PART),
+            links_budget_s=budget_s * LINKS_PART, slowdown=slowdown, progress=progress,
+        )  # fmt: skip
+        group.clear_counters()  # what measuring sent is no part of the training
+    # One device plans, so that the others' processors stay out of its way; what it says is a plan file.
+    own = ""
+    if first:
+        assert measured is not None
+        own = _planned(measured, traced.graph, batch, optimizer, reduce)
+    row = json.loads(group.agree("automatic plan", own)[0])
+    return Chosen(Plan.from_json(row["plan"], "device 0's plan"), row["step_s"], Speeds(tuple(row["speeds"])))
+
+
+def _known(
+    group: Group, graph: Graph, file: Path | None, described: Path | None
+) -> tuple[Fleet | None, Measurement | None]:
+    """The fleet to measure on every device (None: as the devices describe themselves), and on device 0 the times of a file."""
+    fleet, measured = None, None
+    if group.device == 0:
+        if file is not None:
+            fleet, measured = read_times(file, graph, group.devices)
+        elif described is not None:
+            fleet, _ = read_fleet_file(described)
+    text = "" if fleet is None or measured is not None else fleet.to_toml()
+    told = group.agree("fleet to measure", text)[0]
+    return (Fleet.from_toml(told, "device 0's fleet file") if told else None), measured
+
+
+def _told_measured(group: Group, own: bool) -> bool:
+    """Whether device 0 has times already."""
+    return group.agree("times known", str(int(own)))[0] == "1"
+
+
+def _planned(measured: Measurement, graph: Graph, batch: int, optimizer: str, reduce: Sum | None) -> str:
+    """The chosen plan with its prediction, as text."""
+    outlook = Outlook.of(graph, batch, measured.costs(graph), measured.fleet, optimizer)
+    best = prospects(outlook)[-1]
+    if reduce is not None and reduce != best.plan.reduce:
+        best = prospect(replace(best.plan, reduce=reduce), outlook)
+    return json.dumps({"plan": best.plan.to_json(), "step_s": best.step_s, "speeds": outlook.speeds.devices})

@@ -1,0 +1,90 @@
+"""One training step of a plan on a fleet, measured or described, to look at: a Chrome trace and a picture."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from convoy.errors import InputError, unknown_name
+from convoy.fleet import Fleet
+from convoy.graph import Graph
+from convoy.measurement import read_fleet_file
+from convoy.named import PLANS, Speeds, named_plan
+from convoy.plan import Plan
+from convoy.planner import plan_auto
+from convoy.prospect import Outlook, prospect
+from convoy.report.screen import in_bytes
+from convoy.report.timeline import draw as draw_timeline
+from convoy.report.timeline import write_chrome_trace
+from convoy.simulate import Costs
+from convoy.study.fleets import costs_of, speeds_of
+from convoy.study.nets import graph_of
+
+
+def run_step(
+    out: Path,
+    net: str,
+    fleet: Path,
+    plan: str,
+    batch: int,
+    image: tuple[int, int, int] = (3, 32, 32),
+    classes: int = 10,
+    *,
+    draw: bool = True,
+    say: Callable[[str], object] = lambda _: None,
+) -> list[Path]:
+    """Replay one step and write `step.json` (for Perfetto or chrome://tracing) and `step.png` into a folder.
+
+    Args:
+        fleet: a fleet file. Where it holds measured times of this net they count, else the devices' rooflines.
+        plan: a plan by name, "auto", or a plan file.
+        draw: the picture too (needs matplotlib).
+        say: called with a line for each result.
+
+    Returns:
+        the files written.
+
+    Raises:
+        InputError: an unknown net or plan, a fleet without times and rooflines, a folder that cannot be written.
+        PlanError: a plan that does not fit the model, the batch or the fleet.
+        MismatchError: times of another model.
+    """
+    if batch < 1:
+        raise InputError(f"--batch {batch}: give 1 or more")
+    described, measured = read_fleet_file(fleet)
+    graph = graph_of(net, image, classes)
+    costs = costs_of(described) if measured is None else measured.costs(graph)
+    chosen = _plan(plan, graph, batch, costs, described)
+    outlook = Outlook.of(graph, chosen.batch, costs, described)
+    row = prospect(chosen, outlook)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make the folder {out}: {error}; give one that can be made") from None
+    how = "roofline" if measured is None else "measured times"
+    energy = "" if row.energy is None else f", {row.energy.image_j:.4g} J/image"
+    say(
+        f"plan {chosen.name}, batch {chosen.batch}, {how}: {row.step_s:.4g} s a step, {row.samples_per_s:,.4g} samples/s, "
+        f"{row.efficiency:.1%} of the limit, {in_bytes(row.traffic_bytes)} on the wire{energy}; {row.bound}"
+    )
+    for words in row.overfull:
+        say(f"does not fit: {words}")
+    written = [write_chrome_trace(row.timeline, out / "step.json", outlook.names)]
+    if draw:
+        title = f"{net}, plan {chosen.name}, batch {chosen.batch}, {how}"
+        written.append(draw_timeline(row.timeline, out / "step.png", outlook.names, title))
+    for path in written:
+        say(f"wrote {path}")
+    return written
+
+
+def _plan(name: str, graph: Graph, batch: int, costs: Costs, fleet: Fleet) -> Plan:
+    if name == "auto":
+        outlook = Outlook.of(graph, batch, costs, fleet)
+        return plan_auto(graph, batch, costs, outlook.room).named("auto")
+    if name in PLANS:
+        speeds: Speeds = speeds_of(graph, batch, costs)
+        return named_plan(name, graph, batch, speeds)
+    if not name.endswith(".json") and not Path(name).is_file():
+        raise unknown_name("plan", name, [*PLANS, "auto", "a plan file (….json)"])
+    saved = Plan.load(Path(name))
+    saved.check(graph, len(fleet.devices))
+    return saved

@@ -1,0 +1,215 @@
+"""Plans that fit the devices' memory, and least energy: by hand-made cases whose answer is arithmetic."""
+
+from dataclasses import replace
+
+import pytest
+
+from convoy.cost.energy import energy_of
+from convoy.cost.memory import Room, memory_of
+from convoy.errors import InputError, PlanError
+from convoy.fleet import Card, Device, Fleet, Host
+from convoy.graph import Graph
+from convoy.lower import lower
+from convoy.named import PLANS, Speeds, named_plan
+from convoy.plan import Plan
+from convoy.planner import candidates, plan_auto, solo_speeds
+from convoy.prospect import Outlook, prospects
+from convoy.simulate import Costs, simulate
+from convoy.strategy import Channel, Filter
+from convoy.study.fleets import costs_of
+from convoy.study.nets import Stack
+
+GIGABIT = Card(125e6, 125e6, 1e-4)
+
+# A convolution of little memory before a Linear of 2,048 x 2,048 weights: 16.8 MB, three times over for training: 50.3 MB.
+WIDE = Stack((2, 64, 64)).conv(2, 3).pool().flatten().linear(2048).graph()
+BATCH = 8
+
+
+def fleet(*rows: tuple[float, int | None]) -> Fleet:
+    """One device per host, of these FLOP/s and bytes of memory."""
+    devices = tuple(
+        Device(
+            f"d{i}", f"h{i}", "cpu", memory_bytes=memory, peak_flop_per_s=rate, memory_bandwidth_bytes_per_s=rate / 4,
+            idle_w=1.0, busy_w=2.0,
+        )
+        for i, (rate, memory) in enumerate(rows)
+    )  # fmt: skip
+    return Fleet(tuple(Host(f"h{i}") for i in range(len(rows))), devices, GIGABIT)
+
+
+def outlook(fleet: Fleet, graph: Graph = WIDE, batch: int = BATCH, optimizer: str = "sgd-momentum") -> Outlook:
+    return Outlook.of(graph, batch, costs_of(fleet), fleet, optimizer)
+
+
+def needs(plan: Plan, graph: Graph = WIDE) -> list[int]:
+    return [each.total_bytes for each in memory_of(plan, graph)]
+
+
+def test_a_plan_that_fits_is_the_same_with_and_without_limits() -> None:
+    roomy = outlook(fleet((1e11, 10**10), (5e10, 10**10)))
+    assert plan_auto(WIDE, BATCH, roomy.costs, roomy.room) == plan_auto(WIDE, BATCH, roomy.costs)
+
+
+def test_only_a_split_of_the_big_layer_fits() -> None:
+    """Neither device holds 50 MB; together they hold 60. Every plan that copies the Linear, or leaves it to one, is out."""
+    tight = outlook(fleet((1e11, 30_000_000), (5e10, 30_000_000)))
+    free = plan_auto(WIDE, BATCH, tight.costs)
+    assert max(needs(free)) > 30_000_000  # by speed two thirds of the Linear
+    plan = plan_auto(WIDE, BATCH, tight.costs, tight.room)
+    assert max(needs(plan)) <= 30_000_000
+    assert isinstance(plan.layers["4"], Filter | Channel)
+    plan.check(WIDE, 2)
+
+
+def test_the_fast_device_has_little_memory() -> None:
+    """By speed it would take nine tenths of the Linear's 50 MB; it has room for a quarter."""
+    tight = outlook(fleet((9e10, 14_000_000), (1e10, 45_000_000)))
+    plan = plan_auto(WIDE, BATCH, tight.costs, tight.room)
+    first, second = needs(plan)
+    assert first <= 14_000_000
+    assert second <= 45_000_000
+
+
+def test_a_slow_device_with_memory_works_alone_where_the_fast_one_has_none() -> None:
+    lonely = outlook(fleet((1e11, 3_000_000), (1e10, 10**9)))
+    plan = plan_auto(WIDE, BATCH, lonely.costs, lonely.room)
+    assert needs(plan)[0] <= 3_000_000
+
+
+def test_a_net_that_fits_nowhere_is_refused_with_numbers() -> None:
+    small = outlook(fleet((1e11, 10_000_000), (5e10, 12_000_000)))
+    with pytest.raises(PlanError) as refused:
+        plan_auto(WIDE, BATCH, small.costs, small.room)
+    text = str(refused.value)
+    assert "d0 needs" in text or "d1 needs" in text
+    assert "of 10 MB" in text or "of 12 MB" in text
+    assert "smaller batch" in text
+    assert "memory_bytes" in text
+
+
+def test_devices_without_a_known_limit_hold_anything() -> None:
+    unknown = outlook(fleet((1e11, None), (5e10, None)))
+    assert not unknown.room.limited
+    half = outlook(fleet((1e11, 1_000_000), (5e10, None)))
+    assert needs(plan_auto(WIDE, BATCH, half.costs, half.room))[0] <= 1_000_000
+
+
+def test_the_optimizers_state_counts() -> None:
+    """64 MB are more than three times the weights, for sgd with momentum, and less than four times, for adam."""
+    one = fleet((1e11, 58_000_000))
+    assert plan_auto(WIDE, BATCH, outlook(one).costs, outlook(one).room).devices == 1
+    adam = outlook(one, optimizer="adam")
+    with pytest.raises(PlanError, match="d0 needs"):
+        plan_auto(WIDE, BATCH, adam.costs, adam.room)
+
+
+def test_named_plans_that_do_not_fit_are_marked() -> None:
+    rows = {row.plan.name: row for row in prospects(outlook(fleet((1e11, 30_000_000), (5e10, 30_000_000))))}
+    assert rows["data"].overfull
+    assert rows["data"].overfull[0].startswith("d0 needs 76 MB of 30 MB")
+    assert not rows["model"].overfull
+    assert not rows["auto"].overfull
+
+
+def test_excess_by_hand() -> None:
+    room = Room((100, None, 50), ("a", "b", "c"))
+    assert room.excess((101, 10**12, 50)) == {0: 1.0}
+    assert room.overfull((2_000_000, 0, 0)) == ["a needs 2 MB of 0.0001 MB"]
+
+
+# --- energy ----------------------------------------------------------------------------------------------------------
+
+
+def hungry(idle_w: float, busy_w: float) -> Fleet:
+    """A fast hungry device and a slower thrifty one."""
+    plain = fleet((1e11, None), (5e10, None))
+    first, second = plain.devices
+    return replace(plain, devices=(replace(first, idle_w=idle_w, busy_w=busy_w), second))
+
+
+def test_least_energy_by_hand() -> None:
+    """Of all plans found, the one of least joules within the limit: each plan's joules added up here."""
+    look = outlook(hungry(5.0, 500.0))
+    power = [(5.0, 500.0), (1.0, 2.0)]
+    joules = {}
+    for each in candidates(look.graph, look.batch, look.costs, look.room):
+        timeline = simulate(lower(each.plan, look.graph), look.graph, look.costs)
+        busy = timeline.compute_s
+        joules[timeline.step_s, each.plan.name] = sum(
+            idle_w * timeline.step_s + (busy_w - idle_w) * busy[d] for d, (idle_w, busy_w) in enumerate(power)
+        )
+    fastest_s = min(step_s for step_s, _ in joules)
+    for limit_s in (fastest_s * 1.001, fastest_s * 1.5, 1e3):
+        chosen = prospects(look, limit_s)[-1]
+        assert chosen.energy is not None
+        assert chosen.energy.step_j == pytest.approx(min(j for (s, _), j in joules.items() if s <= limit_s), rel=1e-12)
+        assert chosen.energy.image_j == pytest.approx(chosen.energy.step_j / BATCH)
+    # With time to spare the hungry device is used less than in a hurry.
+    relaxed, hurried = prospects(look, 1e3)[-1], prospects(look)[-1]
+    assert relaxed.step_s > hurried.step_s
+    assert relaxed.energy.step_j < hurried.energy.step_j
+
+
+def test_no_plan_is_fast_enough() -> None:
+    with pytest.raises(PlanError, match=r"no plan takes at most 1e-09 s a step: the fastest takes"):
+        prospects(outlook(hungry(5.0, 50.0)), 1e-9)
+
+
+def test_least_energy_wants_watts() -> None:
+    plain = fleet((1e11, None), (5e10, None))
+    dark = replace(plain, devices=(plain.devices[0], replace(plain.devices[1], idle_w=None, busy_w=None)))
+    look = outlook(dark)
+    assert look.power is None
+    assert all(row.energy is None for row in prospects(look))
+    with pytest.raises(InputError, match="idle_w and busy_w"):
+        prospects(look, 1.0)
+
+
+def test_the_row_of_a_plan_is_its_own_arithmetic() -> None:
+    look = outlook(hungry(5.0, 50.0))
+    for row in prospects(look):
+        steps = lower(row.plan, look.graph)
+        assert row.traffic_bytes == sum(steps.traffic(4).values()) == sum(row.received_bytes)
+        assert row.energy == energy_of(row.timeline, look.power or (), BATCH)
+
+
+# --- planning by formula ---------------------------------------------------------------------------------------------
+
+
+def many(count: int) -> tuple[Graph, Costs]:
+    """A net and a fleet that are planned by formula."""
+    graph = Stack((3, 16, 16)).conv(32, 3).pool().conv(64, 3).pool().flatten().linear(64).linear(10).graph()
+    return graph, costs_of(fleet(*((1e10 * (1 + i % 5), None) for i in range(count))))
+
+
+def test_a_large_fleet_is_planned_by_formula_and_the_plan_fits() -> None:
+    graph, costs = many(100)
+    first, again = candidates(graph, 800, costs), candidates(graph, 800, costs)
+    assert first == again
+    assert [each.step_s for each in first] == sorted(each.step_s for each in first)
+    for each in first:
+        each.plan.check(graph, 100)
+
+
+def test_the_formula_prices_the_plans_that_it_found() -> None:
+    """The search's own sum and the walk over a finished plan are the same number."""
+    from convoy.formula import Formula
+    from convoy.search import Prices, Search
+
+    graph, costs = many(6)
+    search = Search(Formula(graph, 48, costs, Prices(graph, 48, costs)), (4, 3, 2))
+    for cost, plan in search.run():
+        assert search.formula_s(plan) == pytest.approx(cost, rel=1e-12)
+
+
+def test_by_formula_auto_is_no_slower_than_a_named_plan() -> None:
+    graph, costs = many(16)
+    from convoy.formula import Formula
+    from convoy.search import Prices, Search
+
+    best = candidates(graph, 64, costs)[0]
+    search = Search(Formula(graph, 64, costs, Prices(graph, 64, costs)), tuple(range(16)))
+    speeds = Speeds(solo_speeds(graph, 64, costs))
+    for name in PLANS:
+        assert best.step_s <= search.formula_s(named_plan(name, graph, 64, speeds)) * (1 + 1e-12)
