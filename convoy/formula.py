@@ -67,10 +67,15 @@ class Squeeze:
 
 
 class Formula:
-    """Seconds by formula for one model, batch and fleet."""
+    """Seconds by formula for one model, batch and fleet.
 
-    def __init__(self, graph: Graph, batch: int, costs: Costs, price: LayerPrices) -> None:
-        self.graph, self.batch, self.costs, self.price = graph, batch, costs, price
+    Args:
+        hidden: the part of what may travel while devices compute (gradients on their way back, sums of gradients) that
+            counts as free. The truth lies between 0 and 1, and only a replay knows where.
+    """
+
+    def __init__(self, graph: Graph, batch: int, costs: Costs, price: LayerPrices, hidden: float = 0.0) -> None:
+        self.graph, self.batch, self.costs, self.price, self.hidden = graph, batch, costs, price, hidden
         self.devices = costs.network.devices
         self.alike = tuple(costs.times.alike(d) for d in range(self.devices))
         self.firsts = _alike_layers(graph, price.trains) if isinstance(costs.times, Roofline) else {}
@@ -163,7 +168,7 @@ class Formula:
             load = loads(src, dst, shape, self.devices)
             seconds = self._wire_s(load)
             if back:
-                seconds += self._wire_s(load.reversed)
+                seconds += self._wire_s(load.reversed) * (1 - self.hidden)
             self.moves[key] = seconds
         return self.moves[key]
 
@@ -209,7 +214,8 @@ class Formula:
         load = loads(Partial(copies.devices), copies, (summed,), self.devices)
         seconds = self._wire_s(load)
         # Sums share buckets: a small layer pays only its part of a bucket's latency.
-        return kept + seconds - load.rounds * self.round_s * max(0.0, 1 - summed / BUCKET_ENTRIES)
+        seconds -= load.rounds * self.round_s * max(0.0, 1 - summed / BUCKET_ENTRIES)
+        return kept + seconds * (1 - self.hidden)
 
     def memory_s(self, layer: Layer, placed: Placement, squeeze: Squeeze, optimizer: str) -> float:
         """The price of what a layer keeps beyond each device's part of it: parameters with gradient and state, its output.

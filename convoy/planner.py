@@ -17,6 +17,7 @@ from convoy.graph import Graph
 from convoy.lower import lower
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
+from convoy.refine import refined
 from convoy.search import Prices, Search
 from convoy.simulate import Costs, simulate
 from convoy.strategy import STRATEGIES, One
@@ -26,6 +27,9 @@ POLISHED_LAYERS = 4
 
 REPLAYED = 12
 """So many of the plans that are best by formula are replayed."""
+
+REFINED = 3
+"""So many of the best are made better by replay."""
 
 REPLAY_WORK = 300_000
 """A replay takes time with the layers, and with the messages at a time, each of which shares the wire with all others: where
@@ -79,6 +83,9 @@ def candidates(graph: Graph, batch: int, costs: Costs, room: Room | None = None)
     speeds = solo_speeds(graph, batch, costs)
     order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
     found = _searched(formula, order)
+    replays = len(graph.layers) * len(order) ** 4 <= REPLAY_WORK
+    if replays:
+        found += _searched(Formula(graph, batch, costs, formula.price, hidden=1.0), order)
     if len(order) <= 16:
         search = Search(formula, order)
         for name in PLANS:
@@ -86,7 +93,7 @@ def candidates(graph: Graph, batch: int, costs: Costs, room: Room | None = None)
             found.append(_Found(search.formula_s(plan), len(order), plan))
     if room is not None and room.limited:
         found = _fitting(formula, found, order, room)
-    if len(graph.layers) * len(order) ** 4 > REPLAY_WORK:
+    if not replays:
         return [Candidate(each.plan, each.formula_s) for each in _in_order(found)]
     return _replayed(formula, found, order, room)
 
@@ -155,6 +162,8 @@ def _replayed(formula: Formula, found: Sequence[_Found], order: Sequence[int], r
         for working in sorted(best_of, key=lambda w: (best_of[w][0], w))[:3]:
             step_s, plan = _polished(formula, order[:working], *best_of[working], room)
             rows.append((step_s, working, plan))
+    for _, working, plan in sorted(rows, key=lambda row: row[:2])[:REFINED]:
+        rows += [(s, working, better) for s, better in refined(plan, graph, costs) if _fits(better, formula, room)]
     return [Candidate(plan, step_s) for step_s, _, plan in sorted(rows, key=lambda row: row[:2])]
 
 
