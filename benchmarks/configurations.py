@@ -112,6 +112,7 @@ SETS: Mapping[str, tuple[Series, ...]] = {
         Series("mixed4", "two-conv:4:8", (8,), ("data", AUTO)),
         Series("straggler2", "two-conv:4:8", (8,), ("data", AUTO)),
     ),
+    "trial": (Series("mixed4", "two-conv:150:800", (16, 64), ("data-by-speed", "hybrid", "master", AUTO)),),
     "smoke-peers": (Series("straggler2", "two-conv:4:8", (8,), (*PEERS, "data", AUTO)),),
     "bench": _SMALL_BENCH,
     "bench-full": _FULL_BENCH,

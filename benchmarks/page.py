@@ -1,6 +1,6 @@
 """The pages of results. Every sentence with a number in it is made from the numbers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.configurations import PLAN_NAMES
@@ -10,6 +10,7 @@ from benchmarks.score import (
     by,
     choices,
     error,
+    error_at_measured_speed,
     full_spread,
     middle_spread,
     percentile,
@@ -53,7 +54,8 @@ def validation_page(paper: Paper) -> str:
         "(predicted - measured) / measured, where measured is the median of the rounds. Steady rows are those where the "
         "middle half of the rounds lies within 5 % of the median. Filter-split are `master`, `model`, and `auto` where it "
         "splits a layer by filter.",
-        _error_table(rows),
+        _error_table(rows, error),
+        *_drifted(rows),
         *([f"![Predicted against measured]({paper.figure})"] if paper.figure else []),
         "## What `auto` chose",
         "Behind: the measured step of `auto` over that of the best of all plans measured there. The best of several noisy "
@@ -176,7 +178,22 @@ def _noise(rows: Sequence[Row]) -> list[str]:
     return [f"{line}. {sum(map(steady, rows))} of {len(rows)} rows are steady. At least {fewest} rounds each."]
 
 
-def _error_table(rows: Sequence[Row]) -> str:
+def _drifted(rows: Sequence[Row]) -> list[str]:
+    """The same table at the speed of measuring, where that speed is known."""
+    drifts = [drift for row in rows for drift in row.drifts]
+    if not drifts:
+        return []
+    return [
+        "## The same at the speed of the measuring",
+        "The processor's speed wanders on this machine. Before every run the same small convolution was timed on all devices "
+        f"at once, as while the tables were measured: it took {min(drifts):.2f} to {max(drifts):.2f} times as long as then, "
+        f"{percentile(drifts, 0.5):.2f} times in the median. Here each round is divided by that. This is no prediction of "
+        "the machine's speed, which nobody has; it tells what is left of the errors when the speed is known.",
+        _error_table(rows, error_at_measured_speed),
+    ]
+
+
+def _error_table(rows: Sequence[Row], of: Callable[[Row], float]) -> str:
     kinds: list[tuple[str, list[Row]]] = [(f"`{plan}`", [r for r in rows if r.plan == plan]) for plan in PLAN_NAMES]
     kinds += [("filter-split", [r for r in rows if splits_filters(r)]), ("all", list(rows))]
     kinds += [("steady", [r for r in rows if steady(r)])]
@@ -184,7 +201,7 @@ def _error_table(rows: Sequence[Row]) -> str:
     kinds += [(f"net {net}", some) for net, some in by(rows, lambda r: r.net).items()]
     body = []
     for name, some in kinds:
-        if (found := summarise(some)) is not None:
+        if (found := summarise(some, of)) is not None:
             body.append(
                 [name, str(found.count), f"{found.mean:.1%}", f"{found.median:.1%}", f"{found.worst:.1%}",
                  f"{found.mean_signed:+.1%}"]

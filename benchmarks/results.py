@@ -29,6 +29,8 @@ class Row:
         strategies: what each layer does, such as `filter(4,3,1)`; for DDP its shares and options.
         rounds_s: seconds of a step in each round.
         steps: how many steps one round takes.
+        drifts: before each round, how many times slower the machine was than while the tables were measured; empty
+            where that was not asked (see `benchmarks.reference`).
         loss: of the first step of every round, on device 0 (`one-device`: on that device); None for DDP, which
             knows only its own part.
     """
@@ -43,6 +45,13 @@ class Row:
     steps: int
     rounds_s: tuple[float, ...] = ()
     loss: float | None = None
+    drifts: tuple[float, ...] = ()
+
+    @property
+    def at_measured_speed_s(self) -> float:
+        """Median of the rounds, each at the speed that the machine had while the tables were measured."""
+        drifts = self.drifts or (1.0,) * len(self.rounds_s)
+        return statistics.median(s / d for s, d in zip(self.rounds_s, drifts, strict=True))
 
     @property
     def median_s(self) -> float:

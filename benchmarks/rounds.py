@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.reference import Reference
 from benchmarks.results import Row
 from benchmarks.runners import Runner
 from convoy.execute.group import Group
@@ -32,23 +33,31 @@ class Turn:
         return sum(rounds_s) * self.row.steps < self.most_s
 
 
-def run_rounds(group: Group, turns: Sequence[Turn], rounds: int, say: Callable[[str], None]) -> tuple[Row, ...]:
+def run_rounds(
+    group: Group, turns: Sequence[Turn], rounds: int, say: Callable[[str], None], reference: Reference | None = None
+) -> tuple[Row, ...]:
     """Play all rounds. Every device calls it with the same turns; all get the same rows.
+
+    Args:
+        reference: asked before every turn how fast the machine is; None: that is not known.
 
     Raises:
         DeviceLostError: a device did not answer within the group's time limit.
     """
     found_s: list[list[float]] = [[] for _ in turns]
+    drifts: list[list[float]] = [[] for _ in turns]
     losses: list[float | None] = [None] * len(turns)
     for number in range(rounds):
         say(f"round {number + 1} of {rounds}")
         for index, turn in enumerate(turns):
             if turn.wants_more(found_s[index]):
+                if reference is not None:
+                    drifts[index].append(reference.drift())
                 step_s, losses[index] = timed(group, turn)
                 found_s[index].append(step_s)
     return tuple(
-        replace(turn.row, rounds_s=tuple(seconds), loss=loss)
-        for turn, seconds, loss in zip(turns, found_s, losses, strict=True)
+        replace(turn.row, rounds_s=tuple(seconds), drifts=tuple(drift), loss=loss)
+        for turn, seconds, drift, loss in zip(turns, found_s, drifts, losses, strict=True)
     )
 
 

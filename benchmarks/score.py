@@ -22,6 +22,13 @@ def error(row: Row) -> float:
     return row.predicted_s / row.median_s - 1
 
 
+def error_at_measured_speed(row: Row) -> float:
+    """The same, with each round at the speed that the machine had while the tables were measured."""
+    if row.predicted_s is None:
+        raise ValueError(f"{row.plan} of {row.net} on {row.fleet} has no prediction: ask only rows that have one")
+    return row.predicted_s / row.at_measured_speed_s - 1
+
+
 def full_spread(seconds: Sequence[float]) -> float:
     """(slowest - fastest) / median."""
     return (max(seconds) - min(seconds)) / statistics.median(seconds)
@@ -65,9 +72,9 @@ class ErrorSummary:
     mean_signed: float
 
 
-def summarise(rows: Iterable[Row]) -> ErrorSummary | None:
+def summarise(rows: Iterable[Row], of: Callable[[Row], float] = error) -> ErrorSummary | None:
     """The errors of the rows that were predicted; None where there is none."""
-    signed = [error(row) for row in rows if row.predicted_s is not None]
+    signed = [of(row) for row in rows if row.predicted_s is not None]
     if not signed:
         return None
     sizes = [abs(each) for each in signed]

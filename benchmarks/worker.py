@@ -29,6 +29,7 @@ from benchmarks.ddp import ddp_turn, leave
 from benchmarks.hardware import Ground
 from benchmarks.predictions import Predictions, predict, strategies
 from benchmarks.quiet import others_share, read
+from benchmarks.reference import Reference
 from benchmarks.results import FleetResult, NetResult, Row, read_result, write_result
 from benchmarks.rounds import Turn, run_rounds
 from benchmarks.runners import AloneRunner, ConvoyRunner
@@ -144,10 +145,13 @@ def _run_series(
     model = build_net(series.net, images.image_shape, images.classes)
     traced = trace(model, torch.zeros(1, *images.image_shape))
     say(f"{series.net}: measuring")
+    reference = Reference(group)
+    before = reference.read()
     measured = measure_job(
         group, traced, model, max(series.batches), net=series.net, fleet=fleet, budget_s=job.budget_s,
         links_budget_s=job.links_budget_s if wire is None else min(1.0, job.links_budget_s),
     )  # fmt: skip
+    reference.rebase(before, reference.read())
     if wire is not None:
         measured = _with_wire_of(measured, wire)
     say(f"{series.net}: predicting")
@@ -165,7 +169,7 @@ def _run_series(
             write_whole(job.measurements / name, measured.to_toml())
     turns = _turns(group, job, model, images, rows, predictions, say)
     begin = read()
-    done = run_rounds(group, turns, job.rounds, lambda text: say(f"{series.net}: {text}"))
+    done = run_rounds(group, turns, job.rounds, lambda text: say(f"{series.net}: {text}"), reference)
     result = result.with_net(replace(net, rows=done, finished=_today(), others=others_share(group, begin)))
     if group.device == 0:
         write_result(job.output, result)

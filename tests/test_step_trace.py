@@ -65,7 +65,8 @@ def test_the_trace_is_the_replay_in_microseconds(tmp_path: Path, fleet_file: Pat
     timeline = simulate(lower(make_plan("hybrid", graph, 12, costs), graph), graph, costs)
     expected = sorted(
         (e.device, e.activity, e.start_s * 1e6, (e.end_s - e.start_s) * 1e6)
-        for e in timeline.events if e.activity != "wait"
+        for e in timeline.events
+        if e.activity != "wait"
         if e.end_s > e.start_s
     )
     assert sorted((e["pid"], e["cat"], e["ts"], e["dur"]) for e in events) == expected
