@@ -1,5 +1,6 @@
 """The benchmarks: their configurations, statistics worked out by hand, the page, and a whole small run."""
 
+import itertools
 import math
 import time
 from dataclasses import replace
@@ -18,9 +19,11 @@ from benchmarks.figure import MARKS
 from benchmarks.hardware import Ground, ground
 from benchmarks.page import Paper, validation_page
 from benchmarks.quiet import others_share, read, share
+from benchmarks.reference import Reference
 from benchmarks.results import FleetResult, NetResult, Row, read_result, write_result
 from benchmarks.rounds import Turn, run_rounds, timed
 from benchmarks.runners import AloneRunner, ConvoyRunner, sgd, train_steps
+from benchmarks.score import error, error_at_measured_speed
 from benchmarks.worker import WorkerJob, run_fleet
 from convoy.data import Images
 from convoy.errors import DataError, InputError
@@ -440,10 +443,35 @@ def test_a_whole_run_is_predicted_first_then_measured_then_not_repeated(tmp_path
         ("straggler2", "two-conv:4:8", 8, "data"), ("straggler2", "two-conv:4:8", 8, "auto"),
     ]  # fmt: skip
     assert all(len(r.rounds_s) == 2 and min(r.rounds_s) > 0 for r in rows)
+    assert all(len(r.drifts) == 2 and min(r.drifts) > 0 for r in rows)
     assert rows[0].loss == pytest.approx(rows[1].loss, rel=1e-5)
     assert rows[0].strategies["*"] == "batch(4,4)"
     assert result.nets["two-conv:4:8"].solo_s[8] > (0, 0)
     assert "two-conv:4:8" in validation_page(Paper([result], None))
     assert (tmp_path / "straggler2.two-conv-4-8.toml").exists()
-    predicted = [replace(r, rounds_s=(), loss=None) for r in rows]
+    predicted = [replace(r, rounds_s=(), drifts=(), loss=None) for r in rows]
     assert predicted == list(net.rows), "the runs change no prediction"
+
+
+def test_a_round_is_seen_at_the_speed_of_the_measuring() -> None:
+    """Predicted 2 s; rounds of 2, 3 and 5 s, on a machine that was 1, 1.5 and 2 times as slow: 2, 2 and 2.5 s then."""
+    row = Row("f", "n", 1, "data", None, 2.0, {}, 1, (2.0, 3.0, 5.0), drifts=(1.0, 1.5, 2.0))
+    assert (error(row), error_at_measured_speed(row)) == (pytest.approx(-1 / 3), 0.0)
+    assert error_at_measured_speed(replace(row, drifts=())) == pytest.approx(-1 / 3)
+
+
+def test_the_reference_tells_how_much_slower_the_devices_are() -> None:
+    """A clock on which every look takes 0.25 s: one calculation lies between the looks at 0.25 and 0.5, so it counts 0.5 s.
+
+    The bases are 0.125 and 0.25 s, in the mean of two readings: now it takes 4 and 2 times as long.
+    """
+
+    def work(group: Group) -> tuple[list[float], float, float]:
+        ticks = itertools.count()
+        reference = Reference(group, now=lambda: 0.25 * next(ticks), stretch_s=0.2)
+        none = reference.drift()
+        found = reference.read()
+        reference.rebase([0.0625, 0.125], [0.1875, 0.375])
+        return found, none, reference.drift()
+
+    assert run_on_threads(2, work, timeout_s=20.0) == [([0.5, 0.5], 1.0, 3.0)] * 2
