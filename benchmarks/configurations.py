@@ -67,26 +67,23 @@ class Series:
 
 _VALIDATION = (
     Series("mixed4", "two-conv:50:500", (16, 64)),
-    Series("mixed4", "two-conv:150:800", (8, 32)),
-    Series("mixed4", "two-conv:300:1000", (4, 16)),
-    Series("mixed4", "two-conv:500:1500", (4, 8)),
-    Series("mixed4", "alexnet:4096", (16, 64)),
-    Series("mixed4", "resnet:8:16", (32, 128)),
+    Series("mixed4", "two-conv:150:800", (16,)),
+    Series("mixed4", "two-conv:300:1000", (8,)),
+    Series("mixed4", "two-conv:500:1500", (4,)),
+    Series("mixed4", "alexnet:4096", (64,)),
+    Series("mixed4", "resnet:8:16", (64,)),
     Series("even4", "two-conv:50:500", (64,)),
     Series("even4", "two-conv:150:800", (16,)),
-    Series("even4", "alexnet:4096", (64,)),
     Series("straggler2", "two-conv:50:500", (16, 64)),
-    Series("straggler2", "two-conv:300:1000", (8,)),
-    Series("straggler2", "resnet:8:16", (64,)),
-    Series("many8", "two-conv:50:500", (64,)),
+    Series("straggler2", "two-conv:300:1000", (4,)),
     Series("many8", "two-conv:150:800", (16,)),
     Series("mixed4-slow", "two-conv:50:500", (64,)),
-    Series("mixed4-slow", "two-conv:150:800", (32,)),
+    Series("mixed4-slow", "two-conv:150:800", (16,)),
 )
 
 _SMALL_BENCH = (
-    Series("mixed4", "two-conv:150:800", (16, 64), EVERYTHING),
-    Series("mixed4", "alexnet:4096", (64,), EVERYTHING),
+    Series("mixed4", "two-conv:150:800", (16, 64), (*PEERS, "data-by-speed", "hybrid", AUTO)),
+    Series("mixed4", "alexnet:4096", (64,), (*PEERS, "data-by-speed", "hybrid", AUTO)),
 )
 
 _FULL_BENCH = (
@@ -112,7 +109,6 @@ SETS: Mapping[str, tuple[Series, ...]] = {
         Series("mixed4", "two-conv:4:8", (8,), ("data", AUTO)),
         Series("straggler2", "two-conv:4:8", (8,), ("data", AUTO)),
     ),
-    "trial": (Series("mixed4", "two-conv:150:800", (16, 64), ("data-by-speed", "hybrid", "master", AUTO)),),
     "smoke-peers": (Series("straggler2", "two-conv:4:8", (8,), (*PEERS, "data", AUTO)),),
     "bench": _SMALL_BENCH,
     "bench-full": _FULL_BENCH,
