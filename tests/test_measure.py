@@ -370,6 +370,17 @@ def test_what_is_repeated_meets_its_part_of_the_pauses(quota: float) -> None:
     assert found.total_s >= 0.1
 
 
+def test_under_a_quota_seconds_are_processor_time_over_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a processor: 3 s of it take 12 s. Other devices, and slept slow-downs, are timed by the clock."""
+    monkeypatch.setattr(repeats.time, "process_time", lambda: 3.0)
+    monkeypatch.setattr(repeats.time, "perf_counter", lambda: 7.0)
+    monkeypatch.setattr(repeats.torch, "get_num_threads", lambda: 1)
+    assert repeats.quota_now(CPU, 0.25)() == 12.0
+    assert repeats.quota_now(CPU, 0.25, slowdown=2.0)() == 7.0
+    monkeypatch.setattr(repeats.torch, "get_num_threads", lambda: 2)
+    assert repeats.quota_now(CPU, 0.25)() == 7.0
+
+
 def test_a_processor_has_a_share_of_itself() -> None:
     assert 0 < processor_share(0.01) <= 1
 

@@ -147,6 +147,22 @@ def device_now(device: torch.device) -> Now:
     return now
 
 
+def quota_now(device: torch.device, share: float, slowdown: float = 1.0) -> Now:
+    """Reads seconds as `device_now` does, without the pauses of a quota: processor time over the share of a processor.
+
+    A device under a quota computes in slices of a few milliseconds, and a short call meets a whole pause or none; how often
+    is chance. Its processor time is not. For one-threaded CPU devices only: of several threads it would be the sum, and a
+    slow-down that is slept is not in it.
+
+    Args:
+        share: see `convoy.measure.links.processor_share`.
+        slowdown: of the device's clock.
+    """
+    if device.type != "cpu" or torch.get_num_threads() > 1 or slowdown > 1:
+        return device_now(device)
+    return lambda: time.process_time() / share
+
+
 def time_update(
     device: torch.device, now: Now, stretch_s: float = STRETCH_S, entries: int = 1 << 20
 ) -> tuple[float, float]:

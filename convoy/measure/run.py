@@ -25,7 +25,7 @@ from convoy.measure.describe import Own, describe, fit, fleet_of, host_indices, 
 from convoy.measure.links import Traffic, measure_links, processor_share
 from convoy.measure.overheads import measure_overheads
 from convoy.measure.partial import Partial, Rows
-from convoy.measure.repeats import STRETCH_S, device_now, time_update
+from convoy.measure.repeats import STRETCH_S, quota_now, time_update
 from convoy.measure.tables import Bench, Point, allowances
 from convoy.measurement import FORMAT, Measurement
 from convoy.points import DeviceCosts, LayerPoint
@@ -36,6 +36,9 @@ Progress = Callable[[str, int, int], None]
 
 BUDGET_S = 60.0
 LINKS_BUDGET_S = 20.0
+
+SHARE_STRETCHES = 50
+"""The share of a processor is in every time of a device under a quota: it is measured for so many stretches, a second."""
 
 
 def measure_job(
@@ -80,10 +83,11 @@ def measure_job(
         partial if group.device == 0 else None,
         agreed | {"torch": str(torch.__version__), "devices": [_identity(row) for row in rows]},
     )
-    bench = Bench(traced, model, batch, Clock(group.torch_device, slowdown), group.torch_device, stretch_s=stretch_s)
+    share = processor_share(SHARE_STRETCHES * stretch_s)
+    clock, now = Clock(group.torch_device, slowdown), quota_now(group.torch_device, share, slowdown)
+    bench = Bench(traced, model, batch, clock, group.torch_device, now=now, stretch_s=stretch_s)
     steps = _measure_tables(group, bench, kept, budget_s, progress)
-    update_s, update_spread = time_update(group.torch_device, device_now(group.torch_device), stretch_s)
-    share = processor_share(10 * stretch_s)
+    update_s, update_spread = time_update(group.torch_device, now, stretch_s)
     wire = measure_links(
         group,
         host_indices(fleet),
@@ -92,9 +96,7 @@ def measure_job(
         progress=lambda what: progress(what, steps, steps),
     )
     progress("what a step costs beside its layers", steps, steps)
-    overheads = measure_overheads(
-        group.torch_device, device_now(group.torch_device), stretch_s, wire.traffic[group.device].message_s, share
-    )
+    overheads = measure_overheads(group.torch_device, now, stretch_s, wire.traffic[group.device].message_s, share)
     own_costs = asdict(overheads) | {"update_s_per_entry": update_s, "update_spread": update_spread}
     costs = [json.loads(text) for text in group.agree("costs of a step", json.dumps(own_costs))]
     links, cards = spreads(fleet, wire)
