@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.optimizer import mark_pieces
 from convoy.execute.processes import join
+from convoy.execute.rebalancing import Rebalancer
 from convoy.execute.train import OPTIMIZERS, History, build_optimizer, fit
 from convoy.explain import layer_rows, step_lines, work_shares
 from convoy.files import write_whole
@@ -25,6 +27,7 @@ from convoy.measure.layers import given_speeds, measure_speeds
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.nets import build_net
 from convoy.plan import Plan
+from convoy.rebalance import Reshare
 from convoy.report.log import Both, RunLog
 from convoy.report.screen import DeviceUse, Screen
 from convoy.trace import Traced, trace
@@ -34,7 +37,7 @@ MAX_SEED = 2**32 - 1
 
 _SAME_EVERYWHERE = (
     *("data", "net", "plan", "batch", "epochs", "lr", "momentum", "weight_decay", "optimizer", "seed", "slowdown"),
-    *("speeds", "reduce", "limit"),
+    *("speeds", "reduce", "limit", "rebalance"),
 )
 """Options that decide what is computed. The others may differ: folders, files, worker processes, the time limit."""
 
@@ -65,6 +68,7 @@ class Job:
     explain: bool
     save_plan: Path | None
     log: Path | None
+    rebalance: bool = False
 
     def check(self) -> None:
         """Refuse what can be refused before anything starts.
@@ -225,13 +229,26 @@ def _train(job: Job, group: Group, screen: Screen, stack: ExitStack) -> tuple[Hi
     log = _open_log(job, screen, stack)
     part.clock.reset()
     with screen.progress(f"{len(job.devices)} devices, plan {plan.name}", job.epochs, train.samples) as bar:
-        history = fit(part, train, test, optimizer, job.epochs, Both(bar, log) if log is not None else bar)
-    uses = _uses(job, group, part, speeds, work_shares(steps, traced.graph))
+        rebalancer = Rebalancer(part, optimizer, tell=_teller(screen, log)) if job.rebalance else None
+        observer = Both(bar, log) if log is not None else bar
+        history = fit(part, train, test, optimizer, job.epochs, observer, rebalancer)
+    uses = _uses(job, group, part, speeds, work_shares(part.steps(job.batch), traced.graph))
     screen.usage(uses, history)
     if log is not None:
         for use in uses:
             log.write("device", **asdict(use))
     return history, splits, plan.exact
+
+
+def _teller(screen: Screen, log: RunLog | None) -> Callable[[int, Reshare], None]:
+    """Says what was rebalanced and why, on the screen and in the log."""
+
+    def tell(step: int, decision: Reshare) -> None:
+        screen.lines([f"  step {step}: {decision.reason}"])
+        if log is not None:
+            log.write("reshare", step=step, reason=decision.reason, plan=json.loads(decision.plan.to_json()))
+
+    return tell
 
 
 def _plan(
