@@ -4,8 +4,8 @@ What a device does in a job is not what it did alone: threads that exchange, cac
 computing, which leave out every wait, are watched, bond by bond (see `bonds.py`), and give its seconds per portion. When
 other portions would end the slowest device's computing sooner, by more than the noise explains, the shares change:
 
-- The median of the last `SHORT` steps sees a large change soon; that of the last `LONG`, a small one surely. A step that
-  took long for once moves neither.
+- The median of the last `SHORT` steps sees a large change soon; that of many, a small one surely. A step that took long for
+  once moves neither.
 - The gain must exceed `DEADBAND`, and `SURE` standard errors of the slowest device's median. Its noise is taken from
   differences between steps that follow each other, so that a change of speed does not count as noise.
 - New shares are watched afresh. A change back, soon after a change, asks for twice as many steps each time: two
@@ -27,7 +27,7 @@ from convoy.graph import Graph
 from convoy.plan import Plan
 from convoy.shares import Shares
 
-SHORT, LONG = 5, 20
+SHORT, LONG, LONGEST = 5, 20, 60
 """Steps whose median is looked at."""
 
 LEAST = 3
@@ -81,7 +81,7 @@ class Watch:
         steps = self.steps + 1
         relaxed = steps >= RELAXED
         return Watch(
-            (*self.rates, rates)[-max(LONG, self.asks) :], jumps[-2 * LONG :], steps,
+            (*self.rates, rates)[-max(LONGEST, self.asks) :], jumps[-LONGEST:], steps,
             min(self.asks, LEAST) if relaxed else self.asks, () if relaxed else self.last,
         )  # fmt: skip
 
@@ -205,7 +205,7 @@ def _change(bond: Bond, watch: Watch) -> Change | None:
     """Better portions for one bond, where the gain is beyond doubt."""
     if watch.steps < watch.asks:
         return None
-    for steps in (max(SHORT, watch.asks), LONG):
+    for steps in (max(SHORT, watch.asks), LONG, LONGEST):
         rows = watch.rates[-steps:]
         rates = [statistics.median(row[d] for row in rows) for d in range(len(bond.portions))]
         portions = best(rates, bond.portions)
