@@ -3,17 +3,22 @@
 Seconds are told to the rebalancer by a clock that is made up: nothing here depends on how fast this machine is.
 """
 
+import io
 import itertools
+import json
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.utils.data import Dataset
 
 import convoy
+from convoy import cli
 from convoy.execute.data import Loader
 from convoy.execute.group import Group
 from convoy.execute.module import Distributed
@@ -21,13 +26,17 @@ from convoy.execute.rebalancing import Rebalancer
 from convoy.execute.reshare import reshare
 from convoy.execute.threads import run_on_threads
 from convoy.execute.train import EpochResult, History, fit
+from convoy.job import _teller
 from convoy.layout import Partial, box, entries
 from convoy.plan import Plan
-from convoy.rebalance import Keep, Reshare
+from convoy.rebalance import Balancer, Decision, Keep, Reshare, observe
+from convoy.report.log import RunLog
+from convoy.report.screen import Screen
 from convoy.steps import Compute
 from convoy.strategy import Batch, Channel, Filter, One
 from tests import nets
 from tests.one_device import EXACT, by_name, graph_of, mixed, one_trace
+from tests.ranks import PLACE
 
 SAMPLES, BATCH, EPOCHS = 67, 20, 9
 SLOWED_AT = 16
@@ -250,3 +259,36 @@ def test_it_starts_with_any_plan() -> None:
             counts = run_on_threads(4, work)
         assert counts == [counts[0]] * 4
         assert counts[0] > 2
+
+
+# ----------------------------------------------------------------------------------------------------------- the command
+
+
+def test_what_was_done_and_why_stands_on_the_screen_and_in_the_log(tmp_path: Path) -> None:
+    state = Balancer.start(by_samples((10, 10)), graph_of("two-conv"))
+    decision: Decision = Keep("nothing yet")
+    while not isinstance(decision, Reshare):
+        state, decision = observe(state, {"conv1": [0.3, 0.1]})
+    screen = Screen(visible=True, console=Console(file=io.StringIO(), width=200))
+    with RunLog(tmp_path / "run.jsonl") as log:
+        _teller(screen, log)(37, decision)
+        _teller(screen, None)(38, decision)
+    words = "batch 10/10 -> 5/15 samples: device 0 took 2x the balanced time; predicted compute 0.3 s -> 0.15 s"
+    assert isinstance(screen.console.file, io.StringIO)
+    assert screen.console.file.getvalue() == f"  step 37: {words}\n  step 38: {words}\n"
+    (line,) = (tmp_path / "run.jsonl").read_text().splitlines()
+    row = json.loads(line)
+    assert (row["what"], row["step"], row["reason"]) == ("reshare", 37, words)
+    assert Plan.from_json(json.dumps(row["plan"])) == decision.plan
+
+
+def test_the_command_takes_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*PLACE, "CONVOY_DEVICE"):
+        monkeypatch.delenv(name, raising=False)
+    log = tmp_path / "run.jsonl"
+    options = ["--net", "two-conv:2:2", "--limit", "20", "--batch", "10", "--speeds", "1", "--log", str(log)]
+    monkeypatch.setattr("sys.argv", ["convoy", "train", *options, "--rebalance"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code in (0, None)
+    assert json.loads(log.read_text().splitlines()[0])["options"]["rebalance"] is True
