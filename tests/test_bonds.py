@@ -4,6 +4,8 @@ import random
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from convoy.bonds import OTHERS, bonds, reshared, shares_of
 from convoy.lower import lower
@@ -12,6 +14,7 @@ from convoy.plan import Plan
 from convoy.shares import Shares
 from convoy.steps import Compute
 from convoy.strategy import Batch, Channel, Filter, One
+from convoy.trace import trace
 from tests import nets
 from tests.one_device import by_name, graph_of, mixed
 
@@ -119,3 +122,12 @@ def test_every_layer_that_is_computed_in_pieces_belongs_to_one_bond() -> None:
         plan = by_name("data-by-speed", net)
         names = [name for bond in bonds(plan, graph_of(net)) for name in bond.layers]
         assert len(names) == len(set(names))
+
+
+def test_portions_are_whole_groups_even_where_all_counts_could_be_cut_finer() -> None:
+    """4 filters and 8 of a grouped convolution have four portions; its two groups allow two, one each: nothing to choose."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 1, groups=2))
+    graph = trace(net, torch.zeros(2, 3, 4, 4)).graph
+    first, _ = graph.weighted
+    plan = Plan("groups", graph.fingerprint, 2, 4, {first.name: Filter((2, 2))}, One(0))
+    assert bonds(plan, graph) == ()
