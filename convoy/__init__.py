@@ -19,6 +19,8 @@ _HOMES = {
     "distribute": "convoy.api",
     "loader": "convoy.api",
     "clip_grad_norm_": "convoy.api",
+    "reshare": "convoy.execute.reshare",
+    "Rebalancer": "convoy.execute.rebalancing",
     "full_optimizer_state": "convoy.execute.optimizer",
     "ELEMENTWISE": "convoy.execute.optimizer",
     "Plan": "convoy.plan",
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from convoy.errors import ConvoyError, DataError, DeviceLostError, InputError, MismatchError, PlanError
     from convoy.execute.optimizer import ELEMENTWISE, full_optimizer_state
     from convoy.execute.processes import join
+    from convoy.execute.rebalancing import Rebalancer
+    from convoy.execute.reshare import reshare
     from convoy.plan import Plan
 
 

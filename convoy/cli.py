@@ -94,6 +94,10 @@ def train(
     reduce: ReduceOption = None,
     limit: Annotated[int | None, typer.Option(help="Use only so many training images.")] = None,
     workers: Annotated[int, typer.Option(help="Processes per device that prepare batches ahead; 0: none.")] = 0,
+    rebalance: Annotated[
+        bool,
+        typer.Option(help="Change the shares while training when a device turns out faster or slower than thought."),
+    ] = False,
     compare: Annotated[
         bool, typer.Option(help="Afterwards, the same training on one device by plain PyTorch.")
     ] = False,
@@ -125,7 +129,7 @@ def train(
         momentum=momentum, weight_decay=weight_decay, optimizer=optimizer, seed=seed,
         slowdown=_numbers("--slowdown", slowdown) or (1.0,) * len(known), speeds=_numbers("--speeds", speeds),
         reduce=reduce, limit=limit, workers=workers, timeout_s=timeout, compare=compare, explain=explain,  # type: ignore[arg-type]
-        save_plan=save_plan, log=log, fleet=fleet, budget_s=budget,
+        save_plan=save_plan, log=log, fleet=fleet, budget_s=budget, rebalance=rebalance,
     )  # fmt: skip
     _run(job, sys.argv[1:], port)
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.optimizer import mark_pieces
 from convoy.execute.processes import join
+from convoy.execute.rebalancing import Rebalancer
 from convoy.execute.train import OPTIMIZERS, History, build_optimizer, fit
 from convoy.explain import layer_rows, step_lines, work_shares
 from convoy.files import write_whole
@@ -27,6 +29,7 @@ from convoy.named import PLANS, Speeds, named_plan
 from convoy.nets import build_net
 from convoy.plan import Plan
 from convoy.prospect import working
+from convoy.rebalance import Reshare
 from convoy.report.log import Both, RunLog
 from convoy.report.pace import Pace
 from convoy.report.screen import DeviceUse, Screen
@@ -37,7 +40,7 @@ MAX_SEED = 2**32 - 1
 
 _SAME_EVERYWHERE = (
     *("data", "net", "plan", "batch", "epochs", "lr", "momentum", "weight_decay", "optimizer", "seed", "slowdown"),
-    *("speeds", "reduce", "limit"),
+    *("speeds", "reduce", "limit", "rebalance"),
 )
 """Options that decide what is computed. The others may differ: folders, files, worker processes, the time limit."""
 
@@ -70,6 +73,7 @@ class Job:
     log: Path | None
     fleet: Path | None = None
     budget_s: float = BUDGET_S
+    rebalance: bool = False
 
     def check(self) -> None:
         """Refuse what can be refused before anything starts.
@@ -251,8 +255,10 @@ def _train(job: Job, group: Group, screen: Screen, stack: ExitStack) -> tuple[Hi
     part.clock.reset()
     pace = Pace(job.batch)
     with screen.progress(f"{len(job.devices)} devices, plan {plan.name}", job.epochs, train.samples) as bar:
-        history = fit(part, train, test, optimizer, job.epochs, Both(pace, bar, *([log] if log else [])))
-    uses = _uses(job, group, part, speeds, work_shares(steps, traced.graph))
+        rebalancer = Rebalancer(part, optimizer, tell=_teller(screen, log)) if job.rebalance else None
+        observer = Both(pace, bar, *([log] if log else []))
+        history = fit(part, train, test, optimizer, job.epochs, observer, rebalancer)
+    uses = _uses(job, group, part, speeds, work_shares(part.steps(job.batch), traced.graph))
     screen.usage(uses, history)
     if chosen is not None:
         screen.lines([pace.beside(chosen.step_s)])
@@ -262,6 +268,17 @@ def _train(job: Job, group: Group, screen: Screen, stack: ExitStack) -> tuple[Hi
         for use in uses:
             log.write("device", **asdict(use))
     return history, splits, plan.exact
+
+
+def _teller(screen: Screen, log: RunLog | None) -> Callable[[int, Reshare], None]:
+    """Says what was rebalanced and why, on the screen and in the log."""
+
+    def tell(step: int, decision: Reshare) -> None:
+        screen.lines([f"  step {step}: {decision.reason}"])
+        if log is not None:
+            log.write("reshare", step=step, reason=decision.reason, plan=json.loads(decision.plan.to_json()))
+
+    return tell
 
 
 def _plan(

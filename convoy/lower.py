@@ -55,7 +55,7 @@ def parameter_layouts(plan: Plan, graph: Graph) -> dict[str, Layout]:
 # --- which layout each layer works in --------------------------------------------------------------------------------
 
 
-def _strategy(plan: Plan, layer: Layer) -> Strategy | None:
+def own_strategy(plan: Plan, layer: Layer) -> Strategy | None:
     """A layer's own strategy. A second call of one module does what the first does: they share weights."""
     return plan.layers.get(layer.name) or plan.layers.get(layer.name.partition("#")[0])
 
@@ -67,7 +67,7 @@ def _placement(plan: Plan, graph: Graph, layer: Layer, placed: Mapping[str, Plac
     if not layer.batched or leading is None:
         # Made from parameters alone, or from nothing: every device has it.
         return place(graph, layer, _otherwise(plan, layer), batch, plan.devices)
-    own = _strategy(plan, layer)
+    own = own_strategy(plan, layer)
     if own is not None:
         return place(graph, layer, own, batch, plan.devices)
     if not layer.weighted or layer.groups > 1:
@@ -106,7 +106,7 @@ def _wants(plan: Plan, graph: Graph, layer: Layer, batch: int, known: dict[str, 
         return known[layer.name]
     wants: set[Layout] = set()
     for reader in graph.readers[layer.name]:
-        own = _strategy(plan, reader)
+        own = own_strategy(plan, reader)
         follows = own is None and not (reader.weighted and reader.groups == 1) and reader.per_sample
         if follows and not reader.random:
             wants |= _wants(plan, graph, reader, batch, known)

@@ -15,10 +15,12 @@ class Clock:
         slowdown: 1 is this device as it is; 2 makes each layer take twice as long, by sleeping.
         compute_s, exchange_s: seconds so far; the slow-down counts as computing.
         layers_s: seconds so far by (layer, phase), forward and backward apart.
+        waits: on a GPU, wait for each layer's kernels: without it, what is timed is only their queueing.
     """
 
     def __init__(self, torch_device: torch.device, slowdown: float = 1.0) -> None:
         self.slowdown = slowdown
+        self.waits = False
         self.compute_s = 0.0
         self.exchange_s = 0.0
         self.layers_s: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -32,9 +34,9 @@ class Clock:
     def compute(self, layer: str, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
+        if self._cuda and (self.waits or self.slowdown > 1.0):
+            torch.cuda.synchronize()  # kernels are only queued, and a sleep would run beside them
         if self.slowdown > 1.0:
-            if self._cuda:  # kernels are only queued: without this the sleep would run beside them
-                torch.cuda.synchronize()
             time.sleep((time.perf_counter() - start) * (self.slowdown - 1.0))
         elapsed = time.perf_counter() - start
         self.compute_s += elapsed

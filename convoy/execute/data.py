@@ -88,13 +88,25 @@ class Loader:
         batches = self.batches(self.epoch)
         self.epoch += 1
         key = f"{self.seed}/{self.epoch - 1}"
-        parts = _Parts(self.dataset, batches, [self._part(len(b)) for b in batches], key)
-        prepared = DataLoader(parts, batch_size=None, shuffle=False, num_workers=self.workers, collate_fn=_as_it_is)
         device = self.model.group.torch_device if self.model is not None else torch.device("cpu")
-        for batch, (x, y) in zip(batches, prepared, strict=True):
-            if self.model is not None:
-                self.model.announce(len(batch))
-            yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        while batches:
+            done, reshares = 0, self._reshares
+            for batch, (x, y) in zip(batches, self._prepared(batches, key), strict=True):
+                if self.model is not None:
+                    self.model.announce(len(batch))
+                yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+                done += 1
+                if self._reshares != reshares:
+                    break  # what is prepared already are parts of the old plan: the rest is prepared anew
+            batches = batches[done:]
+
+    @property
+    def _reshares(self) -> int:
+        return self.model.reshares if self.model is not None else 0
+
+    def _prepared(self, batches: list[list[int]], key: str) -> DataLoader[Any]:
+        parts = _Parts(self.dataset, batches, [self._part(len(b)) for b in batches], key)
+        return DataLoader(parts, batch_size=None, shuffle=False, num_workers=self.workers, collate_fn=_as_it_is)
 
     def _part(self, batch: int) -> tuple[int, int]:
         """The samples of a batch that this device loads, as a range."""

@@ -10,7 +10,8 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 
 from convoy._version import __version__
-from convoy.errors import InputError, MismatchError
+from convoy.errors import InputError
+from convoy.execute.agreement import agree_on
 from convoy.execute.clock import Clock
 from convoy.execute.executor import Executor
 from convoy.execute.gradients import global_norm
@@ -41,6 +42,11 @@ class Distributed(nn.Module):
         example: one batch of each input, for the shapes.
         slowdown: makes this device play one that is so many times slower.
 
+    Attributes:
+        plan: the present one.
+        reshares: how often the shares have changed.
+        layouts: of each parameter and buffer, by its key in `state_dict`.
+
     Raises:
         PlanError: the plan is for another model or another number of devices.
         MismatchError: the devices were given different models or plans.
@@ -60,21 +66,30 @@ class Distributed(nn.Module):
         traced = {True: trained, False: trace(model, example, training=False, like=trained)}
         _agree(group, traced[True], plan)
         plan.check(traced[True].graph, group.devices)
-        self.plan, self.group = plan, group
+        self.group, self.traced = group, traced
         self.clock = Clock(group.torch_device, slowdown)
-        self._plans = {True: plan, False: pin(plan, trained.graph, traced[False].graph)}
-        self._misplaced = misplaced(self._plans[False], plan, trained.graph, traced[False].graph)
-        unused = _unused(model, _parameters(traced))
-        self.parameters_by_key = _parameters(traced) | unused
-        self.layouts = _layouts(self._plans, traced) | dict.fromkeys(unused, Replicated(tuple(range(group.devices))))
+        self._unused = _unused(model, _parameters(traced))
+        self.parameters_by_key = _parameters(traced) | self._unused
+        self.reshares = -1
+        self.follow(plan)
         self.module = without_in_place(copy.deepcopy(model)).to(group.torch_device)
         self._keep_own_pieces()
         self._executors = {mode: Executor(group, self.module, t, self.clock) for mode, t in traced.items()}
-        self._lists: dict[tuple[bool, int], StepList] = {}
         self._announced: int | None = None
         self._mixing_stage = 0
         self._anchor = torch.zeros((), requires_grad=True, device=group.torch_device)
         self.training = model.training
+
+    def follow(self, plan: Plan) -> None:
+        """From now on, steps and layouts are those of this plan. It moves nothing: see `reshare`, which does."""
+        trained, evaluated = self.traced[True].graph, self.traced[False].graph
+        self.plan = plan
+        self._plans = {True: plan, False: pin(plan, trained, evaluated)}
+        self._misplaced = misplaced(self._plans[False], plan, trained, evaluated)
+        everyone = Replicated(tuple(range(self.group.devices)))
+        self.layouts = _layouts(self._plans, self.traced) | dict.fromkeys(self._unused, everyone)
+        self._lists: dict[tuple[bool, int], StepList] = {}
+        self.reshares += 1
 
     # --- calling -----------------------------------------------------------------------------------------------------
 
@@ -255,7 +270,7 @@ class _Run(torch.autograd.Function):
         ctx: Any, _anchor: Tensor, owner: Distributed, executor: Executor, steps: StepList, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         outputs, ctx.tape = executor.forward(steps, inputs, keep=True)
-        ctx.owner, ctx.executor, ctx.inputs = owner, executor, len(inputs)
+        ctx.owner, ctx.executor, ctx.inputs, ctx.reshares = owner, executor, len(inputs), owner.reshares
         ctx.set_materialize_grads(False)
         # A view of an input or a tensor used twice must not leave a Function as it is.
         return tuple(y.view_as(y) for y in outputs)
@@ -267,6 +282,10 @@ class _Run(torch.autograd.Function):
         if tape is None:
             raise InputError("backward ran twice through one step: call the model again, or add the losses first")
         ctx.tape = None
+        if ctx.reshares != owner.reshares:
+            raise InputError(
+                "the shares changed between a forward pass and its backward: call reshare() after backward()"
+            )
         ctx.executor.backward(tape, gradients, owner._mixing_stage)
         owner._mixing_stage += 1
         return tuple(None for _ in range(4 + ctx.inputs))
@@ -279,13 +298,7 @@ def _agree(group: Group, traced: Traced, plan: Plan) -> None:
         ("plan", plan.to_json()),
         ("version of Convoy", __version__),
     ):
-        texts = group.agree(f"distribute:{what}", text)
-        strangers = [d for d, other in enumerate(texts) if other != texts[0]]
-        if strangers:
-            raise MismatchError(
-                f"device{'s' * (len(strangers) > 1)} {', '.join(map(str, strangers))} started with another {what} than "
-                f"device 0: start every device with the same script and options"
-            )
+        agree_on(group, f"distribute:{what}", text, f"started with another {what}")
 
 
 def _layouts(plans: Mapping[bool, Plan], traced: Mapping[bool, Traced]) -> dict[str, Layout]:

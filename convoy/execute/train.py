@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from convoy.errors import unknown_name
 from convoy.execute.data import Loader
+from convoy.execute.rebalancing import Rebalancer
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +66,21 @@ def build_optimizer(name: str, model: nn.Module, lr: float, momentum: float, wei
 
 
 def fit(
-    model: nn.Module, train: Loader, test: Loader, optimizer: Optimizer, epochs: int, observer: Observer | None = None
+    model: nn.Module,
+    train: Loader,
+    test: Loader,
+    optimizer: Optimizer,
+    epochs: int,
+    observer: Observer | None = None,
+    rebalancer: Rebalancer | None = None,
 ) -> History:
     """Train with cross entropy for some epochs and test after each. On several devices, each calls it."""
     history = History()
     for epoch in range(epochs):
         model.train()
         start, weighted, samples = time.perf_counter(), 0.0, 0
+        if rebalancer is not None:
+            rebalancer.begin()
         for x, y in train:
             loss = F.cross_entropy(model(x), y)
             optimizer.zero_grad()
@@ -81,6 +90,8 @@ def fit(
             weighted, samples = weighted + history.losses[-1] * len(y), samples + len(y)
             if observer is not None:
                 observer.step(epoch, history.losses[-1], len(y))
+            if rebalancer is not None:
+                rebalancer.step(len(y))
         train_s = time.perf_counter() - start
         result = EpochResult(weighted / max(1, samples), accuracy(model, test), train_s, samples / train_s)
         history.epochs.append(result)

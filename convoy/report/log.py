@@ -17,7 +17,7 @@ from convoy.execute.train import EpochResult, Observer
 
 
 class RunLog:
-    """Appends to a JSONL file; each line has a "what": "run", "step", "epoch" or "device".
+    """Appends to a JSONL file; each line has a "what": "run", "step", "epoch", "reshare" or "device".
 
     Args:
         path: the file; its folder must exist. An older file of that name is replaced.

@@ -1,0 +1,257 @@
+"""Rebalancing: shares that hold while training. A pure state machine: seconds in, a decision out.
+
+What a device does in a job is not what it did alone: threads that exchange, caches, other users. So each device's seconds of
+computing, which leave out every wait, are watched, bond by bond (see `bonds.py`), and give its seconds per portion. When
+other portions would end the slowest device's computing sooner, by more than the noise explains, the shares change:
+
+- The median of the last `SHORT` steps sees a large change soon; that of many, a small one surely. A step that took long for
+  once moves neither.
+- The gain must exceed `DEADBAND`, and `SURE` standard errors of the slowest device's median. Its noise is taken from
+  differences between steps that follow each other, so that a change of speed does not count as noise.
+- New shares are watched afresh. A change back, soon after a change, asks for twice as many steps each time: two
+  splits cannot alternate.
+
+A share changes by the whole way: a gain beyond the noise needs no damping, and where time is not proportional to the
+share, the next look corrects the rest. Only +, -, *, /, square roots and comparisons are used, so every device that sees the
+same seconds comes to the same decision, to the last bit.
+"""
+
+import heapq
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from convoy.bonds import Bond, bonds, reshared, shares_of
+from convoy.graph import Graph
+from convoy.plan import Plan
+from convoy.shares import Shares
+
+SHORT, LONG, LONGEST = 5, 20, 60
+"""Steps whose median is looked at."""
+
+LEAST = 3
+"""Fresh steps before a share changes again."""
+
+MOST = 96
+"""Fresh steps that are asked for at most, after changes to and fro."""
+
+RELAXED = 200
+"""After so many steps without a change, `LEAST` steps are enough again."""
+
+DEADBAND = 0.04
+"""A smaller part of the slowest device's computing is not worth a change."""
+
+SURE = 4.0
+"""Standard errors. Noise alone reaches them about once in ten thousand looks at four devices."""
+
+LEAST_NOISE = 0.02
+"""Taken at least, relative to a step: a few differences between steps may be small by chance."""
+
+STARTING, SETTLING = 2, 1
+"""Steps that are not looked at: the first of all, and the first with new shares, which make memory and kernels ready."""
+
+Seconds = Mapping[str, Sequence[float]]
+"""By layer: what each device computed in one step, forward and backward, in seconds; 0 where it has no part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What is known of one bond.
+
+    Attributes:
+        rates: seconds per portion of each device, step by step since the shares were chosen, the latest last.
+        jumps: relative differences of rates between steps that follow each other, the latest last.
+        steps: how many steps these shares have been watched.
+        asks: how many it takes before they may change.
+        last: by how many portions each device's part last changed.
+    """
+
+    rates: tuple[tuple[float, ...], ...] = ()
+    jumps: tuple[tuple[float, ...], ...] = ()
+    steps: int = 0
+    asks: int = SHORT
+    last: Shares = ()
+
+    def with_step(self, rates: tuple[float, ...]) -> "Watch":
+        """One more step."""
+        jumps = self.jumps
+        if self.rates:
+            jumps += (tuple(_apart(a, b) for a, b in zip(self.rates[-1], rates, strict=True)),)
+        steps = self.steps + 1
+        relaxed = steps >= RELAXED
+        return Watch(
+            (*self.rates, rates)[-max(LONGEST, self.asks) :], jumps[-LONGEST:], steps,
+            min(self.asks, LEAST) if relaxed else self.asks, () if relaxed else self.last,
+        )  # fmt: skip
+
+    def changed(self, change: Shares) -> "Watch":
+        """The shares have changed: what comes is seen afresh; how noisy each device is, stays known."""
+        back = sum(a * b for a, b in zip(self.last, change, strict=False)) < 0
+        asks = min(MOST, 2 * self.asks) if back else self.asks if self.last else LEAST
+        return Watch(jumps=self.jumps, asks=asks, last=change)
+
+    def noise(self, device: int) -> float:
+        """Standard deviation of a device's seconds in one step, relative; from the median difference of two steps."""
+        found = statistics.median(row[device] for row in self.jumps) / 0.954 if self.jumps else 0.0
+        return max(LEAST_NOISE, found)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Other shares for one bond.
+
+    Attributes:
+        bond: as it was; `portions`: as they shall be.
+        slowest: the device that was done last.
+        before_s, after_s: seconds until the slowest device has computed these layers, measured and predicted.
+    """
+
+    bond: Bond
+    portions: Shares
+    slowest: int
+    before_s: float
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The shares stay."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reshare:
+    """Another plan: the same strategies, other shares."""
+
+    plan: Plan
+    changes: tuple[Change, ...]
+    reason: str
+
+
+Decision = Keep | Reshare
+
+
+@dataclass(frozen=True, slots=True)
+class Balancer:
+    """The state: the plan that runs, its bonds, and what was seen of each.
+
+    Attributes:
+        skips: so many steps are not looked at.
+    """
+
+    plan: Plan
+    bonds: tuple[Bond, ...]
+    watches: tuple[Watch, ...]
+    skips: int = STARTING
+
+    @staticmethod
+    def start(plan: Plan, graph: Graph) -> "Balancer":
+        """Before the first step of a plan.
+
+        Raises:
+            PlanError: the plan does not fit the graph.
+        """
+        found = bonds(plan, graph)
+        return Balancer(plan, found, (Watch(),) * len(found))
+
+
+def observe(state: Balancer, seconds: Seconds) -> tuple[Balancer, Decision]:
+    """One training step of the plan's own batch, as every device timed it: the next state, and what to do.
+
+    A layer that is missing counts as no time. A step in which a device that has a part shows no time is not looked at.
+    """
+    if not state.bonds:
+        return state, Keep("the plan leaves no shares to choose")
+    totals = [_totals(bond, seconds) for bond in state.bonds]
+    if any(not 0.0 < row[d] < math.inf for bond, row in zip(state.bonds, totals, strict=True) for d in bond.active):
+        return state, Keep("not every device timed its part in this step")
+    if state.skips:
+        return replace(state, skips=state.skips - 1), Keep("the first steps with these shares are not looked at")
+    watches = tuple(
+        watch.with_step(_rates(bond, row)) for watch, bond, row in zip(state.watches, state.bonds, totals, strict=True)
+    )
+    seen = replace(state, watches=watches)
+    changes = [c for bond, watch in zip(state.bonds, watches, strict=True) if (c := _change(bond, watch)) is not None]
+    now_s = sum(max(row) for row in totals)
+    saved_s = sum(c.before_s - c.after_s for c in changes)
+    if not changes:
+        return seen, Keep("no other shares would be faster by more than the noise")
+    if saved_s < DEADBAND * now_s:
+        return seen, Keep(f"other shares would save {saved_s:.3g} s of {now_s:.3g} s, less than {DEADBAND:.0%}")
+    return _apply(seen, changes)
+
+
+def best(rates: Sequence[float], portions: Shares) -> Shares:
+    """Portions of the same sum with which the slowest device is done first, at least one for each device that has any.
+
+    Args:
+        rates: seconds per portion of each device.
+    """
+    active = [device for device, count in enumerate(portions) if count]
+    result = [int(device in active) for device in range(len(portions))]
+    # Portion by portion to the device that would be done with it first: the exact optimum where time is proportional.
+    ends = [(2 * rates[device], device) for device in active]
+    heapq.heapify(ends)
+    for _ in range(sum(portions) - len(active)):
+        _, device = ends[0]
+        result[device] += 1
+        heapq.heapreplace(ends, ((result[device] + 1) * rates[device], device))
+    return tuple(result)
+
+
+def _change(bond: Bond, watch: Watch) -> Change | None:
+    """Better portions for one bond, where the gain is beyond doubt."""
+    if watch.steps < watch.asks:
+        return None
+    for steps in (max(SHORT, watch.asks), LONG, LONGEST):
+        rows = watch.rates[-steps:]
+        rates = [statistics.median(row[d] for row in rows) for d in range(len(bond.portions))]
+        portions = best(rates, bond.portions)
+        ends_s = [rate * count for rate, count in zip(rates, bond.portions, strict=True)]
+        before_s, after_s = max(ends_s), max(rate * count for rate, count in zip(rates, portions, strict=True))
+        slowest = ends_s.index(before_s)
+        error = 1.25 * watch.noise(slowest) / math.sqrt(len(rows))  # of a median, relative
+        if before_s - after_s > max(DEADBAND, SURE * error) * before_s:
+            return Change(bond, portions, slowest, before_s, after_s)
+    return None
+
+
+def _apply(state: Balancer, changes: Sequence[Change]) -> tuple[Balancer, Reshare]:
+    plan, found, watches, words = state.plan, list(state.bonds), list(state.watches), []
+    for change in changes:
+        i = found.index(change.bond)
+        after = reshared(plan, change.bond, change.portions)
+        found[i] = replace(change.bond, portions=change.portions)
+        words.append(_words(plan, after, change, found[i]))
+        moved = tuple(b - a for a, b in zip(change.bond.portions, change.portions, strict=True))
+        watches[i] = watches[i].changed(moved)
+        plan = after
+    before_s, after_s = (sum(times) for times in zip(*((c.before_s, c.after_s) for c in changes), strict=True))
+    reason = f"{'; '.join(words)}; predicted compute {before_s:.3g} s -> {after_s:.3g} s"
+    return Balancer(plan, tuple(found), tuple(watches), SETTLING), Reshare(plan, tuple(changes), reason)
+
+
+def _words(before: Plan, after: Plan, change: Change, bond: Bond) -> str:
+    old, new = shares_of(before, change.bond), shares_of(after, bond)
+    times = change.before_s / change.after_s
+    return (
+        f"{bond.name} {'/'.join(map(str, old))} -> {'/'.join(map(str, new))} {bond.unit}: "
+        f"device {change.slowest} took {times:.2g}x the balanced time"
+    )
+
+
+def _totals(bond: Bond, seconds: Seconds) -> list[float]:
+    """What each device computed for one bond."""
+    rows = [seconds[name] for name in bond.layers if name in seconds]
+    return [sum(row[device] for row in rows) for device in range(len(bond.portions))]
+
+
+def _rates(bond: Bond, totals: Sequence[float]) -> tuple[float, ...]:
+    """Seconds per portion; 0 for a device without a part, which stays without one."""
+    return tuple(total / count if count else 0.0 for total, count in zip(totals, bond.portions, strict=True))
+
+
+def _apart(a: float, b: float) -> float:
+    return 2.0 * abs(a - b) / (a + b) if a + b else 0.0
