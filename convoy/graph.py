@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -66,6 +66,7 @@ class Layer:
         shared: another layer uses the same parameters, so they are never split.
         random: it draws random numbers in this mode (dropout), so copies of it on several devices would differ.
         statistics: a batch norm that normalises by the statistics of the batch (not by its running ones).
+        input_entries: of all batched inputs together, per sample. A `Graph` fills it in.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Layer:
     random: bool = False
     dtype: str = "float32"
     differentiable: bool = True
+    input_entries: int = 0
 
     def batch_shape(self, batch: int) -> Shape:
         """Shape of the output for a global batch."""
@@ -126,6 +128,14 @@ class Graph:
     layers: Mapping[str, Layer]
     outputs: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        # Here and nowhere else, so that no maker of layers can forget it or get it wrong.
+        object.__setattr__(self, "layers", {name: self._with_inputs(layer) for name, layer in self.layers.items()})
+
+    def _with_inputs(self, layer: Layer) -> Layer:
+        read = [self.layers[name] for name in layer.inputs if name in self.layers]
+        return replace(layer, input_entries=sum(math.prod(source.shape) for source in read if source.batched))
+
     def __getitem__(self, name: str) -> Layer:
         try:
             return self.layers[name]
@@ -156,5 +166,7 @@ class Graph:
         for row in rows:
             # A plan holds in any precision.
             row.pop("reason"), row.pop("dtype")
+            # It follows from the inputs.
+            row.pop("input_entries")
         text = json.dumps([rows, self.outputs], sort_keys=True, default=list)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

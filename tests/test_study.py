@@ -180,7 +180,8 @@ def test_the_closed_form_has_the_rooflines_seconds():
                 if isinstance(term.place, ByUnits):
                     part = LocalSize(batch, round(size.outputs * largest), size.inputs)
                 else:
-                    part = replace(size, samples=round(batch * largest))
+                    shares = layer.statistics and min(devices, batch) > 1
+                    part = replace(size, samples=round(batch * largest), shares_statistics=shares)
                 roofline = Roofline((Rate(3e9, 1e9, 0.5),))
                 which = "all" if term.phase == "forward" or term.products == 2 else "input"
                 expected_s = roofline.seconds(0, layer, term.phase, part, which)

@@ -138,6 +138,11 @@ class Rate:
     efficiency: float = 1.0
 
 
+SHARED_PASSES: Mapping[Phase, int] = {"forward": 5, "backward": 18}
+"""How often a batch norm with shared statistics reads or writes a tensor of its size, operation by operation: forward one for
+mean and variance, two each for scale and shift; backward 1 + 2 + 3 + 1 for the two sums, 2 + 2 + 2 + 2 + 3 for the gradient."""
+
+
 @dataclass(frozen=True, slots=True)
 class Roofline:
     """time = max(FLOP / peak, bytes / memory bandwidth), per layer: the node model of Castello et al. 2021.
@@ -157,6 +162,8 @@ class Roofline:
         products = 2 if phase == "backward" and part == "all" else 1
         work = flop(layer, size) * products
         moved = _bytes_moved(layer, size, self.itemsize) * products
+        if size.shares_statistics:
+            moved = SHARED_PASSES[phase] * size.samples * math.prod(layer.shape) * self.itemsize
         return max(work / (rate.flop_per_s * rate.efficiency), moved / rate.bytes_per_s)
 
     def alike(self, device: int) -> int:
@@ -164,9 +171,11 @@ class Roofline:
 
 
 def _bytes_moved(layer: Layer, size: LocalSize, itemsize: int) -> float:
-    """Memory traffic of one pass, each tensor once: output, weights, and an input as large as the output."""
+    """Memory traffic of one pass, each tensor once: inputs, output, weights."""
     whole = whole_size(layer, 1)
     part = size.outputs / whole.outputs
-    output = size.samples * math.prod(layer.shape) * part
+    output = math.prod(layer.shape) * part
+    # A weighted layer reads all channels whatever its filters, others only the channels they write.
+    read = layer.input_entries * (size.inputs / whole.inputs if layer.weighted and layer.groups == 1 else part)
     weights = sum(p.entries for p in layer.parameters.values()) * part * (size.inputs / whole.inputs)
-    return (2 * output + weights) * itemsize
+    return (size.samples * (output + read) + weights) * itemsize

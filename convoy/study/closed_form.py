@@ -20,6 +20,7 @@ import numpy as np
 
 from convoy.cost import collectives
 from convoy.cost.collectives import Floats, Numbers
+from convoy.cost.compute import SHARED_PASSES
 from convoy.cost.memory import optimizer_named
 from convoy.graph import Graph
 from convoy.study.points import Points
@@ -160,7 +161,11 @@ class _Evaluation:
         samples = self.batch if term.batched else np.ones(len(self.p))
         products = term.products
         of_weights = np.where(part > 0, 1.0, 0.0) if isinstance(term.place, ByBatch) else part
-        moved = (2 * samples * term.entries * part + term.weights * of_weights) * self.itemsize
+        of_inputs = np.where(part > 0, 1.0, 0.0) if term.reads_all and not isinstance(term.place, ByBatch) else part
+        moved = (samples * (term.entries * part + term.read * of_inputs) + term.weights * of_weights) * self.itemsize
+        if term.statistics and isinstance(term.place, ByBatch):
+            shared = SHARED_PASSES[term.phase] * samples * term.entries * part * self.itemsize / products
+            moved = np.where(np.minimum(self.p, self.batch) > 1, shared, moved)
         arithmetic_s = term.flop * samples * part / (self.at.flop_per_s * self.at.efficiency)
         return np.asarray(products * np.maximum(arithmetic_s, moved / self.at.memory_bytes_per_s))
 

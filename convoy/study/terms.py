@@ -61,7 +61,9 @@ class Work:
         place: how its output is dealt out.
         flop: forward FLOP per sample, of the whole layer.
         entries: of the output per sample, of the whole layer.
+        read: entries of its inputs per sample; all of them wherever `reads_all`, else the part that it writes.
         weights: entries of its parameters and buffers.
+        statistics: a batch norm over the batch.
         batched: False for what has no batch axis.
         weighted: convolution or Linear.
     """
@@ -72,9 +74,12 @@ class Work:
     place: Place
     flop: int
     entries: int
+    read: int
+    reads_all: bool
     weights: int
     batched: bool
     weighted: bool
+    statistics: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +201,12 @@ class _Reader:
             place,
             layer.flop,
             math.prod(layer.shape),
+            layer.input_entries,
+            layer.weighted and layer.groups == 1,
             weights,
             layer.batched,
             layer.weighted,
+            layer.statistics,
         )
 
     def _carry(self, source: Value, target: Value, phase: Phase) -> Carry:
