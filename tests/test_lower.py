@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from convoy.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.lower import lower, parameter_layouts, placements
-from convoy.steps import Move, StepList, SumGradients
+from convoy.steps import Compute, Move, StepList, SumGradients
 from convoy.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.trace import trace
 from convoy.transfer import traffic
@@ -238,3 +238,26 @@ def test_no_image_crosses_the_network(net: str, plan: str) -> None:
         steps = lower(by_name(plan, net), graph, batch)
         assert all(_is_free(steps, layer.name) for layer in graph.inputs)
         assert not [s for s in steps.steps if isinstance(s, Move) and s.phase == "backward" and s.writes.key == "x"]
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_convolution_begins_with_the_first_piece_of_what_is_gathered_for_it() -> None:
+    plan, graph = by_name("model", "two-conv"), graph_of("two-conv")
+    steps = lower(replace(plan, pieces=4), graph)
+    pieces = {s.layer: s.pieces for s in steps.phase("forward") if isinstance(s, Compute)}
+    assert {name for name, count in pieces.items() if count > 1} == {"conv2"}
+    moved = {s.reads.key: s.pieces for s in steps.phase("forward") if isinstance(s, Move)}
+    # A Linear would read its weights for every piece; the last move is for nobody's arithmetic.
+    assert moved == {"pool": 4, "flatten": 1, "fc": 1}
+    (gather,) = [s for s in steps.phase("forward") if isinstance(s, Move) and s.pieces > 1]
+    assert [transfers[0].box[0] for transfers in gather.schedule.rounds] == [(0, 2), (2, 5), (5, 7), (7, 10)]
+    # Cut up or not, the same bytes go the same ways; and nothing of backward is cut.
+    assert steps.traffic() == lower(plan, graph).traffic()
+    assert all(getattr(s, "pieces", 1) == 1 for s in steps.phase("backward"))
+
+
+def test_a_batch_that_lies_on_several_devices_does_not_come_in_pieces() -> None:
+    steps = lower(replace(by_name("hybrid", "two-conv"), pieces=4), graph_of("two-conv"))
+    assert all(getattr(s, "pieces", 1) == 1 for s in steps.steps)

@@ -1,0 +1,90 @@
+"""Plans made better by replay: shares by hand, and a case in which one device is busy with traffic."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from convoy.cost.compute import Rate, Roofline
+from convoy.cost.network import Network
+from convoy.cost.step import Costs
+from convoy.graph import Graph
+from convoy.lower import lower
+from convoy.plan import Plan
+from convoy.refine import balanced, refined
+from convoy.replay import Event, Timeline
+from convoy.simulate import simulate
+from convoy.strategy import Batch, Channel, Filter, One, Strategy
+from convoy.trace import trace
+
+
+def small_graph() -> Graph:
+    layers = [nn.Conv2d(3, 24, 3, padding=1), nn.ReLU(), nn.Conv2d(24, 48, 3, padding=1), nn.MaxPool2d(2), nn.Flatten()]
+    return trace(nn.Sequential(*layers, nn.Linear(48 * 16, 10)), torch.zeros(2, 3, 8, 8)).graph
+
+
+def plan_of(layers: dict[str, Strategy], otherwise: Batch | One, devices: int) -> Plan:
+    return Plan("hand", small_graph().fingerprint, devices, 8, layers, otherwise)
+
+
+def busy(*spans_s: tuple[float, ...]) -> Timeline:
+    """Each device computes for these spans, and waits between."""
+    events = [
+        Event(d, "compute", "x", 10.0 * i, 10.0 * i + s, 0) for d, row in enumerate(spans_s) for i, s in enumerate(row)
+    ]
+    waits = [Event(d, "wait", "x", 5.0, 9.0, 0) for d in range(len(spans_s))]
+    return Timeline(tuple(events + waits), 20.0, tuple(map(sum, spans_s)), (0.0,) * len(spans_s))
+
+
+def test_shares_are_divided_by_the_time_that_a_device_is_busy() -> None:
+    """6 and 2 samples with 1 + 2 s and 1 s: weights 2 and 2. 24 filters as 18 and 6: 12 and 12."""
+    plan = plan_of({"0": Filter((18, 6)), "2": Batch((6, 2))}, Batch((6, 2)), 2)
+    better = balanced(plan, busy((1.0, 2.0), (1.0,)))
+    assert better.layers == {"0": Filter((12, 12)), "2": Batch((4, 4))}
+    assert better.otherwise == Batch((4, 4))
+
+
+def test_features_stay_with_their_channels() -> None:
+    """16 features of each of 48 filters: rounding them apart would bring a move that was not there."""
+    plan = plan_of({"2": Filter((30, 18)), "5": Channel((480, 288))}, One(0), 2)
+    better = balanced(plan, busy((3.0,), (2.0,)))
+    assert better.layers["2"] == Filter((25, 23))  # 10 : 9 of 48
+    assert better.layers["5"] == Channel((25 * 16, 23 * 16))
+    assert better.otherwise == One(0)
+
+
+def test_a_device_without_a_share_gets_none() -> None:
+    better = balanced(plan_of({"0": Filter((12, 0, 12))}, One(0), 3), busy((2.0,), (), (1.0,)))
+    assert better.layers["0"] == Filter((8, 0, 16))
+
+
+def slow_receiver() -> Costs:
+    """Two equal devices; each byte takes processor time of the second."""
+    network = Network(
+        (0, 1), (1e8,) * 2, (1e8,) * 2, (1e12,) * 2, ((0.0, 1e-6), (1e-6, 0.0)), ((1e8,) * 2,) * 2, (0.0, 4e-9)
+    )  # fmt: skip
+    return Costs(Roofline((Rate(1e10, 1e10),) * 2), network)
+
+
+def test_each_variant_is_faster_than_the_one_before() -> None:
+    graph, costs = small_graph(), slow_receiver()
+    even = plan_of({"0": Filter((12, 12)), "2": Filter((24, 24)), "5": Channel((384, 384))}, Batch((4, 4)), 2)
+    first_s = simulate(lower(even, graph), graph, costs).step_s
+    found = list(refined(even, graph, costs))
+    assert found
+    times = [first_s, *(seconds for seconds, _ in found)]
+    assert all(after < before for before, after in pairwise(times))
+    seconds, best = found[-1]
+    best.check(graph, 2)
+    assert seconds == simulate(lower(best, graph), graph, costs).step_s
+    # The device that the traffic keeps busy has less to compute.
+    assert best.layers["2"].shares[0] > best.layers["2"].shares[1]  # type: ignore[union-attr]
+
+
+def test_pieces_are_tried_where_something_is_gathered() -> None:
+    graph, costs = small_graph(), slow_receiver()
+    split = plan_of({"0": Filter((12, 12)), "2": Filter((24, 24))}, Batch((4, 4)), 2)
+    assert any(plan.pieces > 1 for _, plan in refined(split, graph, costs))
+    by_batch = replace(split, layers={})
+    assert all(plan.pieces == 1 for _, plan in refined(by_batch, graph, costs))
