@@ -201,15 +201,17 @@ class _Play:
 
     def _advance(self, time_s: float) -> None:
         passed_s = time_s - self.now
-        # What takes less than a picosecond more is done: rounding must not hold the queue.
+        # What takes less than a picosecond more is done, or less than the clock can show late in a long step: rounding must
+        # not hold the queue.
+        least_s = max(1e-12, time_s * 1e-14)
         for route in self.flowing:
             message, rate = self.messages[route], self.rate[route]
             message.left_bytes -= passed_s * rate
-            if not message.left_bytes >= rate * 1e-12:
+            if not message.left_bytes >= rate * least_s:
                 message.left_bytes = 0.0
         for place in self.works:
             left_s = self.works[place] - passed_s * self.speed[place]
-            self.works[place] = left_s if left_s > 1e-12 else 0.0
+            self.works[place] = left_s if left_s > self.speed[place] * least_s else 0.0
         self.now = time_s
 
     # --- lanes -------------------------------------------------------------------------------------------------------

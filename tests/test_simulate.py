@@ -1,7 +1,7 @@
 """The replay, against timelines worked out by hand: the numbers stand in the comments."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -351,3 +351,12 @@ def test_a_layer_begins_with_the_first_piece_of_its_input():
     assert spans(timeline, 1, "receive") == [(0.5, 2.5), (2.5, 4.5)]
     assert spans(timeline, 1, "compute") == [(2.5, 5.5), (5.5, 8.5)]
     assert timeline.step_s == pytest.approx(8.5)
+
+
+def test_a_long_step_ends_though_its_clock_is_coarse():
+    """Story: with layers of millions of seconds a message of microseconds ended later than the clock could show, and never."""
+    steps = [work(0, (0, 1)), *(move(i, OnOne(0), OnOne(1), 1) for i in (1, 2, 3)), work(4, (0, 1), after=(3,))]
+    steps[1:4] = [replace(each, after=(0,)) for each in steps[1:4]]
+    network = hosts(2, bytes_per_s=3e9, latency_s=1e-7, processor_s_per_byte=1e-11)
+    timeline = replay(steps, 2, network, {(0, "forward"): 1e9 / 3, (1, "forward"): 1e9 / 7})
+    assert timeline.step_s == pytest.approx(2e9 / 3)
