@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-full check fix bench clean
+.PHONY: demo test test-full check fix bench bench-full validate clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,8 +30,14 @@ fix: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(READY)
-	$(BIN)/python -m benchmarks.accuracy
+bench: $(READY)  ## Convoy beside one device and PyTorch DDP, some minutes; Linux, root
+	$(BIN)/python -m benchmarks.bench
+
+bench-full: $(READY)  ## the same on all fleets and nets, hours
+	$(BIN)/python -m benchmarks.bench --set bench-full
+
+validate: $(READY)  ## predictions beside measurements, half an hour; Linux, root
+	$(BIN)/python -m benchmarks.validate
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
