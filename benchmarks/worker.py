@@ -238,6 +238,8 @@ def _turns(
             turns.append(ddp_turn(group, row, model, images, speeds[row.batch], job.tuning_s))
         else:
             turns.append(Turn(row, ConvoyRunner(model, plans[row.batch, row.plan], group, images, row.batch)))
+        # Tracing leaves copies of the model in cycles, and nobody else collects here: six plans of a large net were 6 GB.
+        gc.collect()
     return turns
 
 
