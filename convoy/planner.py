@@ -159,7 +159,8 @@ def _replayed(formula: Formula, found: Sequence[_Found], order: Sequence[int], r
     rows = [(simulate(lower(each.plan, graph), graph, costs).step_s, each.working, each.plan) for each in shortlist]
     if len(graph.weighted) <= POLISHED_LAYERS and len(order) <= 8:
         best_of = {working: (step_s, plan) for step_s, working, plan in sorted(rows, key=lambda r: r[:2], reverse=True)}
-        for working in sorted(best_of, key=lambda w: (best_of[w][0], w))[:3]:
+        # With many devices each attempt is dear, and their number is hardly in doubt.
+        for working in sorted(best_of, key=lambda w: (best_of[w][0], w))[: 3 if len(order) <= 4 else 1]:
             step_s, plan = _polished(formula, order[:working], *best_of[working], room)
             rows.append((step_s, working, plan))
     for _, working, plan in sorted(rows, key=lambda row: row[:2])[:REFINED]:

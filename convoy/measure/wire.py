@@ -64,15 +64,21 @@ class Wire:
     def _lead(self, peer: int, allowance_s: float) -> Iterator[Stage]:
         """Send messages of growing size. Only this end reads the time, so it alone decides how far to go."""
         # The first ones meet cold buffers and connections; they only tell how many more there is time for.
-        each_s = statistics.median(self._stage(peer, SIZES[0], REPEATS[0]).seconds)
-        sent = SIZES[0]
+        last_s, sent = statistics.median(self._stage(peer, SIZES[0], REPEATS[0]).seconds), SIZES[0]
+        s_per_byte = last_s / sent
         for size in SIZES:
-            each_s *= size / sent
-            if size > SIZES[0] and each_s > allowance_s / 4:
+            # A larger message is judged by what the last one took longer than the one before it. Of the smallest most is
+            # latency, or the pause of a quota: in proportion to it everything looks slow, so the second has more time.
+            if size > SIZES[0] and s_per_byte * size > (allowance_s if size == SIZES[1] else allowance_s / 4):
                 break
-            count = min(REPEATS[1], max(REPEATS[0], round(allowance_s / 4 / max(each_s, 1e-9))))
-            stage = self._stage(peer, size, count)
-            each_s, sent = statistics.median(stage.seconds), size
+            expected_s = last_s + s_per_byte * (size - sent)
+            stage = self._stage(
+                peer, size, min(REPEATS[1], max(REPEATS[0], round(allowance_s / 4 / max(expected_s, 1e-9))))
+            )
+            median_s = statistics.median(stage.seconds)
+            if size > sent:
+                s_per_byte = max(0.0, (median_s - last_s) / (size - sent))
+            last_s, sent = median_s, size
             yield stage
         self._tell(peer, 0, 0)
 
