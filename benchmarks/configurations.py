@@ -68,6 +68,7 @@ class Series:
 _VALIDATION = (
     Series("mixed4", "two-conv:50:500", (16, 64)),
     Series("mixed4", "two-conv:150:800", (16,)),
+    Series("mixed4", "two-conv:300:1000", (8,)),
     Series("mixed4", "two-conv:500:1500", (4,)),
     Series("mixed4", "alexnet:4096", (64,)),
     Series("mixed4", "resnet:8:16", (64,)),

@@ -61,6 +61,8 @@ def _plot_efficiency(axes: Any, found: Sequence[tuple[Row, float]], names: Seque
 
 
 def _plot(axes: Any, rows: Sequence[Row]) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter  # only where there is matplotlib
+
     for plan, mark in MARKS.items():
         points = [(row.median_s, row.predicted_s) for row in rows if row.plan == plan and row.predicted_s]
         if points:
@@ -71,6 +73,10 @@ def _plot(axes: Any, rows: Sequence[Row]) -> None:
     axes.plot(edges, edges, color="0.3", linewidth=1, label="equal")
     axes.fill_between(edges, [0.95 * e for e in edges], [1.05 * e for e in edges], color="0.85", label="within 5 %")
     axes.set(xscale="log", yscale="log", xlim=edges, ylim=edges)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("measured step, median of the rounds (s)")
     axes.set_ylabel("step predicted before the run (s)")
     axes.set_aspect("equal")
