@@ -46,22 +46,24 @@ def test_memory_of_a_filter_split_by_hand():
 
     Weights: convolution 2*18 + 2 = 38; Linear 2*17 = 34 and 17.
     Kept: x 4*32; convolution and ReLU outputs 4*2*16 each; pool output 4*2*4; the gathered features 4*16 for Linear:
-    128 + 128 + 128 + 32 + 64 = 480. Exchange: the other half of the features, 4*8 = 32.
+    128 + 128 + 128 + 32 + 64 = 480. Exchange: the gradient of all features leaves, 4*16 = 64, and the other device's summand
+    of the own half arrives, 4*8 = 32.
     """
     first, second = memory("model", optimizer="adam")
-    assert first == DeviceMemory(4 * 72, 4 * 72, 2 * 4 * 72, 4 * 480, 4 * 32)
-    assert second == DeviceMemory(4 * 55, 4 * 55, 2 * 4 * 55, 4 * 480, 4 * 32)
+    assert first == DeviceMemory(4 * 72, 4 * 72, 2 * 4 * 72, 4 * 480, 4 * 96)
+    assert second == DeviceMemory(4 * 55, 4 * 55, 2 * 4 * 55, 4 * 480, 4 * 96)
 
 
 def test_memory_of_the_masters_plan_by_hand():
     """The worker keeps the images, 4*32, and half of the convolution; the master everything else.
 
-    The largest move: the worker gets the gradient of its filters' outputs, 4*2*16 = 128, the master gets those outputs.
+    The largest move: the worker gets the gradient of its filters' outputs, 4*2*16 = 128; the master keeps the gradient of
+    all outputs, 4*4*16 = 256, until that part of it has left.
     """
     master, worker = memory("master", optimizer="sgd")
     assert worker == DeviceMemory(4 * 38, 4 * 38, 0, 4 * 128, 4 * 128)
     # x, the whole convolution's output as it arrived, ReLU's output, the pool's.
-    assert master == DeviceMemory(4 * (38 + 51), 4 * (38 + 51), 0, 4 * (128 + 256 + 256 + 64), 4 * 128)
+    assert master == DeviceMemory(4 * (38 + 51), 4 * (38 + 51), 0, 4 * (128 + 256 + 256 + 64), 4 * 256)
 
 
 def test_one_device_exchanges_nothing():

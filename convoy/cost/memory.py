@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from convoy.errors import unknown_name
 from convoy.fleet import Fleet
 from convoy.graph import Graph
-from convoy.layout import Layout, box, entries, holders
+from convoy.layout import Layout, box, dual, entries, holders
 from convoy.lower import lower
 from convoy.plan import Plan
 from convoy.steps import Compute, Move, ShareStatistics, Step, StepList
-from convoy.transfer import Round, Transfer
+from convoy.transfer import Round, Schedule, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,16 +229,24 @@ def _views(steps: StepList, graph: Graph, device: int) -> dict[str, str]:
 def _landing(step: Step, device: int) -> int:
     """Entries of the landing buffers of a step's largest round on a device; a sum works on a flat copy besides.
 
-    In the rounds of a sum only what is added lands beside the copy, everything else lands in it.
+    In the rounds of a sum only what is added lands beside the copy, everything else lands in it. A gradient that is moved
+    stays until it has left, while the layer's other gradient is computed.
     """
     if isinstance(step, Compute):
         return 0
     schedule = step.schedule
     rounds = [_arriving(transfers, device) for transfers in schedule.rounds]
     if not schedule.in_place:
-        return max((sum(entries(t.box) for t in arriving) for arriving in rounds), default=0)
+        landing = max((sum(entries(t.box) for t in arriving) for arriving in rounds), default=0)
+        if isinstance(step, Move) and step.phase == "backward" and _leaves(schedule, device):
+            landing += _here(dual(step.reads.layout), device, step.reads.shape)
+        return landing
     added = max((sum(entries(t.box) for t in arriving if t.adds) for arriving in rounds), default=0)
     return schedule.shape[0] + added if any(rounds) else 0
+
+
+def _leaves(schedule: Schedule, device: int) -> bool:
+    return any(t.sender == device != t.receiver for transfers in schedule.rounds for t in transfers)
 
 
 def _arriving(transfers: Round, device: int) -> list[Transfer]:
