@@ -8,10 +8,15 @@
 Names are loaded when they are first used, so that `import convoy` costs no more than importing torch.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from convoy._version import __version__
+
+# PyTorch reads this at its first tensor: ones of 2 MB or more then come in pages of 2 MB where the kernel allows that.
+# Gradients of a wide Linear are fresh memory in every step; in pages of 4 KB that alone took a third of a step.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _HOMES = {
     "join": "convoy.execute.processes",

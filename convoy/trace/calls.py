@@ -1,7 +1,7 @@
 """A model taken apart, and how its calls are made."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,25 +29,8 @@ class Traced:
 
 def call_operation(model: nn.Module, operation: Operation, inputs: Sequence[Any], batch: int) -> Any:
     """Call a layer's module or function on inputs that hold `batch` samples."""
-
-    def fill(arg: Any) -> Any:
-        match arg:
-            case Ref(index):
-                return inputs[index]
-            case BatchExtent(multiple):
-                return multiple * batch
-            case tuple() if hasattr(arg, "_fields"):
-                return type(arg)(*(fill(a) for a in arg))
-            case tuple() | list():
-                return type(arg)(fill(a) for a in arg)
-            case dict():
-                return {k: fill(v) for k, v in arg.items()}
-            case slice():
-                return slice(fill(arg.start), fill(arg.stop), fill(arg.step))
-            case _:
-                return arg
-
-    args, kwargs = fill(tuple(operation.args)), fill(dict(operation.kwargs))
+    args = _filled(tuple(operation.args), inputs, batch)
+    kwargs = _filled(dict(operation.kwargs), inputs, batch)
     match operation.call:
         case "module":
             assert isinstance(operation.target, str)
@@ -61,6 +44,33 @@ def call_operation(model: nn.Module, operation: Operation, inputs: Sequence[Any]
         case _:
             assert callable(operation.target)
             return operation.target(*args, **kwargs)
+
+
+def _filled(arg: Any, inputs: Sequence[Any], batch: int) -> Any:
+    """An argument with the inputs in their places.
+
+    Not a function inside the caller: one that calls itself is a cycle, which held the inputs, a layer's activations, until
+    Python's collector came, and so every step took fresh memory.
+    """
+
+    def fill_each(values: Iterable[Any]) -> Iterator[Any]:
+        return (_filled(each, inputs, batch) for each in values)
+
+    match arg:
+        case Ref(index):
+            return inputs[index]
+        case BatchExtent(multiple):
+            return multiple * batch
+        case tuple() if hasattr(arg, "_fields"):
+            return type(arg)(*fill_each(arg))
+        case tuple() | list():
+            return type(arg)(fill_each(arg))
+        case dict():
+            return dict(zip(arg, fill_each(arg.values()), strict=True))
+        case slice():
+            return slice(*fill_each((arg.start, arg.stop, arg.step)))
+        case _:
+            return arg
 
 
 def evaluate(model: nn.Module, traced: Traced, inputs: Sequence[Tensor]) -> Any:
