@@ -36,7 +36,7 @@ bench: $(READY)  ## Convoy beside one device and PyTorch DDP, some minutes; Linu
 bench-full: $(READY)  ## the same on all fleets and nets, hours
 	$(BIN)/python -m benchmarks.bench --set bench-full
 
-validate: $(READY)  ## predictions beside measurements, half an hour; Linux, root
+validate: $(READY)  ## predictions beside measurements, an hour; Linux, root
 	$(BIN)/python -m benchmarks.validate
 
 clean:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.configurations import FLEETS, fleets_of, series_of
-from benchmarks.hardware import ground
+from benchmarks.hardware import Ground, ground
 from benchmarks.results import FleetResult, read_result
 from benchmarks.worker import JOB, WorkerJob
 from convoy.data import load
@@ -70,6 +70,8 @@ class Drive:
             "round": self.round_s,
             "budget": self.budget_s,
             "links-budget": self.links_budget_s,
+            "alone": self.alone_s,
+            "tuning": self.tuning_s,
         }
         return " ".join([*words, *(f"--{name} {value:g}" for name, value in numbers.items())])
 
@@ -85,26 +87,43 @@ def run(drive: Drive) -> int:
     if drive.measurements is not None:
         drive.measurements.mkdir(parents=True, exist_ok=True)
     here = ground()
-    first_failure = 0
-    for name in drive.fleets or fleets_of(drive.set):
-        path = drive.output / f"{name}.json"
+    jobs = [_job(drive, name, here) for name in drive.fleets or fleets_of(drive.set)]
+    for job in jobs:
         if drive.again:
-            path.unlink(missing_ok=True)
-        job = WorkerJob(
-            set=drive.set, fleet=name, output=path.resolve(),
-            measurements=None if drive.measurements is None else drive.measurements.resolve(),
-            data_dir=None if drive.data_dir is None else drive.data_dir.resolve(),
-            rounds=drive.rounds, round_s=drive.round_s, alone_s=drive.alone_s, budget_s=drive.budget_s,
-            links_budget_s=drive.links_budget_s, tuning_s=drive.tuning_s, ground=here, command=drive.command(),
-        )  # fmt: skip
-        print(f"fleet {name}", flush=True)
+            job.output.unlink(missing_ok=True)
+        _refuse_to_lose(job)
+    first_failure = 0
+    for job in jobs:
+        print(f"fleet {job.fleet}", flush=True)
         status = _rehearsed(job, drive.limit_s)
         first_failure = first_failure or status
         if status:
-            print(f"fleet {name} ended with status {status}; what was finished is in {path}", file=sys.stderr)
+            print(
+                f"fleet {job.fleet} ended with status {status}; what was finished is in {job.output}", file=sys.stderr
+            )
         if status in (128 + signal.SIGINT, 128 + signal.SIGTERM):  # somebody asked for the end
             break
     return first_failure
+
+
+def _job(drive: Drive, fleet: str, here: Ground) -> WorkerJob:
+    return WorkerJob(
+        set=drive.set, fleet=fleet, output=(drive.output / f"{fleet}.json").resolve(),
+        measurements=None if drive.measurements is None else drive.measurements.resolve(),
+        data_dir=None if drive.data_dir is None else drive.data_dir.resolve(),
+        rounds=drive.rounds, round_s=drive.round_s, alone_s=drive.alone_s, budget_s=drive.budget_s,
+        links_budget_s=drive.links_budget_s, tuning_s=drive.tuning_s, ground=here, command=drive.command(),
+    )  # fmt: skip
+
+
+def _refuse_to_lose(job: WorkerJob) -> None:
+    """Hours of measuring are not written over because a line of code has changed since."""
+    devices = [(device.name, device.cores) for device in read_fleet(FLEETS / f"{job.fleet}.toml").devices]
+    if job.output.exists() and not job.empty_result(devices).continues(old := read_result(job.output)):
+        raise InputError(
+            f"{job.output} holds results of revision {old.ground.revision} with other code, settings, images or another "
+            "machine than this run's: name another --output, or throw them away by --again"
+        )
 
 
 def _rehearsed(job: WorkerJob, limit_s: float) -> int:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from benchmarks import score, validate, worker
 from benchmarks.configurations import AUTO, PLAN_NAMES, SETS, Series, fleets_of, series_of
-from benchmarks.drive import Drive
+from benchmarks.drive import Drive, run
 from benchmarks.figure import MARKS
 from benchmarks.hardware import Ground, ground
 from benchmarks.page import Paper, validation_page
@@ -250,7 +250,8 @@ def test_a_drive_tells_its_command_and_refuses_what_cannot_be(tmp_path: Path) ->
     drive = Drive("benchmarks.validate", "smoke", ("mixed4",), tmp_path, None, 5, 0.6, 30, 20, 60, 60, 100)
     drive.check()
     assert drive.command() == (
-        "python -m benchmarks.validate --set smoke --fleet mixed4 --rounds 5 --round 0.6 --budget 30 --links-budget 20"
+        "python -m benchmarks.validate --set smoke --fleet mixed4 --rounds 5 --round 0.6 --budget 30 --links-budget 20 "
+        "--alone 60 --tuning 60"
     )
     for wrong, words in (
         (replace(drive, rounds=0), "--rounds 0"),
@@ -260,6 +261,18 @@ def test_a_drive_tells_its_command_and_refuses_what_cannot_be(tmp_path: Path) ->
     ):
         with pytest.raises((InputError, DataError), match=words):
             wrong.check()
+
+
+def test_measured_hours_are_not_written_over(tmp_path: Path) -> None:
+    """A pass over a fleet was lost when it was started again after a commit: other code, so the file began anew."""
+    fleet = read_fleet(series_of("smoke", "mixed4")[0].path)
+    devices = tuple((device.name, device.cores) for device in fleet.devices)
+    old = FleetResult("smoke", "mixed4", devices, replace(ground(), revision="older"), "c", "random images", {})
+    write_result(tmp_path / "mixed4.json", old)
+    drive = Drive("benchmarks.validate", "smoke", ("mixed4",), tmp_path, None, 5, 0.6, 30, 20, 60, 60, 100)
+    with pytest.raises(InputError, match=r"revision older.*--again"):
+        run(drive)
+    assert read_result(tmp_path / "mixed4.json") == old
 
 
 def cli() -> Any:
