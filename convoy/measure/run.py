@@ -25,7 +25,7 @@ from convoy.measure.describe import Own, describe, fit, fleet_of, host_indices, 
 from convoy.measure.links import Traffic, measure_links, processor_share
 from convoy.measure.overheads import measure_overheads
 from convoy.measure.partial import Partial, Rows
-from convoy.measure.repeats import STRETCH_S, quota_now, time_update
+from convoy.measure.repeats import STRETCH_S, Now, quota_now, time_update
 from convoy.measure.tables import Bench, Point, allowances
 from convoy.measurement import FORMAT, Measurement
 from convoy.points import DeviceCosts, LayerPoint
@@ -87,7 +87,6 @@ def measure_job(
     clock, now = Clock(group.torch_device, slowdown), quota_now(group.torch_device, share, slowdown)
     bench = Bench(traced, model, batch, clock, group.torch_device, now=now, stretch_s=stretch_s)
     steps = _measure_tables(group, bench, kept, budget_s, progress)
-    update_s, update_spread = time_update(group.torch_device, now, stretch_s)
     wire = measure_links(
         group,
         host_indices(fleet),
@@ -96,9 +95,7 @@ def measure_job(
         progress=lambda what: progress(what, steps, steps),
     )
     progress("what a step costs beside its layers", steps, steps)
-    overheads = measure_overheads(group.torch_device, now, stretch_s, wire.traffic[group.device].message_s, share)
-    own_costs = asdict(overheads) | {"update_s_per_entry": update_s, "update_spread": update_spread}
-    costs = [json.loads(text) for text in group.agree("costs of a step", json.dumps(own_costs))]
+    costs = _measure_costs(group, now, stretch_s, wire.traffic[group.device].message_s, share)
     links, cards = spreads(fleet, wire)
     measured = Measurement(
         fleet=with_wire(fleet, wire),
@@ -159,6 +156,14 @@ def _measure_tables(group: Group, bench: Bench, kept: Partial, budget_s: float, 
         rows = [_row(point) for point in points]
         kept.add(name, [json.loads(text) for text in group.agree(f"table of {name}", json.dumps(rows))])
     return len(names)
+
+
+def _measure_costs(group: Group, now: Now, stretch_s: float, message_s: float, share: float) -> list[dict[str, float]]:
+    """What a step costs each device beside its layers and the wire, in the names of `DeviceCosts`."""
+    update_s, update_spread = time_update(group.torch_device, now, stretch_s)
+    overheads = measure_overheads(group.torch_device, now, stretch_s, message_s, share)
+    own = asdict(overheads) | {"update_s_per_entry": update_s, "update_spread": update_spread}
+    return [json.loads(text) for text in group.agree("costs of a step", json.dumps(own))]
 
 
 def _row(point: Point) -> list[float]:
