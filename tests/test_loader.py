@@ -1,122 +1,15 @@
 """The loader: the same batches on every fleet and under every plan, and this device's part of each."""
 
-import random
-import threading
-from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, Subset
 
 import convoy
-from convoy.data import Images
 from convoy.errors import InputError
 from convoy.execute.data import Loader
 from convoy.execute.group import Group
-from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
-from convoy.named import Speeds, named_plan
-from convoy.plan import Plan
-from convoy.trace import trace
-
-SAMPLES = 23
-SHAPE = (1, 2, 2)
-
-_TURN = threading.Lock()
-
-Batches = list[tuple[list[float], list[int]]]
-"""Of each batch: which samples this device got (their first entry tells), and the labels of all of it."""
-
-
-def image(index: int) -> Tensor:
-    return torch.full(SHAPE, float(index))
-
-
-class Plain(Dataset[tuple[Tensor, int]]):
-    """Image i holds the number i; its label is i too. Counts what is loaded."""
-
-    def __init__(self, samples: int = SAMPLES) -> None:
-        self.samples = samples
-        self.loaded: list[int] = []
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        self.loaded.append(index)
-        return image(index), index
-
-
-class WithTargets(Plain):
-    """As torchvision's: labels can be had without loading."""
-
-    def __init__(self, samples: int = SAMPLES) -> None:
-        super().__init__(samples)
-        self.targets: Any = list(range(samples))
-
-
-class WithTensor(WithTargets):
-    def __init__(self, samples: int = SAMPLES) -> None:
-        super().__init__(samples)
-        self.targets = torch.arange(samples)
-
-
-class WithArray(WithTargets):
-    def __init__(self, samples: int = SAMPLES) -> None:
-        super().__init__(samples)
-        self.targets = np.arange(samples)
-
-
-class InLists(Plain):
-    """torch's protocol: many samples at once, as a list."""
-
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        return [self[i] for i in indices]
-
-
-def images() -> Images:
-    x = torch.arange(SAMPLES, dtype=torch.uint8)[:, None, None, None].expand(SAMPLES, *SHAPE).contiguous()
-    return Images(x, torch.arange(SAMPLES), SAMPLES, (0.0,), (1 / 255,))
-
-
-DATASETS = {
-    "plain": Plain,
-    "targets": WithTargets,
-    "tensor": WithTensor,
-    "array": WithArray,
-    "lists": InLists,
-    "images": images,
-    "subset": lambda: Subset(images(), list(range(SAMPLES))),
-}
-
-
-def net() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(1, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
-
-
-def plan_of(name: str, speeds: tuple[float, ...] = (3.0, 0.0, 2.0), batch: int = 5) -> Plan:
-    return named_plan(name, trace(net(), torch.zeros(1, *SHAPE)).graph, batch, Speeds(speeds))
-
-
-def read(loader: Loader) -> Batches:
-    return [([round(float(v)) for v in x[:, 0, 0, 0]], y.tolist()) for x, y in loader]
-
-
-def read_on_devices(plan: Plan, dataset: Any = None, epochs: int = 1, **options: Any) -> list[list[Batches]]:
-    """What every device of a plan gets: [device][epoch][batch]."""
-    model = net()
-
-    def work(group: Group) -> list[Batches]:
-        part = convoy.distribute(model, plan, group, torch.zeros(1, *SHAPE))
-        own = dataset if dataset is not None else Plain()
-        loader = convoy.loader(own, plan.batch, part, **options)
-        return [read(loader) for _ in range(epochs)]
-
-    return run_on_threads(plan.devices, work)
-
+from tests.loading import SAMPLES, SHAPE, Plain, net, part_of, plan_of, read, read_on_devices
 
 # ------------------------------------------------------------------------------------------------------- the order
 
@@ -204,140 +97,40 @@ def test_where_the_first_layer_wants_copies_everybody_loads_all() -> None:
     assert [device[0][0][0] for device in found] == [everything, [], everything]
 
 
-# ---------------------------------------------------------------------------------------------------- the data sets
+# ------------------------------------------------------------------------------------------------- beginning later
 
 
-@pytest.mark.parametrize(("name", "workers"), [*((name, 0) for name in DATASETS), ("plain", 1), ("images", 1)])
-def test_every_kind_of_data_set_gives_the_same(name: str, workers: int) -> None:
-    """Also with a process that prepares batches ahead. Nothing has any other shape or dtype where there are no samples."""
-    indices = Loader(Plain(), 5, seed=1).batches(0)
-    part = _part_of(plan_of("data-by-speed"), 1 if workers == 0 else 2)
-    loader = convoy.loader(DATASETS[name](), 5, part, seed=1, workers=workers)
-    shares = [(3, 0, 2)] * 4 + [(2, 0, 1)]
-    device = part.group.device
-    for (x, y), batch, share in zip(loader, indices, shares, strict=True):
-        start = sum(share[:device])
-        assert x.shape == (share[device], *SHAPE)
-        assert x.dtype == torch.float32
-        assert [round(float(v)) for v in x[:, 0, 0, 0]] == batch[start : start + share[device]]
-        assert y.dtype == torch.int64
-        assert y.tolist() == batch
+@pytest.mark.parametrize("start", [0, 1, 3, 5])
+def test_an_epoch_can_begin_in_the_middle(start: int) -> None:
+    """So that training goes on from a checkpoint: the same batches, and nothing is loaded that was seen before."""
+    whole = Loader(Plain(), 5, seed=3)
+    epochs = [read(whole) for _ in range(3)]
+    dataset = Plain()
+    loader = Loader(dataset, 5, seed=3)
+    loader.set_epoch(1, start=start)
+    assert read(loader) == epochs[1][start:]
+    assert dataset.loaded == [i for _, labels in epochs[1][start:] for i in labels]
+    assert read(loader) == epochs[2], "the next epoch is whole"
+    assert len(loader) == 5, "an epoch has as many batches as before"
 
 
-def _part_of(plan: Plan, device: int) -> Distributed:
-    """One device's part of the net; nothing but loading is possible with it."""
-    return run_on_threads(plan.devices, lambda group: convoy.distribute(net(), plan, group, torch.zeros(1, *SHAPE)))[
-        device
-    ]
+def test_devices_begin_in_the_middle_together() -> None:
+    plan = plan_of("data-by-speed")
+    whole = read_on_devices(plan, seed=1)
+    model = net()
+
+    def work(group: Group) -> list[object]:
+        loader = convoy.loader(Plain(), 5, convoy.distribute(model, plan, group, torch.zeros(1, *SHAPE)), seed=1)
+        loader.set_epoch(0, start=2)
+        return read(loader)
+
+    assert run_on_threads(plan.devices, work) == [device[0][2:] for device in whole]
 
 
-def test_labels_are_read_without_loading_where_that_is_possible() -> None:
-    part = _part_of(plan_of("data-by-speed"), 2)
-    for dataset, expected in ((WithTargets(10), 4), (Plain(10), 10)):
-        read(convoy.loader(dataset, 5, part, shuffle=False))
-        assert len(dataset.loaded) == expected
-
-
-class Relabelled(WithTargets):
-    """As torchvision's with a target_transform: the items have labels that `targets` has not."""
-
-    def __init__(self) -> None:
-        super().__init__(10)
-        self.target_transform = lambda label: 100 + label
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return image(index), self.target_transform(index)
-
-
-class Together(WithTargets):
-    """As torchvision's with a function of image and label together."""
-
-    def __init__(self) -> None:
-        super().__init__(10)
-        self.transforms = lambda image, label: (image, 100 + label)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.transforms(image(index), index)
-
-
-@pytest.mark.parametrize("make", [Relabelled, Together])
-def test_labels_that_are_changed_on_the_way_are_not_taken_from_targets(make: type[WithTargets]) -> None:
-    part = _part_of(plan_of("data-by-speed"), 1)
-    assert [y for _, y in read(convoy.loader(make(), 5, part, shuffle=False))] == [
-        [100, 101, 102, 103, 104],
-        [105, 106, 107, 108, 109],
-    ]
-
-
-class Measurements(Dataset[tuple[Tensor, float]]):
-    """Numbers in place of classes."""
-
-    targets = (0.25, 0.5, 0.75)
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> tuple[Tensor, float]:
-        return image(index), self.targets[index]
-
-
-def test_targets_need_not_be_whole_numbers() -> None:
-    ((_, y),) = Loader(Measurements(), 3, shuffle=False)
-    assert y.tolist() == [0.25, 0.5, 0.75]
-
-
-class Augmented(Plain):
-    """Draws from all three sources of random numbers, as image transforms do."""
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return image(index) + torch.rand(()) + random.random() + float(np.random.rand()), index
-
-
-class AugmentedInLists(Augmented):
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
-        return [self[i] for i in indices]
-
-
-def augmented(plan: Plan, make: type[Augmented] = Augmented) -> list[list[Tensor]]:
-    """The images of every device, in two epochs; every device has drawn other numbers before."""
-    model, dataset = net(), make(10)
-
-    def work(group: Group) -> list[Tensor]:
-        part = convoy.distribute(model, plan, group, torch.zeros(1, *SHAPE))
-        loader = convoy.loader(dataset, 5, part, seed=1, shuffle=False)
-        with _TURN:  # threads share one stream, where processes have their own
-            torch.rand(group.device)
-            random.random()
-            return [x[:, 0, 0, 0] for _ in range(2) for x, _ in loader]
-
-    return run_on_threads(plan.devices, work)
-
-
-def test_random_images_are_the_same_on_every_fleet() -> None:
-    """Crops and flips depend on the seed, the epoch and the sample: devices that split filters must see the same image."""
-    alone = Loader(Augmented(10), 5, seed=1, shuffle=False)
-    expected = [x[:, 0, 0, 0] for _ in range(2) for x, _ in alone]
-    assert not torch.equal(expected[0], expected[2]), "another epoch draws other numbers"
-    copies = augmented(plan_of("model"))
-    pieces = augmented(plan_of("data-by-speed"))
-    for step, whole in enumerate(expected):
-        assert all(torch.equal(device[step], whole) for device in copies)
-        assert torch.equal(torch.cat([device[step] for device in pieces]), whole)
-
-
-def test_random_images_that_come_many_at_a_time_are_the_same_on_devices_that_split_filters() -> None:
-    first, *others = augmented(plan_of("model"), AugmentedInLists)
-    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-
-
-def test_loading_leaves_the_random_numbers_of_the_program_alone() -> None:
-    def numbers(dataset: Plain) -> list[tuple[float, float, float]]:
-        torch.manual_seed(1)
-        random.seed(2)
-        np.random.seed(3)
-        return [(float(torch.rand(())), random.random(), float(np.random.rand())) for _ in Loader(dataset, 5)]
-
-    assert numbers(Augmented(10)) == numbers(Plain(10))
+@pytest.mark.parametrize("start", [-1, 6])
+def test_an_epoch_has_no_such_start(start: int) -> None:
+    with pytest.raises(InputError, match=f"start {start} in an epoch of 5 batches: give 0 to 5"):
+        Loader(Plain(), 5).set_epoch(0, start=start)
 
 
 # --------------------------------------------------------------------------------------------------------- wrong use
@@ -374,7 +167,7 @@ def test_a_part_of_another_batch_is_refused() -> None:
 
 def test_a_model_that_was_told_no_size_asks_for_it() -> None:
     with pytest.raises(InputError, match=r"the size of the whole batch is not known: use convoy.loader, or call model"):
-        _part_of(plan_of("data"), 0)(torch.zeros(2, *SHAPE))
+        part_of(plan_of("data"), 0)(torch.zeros(2, *SHAPE))
 
 
 def test_a_model_with_two_inputs_needs_another_loader() -> None:

@@ -1,55 +1,118 @@
-"""Images to train on: digits, Fashion-MNIST and CIFAR-10, held in memory.
+"""Images to train on: data sets by name, folders of images, data sets of your own.
 
 ::
 
     splits = load("digits")
     x_NCHW, y_N = splits.train.__getitems__([4, 8, 15])
 
-| name            | images          | where they come from                                             |
-|-----------------|-----------------|------------------------------------------------------------------|
-| `digits`        | 1,797 of 1x8x8  | inside scikit-learn (`pip install 'convoy-train[digits]'`)       |
-| `fashion-mnist` | 70,000 of 1x28x28 | four gzipped IDX files: a folder, Debian's package, or download |
-| `cifar10`       | 60,000 of 3x32x32 | six binary files or their archive: a folder, or download        |
+| data              | images            | where they come from                                             |
+|-------------------|-------------------|------------------------------------------------------------------|
+| `digits`          | 1,797 of 1x8x8    | inside scikit-learn (`pip install 'convoy-train[digits]'`)       |
+| `fashion-mnist`   | 70,000 of 1x28x28 | four gzipped IDX files: a folder, Debian's package, or download  |
+| `cifar10`         | 60,000 of 3x32x32 | six binary files or their archive: a folder, or download         |
+| `cifar100`        | 60,000 of 3x32x32 | two binary files or their archive: a folder, or download         |
+| `folder:PATH`     | JPEG and PNG      | a folder per class, see `folder`; a path without `folder:` too   |
+| `module:function` | yours             | data sets that the function returns, see `datasets`              |
 
-A folder that you name is only read; an archive that lies in it is unpacked there. The network is used only
-when no folder is named, and then the files go to `$XDG_CACHE_HOME/convoy/<name>` (`~/.cache` by default).
+The named ones are held in memory, the others are read when they are wanted. A folder that you name is only read; an archive
+that lies in it is unpacked there. The network is used only for the named ones when no folder is named, and then the files go
+to `$XDG_CACHE_HOME/convoy/<name>` (`~/.cache` by default).
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from convoy.data import cifar10, digits, fashion_mnist
-from convoy.data.images import Images, Splits
-from convoy.errors import DataError, unknown_name
+from convoy.callables import call, find_callable, names_callable
+from convoy.data import digits, fashion_mnist
+from convoy.data.cifar import CIFAR10, CIFAR100
+from convoy.data.datasets import from_datasets
+from convoy.data.files import load_folder
+from convoy.data.images import Images
+from convoy.data.samples import Samples
+from convoy.data.splits import Splits
+from convoy.errors import DataError, InputError, unknown_name
 
-__all__ = ["NAMES", "Images", "Splits", "load"]
+__all__ = ["NAMES", "Images", "Samples", "Splits", "check", "folder_of", "from_datasets", "load"]
 
 _LOADERS: dict[str, Callable[[Path | None, torch.dtype], Splits]] = {
     "digits": digits.load,
     "fashion-mnist": fashion_mnist.load,
-    "cifar10": cifar10.load,
+    "cifar10": CIFAR10.load,
+    "cifar100": CIFAR100.load,
 }
 
 NAMES = tuple(_LOADERS)
 
+_FOLDER = "folder:"
+_WANTED = "a function that takes nothing and returns a data set, or two: to train and to test on"
 
-def load(name: str, data_dir: Path | None = None, *, dtype: torch.dtype = torch.float32) -> Splits:
-    """The training and test images of one dataset.
+
+def load(
+    data: str,
+    data_dir: Path | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    image_size: int | None = None,
+    test_fraction: float | None = None,
+) -> Splits:
+    """The training and test images of one data set.
 
     Args:
-        name: one of `NAMES`.
-        data_dir: folder that holds the files; nothing is downloaded then. `digits` needs no files and reads none.
+        data: one of `NAMES`, `folder:PATH` or a path, or `module:function`.
+        data_dir: for a named one, the folder that holds its files; nothing is downloaded then. `digits` reads none.
         dtype: of the normalised images, float32 or float64.
+        image_size: for a folder of images, the side in pixels of the square that each is resized to; None: all have one size.
+        test_fraction: of each class, held out where there are no test images; None: `splits.TEST_FRACTION`.
 
     Raises:
-        InputError: an unknown name or dtype, or scikit-learn is missing.
-        DataError: the folder, or files in it, are missing or damaged, or a download failed.
+        InputError: as `check`; an unknown dtype; scikit-learn or Pillow is missing.
+        DataError: folders or files are missing, damaged or laid out in another way; samples that cannot be used; a download
+            failed.
     """
-    if name not in _LOADERS:
-        raise unknown_name("dataset", name, _LOADERS)
+    check(data, data_dir, image_size, test_fraction)
+    if (folder := folder_of(data)) is not None:
+        return load_folder(folder, dtype, image_size, test_fraction)
+    if names_callable(data):
+        made = call(data, find_callable(data, _WANTED))
+        train, test = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        return from_datasets(train, test, name=data, dtype=dtype, test_fraction=test_fraction)
     if data_dir is not None and not data_dir.is_dir():
         met = "is not a folder" if data_dir.exists() else "does not exist"
-        raise DataError(f"data folder {data_dir} {met}: --data-dir wants the folder that holds the {name} files")
-    return _LOADERS[name](data_dir, dtype)
+        raise DataError(f"data folder {data_dir} {met}: --data-dir wants the folder that holds the {data} files")
+    return _LOADERS[data](data_dir, dtype)
+
+
+def check(
+    data: str, data_dir: Path | None = None, image_size: int | None = None, test_fraction: float | None = None
+) -> None:
+    """Refuse what `load` would refuse without reading anything.
+
+    Raises:
+        InputError: an unknown name, or an option that does not fit the data or its range.
+    """
+    named, folder = data in NAMES, folder_of(data)
+    if not named and folder is None and not names_callable(data):
+        raise unknown_name("data set", data, (*NAMES, "folder:PATH", "module:function"))
+    for option, given, fits, rule in (
+        ("--data-dir", data_dir, named, "only the data sets by name have files of their own there"),
+        ("--image-size", image_size, folder is not None, "only images of a folder are resized"),
+        ("--test-fraction", test_fraction, not named, "this data set has test images of its own"),
+    ):
+        if given is not None and not fits:
+            raise InputError(f"{option} {given} with --data {data}: {rule}; leave {option} out")
+    if image_size is not None and image_size < 1:
+        raise InputError(f"--image-size {image_size}: give a side of 1 pixel or more")
+    if test_fraction is not None and not 0 < test_fraction < 1:
+        raise InputError(f"--test-fraction {test_fraction:g}: give a fraction between 0 and 1, e.g. 0.2")
+
+
+def folder_of(data: str) -> Path | None:
+    """The folder that `data` names, or None where it names something else: a data set's name goes before a folder's."""
+    if data.startswith(_FOLDER):
+        return Path(data.removeprefix(_FOLDER)).expanduser()
+    if data not in NAMES and (os.sep in data or Path(data).is_dir()):
+        return Path(data)
+    return None

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from convoy.data.images import Splits, splits
+from convoy.data.splits import Splits, splits
 from convoy.errors import DataError, InputError
 
 IMAGES = 1797

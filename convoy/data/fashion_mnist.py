@@ -15,7 +15,8 @@ import numpy.typing as npt
 import torch
 
 from convoy.data.fetch import cache_folder, download
-from convoy.data.images import Labelled, Splits, check_labels, splits
+from convoy.data.images import Labelled, check_labels
+from convoy.data.splits import Splits, splits
 from convoy.errors import DataError
 
 # Checksums of the authors' files, as github.com/zalandoresearch/fashion-mnist and torchvision list them. They guard
@@ -31,7 +32,7 @@ _MIRRORS = (
     "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
 )
 _DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-_CLASSES = 10
+_CLASS_NAMES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 _SIDE = 28
 _UINT8 = 0x08
 
@@ -51,7 +52,7 @@ def load(data_dir: Path | None, dtype: torch.dtype) -> Splits:
         )
     train = _read(folder, "train", images=60_000)
     test = _read(folder, "t10k", images=10_000)
-    return splits("fashion-mnist", train, test, dtype)
+    return splits("fashion-mnist", train, test, dtype, _CLASS_NAMES)
 
 
 def read_idx(path: Path, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
@@ -97,7 +98,7 @@ def _read(folder: Path, part: str, images: int) -> Labelled:
     x_NHW = read_idx(_path(folder, f"{part}-images-idx3-ubyte.gz"), (images, _SIDE, _SIDE))
     labels_path = _path(folder, f"{part}-labels-idx1-ubyte.gz")
     labels_N = read_idx(labels_path, (images,))
-    check_labels(labels_path, labels_N, _CLASSES)
+    check_labels(labels_path, labels_N, len(_CLASS_NAMES))
     return torch.from_numpy(x_NHW).unsqueeze(1), torch.from_numpy(labels_N.astype(np.int64))
 
 

@@ -1,31 +1,25 @@
 """The loader: every device gets its part of the same batches. Which samples make step k depends on the seed and k alone."""
 
-import hashlib
-import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from convoy.errors import InputError
+from convoy.data.augment import Augment
+from convoy.data.datasets import targets_of
+from convoy.data.draws import own_random_numbers, reseed
+from convoy.errors import ConvoyError, DataError, InputError
 from convoy.execute.module import Distributed
 from convoy.layout import box
-
-
-class _Sized(Protocol):
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class Loader:
     """Batches of a data set of (input, label) pairs, as one device of a fleet sees them.
 
     Iterating gives (x, y): x is this device's part of the inputs, in the layout that the plan's first layer wants (it may
-    have zero samples); y holds the labels of the whole batch, on every device.
+    have zero samples, and then none is loaded); y holds the labels of the whole batch, on every device.
 
     Args:
         dataset: map-style; items are (tensor, label). Where it offers `targets` (as torchvision's do), labels are read
@@ -37,10 +31,12 @@ class Loader:
         shuffle: a new order in every epoch; False: the order of the data set.
         seed: with the epoch, decides the order.
         drop_last: leave out a last batch that is smaller.
-        workers: processes that prepare batches ahead; 0: in this process.
+        workers: processes that prepare batches ahead, two each; 0: in this process. They live as long as an iteration does.
+        augment: changes the images of each batch, by the seed, the epoch and the sample; see `convoy.data.augment`.
 
     Raises:
-        InputError: a batch below 1, an empty data set.
+        InputError: a batch below 1, an empty data set. While iterating, a model with several inputs.
+        DataError: while iterating: samples that do not make a batch, and what the data set raises.
     """
 
     def __init__(
@@ -53,14 +49,15 @@ class Loader:
         seed: int = 0,
         drop_last: bool = False,
         workers: int = 0,
+        augment: Augment | None = None,
     ) -> None:
         if batch_size < 1:
             raise InputError(f"a batch of {batch_size}: a batch holds one sample at least; give 1 or more")
         if len(dataset) < 1:  # type: ignore[arg-type]
             raise InputError("the data set is empty: give one with samples")
-        self.dataset, self.batch_size, self.model = dataset, batch_size, model
+        self.dataset, self.batch_size, self.model, self.augment = dataset, batch_size, model, augment
         self.shuffle, self.seed, self.drop_last, self.workers = shuffle, seed, drop_last, workers
-        self.epoch = 0
+        self.epoch, self.start = 0, 0
 
     def __len__(self) -> int:
         """Batches in one epoch."""
@@ -71,9 +68,18 @@ class Loader:
     def samples(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration plays; without it, each iteration plays the next one."""
-        self.epoch = epoch
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Choose the epoch that the next iteration plays; without it, each iteration plays the next one.
+
+        Args:
+            start: the first batch to play; those before it are not loaded, those from it on are what they would have been.
+
+        Raises:
+            InputError: the epoch has not that many batches.
+        """
+        if not 0 <= start <= len(self):
+            raise InputError(f"start {start} in an epoch of {len(self)} batches: give 0 to {len(self)}")
+        self.epoch, self.start = epoch, start
 
     def batches(self, epoch: int) -> list[list[int]]:
         """The sample indices of every batch of an epoch; the same on every device."""
@@ -85,28 +91,40 @@ class Loader:
         return [list(order[start : start + self.batch_size]) for start in starts]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        batches = self.batches(self.epoch)
-        self.epoch += 1
-        key = f"{self.seed}/{self.epoch - 1}"
+        epoch, batches = self.epoch, self.batches(self.epoch)[self.start :]
+        self.epoch, self.start = epoch + 1, 0
         device = self.model.group.torch_device if self.model is not None else torch.device("cpu")
         while batches:
             done, reshares = 0, self._reshares
-            for batch, (x, y) in zip(batches, self._prepared(batches, key), strict=True):
-                if self.model is not None:
-                    self.model.announce(len(batch))
-                yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
-                done += 1
-                if self._reshares != reshares:
-                    break  # what is prepared already are parts of the old plan: the rest is prepared anew
+            prepared = iter(self._prepared(batches, epoch))
+            try:
+                for batch, loaded in zip(batches, prepared, strict=True):
+                    if isinstance(loaded, ConvoyError):
+                        raise loaded
+                    if self.model is not None:
+                        self.model.announce(len(batch))
+                    x, y = loaded
+                    yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+                    done += 1
+                    if self._reshares != reshares:
+                        break  # what is prepared already are parts of the old plan: the rest is prepared anew
+            finally:
+                _end_workers(prepared)
             batches = batches[done:]
 
     @property
     def _reshares(self) -> int:
         return self.model.reshares if self.model is not None else 0
 
-    def _prepared(self, batches: list[list[int]], key: str) -> DataLoader[Any]:
-        parts = _Parts(self.dataset, batches, [self._part(len(b)) for b in batches], key)
-        return DataLoader(parts, batch_size=None, shuffle=False, num_workers=self.workers, collate_fn=_as_it_is)
+    def _prepared(self, batches: list[list[int]], epoch: int) -> DataLoader[Any]:
+        ranges = [self._part(len(batch)) for batch in batches]
+        parts = _Parts(self.dataset, batches, ranges, self._nothing, self.augment, self.seed, epoch)
+        # Where only labels are needed that are at hand, workers would have nothing to do.
+        workers = self.workers if parts.targets is None or any(start < stop for start, stop in ranges) else 0
+        # A generator of its own: torch draws the seeds of workers, and dropout after it is not to depend on that.
+        return DataLoader(
+            parts, batch_size=None, num_workers=workers, collate_fn=_as_it_is, generator=torch.Generator()
+        )
 
     def _part(self, batch: int) -> tuple[int, int]:
         """The samples of a batch that this device loads, as a range."""
@@ -118,81 +136,111 @@ class Loader:
         here = box(layouts[0], self.model.group.device, self.model.steps(batch).inputs[0].shape)
         return here[0] if here is not None else (0, 0)
 
+    @property
+    def _nothing(self) -> Tensor:
+        """What a device gets that has no samples; a device without a model has all of them."""
+        if self.model is None:
+            return torch.empty(0)
+        layer = self.model.traced[True].graph.inputs[0]
+        return torch.empty((0, *layer.shape), dtype=getattr(torch, layer.dtype))
 
-class _Parts(Dataset[tuple[Tensor, Tensor]]):
+
+class _Parts(Dataset[Any]):
     """Item k is this device's part of batch k: a data set that a DataLoader can prepare ahead, batch by batch."""
 
-    def __init__(self, dataset: Dataset[Any], batches: list[list[int]], parts: list[tuple[int, int]], key: str) -> None:
-        self.dataset, self.batches, self.parts, self.key = dataset, batches, parts, key
-        self.targets = _targets(dataset)
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batches: list[list[int]],
+        parts: list[tuple[int, int]],
+        nothing: Tensor,
+        augment: Augment | None,
+        seed: int,
+        epoch: int,
+    ) -> None:
+        self.dataset, self.batches, self.parts, self.nothing = dataset, batches, parts, nothing
+        self.augment, self.seed, self.epoch = augment, seed, epoch
+        self.targets = targets_of(dataset)
 
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:
-        indices, (start, stop) = self.batches[k], self.parts[k]
-        with _own_random_numbers():
-            if self.targets is None:
-                x, y = self._fetch(indices)
-                return x[start:stop], y
+    def __getitem__(self, k: int) -> tuple[Tensor, Tensor] | ConvoyError:
+        """The part, or what is wrong with it: raised in a worker, it would come wrapped in the worker's traceback."""
+        try:
+            with own_random_numbers():
+                return self._load(self.batches[k], *self.parts[k])
+        except ConvoyError as error:
+            return error
+
+    def _load(self, indices: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
+        if self.targets is None:
+            x, y = self._fetch(indices)
+            x = x[start:stop]
+        else:
             y = _chosen(self.targets, indices)
-            if start == stop:
-                # One sample shows the shape and dtype of none.
-                return self._fetch(indices[:1])[0][:0], y
-            return self._fetch(indices[start:stop])[0], y
+            x = self._fetch(indices[start:stop])[0] if start < stop else self.nothing
+        return (x if self.augment is None else self.augment(x, indices[start:stop], self.seed, self.epoch)), y
 
     def _fetch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         many = getattr(self.dataset, "__getitems__", None)
         if many is None:
-            rows: Any = [self._sample(i) for i in indices]
+            rows: Any = [self._sample(index) for index in indices]
         else:
-            _reseed(f"{self.key}/{indices}")
+            self._reseed(indices)
             rows = many(indices)
         # torch's protocol lets __getitems__ return a list of items; ours return the batch at once.
-        x, y = rows if isinstance(rows, tuple) else default_collate(rows)
+        x, y = rows if isinstance(rows, tuple) else _collated(rows, indices)
         return x, torch.as_tensor(y)
 
     def _sample(self, index: int) -> Any:
-        _reseed(f"{self.key}/{index}")
+        self._reseed(index)
         return self.dataset[index]
 
+    def _reseed(self, what: object) -> None:
+        reseed(f"{self.seed}/{self.epoch}/{what}")
 
-def _targets(dataset: Dataset[Any]) -> Any:
-    """The labels as they are in the items, or None where only the items have them."""
-    transforms = getattr(dataset, "transforms", None)
-    changed = (
-        getattr(dataset, "target_transform", None) is not None
-        or getattr(transforms, "target_transform", None) is not None
-        # A function of image and label together may change either.
-        or (transforms is not None and not hasattr(transforms, "target_transform"))
-    )
-    return None if changed else getattr(dataset, "targets", None)
+
+def _end_workers(prepared: Any) -> None:
+    """End them here and now, also when the loop was left early or failed.
+
+    Torch ends them when nobody holds the iterator any more, but the traceback of an error does; it has no public way.
+    """
+    shutdown = getattr(prepared, "_shutdown_workers", None)
+    if shutdown is not None:
+        shutdown()
+
+
+def _collated(rows: list[Any], indices: Sequence[int]) -> tuple[Any, Any]:
+    """The samples as one batch.
+
+    Raises:
+        DataError: they are no pairs that can be put together; says which and why.
+    """
+    try:
+        x, y = default_collate(rows)
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        shapes = {tuple(row[0].shape): index for index, row in zip(indices, rows, strict=True) if _has_shape(row)}
+        if len(shapes) > 1:
+            met = " and ".join(f"{shape} (sample {index})" for shape, index in list(shapes.items())[:2])
+            raise DataError(
+                f"samples of the shapes {met} do not make a batch: resize or crop in __getitem__, so that all have one shape"
+            ) from None
+        raise DataError(
+            f"samples {indices[0]} to {indices[-1]} do not make a batch ({str(error).splitlines()[0]}): items are pairs "
+            "(tensor, label); convoy.data.from_datasets takes PIL images too"
+        ) from error
+    return x, y
+
+
+def _has_shape(row: Any) -> bool:
+    return isinstance(row, Sequence) and len(row) > 0 and isinstance(row[0], Tensor)
 
 
 def _chosen(targets: Any, indices: list[int]) -> Tensor:
     if isinstance(targets, Tensor):
         return targets[indices]
     return torch.as_tensor(default_collate([targets[i] for i in indices]))
-
-
-@contextmanager
-def _own_random_numbers() -> Iterator[None]:
-    """Random numbers drawn inside leave no trace in the streams of the program."""
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-
-
-def _reseed(key: str) -> None:
-    """Streams that depend on the key alone: devices that load the same sample load the same numbers."""
-    number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
-    random.seed(number)
-    np.random.seed(number)
-    torch.default_generator.manual_seed(number)
 
 
 def _as_it_is(item: Any) -> Any:

@@ -1,0 +1,69 @@
+"""Functions of one's own, named by a text: "my_package.my_module:build"."""
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from convoy.errors import InputError
+
+
+def names_callable(text: str) -> bool:
+    """Whether a text has the form "package.module:name"."""
+    place, _, name = text.partition(":")
+    return name.isidentifier() and all(part.isidentifier() for part in place.split("."))
+
+
+def find_callable(text: str, wanted: str) -> Callable[..., Any]:
+    """Import the module and give its callable. Modules of the working folder are found too, after those that are installed.
+
+    Args:
+        wanted: what to write where there is none, e.g. "def build(): it returns a data set".
+
+    Raises:
+        InputError: no such module or callable (near names are suggested), or the module does not import.
+    """
+    place, _, name = text.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(place)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
+            raise InputError(
+                f"{text}: there is no module {error.name!r}; name one that is installed or lies in the working folder"
+            ) from None
+        raise InputError(f"{text}: the module does not import ({where(error)}); correct it there") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        near = difflib.get_close_matches(name, [n for n, value in vars(module).items() if callable(value)])
+        met = "is not there" if found is None else f"is a {type(found).__name__}"
+        raise InputError(
+            f"{text}: {name} {met}; " + (f"did you mean {' or '.join(near)}?" if near else f"write {wanted}")
+        )
+    function: Callable[..., Any] = found
+    return function
+
+
+def call(text: str, function: Callable[..., Any], **arguments: Any) -> Any:
+    """What the function gives.
+
+    Raises:
+        InputError: it raised something; says what and where.
+    """
+    try:
+        return function(**arguments)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{text} failed ({where(error)}); correct it there") from error
+
+
+def where(error: Exception) -> str:
+    """Type, first line and place of an error in somebody else's code."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    line = (str(error).splitlines() or [""])[0][:160]
+    return f"{type(error).__name__}: {line}, {os.path.basename(frame.filename)} line {frame.lineno}"

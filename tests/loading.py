@@ -1,0 +1,120 @@
+"""Data sets whose images tell which they are, and what the devices of a plan load of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset
+
+import convoy
+from convoy.data import Images
+from convoy.execute.data import Loader
+from convoy.execute.group import Group
+from convoy.execute.module import Distributed
+from convoy.execute.threads import run_on_threads
+from convoy.named import Speeds, named_plan
+from convoy.plan import Plan
+from convoy.trace import trace
+
+SAMPLES = 23
+SHAPE = (1, 2, 2)
+
+
+Batches = list[tuple[list[float], list[int]]]
+"""Of each batch: which samples this device got (their first entry tells), and the labels of all of it."""
+
+
+def image(index: int) -> Tensor:
+    return torch.full(SHAPE, float(index))
+
+
+class Plain(Dataset[tuple[Tensor, int]]):
+    """Image i holds the number i; its label is i too. Counts what is loaded."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples = samples
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.loaded.append(index)
+        return image(index), index
+
+
+class WithTargets(Plain):
+    """As torchvision's: labels can be had without loading."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        super().__init__(samples)
+        self.targets: Any = list(range(samples))
+
+
+class WithTensor(WithTargets):
+    def __init__(self, samples: int = SAMPLES) -> None:
+        super().__init__(samples)
+        self.targets = torch.arange(samples)
+
+
+class WithArray(WithTargets):
+    def __init__(self, samples: int = SAMPLES) -> None:
+        super().__init__(samples)
+        self.targets = np.arange(samples)
+
+
+class InLists(Plain):
+    """torch's protocol: many samples at once, as a list."""
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
+        return [self[i] for i in indices]
+
+
+def images() -> Images:
+    x = torch.arange(SAMPLES, dtype=torch.uint8)[:, None, None, None].expand(SAMPLES, *SHAPE).contiguous()
+    return Images(x, torch.arange(SAMPLES), SAMPLES, (0.0,), (1 / 255,))
+
+
+DATASETS = {
+    "plain": Plain,
+    "targets": WithTargets,
+    "tensor": WithTensor,
+    "array": WithArray,
+    "lists": InLists,
+    "images": images,
+    "subset": lambda: Subset(images(), list(range(SAMPLES))),
+}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+
+
+def plan_of(name: str, speeds: tuple[float, ...] = (3.0, 0.0, 2.0), batch: int = 5) -> Plan:
+    return named_plan(name, trace(net(), torch.zeros(1, *SHAPE)).graph, batch, Speeds(speeds))
+
+
+def read(loader: Loader) -> Batches:
+    return [([round(float(v)) for v in x[:, 0, 0, 0]], y.tolist()) for x, y in loader]
+
+
+def read_on_devices(plan: Plan, dataset: Any = None, epochs: int = 1, **options: Any) -> list[list[Batches]]:
+    """What every device of a plan gets: [device][epoch][batch]."""
+    model = net()
+
+    def work(group: Group) -> list[Batches]:
+        part = convoy.distribute(model, plan, group, torch.zeros(1, *SHAPE))
+        own = dataset if dataset is not None else Plain()
+        loader = convoy.loader(own, plan.batch, part, **options)
+        return [read(loader) for _ in range(epochs)]
+
+    return run_on_threads(plan.devices, work)
+
+
+def part_of(plan: Plan, device: int) -> Distributed:
+    """One device's part of the net; nothing but loading is possible with it."""
+    return run_on_threads(plan.devices, lambda group: convoy.distribute(net(), plan, group, torch.zeros(1, *SHAPE)))[
+        device
+    ]
