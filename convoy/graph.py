@@ -168,5 +168,8 @@ class Graph:
             row.pop("reason"), row.pop("dtype")
             # It follows from the inputs.
             row.pop("input_entries")
+            if row["kind"] == "opaque":
+                # Python that looks at numbers may take another way with the weights of another device.
+                row["flop"] = 0
         text = json.dumps([rows, self.outputs], sort_keys=True, default=list)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -316,3 +316,55 @@ class Hooked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(F.relu(self.conv2(self.conv1(x))).mean((2, 3)))
+
+
+def _twice(channels_in: int, channels: int) -> nn.Sequential:
+    """Two 3x3 convolutions, each with batch norm and ReLU."""
+    return nn.Sequential(
+        *(nn.Conv2d(channels_in, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(inplace=True)),
+        *(nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(inplace=True)),
+    )
+
+
+class UNet(nn.Module):
+    """Ronneberger et al. 2015, small: down by pooling, up by transposed convolutions, skips, a class for every pixel."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.down1, self.down2 = _twice(3, width), _twice(width, 2 * width)
+        self.bottom = _twice(2 * width, 4 * width)
+        self.up2, self.join2 = nn.ConvTranspose2d(4 * width, 2 * width, 2, stride=2), _twice(4 * width, 2 * width)
+        self.up1, self.join1 = nn.ConvTranspose2d(2 * width, width, 2, stride=2), _twice(2 * width, width)
+        self.pool = nn.MaxPool2d(2)
+        self.head = nn.Conv2d(width, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.down1(x)
+        b = self.down2(self.pool(a))
+        c = self.bottom(self.pool(b))
+        b = self.join2(torch.cat([b, self.up2(c)], dim=1))
+        a = self.join1(torch.cat([a, self.up1(b)], dim=1))
+        return self.head(a)
+
+
+class Thinking(nn.Module):
+    """Python decides how long it thinks about each sample: once more while the answer is not clear, five times at most."""
+
+    def __init__(self, width: int = 8, clear: float = 0.3) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, stride=2, padding=1)
+        self.think = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(2, width), nn.ReLU())
+        self.head = nn.Linear(width, CLASSES)
+        self.clear = clear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.answer(sample)[0] for sample in x.split(1)])
+
+    def answer(self, x: Tensor) -> tuple[Tensor, int]:
+        """For one sample, and how often it thought."""
+        y, thoughts = self.stem(x), 0
+        answer = self.head(y.mean((2, 3)))
+        while thoughts < 5 and float(answer.detach().softmax(1).max()) < self.clear:
+            y, thoughts = y + self.think(y), thoughts + 1
+            answer = self.head(y.mean((2, 3)))
+        return answer, thoughts

@@ -1,5 +1,7 @@
 """Networks by name: shapes, parameter counts worked out by hand, and what is refused."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -48,7 +50,48 @@ def test_a_residual_net_of_depth_14() -> None:
     assert sum(1 for m in model.modules() if isinstance(m, nn.BatchNorm2d)) == len(kernels)
 
 
-@pytest.mark.parametrize("text", ["two-conv", "two-conv:3:4", "alexnet:16", "resnet", "resnet:8:2"])
+def test_vgg_of_11_layers() -> None:
+    """Column A of table 1 of Simonyan and Zisserman 2015: eight convolutions and three fully connected layers."""
+    with torch.device("meta"):
+        found = counts(build_net("vgg:11:4096", CIFAR, 10))
+    channels = [3, 64, 128, 256, 256, 512, 512, 512, 512]
+    convolutions = [out * 9 * inner + out for inner, out in pairwise(channels)]
+    assert sum(convolutions) == 9_220_480
+    # Five poolings leave one pixel of 512 channels.
+    assert found == [*convolutions, 512 * 4096 + 4096, 4096 * 4096 + 4096, 4096 * 10 + 10]
+
+
+@pytest.mark.parametrize(("depth", "convolutions"), [(11, 8), (13, 10), (16, 13), (19, 16)])
+def test_vgg_has_the_depth_asked_for(depth: int, convolutions: int) -> None:
+    with torch.device("meta"):
+        model = build_net(f"vgg:{depth}:8", (1, 32, 64), 10)
+    assert sum(isinstance(m, nn.Conv2d) for m in model) == convolutions
+    linears = [m.in_features for m in model if isinstance(m, nn.Linear)]
+    assert linears == [512 * 2, 8, 8]
+
+
+def test_what_vgg_answers_depends_on_the_image() -> None:
+    """With torch's own weights each layer halves the signal or more: behind eight of them all images look alike."""
+    model = build_net("vgg:11:64", CIFAR, 10)
+    torch.manual_seed(1)
+    features = model[:21](torch.randn(8, *CIFAR))  # behind the last pooling
+    assert 0.1 < float(features.detach().std(0).mean()) < 10
+
+
+def test_resnet18_for_small_images() -> None:
+    """Table 1 of He et al. 2016 with a 3x3 stem and no pooling: the 11,173,962 weights that are usual for ten classes."""
+    with torch.device("meta"):
+        model = build_net("resnet18:64", CIFAR, 10)
+        sides = []
+        for module in model[:-3]:
+            module.register_forward_hook(lambda _m, _x, y: sides.append((y.shape[1], y.shape[2])))
+        model(torch.zeros(2, *CIFAR))
+    assert sum(p.numel() for p in model.parameters()) == 11_173_962
+    blocks = [(64, 32), (64, 32), (128, 16), (128, 16), (256, 8), (256, 8), (512, 4), (512, 4)]
+    assert sides == [(64, 32)] * 3 + blocks
+
+
+@pytest.mark.parametrize("text", ["two-conv", "two-conv:3:4", "alexnet:16", "resnet", "resnet:8:2", "resnet18:2"])
 @pytest.mark.parametrize("image", [DIGITS, (3, 17, 9)])
 def test_every_net_gives_a_number_per_class(text: str, image: tuple[int, int, int]) -> None:
     model = build_net(text, image, 7)
@@ -67,7 +110,7 @@ def test_weights_depend_on_the_seed_alone() -> None:
 @pytest.mark.parametrize(
     ("text", "image", "words"),
     [
-        ("vgg", DIGITS, ["unknown net 'vgg'", "alexnet:F", "resnet:DEPTH:WIDTH", "two-conv:K1:K2"]),
+        ("lenet", DIGITS, ["unknown net 'lenet'", "alexnet:F", "resnet:DEPTH:WIDTH", "two-conv:K1:K2", "timm:NAME"]),
         ("", DIGITS, ["unknown net ''", "two-conv:K1:K2"]),
         ("two-conv:3", DIGITS, ["'two-conv:3'", "two-conv:K1:K2", "1 or more"]),
         ("two-conv:1:2:3", DIGITS, ["'two-conv:1:2:3'", "two-conv:K1:K2"]),
@@ -77,6 +120,9 @@ def test_weights_depend_on_the_seed_alone() -> None:
         ("alexnet:-1", DIGITS, ["'alexnet:-1'", "1 or more"]),
         ("resnet:9:4", DIGITS, ["6n+2", "not 9", "resnet:8:16"]),
         ("resnet:2:4", DIGITS, ["6n+2", "not 2"]),
+        ("vgg:12:64", CIFAR, ["11, 13, 16 or 19, not 12", "vgg:11:4096"]),
+        ("vgg:11", CIFAR, ["'vgg:11'", "vgg:DEPTH:F"]),
+        ("vgg:11:64", (3, 31, 32), ["32x32 or more", "these are 31x32"]),
         ("two-conv:3:4", (1, 3, 8), ["4x4 or more", "these are 3x8"]),
         ("alexnet:16", (3, 32, 7), ["8x8 or more", "these are 32x7"]),
         ("two-conv:9000000:9000000", DIGITS, ["'two-conv:9000000:9000000'", "memory", "smaller"]),

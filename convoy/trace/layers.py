@@ -55,7 +55,7 @@ class Layering:
                     return self._finish(node)
                 before = counter.get_total_flops()
                 value, _ = self.values.visit(node)
-                if holds_tensors(value):
+                if holds_tensors(value) and not _is_form(node):
                     # Both batch sizes were counted.
                     self._add(node, (counter.get_total_flops() - before) // sum(BATCHES))
                     self.values.overwrite(node)
@@ -123,6 +123,9 @@ class Layering:
 
         def lower(n: fx.Node) -> Any:
             n = self.values.latest(n)
+            if _is_form(n):
+                assert callable(n.target)
+                return n.target(*self._arguments(n, refs)[0])
             if n in self.parts:
                 return tuple(ref(self._part(self.parts[n].layer, item)) for item in self.parts[n].items)
             return ref(self.names[n]) if n in self.names else self.values.constant(n)
@@ -167,6 +170,8 @@ class Layering:
         batched = [self.layers[name] for name in inputs if self.layers[name].batched]
         if not batched or not isinstance(value, Tensor):
             return "opaque"
+        if called(node) == "stochastic_depth" and not _draws_by_name(node):
+            return "elementwise"
         return kind_of_call(operation, len(inputs), batched[0].shape, tuple(value.shape[1:]))
 
     def _parameters(self, node: fx.Node, name: str) -> dict[str, Parameter]:
@@ -232,10 +237,14 @@ class Layering:
         if not layer.batched:
             return replace(layer, reason="it has no batch axis, so every device makes it")
         what = type(module).__name__ if module is not None else node.name
+        unsplit = f"no rule splits the channels of {what}"
+        if layer.random and module is None:
+            # No two calls agree, so none can show whether samples are apart. These functions draw for each by itself.
+            return replace(layer, reason=unsplit)
         verdict = self._judge(operation, layer, module)
         if verdict.overwrites:
             raise Untraceable(f"{layer.name} overwrites its input")
-        reason = "; ".join(filter(None, (f"no rule splits the channels of {what}", verdict.dependence)))
+        reason = "; ".join(filter(None, (unsplit, verdict.dependence)))
         random = layer.random or verdict.random
         return replace(layer, per_sample=verdict.dependence is None, random=random, reason=reason)
 
@@ -276,10 +285,20 @@ def canonical_keys(model: nn.Module) -> dict[str, str]:
     return {key: first.setdefault(id(tensor), key) for key, tensor in rows}
 
 
+def _is_form(node: fx.Node) -> bool:
+    """Whether a node makes a named tuple: that is no layer, but the form of what is returned."""
+    return node.op == "call_function" and isinstance(node.target, type) and hasattr(node.target, "_fields")
+
+
 def _draws_by_name(node: fx.Node) -> bool:
-    if "dropout" in called(node):
-        return node.kwargs.get("training", True) is not False and node.args[2:3] != (False,)
-    return called(node) in ("bernoulli", "rand_like", "randn_like", "rrelu")
+    name = called(node)
+    # dropout(x, p, training) and torchvision's stochastic_depth(x, p, mode, training)
+    place = 3 if name == "stochastic_depth" else 2 if "dropout" in name else None
+    if place is None:
+        return name in ("bernoulli", "rand_like", "randn_like", "rrelu")
+    chance = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else None)
+    training = node.kwargs.get("training", node.args[place] if len(node.args) > place else True)
+    return not (chance == 0 or training is False)
 
 
 def _dtype(value: Any) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import InputError
 from convoy.graph import Graph, Layer, Parameter
@@ -27,7 +28,8 @@ def whole(model: nn.Module, specs: Sequence[Spec], why: str) -> Traced:
     inputs = {f"input{i}" if i else "input": spec for i, spec in enumerate(specs)}
     layers = {name: Layer(name, "input", (), shape, dtype=_text(dtype)) for name, (shape, dtype) in inputs.items()}
     operations: dict[str, Operation] = {name: Operation("input", name) for name in inputs}
-    value, outputs = _outputs(model, specs)
+    with FlopCounterMode(display=False) as counter:
+        value, outputs = _outputs(model, specs)
     operation = Operation("module", "", tuple(Ref(i) for i in range(len(inputs))))
     like = [torch.empty((BATCHES[0], *shape), dtype=dtype, device="meta") for shape, dtype in specs]
     verdict = judge(lambda n, x: call_operation(model, operation, x, n), like, [True] * len(like), model)
@@ -36,7 +38,7 @@ def whole(model: nn.Module, specs: Sequence[Spec], why: str) -> Traced:
         "model", "opaque", tuple(inputs), tuple(outputs[0].shape[1:]), _parameters(model),
         per_sample=verdict.dependence is None, several=several, dtype=_text(outputs[0].dtype),
         reason="; ".join(filter(None, (why, verdict.dependence))), random=draws(model) or verdict.random,
-        differentiable=any(is_floating(t) for t in outputs),
+        differentiable=any(is_floating(t) for t in outputs), flop=counter.get_total_flops() // sum(BATCHES),
     )  # fmt: skip
     operations["model"] = operation
     if not several:

@@ -1,11 +1,10 @@
-"""Networks by name, for the command line, the benchmarks and the tests of what was published."""
+"""Small networks that Convoy builds itself: those that the works it grew from measured, and what they are compared with."""
 
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
-from convoy.errors import InputError, unknown_name
+from convoy.errors import InputError
 
 ImageShape = tuple[int, int, int]
 """Channels, height, width."""
@@ -49,6 +48,36 @@ def alexnet(image: ImageShape, classes: int, sizes: Sequence[int]) -> nn.Module:
     )
 
 
+_VGG_CONVOLUTIONS = {11: (1, 1, 2, 2, 2), 13: (2, 2, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
+"""Convolutions before each pooling: columns A, B, D and E of table 1 of Simonyan and Zisserman 2015."""
+
+
+def vgg(image: ImageShape, classes: int, sizes: Sequence[int]) -> nn.Module:
+    """The plain deep network of Simonyan and Zisserman 2015, without dropout: 3x3 convolutions, three fully connected layers.
+
+    Weights of convolutions are drawn as He et al. 2015 propose: without batch norm, torch's own are too small to train.
+    """
+    depth, features = sizes
+    if depth not in _VGG_CONVOLUTIONS:
+        raise InputError(f"a VGG has a depth of 11, 13, 16 or 19, not {depth}: give e.g. vgg:11:4096")
+    channels, height, width = image
+    layers: list[nn.Module] = []
+    for filters, count in zip((64, 128, 256, 512, 512), _VGG_CONVOLUTIONS[depth], strict=True):
+        for _ in range(count):
+            convolution = nn.Conv2d(channels, filters, 3, padding=1)
+            nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+            layers += [convolution, nn.ReLU()]
+            channels = filters
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(
+        *layers,
+        nn.Flatten(),
+        *(nn.Linear(channels * (height // 32) * (width // 32), features), nn.ReLU()),
+        *(nn.Linear(features, features), nn.ReLU()),
+        nn.Linear(features, classes),
+    )
+
+
 class _BasicBlock(nn.Module):
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -69,41 +98,51 @@ class _BasicBlock(nn.Module):
         return out
 
 
+def _residual(image: ImageShape, classes: int, width: int, stages: int, blocks: int) -> nn.Module:
+    """A 3x3 stem without pooling, then stages of basic blocks: each has twice the filters and half the side of the last."""
+    layers: list[nn.Module] = []
+    channels = width
+    for stage in range(stages):
+        for block in range(blocks):
+            out = width << stage
+            layers.append(_BasicBlock(channels, out, 2 if stage and not block else 1))
+            channels = out
+    stem = [nn.Conv2d(image[0], width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    return nn.Sequential(*stem, *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
 def resnet(image: ImageShape, classes: int, sizes: Sequence[int]) -> nn.Module:
     """The residual network for small images of He et al. 2016, section 4.2: depth 6n+2, three widths."""
     depth, width = sizes
     if depth < 8 or (depth - 2) % 6:
         raise InputError(f"a small ResNet has a depth of 6n+2 (8, 14, 20, ...), not {depth}: give e.g. resnet:8:16")
-    blocks: list[nn.Module] = []
-    channels = width
-    for stage in range(3):
-        for block in range((depth - 2) // 6):
-            out = width << stage
-            blocks.append(_BasicBlock(channels, out, 2 if stage and not block else 1))
-            channels = out
-    stem = [nn.Conv2d(image[0], width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+    return _residual(image, classes, width, stages=3, blocks=(depth - 2) // 6)
+
+
+def resnet18(image: ImageShape, classes: int, sizes: Sequence[int]) -> nn.Module:
+    """ResNet-18 of He et al. 2016, table 1, as it is used on small images: a 3x3 stem and no pooling, so that 32x32 stay so."""
+    (width,) = sizes
+    return _residual(image, classes, width, stages=4, blocks=2)
 
 
 _Build = Callable[[ImageShape, int, Sequence[int]], nn.Module]
 NETS: Mapping[str, tuple[_Build, tuple[int, ...], str, int]] = {
     "two-conv": (two_conv, (50, 500), "two-conv:K1:K2, filters of the two convolutions", 4),
     "alexnet": (alexnet, (4096,), "alexnet:F, features of the fully connected layers", 8),
+    "vgg": (vgg, (11, 4096), "vgg:DEPTH:F, depth 11, 13, 16 or 19 and features of the fully connected layers", 32),
     "resnet": (resnet, (8, 16), "resnet:DEPTH:WIDTH, depth 6n+2 and filters of the first stage", 4),
+    "resnet18": (resnet18, (64,), "resnet18:WIDTH, filters of the first stage", 8),
 }
 """Name -> builder, default sizes, what the sizes are, smallest image side."""
 
 
-def build_net(text: str, image: ImageShape, classes: int, seed: int = 0) -> nn.Module:
-    """A network from a text such as "two-conv:150:800", with weights drawn from `seed`.
+def build_builtin(text: str, image: ImageShape, classes: int) -> nn.Module:
+    """A network of `NETS` from a text such as "two-conv:150:800".
 
     Raises:
-        InputError: unknown name (the choices are listed), sizes that are not positive whole numbers, images too small,
-            a net that does not fit into memory.
+        InputError: sizes that are not positive whole numbers, images too small, a net that does not fit into memory.
     """
     name, *numbers = text.split(":")
-    if name not in NETS:
-        raise unknown_name("net", name, [row[2].split(",")[0] for row in NETS.values()])
     build, defaults, meaning, least = NETS[name]
     try:
         sizes = tuple(int(n) for n in numbers) or defaults
@@ -113,12 +152,8 @@ def build_net(text: str, image: ImageShape, classes: int, seed: int = 0) -> nn.M
         raise InputError(f"net {text!r}: write it as {meaning}; whole numbers of 1 or more")
     if min(image[1:]) < least:
         raise InputError(f"net {text!r} needs images of {least}x{least} or more, these are {image[1]}x{image[2]}")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        try:
-            return build(image, classes, sizes)
-        except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
-            reason = str(error).splitlines()[0]
-            raise InputError(
-                f"net {text!r} needs more memory than there is ({reason}): give smaller numbers"
-            ) from error
+    try:
+        return build(image, classes, sizes)
+    except (MemoryError, OverflowError, RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"net {text!r} needs more memory than there is ({reason}): give smaller numbers") from error

@@ -1,0 +1,185 @@
+"""Networks from elsewhere, as they are: of torchvision, of timm, or what a callable of one's own gives.
+
+| text | what is called |
+|---|---|
+| `torchvision:resnet18` | `torchvision.models.get_model("resnet18", weights=None, num_classes=classes)` |
+| `timm:convnext_tiny` | `timm.create_model("convnext_tiny", pretrained=False, num_classes=classes, in_chans=channels)` |
+| `my_package.my_module:build` | `build(...)` with those of `image`, `classes`, `num_classes` that it has as parameters |
+
+`image` is (channels, height, width). One's own module is looked for among what is installed, then in the working folder.
+"""
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from convoy.errors import InputError
+from convoy.nets.builtin import ImageShape
+from convoy.trace.nodes import first_line
+from convoy.trace.samples import on_random_numbers, tensors_of
+
+
+def is_imported(text: str) -> bool:
+    """Whether a text names a net of torchvision or timm, or a callable of a module: "package.module:name"."""
+    place, _, name = text.partition(":")
+    return place in _PACKAGES or (name.isidentifier() and all(part.isidentifier() for part in place.split(".")))
+
+
+def find_imported(text: str, image: ImageShape, classes: int) -> Callable[[], nn.Module]:
+    """What makes a network from elsewhere. Its package or module is imported here, before random numbers are seeded.
+
+    Raises:
+        InputError: the package or module is missing or does not import, an unknown name (near ones are suggested), a
+            callable with other parameters. When it is called: it fails or gives no nn.Module, or a net that does not
+            give one number per class for such images.
+    """
+    place, _, name = text.partition(":")
+    find = _PACKAGES.get(place)
+    build = find(name, image, classes) if find is not None else _find_own(place, name, image, classes)
+
+    def make() -> nn.Module:
+        model = build()
+        if not isinstance(model, nn.Module):
+            raise InputError(f"net {text!r}: {name}() gave a {type(model).__name__}: return an nn.Module")
+        _check_outputs(text, model, image, classes)
+        return model
+
+    return make
+
+
+def _check_outputs(text: str, model: nn.Module, image: ImageShape, classes: int) -> None:
+    size = "x".join(map(str, image))
+    try:
+        outputs = tensors_of(on_random_numbers(model, (torch.empty(2, *image),), {}))
+    except Exception as error:
+        raise InputError(
+            f"net {text!r} does not run on images of {size} ({first_line(error)}): give images of the channels and size that "
+            "it is made for, or another net"
+        ) from error
+    shapes = [tuple(t.shape) for t in outputs]
+    if not shapes or any(shape != (2, classes) for shape in shapes):
+        raise InputError(
+            f"net {text!r} gives {', '.join(map(str, shapes)) or 'no tensor'} for two images of {size}: it must give one "
+            f"number for each of the {classes} classes, {(2, classes)}"
+        )
+
+
+# --- torchvision, timm -----------------------------------------------------------------------------------------------
+
+
+def _find_in_torchvision(name: str, _image: ImageShape, classes: int) -> Callable[[], Any]:
+    models = _import_package("torchvision").models
+    _check_name("torchvision", name, models.list_models(module=models))
+    return _quietly(lambda: models.get_model(name, weights=None, num_classes=classes))
+
+
+def _find_in_timm(name: str, image: ImageShape, classes: int) -> Callable[[], Any]:
+    timm = _import_package("timm")
+    _check_name(
+        "timm", name.partition(".")[0], timm.list_models()
+    )  # behind the dot: which weights, of which we take none
+    return _quietly(lambda: timm.create_model(name, pretrained=False, num_classes=classes, in_chans=image[0]))
+
+
+_PACKAGES: Mapping[str, Callable[[str, ImageShape, int], Callable[[], Any]]] = {
+    "torchvision": _find_in_torchvision,
+    "timm": _find_in_timm,
+}
+
+
+def _import_package(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise InputError(f"{error.name} is not installed: pip install 'convoy-train[models]'") from error
+    except Exception as error:
+        raise InputError(
+            f"{package} does not import beside torch {torch.__version__} ({first_line(error)}): torch and torchvision must be "
+            "builds that belong together; install both at once and from one place, e.g. pip install torch torchvision "
+            "--index-url https://download.pytorch.org/whl/cpu"
+        ) from error
+
+
+def _check_name(package: str, name: str, known: Collection[str]) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, known)
+        remedy = f"did you mean {' or '.join(near)}?" if near else f"{package}'s list_models() names all {len(known)}"
+        raise InputError(f"{package} has no net {name!r}: {remedy}")
+
+
+def _quietly(build: Callable[[], Any]) -> Callable[[], Any]:
+    """What the packages say of their own future versions is nothing that their callers' user can act on."""
+
+    def quiet() -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return build()
+
+    return quiet
+
+
+# --- one's own -------------------------------------------------------------------------------------------------------
+
+
+def _find_own(place: str, name: str, image: ImageShape, classes: int) -> Callable[[], Any]:
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: what is installed comes first
+    module = _import_module(place)
+    build = getattr(module, name, None)
+    if isinstance(build, nn.Module) or not callable(build):
+        near = difflib.get_close_matches(name, [n for n, value in vars(module).items() if callable(value)])
+        raise InputError(
+            f"{place}:{name} is {'not there' if build is None else f'a {type(build).__name__}'}: "
+            + (f"did you mean {' or '.join(near)}? Name " if near and near != [name] else "name ")
+            + "a callable that returns a new nn.Module, e.g. def build(image, classes)"
+        )
+    arguments = _arguments(f"{place}:{name}", build, {"image": image, "classes": classes, "num_classes": classes})
+
+    def make() -> Any:
+        try:
+            return build(**arguments)
+        except Exception as error:
+            raise InputError(f"{place}:{name} failed ({_where(error)}): correct it there") from error
+
+    return make
+
+
+def _import_module(place: str) -> Any:
+    try:
+        return importlib.import_module(place)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
+            raise InputError(
+                f"there is no module {error.name!r}: name one that is installed or lies in the working folder"
+            ) from None
+        raise InputError(f"module {place!r} does not import ({_where(error)}): correct it there") from error
+
+
+def _arguments(what: str, build: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of what is offered that a callable has as parameters."""
+    parameters = inspect.signature(build).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    arguments = {name: offered[name] for name in named if name in offered}
+    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in free]
+    if unknown := [name for name in needed if name not in arguments]:
+        raise InputError(
+            f"{what} needs {', '.join(unknown)}: it is given {', '.join(offered)} where it has such parameters; give the "
+            "others defaults"
+        )
+    return arguments
+
+
+def _where(error: Exception) -> str:
+    """Type, message and line of an error in somebody else's code."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {first_line(error)}, {os.path.basename(frame.filename)} line {frame.lineno}"

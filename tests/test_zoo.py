@@ -1,0 +1,184 @@
+"""Models people use, untouched: planned for unequal devices, explained, and trained as on one device (float64, to 1e-10).
+
+The fleet is described, not measured. One of its devices is so slow that no plan should give it work, so that shares of zero
+are part of every test. The largest models are marked slow.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from convoy.execute.group import Group
+from convoy.execute.module import Distributed
+from convoy.execute.threads import run_on_threads
+from convoy.explain import layer_rows, step_lines
+from convoy.fleet import Fleet
+from convoy.graph import Graph
+from convoy.lower import lower
+from convoy.named import Speeds, named_plan
+from convoy.planner import plan_auto
+from convoy.prospect import working
+from convoy.study.fleets import costs_of
+from convoy.trace import trace
+from tests import zoo
+from tests.one_device import EXACT, one_trace, part
+
+FLEET = Fleet.from_toml("""
+[network]
+send_bytes_per_s = 1e10
+receive_bytes_per_s = 1e10
+latency_s = 1e-6
+
+[[host]]
+name = "lab"
+[[host]]
+name = "office"
+[[host]]
+name = "shelf"
+
+[[device]]
+name = "workstation"
+host = "lab"
+kind = "cpu"
+peak_flop_per_s = 4e9
+memory_bandwidth_bytes_per_s = 4e9
+[[device]]
+name = "desktop"
+host = "office"
+kind = "cpu"
+peak_flop_per_s = 2e9
+memory_bandwidth_bytes_per_s = 2e9
+[[device]]
+name = "laptop"
+host = "office"
+kind = "cpu"
+peak_flop_per_s = 1e9
+memory_bandwidth_bytes_per_s = 2e9
+[[device]]
+name = "board"
+host = "shelf"
+kind = "cpu"
+peak_flop_per_s = 1e5
+memory_bandwidth_bytes_per_s = 1e5
+""")
+"""Slow devices on a fast network: at 32x32 and six samples there is work to share."""
+
+BOARD = 3
+FAST = ("resnet18", "mobilenet_v3_small", "unet", "thinking")
+
+
+def _marked(names: Iterable[str], fast: Collection[str] = FAST) -> list[Any]:
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+
+
+def graph_of(name: str) -> Graph:
+    return zoo.traced(name, zoo.build(name)).graph
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", _marked(zoo.ZOO))
+def test_auto_plans_it_explains_it_and_trains_it_as_one_device(name: str) -> None:
+    model = zoo.build(name)
+    graph = zoo.traced(name, model).graph
+    plan = plan_auto(graph, zoo.BATCH, costs_of(FLEET))
+    devices = working(plan, graph)
+    assert len(devices) > 1
+    assert BOARD not in devices
+
+    lines, rows = step_lines(lower(plan, graph)), layer_rows(plan, graph)
+    for layer in graph.layers.values():
+        assert layer.kind == "input" or any(f" {layer.name}: " in line for line in lines), layer.name
+    assert {row.layer for row in rows} == {layer.name for layer in graph.layers.values() if layer.kind != "input"}
+
+    assert max(zoo.on_many(name, model, plan)) <= EXACT
+
+
+@pytest.mark.parametrize("plan", ["data-by-speed", "hybrid", "master", "model"])
+@pytest.mark.parametrize("name", _marked((*FAST, "shufflenet_v2_x1_0", "googlenet"), FAST[1:]))
+def test_plans_by_name_train_it_as_one_device(name: str, plan: str) -> None:
+    model = zoo.build(name)
+    graph = zoo.traced(name, model).graph
+    chosen = named_plan(plan, graph, zoo.BATCH, Speeds((4.0, 0.0, 2.0, 1.0)))
+    assert max(zoo.on_many(name, model, chosen)) <= EXACT
+
+
+def test_a_difference_would_be_seen() -> None:
+    model = zoo.build("unet")
+    given = zoo.batches("unet", model)
+    expected, found = zoo.on_one(model, given), zoo.on_one(model, given)
+    assert zoo.difference(found, expected) == 0.0
+    found.weights["up1.bias"][0] += 2e-10
+    assert zoo.difference(found, expected) > EXACT
+
+
+# --- how far each is taken apart -------------------------------------------------------------------------------------
+
+
+NOTHING: set[str] = set()
+WHOLE = {
+    "unet": {"ConvTranspose2d"},
+    "shufflenet_v2_x1_0": {"chunk", "view", "transpose"},
+    "convnext_tiny": {"permute", "layer_norm", "LayerNorm"},
+    "timm convnext_tiny": {"permute", "layer_norm", "LayerNorm"},
+}
+"""What no rule splits by filter, in the models that have any."""
+
+
+@pytest.mark.parametrize("name", _marked(name for name in zoo.ZOO if name != "thinking"))
+def test_what_no_rule_splits_runs_on_whole_samples(name: str) -> None:
+    """No model of the zoo is one block, or has a layer that looks at other samples, batch norm aside."""
+    layers = graph_of(name).layers.values()
+    opaque = [layer for layer in layers if layer.kind == "opaque" and layer.batched]
+    assert len(layers) > 10
+    assert all(layer.per_sample for layer in layers)
+    assert {layer.reason.rpartition(" of ")[2].rstrip("_0123456789") for layer in opaque} == WHOLE.get(name, NOTHING)
+
+
+def test_a_model_that_cannot_be_taken_apart_is_shared_out_by_samples_and_says_so() -> None:
+    model = zoo.build("thinking")
+    (x, _), *_ = zoo.batches("thinking", model)
+    assert len({model.answer(sample)[1] for sample in x.split(1)}) > 1, "samples that are thought about differently"
+    graph = zoo.traced("thinking", model).graph
+    plan = plan_auto(graph, zoo.BATCH, costs_of(FLEET))
+    (row,) = layer_rows(plan, graph)
+    assert row.note.startswith("torch.fx cannot trace it")
+    assert row.strategy == "batch"
+    assert len({part for part in row.parts if part != "-"}) > 1, "unequal shares"
+    assert row.parts[BOARD] == "-"
+
+
+# --- stochastic depth, named outputs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chance", "training", "kind"), [(0.5, True, "opaque"), (0.0, True, "elementwise"), (0.5, False, "elementwise")]
+)
+def test_stochastic_depth_drops_whole_samples_or_does_nothing(chance: float, training: bool, kind: str) -> None:
+    """It was taken for a layer that looks at the other samples, because no two calls of it agree: one device did all of it."""
+    zoo.make_importable()
+    from torchvision.ops import StochasticDepth
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), StochasticDepth(chance, "row"), nn.Flatten())
+    layer = trace(model, torch.zeros(2, 3, 8, 8), training=training).graph["stochastic_depth"]
+    assert (layer.kind, layer.per_sample, layer.random) == (kind, True, kind == "opaque")
+
+
+def test_googlenet_returns_its_outputs_by_name() -> None:
+    """torch.fx makes a call of the named tuple: it became a layer, and what came back was a plain tuple."""
+    model = zoo.build("googlenet")
+    (x, _), *_ = zoo.batches("googlenet", model)
+    graph = zoo.traced("googlenet", model).graph
+    assert graph.outputs == ("fc", "aux2.fc2", "aux1.fc2")
+    plan = named_plan("data-by-speed", graph, zoo.BATCH, Speeds((2.0, 1.0)))
+
+    def work(group: Group) -> tuple[str, tuple[int, ...]]:
+        here = Distributed(model, plan, group, x[:2])
+        with torch.no_grad():
+            outputs = here(part(here, x), batch=len(x))
+        return type(outputs).__name__, tuple(outputs.aux_logits1.shape)
+
+    with one_trace("zoo", "googlenet"):
+        assert run_on_threads(2, work) == [("GoogLeNetOutputs", (6, 5))] * 2
