@@ -40,14 +40,15 @@ def main(
         name = "one device" if devices == 1 else plan
         if name not in document["rows"]:
             command = ["train", *common, "--plan", plan, "--devices", str(devices)]
-            document["rows"][name] = _run(command) | {
+            document["rows"][name] = trained(command) | {
                 "command": " ".join(["convoy train", *shown, "--plan", plan, "--devices", str(devices)])
             }
             results.write_text(json.dumps(document, indent=1) + "\n")
     _show(document)
 
 
-def _run(command: list[str]) -> dict[str, Any]:
+def trained(command: list[str]) -> dict[str, Any]:
+    """What a `convoy` command that trains wrote into its log: the last epoch, every 50th loss, bytes sent by all devices."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "run.jsonl"
         subprocess.run([sys.executable, "-m", "convoy", *command, "--log", str(log)], check=True)
@@ -55,10 +56,11 @@ def _run(command: list[str]) -> dict[str, Any]:
     run = lines[0]
     epoch = [line for line in lines if line["what"] == "epoch"][-1]
     losses = [line["loss"] for line in lines if line["what"] == "step"]
+    sent_bytes = sum(line["sent_bytes"] for line in lines if line["what"] == "device")
     return {
         "accuracy": epoch["accuracy"], "loss": epoch["loss"], "steps": len(losses), "losses": losses[::50],
-        "train_s": epoch["train_s"], "date": run["date"], "torch": run["torch"], "convoy": run["convoy"],
-        "cores": os.cpu_count(), "processor": _processor(),
+        "sent_bytes": sent_bytes, "train_s": epoch["train_s"], "date": run["date"], "torch": run["torch"],
+        "convoy": run["convoy"], "cores": os.cpu_count(), "processor": _processor(),
     }  # fmt: skip
 
 

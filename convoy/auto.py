@@ -17,8 +17,8 @@ from convoy.plan import Plan
 from convoy.prospect import Outlook, prospect, prospects
 from convoy.trace import Traced
 from convoy.transfer import Sum
+from convoy.wire import Wire
 
-AUTO = "auto"
 BUDGET_S = 20.0
 LINKS_PART = 0.25
 """The part of the budget that goes to the wire."""
@@ -69,6 +69,7 @@ def choose(
     slowdown: float = 1.0,
     optimizer: str = "sgd-momentum",
     reduce: Sum | None = None,
+    wire: Wire = "exact",
     progress: Progress = lambda *_: None,
 ) -> Chosen:
     """The planner's plan for this model on these devices. All devices call it; all get the same value.
@@ -81,6 +82,7 @@ def choose(
         slowdown: this device plays one that is so many times slower.
         optimizer: whose state counts as memory, a name of `convoy.cost.memory.OPTIMIZERS`.
         reduce: how sums are made; None: as the planner says.
+        wire: in which numbers tensors travel.
 
     Raises:
         InputError, MismatchError: a file that cannot be used, or is of another fleet or model.
@@ -99,7 +101,7 @@ def choose(
     own = ""
     if first:
         assert measured is not None
-        own = _planned(measured, traced.graph, batch, optimizer, reduce)
+        own = _planned(measured, traced.graph, batch, optimizer, reduce, wire)
     row = json.loads(group.agree("automatic plan", own)[0])
     return Chosen(Plan.from_json(row["plan"], "device 0's plan"), row["step_s"], Speeds(tuple(row["speeds"])))
 
@@ -124,9 +126,9 @@ def _told_measured(group: Group, own: bool) -> bool:
     return group.agree("times known", str(int(own)))[0] == "1"
 
 
-def _planned(measured: Measurement, graph: Graph, batch: int, optimizer: str, reduce: Sum | None) -> str:
+def _planned(measured: Measurement, graph: Graph, batch: int, optimizer: str, reduce: Sum | None, wire: Wire) -> str:
     """The chosen plan with its prediction, as text."""
-    outlook = Outlook.of(graph, batch, measured.costs(graph), measured.fleet, optimizer)
+    outlook = Outlook.of(graph, batch, measured.costs(graph), measured.fleet, optimizer, wire)
     best = prospects(outlook)[-1]
     if reduce is not None and reduce != best.plan.reduce:
         best = prospect(replace(best.plan, reduce=reduce), outlook)

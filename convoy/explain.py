@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from convoy import transfer
 from convoy.graph import Graph
 from convoy.layout import Layout, OnOne, Partial, Replicated, Split, box, entries, holders
 from convoy.lower import lower
 from convoy.plan import Plan
-from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients
+from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +98,10 @@ def _words(step: Step) -> str:
 def _on_the_wire(step: Step, itemsize: int) -> str:
     if isinstance(step, Compute):
         return ""
-    total = sum(transfer.traffic(step.schedule, itemsize).values())
+    total = sum(traffic(step, itemsize).values())
     rounds = len(step.schedule.rounds)
-    return f"  ({total:,} bytes in {rounds} round{'s' * (rounds != 1)})" if total else "  (nothing travels)"
+    wire = "" if step.wire == "exact" else f", {step.wire}"
+    return f"  ({total:,} bytes in {rounds} round{'s' * (rounds != 1)}{wire})" if total else "  (nothing travels)"
 
 
 def _after(step: Step) -> str:
@@ -154,7 +154,7 @@ def _bytes_by_layer(steps: StepList, graph: Graph, itemsize: int) -> dict[str, i
     for step in steps.steps:
         if isinstance(step, Compute):
             continue
-        total = sum(transfer.traffic(step.schedule, itemsize).values())
+        total = sum(traffic(step, itemsize).values())
         for name, part in _charged_to(step, total, owner, first_reader):
             result[name] = result.get(name, 0) + part
     return result

@@ -23,6 +23,7 @@ from convoy.lower import BUCKET_ENTRIES
 from convoy.shares import Shares
 from convoy.simulate import Costs
 from convoy.strategy import Placement, feature_axis
+from convoy.wire import Wire, wire_bytes
 
 MANY_QUESTIONS = 400
 """Layers times devices, each counted once per kind, beyond which curves are sampled at fewer points."""
@@ -72,9 +73,13 @@ class Formula:
     Args:
         hidden: the part of what may travel while devices compute (gradients on their way back, sums of gradients) that
             counts as free. The truth lies between 0 and 1, and only a replay knows where.
+        wire: in which numbers tensors travel.
     """
 
-    def __init__(self, graph: Graph, batch: int, costs: Costs, price: LayerPrices, hidden: float = 0.0) -> None:
+    def __init__(
+        self, graph: Graph, batch: int, costs: Costs, price: LayerPrices, hidden: float = 0.0, wire: Wire = "exact"
+    ) -> None:
+        self.wire = wire
         self.graph, self.batch, self.costs, self.price, self.hidden = graph, batch, costs, price, hidden
         self.devices = costs.network.devices
         self.alike = tuple(costs.times.alike(d) for d in range(self.devices))
@@ -173,7 +178,8 @@ class Formula:
         return self.moves[key]
 
     def _wire_s(self, load: Loads) -> float:
-        return move_s(load, self.costs.network, self.costs.itemsize) + load.rounds * self.handling_s
+        seconds = move_s(load, self.costs.network, wire_bytes(self.wire, self.costs.itemsize))
+        return seconds + load.rounds * self.handling_s
 
     def compute_s(self, layer: Layer, placed: Placement) -> float:
         """The slowest device's part of a layer."""

@@ -11,6 +11,7 @@ from convoy.plan import Plan
 from convoy.shares import rescale
 from convoy.steps import Compute, Move, Part, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
 from convoy.strategy import Batch, One, Placement, Strategy, follow, parameter_holders, place
+from convoy.wire import wire_of
 
 BUCKET_ENTRIES = 500_000
 """A sum of gradients starts when this many entries are ready: large enough for full bandwidth, small enough to overlap."""
@@ -209,7 +210,10 @@ class _Lowering:
             return known
         source = self.values[name]
         value = Value(f"{name}@{layout}", source.shape, layout)
-        step = Move(self._id, "forward", source, value, self.plan.collective, self._after([source]), pieces)
+        layer = self.graph[name]
+        # Without a batch axis it is a parameter or a buffer, or made of those, and they are never rounded.
+        wire = wire_of(layer.dtype, self.plan.wire) if layer.batched else "exact"
+        step = Move(self._id, "forward", source, value, self.plan.collective, self._after([source]), pieces, wire)
         self.made_by[value.key] = self._add(step)
         self.versions[name, layout] = value
         return value
@@ -227,7 +231,7 @@ class _Lowering:
         """The gradient of what was moved goes back, once, when everything that read it has contributed."""
         after = ready.pop(step.writes.key, None)
         if after is not None:
-            back = Move(self._id, "backward", step.writes, step.reads, step.reduce, tuple(after))
+            back = Move(self._id, "backward", step.writes, step.reads, step.reduce, tuple(after), wire=step.wire)
             ready.setdefault(step.reads.key, []).append(self._add(back))
 
     def _backward_compute(self, step: Compute, ready: dict[str, list[int]], sums: "_Buckets") -> None:
@@ -293,7 +297,7 @@ class _Bucket:
 
 
 _Group = tuple[tuple[int, ...], tuple[int, ...]]
-"""Devices that hold copies, and in the inexact mode the samples of each."""
+"""Devices that hold copies, and for mixing the samples of each."""
 
 
 class _Buckets:
@@ -333,8 +337,8 @@ class _Buckets:
         return isinstance(layout, Replicated) and len(layout.devices) > 1
 
     def _group(self, step: Compute, layout: Layout) -> _Group:
-        # The inexact mode weighs gradients by samples, so only layers with the same samples share a bucket.
-        samples = () if self.plan.exact else self._samples(self.graph[step.layer], step.writes.layout)
+        # Mixing weighs gradients by samples, so only layers with the same samples share a bucket.
+        samples = self._samples(self.graph[step.layer], step.writes.layout) if self.plan.mixes else ()
         return holders(layout), samples
 
     def take(self, first_id: int, *, everything: bool) -> Iterator[SumGradients]:
@@ -344,7 +348,7 @@ class _Buckets:
                 del self.open[group]
                 flags = len(bucket.keys) if bucket.flagged else 0
                 keys, sizes, after = tuple(bucket.keys), tuple(bucket.sizes), tuple(bucket.after)
-                yield SumGradients(first_id, keys, sizes, flags, *group, self.plan.reduce, after)
+                yield SumGradients(first_id, keys, sizes, flags, *group, self.plan.reduce, after, wire=self.plan.wire)
                 first_id += 1
 
     def _samples(self, layer: Layer, layout: Layout) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from convoy.errors import PlanError
 from convoy.graph import Graph
 from convoy.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.transfer import SUMS, Reduce, Sum
+from convoy.wire import WIRES, Wire
 
 FORMAT = 1
 
@@ -33,6 +34,7 @@ class Plan:
         reduce: how pending sums become copies.
         pieces: outputs that a convolution reads whole come to it in so many pieces of the batch, and it begins with the
             first.
+        wire: in which numbers activations and gradients travel.
     """
 
     name: str
@@ -43,14 +45,32 @@ class Plan:
     otherwise: Batch | One
     reduce: Sum = "ring"
     pieces: int = 1
+    wire: Wire = "exact"
 
     @property
     def exact(self) -> bool:
-        return self.reduce != "inexact-butterfly-mixing"
+        """Whether training follows the trajectory of one device."""
+        return not self.inexact
+
+    @property
+    def inexact(self) -> str:
+        """Why training does not follow the trajectory of one device, in words; empty where it does."""
+        if self.mixes:
+            return "butterfly mixing does not follow the trajectory of one device"
+        if self.wire != "exact":
+            return (
+                f"wire {self.wire} rounds what travels to 8 bits, and follows the trajectory of one device only nearly"
+            )
+        return ""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether the copies of a weight differ from device to device."""
+        return self.reduce == "inexact-butterfly-mixing"
 
     @property
     def collective(self) -> Reduce:
-        """The exact collective for everything but gradients in the inexact mode."""
+        """The collective for everything but gradients that are mixed."""
         return "butterfly" if self.reduce == "inexact-butterfly-mixing" else self.reduce
 
     def named(self, name: str) -> "Plan":
@@ -81,6 +101,13 @@ class Plan:
             raise PlanError(f"plan {self.name!r}: {self.pieces} pieces: a move goes in one piece or more")
         if self.reduce not in SUMS:
             raise PlanError(f"plan {self.name!r}: unknown reduce {self.reduce!r}: choose one of {', '.join(SUMS)}")
+        if self.wire not in WIRES:
+            raise PlanError(f"plan {self.name!r}: unknown wire format {self.wire!r}: choose one of {', '.join(WIRES)}")
+        if self.mixes and self.wire != "exact":
+            raise PlanError(
+                f"plan {self.name!r}: wire {self.wire} with reduce {self.reduce}, which sends weights, and those are never "
+                "rounded: use the wire exact, or sum by ring, butterfly or star"
+            )
         if isinstance(self.otherwise, Batch):
             share_rules.check(self.otherwise.shares, self.batch, self.devices, "strategy of all other layers")
         elif not 0 <= self.otherwise.device < self.devices:
@@ -99,7 +126,8 @@ class Plan:
     def to_json(self) -> str:
         """Text that `from_json` reads back to an equal plan."""
         rows = {"format": FORMAT, "name": self.name, "model": self.model, "devices": self.devices, "batch": self.batch}
-        rows |= {"reduce": self.reduce, "pieces": self.pieces, "otherwise": _as_row(self.otherwise)}
+        rows |= {"reduce": self.reduce, "wire": self.wire, "pieces": self.pieces}
+        rows |= {"otherwise": _as_row(self.otherwise)}
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in rows.items()]
         layers = [f"    {json.dumps(name)}: {json.dumps(_as_row(s))}" for name, s in self.layers.items()]
         body = ",\n".join(layers)
@@ -130,7 +158,7 @@ class Plan:
         layers = {name: _from_row(entry) for name, entry in row.layers.items()}
         otherwise = _from_row(row.otherwise)
         assert isinstance(otherwise, Batch | One)
-        return Plan(row.name, row.model, row.devices, row.batch, layers, otherwise, row.reduce, row.pieces)
+        return Plan(row.name, row.model, row.devices, row.batch, layers, otherwise, row.reduce, row.pieces, row.wire)
 
     @staticmethod
     def load(path: Path) -> "Plan":
@@ -175,6 +203,7 @@ class _PlanFile(_Row):
     devices: int = Field(ge=1)
     batch: int = Field(ge=1)
     reduce: Sum
+    wire: Wire = "exact"
     pieces: int = 1
     otherwise: Annotated[_BatchRow | _OneRow, Field(discriminator="strategy")]
     layers: dict[str, _AnyRow] = Field(default_factory=dict)

@@ -8,7 +8,7 @@ among them, the search goes on with a price on memory.
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from convoy.cost.memory import Room, memory_of
 from convoy.errors import PlanError
@@ -21,6 +21,7 @@ from convoy.refine import refined
 from convoy.search import Prices, Search
 from convoy.simulate import Costs, simulate
 from convoy.strategy import STRATEGIES, One
+from convoy.wire import Wire
 
 POLISHED_LAYERS = 4
 """Nets with more weighted layers are planned by the formula alone, and only the best are replayed."""
@@ -65,7 +66,9 @@ def plan_auto(graph: Graph, batch: int, costs: Costs, room: Room | None = None) 
     return candidates(graph, batch, costs, room)[0].plan
 
 
-def candidates(graph: Graph, batch: int, costs: Costs, room: Room | None = None) -> list[Candidate]:
+def candidates(
+    graph: Graph, batch: int, costs: Costs, room: Room | None = None, wire: Wire = "exact"
+) -> list[Candidate]:
     """The planner's plans for some numbers of devices, and the named plans; the shortest predicted step first.
 
     Deterministic: equal times are ordered by fewer devices, then by the order in which they were found. Either all times are
@@ -75,21 +78,22 @@ def candidates(graph: Graph, batch: int, costs: Costs, room: Room | None = None)
         batch: global batch, in samples.
         costs: measured or modelled times of these layers on these devices, and their network.
         room: memory that plans may fill; None: no limit is known. Plans that overfill a device are left out.
+        wire: of all these plans.
 
     Raises:
         PlanError: no plan fits; the message names the device that lacks least.
     """
-    formula = Formula(graph, batch, costs, Prices(graph, batch, costs))
+    formula = Formula(graph, batch, costs, Prices(graph, batch, costs), wire=wire)
     speeds = solo_speeds(graph, batch, costs)
     order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
     found = _searched(formula, order)
     replays = len(graph.layers) * len(order) ** 4 <= REPLAY_WORK
     if replays:
-        found += _searched(Formula(graph, batch, costs, formula.price, hidden=1.0), order)
+        found += _searched(Formula(graph, batch, costs, formula.price, hidden=1.0, wire=wire), order)
     if len(order) <= 16:
         search = Search(formula, order)
         for name in PLANS:
-            plan = named_plan(name, graph, batch, Speeds(speeds))
+            plan = replace(named_plan(name, graph, batch, Speeds(speeds)), wire=wire)
             found.append(_Found(search.formula_s(plan), len(order), plan))
     if room is not None and room.limited:
         found = _fitting(formula, found, order, room)

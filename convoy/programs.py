@@ -7,14 +7,15 @@ gradients are summed on a lane of their own; around the messages, tensors are cu
 from collections.abc import Sequence
 from dataclasses import replace
 
-from convoy.cost.overhead import NOTHING, Exchange, Handling, copy_of, handling, kept_sums, messages
+from convoy.cost.overhead import NOTHING, Handling, copy_of, handling, kept_sums, messages
 from convoy.cost.size import LocalSize, local_size
 from convoy.cost.step import Costs
 from convoy.graph import Graph, Parameter
 from convoy.layout import Layout, box, entries
 from convoy.replay import Await, Begin, Item, Key, Mark, Program, Route, Work
-from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
+from convoy.steps import Compute, Exchange, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
 from convoy.transfer import Round, chunks
+from convoy.wire import wire_bytes
 
 
 def programs(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = True) -> list[Program]:
@@ -36,8 +37,9 @@ class _Routes:
         self._of: dict[tuple[int, int], dict[int, dict[Route, int]]] = {}
         for step in steps.steps:
             if not isinstance(step, Compute):
+                size = wire_bytes(step.wire, itemsize)
                 for number, transfers in enumerate(step.schedule.rounds):
-                    self._of[step.id, number] = self._by_device(step.id, number, transfers, itemsize)
+                    self._of[step.id, number] = self._by_device(step.id, number, transfers, size)
 
     def of(self, device: int, step: int, number: int) -> dict[Route, int]:
         """Route -> bytes."""

@@ -17,6 +17,7 @@ from convoy.plan import Plan
 from convoy.planner import candidates, solo_speeds
 from convoy.simulate import Costs, Timeline, simulate
 from convoy.steps import Compute, StepList
+from convoy.wire import Wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Outlook:
         room: memory that plans may fill.
         power: watts of each device; None where one of them has none.
         speeds: samples/s of each device alone.
+        wire: in which numbers tensors travel, by any plan.
     """
 
     graph: Graph
@@ -72,9 +74,18 @@ class Outlook:
     room: Room
     power: tuple[Power, ...] | None
     speeds: Speeds
+    wire: Wire = "exact"
 
     @classmethod
-    def of(cls, graph: Graph, batch: int, costs: Costs, fleet: Fleet, optimizer: str = "sgd-momentum") -> Self:
+    def of(
+        cls,
+        graph: Graph,
+        batch: int,
+        costs: Costs,
+        fleet: Fleet,
+        optimizer: str = "sgd-momentum",
+        wire: Wire = "exact",
+    ) -> Self:
         """The outlook of a model on a fleet.
 
         Raises:
@@ -82,7 +93,7 @@ class Outlook:
         """
         names = tuple(device.name for device in fleet.devices)
         speeds = Speeds(solo_speeds(graph, batch, costs))
-        return cls(graph, batch, costs, names, room_of(fleet, optimizer), known_power_of(fleet), speeds)
+        return cls(graph, batch, costs, names, room_of(fleet, optimizer), known_power_of(fleet), speeds, wire)
 
 
 def prospects(outlook: Outlook, least_energy_s: float | None = None) -> list[Prospect]:
@@ -96,8 +107,9 @@ def prospects(outlook: Outlook, least_energy_s: float | None = None) -> list[Pro
         InputError: least energy on a fleet without watts.
     """
     graph, batch = outlook.graph, outlook.batch
-    rows = [prospect(named_plan(name, graph, batch, outlook.speeds), outlook) for name in PLANS]
-    found = candidates(graph, batch, outlook.costs, outlook.room)
+    named = [named_plan(name, graph, batch, outlook.speeds) for name in PLANS]
+    rows = [prospect(replace(plan, wire=outlook.wire), outlook) for plan in named]
+    found = candidates(graph, batch, outlook.costs, outlook.room, outlook.wire)
     if least_energy_s is None:
         best = prospect(found[0].plan, outlook)
     else:
@@ -156,7 +168,7 @@ def prospect(plan: Plan, outlook: Outlook) -> Prospect:
 def fewer_and_more(outlook: Outlook) -> list[tuple[int, float]]:
     """(devices, samples/s) of the best plan found for the fastest device alone, the two fastest, and so on."""
     best: dict[int, float] = {}
-    for candidate in candidates(outlook.graph, outlook.batch, outlook.costs, outlook.room):
+    for candidate in candidates(outlook.graph, outlook.batch, outlook.costs, outlook.room, outlook.wire):
         count = len(working(candidate.plan, outlook.graph))
         best[count] = max(best.get(count, 0.0), outlook.batch / candidate.step_s)
     return sorted(best.items())

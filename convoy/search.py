@@ -175,7 +175,9 @@ class Search:
             layers[chosen.layer] = chosen.strategy
             chosen = chosen.before
         ordered = {name: layers[name] for name in self.graph.layers if name in layers}
-        return Plan("auto", self.graph.fingerprint, self.devices, self.batch, ordered, self.by_batch)
+        return Plan(
+            "auto", self.graph.fingerprint, self.devices, self.batch, ordered, self.by_batch, wire=self.formula.wire
+        )
 
     def formula_s(self, plan: Plan) -> float:
         """What the formula gives for any plan of these devices."""

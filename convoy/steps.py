@@ -11,11 +11,12 @@ Backward steps name the values whose gradients they handle: a backward move read
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from convoy import transfer
 from convoy.layout import Layout, Partial, Replicated, Shape, Split, dual
 from convoy.transfer import Reduce, Schedule, Sum
+from convoy.wire import Wire, wire_bytes
 
 Phase = Literal["forward", "backward"]
 
@@ -67,6 +68,7 @@ class Move:
 
     Attributes:
         pieces: more than 1: it goes in so many pieces of the batch, one after the other.
+        wire: in which numbers it travels.
     """
 
     id: int
@@ -76,6 +78,7 @@ class Move:
     reduce: Reduce
     after: tuple[int, ...] = ()
     pieces: int = 1
+    wire: Wire = "exact"
 
     @property
     def schedule(self) -> Schedule:
@@ -93,6 +96,7 @@ class ReturnGradient:
     from it what it needs: nothing travels. (A move back from copies would sum the gradient, once per device too often.)
     """
 
+    wire: ClassVar[Wire] = "exact"
     id: int
     output: int
     reads: Value
@@ -108,8 +112,12 @@ class ReturnGradient:
 @dataclass(frozen=True, slots=True)
 class ShareStatistics:
     """Batch norm over a batch split: each of `members` tells the others `entries` numbers: means and squared deviations of
-    its samples (forward), or the two sums over its samples that the gradient needs (backward)."""
+    its samples (forward), or the two sums over its samples that the gradient needs (backward).
 
+    They are few, and small differences of them matter: they never travel rounded.
+    """
+
+    wire: ClassVar[Wire] = "exact"
     id: int
     phase: Phase
     layer: str
@@ -140,8 +148,9 @@ class SumGradients:
         keys: `state_dict` keys, in order; sizes: entries of each.
         flags: how many trailing entries say whether a parameter was used at all (layers with Python of their own).
         devices: the holders of the copies.
-        samples: samples per device, for the inexact mode only.
-        reduce: the collective, or the inexact mode in its place.
+        samples: samples per device, for mixing only.
+        reduce: the collective, or mixing in its place.
+        wire: in which numbers summands and sums travel.
     """
 
     id: int
@@ -153,6 +162,7 @@ class SumGradients:
     reduce: Sum
     after: tuple[int, ...] = ()
     phase: Phase = "backward"
+    wire: Wire = "exact"
 
     @property
     def shape(self) -> Shape:
@@ -165,11 +175,21 @@ class SumGradients:
         return transfer.schedule(Partial(self.devices), Replicated(self.devices), self.shape, self.reduce)
 
     def stage(self, stage: int) -> Schedule:
-        """Inexact mode: one stage of the butterfly, for gradients and weights together."""
+        """Mixing: one stage of the butterfly, for gradients and weights together."""
         return transfer.mixing(self.devices, 2 * sum(self.sizes) + self.flags, stage)
 
 
-Step = Compute | Move | ReturnGradient | ShareStatistics | SumGradients
+Exchange = Move | ReturnGradient | ShareStatistics | SumGradients
+Step = Compute | Exchange
+
+
+def traffic(step: Exchange, itemsize: int) -> Counter[tuple[int, int]]:
+    """Bytes that each (sender, receiver) pair puts on the wire in one step of the list.
+
+    Args:
+        itemsize: bytes of one number in memory, 4 for float32.
+    """
+    return transfer.traffic(step.schedule, wire_bytes(step.wire, itemsize))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +216,10 @@ class StepList:
         """Bytes that each (sender, receiver) pair of devices puts on the wire in one training step.
 
         Args:
-            itemsize: bytes of one number, 4 for float32.
+            itemsize: bytes of one number in memory, 4 for float32.
         """
         total: Counter[tuple[int, int]] = Counter()
         for step in self.steps:
             if not isinstance(step, Compute):
-                total += transfer.traffic(step.schedule, itemsize)
+                total += traffic(step, itemsize)
         return total

@@ -27,6 +27,7 @@ from convoy.execute.move import run_move, run_rounds
 from convoy.execute.threads import run_on_threads
 from convoy.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
 from convoy.transfer import Reduce
+from convoy.wire import Wire
 from tests.pieces import DEVICES, Array, check_pieces, every_layout, integers, layouts_of_one_device, nothing, pieces
 from tests.ranks import on_processes
 
@@ -89,7 +90,9 @@ def strided(piece: Tensor) -> Tensor:
 FORMS = {"as they come": as_they_come, "strided": strided}
 
 
-def move_all(group: Group, cases: Sequence[Case], dtype: str = "float64", form: str = "as they come") -> list[Outcome]:
+def move_all(
+    group: Group, cases: Sequence[Case], dtype: str = "float64", form: str = "as they come", wire: Wire = "exact"
+) -> list[Outcome]:
     """Run the moves one after the other; every device draws the same numbers and takes its own pieces."""
     outcomes = []
     for case in cases:
@@ -98,7 +101,7 @@ def move_all(group: Group, cases: Sequence[Case], dtype: str = "float64", form: 
         before = piece.clone()
         group.clear_counters()
         try:
-            result = run_move(group, case.schedule, piece, case.src, case.dst, case.shape)
+            result = run_move(group, case.schedule, piece, case.src, case.dst, case.shape, wire)
         except Exception as error:
             error.add_note(f"in the move {case}")
             raise
@@ -112,8 +115,11 @@ def own_piece(group: Group, layout: Layout, whole: Array, rng: np.random.Generat
     return torch.from_numpy(np.array(piece))
 
 
-def check_outcomes(cases: Sequence[Case], by_device: Sequence[Sequence[Outcome]], dtype: str = "float64") -> None:
-    itemsize = getattr(torch, dtype).itemsize
+def check_outcomes(
+    cases: Sequence[Case], by_device: Sequence[Sequence[Outcome]], dtype: str = "float64", itemsize: int | None = None
+) -> None:
+    """`itemsize`: bytes of a number on the wire; None: as in memory."""
+    itemsize = itemsize or getattr(torch, dtype).itemsize
     for case, *outcomes in zip(cases, *by_device, strict=True):
         try:
             check_value(case, [outcome.piece for outcome in outcomes], dtype)

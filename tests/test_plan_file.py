@@ -15,6 +15,7 @@ from convoy.graph import Graph, Layer, Parameter
 from convoy.plan import Plan
 from convoy.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.transfer import SUMS
+from convoy.wire import WIRES
 
 
 def weighted(name: str, kind: Any, inputs: tuple[str, ...], shape: tuple[int, ...], weight: tuple[int, ...]) -> Layer:
@@ -61,6 +62,7 @@ TEXT = f"""{{
   "devices": 3,
   "batch": 12,
   "reduce": "butterfly",
+  "wire": "exact",
   "pieces": 1,
   "otherwise": {{"strategy": "batch", "shares": [6, 4, 2]}},
   "layers": {{
@@ -90,6 +92,11 @@ def test_the_file_by_hand() -> None:
     PLAN.check(GRAPH, devices=3)
 
 
+def test_a_file_without_a_wire_format_is_exact() -> None:
+    """Files of the time before there was a choice."""
+    assert Plan.from_json(changed(wire=...)) == PLAN
+
+
 def test_a_plan_without_layers_of_its_own() -> None:
     plan = replace(PLAN, layers={}, otherwise=One(1))
     assert Plan.from_json(plan.to_json()) == plan
@@ -113,6 +120,7 @@ plans = st.builds(
     layers=st.dictionaries(texts, strategies, max_size=5),
     otherwise=st.one_of(batches, ones),
     reduce=st.sampled_from(SUMS),
+    wire=st.sampled_from(WIRES),
 )
 
 
@@ -143,7 +151,7 @@ NO_PLANS = [
     # text, what the message names: the place, the value, the remedy
     ("", ("JSON", "line 1 column 1", "correct it there")),
     ("{", ("JSON", "line 1 column 2", "correct it there")),
-    (TEXT.replace("[5, 0, 3]", "[5 0, 3]"), ("JSON", "line 11 column 55", "correct it there")),
+    (TEXT.replace("[5, 0, 3]", "[5 0, 3]"), ("JSON", "line 12 column 55", "correct it there")),
     ("\ufeff" + TEXT, ("JSON", "BOM", "correct it there")),
     ("[" * 100_000, ("JSON", "recursion", "correct it there")),
     (TEXT.replace("12", "1" * 5000), ("JSON", "5000 digits", "correct it there")),
@@ -183,6 +191,8 @@ NO_PLANS = [
     (changed(devices=-1), ("devices", "found -1", "correct it")),
     (changed(name=7), ("name", "found 7", "correct it")),
     (changed(reduce="tree"), ("reduce", "found 'tree'", "'ring', 'butterfly', 'star'", "correct it")),
+    # A file says in full what is inexact; the short name is for the command line.
+    (changed(wire="bf16"), ("wire", "found 'bf16'", "'exact' or 'inexact-bf16'", "correct it")),
 ]
 
 
@@ -272,6 +282,12 @@ UNFIT = [
     (replace(PLAN, model="0123"), "'by hand' was made for another model (fingerprint 0123", "make a plan for this"),
     (replace(PLAN, batch=0), "'by hand' has a batch of 0", "one sample at least; set 1 or more"),
     (replace(PLAN, reduce="tree"), "unknown reduce 'tree'", "choose one of ring, butterfly, star, inexact"),
+    (replace(PLAN, wire="fp8"), "unknown wire format 'fp8'", "choose one of exact, inexact-bf16"),
+    (
+        replace(PLAN, wire="inexact-bf16", reduce="inexact-butterfly-mixing"),
+        "wire inexact-bf16 with reduce inexact-butterfly-mixing, which sends weights",
+        "use the wire exact, or sum by ring, butterfly or star",
+    ),
     (replace(PLAN, otherwise=Batch((6, 6))), "other layers: shares (6, 6) name 2 devices", "3: give one share per"),
     (replace(PLAN, otherwise=Batch((6, 7, -1))), "(6, 7, -1) hold a negative count", "a share is zero (idle) or more"),
     (replace(PLAN, otherwise=Batch((6, 4, 1))), "(6, 4, 1) sum to 11, the axis has 12", "make them sum to 12"),
@@ -321,16 +337,25 @@ def test_every_refusal_is_an_error_of_convoy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reduce", "exact", "collective"),
+    ("reduce", "mixes", "collective"),
     [
-        ("ring", True, "ring"),
-        ("butterfly", True, "butterfly"),
-        ("star", True, "star"),
-        ("inexact-butterfly-mixing", False, "butterfly"),
+        ("ring", False, "ring"),
+        ("butterfly", False, "butterfly"),
+        ("star", False, "star"),
+        ("inexact-butterfly-mixing", True, "butterfly"),
     ],
 )
-def test_only_gradients_are_ever_inexact(reduce: Any, exact: bool, collective: str) -> None:
+def test_only_gradients_are_ever_mixed(reduce: Any, mixes: bool, collective: str) -> None:
     plan = replace(PLAN, reduce=reduce)
-    assert (plan.exact, plan.collective) == (exact, collective)
+    assert (plan.exact, plan.mixes, plan.collective) == (not mixes, mixes, collective)
+    assert ("mixing" in plan.inexact) is mixes
     assert Plan.from_json(plan.to_json()).reduce == reduce
+    plan.check(GRAPH)
+
+
+def test_a_plan_that_rounds_on_the_wire_says_so() -> None:
+    plan = replace(PLAN, wire="inexact-bf16")
+    assert "inexact-bf16" in plan.inexact
+    assert (plan.exact, plan.mixes) == (False, False)
+    assert '"wire": "inexact-bf16"' in plan.to_json()
     plan.check(GRAPH)

@@ -16,7 +16,8 @@ from convoy.layout import Layout, box, dual, entries, holders
 from convoy.lower import lower
 from convoy.plan import Plan
 from convoy.steps import Compute, Move, ShareStatistics, Step, StepList
-from convoy.transfer import Round, Schedule, Transfer
+from convoy.transfer import Round, Schedule
+from convoy.wire import rounds_copies, wire_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ def memory_of_steps(
                 gradients_bytes=trained * itemsize,
                 optimizer_bytes=trained * state * itemsize,
                 activations_bytes=_activations(steps, graph, device) * itemsize,
-                exchange_bytes=max((_landing(step, device) for step in steps.steps), default=0) * itemsize,
+                exchange_bytes=max((_buffers_bytes(step, device, itemsize) for step in steps.steps), default=0),
             )
         )
     return tuple(result)
@@ -214,43 +215,50 @@ def _activations(steps: StepList, graph: Graph, device: int) -> int:
 
 
 def _views(steps: StepList, graph: Graph, device: int) -> dict[str, str]:
-    """Values that are the same memory as another one on this device: flattened, or moved without anything arriving."""
+    """Values that are the same memory as another one on this device: flattened, or moved with nothing arriving or rounded."""
     source: dict[str, str] = {}
     for step in steps.phase("forward"):
         if isinstance(step, Compute) and graph[step.layer].kind == "flatten":
             source[step.writes.key] = source.get(step.reads[0].key, step.reads[0].key)
-        elif isinstance(step, Move) and not _landing(step, device):
-            here = box(step.reads.layout, device, step.reads.shape)
-            if here is not None and here == box(step.writes.layout, device, step.writes.shape):
+        elif isinstance(step, Move):
+            schedule, here = step.schedule, box(step.reads.layout, device, step.reads.shape)
+            other = _arrives(schedule, device) or rounds_copies(step.wire, schedule, step.writes.layout)
+            if not other and here is not None and here == box(step.writes.layout, device, step.writes.shape):
                 source[step.writes.key] = source.get(step.reads.key, step.reads.key)
     return source
 
 
-def _landing(step: Step, device: int) -> int:
-    """Entries of the landing buffers of a step's largest round on a device; a sum works on a flat copy besides.
+def _buffers_bytes(step: Step, device: int, itemsize: int) -> int:
+    """Bytes of the buffers of a step's largest round on a device; a sum works on a flat copy besides.
 
-    In the rounds of a sum only what is added lands beside the copy, everything else lands in it. A gradient that is moved
-    stays until it has left, while the layer's other gradient is computed.
+    A gradient that is moved stays until it has left, while the layer's other gradient is computed; where narrow numbers
+    leave, those do.
     """
     if isinstance(step, Compute):
         return 0
-    schedule = step.schedule
-    rounds = [_arriving(transfers, device) for transfers in schedule.rounds]
-    if not schedule.in_place:
-        landing = max((sum(entries(t.box) for t in arriving) for arriving in rounds), default=0)
-        if isinstance(step, Move) and step.phase == "backward" and _leaves(schedule, device):
-            landing += _here(dual(step.reads.layout), device, step.reads.shape)
-        return landing
-    added = max((sum(entries(t.box) for t in arriving if t.adds) for arriving in rounds), default=0)
-    return schedule.shape[0] + added if any(rounds) else 0
+    schedule, narrow = step.schedule, step.wire != "exact"
+    buffers = max((_buffered(transfers, device, schedule, narrow) for transfers in schedule.rounds), default=0)
+    size = buffers * wire_bytes(step.wire, itemsize)
+    if schedule.in_place:
+        return schedule.shape[0] * itemsize + size if _arrives(schedule, device) else 0
+    if isinstance(step, Move) and step.phase == "backward" and not narrow and _leaves(schedule, device):
+        size += _here(dual(step.reads.layout), device, step.reads.shape) * itemsize
+    return size
+
+
+def _buffered(transfers: Round, device: int, schedule: Schedule, narrow: bool) -> int:
+    """Entries that land, and narrow ones that leave. In a sum, wide numbers that are not added land in the flat copy."""
+    landing = [t for t in transfers if t.receiver == device != t.sender and (narrow or t.adds or not schedule.in_place)]
+    leaving = {t.box for t in transfers if narrow and t.sender == device != t.receiver}
+    return sum(entries(t.box) for t in landing) + sum(entries(b) for b in leaving)
 
 
 def _leaves(schedule: Schedule, device: int) -> bool:
     return any(t.sender == device != t.receiver for transfers in schedule.rounds for t in transfers)
 
 
-def _arriving(transfers: Round, device: int) -> list[Transfer]:
-    return [t for t in transfers if t.receiver == device != t.sender]
+def _arrives(schedule: Schedule, device: int) -> bool:
+    return any(t.receiver == device != t.sender for transfers in schedule.rounds for t in transfers)
 
 
 def _here(layout: Layout, device: int, shape: tuple[int, ...]) -> int:

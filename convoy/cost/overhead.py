@@ -4,13 +4,12 @@ import math
 from dataclasses import dataclass
 
 from convoy.layout import Box, Layout, Partial, Replicated, box, covers, dual, entries
-from convoy.steps import Move, ReturnGradient, ShareStatistics, SumGradients
+from convoy.steps import Exchange, Move, ReturnGradient, ShareStatistics, SumGradients
 from convoy.transfer import Round, Schedule
+from convoy.wire import Wire, rounds_copies
 
 FRESH_BYTES = 32 << 20
 """What is larger, glibc's malloc takes from the system each time and gives back at once (its largest mmap threshold)."""
-
-Exchange = Move | ReturnGradient | ShareStatistics | SumGradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +72,30 @@ def handling(step: Exchange, device: int) -> list[tuple[Handling, Handling]]:
 
     A cut that is one block of memory is sent, and received into, as it lies; any other is copied into a block or out of
     one. What is added arrives beside the tensor. A sum of gradients is joined to one tensor first.
+
+    Narrowing and widening count as copies: they read or write the wide numbers once. A narrow summand is widened first.
     """
     schedule, (src, dst) = step.schedule, _ends(step)
     if not schedule.in_place:
-        return _direct(schedule, device, src, dst)
+        return _direct(schedule, device, src, dst, step.wire)
     reads = any(device in (t.sender, t.receiver) for transfers in schedule.rounds for t in transfers)
     start = copy_of(schedule.shape[0]) if reads and _holds(src, device) else NOTHING
     rounds = []
     for transfers in schedule.rounds:
         summands = tuple(entries(t.box) for t in transfers if t.receiver == device and t.adds)
-        rounds.append((start, Handling(added=sum(summands), made=summands)))
+        before, after = (NOTHING, NOTHING) if step.wire == "exact" else _casts(transfers, device)
+        rounds.append((start + before, Handling(added=sum(summands), made=summands) + after))
         start = NOTHING
     return rounds
+
+
+def _casts(transfers: Round, device: int) -> tuple[Handling, Handling]:
+    """Narrow numbers in a round of a sum: each span that leaves is cast once, a finished one is also rounded in its place."""
+    leaving = {t.box: t.adds for t in transfers if t.sender == device}
+    before = sum((copy_of(entries(b)) for b in leaving), NOTHING)
+    rounded = sum(entries(b) for b, adds in leaving.items() if not adds)
+    arriving = tuple(entries(t.box) for t in transfers if t.receiver == device)
+    return before + Handling(copied=rounded), Handling(copied=sum(arriving), made=arriving)
 
 
 def kept_sums(step: SumGradients, device: int) -> Handling:
@@ -119,38 +130,49 @@ def _holds(layout: Layout, device: int) -> bool:
     return not isinstance(layout, Partial) or device in layout.devices
 
 
-def _direct(schedule: Schedule, device: int, src: Layout, dst: Layout) -> list[tuple[Handling, Handling]]:
+def _direct(schedule: Schedule, device: int, src: Layout, dst: Layout, wire: Wire) -> list[tuple[Handling, Handling]]:
     transfers = [t for transfers in schedule.rounds for t in transfers]
     if not any(device in (t.sender, t.receiver) for t in transfers):
         return [(NOTHING, NOTHING)] * len(schedule.rounds)
     own, wanted = box(src, device, schedule.shape), box(dst, device, schedule.shape)
     kept = [t.box for t in transfers if t.sender == t.receiver == device]
     arrives = any(t.receiver == device != t.sender for t in transfers)
-    if wanted is None or (not arrives and covers(kept, wanted)):
-        return [(_packed(each, device, own), NOTHING) for each in schedule.rounds]
-    summed = isinstance(dst, Partial) or any(t.adds for t in transfers if t.receiver == device)
-    result = entries(wanted)
-    # Where it is summed, zeros are written first. All rounds fill one tensor, which is made with the first.
-    made = Handling(copied=result if summed else 0, made=(result,))
+    narrow, whole = wire != "exact", rounds_copies(wire, schedule, dst)
+    before = made = NOTHING
+    # Copies are narrowed as a whole before the first round, whatever else leaves cut by cut.
+    if whole and own is not None and any(t.sender == device for t in transfers):
+        before += copy_of(entries(own))
+    if wanted is not None and not arrives and covers(kept, wanted):
+        before += copy_of(entries(wanted)) if whole else NOTHING
+        wanted = None
+    elif wanted is not None:
+        summed = isinstance(dst, Partial) or any(t.adds for t in transfers if t.receiver == device)
+        # Where it is summed, zeros are written first. All rounds fill one tensor, which is made with the first.
+        made = Handling(copied=entries(wanted) if summed else 0, made=(entries(wanted),))
     rounds = []
     for each in schedule.rounds:
-        rounds.append((_packed(each, device, own), made + _landed(each, device, wanted)))
-        made = NOTHING
+        packed, landed = _packed(each, device, own, narrow and not whole), _landed(each, device, wanted, narrow)
+        rounds.append((before + packed, made + landed))
+        before = made = NOTHING
     return rounds
 
 
-def _packed(transfers: Round, device: int, own: Box | None) -> Handling:
+def _packed(transfers: Round, device: int, own: Box | None, cast: bool) -> Handling:
     leaving = [t for t in transfers if t.sender == device != t.receiver]
-    return sum((copy_of(entries(t.box)) for t in leaving if not is_block(t.box, own)), NOTHING)
+    return sum((copy_of(entries(t.box)) for t in leaving if cast or not is_block(t.box, own)), NOTHING)
 
 
-def _landed(transfers: Round, device: int, wanted: Box) -> Handling:
+def _landed(transfers: Round, device: int, wanted: Box | None, narrow: bool) -> Handling:
+    """What arrives and stays goes into a tensor `wanted`; None: nothing does."""
     total = NOTHING
+    if wanted is None:
+        return total
     for t in transfers:
         count = entries(t.box)
-        landing = (count,) if t.sender != device and (t.adds or not is_block(t.box, wanted)) else ()
+        aside = t.sender != device and (narrow or t.adds or not is_block(t.box, wanted))
+        landing = (count,) if aside else ()
         if t.receiver == device and t.adds:
-            total += Handling(added=count, made=landing)
+            total += Handling(added=count, made=landing) + (copy_of(count) if narrow and aside else NOTHING)
         elif t.receiver == device and (landing or t.sender == device):
             total += Handling(copied=count, made=landing)
     return total

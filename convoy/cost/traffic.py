@@ -141,7 +141,11 @@ def _kept(src: Split, dst: Split, total: float, devices: int) -> Vector:
 
 
 def move_s(load: Loads, network: Network, itemsize: int) -> float:
-    """Seconds of a move: the fullest card or processor, and a latency for each round."""
+    """Seconds of a move: the fullest card or processor, and a latency for each round.
+
+    Args:
+        itemsize: bytes of one number on the wire.
+    """
     if not load.rounds:
         return 0.0
     sent, received = load.sent * itemsize, load.received * itemsize

@@ -95,7 +95,8 @@ class Executor:
         if step.phase == "backward":
             src, dst = dual(src), dual(dst)
         with self.clock.exchange():
-            return flights.add(step.id, start_move(self.group, step.schedule, piece, src, dst, step.reads.shape))
+            moving = start_move(self.group, step.schedule, piece, src, dst, step.reads.shape, step.wire)
+        return flights.add(step.id, moving)
 
     def _takes_part(self, step: Step) -> bool:
         """Whether this device computes, sends, receives or keeps anything in a step."""

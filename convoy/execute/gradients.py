@@ -26,7 +26,7 @@ class Sums:
 
     Args:
         model: holds this device's parameters.
-        mixing_stage: for the inexact mode, which counts its stages over training steps.
+        mixing_stage: for mixing, which counts its stages over training steps.
     """
 
     def __init__(self, group: Group, model: nn.Module, mixing_stage: int) -> None:
@@ -42,6 +42,7 @@ class Sums:
             return
         parts = [_flat(found.get(key), self.model.get_parameter(key)) for key in step.keys]
         if step.flags:
+            # Counts of devices: no wire format rounds one of them to zero.
             parts.append(torch.tensor([float(found.get(k) is not None) for k in step.keys]).to(parts[0]))
         if step.reduce == "inexact-butterfly-mixing":
             self._begun.append((step, _mix(self.group, self.model, step, parts, self.mixing_stage)))
@@ -49,7 +50,7 @@ class Sums:
         flat = torch.cat(parts)
         self._begun.append((step, flat))
         if self.group.lanes == 1:
-            run_rounds(self.group, step.schedule, flat)
+            run_rounds(self.group, step.schedule, flat, wire=step.wire)
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="convoy-sums", daemon=True)
@@ -79,7 +80,7 @@ class Sums:
         try:
             while (each := self._queue.get()) is not None:
                 step, flat = each
-                run_rounds(self.group, step.schedule, flat, SUM_LANE)
+                run_rounds(self.group, step.schedule, flat, SUM_LANE, step.wire)
         except BaseException as error:
             self._error = error
 

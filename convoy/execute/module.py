@@ -236,7 +236,7 @@ class Distributed(nn.Module):
         layout, shape = self.layouts[key], self.parameters_by_key[key].shape
         everyone = Replicated(tuple(range(self.group.devices)))
         held = piece if box(layout, self.group.device, shape) is not None else piece.new_empty(_none(shape))
-        if not self.plan.exact and isinstance(layout, Replicated) and held.is_floating_point():
+        if self.plan.mixes and isinstance(layout, Replicated) and held.is_floating_point():
             held, layout = held / len(layout.devices), Partial(layout.devices)
         return run_move(self.group, schedule(layout, everyone, shape), held, layout, everyone, shape).clone()
 

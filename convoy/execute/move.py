@@ -10,24 +10,31 @@ from convoy.execute.clock import Clock
 from convoy.execute.group import Group, Message, Pending
 from convoy.layout import Box, Layout, Partial, Shape, box, covers, local_shape
 from convoy.transfer import Round, Schedule, Transfer
+from convoy.wire import Wire, rounds_copies, wire_of
 
 
-def run_move(group: Group, schedule: Schedule, piece: Tensor, src: Layout, dst: Layout, shape: Shape) -> Tensor:
+def run_move(
+    group: Group, schedule: Schedule, piece: Tensor, src: Layout, dst: Layout, shape: Shape, wire: Wire = "exact"
+) -> Tensor:
     """Bring this device's piece of a tensor of `shape` from layout `src` to layout `dst`.
 
     Args:
         piece: what this device holds under `src`; an empty tensor of the right dtype where it holds nothing.
+        wire: in which numbers it travels. Copies are equal to the last bit also where they are rounded; what only one
+            device holds afterwards is rounded where it has travelled.
 
     Returns:
-        what it holds under `dst`; where nothing has to arrive, a view of `piece`.
+        what it holds under `dst`; where nothing has to arrive and nothing is rounded, a view of `piece`.
 
     Raises:
         DeviceLostError: a device that had to send or receive did not.
     """
-    return start_move(group, schedule, piece, src, dst, shape).land()
+    return start_move(group, schedule, piece, src, dst, shape, wire).land()
 
 
-def start_move(group: Group, schedule: Schedule, piece: Tensor, src: Layout, dst: Layout, shape: Shape) -> "Moving":
+def start_move(
+    group: Group, schedule: Schedule, piece: Tensor, src: Layout, dst: Layout, shape: Shape, wire: Wire = "exact"
+) -> "Moving":
     """As `run_move`, but messages are only begun. Neither `piece` nor a result that shows already may change meanwhile.
 
     A sum over devices has rounds that wait for each other: it is done when this returns.
@@ -35,8 +42,8 @@ def start_move(group: Group, schedule: Schedule, piece: Tensor, src: Layout, dst
     if not schedule.rounds:
         return Moving(piece)
     if schedule.in_place:
-        return Moving(_run_sum(group, schedule, piece, dst, shape))
-    return _start_direct(group, schedule, piece, src, dst, shape)
+        return Moving(_run_sum(group, schedule, piece, dst, shape, wire))
+    return _start_direct(group, schedule, piece, src, dst, shape, wire)
 
 
 @dataclass
@@ -120,28 +127,25 @@ class Flights:
         self.land(list(self._open))
 
 
-def run_rounds(group: Group, schedule: Schedule, flat: Tensor, lane: int = 0) -> None:
+def run_rounds(group: Group, schedule: Schedule, flat: Tensor, lane: int = 0, wire: Wire = "exact") -> None:
     """Run the rounds of a summing collective in place on a flat buffer that this device owns.
 
     Args:
         lane: of the group, see `Group.start`.
+        wire: in which numbers summands and sums travel; they are added in those of `flat`.
     """
+    dtype = _on_wire(flat.dtype, wire)
     for transfers in schedule.rounds:
         sends = [t for t in transfers if t.sender == group.device]
         receives = sorted((t for t in transfers if t.receiver == group.device), key=lambda t: t.sender)
         if not sends and not receives:
             continue
-        # What is added arrives beside the buffer: a summand must not be overwritten while it is being sent.
-        landing = [torch.empty_like(_span(flat, t)) if t.adds else _span(flat, t) for t in receives]
+        sent = {t.box: _span_on_wire(flat, t, dtype) for t in sends}
+        parts = [(t, _span(flat, t), _landing(_span(flat, t), t, dtype)) for t in receives]
         pending = group.start(
-            [Message(t.receiver, _span(flat, t)) for t in sends],
-            [Message(t.sender, buffer) for t, buffer in zip(receives, landing, strict=True)],
-            lane,
+            [Message(t.receiver, sent[t.box]) for t in sends], [Message(t.sender, part) for t, _, part in parts], lane
         )
-        pending.wait()
-        for t, buffer in zip(receives, landing, strict=True):
-            if t.adds:
-                _span(flat, t).add_(buffer)
+        Arrival(pending, parts).land()
 
 
 def _span(flat: Tensor, t: Transfer) -> Tensor:
@@ -149,44 +153,64 @@ def _span(flat: Tensor, t: Transfer) -> Tensor:
     return flat[start:stop]
 
 
-def _run_sum(group: Group, schedule: Schedule, piece: Tensor, dst: Layout, shape: Shape) -> Tensor:
+def _span_on_wire(flat: Tensor, t: Transfer, dtype: torch.dtype) -> Tensor:
+    span = _span(flat, t)
+    sent = span.to(dtype)
+    if not t.adds and dtype != flat.dtype:
+        span.copy_(sent)  # what the others get as the sum is the sum here, too
+    return sent
+
+
+def _run_sum(group: Group, schedule: Schedule, piece: Tensor, dst: Layout, shape: Shape, wire: Wire) -> Tensor:
     """A pending sum becomes copies. Every copy is computed once and then copied, so all are equal to the last bit."""
     reads = any(group.device in (t.sender, t.receiver) for transfers in schedule.rounds for t in transfers)
     if not reads:
         return piece.new_empty(local_shape(dst, group.device, shape))
     flat = piece.reshape(-1).clone() if piece.numel() else piece.new_empty(schedule.shape)
-    run_rounds(group, schedule, flat)
+    run_rounds(group, schedule, flat, wire=wire)
     held = box(dst, group.device, shape) is not None
     return flat.view(shape) if held else flat.new_empty(local_shape(dst, group.device, shape))
 
 
-def _start_direct(group: Group, schedule: Schedule, piece: Tensor, src: Layout, dst: Layout, shape: Shape) -> Moving:
-    me = group.device
+def _start_direct(
+    group: Group, schedule: Schedule, piece: Tensor, src: Layout, dst: Layout, shape: Shape, wire: Wire
+) -> Moving:
+    me, held_dtype, dtype = group.device, piece.dtype, _on_wire(piece.dtype, wire)
     own, wanted = box(src, me, shape), box(dst, me, shape)
     transfers = [t for transfers in schedule.rounds for t in transfers]
     kept = [t for t in transfers if t.sender == t.receiver == me]
     arrives = any(t.receiver == me != t.sender for t in transfers)
+    if rounds_copies(wire, schedule, dst) and any(t.sender == me for t in transfers):
+        piece = piece.to(dtype)  # what is kept is then made of the same numbers as what is sent
     if wanted is not None and not arrives and covers([t.box for t in kept], wanted):
-        result, here = _cut(piece, wanted, own), True
+        result, here = _cut(piece, wanted, own).to(held_dtype), True
     else:
         # From zero where only a part of the box is written: a pending sum, or a box that nobody fills.
         summed = isinstance(dst, Partial) or any(t.adds for t in transfers if t.receiver == me)
         fresh = piece.new_zeros if summed else piece.new_empty
-        result, here = fresh(local_shape(dst, me, shape)), False
-    rounds = [_start_round(group, each, piece, result, own, wanted, here=here) for each in schedule.rounds]
+        result, here = fresh(local_shape(dst, me, shape), dtype=held_dtype), False
+    rounds = [_start_round(group, each, piece, result, own, wanted, dtype, here=here) for each in schedule.rounds]
     return Moving(result, rounds)
 
 
 def _start_round(
-    group: Group, transfers: Round, piece: Tensor, result: Tensor, own: Box | None, wanted: Box | None, *, here: bool
+    group: Group,
+    transfers: Round,
+    piece: Tensor,
+    result: Tensor,
+    own: Box | None,
+    wanted: Box | None,
+    dtype: torch.dtype,
+    *,
+    here: bool,
 ) -> Arrival:
-    """`here`: the result is a view of what this device holds already."""
+    """`dtype`: of the messages; `here`: the result is there already, from what this device holds."""
     me = group.device
     leaving = [t for t in transfers if t.sender == me != t.receiver]
     arriving = [t for t in transfers if t.receiver == me != t.sender]
     kept = [] if here else [t for t in transfers if t.sender == t.receiver == me]
-    sends = [Message(t.receiver, _cut(piece, t.box, own).contiguous()) for t in leaving]
-    landing = [_landing(result, t, wanted) for t in arriving]
+    sends = [Message(t.receiver, _cut(piece, t.box, own).to(dtype).contiguous()) for t in leaving]
+    landing = [_landing(_cut(result, t.box, wanted), t, dtype) for t in arriving]
     receives = [Message(t.sender, buffer) for t, buffer in zip(arriving, landing, strict=True)]
     pending = group.start(sends, receives) if sends or receives else None
     for t in kept:
@@ -197,13 +221,17 @@ def _start_round(
     return Arrival(pending, [(t, _cut(result, t.box, wanted), part) for t, part in ordered])
 
 
-def _landing(result: Tensor, t: Transfer, wanted: Box | None) -> Tensor:
-    target = _cut(result, t.box, wanted)
-    return (
-        target
-        if target.is_contiguous() and not t.adds
-        else torch.empty_like(target, memory_format=torch.contiguous_format)
-    )
+def _landing(target: Tensor, t: Transfer, dtype: torch.dtype) -> Tensor:
+    """Where a message arrives: in its place, or beside it where that is no block of memory, or of wider numbers.
+
+    What is added arrives beside it too: a summand must not be overwritten while it is being sent.
+    """
+    straight = target.is_contiguous() and not t.adds and dtype == target.dtype
+    return target if straight else torch.empty(target.shape, dtype=dtype, device=target.device)
+
+
+def _on_wire(dtype: torch.dtype, wire: Wire) -> torch.dtype:
+    return dtype if wire_of(str(dtype).removeprefix("torch."), wire) == "exact" else torch.bfloat16
 
 
 def _cut(piece: Tensor, wanted: Box, own: Box | None) -> Tensor:
