@@ -64,7 +64,7 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
     own: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
         if parameter in names:
-            own[names[parameter]] = {name: _described(name, value, parameter) for name, value in state.items()}
+            own[names[parameter]] = {name: described(name, value, parameter) for name, value in state.items()}
     tables = [json.loads(text) for text in model.group.agree("optimizer state", json.dumps(own))]
     result: dict[str, dict[str, Any]] = {}
     for key, parameter in model.named_parameters():
@@ -73,8 +73,8 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
             continue
         held = optimizer.state.get(parameter, {})
         result[key] = {
-            name: model.gather(key, _piece(held, name, parameter)) if kind == "tensor" else kind
-            for name, kind in sorted(known.items())
+            name: model.gather(key, _piece(held.get(name), row, parameter)) if row["kind"] == "tensor" else row["value"]
+            for name, row in sorted(known.items())
         }
     groups = [
         {
@@ -86,13 +86,30 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
     return {"state": result, "param_groups": groups}
 
 
-def _described(name: str, value: Any, parameter: Tensor) -> Any:
-    """ "tensor" for state of the parameter's own shape, else the number itself."""
-    if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step":
-        return "tensor"
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+def described(name: str, value: Any, parameter: Tensor) -> dict[str, Any]:
+    """What an optimizer remembers of a parameter under a name, as JSON, on a device that holds a part of the parameter.
+
+    Returns:
+        {"kind": "tensor", "dtype"} for a tensor of the parameter's own shape, whose pieces lie as the parameter's do;
+        {"kind": "number", "value", "dtype", "near"} for another tensor, near: beside the parameter, not on the CPU;
+        {"kind": "plain", "value"} for anything else.
+
+    Raises:
+        InputError: what is remembered is no tensor, number or text.
+    """
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.shape == parameter.shape and name != "step":
+            return {"kind": "tensor", "dtype": dtype}
+        return {"kind": "number", "value": value.tolist(), "dtype": dtype, "near": value.device == parameter.device}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"kind": "plain", "value": value}
+    raise InputError(
+        f"the optimizer remembers {name!r} as a {type(value).__name__}: only tensors, numbers and texts can be moved or saved; "
+        f"use one of {', '.join(sorted(c.__name__ for c in ELEMENTWISE))}"
+    )
 
 
-def _piece(held: dict[str, Any], name: str, parameter: nn.Parameter) -> Tensor:
-    value = held.get(name)
-    return value if isinstance(value, Tensor) else torch.zeros_like(parameter).detach()
+def _piece(held: Any, row: dict[str, Any], parameter: nn.Parameter) -> Tensor:
+    dtype = getattr(torch, row["dtype"])
+    return held if isinstance(held, Tensor) else torch.zeros_like(parameter, dtype=dtype).detach()

@@ -13,7 +13,7 @@ from convoy.errors import InputError
 from convoy.execute.agreement import agree_on
 from convoy.execute.module import Distributed
 from convoy.execute.move import Moving, start_move
-from convoy.execute.optimizer import ELEMENTWISE, mark_pieces
+from convoy.execute.optimizer import ELEMENTWISE, described, mark_pieces
 from convoy.layout import Layout, box, holders, local_shape
 from convoy.plan import Plan
 from convoy.transfer import schedule
@@ -124,7 +124,7 @@ class _Reshare:
                 own["gradients"].append(route.key)
             for i, optimizer in enumerate(self.optimizers):
                 if parameter in optimizer.state:
-                    rows = {name: _described(name, v, parameter) for name, v in optimizer.state[parameter].items()}
+                    rows = {name: described(name, v, parameter) for name, v in optimizer.state[parameter].items()}
                     own["state"][f"{i}/{route.key}"] = rows
         tables = [json.loads(text) for text in self.model.group.agree("reshare: gradients and state", json.dumps(own))]
         state: dict[str, Any] = {}
@@ -201,16 +201,6 @@ class _State:
             self.optimizer.state.pop(self.parameter, None)
         else:
             self.optimizer.state[self.parameter] = {**self.numbers, **arrived}
-
-
-def _described(name: str, value: Any, parameter: Tensor) -> dict[str, Any]:
-    """State of the parameter's own shape by its type, anything else by its value."""
-    if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step":
-        return {"kind": "tensor", "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, Tensor):
-        dtype, near = str(value.dtype).removeprefix("torch."), value.device == parameter.device
-        return {"kind": "number", "value": value.tolist(), "dtype": dtype, "near": near}
-    return {"kind": "plain", "value": value}
 
 
 def _number(row: Mapping[str, Any], parameter: Tensor) -> Any:

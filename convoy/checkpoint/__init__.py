@@ -1,0 +1,17 @@
+"""Checkpoints: a training run on disk, to be continued on any other fleet, by any other plan.
+
+::
+
+    save_checkpoint("run", model, optimizer, Progress(step=300, epoch=2, batch=17))     # on every device
+    progress = load_checkpoint("run", model, optimizer)                                 # on every device of another fleet
+
+Plain PyTorch loads the weights: `model.load_state_dict(safetensors.torch.load_file("run/best/model.safetensors"))`.
+"""
+
+from convoy.checkpoint.checkpointer import Checkpointer
+from convoy.checkpoint.folder import latest
+from convoy.checkpoint.load import load_checkpoint
+from convoy.checkpoint.manifest import Progress
+from convoy.checkpoint.save import save_checkpoint
+
+__all__ = ["Checkpointer", "Progress", "latest", "load_checkpoint", "save_checkpoint"]

@@ -1,0 +1,155 @@
+"""A model's tensors wherever their pieces lie, brought together on device 0 and given out again, one at a time."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from convoy.checkpoint.tensors import Spec
+from convoy.errors import InputError
+from convoy.execute.group import AloneGroup, Group
+from convoy.execute.module import Distributed
+from convoy.execute.move import run_move
+from convoy.execute.optimizer import described
+from convoy.layout import Layout, OnOne, Partial, Replicated, Shape, box
+from convoy.transfer import schedule
+
+FIRST = OnOne(0)
+"""Where whole tensors are: the device that reads and writes files."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The tensors of a model by their keys in `state_dict`; an ordinary model is a group of one device, which holds all.
+
+    Attributes:
+        pieces: what this device holds, sharing memory with the model.
+        layouts: where the pieces of each tensor lie.
+        shapes: of the whole tensors.
+        names: the key of each parameter, one for tied ones.
+        differ: copies differ from device to device, because the plan mixes inexactly; their average counts.
+    """
+
+    group: Group
+    pieces: Mapping[str, Tensor]
+    layouts: Mapping[str, Layout]
+    shapes: Mapping[str, Shape]
+    names: Mapping[Tensor, str]
+    differ: bool
+
+    @staticmethod
+    def of(model: nn.Module) -> "Parts":
+        """
+        Raises:
+            InputError: `state_dict` holds something that is no tensor.
+        """
+        inner = model.module if isinstance(model, Distributed) else model
+        own = inner.state_dict(keep_vars=True)
+        for key, value in own.items():
+            if not isinstance(value, Tensor):
+                raise InputError(
+                    f"state_dict() has a {type(value).__name__} under {key!r}: a checkpoint holds tensors; make it a buffer"
+                )
+        pieces = {key: tensor.detach() for key, tensor in own.items()}
+        names: dict[Tensor, str] = {parameter: key for key, parameter in inner.named_parameters()}
+        if not isinstance(model, Distributed):
+            near = next((piece.device for piece in pieces.values()), torch.device("cpu"))
+            shapes = {key: tuple(piece.shape) for key, piece in pieces.items()}
+            return Parts(AloneGroup(near), pieces, dict.fromkeys(pieces, FIRST), shapes, names, differ=False)
+        # A key without a layout is a second name of a tied buffer: every device has it.
+        first = {tensor: key for key, tensor in (*inner.named_parameters(), *inner.named_buffers())}
+        known = {key: first.get(tensor, key) for key, tensor in own.items()}
+        everyone = Replicated(tuple(range(model.group.devices)))
+        rows = model.parameters_by_key
+        shapes = {k: tuple(rows[name].shape if name in rows else own[k].shape) for k, name in known.items()}
+        layouts = {key: model.layouts.get(name, everyone) for key, name in known.items()}
+        return Parts(model.group, pieces, layouts, shapes, names, differ=model.plan.mixes)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is device 0, which reads and writes files."""
+        return self.group.device == 0
+
+    @cached_property
+    def specs(self) -> dict[str, Spec]:
+        """The whole tensors, in the order of `state_dict`."""
+        return {key: Spec(self.shapes[key], piece.dtype) for key, piece in self.pieces.items()}
+
+    def holds(self, key: str) -> bool:
+        """Whether this device has a part of a tensor."""
+        return box(self.layouts[key], self.group.device, self.shapes[key]) is not None
+
+    def collect(self, key: str, piece: Tensor) -> Tensor:
+        """The whole of a tensor that lies like `key`, on device 0; elsewhere nothing of use. Every device calls it."""
+        layout, shape = self.layouts[key], self.shapes[key]
+        held = piece if self.holds(key) else piece.new_empty(0)
+        if self.differ and isinstance(layout, Replicated) and held.is_floating_point():
+            held, layout = held / len(layout.devices), Partial(layout.devices)
+        return run_move(self.group, schedule(layout, FIRST, shape), held, layout, FIRST, shape)
+
+    def give_out(self, key: str, whole: Tensor) -> Tensor | None:
+        """This device's piece of a tensor that lies like `key`; None where it has none. Every device calls it.
+
+        Args:
+            whole: on device 0; elsewhere any tensor of its type.
+        """
+        layout, shape = self.layouts[key], self.shapes[key]
+        source = whole.to(self.group.torch_device)
+        piece = run_move(self.group, schedule(FIRST, layout, shape), source, FIRST, layout, shape)
+        return piece if self.holds(key) else None
+
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """The parameters of each of an optimizer's groups, by name.
+
+        Raises:
+            InputError: it works on other parameters too.
+        """
+        worked_on = [group["params"] for group in optimizer.param_groups]
+        strange = sum(p not in self.names for group in worked_on for p in group)
+        if strange:
+            raise InputError(
+                f"{type(optimizer).__name__} works on {strange} parameters that this model does not have: give the optimizer "
+                "that was made from the model's parameters()"
+            )
+        return [[self.names[p] for p in group] for group in worked_on]
+
+    def state_rows(self, optimizer: Optimizer) -> dict[str, dict[str, dict[str, Any]]]:
+        """What an optimizer remembers of each parameter, as the first device tells that holds a part of it.
+
+        The same on every device; every device calls it. The rows are those of `execute.optimizer.described`.
+        """
+        own = {}
+        for parameter, state in optimizer.state.items():
+            key = self.names[parameter]
+            if state and self.holds(key):
+                own[key] = {name: described(name, value, parameter) for name, value in sorted(state.items())}
+        tables = [json.loads(text) for text in self.group.agree("checkpoint: optimizer state", json.dumps(own))]
+        found = {key: next((t[key] for t in tables if key in t), None) for key in self.names.values()}
+        return {key: rows for key, rows in found.items() if rows is not None}
+
+
+def told_by_first(group: Group, topic: str, work: Callable[[], Any]) -> Any:
+    """What `work` returns on device 0, on every device; where it was refused, all devices are.
+
+    Args:
+        work: returns what JSON can hold.
+
+    Raises:
+        InputError: `work` did, on device 0.
+        DeviceLostError: device 0 took longer than the group's time limit.
+    """
+    answer: dict[str, Any] = {}
+    if group.device == 0:
+        try:
+            answer = {"result": work()}
+        except InputError as error:
+            answer = {"refused": str(error)}
+    told = json.loads(group.agree(topic, json.dumps(answer))[0])
+    if "refused" in told:
+        raise InputError(told["refused"])
+    return told["result"]

@@ -1,0 +1,165 @@
+"""Saving: the pieces travel to device 0, tensor by tensor, and it writes them as they come."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from convoy.checkpoint.disk import new_file
+from convoy.checkpoint.folder import draft, latest, publish, tidy
+from convoy.checkpoint.manifest import (
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    Manifest,
+    Progress,
+    SavedGroup,
+    SavedOptimizer,
+    SavedState,
+)
+from convoy.checkpoint.parts import Parts, told_by_first
+from convoy.checkpoint.tensors import Spec, Stream, file_order, write_tensors
+from convoy.checkpoint.values import encode
+from convoy.errors import InputError
+from convoy.execute.agreement import agree_on
+
+KEEP = 3
+
+OF_THE_MACHINE = ("foreach", "fused", "capturable", "param_names")
+"""Settings of an optimizer that say how it computes, not what: they are those of the machine it runs on."""
+
+
+class Stateful(Protocol):
+    """What has a state of its own, such as the schedules of torch.optim.lr_scheduler, and torch.amp.GradScaler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+@torch.no_grad()
+def save_checkpoint(
+    folder: Path | str,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    progress: Progress | None = None,
+    *,
+    schedule: Stateful | None = None,
+    scaler: Stateful | None = None,
+    settings: Mapping[str, Any] | None = None,
+    score: float | None = None,
+    keep: int = KEEP,
+) -> Path:
+    """Save a run between two steps. Every device calls it; device 0 writes, into a folder of its own machine.
+
+    The checkpoint appears under its name when all of it is on the disk. Until then, and whatever happens, those before it stay
+    as they are. Gradients and random numbers are not saved. No device needs room for more than one whole tensor.
+
+    Args:
+        folder: of the run; it is made where it is missing.
+        model: a distributed model, or an ordinary one on one device.
+        optimizer: of the model's parameters; None: only the weights are saved.
+        progress: how far the run is.
+        schedule: of learning rates, as in torch.optim.lr_scheduler.
+        scaler: of the loss, for fp16.
+        settings: what JSON can hold, and must be the same when the run goes on: the seed of the loader, the batch, the data.
+        score: of an evaluation at this point; the greater the better. `best` in the folder leads to the highest.
+        keep: the last few stay, and the best; older ones are removed.
+
+    Returns:
+        the folder of the checkpoint, as device 0 names it.
+
+    Raises:
+        InputError: it cannot be written (the message says which earlier one is still there), or holds something that a file
+            cannot; on every device.
+        MismatchError: the devices are at different steps.
+        DeviceLostError: a device did not take part; device 0 needed longer than the group's time limit for a tensor.
+    """
+    folder, progress = Path(folder), progress or Progress()
+    if keep < 1:
+        raise InputError(f"keep={keep}: a run keeps its last checkpoint at least; give 1 or more")
+    parts = Parts.of(model)
+    agree_on(parts.group, "checkpoint", json.dumps([asdict(progress), score]), "saves another checkpoint")
+    saved = None if optimizer is None else _described(parts, optimizer)
+    description = Manifest(
+        progress=progress, score=score, settings=encode(dict(settings or {}), "settings"), optimizer=saved,
+        others=_states({"schedule": schedule, "scaler": scaler}), files={},
+    )  # fmt: skip
+    streams = {MODEL: _model_stream(parts)}
+    if optimizer is not None and saved is not None:
+        streams[OPTIMIZER] = _optimizer_stream(parts, optimizer, saved)
+
+    def write() -> str:
+        try:
+            return str(_write(folder, streams, description, keep))
+        except OSError as error:
+            # The others are in the middle of sending.
+            _drain(streams)
+            raise InputError(_unwritten(folder, progress, error)) from error
+
+    if not parts.first:
+        _drain(streams)
+    return Path(told_by_first(parts.group, "checkpoint: written", write))
+
+
+def _described(parts: Parts, optimizer: Optimizer) -> SavedOptimizer:
+    name, groups = type(optimizer).__name__, []
+    for names, group in zip(parts.group_names(optimizer), optimizer.param_groups, strict=True):
+        kept = {key: value for key, value in group.items() if key not in ("params", *OF_THE_MACHINE)}
+        groups.append(SavedGroup(parameters=names, settings=encode(kept, f"a parameter group of {name}")))
+    state = encode(parts.state_rows(optimizer), f"the state of {name}")
+    return SavedOptimizer(name=name, groups=groups, state=state)
+
+
+def _states(others: Mapping[str, Stateful | None]) -> dict[str, SavedState]:
+    rows = [(what, type(each).__name__, each.state_dict()) for what, each in others.items() if each is not None]
+    return {what: SavedState(name=name, state=encode(state, f"the state of {name}")) for what, name, state in rows}
+
+
+def _model_stream(parts: Parts) -> Stream:
+    specs = file_order(parts.specs)
+    return Stream(specs, (parts.collect(key, parts.pieces[key]) for key in specs))
+
+
+def _optimizer_stream(parts: Parts, optimizer: Optimizer, saved: SavedOptimizer) -> Stream:
+    """The optimizer's tensors, as "parameter/name"."""
+    held = {key: optimizer.state.get(parameter, {}) for parameter, key in parts.names.items()}
+    rows = {f"{key}/{name}": (key, name) for key, name, _ in saved.tensors()}
+    specs = file_order({f"{key}/{name}": Spec(parts.shapes[key], dtype) for key, name, dtype in saved.tensors()})
+
+    def tensors() -> Iterator[torch.Tensor]:
+        for title, spec in specs.items():
+            key, name = rows[title]
+            piece = held[key][name] if parts.holds(key) else torch.empty(0, dtype=spec.dtype)
+            yield parts.collect(key, piece.to(parts.group.torch_device))
+
+    return Stream(specs, tensors())
+
+
+def _drain(streams: Mapping[str, Stream]) -> None:
+    """Take part in all moves that are left."""
+    for stream in streams.values():
+        for _ in stream.tensors:
+            pass
+
+
+def _write(folder: Path, streams: Mapping[str, Stream], description: Manifest, keep: int) -> Path:
+    with draft(folder) as path:
+        files = {name: write_tensors(path / name, stream) for name, stream in streams.items()}
+        with new_file(path / MANIFEST) as sink:
+            sink.write(description.model_copy(update={"files": files}).to_json().encode())
+        written = publish(path, description.progress.step)
+    tidy(folder, keep)
+    return written
+
+
+def _unwritten(folder: Path, progress: Progress, error: OSError) -> str:
+    before = latest(folder)
+    what = f"cannot write the checkpoint of step {progress.step} into {folder}: {error.strerror} ({error.filename})"
+    remedy = "make room there, or name another folder"
+    return f"{what}: {remedy}; " + ("no earlier checkpoint is there" if before is None else f"{before} is as it was")

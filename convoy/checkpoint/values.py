@@ -1,0 +1,72 @@
+"""Settings of optimizers and schedules as JSON, and back with the same types."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from convoy.errors import InputError
+
+MOST_NUMBERS = 10_000
+"""A tensor with more of them is no setting, and would make the JSON file unreadable."""
+
+
+def encode(value: Any, what: str) -> Any:
+    """A value as JSON. What JSON has no word for becomes an object whose only, or first, key begins with "!".
+
+    Args:
+        what: names the value in an error, e.g. "the state of StepLR".
+
+    Raises:
+        InputError: something that is neither a number, text or small tensor, nor a list, tuple or table of such.
+    """
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else {"!float": str(value)}
+        case Tensor() if value.numel() <= MOST_NUMBERS:
+            return {"!tensor": encode(value.tolist(), what), "dtype": str(value.dtype).removeprefix("torch.")}
+        case list():
+            return [encode(each, what) for each in value]
+        case tuple():
+            return {"!tuple": [encode(each, what) for each in value]}
+        case Counter():
+            return {"!counter": _pairs(value, what)}
+        case Mapping() if all(isinstance(key, str) and not key.startswith("!") for key in value):
+            return {key: encode(each, what) for key, each in value.items()}
+        case Mapping():
+            return {"!pairs": _pairs(value, what)}
+    size = f" of {value.numel()} numbers" if isinstance(value, Tensor) else ""
+    raise InputError(
+        f"{what} holds a {type(value).__name__}{size}, which a checkpoint does not keep: it keeps numbers, texts, tensors "
+        f"of at most {MOST_NUMBERS} numbers, and lists and tables of them; leave it out, and set it up again when you resume"
+    )
+
+
+def decode(coded: Any) -> Any:
+    """The value that `encode` made this JSON of. Tensors come on the CPU."""
+    match coded:
+        case {"!float": text}:
+            return float(text)
+        case {"!tensor": numbers, "dtype": dtype}:
+            return torch.tensor(decode(numbers), dtype=getattr(torch, dtype))
+        case {"!tuple": items}:
+            return tuple(decode(items))
+        case {"!counter": rows}:
+            return Counter(dict(decode(rows)))
+        case {"!pairs": rows}:
+            return dict(decode(rows))
+        case dict():
+            return {key: decode(each) for key, each in coded.items()}
+        case list():
+            return [decode(each) for each in coded]
+        case _:
+            return coded
+
+
+def _pairs(table: Mapping[Any, Any], what: str) -> list[list[Any]]:
+    return [[encode(key, what), encode(each, what)] for key, each in table.items()]
