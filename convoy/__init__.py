@@ -23,11 +23,17 @@ _HOMES = {
     "make_plan": "convoy.api",
     "distribute": "convoy.api",
     "loader": "convoy.api",
-    "clip_grad_norm_": "convoy.api",
+    "clip_grad_norm_": "convoy.execute.clip",
+    "GradScaler": "convoy.execute.precision",
+    "WeightAverage": "convoy.execute.average",
     "reshare": "convoy.execute.reshare",
     "Rebalancer": "convoy.execute.rebalancing",
     "full_optimizer_state": "convoy.execute.optimizer",
     "ELEMENTWISE": "convoy.execute.optimizer",
+    "Checkpointer": "convoy.checkpoint",
+    "Progress": "convoy.checkpoint",
+    "load_checkpoint": "convoy.checkpoint",
+    "save_checkpoint": "convoy.checkpoint",
     "Plan": "convoy.plan",
     "ConvoyError": "convoy.errors",
     "InputError": "convoy.errors",
@@ -40,9 +46,13 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
-    from convoy.api import clip_grad_norm_, distribute, loader, make_plan
+    from convoy.api import distribute, loader, make_plan
+    from convoy.checkpoint import Checkpointer, Progress, load_checkpoint, save_checkpoint
     from convoy.errors import ConvoyError, DataError, DeviceLostError, InputError, MismatchError, PlanError
+    from convoy.execute.average import WeightAverage
+    from convoy.execute.clip import clip_grad_norm_
     from convoy.execute.optimizer import ELEMENTWISE, full_optimizer_state
+    from convoy.execute.precision import GradScaler
     from convoy.execute.processes import join
     from convoy.execute.rebalancing import Rebalancer
     from convoy.execute.reshare import reshare

@@ -1,25 +1,29 @@
 """The four lines: make_plan, distribute, loader (and join, in execute/processes.py)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from convoy.auto import AUTO, BUDGET_S, choose
+from convoy.auto import BUDGET_S, choose
+from convoy.data.augment import read_augment
 from convoy.errors import InputError, PlanError
 from convoy.execute.clock import Clock
 from convoy.execute.data import Loader
 from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.optimizer import mark_pieces
+from convoy.execute.precision import compute_in
 from convoy.measure.layers import given_speeds, measure_speeds
 from convoy.named import named_plan
 from convoy.plan import Plan
+from convoy.settings import AUTO
 from convoy.trace import trace
 from convoy.transfer import Sum
+from convoy.wire import Wire
 
 
 def make_plan(
@@ -31,6 +35,7 @@ def make_plan(
     *,
     speeds: Sequence[float] | None = None,
     reduce: Sum | None = None,
+    wire: Wire = "exact",
     slowdown: float = 1.0,
     budget_s: float = BUDGET_S,
     fleet: Path | None = None,
@@ -46,6 +51,7 @@ def make_plan(
         group: the devices.
         speeds: one number per device; None: every device times the model's own layers first, which takes seconds.
         reduce: "ring", "butterfly", "star", or "inexact-butterfly-mixing"; None: what the plan is known for.
+        wire: "exact", or "inexact-bf16": what travels is rounded to bfloat16, in half the bytes.
         slowdown: this device plays one that is so many times slower.
         budget_s: for "auto", about the seconds that measuring may take.
         fleet: for "auto", a file that `convoy measure` wrote for this model: nothing is measured then. Only device 0 reads it.
@@ -65,7 +71,7 @@ def make_plan(
             )
         return choose(
             group, traced, model, batch, net=type(model).__name__, file=fleet, budget_s=budget_s, slowdown=slowdown,
-            reduce=reduce,
+            reduce=reduce, wire=wire,
         ).plan  # fmt: skip
     if speeds is not None:
         measured = given_speeds(speeds, group.devices)
@@ -73,7 +79,7 @@ def make_plan(
         # A wrong name is found before the seconds of measuring.
         named_plan(name, traced.graph, batch, given_speeds((1.0,) * group.devices, group.devices), reduce)
         measured = measure_speeds(group, traced, model, batch, Clock(group.torch_device, slowdown))
-    return named_plan(name, traced.graph, batch, measured, reduce)
+    return replace(named_plan(name, traced.graph, batch, measured, reduce), wire=wire)
 
 
 def distribute(
@@ -83,14 +89,20 @@ def distribute(
     example: Tensor | Sequence[Tensor],
     *,
     slowdown: float = 1.0,
+    precision: str = "float32",
 ) -> Distributed:
     """This device's part of a model; see `Distributed`. Every device must call it.
 
+    Args:
+        precision: what its layers compute in: "float32" (the type that the model has), "bf16" or "fp16"; see `compute_in`.
+            Weights and what travels keep their type. With fp16, use `convoy.GradScaler` for the loss.
+
     Raises:
-        PlanError, MismatchError: see `Distributed`.
+        InputError, PlanError, MismatchError: see `Distributed` and `compute_in`.
     """
     part = Distributed(model, plan, group, example, slowdown=slowdown)
     mark_pieces(part)
+    compute_in(part, precision)
     return part
 
 
@@ -103,15 +115,19 @@ def loader(
     seed: int = 0,
     drop_last: bool = False,
     workers: int = 0,
+    augment: str | None = None,
 ) -> Loader:
     """Batches of a data set, this device's part of each; see `Loader`.
 
+    Args:
+        augment: how training images change from epoch to epoch, e.g. "crop,flip"; see `convoy.data.augment`.
+
     Raises:
-        InputError: a batch below 1, an empty data set.
+        InputError: a batch below 1, an empty data set, an unknown augmentation.
     """
-    return Loader(dataset, batch_size, model, shuffle=shuffle, seed=seed, drop_last=drop_last, workers=workers)
-
-
-def clip_grad_norm_(model: Distributed, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """torch.nn.utils.clip_grad_norm_ for a distributed model: the norm is that of the gradients of all devices."""
-    return model.clip_grad_norm_(max_norm, norm_type)
+    steps = None
+    if augment is not None:
+        steps = read_augment(augment, getattr(dataset, "mean", ()), getattr(dataset, "std", ()))
+    return Loader(
+        dataset, batch_size, model, shuffle=shuffle, seed=seed, drop_last=drop_last, workers=workers, augment=steps
+    )

@@ -1,17 +1,18 @@
-"""The command line: verbs, thin. Options become a `Job`; everything else happens elsewhere."""
+"""The command line: verbs, thin. Options become values; everything else happens elsewhere."""
 
+import inspect
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from convoy._version import __version__
 from convoy.errors import ConvoyError, InputError
-
-MAX_DEVICES = 1024
-"""More processes than that on one machine are a slip of the finger."""
+from convoy.notation import device_names, numbers
+from convoy.settings import FIELDS, key_of, kind_of, panel
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -21,51 +22,41 @@ app = typer.Typer(
     help="Train one CNN on all the devices you have, as fast as their speeds add up.",
 )
 
-Data = Annotated[str, typer.Option(help="Images: digits (ships with scikit-learn), fashion-mnist or cifar10.")]
-DataDir = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder with the data set's own files. Default: a cache folder, filled by download and checksum."
-    ),
-]
-Net = Annotated[
-    str,
-    typer.Option(help="two-conv:K1:K2 (filters), alexnet:F (features), resnet:DEPTH:WIDTH."),
-]
-PlanName = Annotated[
-    str,
-    typer.Option(
-        help="Who computes what. [b]data[/]: the batch in even shares, as PyTorch DDP does. [b]data-by-speed[/]: the batch by "
-        "measured speed. [b]master[/]: filters of the convolutions by measured speed, the rest on the fastest device "
-        "(Marques 2018). [b]model[/]: every weighted layer by filter, evenly (Castello 2021). [b]hybrid[/]: convolutions by "
-        "batch, fully connected layers by filter (Jin 2018). [b]auto[/]: measures, and lets the planner choose (train "
-        "only). Or a plan file."
-    ),
-]
-Devices = Annotated[
-    str,
-    typer.Option(
-        help="How many processes on this machine, or their devices: 4, or cuda:0,cpu. Ignored under torchrun."
-    ),
-]
-Batch = Annotated[int, typer.Option(help="Global batch: samples per step, over all devices.")]
-Slowdown = Annotated[
-    str | None,
-    typer.Option(
-        help="A factor per device that stretches its computing, e.g. 1,1,2,4: unequal devices on one machine."
-    ),
-]
-SpeedsOption = Annotated[
-    str | None, typer.Option("--speeds", help="Speeds per device instead of measured ones, e.g. 4,4,2,1.")
-]
-ReduceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--reduce",
-        help="How sums over devices are made: ring, butterfly, star; or inexact-butterfly-mixing, which is not a sum and "
-        "does not train like one device. Default: butterfly for hybrid, ring for the others.",
-    ),
-]
+
+def _meaning(name: str) -> Any:
+    """An option that means what the setting of that name means."""
+    return typer.Option(help=FIELDS[name].description)
+
+
+Data = Annotated[str, _meaning("data")]
+DataDir = Annotated[Path | None, _meaning("data_dir")]
+Net = Annotated[str, _meaning("net")]
+PlanName = Annotated[str, _meaning("plan")]
+Devices = Annotated[str, _meaning("devices")]
+Batch = Annotated[int, _meaning("batch")]
+Slowdown = Annotated[str | None, _meaning("slowdown")]
+Timeout = Annotated[float, _meaning("timeout_s")]
+Port = Annotated[int | None, _meaning("port")]
+
+
+def _with_settings(verb: Callable[..., None]) -> Callable[..., None]:
+    """Gives a verb an option for every setting; None where it is not given, so that a run file can say otherwise."""
+    own = [p for p in inspect.signature(verb).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    options = []
+    for name, field in FIELDS.items():
+        kind = str if kind_of(name) is tuple else kind_of(name)
+        default = "" if field.default is None or kind is bool else f" [dim]\\[default: {field.default}][/]"
+        option = typer.Option(
+            *([] if kind is bool else [f"--{key_of(name)}"]),
+            help=f"{field.description}{default}", show_default=False, rich_help_panel=panel(name),
+        )  # fmt: skip
+        options.append(
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+            )
+        )
+    verb.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
+    return verb
 
 
 @app.callback(invoke_without_command=True)
@@ -76,62 +67,36 @@ def _top(version: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 @app.command()
+@_with_settings
 def train(
-    data: Data = "digits",
-    data_dir: DataDir = None,
-    net: Net = "two-conv:50:500",
-    plan: PlanName = "data-by-speed",
-    devices: Devices = "1",
-    batch: Batch = 64,
-    epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 1,
-    lr: Annotated[float, typer.Option(help="Learning rate.")] = 0.01,
-    momentum: Annotated[float, typer.Option(help="Momentum of sgd.")] = 0.9,
-    weight_decay: Annotated[float, typer.Option(help="Weight decay.")] = 0.0,
-    optimizer: Annotated[str, typer.Option(help="sgd, adam or adamw.")] = "sgd",
-    seed: Annotated[int, typer.Option(help="Decides the first weights and the order of the images.")] = 0,
-    slowdown: Slowdown = None,
-    speeds: SpeedsOption = None,
-    reduce: ReduceOption = None,
-    limit: Annotated[int | None, typer.Option(help="Use only so many training images.")] = None,
-    workers: Annotated[int, typer.Option(help="Processes per device that prepare batches ahead; 0: none.")] = 0,
-    rebalance: Annotated[
-        bool,
-        typer.Option(help="Change the shares while training when a device turns out faster or slower than thought."),
-    ] = False,
-    compare: Annotated[
-        bool, typer.Option(help="Afterwards, the same training on one device by plain PyTorch.")
-    ] = False,
-    explain: Annotated[
-        bool, typer.Option(help="Print the step list: every computation, move and sum of one step.")
-    ] = False,
-    save_plan: Annotated[Path | None, typer.Option(help="Write the plan to this file (JSON).")] = None,
-    log: Annotated[
-        Path | None, typer.Option(help="Write every loss and result to this file, a JSON object per line.")
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN.TOML", help="Settings in a file: the options below, without the dashes in front."),
     ] = None,
-    fleet: Annotated[
-        Path | None, typer.Option(help="For --plan auto: the file that convoy measure wrote; default: measure now.")
-    ] = None,
-    budget: Annotated[float, typer.Option(help="For --plan auto: about the seconds that measuring may take.")] = 20.0,
-    port: Annotated[int | None, typer.Option(help="Port where the processes meet; default: a free one.")] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a silent device counts as lost.")] = 60.0,
+    **given: Any,
 ) -> None:
     """Train a network on images, over this machine's devices or as one process of a torchrun job.
 
     The numbers are those of one device: same batches, same loss curve, whatever the plan.
 
+    Settings come from a run file (lines such as batch = 64) and from options; an option overrides the file.
+
     Example: convoy train --data cifar10 --data-dir D --net two-conv:150:800 --plan master --devices 4 --batch 64 --epochs 2
     """
-    from convoy.job import Job
+    from convoy.run_file import settle
 
-    known = _devices(devices)
-    job = Job(
-        data=data, data_dir=data_dir, net=net, plan=plan, devices=known, batch=batch, epochs=epochs, lr=lr,
-        momentum=momentum, weight_decay=weight_decay, optimizer=optimizer, seed=seed,
-        slowdown=_numbers("--slowdown", slowdown) or (1.0,) * len(known), speeds=_numbers("--speeds", speeds),
-        reduce=reduce, limit=limit, workers=workers, timeout_s=timeout, compare=compare, explain=explain,  # type: ignore[arg-type]
-        save_plan=save_plan, log=log, fleet=fleet, budget_s=budget, rebalance=rebalance,
-    )  # fmt: skip
-    _run(job, sys.argv[1:], port)
+    settled = settle(run, {name: value for name, value in given.items() if value is not None})
+    devices, port = settled.settings.device_names, settled.settings.port
+    if "RANK" in os.environ or len(devices) == 1:
+        from convoy.job import run_device
+
+        run_device(settled)
+        return
+    from convoy.execute.launch import launch_local
+    from convoy.inputs import rehearse
+
+    rehearse(settled.settings)
+    raise typer.Exit(launch_local(sys.argv[1:], devices, port=port))
 
 
 @app.command()
@@ -173,8 +138,8 @@ def measure(
     batch: Batch = 64,
     slowdown: Slowdown = None,
     budget: Annotated[float, typer.Option(help="Seconds that each device may spend on layers.")] = 60.0,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a silent device counts as lost.")] = 60.0,
-    port: Annotated[int | None, typer.Option(help="Port where the processes meet; default: a free one.")] = None,
+    timeout: Timeout = 60.0,
+    port: Port = None,
 ) -> None:
     """Measure this fleet: a model's layers on each device, latency and bandwidth between hosts, what traffic costs.
 
@@ -183,8 +148,8 @@ def measure(
     from convoy.execute.launch import launch_local
     from convoy.measure.command import MeasureJob, run_measure
 
-    known = _devices(devices)
-    factors = _numbers("--slowdown", slowdown) or (1.0,) * len(known)
+    known = device_names(devices)
+    factors = (1.0,) * len(known) if slowdown is None else _numbers("--slowdown", slowdown)
     job = MeasureJob(output, fleet, data, data_dir, net, known, batch, factors, budget, timeout)
     job.check()
     if "RANK" in os.environ or len(known) == 1:
@@ -292,50 +257,18 @@ def rehearse(
     raise typer.Exit(run(read_fleet(fleet), program, timeout_s=limit_s, fleet_path=fleet))
 
 
-def _run(job: object, argv: list[str], port: int | None) -> None:
-    from convoy.execute.launch import launch_local
-    from convoy.job import Job, run_device
-
-    assert isinstance(job, Job)
-    if port is not None and not 0 <= port <= 65535:
-        raise InputError(f"--port {port}: a port is a number from 0 to 65535; 0 or none takes a free one")
-    if "RANK" in os.environ or len(job.devices) == 1:
-        run_device(job)
-        return
-    job.rehearse_inputs()
-    raise typer.Exit(launch_local(argv, job.devices, port=port))
-
-
-def _devices(text: str) -> tuple[str, ...]:
-    if "WORLD_SIZE" in os.environ and os.environ["WORLD_SIZE"].isdigit():
-        count = int(os.environ["WORLD_SIZE"])
-        named = tuple(part.strip() for part in text.split(","))
-        return named if len(named) == count and not text.isdigit() else ("auto",) * count
-    if text.strip().isdigit():
-        count = int(text)
-        if not 1 <= count <= MAX_DEVICES:
-            raise InputError(f"--devices {count}: give a number from 1 to {MAX_DEVICES}, or their names: cuda:0,cpu")
-        return ("cpu",) * count if count > 1 else ("auto",)
-    names = tuple(part.strip() for part in text.split(","))
-    if not all(names):
-        raise InputError(f"--devices {text!r}: give a number, or names with commas between them: cuda:0,cpu")
-    return names
-
-
 def _image(text: str) -> tuple[int, int, int]:
-    sizes = [int(n) for n in _numbers("--image", text) or ()]
+    sizes = [int(n) for n in _numbers("--image", text)]
     if len(sizes) != 3 or min(sizes) < 1:
         raise InputError(f"--image {text}: give channels, height and width, e.g. 3,32,32")
     return sizes[0], sizes[1], sizes[2]
 
 
-def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
-    if text is None:
-        return None
+def _numbers(option: str, text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise InputError(f"{option} {text!r}: give numbers with commas between them, e.g. {option} 1,1,2,4") from None
+        return numbers(text)
+    except InputError as error:
+        raise InputError(f"{option} {text!r}: {error}") from None
 
 
 def main() -> None:

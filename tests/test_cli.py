@@ -25,7 +25,7 @@ import convoy.job  # noqa: F401 - likewise
 from convoy import cli
 from convoy.data import load
 from convoy.errors import DeviceLostError, InputError
-from convoy.execute.train import EpochResult, History
+from convoy.execute.train import EpochResult, Evaluation, History
 from convoy.explain import LayerRow
 from convoy.named import PLANS
 from convoy.plan import Plan
@@ -146,7 +146,7 @@ TWO = ["--devices", "2"]
 REFUSED: list[tuple[list[str], list[str]]] = [
     (["--plan", "dta"], ["unknown plan 'dta'", "a plan file", *PLANS]),
     (["--plan", "nowhere.json"], ["cannot read the plan nowhere.json", "give the path of a plan file"]),
-    (["--net", "vgg:16"], ["unknown net 'vgg'", "alexnet:F", "resnet:DEPTH:WIDTH", "two-conv:K1:K2"]),
+    (["--net", "lenet:5"], ["unknown net 'lenet:5'", "alexnet:F", "resnet:DEPTH:WIDTH", "two-conv:K1:K2"]),
     (["--net", "two-conv:1:2:3"], ["'two-conv:1:2:3'", "two-conv:K1:K2", "1 or more"]),
     (["--data", "mnist"], ["'mnist'", "cifar10", "digits", "fashion-mnist"]),
     (
@@ -158,17 +158,32 @@ REFUSED: list[tuple[list[str], list[str]]] = [
         ["--data", "cifar10", "--data-dir", "CORRUPT"],
         ["data_batch_3.bin has the sha256", "SHA256SUMS says", "fetch the file again"],
     ),
-    (["--optimizer", "lion"], ["unknown optimizer 'lion'", "adam, adamw, sgd"]),
-    (["--reduce", "tree"], ["unknown reduce 'tree'", "butterfly", "inexact-butterfly-mixing", "ring", "star"]),
-    (["--batch", "0"], ["--batch 0", "give 1 or more"]),
-    (["--epochs", "0"], ["--epochs 0", "give 1 or more"]),
-    (["--limit", "0"], ["--limit 0", "1 sample or more"]),
-    (["--workers", "-1"], ["--workers -1", "give 0 or more"]),
+    (["--optimizer", "lion"], ["--optimizer 'lion'", "choose one of adam, adamw, sgd"]),
+    (
+        ["--reduce", "tree"],
+        ["--reduce 'tree'", "give one of ", "butterfly", "inexact-butterfly-mixing", "ring", "star"],
+    ),
+    (["--batch", "0"], ["--batch 0", "give a whole number of 1 or more"]),
+    (["--epochs", "0"], ["--epochs 0", "give a whole number of 1 or more"]),
+    (["--limit", "0"], ["--limit 0", "give a whole number of 1 or more"]),
+    (["--workers", "-1"], ["--workers -1", "give a whole number of 0 or more"]),
     (["--lr", "0"], ["--lr 0", "above 0"]),
     (["--lr", "nan"], ["--lr nan", "above 0"]),
     (["--lr", "inf"], ["--lr inf", "above 0"]),
     (["--momentum", "-0.5"], ["--momentum -0.5", "0 or more"]),
     (["--weight-decay", "-1"], ["--weight-decay -1", "0 or more"]),
+    (["--label-smoothing", "1"], ["--label-smoothing 1", "from 0 to below 1"]),
+    (["--ema", "1"], ["--ema 1", "from 0 to below 1"]),
+    (["--clip-norm", "0"], ["--clip-norm 0", "above 0"]),
+    (["--drop-factor", "2"], ["--drop-factor 2", "above 0, up to 1"]),
+    (["--warmup-epochs", "-1"], ["--warmup-epochs -1", "0 or more"]),
+    (["--schedule", "linear"], ["--schedule 'linear'", "constant, cosine, one-cycle, step"]),
+    (["--accumulate", "0"], ["--accumulate 0", "1 or more"]),
+    (["--accumulate", "5"], ["--accumulate 5 with --batch 32", "must be equal", "1, 2, 4, 8, 16, 32"]),
+    (["--precision", "half"], ["--precision 'half'", "bf16, float32, fp16"]),
+    (["--precision", "fp16"], ["--precision fp16 on a CPU", "use bf16"]),
+    (["--evaluate-epochs", "0"], ["--evaluate-epochs 0", "1 or more"]),
+    (["--evaluate-steps", "0"], ["--evaluate-steps 0", "1 or more"]),
     (["--seed", "-1"], ["--seed -1", "from 0 to"]),
     (["--timeout", "0"], ["--timeout 0", "above 0"]),
     (["--timeout", "inf"], ["--timeout inf", "above 0"]),
@@ -179,19 +194,20 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--devices", "gpu0"], ["'gpu0' cannot be used", "choose cpu, or cuda:0"]),
     ([*TWO, "--slowdown", "1,1,4"], ["--slowdown 1,1,4", "each of the 2 devices", "--slowdown 1,1"]),
     ([*TWO, "--slowdown", "0.5,1"], ["--slowdown 0.5,1", "1 or more"]),
-    ([*TWO, "--slowdown", "inf,1"], ["--slowdown inf,1", "1 or more"]),
+    ([*TWO, "--slowdown", "inf,1"], ["--slowdown 'inf,1'", "finite numbers"]),
     ([*TWO, "--slowdown", "1,fast"], ["--slowdown '1,fast'", "numbers with commas"]),
     ([*TWO, "--slowdown", ""], ["--slowdown ''", "numbers with commas"]),
     ([*TWO, "--speeds", "1"], ["speeds 1:", "each of the 2 devices"]),
     ([*TWO, "--speeds", "1,2,3,4,5"], ["speeds 1,2,3,4,5", "each of the 2 devices"]),
     ([*TWO, "--speeds", "0,1"], ["speeds 0,1", "one positive number"]),
-    ([*TWO, "--speeds", "inf,1"], ["speeds inf,1", "one positive number"]),
+    ([*TWO, "--speeds", "inf,1"], ["--speeds 'inf,1'", "finite numbers"]),
     ([*TWO, "--speeds", "quick,slow"], ["--speeds 'quick,slow'", "numbers with commas"]),
     ([*TWO, "--port", "70000"], ["--port 70000", "from 0 to 65535"]),
     ([*TWO, "--port", "-1"], ["--port -1", "from 0 to 65535"]),
     (["--save-plan", "NOWHERE/plan.json"], ["--save-plan", "NOWHERE does not exist", "make it or name another"]),
     (["--save-plan", "EMPTY"], ["--save-plan", "EMPTY is a folder", "name a file in it"]),
     (["--log", "NOWHERE/run.jsonl"], ["--log", "NOWHERE does not exist", "make it or name another"]),
+    (["--save-run", "NOWHERE/run.toml"], ["--save-run", "NOWHERE does not exist", "make it or name another"]),
     ([*TWO, "--log", "NOWHERE/run.jsonl"], ["--log", "NOWHERE does not exist", "make it or name another"]),
 ]
 
@@ -233,7 +249,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     ("argv", "word"),
     [
         (["train", "--depth", "3"], "--depth"),
-        (["train", "digits"], "digits"),
+        (["train", "digits"], "cannot read the run file digits: No such file"),
         (["train", "--batch", "many"], "--batch"),
         (["plan9"], "'plan9'"),
     ],
@@ -417,7 +433,7 @@ def test_devices_with_other_options_are_named(stranger: list[str], words: str) -
 
 
 def history(loss: float, samples_per_s: float = 1234567.8) -> History:
-    return History([loss] * 3, [EpochResult(loss, 0.5, 1234.5, samples_per_s)])
+    return History([loss] * 3, [EpochResult(loss, 0.5, 1234.5, samples_per_s, 0.01)])
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -432,21 +448,25 @@ def test_names_are_printed_as_they_are_and_nothing_is_cut_off(terminal: bool) ->
     name = "[b]mine[/] :cat: [/]"
     with screen.progress(name, 2, 100) as bar:
         bar.step(0, 2.5, 50)
-        bar.epoch(0, EpochResult(2.5, 0.5, 1.0, 50.0))
+        bar.on_evaluation(Evaluation(0, 1, 0.25, ends_epoch=False), True)
+        bar.epoch(0, EpochResult(2.5, 0.5, 1.0, 50.0, 0.01))
+        bar.epoch(1, EpochResult(2.5, None, 1.0, 50.0, 0.01))
     screen.plan(
         Plan(name, "x", 2, 4, {}, Batch((2, 2))),
         [LayerRow("0", "conv", "batch", ("2", "2"), 5, "[/] note")],
         (0.5, 0.5),
     )
-    screen.comparison(history(2.5), history(2.5), exact=True)
-    screen.comparison(history(2.5), history(0.5), exact=False)
+    screen.comparison(history(2.5), history(2.5))
+    screen.comparison(history(2.5), history(0.5), inexact="wire inexact-bf16 rounds", precision="bf16")
     text = file.getvalue()
     assert text.count(name) >= 2
     assert "* 0: [/] note" in text
     assert "…" not in text
     assert "1,234,568" in text
     assert "at most 0 apart (rounding of float32" in text
-    assert "at most 2 apart (INEXACT: butterfly mixing does not follow one device)" in text
+    assert "at most 2 apart (INEXACT: wire inexact-bf16 rounds)" in text
+    assert "step 1: test accuracy 25.00%, the best so far" in text
+    assert "epoch 2/2: loss 2.5000, 50 samples/s" in text, "not tested"
 
 
 @pytest.mark.parametrize(("together", "told"), [(900.0, True), (1100.0, False)])
@@ -454,7 +474,7 @@ def test_a_fleet_that_one_device_beats_is_told_so(together: float, told: bool) -
     file = io.StringIO()
     screen = Screen(visible=True)
     screen.console.file = file
-    screen.comparison(history(1.0, together), history(1.0, 1000.0), exact=True)
+    screen.comparison(history(1.0, together), history(1.0, 1000.0))
     assert ("One device alone was faster" in file.getvalue()) is told
 
 
@@ -470,12 +490,14 @@ def test_a_training_that_diverges_still_writes_json(tmp_path: Path) -> None:
     """NaN is no JSON: most readers refuse a line that holds one."""
     with RunLog(tmp_path / "log") as log:
         log.step(0, float("nan"), 5)
-        log.epoch(0, EpochResult(float("inf"), 0.1, 1.0, 5.0))
+        log.on_evaluation(Evaluation(0, 1, 0.1, ends_epoch=True), True)
+        log.epoch(0, EpochResult(float("inf"), 0.1, 1.0, 5.0, 0.5))
         log.write("device", times=[1.0, float("nan")])
     lines = (tmp_path / "log").read_text().splitlines()
     assert [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in lines] == [
         {"what": "step", "step": 0, "epoch": 0, "loss": None, "samples": 5},
-        {"what": "epoch", "epoch": 0, "loss": None, "accuracy": 0.1, "train_s": 1.0, "samples_per_s": 5.0},
+        {"what": "evaluation", "step": 1, "epoch": 0, "accuracy": 0.1, "best": True},
+        {"what": "epoch", "epoch": 0, "loss": None, "accuracy": 0.1, "train_s": 1.0, "samples_per_s": 5.0, "lr": 0.5},
         {"what": "device", "times": [1.0, None]},
     ]
 
@@ -548,7 +570,11 @@ def test_bad_input_to_the_real_command(tmp_path: Path) -> None:
     done = subprocess.run(
         command("--devices", "3", "--batch", "0"), cwd=tmp_path, env=QUIET, capture_output=True, text=True, timeout=60
     )
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: --batch 0: give 1 or more\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        "error: --batch 0: give a whole number of 1 or more\n",
+    )
     assert time.monotonic() - begin_s < 60
 
 

@@ -25,7 +25,7 @@ from convoy.execute.module import Distributed
 from convoy.execute.rebalancing import Rebalancer
 from convoy.execute.reshare import reshare
 from convoy.execute.threads import run_on_threads
-from convoy.execute.train import EpochResult, History, fit
+from convoy.execute.train import EpochResult, Evaluation, History, Training, fit
 from convoy.job import _teller
 from convoy.layout import Partial, box, entries
 from convoy.plan import Plan
@@ -138,9 +138,11 @@ class Teller:
         if self.steps == SLOWED_AT and self.here.group.device == 1:
             self.speed /= 2
 
-    def epoch(self, epoch: int, result: EpochResult) -> None:  # noqa: ARG002
+    def on_evaluation(self, result: Evaluation, is_best: bool) -> None:  # noqa: ARG002
         # An evaluation took its time too; it is no training step.
         self.here.clock.layers_s["conv1", "forward"] += 1000.0 * (1 + self.here.group.device)
+
+    def epoch(self, epoch: int, result: EpochResult) -> None: ...
 
 
 def _part(here: Distributed, step: Compute) -> float:
@@ -160,7 +162,7 @@ def train(plan: Plan, every: int = 2) -> list[dict[str, Any]]:
         optimizer = torch.optim.Adam(here.parameters(), lr=0.003, eps=1e-3)
         told: list[tuple[int, str]] = []
         rebalancer = Rebalancer(here, optimizer, tell=lambda step, d: told.append((step, d.reason)), every=every)
-        history = fit(here, loader, test, optimizer, EPOCHS, Teller(here, [4.0, 4.0, 2.0]), rebalancer)
+        history = fit(Training(here, optimizer), loader, test, EPOCHS, Teller(here, [4.0, 4.0, 2.0]), rebalancer)
         assert here.plan == rebalancer.state.plan
         return {"history": history, "told": told, "plan": here.plan, "weights": here.full_state_dict()}
 
@@ -174,7 +176,7 @@ def alone() -> tuple[History, dict[str, Tensor]]:
     model = nets.build("two-conv")
     loader, test = Loader(Samples(), BATCH), Loader(Samples(), BATCH, shuffle=False)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003, eps=1e-3)
-    return fit(model, loader, test, optimizer, EPOCHS), dict(model.state_dict())
+    return fit(Training(model, optimizer), loader, test, EPOCHS), dict(model.state_dict())
 
 
 def by_filters() -> Plan:

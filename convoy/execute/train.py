@@ -1,28 +1,47 @@
 """An ordinary training loop, for the command line; the same loop trains a distributed model and a plain one."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from convoy.checkpoint import Checkpointer, Progress
 from convoy.errors import unknown_name
+from convoy.execute.average import WeightAverage
+from convoy.execute.clip import clip_grad_norm_
 from convoy.execute.data import Loader
+from convoy.execute.precision import GradScaler
 from convoy.execute.rebalancing import Rebalancer
 
 
 @dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One test: accuracy (0 to 1) after so many steps, in which epoch, and whether that epoch is over."""
+
+    epoch: int
+    step: int
+    accuracy: float
+    ends_epoch: bool
+
+
+@dataclass(frozen=True, slots=True)
 class EpochResult:
-    """One epoch: mean training loss over its samples, accuracy on the test images (0 to 1), seconds of training."""
+    """One epoch: mean training loss over its samples, accuracy on the test images (0 to 1; None where it was not tested at
+    its end), seconds of training, the learning rate that the next step would have."""
 
     loss: float
-    accuracy: float
+    accuracy: float | None
     train_s: float
     samples_per_s: float
+    lr: float
 
 
 @dataclass
@@ -32,19 +51,31 @@ class History:
     Attributes:
         losses: of every step, over the whole batch.
         epochs: one result per epoch.
+        evaluations: all tests, in order.
+        best: the first test of the highest accuracy.
     """
 
     losses: list[float] = field(default_factory=list)
     epochs: list[EpochResult] = field(default_factory=list)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    best: Evaluation | None = None
 
 
 class Observer(Protocol):
-    """Is told how training goes; for progress bars and logs."""
+    """Is told how training goes, on every device; for progress bars and logs, and for whatever is to be kept.
+
+    A test comes after the step it follows, and before the epoch that it ends.
+    """
 
     def step(self, epoch: int, loss: float, samples: int) -> None: ...
 
+    def on_evaluation(self, result: Evaluation, is_best: bool) -> None: ...
+
     def epoch(self, epoch: int, result: EpochResult) -> None: ...
 
+
+AUXILIARY = 0.3
+"""How much the loss of an auxiliary classifier counts: Szegedy et al. 2015, section 5."""
 
 _Build = Callable[[list[nn.Parameter], float, float, float], Optimizer]
 OPTIMIZERS: Mapping[str, _Build] = {
@@ -65,39 +96,194 @@ def build_optimizer(name: str, model: nn.Module, lr: float, momentum: float, wei
     return OPTIMIZERS[name](list(model.parameters()), lr, momentum, weight_decay)
 
 
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How steps and tests are made.
+
+    Attributes:
+        accumulate: passes of the loader's batches that make one step. The loss of a step is the mean over all their samples.
+        clip_norm: the norm of all gradients together is at most this; None: as it is.
+        label_smoothing: part of each label that is spread evenly over all classes.
+        evaluate_epochs, evaluate_steps: test after every so many; always at the end of the last epoch.
+    """
+
+    accumulate: int = 1
+    clip_norm: float | None = None
+    label_smoothing: float = 0.0
+    evaluate_epochs: int = 1
+    evaluate_steps: int | None = None
+
+
+@dataclass
+class Training:
+    """A model, and all that changes with it from step to step: what one would have to keep to go on later.
+
+    Attributes:
+        schedule: follows every step of the optimizer.
+        average: of the weights, which follows the optimizer by itself; tests use it.
+        scaler: for fp16.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    recipe: Recipe = field(default_factory=Recipe)
+    schedule: LRScheduler | None = None
+    average: WeightAverage | None = None
+    scaler: GradScaler | None = None
+
+    def backward(self, x: Tensor, y: Tensor, part: float) -> float:
+        """Add the gradients of a part of a batch; its part of the loss, which is the mean over the whole batch.
+
+        Args:
+            part: its samples over those of the batch.
+        """
+        loss = classification_loss(self.model(x), y, self.recipe.label_smoothing) * part
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    def update(self) -> None:
+        """Change the weights by the gradients that were added up."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.recipe.clip_norm is not None:
+            clip_grad_norm_(self.model, self.recipe.clip_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            if self.scaler.skips:
+                return
+        if self.schedule is not None:
+            self.schedule.step()
+
+    def accuracy(self, loader: Loader) -> float:
+        """Of the averaged weights, where there are such."""
+        with nullcontext() if self.average is None else self.average.as_weights():
+            return accuracy(self.model, loader)
+
+
 def fit(
-    model: nn.Module,
+    training: Training,
     train: Loader,
     test: Loader,
-    optimizer: Optimizer,
     epochs: int,
     observer: Observer | None = None,
     rebalancer: Rebalancer | None = None,
+    keeper: Checkpointer | None = None,
 ) -> History:
-    """Train with cross entropy for some epochs and test after each. On several devices, each calls it."""
-    history = History()
-    for epoch in range(epochs):
-        model.train()
-        start, weighted, samples = time.perf_counter(), 0.0, 0
-        if rebalancer is not None:
-            rebalancer.begin()
-        for x, y in train:
-            loss = F.cross_entropy(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            history.losses.append(float(loss.detach()))
-            weighted, samples = weighted + history.losses[-1] * len(y), samples + len(y)
-            if observer is not None:
-                observer.step(epoch, history.losses[-1], len(y))
-            if rebalancer is not None:
-                rebalancer.step(len(y))
-        train_s = time.perf_counter() - start
-        result = EpochResult(weighted / max(1, samples), accuracy(model, test), train_s, samples / train_s)
-        history.epochs.append(result)
-        if observer is not None:
-            observer.epoch(epoch, result)
-    return history
+    """Train with cross entropy for some epochs, and test in between. On several devices, each calls it.
+
+    Args:
+        keeper: saves the run as it goes, and knows from where it goes on.
+    """
+    course = _Course(training, test, observer, rebalancer, keeper)
+    start = keeper.progress if keeper is not None else Progress()
+    for epoch in range(start.epoch, epochs):
+        done = start.batch * training.recipe.accumulate if epoch == start.epoch else 0
+        train.set_epoch(epoch, min(done, len(train)))  # the last step may have had fewer passes
+        course.epoch(epoch, train, is_last=epoch + 1 == epochs)
+    return course.history
+
+
+class _Course:
+    """The course of one training, epoch by epoch."""
+
+    def __init__(
+        self,
+        training: Training,
+        test: Loader,
+        observer: Observer | None,
+        rebalancer: Rebalancer | None,
+        keeper: Checkpointer | None,
+    ) -> None:
+        self.training, self.test, self.observer = training, test, observer
+        self.rebalancer, self.keeper = rebalancer, keeper
+        self.recipe = training.recipe
+        self.history = History()
+        self.steps = keeper.progress.step if keeper is not None else 0
+        self.tested_s = 0.0
+
+    def epoch(self, epoch: int, train: Loader, *, is_last: bool) -> None:
+        self.training.model.train()
+        start_s, weighted, samples, self.tested_s = time.perf_counter(), 0.0, 0, 0.0
+        if self.rebalancer is not None:
+            self.rebalancer.begin()
+        for index, (x, y) in enumerate(train, train.start):
+            batch = _samples(train, index, self.recipe.accumulate)
+            if index % self.recipe.accumulate == 0:
+                self.training.optimizer.zero_grad()
+                loss = 0.0
+            loss += self.training.backward(x, y, len(y) / batch)
+            ends_epoch = index + 1 == len(train)
+            ends_step = ends_epoch or (index + 1) % self.recipe.accumulate == 0
+            if ends_step:
+                self._step(epoch, loss, batch)
+                weighted, samples = weighted + loss * batch, samples + batch
+            if self.rebalancer is not None:
+                self.rebalancer.step(len(y))
+            if ends_step and self._is_due and not ends_epoch:
+                self._pause(epoch)
+        train_s = time.perf_counter() - start_s - self.tested_s
+        due = is_last or (epoch + 1) % self.recipe.evaluate_epochs == 0 or self._is_due
+        accuracy = self._evaluate(epoch, ends_epoch=True) if due else None
+        lr = float(self.training.optimizer.param_groups[0]["lr"])
+        mean = weighted / samples if samples else math.nan  # a run may go on at the end of an epoch
+        result = EpochResult(mean, accuracy, train_s, samples / train_s, lr)
+        self.history.epochs.append(result)
+        if self.observer is not None:
+            self.observer.epoch(epoch, result)
+        if self.keeper is not None:
+            self.keeper.at_evaluation(math.nan if accuracy is None else accuracy)
+
+    @property
+    def _is_due(self) -> bool:
+        every = self.recipe.evaluate_steps
+        return every is not None and self.steps % every == 0
+
+    def _step(self, epoch: int, loss: float, samples: int) -> None:
+        self.training.update()
+        self.history.losses.append(loss)
+        self.steps += 1
+        if self.keeper is not None:
+            self.keeper.after_step()
+        if self.observer is not None:
+            self.observer.step(epoch, loss, samples)
+
+    def _pause(self, epoch: int) -> None:
+        """A test within an epoch: its seconds are not those of training."""
+        start_s = time.perf_counter()
+        self._evaluate(epoch, ends_epoch=False)
+        self.tested_s += time.perf_counter() - start_s
+        if self.rebalancer is not None:
+            self.rebalancer.begin()
+
+    def _evaluate(self, epoch: int, *, ends_epoch: bool) -> float:
+        history = self.history
+        result = Evaluation(epoch, self.steps, self.training.accuracy(self.test), ends_epoch)
+        is_best = history.best is None or result.accuracy > history.best.accuracy
+        history.evaluations.append(result)
+        if is_best:
+            history.best = result
+        if self.observer is not None:
+            self.observer.on_evaluation(result, is_best)
+        return result.accuracy
+
+
+def _samples(train: Loader, index: int, accumulate: int) -> int:
+    """Samples of all batches that make the step to which batch `index` belongs."""
+    first = (index - index % accumulate) * train.batch_size
+    whole = len(train) * train.batch_size if train.drop_last else train.samples
+    return min(accumulate * train.batch_size, whole - first)
+
+
+def classification_loss(outputs: Tensor | tuple[Tensor, ...], y: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Cross entropy of the first output; auxiliary classifiers (GoogLeNet, Inception) count `AUXILIARY` each."""
+    if isinstance(outputs, Tensor):
+        return F.cross_entropy(outputs, y, label_smoothing=label_smoothing)
+    main, *others = (F.cross_entropy(each, y, label_smoothing=label_smoothing) for each in outputs)
+    return main + AUXILIARY * sum(others)
 
 
 @torch.no_grad()

@@ -8,8 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from torch import nn
 
-from convoy.data import NAMES, Splits, load
-from convoy.errors import ConvoyError, InputError, unknown_name
+from convoy.data import Splits, load
+from convoy.data import check as check_data
+from convoy.errors import ConvoyError, InputError
 from convoy.execute.processes import join
 from convoy.files import write_whole
 from convoy.fleet import Fleet
@@ -51,8 +52,7 @@ class MeasureJob:
         Raises:
             InputError: with the value, the rule and the remedy.
         """
-        if self.data not in NAMES:
-            raise unknown_name("data set", self.data, NAMES)
+        check_data(self.data, self.data_dir)
         if self.batch < 1:
             raise InputError(f"--batch {self.batch}: give 1 or more")
         for name, value in (("budget", self.budget_s), ("timeout", self.timeout_s)):

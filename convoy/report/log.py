@@ -13,27 +13,28 @@ import torch
 
 from convoy._version import __version__
 from convoy.errors import InputError
-from convoy.execute.train import EpochResult, Observer
+from convoy.execute.train import EpochResult, Evaluation, Observer
 
 
 class RunLog:
-    """Appends to a JSONL file; each line has a "what": "run", "step", "epoch", "reshare" or "device".
+    """Appends to a JSONL file; each line has a "what": "run", "step", "evaluation", "epoch", "reshare" or "device".
 
     Args:
-        path: the file; its folder must exist. An older file of that name is replaced.
+        path: the file; its folder must exist. An older file of that name is replaced, unless the run goes on.
+        step: the steps that the run has done before.
 
     Raises:
         InputError: the file cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, step: int = 0) -> None:
         try:
-            self.file: IO[str] = path.open("w", buffering=1, encoding="utf-8")
+            self.file: IO[str] = path.open("a" if step else "w", buffering=1, encoding="utf-8")
         except OSError as error:
             raise InputError(
                 f"cannot write the log {path}: {error.strerror}; give a path in a folder that exists"
             ) from None
-        self.count = 0
+        self.count = step
 
     def run(self, options: Mapping[str, Any]) -> None:
         """The first line: what runs, where, with which versions, when."""
@@ -52,10 +53,13 @@ class RunLog:
         self.write("step", step=self.count, epoch=epoch, loss=loss, samples=samples)
         self.count += 1
 
+    def on_evaluation(self, result: Evaluation, is_best: bool) -> None:
+        self.write("evaluation", step=result.step, epoch=result.epoch, accuracy=result.accuracy, best=is_best)
+
     def epoch(self, epoch: int, result: EpochResult) -> None:
         self.write(
             "epoch", epoch=epoch, loss=result.loss, accuracy=result.accuracy, train_s=result.train_s,
-            samples_per_s=result.samples_per_s,
+            samples_per_s=result.samples_per_s, lr=result.lr,
         )  # fmt: skip
 
     def write(self, what: str, **fields: Any) -> None:
@@ -80,6 +84,10 @@ class Both:
     def step(self, epoch: int, loss: float, samples: int) -> None:
         for observer in self.observers:
             observer.step(epoch, loss, samples)
+
+    def on_evaluation(self, result: Evaluation, is_best: bool) -> None:
+        for observer in self.observers:
+            observer.on_evaluation(result, is_best)
 
     def epoch(self, epoch: int, result: EpochResult) -> None:
         for observer in self.observers:

@@ -3,11 +3,11 @@
 import statistics
 import time
 
-from convoy.execute.train import EpochResult
+from convoy.execute.train import EpochResult, Evaluation
 
 
 class Pace:
-    """Times each step of a whole batch, from the end of the one before: the first step of each epoch does not count.
+    """Times each step of a whole batch, from the end of the one before. The first after a test does not count.
 
     Args:
         batch: samples of a whole batch.
@@ -28,6 +28,9 @@ class Pace:
         if self.last_s is not None and samples == self.batch:
             self.seconds.append(now_s - self.last_s)
         self.last_s = now_s
+
+    def on_evaluation(self, result: Evaluation, is_best: bool) -> None:  # noqa: ARG002
+        self.last_s = None
 
     def epoch(self, epoch: int, result: EpochResult) -> None:  # noqa: ARG002
         self.last_s = None

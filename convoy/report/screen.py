@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from convoy.execute.train import EpochResult, History
+from convoy.execute.train import EpochResult, Evaluation, History
 from convoy.explain import LayerRow
 from convoy.named import Speeds
 from convoy.plan import Plan
@@ -60,7 +60,8 @@ class Screen:
 
     def plan(self, plan: Plan, rows: Sequence[LayerRow], shares: Sequence[float]) -> None:
         """A row per layer: who gets which filters and samples, and what travels for it."""
-        title = f"Plan {plan.name}: batch {plan.batch}, sums by {plan.reduce}"
+        wire = "" if plan.wire == "exact" else f", wire {plan.wire}"
+        title = f"Plan {plan.name}: batch {plan.batch}, sums by {plan.reduce}{wire}"
         table = Table(title=title, title_justify="left")
         for name in ("layer", "kind", "split by"):
             table.add_column(name)
@@ -80,8 +81,17 @@ class Screen:
         self.console.print(table)
         for note in notes:
             self.console.print(f"* {note}", soft_wrap=True)
-        if not plan.exact:
-            self.console.print("INEXACT: butterfly mixing does not follow the trajectory of one device.")
+        if plan.inexact:
+            self.console.print(f"INEXACT: {plan.inexact}.", soft_wrap=True)
+
+    def settings(self, rows: Sequence[tuple[str, str, str]]) -> None:
+        """A row per setting: what it is, and where that comes from."""
+        table = Table(title="Settings in force", title_justify="left")
+        for name in ("setting", "value", "from"):
+            table.add_column(name, overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        self.console.print(table)
 
     def lines(self, lines: Sequence[str]) -> None:
         self.console.print("\n".join(lines), markup=False, soft_wrap=True)
@@ -97,8 +107,13 @@ class Screen:
             yield
 
     @contextmanager
-    def progress(self, title: str, epochs: int, samples: int) -> Iterator["Bar"]:
-        """A progress bar with loss, samples/s and time left; lines where there is no terminal."""
+    def progress(self, title: str, epochs: int, samples: int, seen: int = 0) -> Iterator["Bar"]:
+        """A progress bar with loss, samples/s and time left; lines where there is no terminal.
+
+        Args:
+            samples: of an epoch.
+            seen: samples that were trained on before, where a run goes on.
+        """
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),
@@ -107,7 +122,7 @@ class Screen:
         )
         live = self.visible and self.console.is_terminal
         with Progress(*columns, console=self.console, disable=not live, transient=True) as progress:
-            yield Bar(self, progress, title, epochs, samples)
+            yield Bar(self, progress, title, epochs, samples, seen)
 
     def usage(self, uses: Sequence[DeviceUse], history: History) -> None:
         """A row per device: its share, its busy time."""
@@ -123,8 +138,14 @@ class Screen:
             )  # fmt: skip
         self.console.print(table)
 
-    def comparison(self, together: History, alone: History, *, exact: bool) -> None:
-        """The two trainings beside each other: they must agree where the plan is exact."""
+    def best(self, history: History) -> None:
+        """The highest test accuracy, where there were several tests."""
+        if history.best is not None and len(history.evaluations) > 1:
+            at = f"step {history.best.step}, in epoch {history.best.epoch + 1}"
+            self.console.print(f"Best test accuracy: {history.best.accuracy:.2%} after {at}")
+
+    def comparison(self, together: History, alone: History, *, inexact: str = "", precision: str = "float32") -> None:
+        """The two trainings beside each other: they must agree, unless `inexact` says why they do not."""
         table = Table(title="The same training on one device (plain PyTorch)", title_justify="left")
         table.add_column("epoch", justify="right")
         for name in ("loss", "accuracy", "samples/s"):
@@ -132,16 +153,13 @@ class Screen:
             table.add_column(f"{name}\none", justify="right")
         for index, (a, b) in enumerate(zip(together.epochs, alone.epochs, strict=True)):
             table.add_row(
-                str(index + 1), f"{a.loss:.5f}", f"{b.loss:.5f}", f"{a.accuracy:.2%}", f"{b.accuracy:.2%}",
+                str(index + 1), f"{a.loss:.5f}", f"{b.loss:.5f}", in_percent(a.accuracy), in_percent(b.accuracy),
                 f"{a.samples_per_s:,.0f}", f"{b.samples_per_s:,.0f}",
             )  # fmt: skip
         self.console.print(table)
         apart = [abs(a - b) for a, b in zip(together.losses, alone.losses, strict=True)]
-        why = (
-            "rounding of float32, which grows from step to step; in float64 they agree to 1e-10"
-            if exact
-            else "INEXACT: butterfly mixing does not follow one device"
-        )
+        rounding = f"rounding of {precision}, which grows from step to step; in float64 they agree to 1e-10"
+        why = f"INEXACT: {inexact}" if inexact else rounding
         self.console.print(
             f"Loss curves over {len(apart)} steps: at most {max(apart):.2g} apart ({why}).", soft_wrap=True
         )
@@ -156,10 +174,10 @@ class Screen:
 class Bar:
     """Progress of one training."""
 
-    def __init__(self, screen: Screen, progress: Progress, title: str, epochs: int, samples: int) -> None:
+    def __init__(self, screen: Screen, progress: Progress, title: str, epochs: int, samples: int, seen: int) -> None:
         self.screen, self.progress, self.title = screen, progress, title
-        self.epochs, self.samples = epochs, samples
-        self.task = progress.add_task(title, total=epochs * samples, loss="-", rate="-")
+        self.epochs, self.samples, self.seen = epochs, samples, seen
+        self.task = progress.add_task(title, total=epochs * samples, completed=seen, loss="-", rate="-")
         self.start = self.shown = time.monotonic()
         self.done = 0
         screen.console.print(f"Training on {title}: {epochs} epoch{'s' * (epochs > 1)} of {samples:,} images")
@@ -171,17 +189,28 @@ class Bar:
         self.progress.update(self.task, advance=samples, loss=f"{loss:.4f}", rate=rate)
         if not self.screen.console.is_terminal and now - self.shown > LINE_EVERY_S:
             self.shown = now
-            left_s = (now - self.start) / self.done * (self.epochs * self.samples - self.done)
+            seen, whole = self.seen + self.done, self.epochs * self.samples
+            left_s = (now - self.start) / self.done * (whole - seen)
             self.screen.console.print(
-                f"  epoch {epoch + 1}, {self.done / (self.epochs * self.samples):.0%}: loss {loss:.4f}, "
-                f"{rate} samples/s, {left_s:.0f} s left"
+                f"  epoch {epoch + 1}, {seen / whole:.0%}: loss {loss:.4f}, {rate} samples/s, {left_s:.0f} s left"
             )
 
+    def on_evaluation(self, result: Evaluation, is_best: bool) -> None:
+        # One at the end of an epoch stands in that epoch's line.
+        if not result.ends_epoch:
+            best = ", the best so far" if is_best else ""
+            self.screen.console.print(f"  step {result.step}: test accuracy {result.accuracy:.2%}{best}")
+
     def epoch(self, epoch: int, result: EpochResult) -> None:
+        tested = "" if result.accuracy is None else f"test accuracy {result.accuracy:.2%}, "
         self.screen.console.print(
-            f"  epoch {epoch + 1}/{self.epochs}: loss {result.loss:.4f}, test accuracy {result.accuracy:.2%}, "
+            f"  epoch {epoch + 1}/{self.epochs}: loss {result.loss:.4f}, {tested}"
             f"{result.samples_per_s:,.0f} samples/s, {result.train_s:.1f} s"
         )
+
+
+def in_percent(part: float | None) -> str:
+    return "-" if part is None else f"{part:.2%}"
 
 
 def _console(visible: bool) -> Console:

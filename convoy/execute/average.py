@@ -1,0 +1,70 @@
+"""A moving average of the weights, kept piece by piece."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from convoy.errors import InputError
+
+
+class WeightAverage:
+    """The exponential moving average of weights: after every step, average = decay * average + (1 - decay) * weight.
+
+    The arithmetic is that of torch's AveragedModel, which itself cannot be used here: it copies the whole model, and with it
+    the connections to the other devices. Here the averages are part of what the optimizer remembers of each parameter. So they
+    go where its state goes: to other devices with the shares, into `convoy.full_optimizer_state`, into checkpoints and back.
+    The average of a parameter starts with its weights after its first step. Buffers (batch norm's statistics) are the model's.
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        average = convoy.WeightAverage(optimizer, 0.999)  # from now on it follows every optimizer.step()
+        ...
+        with average.as_weights():
+            weights = model.full_state_dict()
+
+    Args:
+        optimizer: of the weights; one that treats each entry by itself, as `convoy.ELEMENTWISE` lists them.
+        decay: of the average, per step; 0 to 1.
+
+    Raises:
+        InputError: another decay.
+    """
+
+    def __init__(self, optimizer: Optimizer, decay: float) -> None:
+        if not 0 <= decay <= 1:
+            raise InputError(f"an average with a decay of {decay:g}: give a number from 0 to 1, e.g. 0.999")
+        self.optimizer = optimizer
+        self._update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        optimizer.register_step_post_hook(self._follow)
+
+    @torch.no_grad()
+    def _follow(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        known = [p for p in parameters if self._holds(p)]
+        if known:
+            self._update([optimizer.state[p]["average"] for p in known], known, None)
+        for parameter in parameters:
+            # Not before its first gradient: optimizers set up an empty state, and take one with something in it as set up.
+            if parameter.grad is not None and not self._holds(parameter):
+                optimizer.state[parameter]["average"] = parameter.detach().clone()
+
+    def _holds(self, parameter: Tensor) -> bool:
+        return "average" in self.optimizer.state.get(parameter, {})
+
+    @contextmanager
+    def as_weights(self) -> Iterator[None]:
+        """Within it, the averages stand where the weights are: to test them, or to gather them."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for parameter, state in self.optimizer.state.items():
+            if "average" in state:
+                state["average"], parameter.data = parameter.data, state["average"]

@@ -1,0 +1,138 @@
+"""Run files: the settings of a training in TOML. And which values are in force, and where each comes from.
+
+    # convoy train run.toml --epochs 20
+    data = "cifar10"
+    net = "two-conv:150:800"
+    devices = 4
+    slowdown = [1, 1, 2, 4]
+    weight-decay = 5e-4
+
+Keys are the options of `convoy train` without the dashes in front. The command line overrides the file, the file overrides
+the defaults. Paths mean what they mean on the command line.
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomlkit
+from pydantic import ValidationError
+
+from convoy.errors import InputError
+from convoy.settings import FIELDS, Settings, key_of, panel, rule_of
+
+_NAMES = {key_of(name): name for name in FIELDS}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Settings that are in force.
+
+    Attributes:
+        sources: by name of a setting: "default", "command line", or file and line.
+    """
+
+    settings: Settings
+    sources: Mapping[str, str]
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """Key, value and source of every setting, for people."""
+        values = self.settings.model_dump()
+        return [(key, _shown(values[name]), self.sources[name]) for key, name in _NAMES.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A value that a person wrote, and where."""
+
+    value: Any
+    source: str
+    says: str
+
+
+def settle(file: Path | None, given: Mapping[str, Any]) -> Run:
+    """The settings in force.
+
+    Args:
+        file: a run file, or None.
+        given: values of the command line, by name of the setting; they override the file's.
+
+    Raises:
+        InputError: a file that cannot be read, an unknown key, a value that is not allowed.
+    """
+    entries = {} if file is None else _read(file)
+    for name, value in given.items():
+        entries[name] = _Entry(value, "command line", f"--{key_of(name)} {_shown(value)}")
+    try:
+        settings = Settings(**{name: entry.value for name, entry in entries.items()})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        # A rule of our own says itself what to give.
+        own = first.get("ctx", {}).get("error")
+        raise InputError(f"{entries[name].says}: {own or f'give {rule_of(name)}'}") from None
+    return Run(settings, {name: entries[name].source if name in entries else "default" for name in FIELDS})
+
+
+def _read(file: Path) -> dict[str, _Entry]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"cannot read the run file {file}: {error.strerror}; give a TOML file, or settings as options: --net NET"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is no text in UTF-8: {error.reason}; give a TOML file") from None
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f'{file} is no TOML: {error}; write lines such as net = "two-conv:50:500"') from None
+    entries = {}
+    for key, value in table.items():
+        place = _place(file, text, key)
+        if key not in _NAMES:
+            near = difflib.get_close_matches(key.replace("_", "-").lower(), _NAMES, n=1)
+            remedy = f"did you mean {near[0]!r}?" if near else "convoy train --help lists them, with -- before each"
+            raise InputError(f"{place}: unknown key {key!r}: {remedy}")
+        entries[_NAMES[key]] = _Entry(value, place, f"{place}: {key} = {_shown(value)}")
+    return entries
+
+
+def _place(file: Path, text: str, key: str) -> str:
+    """File and line of a key. The parser does not tell lines."""
+    pattern = re.compile(rf"\s*\[?\s*[\"']?{re.escape(key)}[\"']?\s*[=.\]]")
+    line = next((number for number, row in enumerate(text.splitlines(), 1) if pattern.match(row)), None)
+    return str(file) if line is None else f"{file} line {line}"
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case bool():
+            return str(value).lower()
+        case float():
+            return str(value).removesuffix(".0")
+        case str():
+            return repr(value)
+        case list() | tuple():
+            return ",".join(map(_shown, value))
+        case None:
+            return "-"
+    return str(value)
+
+
+def to_toml(settings: Settings) -> str:
+    """All settings as a run file that `settle` reads back to the same; those without a value are left out."""
+    document = tomlkit.document()
+    document.add(tomlkit.comment("convoy train FILE"))
+    values, part = settings.model_dump(mode="json", exclude_none=True, exclude={"save_run"}), ""
+    for name, value in values.items():
+        if panel(name) != part:
+            part = panel(name)
+            document.add(tomlkit.nl())
+            document.add(tomlkit.comment(part))
+        document.add(key_of(name), value)
+    return tomlkit.dumps(document)
