@@ -12,16 +12,15 @@
 import difflib
 import importlib
 import inspect
-import os
-import sys
-import traceback
 import warnings
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from convoy.callables import call, find_callable, names_callable
 from convoy.errors import InputError
 from convoy.nets.builtin import ImageShape
 from convoy.trace.nodes import first_line
@@ -30,8 +29,7 @@ from convoy.trace.samples import on_random_numbers, tensors_of
 
 def is_imported(text: str) -> bool:
     """Whether a text names a net of torchvision or timm, or a callable of a module: "package.module:name"."""
-    place, _, name = text.partition(":")
-    return place in _PACKAGES or (name.isidentifier() and all(part.isidentifier() for part in place.split(".")))
+    return text.partition(":")[0] in _PACKAGES or names_callable(text)
 
 
 def find_imported(text: str, image: ImageShape, classes: int) -> Callable[[], nn.Module]:
@@ -44,7 +42,7 @@ def find_imported(text: str, image: ImageShape, classes: int) -> Callable[[], nn
     """
     place, _, name = text.partition(":")
     find = _PACKAGES.get(place)
-    build = find(name, image, classes) if find is not None else _find_own(place, name, image, classes)
+    build = find(name, image, classes) if find is not None else _find_own(text, image, classes)
 
     def make() -> nn.Module:
         model = build()
@@ -130,56 +128,28 @@ def _quietly(build: Callable[[], Any]) -> Callable[[], Any]:
 # --- one's own -------------------------------------------------------------------------------------------------------
 
 
-def _find_own(place: str, name: str, image: ImageShape, classes: int) -> Callable[[], Any]:
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: what is installed comes first
-    module = _import_module(place)
-    build = getattr(module, name, None)
-    if isinstance(build, nn.Module) or not callable(build):
-        near = difflib.get_close_matches(name, [n for n, value in vars(module).items() if callable(value)])
+def _find_own(text: str, image: ImageShape, classes: int) -> Callable[[], Any]:
+    build = find_callable(text, "a callable that returns a new nn.Module, e.g. def build(image, classes)")
+    if isinstance(build, nn.Module):
         raise InputError(
-            f"{place}:{name} is {'not there' if build is None else f'a {type(build).__name__}'}: "
-            + (f"did you mean {' or '.join(near)}? Name " if near and near != [name] else "name ")
-            + "a callable that returns a new nn.Module, e.g. def build(image, classes)"
+            f"{text} is a {type(build).__name__}: name what makes one, so that its weights come from the seed, e.g. "
+            "def build(image, classes)"
         )
-    arguments = _arguments(f"{place}:{name}", build, {"image": image, "classes": classes, "num_classes": classes})
-
-    def make() -> Any:
-        try:
-            return build(**arguments)
-        except Exception as error:
-            raise InputError(f"{place}:{name} failed ({_where(error)}): correct it there") from error
-
-    return make
+    return partial(
+        call, text, build, **_arguments(text, build, {"image": image, "classes": classes, "num_classes": classes})
+    )
 
 
-def _import_module(place: str) -> Any:
-    try:
-        return importlib.import_module(place)
-    except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
-            raise InputError(
-                f"there is no module {error.name!r}: name one that is installed or lies in the working folder"
-            ) from None
-        raise InputError(f"module {place!r} does not import ({_where(error)}): correct it there") from error
-
-
-def _arguments(what: str, build: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(text: str, build: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     """Those of what is offered that a callable has as parameters."""
-    parameters = inspect.signature(build).parameters.values()
+    parameters = call(text, inspect.signature, obj=build).parameters.values()
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     arguments = {name: offered[name] for name in named if name in offered}
     free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in free]
     if unknown := [name for name in needed if name not in arguments]:
         raise InputError(
-            f"{what} needs {', '.join(unknown)}: it is given {', '.join(offered)} where it has such parameters; give the "
+            f"{text} needs {', '.join(unknown)}: it is given {', '.join(offered)} where it has such parameters; give the "
             "others defaults"
         )
     return arguments
-
-
-def _where(error: Exception) -> str:
-    """Type, message and line of an error in somebody else's code."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {first_line(error)}, {os.path.basename(frame.filename)} line {frame.lineno}"

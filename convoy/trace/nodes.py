@@ -1,5 +1,6 @@
 """nn.Module -> torch.fx nodes, with untraceable submodules as leaves."""
 
+import inspect
 import threading
 from collections.abc import Collection
 from typing import Any
@@ -22,7 +23,8 @@ class _Tracer(fx.Tracer):
         super().__init__()
         self.leaves = leaves
         self.thread = threading.get_ident()
-        self.traceable: dict[nn.Module, bool] = {}
+        self.traceable: dict[tuple[nn.Module, tuple[tuple[str, Any], ...]], bool] = {}
+        self.given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         known = module_qualified_name in self.leaves or super().is_leaf_module(m, module_qualified_name)
@@ -32,6 +34,7 @@ class _Tracer(fx.Tracer):
         # Another thread may run a model of its own meanwhile: that is no part of this trace.
         if threading.get_ident() != self.thread:
             return forward(*args, **kwargs)
+        self.given = (args, kwargs)
         return super().call_module(m, forward, args, kwargs)
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
@@ -42,15 +45,30 @@ class _Tracer(fx.Tracer):
         return node
 
     def _can_trace(self, module: nn.Module) -> bool:
-        if module not in self.traceable:
+        # Python decides by them: with `pre_logits=False`, `if pre_logits` is no obstacle.
+        constants = _constants(module, *self.given)
+        key = (module, tuple(constants.items()))
+        if key not in self.traceable:
             inner = _Tracer()
             inner.traceable = self.traceable
             try:
-                inner.trace(module)
-                self.traceable[module] = True
+                inner.trace(module, constants or None)
+                self.traceable[key] = True
             except Exception:  # whatever its forward does with a proxy, the answer is the same: it stays whole
-                self.traceable[module] = False
-        return self.traceable[module]
+                self.traceable[key] = False
+        return self.traceable[key]
+
+
+def _constants(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call, those left to their defaults included, that are plain values."""
+    try:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        return {}
+    bound.apply_defaults()
+    return {
+        name: value for name, value in bound.arguments.items() if isinstance(value, bool | int | float | str | None)
+    }
 
 
 def nodes_of(model: nn.Module, leaves: Collection[str] = ()) -> list[fx.Node]:
