@@ -71,7 +71,9 @@ def _plot(axes: Any, rows: Sequence[Row]) -> None:
     ends = [value for row in rows for value in (row.median_s, row.predicted_s or row.median_s)]
     edges = (min(ends) / 1.2, max(ends) * 1.2)
     axes.plot(edges, edges, color="0.3", linewidth=1, label="equal")
-    axes.fill_between(edges, [0.95 * e for e in edges], [1.05 * e for e in edges], color="0.85", label="within 5 %")
+    axes.fill_between(
+        edges, [0.95 * e for e in edges], [1.05 * e for e in edges], color="0.85", label="within 5 %", zorder=0
+    )
     axes.set(xscale="log", yscale="log", xlim=edges, ylim=edges)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))

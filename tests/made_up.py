@@ -44,8 +44,8 @@ def write_fashion(folder: Path) -> None:
         x_NHW = np.zeros((images, 28, 28), dtype=np.uint8)
         x_NHW[:, 0, 3] = labels_N
         x_NHW[:, 27, 0] = 255
-        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(x_NHW), 1))
-        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels_N), 1))
+        (folder / f"{part}-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(x_NHW), 1, mtime=0))
+        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels_N), 1, mtime=0))
     plain = gzip.decompress((folder / "t10k-labels-idx1-ubyte.gz").read_bytes())
     (folder / "t10k-labels-idx1-ubyte").write_bytes(plain)
     (folder / "t10k-labels-idx1-ubyte.gz").unlink()

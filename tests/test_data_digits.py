@@ -33,7 +33,7 @@ def test_digits_without_scikit_learn_give_the_line_to_type(monkeypatch: pytest.M
     assert_says(error, "scikit-learn", "pip install 'convoy-train[digits]'")
 
 
-@pytest.mark.parametrize("content", [None, b"not gzip", gzip.compress(b"1,2,3\n4,5,6\n")])
+@pytest.mark.parametrize("content", [None, b"not gzip", gzip.compress(b"1,2,3\n4,5,6\n", mtime=0)])
 def test_damaged_digits_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes | None) -> None:
     folder = tmp_path / "datasets" / "data"
     folder.mkdir(parents=True)

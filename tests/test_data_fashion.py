@@ -16,7 +16,7 @@ from tests.web import closed_url, serving
 
 VALUES = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
 GOOD = idx(VALUES)
-ZIPPED = gzip.compress(GOOD)
+ZIPPED = gzip.compress(GOOD, mtime=0)
 
 
 @pytest.mark.parametrize(("name", "raw"), [("x.gz", ZIPPED), ("x", GOOD)])
@@ -37,7 +37,7 @@ def test_idx_gives_the_values_in_order(tmp_path: Path, name: str, raw: bytes) ->
         ("x", idx(VALUES.reshape(4, 3, 2)), "has the shape 4x3x2, not 2x3x4"),
         ("x", GOOD[:-1], "holds 39 bytes where 40 belong (header and 2x3x4 values)"),
         ("x", GOOD + b"!", "holds more bytes where 40 belong"),
-        ("x.gz", gzip.compress(GOOD + bytes(1000)), "holds more bytes where 40 belong"),
+        ("x.gz", gzip.compress(GOOD + bytes(1000), mtime=0), "holds more bytes where 40 belong"),
         ("x.gz", b"<html>not here</html>", "is no whole gzip file (Not a gzipped file (b'<h'))"),
         ("x.gz", ZIPPED[:-12], "is no whole gzip file (Compressed file ended before the end-of-stream marker"),
         ("x.gz", ZIPPED[:-8] + bytes(4) + ZIPPED[-4:], "is no whole gzip file (CRC check failed"),
@@ -135,7 +135,9 @@ def test_fashion_mnist_downloads_only_what_the_cache_lacks(
     fashion: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     web = linked(fashion, tmp_path, but="t10k-labels-idx1-ubyte")
-    (web / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress((fashion / "t10k-labels-idx1-ubyte").read_bytes()))
+    (web / "t10k-labels-idx1-ubyte.gz").write_bytes(
+        gzip.compress((fashion / "t10k-labels-idx1-ubyte").read_bytes(), mtime=0)
+    )
     names = [f"{name}.gz" for name in FASHION_FILES]
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(fashion_mnist, "_DEBIAN_FOLDER", tmp_path / "no-debian")
