@@ -13,7 +13,7 @@ from convoy.errors import InputError
 from convoy.graph import Graph, Kind, Layer, Parameter
 from convoy.operation import IN_PLACE, Operation, Ref, kind_of_call, kind_of_module
 from convoy.trace.calls import Traced, call_operation
-from convoy.trace.nodes import Untraceable, called, holds_tensors, nodes_of
+from convoy.trace.nodes import Untraceable, call_draws, called, holds_tensors, nodes_of
 from convoy.trace.samples import Verdict, draws, is_floating, judge, tensors_of
 from convoy.trace.values import BATCHES, Spec, Values, is_batched, mentions_batch
 
@@ -170,7 +170,7 @@ class Layering:
         batched = [self.layers[name] for name in inputs if self.layers[name].batched]
         if not batched or not isinstance(value, Tensor):
             return "opaque"
-        if called(node) == "stochastic_depth" and not _draws_by_name(node):
+        if called(node) == "stochastic_depth" and not call_draws(node):
             return "elementwise"
         return kind_of_call(operation, len(inputs), batched[0].shape, tuple(value.shape[1:]))
 
@@ -225,7 +225,7 @@ class Layering:
     def _judged(self, node: fx.Node, operation: Operation, layer: Layer) -> Layer:
         """Add what is to be known of randomness, and of samples that depend on each other."""
         module = self._module(node)
-        layer = replace(layer, random=draws(module) if module is not None else _draws_by_name(node))
+        layer = replace(layer, random=draws(module) if module is not None else call_draws(node))
         counts = mentions_batch((operation.args, dict(operation.kwargs)))
         if counts and not layer.batched:
             raise Untraceable(f"{layer.name} has no batch axis and computes with the size of the batch")
@@ -288,17 +288,6 @@ def canonical_keys(model: nn.Module) -> dict[str, str]:
 def _is_form(node: fx.Node) -> bool:
     """Whether a node makes a named tuple: that is no layer, but the form of what is returned."""
     return node.op == "call_function" and isinstance(node.target, type) and hasattr(node.target, "_fields")
-
-
-def _draws_by_name(node: fx.Node) -> bool:
-    name = called(node)
-    # dropout(x, p, training) and torchvision's stochastic_depth(x, p, mode, training)
-    place = 3 if name == "stochastic_depth" else 2 if "dropout" in name else None
-    if place is None:
-        return name in ("bernoulli", "rand_like", "randn_like", "rrelu")
-    chance = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else None)
-    training = node.kwargs.get("training", node.args[place] if len(node.args) > place else True)
-    return not (chance == 0 or training is False)
 
 
 def _dtype(value: Any) -> str:

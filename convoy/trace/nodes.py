@@ -116,6 +116,18 @@ _OTHER_IN_PLACE = frozenset(
 )
 
 
+def call_draws(node: fx.Node) -> bool:
+    """Whether a function or method draws random numbers: noise, or a dropout that is switched on."""
+    name = called(node)
+    # dropout(x, p, training) and torchvision's stochastic_depth(x, p, mode, training)
+    place = 3 if name == "stochastic_depth" else 2 if "dropout" in name else None
+    if place is None:
+        return name in ("bernoulli", "rand_like", "randn_like", "rrelu")
+    chance = node.kwargs.get("p", node.args[1] if len(node.args) > 1 else None)
+    training = node.kwargs.get("training", node.args[place] if len(node.args) > place else True)
+    return not (chance == 0 or training is False)
+
+
 def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
