@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from convoy import transfer
-from convoy.graph import Graph, Layer
+from convoy.graph import Graph, Layer, Parameter
 from convoy.layout import Layout, OnOne, Replicated, Split, holders
 from convoy.plan import Plan
 from convoy.shares import rescale
@@ -296,8 +296,8 @@ class _Bucket:
     after: list[int] = field(default_factory=list)
 
 
-_Group = tuple[tuple[int, ...], tuple[int, ...]]
-"""Devices that hold copies, and for mixing the samples of each."""
+_Name = tuple[tuple[int, ...], tuple[int, ...], str]
+"""Of a bucket: devices that hold copies; for mixing, the samples of each; the key of a gradient that is alone in it."""
 
 
 class _Buckets:
@@ -306,9 +306,11 @@ class _Buckets:
     def __init__(self, lowering: "_Lowering") -> None:
         self.plan, self.graph, self.kept = lowering.plan, lowering.graph, lowering.kept
         self.batch = lowering.batch
-        self.open: dict[_Group, _Bucket] = {}
+        self.open: dict[_Name, _Bucket] = {}
         reached = _reached(self.graph, lowering.trains)
         self.uses = Counter(p.key for name in reached for p in self.graph[name].trainable)
+        others = [self.graph[name] for name in reached if self.graph[name].kind not in ("conv", "linear")]
+        self.read_by_others = {p.key for layer in others for p in layer.trainable}
 
     def add(self, step: Compute) -> None:
         """The backward of a layer is done: its parameters' gradients are ready where no earlier layer shares them."""
@@ -317,7 +319,7 @@ class _Buckets:
             self.uses[parameter.key] -= 1
             if self.uses[parameter.key] or not self._is_copied(parameter.key):
                 continue
-            bucket = self.open.setdefault(self._group(step, self.kept[parameter.key]), _Bucket())
+            bucket = self.open.setdefault(self._bucket_of(step, parameter), _Bucket())
             bucket.keys.append(parameter.key)
             bucket.sizes.append(parameter.entries)
             # Only a layer with Python of its own may leave a parameter unused on one device and not on another.
@@ -327,28 +329,39 @@ class _Buckets:
     def would_fill(self, step: Compute) -> bool:
         """Whether a sum is due when this layer's weight gradients are there."""
         new = [p for p in self.graph[step.layer].trainable if self.uses[p.key] == 1 and self._is_copied(p.key)]
-        if not new:
-            return False
-        bucket = self.open.get(self._group(step, self.kept[new[0].key]), _Bucket())
-        return sum(bucket.sizes) + sum(p.entries for p in new) >= BUCKET_ENTRIES
+        filled = Counter({name: sum(bucket.sizes) for name, bucket in self.open.items()})
+        for parameter in new:
+            filled[self._bucket_of(step, parameter)] += parameter.entries
+        return any(filled[self._bucket_of(step, parameter)] >= BUCKET_ENTRIES for parameter in new)
+
+    def _bucket_of(self, step: Compute, parameter: Parameter) -> "_Name":
+        """A gradient that fills a bucket has one of its own, where its memory is its own too: then nothing is copied."""
+        kind = self.graph[step.layer].kind
+        alone = kind in ("conv", "linear") and parameter.key not in self.read_by_others and not self.plan.mixes
+        name = parameter.key if alone and parameter.entries >= BUCKET_ENTRIES else ""
+        return (*self._group(step, self.kept[parameter.key]), name)
 
     def _is_copied(self, key: str) -> bool:
         layout = self.kept[key]
         return isinstance(layout, Replicated) and len(layout.devices) > 1
 
-    def _group(self, step: Compute, layout: Layout) -> _Group:
+    def _group(self, step: Compute, layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
         # Mixing weighs gradients by samples, so only layers with the same samples share a bucket.
         samples = self._samples(self.graph[step.layer], step.writes.layout) if self.plan.mixes else ()
         return holders(layout), samples
 
     def take(self, first_id: int, *, everything: bool) -> Iterator[SumGradients]:
         """The sums that are due, numbered from `first_id`."""
-        for group, bucket in list(self.open.items()):
+        for name, bucket in list(self.open.items()):
             if everything or sum(bucket.sizes) >= BUCKET_ENTRIES:
-                del self.open[group]
+                devices, samples, alone = name
+                del self.open[name]
                 flags = len(bucket.keys) if bucket.flagged else 0
                 keys, sizes, after = tuple(bucket.keys), tuple(bucket.sizes), tuple(bucket.after)
-                yield SumGradients(first_id, keys, sizes, flags, *group, self.plan.reduce, after, wire=self.plan.wire)
+                yield SumGradients(
+                    first_id, keys, sizes, flags, devices, samples, self.plan.reduce, after,
+                    wire=self.plan.wire, alone=bool(alone),
+                )  # fmt: skip
                 first_id += 1
 
     def _samples(self, layer: Layer, layout: Layout) -> tuple[int, ...]:

@@ -170,14 +170,22 @@ class _Writer:
         self._work(self.main, step, around[0][0] if around else 0.0, f"{label} copies")
         self.main.append(Mark(ready))
         self.sums.append(Await(step.id, label, frozenset([ready])))
-        for number, (before_s, after_s) in enumerate(around):
+        for number, (before_s, _) in enumerate(around):
+            if number >= step.schedule.window:
+                self._add_round(step, number - step.schedule.window, around)
             self._work(self.sums, step, before_s if number else 0.0, f"{label} calls")
             if sizes := self.routes.of(self.device, step.id, number):
                 self.sums.append(Begin(step.id, number, label, sizes))
-                self.sums.append(Await(step.id, label, frozenset([("round", step.id, number)])))
-            self._work(self.sums, step, after_s, f"{label} additions")
+        for number in range(max(0, len(around) - step.schedule.window), len(around)):
+            self._add_round(step, number, around)
         self.sums.append(Mark(summed))
         self.under_way[step.id] = [summed]
+
+    def _add_round(self, step: SumGradients, number: int, around: Sequence[tuple[float, float]]) -> None:
+        """A round of a sum has arrived, and is added."""
+        if self.routes.of(self.device, step.id, number):
+            self.sums.append(Await(step.id, _label(step), frozenset([("round", step.id, number)])))
+        self._work(self.sums, step, around[number][1], f"{_label(step)} additions")
 
     def _around(self, step: Exchange) -> list[tuple[float, float]]:
         """Seconds of the processor before and after the messages of each round."""

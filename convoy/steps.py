@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from convoy import transfer
-from convoy.layout import Layout, Partial, Replicated, Shape, Split, dual
+from convoy.layout import Layout, Replicated, Shape, Split, dual
 from convoy.transfer import Reduce, Schedule, Sum
 from convoy.wire import Wire, wire_bytes
 
 Phase = Literal["forward", "backward"]
+
+SEGMENT_ENTRIES = 1 << 19
+"""A sum whose messages would be longer goes in two segments: 2 MiB of float32 travel for many times a message's latency."""
 
 Part = Literal["all", "input", "weight"]
 """Which gradients a backward step computes: both, those of the layer's inputs, or those of its weights."""
@@ -151,6 +154,7 @@ class SumGradients:
         samples: samples per device, for mixing only.
         reduce: the collective, or mixing in its place.
         wire: in which numbers summands and sums travel.
+        alone: one gradient that its layer makes in memory of its own: it is summed where it lies, not joined to others.
     """
 
     id: int
@@ -163,6 +167,7 @@ class SumGradients:
     after: tuple[int, ...] = ()
     phase: Phase = "backward"
     wire: Wire = "exact"
+    alone: bool = False
 
     @property
     def shape(self) -> Shape:
@@ -172,7 +177,9 @@ class SumGradients:
     def schedule(self) -> Schedule:
         if self.reduce == "inexact-butterfly-mixing":
             return self.stage(0)
-        return transfer.schedule(Partial(self.devices), Replicated(self.devices), self.shape, self.reduce)
+        (n,) = self.shape
+        segments = 2 if n // len(self.devices) >= SEGMENT_ENTRIES else 1
+        return transfer.sum_in_segments(self.devices, n, self.reduce, segments)
 
     def stage(self, stage: int) -> Schedule:
         """Mixing: one stage of the butterfly, for gradients and weights together."""

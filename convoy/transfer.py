@@ -58,11 +58,13 @@ class Schedule:
         shape: the shape that the boxes refer to: the tensor's own, or its flat length where `in_place`.
         in_place: True for the summing collectives, whose rounds work on one flat buffer per device;
             False for a direct move, one round from a source piece to a target piece.
+        window: of a sum: how many rounds may be under way. Each waits for the one that many places before it.
     """
 
     rounds: tuple[Round, ...]
     shape: Shape
     in_place: bool
+    window: int = 1
 
 
 @lru_cache(maxsize=16384)
@@ -79,6 +81,27 @@ def schedule(src: Layout, dst: Layout, shape: Shape, reduce: Reduce = "ring") ->
         summed = _SUMS[reduce](src.devices, flat[0])
         return Schedule((*summed, *_deliver(src.devices, dst.devices, flat[0])), flat, in_place=True)
     return Schedule((tuple(_direct(src, dst, shape)),), shape, in_place=False)
+
+
+@lru_cache(maxsize=1024)
+def sum_in_segments(devices: tuple[int, ...], n: int, reduce: Reduce, segments: int) -> Schedule:
+    """The sum of `n` entries as that many sums of consecutive parts, their rounds in turns: one is added while another travels.
+
+    The bytes are those of one sum, the messages smaller and more.
+    """
+    if segments == 1:
+        return schedule(Partial(devices), Replicated(devices), (n,), reduce)
+    parts = []
+    for start, stop in chunks(n, segments):
+        part = schedule(Partial(devices), Replicated(devices), (stop - start,), reduce)
+        parts.append([tuple(_shifted(t, start) for t in transfers) for transfers in part.rounds])
+    turns = zip(*parts, strict=True)
+    return Schedule(tuple(itertools.chain.from_iterable(turns)), (n,), in_place=True, window=segments)
+
+
+def _shifted(t: Transfer, by: int) -> Transfer:
+    ((start, stop),) = t.box
+    return replace(t, box=((start + by, stop + by),))
 
 
 def in_pieces(plan: Schedule, pieces: int) -> Schedule:

@@ -68,11 +68,18 @@ SUM = SumGradients(1, ("a", "b"), (60, 40), 0, (0, 1), (), "ring")
 
 def test_a_ring_of_two_joins_adds_a_half_and_gives_each_gradient_its_own_memory() -> None:
     joined = Handling(copied=100, made=(100,))
-    assert handling(SUM, 0) == [(joined, Handling(added=50, made=(50,))), (Handling(), Handling())]
+    # The half that arrives lands where that of the last training step did.
+    assert handling(SUM, 0) == [(joined, Handling(added=50)), (Handling(), Handling())]
     assert messages(SUM.schedule, 0) == [2, 2]
     assert kept_sums(SUM, 1) == Handling(copied=100, made=(60, 40))
     assert kept_sums(replace(SUM, keys=("a",), sizes=(100,)), 0) == Handling()
     assert kept_sums(SUM, 2) == Handling()
+
+
+def test_a_gradient_alone_is_summed_where_it_lies() -> None:
+    alone = replace(SUM, keys=("a",), sizes=(100,), alone=True)
+    assert handling(alone, 0) == [(Handling(), Handling(added=50)), (Handling(), Handling())]
+    assert kept_sums(alone, 0) == Handling()
 
 
 def test_statistics_are_a_small_gather() -> None:

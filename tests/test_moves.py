@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from convoy import transfer
-from convoy.execute.group import Group
-from convoy.execute.move import run_move, run_rounds
+from convoy.execute.group import CountedGroup, Group, Message, Pending
+from convoy.execute.move import Landing, run_move, run_rounds
 from convoy.execute.threads import run_on_threads
 from convoy.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
 from convoy.transfer import Reduce
@@ -362,6 +362,74 @@ def test_run_rounds_works_in_place() -> None:
     for flat, stayed in run_on_threads(3, work, LIMIT_S):
         assert torch.equal(flat, torch.arange(10, dtype=torch.float64) * 111)
         assert stayed
+
+
+@pytest.mark.parametrize("reduce", ["ring", "butterfly", "star"])
+@pytest.mark.parametrize("n", [2, 3, 10, 31])
+def test_a_sum_in_segments(reduce: Reduce, n: int) -> None:
+    """Two rounds are under way at a time, and each lands in memory of its own: sums may not mix."""
+    devices, landing = (0, 1, 2), [Landing() for _ in range(3)]
+
+    def work(group: Group) -> list[Tensor]:
+        sums = []
+        for lane in (0, 1, 1):  # and again, in the memory of the time before
+            flat = torch.arange(n, dtype=torch.float64) * 10**group.device
+            run_rounds(
+                group, transfer.sum_in_segments(devices, n, reduce, 2), flat, lane, landing=landing[group.device]
+            )
+            sums.append(flat)
+        return sums
+
+    for sums in run_on_threads(3, work, LIMIT_S):
+        assert all(torch.equal(flat, torch.arange(n, dtype=torch.float64) * 111) for flat in sums)
+
+
+class _Watched(CountedGroup):
+    """Sends nothing; remembers the memory that messages under way land in."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2, torch.device("cpu"), LIMIT_S)
+        self.open: set[int] = set()
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:  # noqa: ARG002
+        where = {message.tensor.data_ptr() for message in receives}
+        assert not where & self.open, "two messages under way land in the same memory"
+        self.open |= where
+        return _Landed(self.open, where)
+
+    def agree(self, topic: str, text: str) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def close(self, error: BaseException | None = None) -> None:
+        pass
+
+
+@dataclass
+class _Landed:
+    open: set[int]
+    where: set[int]
+
+    def wait(self) -> None:
+        self.open -= self.where
+
+
+def test_segments_under_way_land_in_memory_of_their_own() -> None:
+    group, landing = _Watched(), Landing()
+    run_rounds(group, transfer.sum_in_segments((0, 1), 8, "ring", 2), torch.zeros(8), landing=landing)
+    assert group.open == set()
+
+
+def test_segments_by_hand() -> None:
+    """A ring of two sums 0:3, another 3:6; of each in turns one round. The bytes are those of one ring."""
+    halves = [transfer.schedule(Partial((0, 1)), Replicated((0, 1)), (3,), "ring") for _ in range(2)]
+    plan = transfer.sum_in_segments((0, 1), 6, "ring", 2)
+    spans = [[(t.sender, t.receiver, *t.box[0], t.adds) for t in transfers] for transfers in plan.rounds]
+    first, second = ([[(t.sender, t.receiver, *t.box[0], t.adds) for t in r] for r in half.rounds] for half in halves)
+    shifted = [[(a, b, start + 3, stop + 3, adds) for a, b, start, stop, adds in r] for r in second]
+    assert spans == [first[0], shifted[0], first[1], shifted[1]]
+    assert plan.window == 2
+    whole = transfer.schedule(Partial((0, 1)), Replicated((0, 1)), (6,), "ring")
+    assert transfer.traffic(plan, 4) == transfer.traffic(whole, 4)
 
 
 def test_mixing_stages_on_a_group_of_four_and_of_three() -> None:

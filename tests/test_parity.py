@@ -10,11 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import convoy.lower
+import convoy.steps
 from convoy.errors import InputError
 from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
+from convoy.lower import lower
 from convoy.named import PLANS, Speeds
+from convoy.steps import SumGradients
 from convoy.strategy import Batch
 from tests import nets
 from tests.one_device import (
@@ -23,6 +27,7 @@ from tests.one_device import (
     Training,
     by_name,
     check,
+    graph_of,
     loss_of,
     mixed,
     on_one,
@@ -40,6 +45,21 @@ SHORT = (10, 3, 10)
 @pytest.mark.parametrize("plan", [*PLANS])
 def test_twenty_steps_by_every_plan_and_every_sum(plan: str, reduce: str) -> None:
     check(Training("two-conv"), by_name(plan, "two-conv", reduce))
+
+
+@pytest.mark.parametrize("reduce", ["ring", "butterfly", "star"])
+@pytest.mark.parametrize("net", ["two-conv", "resnet", "mobile"])
+def test_large_gradients_are_summed_where_they_lie_in_segments(
+    net: str, reduce: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What megabytes do in earnest, with a few numbers: a bucket for each large gradient, two segments under way."""
+    monkeypatch.setattr(convoy.lower, "BUCKET_ENTRIES", 40)
+    monkeypatch.setattr(convoy.steps, "SEGMENT_ENTRIES", 16)
+    plan = by_name("data-by-speed", net, reduce)
+    sums = [s for s in lower(plan, graph_of(net)).steps if isinstance(s, SumGradients)]
+    assert {s.alone for s in sums} == {False, True}
+    assert {s.schedule.window for s in sums} == {1, 2}
+    check(Training(net, SHORT), plan)
 
 
 @pytest.mark.parametrize("net", ["resnet", "mobile"])

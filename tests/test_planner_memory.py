@@ -107,7 +107,7 @@ def test_the_optimizers_state_counts() -> None:
 def test_named_plans_that_do_not_fit_are_marked() -> None:
     rows = {row.plan.name: row for row in prospects(outlook(fleet((1e11, 30_000_000), (5e10, 30_000_000))))}
     assert rows["data"].overfull
-    assert rows["data"].overfull[0].startswith("d0 needs 76 MB of 30 MB")
+    assert rows["data"].overfull[0].startswith("d0 needs 59.2 MB of 30 MB")
     assert not rows["model"].overfull
     assert not rows["auto"].overfull
 

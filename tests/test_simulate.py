@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+import convoy.steps
 from convoy.cost.network import Network, network_of, rates
 from convoy.cost.size import LocalSize
 from convoy.fleet import Card, Device, Fleet, Host
@@ -309,6 +310,17 @@ def test_sums_go_one_after_the_other():
     sums = [SumGradients(i, (f"w{i}",), (200,), 0, (0, 1), (1, 1), "ring") for i in (0, 1)]
     timeline = replay(sums, 2, hosts(2), {})
     assert spans(timeline, 1, "send") == [(0.5, 1.5), (2, 3), (3.5, 4.5), (5, 6)]
+
+
+def test_a_large_sum_goes_in_two_segments(monkeypatch):
+    """200 bytes on two devices, as two sums of 100 in turns: messages of 50 bytes, 0.5 s each, one behind the other.
+
+    The second round of a segment begins when its first has arrived: at 1, and at 1.5; 0.5 s later its bytes flow.
+    """
+    monkeypatch.setattr(convoy.steps, "SEGMENT_ENTRIES", 100)
+    timeline = replay([SumGradients(0, ("w",), (200,), 0, (0, 1), (1, 1), "ring")], 2, hosts(2), {})
+    for device in range(2):
+        assert spans(timeline, device, "send") == [(0.5, 1), (1, 1.5), (1.5, 2), (2, 2.5)]
 
 
 def test_messages_from_one_device_to_another_share_one_connection():

@@ -15,7 +15,7 @@ from convoy.graph import Graph
 from convoy.layout import Layout, box, dual, entries, holders
 from convoy.lower import lower
 from convoy.plan import Plan
-from convoy.steps import Compute, Move, ShareStatistics, Step, StepList
+from convoy.steps import Compute, Move, ShareStatistics, Step, StepList, SumGradients
 from convoy.transfer import Round, Schedule
 from convoy.wire import rounds_copies, wire_bytes
 
@@ -229,7 +229,8 @@ def _views(steps: StepList, graph: Graph, device: int) -> dict[str, str]:
 
 
 def _buffers_bytes(step: Step, device: int, itemsize: int) -> int:
-    """Bytes of the buffers of a step's largest round on a device; a sum works on a flat copy besides.
+    """Bytes of the buffers of a step's largest rounds under way on a device; a sum works on a flat copy besides, but for a
+    gradient alone.
 
     A gradient that is moved stays until it has left, while the layer's other gradient is computed; where narrow numbers
     leave, those do.
@@ -238,9 +239,10 @@ def _buffers_bytes(step: Step, device: int, itemsize: int) -> int:
         return 0
     schedule, narrow = step.schedule, step.wire != "exact"
     buffers = max((_buffered(transfers, device, schedule, narrow) for transfers in schedule.rounds), default=0)
-    size = buffers * wire_bytes(step.wire, itemsize)
+    size = buffers * schedule.window * wire_bytes(step.wire, itemsize)
     if schedule.in_place:
-        return schedule.shape[0] * itemsize + size if _arrives(schedule, device) else 0
+        copied = 0 if isinstance(step, SumGradients) and step.alone else schedule.shape[0]
+        return copied * itemsize + size if _arrives(schedule, device) else 0
     if isinstance(step, Move) and step.phase == "backward" and not narrow and _leaves(schedule, device):
         size += _here(dual(step.reads.layout), device, step.reads.shape) * itemsize
     return size

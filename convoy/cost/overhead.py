@@ -71,7 +71,8 @@ def handling(step: Exchange, device: int) -> list[tuple[Handling, Handling]]:
     """What a device does before and after the messages of each round of a step, as `convoy.execute.move` does it.
 
     A cut that is one block of memory is sent, and received into, as it lies; any other is copied into a block or out of
-    one. What is added arrives beside the tensor. A sum of gradients is joined to one tensor first.
+    one. What is added arrives beside the tensor, in memory that a sum uses again for each of its rounds, and a sum of
+    gradients in every training step. Gradients that are summed together are joined to one tensor first.
 
     Narrowing and widening count as copies: they read or write the wide numbers once. A narrow summand is widened first.
     """
@@ -79,12 +80,14 @@ def handling(step: Exchange, device: int) -> list[tuple[Handling, Handling]]:
     if not schedule.in_place:
         return _direct(schedule, device, src, dst, step.wire)
     reads = any(device in (t.sender, t.receiver) for transfers in schedule.rounds for t in transfers)
-    start = copy_of(schedule.shape[0]) if reads and _holds(src, device) else NOTHING
+    alone = isinstance(step, SumGradients) and step.alone
+    start = copy_of(schedule.shape[0]) if reads and _holds(src, device) and not alone else NOTHING
     rounds = []
-    for transfers in schedule.rounds:
+    for number, transfers in enumerate(schedule.rounds):
         summands = tuple(entries(t.box) for t in transfers if t.receiver == device and t.adds)
+        made = () if isinstance(step, SumGradients) or number >= schedule.window else summands
         before, after = (NOTHING, NOTHING) if step.wire == "exact" else _casts(transfers, device)
-        rounds.append((start + before, Handling(added=sum(summands), made=summands) + after))
+        rounds.append((start + before, Handling(added=sum(summands), made=made) + after))
         start = NOTHING
     return rounds
 

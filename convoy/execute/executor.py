@@ -18,7 +18,7 @@ from convoy.execute.clock import Clock
 from convoy.execute.compute import Arithmetic, arithmetic
 from convoy.execute.gradients import Found, Sums
 from convoy.execute.group import Group
-from convoy.execute.move import Flights, run_move, start_move
+from convoy.execute.move import Flights, Landing, run_move, start_move
 from convoy.graph import Layer
 from convoy.layout import Replicated, Split, box, dual, holders, local_shape
 from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
@@ -56,6 +56,7 @@ class Executor:
         self.group, self.model, self.traced, self.clock = group, model, traced, clock
         self.arithmetic: dict[str, Arithmetic] = {}
         self.norms: dict[str, GlobalBatchNorm] = {}
+        self.landing = Landing()
         for name, layer in traced.graph.layers.items():
             if layer.kind != "input":
                 self.arithmetic[name] = arithmetic(model, layer, traced.operations[name])
@@ -179,7 +180,7 @@ class Executor:
         """Run the backward steps; adds to `.grad` of the parameters held here."""
         gradients = _Gradients()
         found: Found = {}
-        flights, sums = Flights(self.clock), Sums(self.group, self.model, mixing_stage)
+        flights, sums = Flights(self.clock), Sums(self.group, self.model, mixing_stage, self.landing)
         try:
             for step in tape.steps.phase("backward"):
                 if self._takes_part(step):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.execute.group import Group, Message
-from convoy.execute.move import run_rounds
+from convoy.execute.move import Landing, run_rounds
 from convoy.steps import SumGradients
 
 SUM_LANE = 1
@@ -27,10 +27,11 @@ class Sums:
     Args:
         model: holds this device's parameters.
         mixing_stage: for mixing, which counts its stages over training steps.
+        landing: where summands arrive, step after step.
     """
 
-    def __init__(self, group: Group, model: nn.Module, mixing_stage: int) -> None:
-        self.group, self.model, self.mixing_stage = group, model, mixing_stage
+    def __init__(self, group: Group, model: nn.Module, mixing_stage: int, landing: Landing) -> None:
+        self.group, self.model, self.mixing_stage, self.landing = group, model, mixing_stage, landing
         self._begun: list[tuple[SumGradients, Tensor]] = []
         self._queue: queue.SimpleQueue[tuple[SumGradients, Tensor] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -47,10 +48,10 @@ class Sums:
         if step.reduce == "inexact-butterfly-mixing":
             self._begun.append((step, _mix(self.group, self.model, step, parts, self.mixing_stage)))
             return
-        flat = torch.cat(parts)
+        flat = parts[0] if step.alone else torch.cat(parts)
         self._begun.append((step, flat))
         if self.group.lanes == 1:
-            run_rounds(self.group, step.schedule, flat, wire=step.wire)
+            run_rounds(self.group, step.schedule, flat, wire=step.wire, landing=self.landing)
             return
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="convoy-sums", daemon=True)
@@ -80,7 +81,7 @@ class Sums:
         try:
             while (each := self._queue.get()) is not None:
                 step, flat = each
-                run_rounds(self.group, step.schedule, flat, SUM_LANE, step.wire)
+                run_rounds(self.group, step.schedule, flat, SUM_LANE, step.wire, self.landing)
         except BaseException as error:
             self._error = error
 

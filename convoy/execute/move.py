@@ -1,5 +1,6 @@
 """Running a schedule: the pieces that a move sends, receives, keeps and adds, on one device."""
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -127,25 +128,64 @@ class Flights:
         self.land(list(self._open))
 
 
-def run_rounds(group: Group, schedule: Schedule, flat: Tensor, lane: int = 0, wire: Wire = "exact") -> None:
+class Landing:
+    """Memory where summands arrive before they are added, used again by every round: new memory is slow to come by."""
+
+    def __init__(self) -> None:
+        self._slots: dict[tuple[int, int], Tensor] = {}
+
+    def at(self, slot: tuple[int, int], count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """`count` entries that are nobody else's as long as their slot is not asked for again."""
+        held = self._slots.get(slot)
+        if held is None or held.numel() < count or held.dtype != dtype or held.device != device:
+            held = self._slots[slot] = torch.empty(count, dtype=dtype, device=device)
+        return held[:count]
+
+
+def run_rounds(
+    group: Group,
+    schedule: Schedule,
+    flat: Tensor,
+    lane: int = 0,
+    wire: Wire = "exact",
+    landing: Landing | None = None,
+) -> None:
     """Run the rounds of a summing collective in place on a flat buffer that this device owns.
 
     Args:
         lane: of the group, see `Group.start`.
         wire: in which numbers summands and sums travel; they are added in those of `flat`.
+        landing: where summands arrive; by default, memory of this call's own.
     """
+    landing = landing or Landing()
+    under_way: deque[Arrival] = deque()
+    for number, transfers in enumerate(schedule.rounds):
+        if len(under_way) == schedule.window:
+            under_way.popleft().land()
+        under_way.append(_start_sum(group, transfers, flat, lane, wire, landing, number % schedule.window))
+    for arrival in under_way:
+        arrival.land()
+
+
+def _start_sum(
+    group: Group, transfers: Round, flat: Tensor, lane: int, wire: Wire, landing: Landing, turn: int
+) -> Arrival:
+    """Begin one round of a sum. `turn` tells rounds that are under way together apart."""
     dtype = _on_wire(flat.dtype, wire)
-    for transfers in schedule.rounds:
-        sends = [t for t in transfers if t.sender == group.device]
-        receives = sorted((t for t in transfers if t.receiver == group.device), key=lambda t: t.sender)
-        if not sends and not receives:
-            continue
-        sent = {t.box: _span_on_wire(flat, t, dtype) for t in sends}
-        parts = [(t, _span(flat, t), _landing(_span(flat, t), t, dtype)) for t in receives]
-        pending = group.start(
-            [Message(t.receiver, sent[t.box]) for t in sends], [Message(t.sender, part) for t, _, part in parts], lane
-        )
-        Arrival(pending, parts).land()
+    sends = [t for t in transfers if t.sender == group.device]
+    receives = sorted((t for t in transfers if t.receiver == group.device), key=lambda t: t.sender)
+    if not sends and not receives:
+        return Arrival(None, [])
+    sent = {t.box: _span_on_wire(flat, t, dtype) for t in sends}
+    parts = []
+    for place, t in enumerate(receives):
+        span = _span(flat, t)
+        straight = not t.adds and dtype == flat.dtype
+        parts.append((t, span, span if straight else landing.at((turn, place), span.numel(), dtype, flat.device)))
+    pending = group.start(
+        [Message(t.receiver, sent[t.box]) for t in sends], [Message(t.sender, part) for t, _, part in parts], lane
+    )
+    return Arrival(pending, parts)
 
 
 def _span(flat: Tensor, t: Transfer) -> Tensor:
