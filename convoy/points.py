@@ -7,8 +7,9 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Strict
 
-from convoy.cost.compute import Grid, LayerTimes
+from convoy.cost.compute import Correction, Grid, LayerTimes
 from convoy.cost.overhead import Overheads
+from convoy.cost.size import LocalSize
 from convoy.errors import InputError
 
 _Text = Annotated[str, Strict()]
@@ -34,6 +35,7 @@ class LayerPoint:
         forward_s, backward_s: seconds of one call; backward is 0 where no gradient passes.
         spread: (slowest - fastest) / typical of the repetitions, forward and backward together.
         shared: of a batch norm that shares its statistics with other devices.
+        beside: no point of the grids, but a size that a plan has.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
@@ -46,6 +48,7 @@ class LayerPoint:
     backward_s: _Number
     spread: _Number
     shared: _Truth = False
+    beside: _Truth = False
 
     def __post_init__(self) -> None:
         owner = f"layer {self.layer!r} on device {self.device!r}"
@@ -135,6 +138,34 @@ class HostRates:
 
 
 def layer_times(points: Sequence[LayerPoint]) -> LayerTimes:
+    """The times of one layer on one device: grids, and what corrects them.
+
+    Raises:
+        InputError: the points of the grids fill no rectangles.
+    """
+    inputs = max(point.inputs for point in points)
+    times = _grid_times([point for point in points if not point.beside] or points)
+    beside = [point for point in points if point.beside]
+    return replace(times, corrections=tuple(_correction(times, point, inputs) for point in beside))
+
+
+def _correction(times: LayerTimes, point: LayerPoint, inputs: int) -> Correction:
+    forward, backward, other = times.forward, times.backward, point.outputs
+    if point.inputs < inputs and times.forward_inputs is not None and times.backward_inputs is not None:
+        forward, backward, other = times.forward_inputs, times.backward_inputs, point.inputs
+    size = LocalSize(point.samples, point.outputs, point.inputs)
+    return Correction(
+        size,
+        _over(point.forward_s, forward.at(point.samples, other)),
+        _over(point.backward_s, backward.at(point.samples, other)),
+    )
+
+
+def _over(seconds: float, by_grid_s: float) -> float:
+    return seconds / by_grid_s if seconds and by_grid_s else 1.0
+
+
+def _grid_times(points: Sequence[LayerPoint]) -> LayerTimes:
     """The grids of one layer on one device.
 
     Raises:

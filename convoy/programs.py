@@ -105,7 +105,7 @@ class _Writer:
         if size is None:
             return
         label = f"{step.layer} {step.phase}" + ("" if step.part == "all" else f" {step.part}")
-        for number, part in enumerate(_pieces(size, step.pieces)):
+        for number, part in enumerate(sizes_in_pieces(size, step.pieces)):
             if step.pieces > 1:
                 self._await_next(step.after, step.id, label)
             else:
@@ -223,7 +223,8 @@ def _label(step: Step) -> str:
     return f"{type(step).__name__} {step.id}"
 
 
-def _pieces(size: LocalSize, pieces: int) -> list[LocalSize]:
+def sizes_in_pieces(size: LocalSize, pieces: int) -> list[LocalSize]:
+    """What a device computes of a layer at a time."""
     if pieces == 1:
         return [size]
     return [replace(size, samples=stop - start) for start, stop in chunks(size.samples, pieces)]

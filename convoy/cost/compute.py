@@ -66,6 +66,27 @@ def _line(axis: Sequence[int], values: Sequence[float], i: int, u: float, x: flo
 
 
 @dataclass(frozen=True, slots=True)
+class Correction:
+    """A size that was timed beside the grids, because a plan has it: its seconds over those that the grids give.
+
+    Sizes near it are corrected too, the less the farther they are: at twice or half of it in one axis, not at all.
+    """
+
+    size: LocalSize
+    forward: float
+    backward: float
+
+    def distance(self, size: LocalSize) -> float:
+        """In doublings."""
+        pairs = (
+            (size.samples, self.size.samples),
+            (size.outputs, self.size.outputs),
+            (size.inputs, self.size.inputs),
+        )
+        return sum(abs(math.log2(a / b)) for a, b in pairs if a != b)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerTimes:
     """Measured times of one layer on one device.
 
@@ -75,6 +96,7 @@ class LayerTimes:
             over channels.
         forward_shared, backward_shared: over (samples, outputs), of a batch norm that shares its statistics with other
             devices; None for every other layer.
+        corrections: sizes beside the grids.
     """
 
     forward: Grid
@@ -83,8 +105,19 @@ class LayerTimes:
     backward_inputs: Grid | None = None
     forward_shared: Grid | None = None
     backward_shared: Grid | None = None
+    corrections: tuple[Correction, ...] = ()
 
     def seconds(self, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:
+        return self._by_grid(layer, phase, size, part) * self._corrected(phase, size)
+
+    def _corrected(self, phase: Phase, size: LocalSize) -> float:
+        if not self.corrections or size.shares_statistics:
+            return 1.0
+        away, nearest = min(((each.distance(size), each) for each in self.corrections), key=lambda pair: pair[0])
+        ratio = nearest.forward if phase == "forward" else nearest.backward
+        return float(ratio ** max(0.0, 1.0 - away))
+
+    def _by_grid(self, layer: Layer, phase: Phase, size: LocalSize, part: Part) -> float:
         # The two products of backward are of one size, and were timed together.
         share = 1.0 if part == "all" else 0.5
         shared = self.forward_shared if phase == "forward" else self.backward_shared

@@ -9,7 +9,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from convoy._version import __version__
+from convoy.cost.size import LocalSize
 from convoy.errors import MismatchError
 from convoy.execute.clock import Clock
 from convoy.execute.group import Group
@@ -27,9 +28,13 @@ from convoy.measure.overheads import measure_overheads
 from convoy.measure.partial import Partial, Rows
 from convoy.measure.repeats import STRETCH_S, Now, quota_now, time_update
 from convoy.measure.tables import Bench, Point, allowances
+from convoy.measure.wanted import wanted
 from convoy.measurement import FORMAT, Measurement
 from convoy.points import DeviceCosts, LayerPoint
 from convoy.trace import Traced
+
+GRID_PART = 2 / 3
+"""The part of the layers' seconds that goes to the grids; the rest is for the sizes that plans have."""
 
 Progress = Callable[[str, int, int], None]
 """Is told what is measured, how much is done, and how much there is."""
@@ -86,7 +91,7 @@ def measure_job(
     share = processor_share(SHARE_STRETCHES * stretch_s)
     clock, now = Clock(group.torch_device, slowdown), quota_now(group.torch_device, share, slowdown)
     bench = Bench(traced, model, batch, clock, group.torch_device, now=now, stretch_s=stretch_s)
-    steps = _measure_tables(group, bench, kept, budget_s, progress)
+    steps = _measure_tables(group, bench, kept, budget_s * GRID_PART, progress)
     wire = measure_links(
         group,
         host_indices(fleet),
@@ -110,6 +115,8 @@ def measure_job(
         link=links,
         host=cards,
     )
+    progress("the sizes that plans have", steps, steps)
+    measured = _with_wanted(group, bench, measured, budget_s * (1 - GRID_PART))
     kept.remove()
     return measured
 
@@ -156,6 +163,31 @@ def _measure_tables(group: Group, bench: Bench, kept: Partial, budget_s: float, 
         rows = [_row(point) for point in points]
         kept.add(name, [json.loads(text) for text in group.agree(f"table of {name}", json.dumps(rows))])
     return len(names)
+
+
+def _with_wanted(group: Group, bench: Bench, measured: Measurement, allowance_s: float) -> Measurement:
+    """The measurement with more sizes of layers: those that plans have, as many as there is time for."""
+    first = bench.alike()
+    own = ""
+    if group.device == 0:
+        own = json.dumps(
+            [[asdict(w) for w in each] for each in wanted(measured, bench.traced.graph, bench.batch, first)]
+        )
+    sizes = json.loads(group.agree("wanted sizes", own)[0])[group.device]
+    start_s, allowance_s = time.monotonic(), min(allowance_s, group.timeout_s / 4)
+    rows: dict[str, list[list[float]]] = {}
+    for each in sizes:
+        # A size that no longer fits may be followed by a shorter one that does.
+        if time.monotonic() - start_s + bench.timing_s(each["seconds"]) <= allowance_s:
+            rows.setdefault(each["layer"], []).append(_row(bench.time(each["layer"], LocalSize(**each["size"]))))
+    tables = [json.loads(text) for text in group.agree("times of wanted sizes", json.dumps(rows))]
+    more = tuple(
+        replace(_point(device.name, name, row), beside=True)
+        for device, table in zip(measured.fleet.devices, tables, strict=True)
+        for name in bench.layers
+        for row in table.get(first[name], [])
+    )
+    return replace(measured, layer=measured.layer + more)
 
 
 def _measure_costs(group: Group, now: Now, stretch_s: float, message_s: float, share: float) -> list[dict[str, float]]:

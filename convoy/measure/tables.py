@@ -133,6 +133,14 @@ class Bench:
                 known[size] = self._time(layer, size)
         return [Point(size, known[size]) for size in sizes]
 
+    def timing_s(self, seconds: float) -> float:
+        """About the seconds that it takes to time what takes `seconds`."""
+        return _timing_s(seconds, self.stretch_s)
+
+    def time(self, name: str, size: LocalSize) -> Point:
+        """One size of a layer, that lies beside its grid."""
+        return Point(size, self._time(self.traced.graph[name], size))
+
     def _time(self, layer: Layer, size: LocalSize) -> Times:
         # As in training, where autograd is off around the executor and layers that need it turn it on.
         with (
@@ -224,8 +232,11 @@ def choose_axes(
 
 def cost_s(axes: Axes, whole: LocalSize, guess: Guess, stretch_s: float = STRETCH_S) -> float:
     """About the seconds that timing these sizes takes."""
-    least_s = 2 * ROUNDS * stretch_s
-    return sum(max(least_s, 2.5 * guess.seconds(size)) for size in axes.sizes(whole))
+    return sum(_timing_s(guess.seconds(size), stretch_s) for size in axes.sizes(whole))
+
+
+def _timing_s(seconds: float, stretch_s: float) -> float:
+    return max(2 * ROUNDS * stretch_s, 2.5 * seconds)
 
 
 def _every(axis: Sequence[int]) -> tuple[int, ...]:

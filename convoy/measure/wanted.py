@@ -1,0 +1,89 @@
+"""Which sizes of which layers the plans of a model would run: those are timed too, beside the grids of all sizes.
+
+A grid has to reach from one sample to the whole batch, and with little time it is coarse. A prediction needs few of its sizes,
+and those exactly.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from convoy.cost.size import LocalSize, local_size
+from convoy.cost.step import Costs
+from convoy.errors import PlanError
+from convoy.graph import Graph
+from convoy.lower import lower
+from convoy.measurement import Measurement
+from convoy.named import PLANS, named_plan
+from convoy.plan import Plan
+from convoy.planner import candidates
+from convoy.programs import sizes_in_pieces
+from convoy.prospect import Outlook
+from convoy.steps import Compute, StepList
+
+CANDIDATES = 3
+"""How many of the planner's best plans are looked at: the times may still change their order."""
+
+LEAST = 0.01
+"""A part of a device's computing that is smaller is not worth its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A size of a layer that a device would compute, and about how long that takes, forward and backward."""
+
+    layer: str
+    size: LocalSize
+    seconds: float
+
+
+def wanted(measured: Measurement, graph: Graph, batch: int, alike: Mapping[str, str]) -> list[list[Wanted]]:
+    """For each device the sizes that the named plans and the planner's best would run, the longest first.
+
+    Args:
+        measured: by the grids alone.
+        alike: for each layer the one that is timed for it.
+    """
+    costs = measured.costs(graph)
+    known = {(p.device, p.layer, p.samples, p.outputs, p.inputs) for p in measured.layer}
+    names = [device.name for device in measured.fleet.devices]
+    found: list[dict[tuple[str, LocalSize], Wanted]] = [{} for _ in names]
+    for plan in _plans(Outlook.of(graph, batch, costs, measured.fleet)):
+        steps = lower(plan, graph)
+        for device, name in enumerate(names):
+            sizes = _large(_sizes(steps, graph, costs, device, alike))
+            for each in sizes:
+                size = each.size
+                if (name, each.layer, size.samples, size.outputs, size.inputs) not in known:
+                    found[device].setdefault((each.layer, size), each)
+    return [sorted(each.values(), key=lambda wanted: -wanted.seconds) for each in found]
+
+
+def _plans(outlook: Outlook) -> list[Plan]:
+    graph, batch = outlook.graph, outlook.batch
+    plans = [named_plan(name, graph, batch, outlook.speeds) for name in PLANS]
+    try:
+        best = candidates(graph, batch, outlook.costs, outlook.room, outlook.wire)
+    except PlanError:  # nothing fits: whoever plans will say so
+        return plans
+    return plans + [each.plan for each in best[:CANDIDATES]]
+
+
+def _sizes(steps: StepList, graph: Graph, costs: Costs, device: int, alike: Mapping[str, str]) -> Iterable[Wanted]:
+    for step in steps.phase("forward"):
+        if isinstance(step, Compute) and step.layer in alike:
+            layer = graph[step.layer]
+            whole = local_size(step, layer, device)
+            # Statistics that are shared are timed over samples alone, and each of them is on the grid's line.
+            if whole is None or not whole.samples or whole.shares_statistics:
+                continue
+            for size in {whole, *sizes_in_pieces(whole, step.pieces)}:
+                forward_s, backward_s = (
+                    costs.times.seconds(device, layer, phase, size) for phase in ("forward", "backward")
+                )
+                yield Wanted(alike[step.layer], size, forward_s + backward_s)
+
+
+def _large(sizes: Iterable[Wanted]) -> Sequence[Wanted]:
+    rows = list(sizes)
+    least_s = LEAST * sum(row.seconds for row in rows)
+    return [row for row in rows if row.seconds > least_s]

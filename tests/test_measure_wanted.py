@@ -1,0 +1,155 @@
+"""Sizes that plans have are timed beside the grids, and correct them there and near it."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from convoy.cost.compute import Correction, Grid, LayerTimes
+from convoy.cost.overhead import Overheads
+from convoy.cost.size import LocalSize, local_size
+from convoy.execute.group import Group
+from convoy.execute.threads import run_on_threads
+from convoy.graph import Layer
+from convoy.lower import lower
+from convoy.measure.repeats import Times
+from convoy.measure.run import measure_job
+from convoy.measure.tables import Bench
+from convoy.measure.wanted import wanted
+from convoy.measurement import Measurement
+from convoy.named import PLANS, named_plan
+from convoy.nets import build_net
+from convoy.planner import plan_auto
+from convoy.points import LayerPoint, layer_times
+from convoy.prospect import Outlook
+from convoy.steps import Compute
+from convoy.trace import trace
+
+LAYER = trace(build_net("two-conv:4:6", (3, 16, 16), 10), torch.zeros(2, 3, 16, 16)).graph["0"]
+
+
+def grid(per_entry_s: float) -> Grid:
+    """In proportion to samples and filters."""
+    return Grid((1, 8), (1, 4), tuple(tuple(per_entry_s * s * o for o in (1, 4)) for s in (1, 8)))
+
+
+def test_a_correction_by_hand() -> None:
+    """Timed at 4 samples and 2 filters: 3 times what the grid says forward, half of it backward."""
+    corrected = Correction(LocalSize(4, 2, 3), forward=3.0, backward=0.5)
+    times = LayerTimes(grid(1.0), grid(2.0), corrections=(corrected,))
+    assert times.seconds(LAYER, "forward", LocalSize(4, 2, 3)) == pytest.approx(4 * 2 * 3)
+    assert times.seconds(LAYER, "backward", LocalSize(4, 2, 3)) == pytest.approx(2 * 4 * 2 / 2)
+    assert times.seconds(LAYER, "backward", LocalSize(4, 2, 3), "weight") == pytest.approx(2 * 4 * 2 / 2 / 2)
+    # Twice the samples: the grid alone. Between: less than the whole correction.
+    assert times.seconds(LAYER, "forward", LocalSize(8, 2, 3)) == pytest.approx(8 * 2)
+    away = math.log2(5 / 4)
+    assert times.seconds(LAYER, "forward", LocalSize(5, 2, 3)) == pytest.approx(5 * 2 * 3 ** (1 - away))
+
+
+def test_the_nearest_correction_counts() -> None:
+    near, far = Correction(LocalSize(4, 4, 3), 2.0, 1.0), Correction(LocalSize(4, 2, 3), 7.0, 1.0)
+    times = LayerTimes(grid(1.0), grid(1.0), corrections=(far, near))
+    away = math.log2(4 / 3)
+    assert times.seconds(LAYER, "forward", LocalSize(4, 3, 3)) == pytest.approx(12 * 2 ** (1 - away))
+
+
+def points(*beside: LayerPoint) -> list[LayerPoint]:
+    """A grid over filters and one over input channels, each call 1 s for every filter, sample and input channel."""
+    sizes = [(s, o, 3) for s in (1, 8) for o in (1, 4)] + [(s, 4, 1) for s in (1, 8)]
+    rows = [LayerPoint("d", "0", s, o, i, s * o * i, 2.0 * s * o * i, 0.0) for s, o, i in sizes]
+    return [*rows, *beside]
+
+
+def test_a_point_beside_the_grid_is_no_part_of_it() -> None:
+    times = layer_times(points(LayerPoint("d", "0", 4, 2, 3, 48.0, 24.0, 0.0, beside=True)))
+    assert times.forward.samples == (1, 8)
+    (found,) = times.corrections
+    assert (found.forward, found.backward) == pytest.approx((2.0, 0.5))
+    # Fewer input channels are corrected against their own grid.
+    times = layer_times(points(LayerPoint("d", "0", 4, 4, 2, 96.0, 64.0, 0.0, beside=True)))
+    assert times.seconds(LAYER, "forward", LocalSize(4, 4, 2)) == pytest.approx(96.0)
+
+
+def takes_s(layer: Layer, size: LocalSize) -> float:
+    """No bilinear grid can follow it: seconds go with a power of what is computed."""
+    entries = size.samples * size.outputs * (size.inputs if layer.weighted else 1)
+    return float(1e-6 * entries**0.9)
+
+
+class Synthetic(Bench):
+    def _time(self, layer: Layer, size: LocalSize) -> Times:
+        seconds = takes_s(layer, size)
+        return Times(seconds, 2 * seconds, 0.0)
+
+
+NET, IMAGE, BATCH = "two-conv:16:32", (3, 16, 16), 16
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[Measurement]:
+    model = build_net(NET, IMAGE, 10)
+    traced = trace(model, torch.zeros(2, *IMAGE))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("convoy.measure.run.Bench", Synthetic)
+        # It trains on one device, and torch's hooks on gradients want a process each for that.
+        patch.setattr("convoy.measure.run.measure_overheads", lambda *_: Overheads())
+
+        def work(group: Group) -> Measurement:
+            return measure_job(
+                group, traced, model, BATCH, net=NET, budget_s=60.0, links_budget_s=0.5, stretch_s=1e-4,
+            )  # fmt: skip
+
+        return run_on_threads(3, work, timeout_s=60.0)
+
+
+def by_grids(measured: Measurement) -> Measurement:
+    return replace(measured, layer=tuple(point for point in measured.layer if not point.beside))
+
+
+def test_every_device_gets_the_same_measurement_and_a_file_keeps_it(measured: list[Measurement]) -> None:
+    assert measured[0] == measured[1] == measured[2]
+    assert any(point.beside for point in measured[0].layer)
+    assert Measurement.from_toml(measured[0].to_toml()) == measured[0]
+
+
+def test_the_sizes_of_the_plans_are_exact(measured: list[Measurement]) -> None:
+    """Of every named plan and of auto, each large layer's time is what the synthetic device takes, not what a grid says."""
+    graph = trace(build_net(NET, IMAGE, 10), torch.zeros(2, *IMAGE)).graph
+    alone = by_grids(measured[0])
+    costs, by_grids_costs = measured[0].costs(graph), alone.costs(graph)
+    speeds = Outlook.of(graph, BATCH, by_grids_costs, alone.fleet).speeds
+    plans = [named_plan(name, graph, BATCH, speeds) for name in PLANS] + [plan_auto(graph, BATCH, by_grids_costs)]
+    seen = 0
+    for plan in plans:
+        for step in lower(plan, graph).phase("forward"):
+            if isinstance(step, Compute) and step.layer in ("3", "7") and step.pieces == 1:
+                for device in range(3):
+                    size = local_size(step, graph[step.layer], device)
+                    if size is not None and size.samples:
+                        found = costs.times.seconds(device, graph[step.layer], "forward", size)
+                        assert found == pytest.approx(takes_s(graph[step.layer], size)), (plan.name, step.layer, size)
+                        seen += 1
+    assert seen > 15
+
+
+def test_what_is_on_the_grid_or_small_is_not_wanted(measured: list[Measurement]) -> None:
+    graph = trace(build_net(NET, IMAGE, 10), torch.zeros(2, *IMAGE)).graph
+    alone = by_grids(measured[0])
+    alike = {name: name for name in graph.layers}
+    rows = wanted(alone, graph, BATCH, alike)
+    assert len(rows) == 3
+    on_grid = {(p.layer, p.samples, p.outputs, p.inputs) for p in alone.points_of(alone.fleet.devices[0].name)["3"]}
+    for each in rows[0]:
+        assert (each.layer, each.size.samples, each.size.outputs, each.size.inputs) not in on_grid
+    assert [row.seconds for row in rows[0]] == sorted((row.seconds for row in rows[0]), reverse=True)
+    # Once timed, nothing of these plans is wanted any more.
+    names = [d.name for d in alone.fleet.devices]
+    more = [
+        LayerPoint(names[d], w.layer, w.size.samples, w.size.outputs, w.size.inputs, 1.0, 1.0, 0.0, beside=True)
+        for d, each in enumerate(rows) for w in each
+    ]  # fmt: skip
+    again = wanted(replace(alone, layer=alone.layer + tuple(more)), graph, BATCH, alike)
+    for device, each in enumerate(again):
+        assert not {(w.layer, w.size) for w in each} & {(w.layer, w.size) for w in rows[device]}
