@@ -48,7 +48,9 @@ def main(
 
 
 def trained(command: list[str]) -> dict[str, Any]:
-    """What a `convoy` command that trains wrote into its log: the last epoch, every 50th loss, bytes sent by all devices."""
+    """What a `convoy` command that trains wrote into its log: the last epoch, every 50th loss, bytes sent by all devices.
+
+    Also the seconds of all epochs, and where a step was predicted, that beside the measured one."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "run.jsonl"
         subprocess.run([sys.executable, "-m", "convoy", *command, "--log", str(log)], check=True)
@@ -57,10 +59,14 @@ def trained(command: list[str]) -> dict[str, Any]:
     epoch = [line for line in lines if line["what"] == "epoch"][-1]
     losses = [line["loss"] for line in lines if line["what"] == "step"]
     sent_bytes = sum(line["sent_bytes"] for line in lines if line["what"] == "device")
+    step_s = {line["what"]: line["step_s"] for line in lines if line["what"] in ("prediction", "end")}
     return {
         "accuracy": epoch["accuracy"], "loss": epoch["loss"], "steps": len(losses), "losses": losses[::50],
         "sent_bytes": sent_bytes, "train_s": epoch["train_s"], "date": run["date"], "torch": run["torch"],
         "convoy": run["convoy"], "cores": os.cpu_count(), "processor": _processor(),
+        "whole_s": sum(line["train_s"] for line in lines if line["what"] == "epoch"),
+        "predicted_step_s": step_s.get("prediction"), "measured_step_s": step_s.get("end"),
+        "reshares": sum(line["what"] == "reshare" for line in lines),
     }  # fmt: skip
 
 

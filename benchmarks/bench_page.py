@@ -1,32 +1,55 @@
-"""docs/benchmarks.md: throughput and efficiency of Convoy and its peers. Sentences with numbers are made from them."""
+"""docs/benchmarks.md: targets, throughput and efficiency of Convoy and its peers. Sentences with numbers are made from them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from benchmarks.configurations import AUTO
-from benchmarks.page import Paper, hardware, how_timed, quietness, seconds, table
-from benchmarks.results import Row
-from benchmarks.score import by, efficiency, error, full_spread, middle_spread
+from benchmarks.configurations import ALONE, AUTO, EQUAL, IN_TURN
+from benchmarks.page import hardware, how_timed, quietness, seconds, table
+from benchmarks.planning_page import Planning, planning_section
+from benchmarks.rebalance_page import Rebalanced, rebalance_lines, rebalance_section
+from benchmarks.results import FleetResult, Row
+from benchmarks.scaling import scaling_section
+from benchmarks.score import alone, efficiency, error, full_spread, middle_spread
+from benchmarks.targets import TUNED, cases_of, fastest_alone
+from benchmarks.targets_page import in_turn_line, targets_section
 
-ONE_TO_BEAT = "ddp-tuned"
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What the page is made of.
+
+    Attributes:
+        figure, scaling: where the figures lie, as the page links them; None where there is none.
+        timelines: of cases with a missed target, by the name of the case.
+        rebalanced, planning: what `benchmarks.rebalance` and `benchmarks.planning` wrote; None where they have not run.
+    """
+
+    results: Sequence[FleetResult]
+    figure: str | None = None
+    scaling: str | None = None
+    timelines: Mapping[str, str] = field(default_factory=dict)
+    rebalanced: Rebalanced | None = None
+    planning: Planning | None = None
 
 
-def bench_page(paper: Paper) -> str:
+def bench_page(sources: Sources) -> str:
     """The whole page."""
-    rows = paper.rows
+    rows = [row for result in sources.results for row in result.measured_rows()]
+    compared = [row for row in rows if not row.fleet.startswith(EQUAL)]
     parts = [
         "# Benchmarks",
         "Made by `python -m benchmarks.bench`; do not edit.",
-        hardware(paper.results),
-        "`one-device` is plain PyTorch on each device in turn while the others do nothing. `ddp-even` and `ddp-tuned` are "
-        "PyTorch's DistributedDataParallel on gloo with the same batches and the same gradient; `ddp-tuned` has shares "
-        "corrected by what each rank's computing takes and then searched, both have the bucket size and `static_graph` "
-        "searched; the searches are not counted. Efficiency: samples/s over the sum of what every device reached alone at the "
-        "same global batch, measured in the same run. " + how_timed(),
+        hardware(sources.results),
         "## In short",
-        "\n".join(f"- {line}" for line in [*_in_short(rows), quietness(paper.results)]),
-        *([f"![Efficiency]({paper.figure})"] if paper.figure else []),
+        "\n".join(f"- {line}" for line in [*_in_short(compared), *in_turn_line(rows), quietness(sources.results)]),
+        _HOW + how_timed(),
+        *targets_section(compared, sources.timelines, rebalance_lines(sources.rebalanced)),
+        *([f"![Efficiency]({sources.figure})"] if sources.figure else []),
         "## Efficiency",
-        _efficiency_table(rows),
+        _efficiency_table(compared),
+        *scaling_section(rows, sources.scaling),
+        *rebalance_section(sources.rebalanced),
+        *planning_section(sources.planning),
         "## Every measurement",
         "Spread: (slowest - fastest) / median of the rounds; middle: that of the middle half. Error: (predicted - measured) "
         "/ measured; DDP is not predicted.",
@@ -35,16 +58,21 @@ def bench_page(paper: Paper) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def cases(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows of each (fleet, net, batch)."""
-    return list(by(rows, lambda r: f"{r.fleet} {r.net} {r.batch}").values())
+_HOW = (
+    f"`{IN_TURN}` is plain PyTorch on every device, each for itself with the whole batch, one after the other while the others "
+    f"rest. `{ALONE}` is the same all at once: they load this one machine as the fleet does. `ddp-even` and "
+    "`ddp-tuned` are PyTorch's DistributedDataParallel on gloo with the same batches and the same gradient; `ddp-tuned` has "
+    "shares corrected by what each rank's computing takes and then searched, both have the bucket size and `static_graph` "
+    "searched; the searches are not counted. Efficiency: samples/s over the sum of what every device reached alone at the same "
+    f"global batch, measured in the same run (`{IN_TURN}`; where there is none, `{ALONE}`). "
+)
 
 
 def _in_short(rows: Sequence[Row]) -> list[str]:
     lines = []
-    for name, other in (("`auto` and tuned DDP", ONE_TO_BEAT), ("`auto` and even DDP", "ddp-even")):
+    for name, other in (("`auto` and tuned DDP", TUNED), ("`auto` and even DDP", "ddp-even")):
         ratios = []
-        for case in cases(rows):
+        for case in cases_of(rows):
             plans = {row.plan: row for row in case}
             if AUTO in plans and other in plans:
                 ratios.append(plans[other].median_s / plans[AUTO].median_s)
@@ -60,31 +88,25 @@ def _in_short(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def fastest_alone(case: Sequence[Row]) -> Row | None:
-    """The row of the device that is fastest alone."""
-    return min((row for row in case if row.plan == "one-device"), key=lambda row: row.median_s, default=None)
-
-
 def _efficiency_table(rows: Sequence[Row]) -> str:
-    plans = ["one-device", *dict.fromkeys(row.plan for row in rows if row.plan != "one-device")]
+    plans = [*dict.fromkeys(row.plan for row in rows if row.device is None)]
     body = []
-    for case in cases(rows):
+    for case in cases_of(rows):
         best = fastest_alone(case)
         if best is None:
             continue
-        cells = []
-        for plan in plans:
-            row = best if plan == "one-device" else next((r for r in case if r.plan == plan), None)
-            value = None if row is None else efficiency(row, case)
-            cells.append("" if value is None else f"{value:.2f}")
-        limit = best.batch * sum(1 / row.median_s for row in case if row.plan == "one-device")
+        found = [best, *(next((row for row in case if row.plan == plan), None) for plan in plans)]
+        values = [None if row is None else efficiency(row, case) for row in found]
+        limit = best.batch * sum(1 / row.median_s for row in alone(best, case))
+        cells = ["" if value is None else f"{value:.2f}" for value in values]
         body.append([best.fleet, best.net, str(best.batch), f"{limit:.3g}", *cells])
-    return table(["fleet", "net", "batch", "samples/s of all alone", *(f"`{plan}`" for plan in plans)], body)
+    head = ["fleet", "net", "batch", "samples/s of all alone", "fastest alone", *(f"`{plan}`" for plan in plans)]
+    return table(head, body)
 
 
 def _full_table(rows: Sequence[Row]) -> str:
     body = []
-    for case in cases(rows):
+    for case in cases_of(rows):
         for row in case:
             name = f"`{row.plan}`" + ("" if row.device is None else f" {row.device}")
             part = efficiency(row, case)

@@ -114,13 +114,22 @@ class DdpRunner:
 
 
 def ddp_turn(
-    group: Group, row: Row, model: nn.Module, images: Images, speeds: Sequence[float], budget_s: float
-) -> Turn:
-    """The turn of `ddp-even` or `ddp-tuned`, after its search; the row tells what was found. Every device calls it.
+    group: Group,
+    row: Row,
+    model: nn.Module,
+    images: Images,
+    speeds: Sequence[float],
+    budget_s: float,
+    known: Setting | None = None,
+) -> tuple[Turn, Setting]:
+    """The turn of `ddp-even` or `ddp-tuned`, after its search, and what was found, which its row tells too.
+
+    Every device calls it.
 
     Args:
         speeds: samples/s of each device alone, as measured before.
         budget_s: about the seconds of the search.
+        known: what was found at another batch of the same net.
     """
     meet(group)
 
@@ -128,22 +137,23 @@ def ddp_turn(
         return _trial(group, row, DdpRunner(model, setting, group.device, images))
 
     if row.plan == "ddp-even":
-        setting, trial = tune_even(attempt, row.batch, group.devices, budget_s)
+        setting, trial = tune_even(attempt, row.batch, group.devices, budget_s, known)
     else:
-        setting, trial = tune(attempt, row.batch, speeds, budget_s)
+        setting, trial = tune(attempt, row.batch, speeds, budget_s, known)
     found = {
         "*": f"batch({','.join(map(str, setting.shares))})",
         "bucket_mb": str(setting.bucket_mb),
         "static_graph": str(setting.static_graph),
     }
     steps = max(row.steps, min(100, math.ceil(TRIAL_S / trial.step_s)))
-    return Turn(replace(row, strategies=found, steps=steps), DdpRunner(model, setting, group.device, images))
+    turn = Turn((replace(row, strategies=found, steps=steps),), DdpRunner(model, setting, group.device, images))
+    return turn, setting
 
 
 def _trial(group: Group, row: Row, runner: DdpRunner) -> Trial:
     """A turn, and then this rank's computing alone, all ranks at the same time."""
     start_s = time.perf_counter()
-    step_s, _ = timed(group, Turn(row, runner), rest=False)
+    (step_s,) = timed(group, Turn((row,), runner), rest=False).rows_s
     steps = max(1, min(20, math.ceil(TRIAL_S / 2 / step_s)))
     own_start_s = time.perf_counter()
     runner.compute(steps)

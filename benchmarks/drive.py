@@ -1,4 +1,4 @@
-"""Runs a set, fleet by fleet, each under a rehearsal of its own; the workers write the results."""
+"""Runs the cases that are asked for, fleet by fleet, each under a rehearsal of its own; the workers write the results."""
 
 import signal
 import sys
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.configurations import FLEETS, fleets_of, series_of
+from benchmarks.configurations import Choice, Series, fleet_named
+from benchmarks.estimate import estimate_s
 from benchmarks.hardware import Ground, ground
-from benchmarks.results import FleetResult, read_result
+from benchmarks.results import FleetResult, newest, read_result, still_to_run
 from benchmarks.worker import JOB, WorkerJob
 from convoy.data import load
 from convoy.errors import InputError
 from convoy.files import write_whole
-from convoy.fleet import read_fleet
 from convoy.rehearse import rehearse
 
 SHOWN_DATA = "D"
@@ -27,11 +27,11 @@ class Drive:
     Attributes:
         module: of the driver, as it stands after `python -m`.
         limit_s: seconds for one fleet, after which it is ended; what it finished stays.
+        again: measure anew what was measured before.
     """
 
     module: str
-    set: str
-    fleets: tuple[str, ...]
+    choice: Choice
     output: Path
     data_dir: Path | None
     rounds: int
@@ -40,6 +40,7 @@ class Drive:
     links_budget_s: float
     alone_s: float
     tuning_s: float
+    case_s: float
     limit_s: float
     measurements: Path | None = None
     again: bool = False
@@ -50,11 +51,10 @@ class Drive:
         Raises:
             InputError, DataError: with the value, the rule and the remedy.
         """
-        for fleet in self.fleets:
-            series_of(self.set, fleet)
+        self.choice.series()
         if self.rounds < 1:
             raise InputError(f"--rounds {self.rounds}: give 1 or more")
-        for name in ("round_s", "budget_s", "links_budget_s", "alone_s", "tuning_s", "limit_s"):
+        for name in ("round_s", "budget_s", "links_budget_s", "alone_s", "tuning_s", "case_s", "limit_s"):
             if not 0 < getattr(self, name) < 1e6:
                 raise InputError(f"{name} = {getattr(self, name):g}: give a number of seconds above 0")
         if self.data_dir is not None:
@@ -62,8 +62,15 @@ class Drive:
 
     def command(self) -> str:
         """For people: the folder of the images is theirs."""
-        words = ["python", "-m", self.module, "--set", self.set]
-        words += [word for fleet in self.fleets for word in ("--fleet", fleet)]
+        choice = self.choice
+        words = ["python", "-m", self.module, *(["--set", choice.set] if choice.set is not None else [])]
+        for option, values in (
+            ("fleet", choice.fleets),
+            ("net", choice.nets),
+            ("batch", choice.batches),
+            ("plan", choice.plans),
+        ):
+            words += [word for value in values for word in (f"--{option}", str(value))]
         words += ["--data-dir", SHOWN_DATA] if self.data_dir is not None else []
         numbers = {
             "rounds": self.rounds,
@@ -72,12 +79,13 @@ class Drive:
             "links-budget": self.links_budget_s,
             "alone": self.alone_s,
             "tuning": self.tuning_s,
+            "case-limit": self.case_s,
         }
         return " ".join([*words, *(f"--{name} {value:g}" for name, value in numbers.items())])
 
 
 def run(drive: Drive) -> int:
-    """Run every fleet of the set that is asked for; the status of the first that failed, after all had their turn.
+    """Run every fleet that is asked for; the status of the first that failed, after all had their turn.
 
     Raises:
         InputError: see `Drive.check` and `convoy.rehearse.rehearse`.
@@ -87,11 +95,11 @@ def run(drive: Drive) -> int:
     if drive.measurements is not None:
         drive.measurements.mkdir(parents=True, exist_ok=True)
     here = ground()
-    jobs = [_job(drive, name, here) for name in drive.fleets or fleets_of(drive.set)]
+    series = drive.choice.series()
+    jobs = [_job(drive, fleet, series, here) for fleet in dict.fromkeys(each.fleet for each in series)]
     for job in jobs:
-        if drive.again:
-            job.output.unlink(missing_ok=True)
-        _refuse_to_lose(job)
+        _refuse_to_lose(job, drive.again)
+    jobs = _announced(jobs)
     first_failure = 0
     for job in jobs:
         print(f"fleet {job.fleet}", flush=True)
@@ -106,42 +114,70 @@ def run(drive: Drive) -> int:
     return first_failure
 
 
-def _job(drive: Drive, fleet: str, here: Ground) -> WorkerJob:
+def _job(drive: Drive, fleet: str, series: Sequence[Series], here: Ground) -> WorkerJob:
     return WorkerJob(
-        set=drive.set, fleet=fleet, output=(drive.output / f"{fleet}.json").resolve(),
+        set=drive.choice.set or "", fleet=fleet, series=tuple(each for each in series if each.fleet == fleet),
+        output=drive.output.resolve(),
         measurements=None if drive.measurements is None else drive.measurements.resolve(),
         data_dir=None if drive.data_dir is None else drive.data_dir.resolve(),
         rounds=drive.rounds, round_s=drive.round_s, alone_s=drive.alone_s, budget_s=drive.budget_s,
-        links_budget_s=drive.links_budget_s, tuning_s=drive.tuning_s, ground=here, command=drive.command(),
+        links_budget_s=drive.links_budget_s, tuning_s=drive.tuning_s, case_s=drive.case_s, ground=here,
+        command=drive.command(),
     )  # fmt: skip
 
 
-def _refuse_to_lose(job: WorkerJob) -> None:
+def _empty(job: WorkerJob) -> FleetResult:
+    return job.empty_result([(device.name, device.cores) for device in fleet_named(job.fleet).devices])
+
+
+def _refuse_to_lose(job: WorkerJob, again: bool) -> None:
     """Hours of measuring are not written over because a line of code has changed since."""
-    devices = [(device.name, device.cores) for device in read_fleet(FLEETS / f"{job.fleet}.toml").devices]
-    if job.output.exists() and not job.empty_result(devices).continues(old := read_result(job.output)):
-        raise InputError(
-            f"{job.output} holds results of revision {old.ground.revision} with other code, settings, images or another "
-            "machine than this run's: name another --output, or throw them away by --again"
-        )
+    for path in (job.path(case) for series in job.series for case in series.cases()):
+        if again:
+            path.unlink(missing_ok=True)
+        if path.exists() and not _empty(job).continues(old := read_result(path)):
+            raise InputError(
+                f"{path} holds results of revision {old.ground.revision} with other code, settings, images or another "
+                "machine than this run's: name another --output, or throw them away by --again"
+            )
+
+
+def _announced(jobs: Sequence[WorkerJob]) -> list[WorkerJob]:
+    """The jobs that have anything left to do, after telling about how long each will take."""
+    found, total_s = [], 0.0
+    for job in jobs:
+        cases = [case for series in job.series for case in series.cases()]
+        left = [case for case in cases if still_to_run(job.path(case), _empty(job), case)]
+        if left:
+            took_s = estimate_s(job, left)
+            total_s += took_s
+            found.append(job)
+            words = ", ".join(f"{case.net} batch {case.batch}" for case in left)
+            print(
+                f"fleet {job.fleet}: {len(left)} of {len(cases)} cases, about {took_s / 60:.0f} min ({words})",
+                flush=True,
+            )
+    print(f"about {total_s / 60:.0f} min in all", flush=True)
+    return found
 
 
 def _rehearsed(job: WorkerJob, limit_s: float) -> int:
-    path = FLEETS / f"{job.fleet}.toml"
+    fleet = fleet_named(job.fleet)
     with tempfile.TemporaryDirectory() as folder:
-        order = Path(folder) / "job.json"
+        order, described = Path(folder) / "job.json", Path(folder) / "fleet.toml"
         write_whole(order, JOB.dump_json(job).decode())
+        write_whole(described, fleet.to_toml())
         command = [sys.executable, "-m", "benchmarks.worker", str(order)]
-        return rehearse(read_fleet(path), command, timeout_s=limit_s, fleet_path=path)
+        return rehearse(fleet, command, timeout_s=limit_s, fleet_path=described)
 
 
-def results_in(folder: Path, names: Sequence[str]) -> list[FleetResult]:
-    """The results that lie in a folder, in the order of these fleets.
+def results_in(folder: Path) -> list[FleetResult]:
+    """The results that lie in a folder, whatever runs they are of; of a case that was measured twice, the later.
 
     Raises:
         InputError: none is there, or one cannot be read.
     """
-    found = [read_result(folder / f"{name}.json") for name in names if (folder / f"{name}.json").exists()]
-    if not any(result.measured_rows() for result in found):
-        raise InputError(f"{folder} holds no finished results of {', '.join(names)}: run the benchmark first")
+    found = newest(read_result(path) for path in sorted(folder.glob("*.json")))
+    if not found:
+        raise InputError(f"{folder} holds no finished results: run the benchmark first")
     return found

@@ -1,5 +1,6 @@
 """What a benchmark ran on: processor, versions, revision of the code."""
 
+import hashlib
 import os
 import platform
 import subprocess
@@ -16,7 +17,7 @@ class Ground:
     """The machine and the programs of one run.
 
     Attributes:
-        revision: of this repository, with "+" where files were changed; "" where there is no git.
+        revision: of this repository; where files were changed, with "+" and what tells the changes from others; "" without git.
     """
 
     processor: str
@@ -56,7 +57,9 @@ def _revision() -> str:
 
     try:
         # What the benchmarks write is no change of the code that they measure.
-        changed = ask("status", "--porcelain", "--", ":/convoy", ":/benchmarks/*.py")
-        return ask("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+        code = ("--", ":/convoy", ":/benchmarks/*.py")
+        changed = ask("status", "--porcelain", *code)
+        mark = "+" + hashlib.sha256((changed + ask("diff", "HEAD", *code)).encode()).hexdigest()[:6] if changed else ""
+        return ask("rev-parse", "--short", "HEAD") + mark
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -74,7 +74,7 @@ def hardware(results: Sequence[FleetResult]) -> str:
     lines = []
     for (place, command), group in _alike(results).items():
         dates = sorted(net.finished[:10] for result in group for net in result.nets.values() if net.finished)
-        fleets = ", ".join(f"{result.fleet} ({_cores(result)})" for result in group)
+        fleets = ", ".join(dict.fromkeys(f"{result.fleet} ({_cores(result)})" for result in group))
         days = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
         lines += [f"Fleets: {fleets}, each rehearsed on {place}; {group[0].data}; {days}.", f"```\n{command}\n```"]
     return "\n\n".join(lines)

@@ -1,77 +1,91 @@
-"""What Convoy predicts for a series, from one measuring of it: made on device 0, before anything runs."""
+"""What Convoy predicts for a case, from one measuring of its net: made on device 0, before anything runs."""
 
-import json
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.configurations import AUTO, PEERS, Series
+from pydantic import TypeAdapter
+
+from benchmarks.configurations import ALONE, AUTO, IN_TURN, PEERS, PLAN_NAMES, Case
+from benchmarks.results import Row, Where
+from convoy.cost.step import Costs
+from convoy.fleet import Fleet
 from convoy.graph import Graph
-from convoy.lower import lower
-from convoy.named import Speeds, named_plan
+from convoy.named import named_plan
 from convoy.plan import Plan
-from convoy.planner import plan_auto, solo_speeds
-from convoy.simulate import Costs, simulate
+from convoy.planner import plan_auto
+from convoy.prospect import Outlook, Prospect, prospect
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prediction:
-    """Seconds of a step of one plan at one batch."""
+    """One plan: its JSON, seconds of a step, where they go, seconds of the busiest card, what bounds it."""
 
-    batch: int
-    plan: Plan
+    plan: str
     step_s: float
+    where: Where
+    card_s: float
+    bound: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Predictions:
-    """All predictions of a series.
+    """All predictions of a case.
 
     Attributes:
-        solo_s: seconds of a step of each device alone, one row per batch of the series.
-        plan_s: seconds that all of it took, one per batch.
+        plans: by name.
+        solo_s: seconds of a step of each device alone.
+        plan_s: seconds that all of it took.
     """
 
-    plans: tuple[Prediction, ...]
-    solo_s: tuple[tuple[float, ...], ...]
-    plan_s: tuple[float, ...]
+    plans: Mapping[str, Prediction]
+    solo_s: tuple[float, ...]
+    plan_s: float
 
     def to_json(self) -> str:
         """Text that `from_json` reads back to equal predictions."""
-        plans = [[p.batch, p.plan.to_json(), p.step_s] for p in self.plans]
-        return json.dumps([plans, self.solo_s, self.plan_s])
+        return _TEXT.dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> "Predictions":
         """The predictions in a text of `to_json`."""
-        plans, solo_s, plan_s = json.loads(text)
-        return cls(
-            tuple(Prediction(batch, Plan.from_json(plan), step_s) for batch, plan, step_s in plans),
-            tuple(tuple(row) for row in solo_s),
-            tuple(plan_s),
-        )
+        return _TEXT.validate_json(text)
 
 
-def predict(series: Series, graph: Graph, costs: Costs) -> Predictions:
-    """Every plan of the series that is Convoy's, at every batch, as `convoy plan` predicts it."""
-    plans: list[Prediction] = []
-    solo_s, plan_s = [], []
-    for batch in series.batches:
-        speeds = Speeds(solo_speeds(graph, batch, costs))
-        solo_s.append(tuple(batch / speed for speed in speeds.devices))
-        start_s = time.perf_counter()
-        for plan in _plans(series, graph, batch, speeds, costs):
-            plans.append(Prediction(batch, plan, simulate(lower(plan, graph, batch), graph, costs).step_s))
-        plan_s.append(time.perf_counter() - start_s)
-    return Predictions(tuple(plans), tuple(solo_s), tuple(plan_s))
+_TEXT = TypeAdapter(Predictions)
 
 
-def _plans(series: Series, graph: Graph, batch: int, speeds: Speeds, costs: Costs) -> list[Plan]:
-    names = [name for name in series.plans if name not in PEERS]
-    return [
-        plan_auto(graph, batch, costs).named(AUTO) if name == AUTO else named_plan(name, graph, batch, speeds)
-        for name in names
-    ]
+def predict(case: Case, graph: Graph, costs: Costs, fleet: Fleet) -> Predictions:
+    """Every plan of the case that is Convoy's, as `convoy plan` predicts it."""
+    start_s = time.perf_counter()
+    outlook = Outlook.of(graph, case.batch, costs, fleet)
+    rows = {name: prospect(make_plan(name, outlook), outlook) for name in case.plans if name in PLAN_NAMES}
+    return Predictions(
+        {name: _prediction(row, fleet) for name, row in rows.items()},
+        tuple(case.batch / speed for speed in outlook.speeds.devices),
+        time.perf_counter() - start_s,
+    )
+
+
+def make_plan(name: str, outlook: Outlook) -> Plan:
+    """A plan by name; `auto` is the planner's."""
+    graph, batch = outlook.graph, outlook.batch
+    if name == AUTO:
+        return plan_auto(graph, batch, outlook.costs).named(AUTO)
+    return named_plan(name, graph, batch, outlook.speeds)
+
+
+def _prediction(row: Prospect, fleet: Fleet) -> Prediction:
+    where = Where(row.timeline.compute_s, row.timeline.exchange_s)
+    return Prediction(row.plan.to_json(), row.step_s, where, _card_s(row, fleet), row.bound)
+
+
+def _card_s(row: Prospect, fleet: Fleet) -> float:
+    """Seconds of the busiest card; every device has a host of its own in these fleets."""
+    cards = [fleet.card(device.host) for device in fleet.devices] if len(fleet.hosts) > 1 else []
+    ways = zip(cards, row.sent_bytes, row.received_bytes, strict=False)
+    return max((max(out / c.send_bytes_per_s, into / c.receive_bytes_per_s) for c, out, into in ways), default=0.0)
 
 
 def strategies(plan: Plan) -> dict[str, str]:
@@ -82,3 +96,43 @@ def strategies(plan: Plan) -> dict[str, str]:
         return f"{getattr(strategy, 'name', 'one')}({','.join(map(str, shares))})"
 
     return {name: words(each) for name, each in plan.layers.items()} | {"*": words(plan.otherwise)}
+
+
+def rows_of(case: Case, predictions: Predictions, round_s: float) -> tuple[Row, ...]:
+    """A row per configuration, and one per device where devices train alone; nothing is measured yet."""
+    alone_s = predictions.solo_s
+    # For DDP, a guess of how long a step takes, only to choose how many make a round.
+    guess_s = 1 / sum(1 / each_s for each_s in alone_s)
+    rows: list[Row] = []
+    for name in case.plans:
+        if name in (ALONE, IN_TURN):
+            # Beside each other, all are busy about as long as the slowest is.
+            busy_s = max(alone_s) if name == ALONE else 0.0
+            rows += [
+                Row(
+                    case.fleet,
+                    case.net,
+                    case.batch,
+                    name,
+                    device,
+                    step_s,
+                    {},
+                    max(_steps(round_s, step_s), round(busy_s / step_s)),
+                )
+                for device, step_s in enumerate(alone_s)
+            ]
+        elif name in PEERS:
+            rows.append(Row(case.fleet, case.net, case.batch, name, None, None, {}, _steps(round_s, guess_s)))
+        else:
+            found = predictions.plans[name]
+            rows.append(
+                Row(
+                    case.fleet, case.net, case.batch, name, None, found.step_s, strategies(Plan.from_json(found.plan)),
+                    _steps(round_s, found.step_s), foreseen=found.where, card_s=found.card_s, bound=found.bound,
+                )
+            )  # fmt: skip
+    return tuple(rows)
+
+
+def _steps(round_s: float, step_s: float) -> int:
+    return max(1, min(100, math.ceil(round_s / step_s - 0.1)))

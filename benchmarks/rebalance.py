@@ -16,12 +16,10 @@ Also under `convoy rehearse fleet.toml -- python -m benchmarks.rebalance ...`, w
 import datetime
 import json
 import os
-import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +31,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from benchmarks.hardware import ground
+from benchmarks.rebalance_score import ANSWER, LATE, Run, Summary, as_json, summarise
 from convoy._version import __version__
 from convoy.api import distribute, loader
 from convoy.bonds import bonds, shares_of
@@ -42,6 +42,7 @@ from convoy.execute.launch import launch_local
 from convoy.execute.module import Distributed
 from convoy.execute.processes import join
 from convoy.execute.rebalancing import Rebalancer
+from convoy.files import write_whole
 from convoy.measure.layers import measure_speeds
 from convoy.named import named_plan
 from convoy.nets import build_net
@@ -51,8 +52,6 @@ from convoy.trace import trace
 
 RESULTS = Path(__file__).parent / "results" / "rebalance.json"
 CLASSES = 10
-LATE = 20
-"""Steps at the end of a run whose median counts as its step time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,25 +70,6 @@ class Setting:
     every: int
 
 
-@dataclass
-class Run:
-    """What one training showed.
-
-    Attributes:
-        step_s: wall-clock seconds of each step, the rebalancer's part included, on device 0.
-        compute_s: of each step, the slowest device's seconds of computing.
-        losses: of each step.
-        shares: of each step, the shares of every bond of the plan.
-        reshares: (step, what and why).
-    """
-
-    step_s: list[float] = field(default_factory=list)
-    compute_s: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    shares: list[dict[str, list[int]]] = field(default_factory=list)
-    reshares: list[tuple[int, str]] = field(default_factory=list)
-
-
 def main(
     net: Annotated[str, typer.Option(help="two-conv:K1:K2, alexnet:F, resnet:DEPTH:WIDTH.")] = "two-conv:50:500",
     plan: Annotated[str, typer.Option(help="A plan by name that goes by speed.")] = "data-by-speed",
@@ -103,6 +83,10 @@ def main(
     every: Annotated[int, typer.Option(help="Steps between two looks.")] = 2,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write (JSON).")] = RESULTS,
 ) -> None:
+    if steps < slow_at + ANSWER + LATE:
+        raise typer.BadParameter(
+            f"--steps {steps}: {LATE} steps are looked at, {ANSWER} after the slow-down; give {slow_at + ANSWER + LATE} or more"
+        )
     factors = tuple(float(part) for part in slowdown.split(","))
     setting = Setting(net, plan, image, batch, steps, slow_at, slowed, times, factors, every)
     if "RANK" in os.environ:
@@ -127,9 +111,9 @@ def work(setting: Setting, output: Path) -> None:
             "best split": fit(_plan(setting, group, slow=setting.times), slow_at=0, rebalance=False),
         }
         if group.device == 0:
-            document = _document(setting, runs)
-            output.write_text(json.dumps(document, indent=1) + "\n")
-            _show(document["summary"])
+            summary = summarise(runs, setting.slow_at)
+            write_whole(output, json.dumps(_document(setting, runs, summary), indent=1) + "\n")
+            _show(summary)
 
 
 def _net(setting: Setting) -> torch.nn.Module:
@@ -200,54 +184,32 @@ def _shares(part: Distributed) -> dict[str, list[int]]:
     return {bond.name: list(shares_of(part.plan, bond)) for bond in bonds(part.plan, part.traced[True].graph)}
 
 
-def _document(setting: Setting, runs: dict[str, Run]) -> dict[str, Any]:
+def _document(setting: Setting, runs: dict[str, Run], summary: Summary) -> dict[str, Any]:
     return {
-        "command": "python -m benchmarks.rebalance " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python -m benchmarks.rebalance", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "torch": torch.__version__, "convoy": __version__, "system": platform.platform(),
-        "cores": os.cpu_count(), "setting": asdict(setting), "summary": _summary(setting, runs),
+        "torch": torch.__version__, "convoy": __version__, "ground": asdict(ground()),
+        "setting": asdict(setting), "summary": as_json(summary),
         "runs": {name: asdict(run) for name, run in runs.items()},
     }  # fmt: skip
 
 
-def _summary(setting: Setting, runs: dict[str, Run]) -> dict[str, Any]:
-    late_s = {name: statistics.median(run.step_s[-LATE:]) for name, run in runs.items()}
-    late_compute_s = {name: statistics.median(run.compute_s[-LATE:]) for name, run in runs.items()}
-    one, other = runs["undisturbed"], runs["rebalanced"]
-    # Ten steps for the answer; what moves later is a swing.
-    there = other.shares[min(setting.slow_at + 10, len(other.shares) - 1)]
-    return {
-        "step_s": late_s,
-        "compute_s": late_compute_s,
-        "of_best": late_s["best split"] / late_s["rebalanced"],
-        "steps_until_last_change_in_the_first_ten": max(
-            (step + 1 - setting.slow_at for step, _ in other.reshares if 0 <= step - setting.slow_at < 10), default=None
-        ),
-        "first_ten_steps_s": other.step_s[setting.slow_at : setting.slow_at + 10],
-        "largest_swing_later": max(
-            abs(a - b) / sum(there[name])
-            for shares in other.shares[setting.slow_at + 10 :]
-            for name in there
-            for a, b in zip(shares[name], there[name], strict=True)
-        ),
-        "losses_apart": max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True)),
-        "reshares": other.reshares,
-    }
-
-
-def _show(summary: dict[str, Any]) -> None:
+def _show(summary: Summary) -> None:
     table = Table(title=f"Median of the last {LATE} steps", title_justify="left")
     for name in ("", "step", "slowest device computes"):
         table.add_column(name, justify="right")
-    for name, seconds in summary["step_s"].items():
-        table.add_row(name, f"{seconds * 1e3:.1f} ms", f"{summary['compute_s'][name] * 1e3:.1f} ms")
+    for name, seconds in summary.step_s.items():
+        table.add_row(name, f"{seconds * 1e3:.1f} ms", f"{summary.compute_s[name] * 1e3:.1f} ms")
     console = Console(highlight=False)
     console.print(table)
-    for step, reason in summary["reshares"]:
+    for step, reason in summary.reshares:
         console.print(f"step {step}: {reason}", soft_wrap=True)
+    back = "never" if summary.back_after is None else f"after {summary.back_after} steps"
     console.print(
-        f"{summary['of_best']:.1%} of the best split's throughput; shares later within "
-        f"{summary['largest_swing_later']:.1%}; losses at most {summary['losses_apart']:.2g} apart."
+        f"Back within 5 % of the best split: {back}; after {ANSWER} steps {summary.of_best:.1%} of its throughput. Shares "
+        f"within {summary.swing:.1%} over {summary.later_steps} steps later (noise {summary.noise:.1%}). Losses at most "
+        f"{summary.losses_apart:.2g} apart; those of another split {summary.losses_apart_by_rounding:.2g}.",
+        soft_wrap=True,
     )
 
 

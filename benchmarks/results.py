@@ -1,20 +1,33 @@
-"""The results of a benchmark on one fleet: a value, and the JSON file that it is kept in.
+"""The results of a benchmark: a value for each case, and the JSON file that it is kept in.
 
-A net's predictions are in the file before its first run; its runs are added when all of them are done.
+A case's predictions are in its file before its first run; its runs are added when all of them are done.
 """
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from benchmarks.configurations import Configuration, Series
+from benchmarks.configurations import Case
 from benchmarks.hardware import Ground
 from convoy.errors import InputError
 from convoy.files import write_whole
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where the time of a step goes, of each device, in seconds.
+
+    Attributes:
+        compute_s: its layers, and what traffic takes of its processor meanwhile.
+        exchange_s: its own lane waits for messages and sums; what is hidden behind computing is not in it.
+    """
+
+    compute_s: tuple[float, ...]
+    exchange_s: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,9 @@ class Row:
             where that was not asked (see `benchmarks.reference`).
         loss: of the first step of every round, on device 0 (`one-device`: on that device); None for DDP, which
             knows only its own part.
+        foreseen, seen: where the time goes, predicted, and by the devices' clocks (medians of the rounds).
+        card_s: predicted seconds that the busiest card sends or receives in a step.
+        bound: what the step waits for most, by the simulator, as `convoy plan` tells it.
     """
 
     fleet: str
@@ -46,6 +62,10 @@ class Row:
     rounds_s: tuple[float, ...] = ()
     loss: float | None = None
     drifts: tuple[float, ...] = ()
+    foreseen: Where | None = None
+    seen: Where | None = None
+    card_s: float | None = None
+    bound: str = ""
 
     @property
     def at_measured_speed_s(self) -> float:
@@ -61,7 +81,7 @@ class Row:
 
 @dataclass(frozen=True)
 class NetResult:
-    """All configurations of one net on one fleet.
+    """The configurations of one net on one fleet, at one batch or more.
 
     Attributes:
         measured, predicted, finished: dates (ISO 8601); finished is "" until the runs are done.
@@ -82,9 +102,10 @@ class NetResult:
 
 @dataclass(frozen=True)
 class FleetResult:
-    """Everything that one fleet's file holds.
+    """Everything that one file holds: a case, with the fleet and the ground it was measured on.
 
     Attributes:
+        set: that was run; "" where the case was asked for by itself.
         command: that makes this file, for people.
         data: which images.
         devices: name and cores of each.
@@ -107,22 +128,57 @@ class FleetResult:
 
     def continues(self, other: "FleetResult") -> bool:
         """Whether results of `other` may stand beside those of this run: same machine, code, images and settings."""
-        return replace(self, nets={}, command="") == replace(other, nets={}, command="")
-
-    def finished(self) -> tuple[str, ...]:
-        """The nets whose runs are done."""
-        return tuple(name for name, net in self.nets.items() if net.finished)
-
-    def holds(self, series: Series) -> bool:
-        """Whether the runs of exactly this series are done."""
-        if series.net not in self.finished():
-            return False
-        configurations = [Configuration(r.fleet, r.net, r.batch, r.plan) for r in self.nets[series.net].rows]
-        return set(configurations) == set(series.configurations())
+        own, others = (replace(each, nets={}, command="", set="") for each in (self, other))
+        return own == others
 
     def measured_rows(self) -> tuple[Row, ...]:
         """Every row that was measured."""
         return tuple(row for net in self.nets.values() if net.finished for row in net.rows)
+
+    def lacks(self, case: Case) -> bool:
+        """Whether a plan of this case was not measured."""
+        held = {row.plan for row in self.measured_rows() if (row.net, row.batch) == (case.net, case.batch)}
+        return not held.issuperset(case.plans)
+
+
+def still_to_run(path: Path, empty: FleetResult, case: Case) -> Case | None:
+    """What of a case is to be measured, when its file may hold some of it already; None: nothing.
+
+    A case is measured as a whole, because its plans take turns: where one is missing, those that are there run again.
+
+    Args:
+        empty: a result of this run.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    old = read_result(path) if path.exists() else None
+    if old is None or not empty.continues(old):
+        return case
+    held = [row.plan for row in old.measured_rows()]
+    return replace(case, plans=tuple(dict.fromkeys((*case.plans, *held)))) if old.lacks(case) else None
+
+
+def newest(results: Iterable[FleetResult]) -> list[FleetResult]:
+    """The results without the cases that another of them measured later, and without what was left empty by that."""
+    found = list(results)
+    last: dict[tuple[str, str, int], str] = {}
+    for _, net in _finished(found):
+        for row in net.rows:
+            key = (row.fleet, row.net, row.batch)
+            last[key] = max(last.get(key, ""), net.finished)
+    kept = []
+    for result in found:
+        for _, net in _finished([result]):
+            rows = tuple(row for row in net.rows if last[row.fleet, row.net, row.batch] == net.finished)
+            result = result.with_net(replace(net, rows=rows))
+        if result.measured_rows():
+            kept.append(result)
+    return kept
+
+
+def _finished(results: Sequence[FleetResult]) -> list[tuple[FleetResult, NetResult]]:
+    return [(result, net) for result in results for net in result.nets.values() if net.finished]
 
 
 _FILE = TypeAdapter(FleetResult)

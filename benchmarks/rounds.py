@@ -2,13 +2,14 @@
 
 import gc
 import json
+import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from benchmarks.reference import Reference
-from benchmarks.results import Row
-from benchmarks.runners import Runner
+from benchmarks.results import Row, Where
+from benchmarks.runners import Runner, Spent
 from convoy.execute.group import Group
 
 FEWEST_ROUNDS = 2
@@ -16,66 +17,122 @@ FEWEST_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One configuration and who runs it here.
+    """What is run at one time, and who runs it here.
 
     Attributes:
+        rows: one row for all devices together; or a row for each device, which trains alone beside the others.
         most_s: counted seconds after which it gets no further round, once it has had two; None: it gets all.
     """
 
-    row: Row
+    rows: tuple[Row, ...]
     runner: Runner
     most_s: float | None = None
 
-    def wants_more(self, rounds_s: Sequence[float]) -> bool:
+    def steps(self, device: int) -> int:
+        """How many steps a device takes in a round."""
+        return self.rows[device if len(self.rows) > 1 else 0].steps
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What all devices agreed that one turn took.
+
+    Attributes:
+        rows_s: seconds of a step, of each row.
+        losses: of the first step, of each row, as the first device that knows it saw it.
+        where: None where a runner keeps no clock.
+    """
+
+    rows_s: tuple[float, ...]
+    losses: tuple[float | None, ...]
+    where: Where | None
+    took_s: float
+
+
+@dataclass(slots=True)
+class _Found:
+    turns: list[Timed] = field(default_factory=list)
+    drifts: list[float] = field(default_factory=list)
+
+    def wants_more(self, most_s: float | None) -> bool:
         """Whether another round is due. All devices have the same times, so they answer alike."""
-        if self.most_s is None or len(rounds_s) < FEWEST_ROUNDS:
+        if most_s is None or len(self.turns) < FEWEST_ROUNDS:
             return True
-        return sum(rounds_s) * self.row.steps < self.most_s
+        return sum(turn.took_s for turn in self.turns) < most_s
 
 
 def run_rounds(
-    group: Group, turns: Sequence[Turn], rounds: int, say: Callable[[str], None], reference: Reference | None = None
+    group: Group,
+    turns: Sequence[Turn],
+    rounds: int,
+    say: Callable[[str], None],
+    reference: Reference | None = None,
+    limit_s: float | None = None,
 ) -> tuple[Row, ...]:
     """Play all rounds. Every device calls it with the same turns; all get the same rows.
 
     Args:
         reference: asked before every turn how fast the machine is; None: that is not known.
+        limit_s: no further round begins after so many seconds, once there were two.
 
     Raises:
         DeviceLostError: a device did not answer within the group's time limit.
     """
-    found_s: list[list[float]] = [[] for _ in turns]
-    drifts: list[list[float]] = [[] for _ in turns]
-    losses: list[float | None] = [None] * len(turns)
+    found = [_Found() for _ in turns]
+    start_s = time.perf_counter()
     for number in range(rounds):
+        passed_s = float(group.agree("a round begins", json.dumps(time.perf_counter() - start_s))[0])
+        if limit_s is not None and number >= FEWEST_ROUNDS and passed_s > limit_s:
+            say(f"{passed_s:.0f} s have passed, the limit is {limit_s:.0f} s: {number} rounds of {rounds}")
+            break
         say(f"round {number + 1} of {rounds}")
-        for index, turn in enumerate(turns):
-            if turn.wants_more(found_s[index]):
+        for turn, each in zip(turns, found, strict=True):
+            if each.wants_more(turn.most_s):
                 if reference is not None:
-                    drifts[index].append(reference.drift())
-                step_s, losses[index] = timed(group, turn)
-                found_s[index].append(step_s)
-    return tuple(
-        replace(turn.row, rounds_s=tuple(seconds), drifts=tuple(drift), loss=loss)
-        for turn, seconds, drift, loss in zip(turns, found_s, drifts, losses, strict=True)
-    )
+                    each.drifts.append(reference.drift())
+                each.turns.append(timed(group, turn))
+    return tuple(row for turn, each in zip(turns, found, strict=True) for row in _measured(turn, each))
 
 
-def timed(group: Group, turn: Turn, *, rest: bool = True) -> tuple[float, float | None]:
-    """Seconds of a step in one turn, and the first loss as the first device that knows it saw it.
+def _measured(turn: Turn, found: _Found) -> list[Row]:
+    places = [each.where for each in found.turns if each.where is not None]
+    seen = None
+    if places:
+        compute_s = zip(*(place.compute_s for place in places), strict=True)
+        exchange_s = zip(*(place.exchange_s for place in places), strict=True)
+        seen = Where(tuple(map(statistics.median, compute_s)), tuple(map(statistics.median, exchange_s)))
+    return [
+        replace(
+            row, rounds_s=tuple(each.rows_s[index] for each in found.turns), drifts=tuple(found.drifts),
+            loss=found.turns[-1].losses[index], seen=seen,
+        )
+        for index, row in enumerate(turn.rows)
+    ]  # fmt: skip
+
+
+def timed(group: Group, turn: Turn, *, rest: bool = True) -> Timed:
+    """Play one turn.
 
     Args:
         rest: whether the runner gives its memory back afterwards.
     """
     gc.collect()
-    first_loss = turn.runner.wake()
+    first_loss, steps = turn.runner.wake(), turn.steps(group.device)
     group.agree("a turn begins", "")
     start_s = time.perf_counter()
-    turn.runner.train(turn.row.steps)
+    spent = turn.runner.train(steps)
     took_s = time.perf_counter() - start_s
-    texts = group.agree("a turn ends", json.dumps([took_s, first_loss]))
+    own = [took_s / steps, first_loss, spent and (spent[0] / steps, spent[1] / steps), took_s]
+    answers = [json.loads(text) for text in group.agree("a turn ends", json.dumps(own))]
     if rest:
         turn.runner.rest()
-    answers = [json.loads(text) for text in texts]
-    loss = next((each for _, each in answers if each is not None), None)
-    return max(each_s for each_s, _ in answers) / turn.row.steps, loss
+    return _agreed(answers, apart=len(turn.rows) > 1)
+
+
+def _agreed(answers: Sequence[tuple[float, float | None, Spent, float]], *, apart: bool) -> Timed:
+    steps_s, losses, spent, took_s = zip(*answers, strict=True)
+    if apart:
+        return Timed(steps_s, losses, None, max(took_s))
+    where = Where(*zip(*spent, strict=True)) if None not in spent else None
+    loss = next((each for each in losses if each is not None), None)
+    return Timed((max(steps_s),), (loss,), where, max(took_s))

@@ -25,6 +25,9 @@ MOMENTUM = 0.9
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 
+Spent = tuple[float, float] | None
+"""Seconds in which a device computed, and in which its own lane waited for others; None where nobody keeps that clock."""
+
 
 class Runner(Protocol):
     """One configuration on one device."""
@@ -36,7 +39,7 @@ class Runner(Protocol):
             The loss of the first whole batch, if this device saw one.
         """
 
-    def train(self, steps: int) -> None:
+    def train(self, steps: int) -> Spent:
         """Train so many steps."""
 
     def rest(self) -> None:
@@ -94,8 +97,11 @@ class ConvoyRunner:
             return whole.new_empty((0, *whole.shape[1:]))
         return whole[tuple(slice(*edges) for edges in here)].clone(memory_format=torch.contiguous_format)
 
-    def train(self, steps: int) -> None:
+    def train(self, steps: int) -> Spent:
+        clock = self._part.clock
+        clock.reset()
         train_steps(self._part, self._optimizer, self._batches, steps)
+        return clock.compute_s, clock.exchange_s
 
     def rest(self) -> None:
         self._batches = iter(())
@@ -107,7 +113,7 @@ class ConvoyRunner:
 
 @final
 class AloneRunner:
-    """Plain PyTorch on one device; the others do nothing.
+    """Plain PyTorch on this device alone.
 
     Args:
         model: with the first weights; None where it is not this device's turn.

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.configurations import AUTO, PLAN_NAMES
+from benchmarks.configurations import ALONE, AUTO, IN_TURN, PLAN_NAMES
 from benchmarks.results import Row
 
 NEAR = 0.03
@@ -137,10 +137,22 @@ def choices(rows: Iterable[Row]) -> list[Choice]:
 
 def efficiency(row: Row, rows: Iterable[Row]) -> float | None:
     """Samples/s over the sum of what each device reached alone at the same batch; None where that was not measured."""
-    alone = [r for r in rows if (r.fleet, r.net, r.batch, r.plan) == (row.fleet, row.net, row.batch, "one-device")]
-    if not alone:
-        return None
-    return 1 / row.median_s / sum(1 / r.median_s for r in alone)
+    solo = alone(row, rows)
+    return 1 / row.median_s / sum(1 / r.median_s for r in solo) if solo else None
+
+
+def efficiency_noise(row: Row, rows: Iterable[Row]) -> float:
+    """Standard error of the efficiency, from the rounds of the row and of the devices alone, which err by themselves."""
+    solo = alone(row, rows)
+    limit = sum(1 / r.median_s for r in solo)
+    parts = [standard_error(r.rounds_s) / r.median_s / limit for r in solo]
+    return math.hypot(standard_error(row.rounds_s), *parts) / row.median_s / limit
+
+
+def alone(row: Row, rows: Iterable[Row]) -> list[Row]:
+    """The rows of all devices alone, in the case of this row: in turn where that was measured, else all at the same time."""
+    case = [r for r in rows if (r.fleet, r.net, r.batch) == (row.fleet, row.net, row.batch)]
+    return [r for r in case if r.plan == IN_TURN] or [r for r in case if r.plan == ALONE]
 
 
 def relative_range(values: Sequence[float]) -> float:

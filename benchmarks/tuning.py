@@ -63,15 +63,26 @@ class Search:
         return min(self.trials, key=lambda setting: self.trials[setting].step_s)
 
 
-def tune_even(attempt: Try, batch: int, ranks: int, budget_s: float) -> tuple[Setting, Trial]:
-    """Even shares with the best options."""
+def tune_even(
+    attempt: Try, batch: int, ranks: int, budget_s: float, known: Setting | None = None
+) -> tuple[Setting, Trial]:
+    """Even shares with the best options.
+
+    Args:
+        known: the best at another batch of the same net: its options are taken over, because the gradients are the same.
+    """
     search = Search(attempt, budget_s)
-    search.attempt(Setting(even(batch, ranks)))
-    _try_options(search)
+    if known is None:
+        search.attempt(Setting(even(batch, ranks)))
+        _try_options(search)
+    else:
+        search.attempt(replace(known, shares=even(batch, ranks)))
     return search.best, search.trials[search.best]
 
 
-def tune(attempt: Try, batch: int, speeds: Sequence[float], budget_s: float) -> tuple[Setting, Trial]:
+def tune(
+    attempt: Try, batch: int, speeds: Sequence[float], budget_s: float, known: Setting | None = None
+) -> tuple[Setting, Trial]:
     """The best shares and options found.
 
     First shares by speed, corrected by what each rank's computing really takes at its share; then the options; then
@@ -82,17 +93,20 @@ def tune(attempt: Try, batch: int, speeds: Sequence[float], budget_s: float) -> 
         batch: global batch, in samples.
         speeds: samples/s of each rank alone.
         budget_s: about the seconds of the trials.
+        known: see `tune_even`.
     """
     search = Search(attempt, budget_s)
-    known = list(speeds)
-    setting = Setting(apportion(batch, known))
+    now = list(speeds)
+    options = known if known is not None else Setting(())
+    setting = replace(options, shares=apportion(batch, now))
     for number in range(MOST_SHARINGS):
         trial = search.attempt(setting)
-        known = _corrected(known, setting.shares, trial.compute_s)
-        setting = Setting(apportion(batch, known))
+        now = _corrected(now, setting.shares, trial.compute_s)
+        setting = replace(options, shares=apportion(batch, now))
         if setting in search.trials or (number > 0 and search.left_s <= 0):
             break
-    _try_options(search)
+    if known is None:
+        _try_options(search)
     _try_neighbours(search, batch)
     return search.best, search.trials[search.best]
 

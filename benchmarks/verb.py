@@ -1,4 +1,4 @@
-"""The command line that the benchmarks share: run a set, then write its page from the results that are there."""
+"""The command line that the benchmarks share: run what is asked for, then write the page from all results that are there."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -7,12 +7,10 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.configurations import fleets_of
+from benchmarks.configurations import Choice
 from benchmarks.drive import Drive, results_in, run
-from benchmarks.page import Paper
 from benchmarks.results import FleetResult
 from convoy.errors import ConvoyError
-from convoy.files import write_whole
 
 ROOT = Path(__file__).parent.parent
 
@@ -21,24 +19,33 @@ def verb(
     name: str,
     set_run: str,
     page_name: str,
-    page_of: Callable[[Paper], str],
-    draw: Callable[[Sequence[FleetResult], Path], bool],
+    write_page: Callable[[Sequence[FleetResult], Path, Path], None],
     *,
     budget_s: float,
     round_default_s: float,
 ) -> Callable[..., None]:
-    """The command `python -m benchmarks.NAME`, for typer. It writes results/SET/FLEET.json and a page with a figure.
+    """The command `python -m benchmarks.NAME`, for typer. It writes results/SET/CASE.json and a page with figures.
 
     Args:
-        set_run: the set that is run if none is named; names the folder of the results.
+        set_run: the set that is run if nothing is named; names the folder of the results.
         page_name: of the page in docs/, without its ending.
-        page_of, draw: write the page's text and its figure; `draw` says whether there was anything to draw.
+        write_page: is given results, the folder they are from, and the page to write.
         budget_s, round_default_s: defaults of --budget and --round.
     """
 
     def main(
-        set_name: Annotated[str, typer.Option("--set", help="A set of benchmarks/configurations.py.")] = set_run,
+        set_name: Annotated[
+            str | None, typer.Option("--set", help=f"A set of benchmarks/configurations.py; without --net: {set_run}.")
+        ] = None,
         fleet: Annotated[list[str] | None, typer.Option(help="Only this fleet; may be given several times.")] = None,
+        net: Annotated[
+            list[str] | None,
+            typer.Option(help="Only this net. Without --set: a case of your own, with --fleet and --batch."),
+        ] = None,
+        batch: Annotated[list[int] | None, typer.Option(help="Only this batch.")] = None,
+        plan: Annotated[
+            list[str] | None, typer.Option(help="Only this plan, or one-device, ddp-even, ddp-tuned.")
+        ] = None,
         data_dir: Annotated[Path | None, typer.Option(help="Folder with CIFAR-10; default: random images.")] = None,
         output: Annotated[Path, typer.Option(help="Folder for the results.")] = ROOT
         / "benchmarks"
@@ -52,34 +59,35 @@ def verb(
         budget: Annotated[float, typer.Option(help="Seconds to measure one net.")] = budget_s,
         links_budget: Annotated[float, typer.Option(help="Seconds to measure the wire of a fleet.")] = 20.0,
         alone: Annotated[
-            float, typer.Option(help="After so many seconds a device alone has enough, with two rounds at least.")
+            float, typer.Option(help="After so many seconds devices alone have enough, with two rounds at least.")
         ] = 60.0,
         tuning: Annotated[
             float, typer.Option(help="Seconds to search for DDP's shares and options, per batch.")
         ] = 120.0,
+        case_limit: Annotated[
+            float, typer.Option(help="Seconds after which a case begins no further round, with two rounds at least.")
+        ] = 900.0,
         limit: Annotated[float, typer.Option(help="Seconds for one fleet, at most.")] = 14400.0,
         measurements: Annotated[
             Path | None, typer.Option(help="Folder to keep what was measured of every net.")
         ] = None,
         again: Annotated[
-            bool, typer.Option(help="Begin anew; default: go on where an earlier run was cut off.")
+            bool, typer.Option(help="Measure anew what was measured; default: skip what this code has measured.")
         ] = False,
         page_only: Annotated[bool, typer.Option(help="Run nothing, write the page.")] = False,
     ) -> None:
-        """Run the set and write the page."""
+        """Run the set, or the cases that are named, and write the page."""
+        chosen = set_name or (None if net else set_run)
+        choice = Choice(chosen, tuple(fleet or ()), tuple(net or ()), tuple(batch or ()), tuple(plan or ()))
         drive = Drive(
-            f"benchmarks.{name}", set_name, tuple(fleet or ()), output, data_dir, rounds, round_s, budget, links_budget,
-            alone, tuning, limit, measurements, again,
+            f"benchmarks.{name}", choice, output, data_dir, rounds, round_s, budget, links_budget, alone, tuning,
+            case_limit, limit, measurements, again,
         )  # fmt: skip
         status = 0
         try:
             drive.check()
             status = 0 if page_only else run(drive)
-            results = results_in(output, fleets_of(set_name))
-            picture = page.parent / "figures" / f"{page.stem}.png"
-            drawn = draw(results, picture)
-            paper = Paper(results, picture.relative_to(page.parent).as_posix() if drawn else None)
-            write_whole(page, page_of(paper))
+            write_page(results_in(output), output, page)
         except ConvoyError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(2) from None

@@ -1,19 +1,18 @@
 """What every device of a fleet runs: one process for all its nets, batches and plans, since importing torch takes a slow
 device many seconds.
 
-    python -m benchmarks.worker JOB.json        # under convoy rehearse or torchrun; benchmarks.validate starts it
+    python -m benchmarks.worker JOB.json        # under convoy rehearse or torchrun; benchmarks.drive starts it
 
-Net by net: measure, predict, write the predictions down, then run. The time of a step is that of several in a row: every
-device takes the time from a common start to the end of its last step, and the largest of these, divided by the number of
-steps, counts. So a step that overlaps the next one counts only once, as for a user who waits for an epoch, and a device that
-lags behind counts in full. Loading the batch, the loss and the optimizer are inside; building, the first batch after a change
-of plan, and Python's garbage collector are not.
+Net by net: measure, predict, write the predictions down, then run case by case. The time of a step is that of several in a
+row: every device takes the time from a common start to the end of its last step, and the largest of these, divided by the
+number of steps, counts. So a step that overlaps the next one counts only once, as for a user who waits for an epoch, and a
+device that lags behind counts in full. Loading the batch, the loss and the optimizer are inside; building, the first batch
+after a change of plan, and Python's garbage collector are not.
 """
 
 import datetime
 import gc
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -24,15 +23,18 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 
-from benchmarks.configurations import PEERS, Series, series_of
+from benchmarks.configurations import ALONE, AUTO, IN_TURN, PEERS, Case, Series
 from benchmarks.ddp import ddp_turn, leave
 from benchmarks.hardware import Ground
-from benchmarks.predictions import Predictions, predict, strategies
+from benchmarks.predictions import Predictions, predict, rows_of
 from benchmarks.quiet import others_share, read
 from benchmarks.reference import Reference
-from benchmarks.results import FleetResult, NetResult, Row, read_result, write_result
+from benchmarks.results import FleetResult, NetResult, Row, read_result, still_to_run, write_result
 from benchmarks.rounds import Turn, run_rounds
 from benchmarks.runners import AloneRunner, ConvoyRunner
+from benchmarks.targets import missed
+from benchmarks.tuning import Setting
+from convoy.cost.step import Costs
 from convoy.data import Images, load
 from convoy.errors import ConvoyError, InputError
 from convoy.execute.group import Group
@@ -43,7 +45,10 @@ from convoy.graph import Graph
 from convoy.measure.run import measure_job
 from convoy.measurement import Measurement, read_fleet_file
 from convoy.nets import build_net
-from convoy.trace import trace
+from convoy.plan import Plan
+from convoy.prospect import Outlook, prospect
+from convoy.report.timeline import draw
+from convoy.trace import Traced, trace
 
 GROUP_LIMIT_S = 900.0
 """How long a device waits for another: a slow one alone on a large batch takes minutes."""
@@ -56,19 +61,23 @@ class WorkerJob:
     """What to run on one fleet.
 
     Attributes:
-        output: the result file.
+        set: for the result files; "" where the cases were asked for by themselves.
+        series: all of this fleet.
+        output: folder of the result files.
         measurements: folder for what was measured of each net; None: not kept.
         data_dir: folder of CIFAR-10; None: random images of that shape.
         rounds: at least so many for everything.
         round_s: about the seconds of one configuration in one round, for steps shorter than that.
-        alone_s: a device alone gets no further round after so many seconds, once it has had two.
+        alone_s: devices alone get no further round after so many seconds, once they have had two.
         budget_s, links_budget_s: for measuring one net, and the wire.
         tuning_s: about the seconds of the search for DDP's shares and options.
-        ground, command: for the result file.
+        case_s: no further round of a case begins after so many seconds, once there were two.
+        ground, command: for the result files.
     """
 
     set: str
     fleet: str
+    series: tuple[Series, ...]
     output: Path
     measurements: Path | None
     data_dir: Path | None
@@ -78,17 +87,22 @@ class WorkerJob:
     budget_s: float
     links_budget_s: float
     tuning_s: float
+    case_s: float
     ground: Ground
     command: str
 
     def empty_result(self, devices: Sequence[tuple[str, float | None]]) -> FleetResult:
-        """A result file without nets."""
-        names = ("rounds", "round_s", "alone_s", "budget_s", "links_budget_s", "tuning_s")
+        """A result without nets."""
+        names = ("rounds", "round_s", "alone_s", "budget_s", "links_budget_s", "tuning_s", "case_s")
         return FleetResult(
             set=self.set, fleet=self.fleet, devices=tuple(devices), ground=self.ground, command=self.command,
             data="random images" if self.data_dir is None else "CIFAR-10",
             settings={name: float(getattr(self, name)) for name in names},
         )  # fmt: skip
+
+    def path(self, case: Case) -> Path:
+        """The file of a case."""
+        return self.output / f"{case.name}.json"
 
 
 JOB = TypeAdapter(WorkerJob)
@@ -97,156 +111,149 @@ Say = Callable[[str], None]
 
 
 def run_fleet(group: Group, job: WorkerJob, fleet: Fleet | None, say: Say) -> None:
-    """Measure, predict and run every series of this job's fleet. All devices call it; device 0 writes the result file.
+    """Measure, predict and run every case of this job's fleet. All devices call it; device 0 writes the result files.
 
-    A net whose runs are in the file already, from the same code on the same machine, is not run again.
+    A case whose plans were all measured before, by the same code on the same machine, is not run again.
 
     Args:
         fleet: the description; None: the devices describe themselves.
 
     Raises:
-        InputError, DeviceLostError: as the parts say; the file holds all nets that were finished.
+        InputError, DeviceLostError: as the parts say; the files hold all cases that were finished.
     """
-    images = _images(job.data_dir)
     devices = [(d.name, d.cores) for d in fleet.devices] if fleet else [(f"d{i}", None) for i in range(group.devices)]
-    result = _begin(group, job, devices)
-    wire: Measurement | None = None
+    run = _FleetRun(group, job, fleet, job.empty_result(devices), _images(job.data_dir), say)
     try:
-        for series in series_of(job.set, job.fleet):
-            if series.net in result.nets:
-                say(f"{series.net}: was done before")
+        for series in job.series:
+            cases = run.open_cases(series)
+            if cases:
+                run.measure_and_run(series.net, cases)
             else:
-                result, wire = _run_series(group, job, series, images, fleet, wire, result, say)
+                say(f"{series.net}: was done before")
     finally:
         leave()
 
 
-def _begin(group: Group, job: WorkerJob, devices: Sequence[tuple[str, float | None]]) -> FleetResult:
-    """The result so far, by what device 0 finds in the file; only finished nets, and none of other code."""
-    result = job.empty_result(devices)
-    finished: dict[str, NetResult] = {}
-    if group.device == 0 and job.output.exists() and result.continues(old := read_result(job.output)):
-        finished = {each.net: old.nets[each.net] for each in series_of(job.set, job.fleet) if old.holds(each)}
-    names = json.loads(group.agree("finished nets", json.dumps(list(finished)))[0])
-    empty = NetResult("", "", "", "", {}, {}, ())
-    return replace(result, nets={name: finished.get(name, empty) for name in names})
+class _FleetRun:
+    """One fleet's way through its series."""
 
+    def __init__(
+        self, group: Group, job: WorkerJob, fleet: Fleet | None, empty: FleetResult, images: Images, say: Say
+    ) -> None:
+        self.group, self.job, self.fleet, self.empty, self.images, self.say = group, job, fleet, empty, images, say
+        self.wire: Measurement | None = None
+        self.tuned: dict[tuple[str, str], Setting] = {}
 
-def _run_series(
-    group: Group,
-    job: WorkerJob,
-    series: Series,
-    images: Images,
-    fleet: Fleet | None,
-    wire: Measurement | None,
-    result: FleetResult,
-    say: Say,
-) -> tuple[FleetResult, Measurement]:
-    model = build_net(series.net, images.image_shape, images.classes)
-    traced = trace(model, torch.zeros(1, *images.image_shape))
-    say(f"{series.net}: measuring")
-    reference = Reference(group)
-    before = reference.read()
-    measured = measure_job(
-        group, traced, model, max(series.batches), net=series.net, fleet=fleet, budget_s=job.budget_s,
-        links_budget_s=job.links_budget_s if wire is None else min(1.0, job.links_budget_s),
-    )  # fmt: skip
-    reference.rebase(before, reference.read())
-    if wire is not None:
-        measured = _with_wire_of(measured, wire)
-    say(f"{series.net}: predicting")
-    predictions = _predictions(group, series, traced.graph, measured)
-    rows = _rows(series, predictions, job.round_s, group.devices)
-    net = NetResult(
-        series.net, measured.date, _today(), "", dict(zip(series.batches, predictions.plan_s, strict=True)),
-        dict(zip(series.batches, predictions.solo_s, strict=True)), rows,
-    )  # fmt: skip
-    if group.device == 0:
-        # The file is the witness that predictions came first.
-        write_result(job.output, result.with_net(net))
-        if job.measurements is not None:
-            name = f"{series.fleet}.{series.net.replace(':', '-')}.toml"
-            write_whole(job.measurements / name, measured.to_toml())
-    turns = _turns(group, job, model, images, rows, predictions, say)
-    begin = read()
-    done = run_rounds(group, turns, job.rounds, lambda text: say(f"{series.net}: {text}"), reference)
-    result = result.with_net(replace(net, rows=done, finished=_today(), others=others_share(group, begin)))
-    if group.device == 0:
-        write_result(job.output, result)
-    return result, wire or measured
+    def open_cases(self, series: Series) -> list[Case]:
+        """What is still to run, by the files that device 0 finds."""
+        own = []
+        if self.group.device == 0:
+            own = [each for case in series.cases() if (each := still_to_run(self.job.path(case), self.empty, case))]
+        agreed = json.loads(self.group.agree("open cases", json.dumps([[each.batch, each.plans] for each in own]))[0])
+        return [Case(series.fleet, series.net, batch, tuple(names)) for batch, names in agreed]
 
+    def measure_and_run(self, net: str, cases: Sequence[Case]) -> None:
+        model = build_net(net, self.images.image_shape, self.images.classes)
+        traced = trace(model, torch.zeros(1, *self.images.image_shape))
+        self.say(f"{net}: measuring")
+        reference = Reference(self.group)
+        before = reference.read()
+        measured = self._measured(net, model, traced, max(case.batch for case in cases))
+        reference.rebase(before, reference.read())
+        self.say(f"{net}: predicting")
+        costs = measured.costs(traced.graph)
+        every = [self._predictions(case, traced.graph, costs, measured.fleet) for case in cases]
+        for case, predictions in zip(cases, every, strict=True):
+            # The file is the witness that predictions came first.
+            self._write(case, self._net_result(case, predictions, measured.date))
+        for case, predictions in zip(cases, every, strict=True):
+            self._run(case, model, predictions, measured.date, reference)
+            if self.group.device == 0 and missed(read_result(self.job.path(case)).measured_rows()):
+                self._draw(case, predictions, Outlook.of(traced.graph, case.batch, costs, measured.fleet))
 
-def _with_wire_of(measured: Measurement, first: Measurement) -> Measurement:
-    """Layers differ from net to net; the wire, the copies and the optimizer do not: they are measured well once."""
-    return replace(measured, fleet=first.fleet, link=first.link, host=first.host, device=first.device)
-
-
-def _predictions(group: Group, series: Series, graph: Graph, measured: Measurement) -> Predictions:
-    """Those of device 0: one planner, one answer."""
-    own = predict(series, graph, measured.costs(graph)).to_json() if group.device == 0 else ""
-    return Predictions.from_json(group.agree("predictions", own)[0])
-
-
-def _rows(series: Series, predictions: Predictions, round_s: float, devices: int) -> tuple[Row, ...]:
-    """A row per configuration, and one per device for `one-device`; nothing is measured yet."""
-    planned = {(p.batch, p.plan.name): p for p in predictions.plans}
-    rows: list[Row] = []
-    for index, batch in enumerate(series.batches):
-        alone_s = predictions.solo_s[index]
-        # For DDP, a guess of how long a step takes, only to choose how many make a round.
-        guess_s = batch / sum(batch / each for each in alone_s)
-        for name in series.plans:
-            if name == "one-device":
-                for device in range(devices):
-                    steps = _steps(round_s, alone_s[device])
-                    rows.append(Row(series.fleet, series.net, batch, name, device, alone_s[device], {}, steps))
-            elif name in PEERS:
-                rows.append(Row(series.fleet, series.net, batch, name, None, None, {}, _steps(round_s, guess_s)))
-            else:
-                found = planned[batch, name]
-                rows.append(
-                    Row(series.fleet, series.net, batch, name, None, found.step_s, strategies(found.plan),
-                        _steps(round_s, found.step_s))
-                )  # fmt: skip
-    return tuple(rows)
-
-
-def _steps(round_s: float, step_s: float) -> int:
-    return max(1, min(100, math.ceil(round_s / step_s)))
-
-
-def _turns(
-    group: Group,
-    job: WorkerJob,
-    model: nn.Module,
-    images: Images,
-    rows: Sequence[Row],
-    predictions: Predictions,
-    say: Say,
-) -> list[Turn]:
-    plans = {(p.batch, p.plan.name): p.plan for p in predictions.plans}
-    speeds = {row.batch: [1 / r.predicted_s for r in rows if r.batch == row.batch and r.device is not None and r.predicted_s]
-              for row in rows}  # fmt: skip
-    turns = []
-    for row in rows:
-        if row.plan == "one-device":
-            mine = model if row.device == group.device else None
-            alone = AloneRunner(mine, images, row.batch, row.predicted_s or 1.0)
-            turns.append(Turn(row, alone, most_s=job.alone_s))
-        elif row.plan in PEERS:
-            say(f"{row.net}: tuning {row.plan} at batch {row.batch}")
-            turns.append(ddp_turn(group, row, model, images, speeds[row.batch], job.tuning_s))
+    def _measured(self, net: str, model: nn.Module, traced: Traced, batch: int) -> Measurement:
+        job, first = self.job, self.wire
+        measured = measure_job(
+            self.group, traced, model, batch, net=net, fleet=self.fleet, budget_s=job.budget_s,
+            links_budget_s=job.links_budget_s if first is None else min(1.0, job.links_budget_s),
+        )  # fmt: skip
+        if first is None:
+            self.wire = measured
         else:
-            turns.append(Turn(row, ConvoyRunner(model, plans[row.batch, row.plan], group, images, row.batch)))
-        # Tracing leaves copies of the model in cycles, and nobody else collects here: six plans of a large net were 6 GB.
-        gc.collect()
-    return turns
+            # Layers differ from net to net; the wire, the copies and the optimizer do not: they are measured well once.
+            measured = replace(measured, fleet=first.fleet, link=first.link, host=first.host, device=first.device)
+        if job.measurements is not None and self.group.device == 0:
+            write_whole(job.measurements / f"{job.fleet}.{net.replace(':', '-')}.toml", measured.to_toml())
+        return measured
+
+    def _predictions(self, case: Case, graph: Graph, costs: Costs, fleet: Fleet) -> Predictions:
+        """Those of device 0: one planner, one answer."""
+        own = predict(case, graph, costs, fleet).to_json() if self.group.device == 0 else ""
+        return Predictions.from_json(self.group.agree("predictions", own)[0])
+
+    def _net_result(self, case: Case, predictions: Predictions, measured: str) -> NetResult:
+        rows = rows_of(case, predictions, self.job.round_s)
+        plan_s, solo_s = {case.batch: predictions.plan_s}, {case.batch: predictions.solo_s}
+        return NetResult(case.net, measured, _today(), "", plan_s, solo_s, rows)
+
+    def _write(self, case: Case, net: NetResult) -> None:
+        if self.group.device == 0:
+            write_result(self.job.path(case), self.empty.with_net(net))
+
+    def _run(self, case: Case, model: nn.Module, predictions: Predictions, measured: str, reference: Reference) -> None:
+        begin, net = read(), self._net_result(case, predictions, measured)
+        name = f"{case.net}, batch {case.batch}"
+        turns = self._turns(case, model, net.rows, predictions)
+        rows = run_rounds(
+            self.group, turns, self.job.rounds, lambda text: self.say(f"{name}: {text}"), reference, self.job.case_s
+        )
+        others = others_share(self.group, begin)
+        self._write(case, replace(net, rows=rows, finished=_today(), others=others))
+
+    def _turns(self, case: Case, model: nn.Module, rows: Sequence[Row], predictions: Predictions) -> list[Turn]:
+        group, job, images = self.group, self.job, self.images
+        speeds = [case.batch / step_s for step_s in predictions.solo_s]
+        turns = []
+        for name in case.plans:
+            own = [row for row in rows if row.plan == name]
+            if name == ALONE:
+                alone = AloneRunner(model, images, case.batch, predictions.solo_s[group.device])
+                turns.append(Turn(tuple(own), alone, most_s=job.alone_s))
+            elif name == IN_TURN:
+                for row in own:
+                    mine = model if row.device == group.device else None
+                    alone = AloneRunner(mine, images, case.batch, row.predicted_s or 1.0)
+                    turns.append(Turn((row,), alone, most_s=job.alone_s))
+            elif name in PEERS:
+                self.say(f"{case.net}, batch {case.batch}: tuning {name}")
+                known = self.tuned.get((case.net, name))
+                turn, self.tuned[case.net, name] = ddp_turn(group, own[0], model, images, speeds, job.tuning_s, known)
+                turns.append(turn)
+            else:
+                plan = Plan.from_json(predictions.plans[name].plan)
+                turns.append(Turn(tuple(own), ConvoyRunner(model, plan, group, images, case.batch)))
+            # Tracing leaves copies of the model in cycles, and nobody else collects here: six plans of a large net were 6 GB.
+            gc.collect()
+        return turns
+
+    def _draw(self, case: Case, predictions: Predictions, outlook: Outlook) -> None:
+        """Where the time of `auto` goes, as predicted, for the page: beside the result file."""
+        if AUTO not in predictions.plans:
+            return
+        row = prospect(Plan.from_json(predictions.plans[AUTO].plan), outlook)
+        title = f"{case.net}, batch {case.batch}, on {case.fleet}: auto, as predicted"
+        try:
+            draw(row.timeline, self.job.path(case).with_suffix(".png"), outlook.names, title)
+        except InputError as error:  # no matplotlib
+            self.say(str(error))
 
 
 def _images(data_dir: Path | None) -> Images:
     """Training images: the first of CIFAR-10, or random ones of that shape."""
     if data_dir is not None:
-        return load("cifar10", data_dir).first(KEPT_IMAGES).train
+        kept = load("cifar10", data_dir).first(KEPT_IMAGES).train
+        assert isinstance(kept, Images)
+        return kept
     generator = torch.Generator().manual_seed(0)
     x_NCHW = torch.randint(0, 256, (KEPT_IMAGES, 3, 32, 32), dtype=torch.uint8, generator=generator)
     y_N = torch.randint(0, 10, (KEPT_IMAGES,), generator=generator)

@@ -31,11 +31,13 @@ class Chosen:
     Attributes:
         step_s: predicted seconds of a step.
         speeds: samples/s of each device alone.
+        measured: the times that were planned with; None on the other devices.
     """
 
     plan: Plan
     step_s: float
     speeds: Speeds
+    measured: Measurement | None = None
 
 
 def read_times(path: Path, graph: Graph, devices: int) -> tuple[Fleet, Measurement | None]:
@@ -103,7 +105,8 @@ def choose(
         assert measured is not None
         own = _planned(measured, traced.graph, batch, optimizer, reduce, wire)
     row = json.loads(group.agree("automatic plan", own)[0])
-    return Chosen(Plan.from_json(row["plan"], "device 0's plan"), row["step_s"], Speeds(tuple(row["speeds"])))
+    plan = Plan.from_json(row["plan"], "device 0's plan")
+    return Chosen(plan, row["step_s"], Speeds(tuple(row["speeds"])), measured if first else None)
 
 
 def _known(

@@ -1,10 +1,7 @@
-"""The benchmarks: their configurations, statistics worked out by hand, the page, and a whole small run."""
+"""The benchmarks: their configurations, statistics worked out by hand, results and pages."""
 
-import itertools
 import math
-import time
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +9,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import score, validate, worker
-from benchmarks.configurations import AUTO, PLAN_NAMES, SETS, Series, fleets_of, series_of
-from benchmarks.drive import Drive, run
+from benchmarks import drive as driver
+from benchmarks import score, validate
+from benchmarks.configurations import AUTO, PLAN_NAMES, SETS, Case, Choice, Series, fleet_named, series_of
+from benchmarks.drive import Drive, results_in, run
 from benchmarks.figure import MARKS
 from benchmarks.hardware import Ground, ground
 from benchmarks.page import Paper, validation_page
-from benchmarks.quiet import others_share, read, share
-from benchmarks.reference import Reference
-from benchmarks.results import FleetResult, NetResult, Row, read_result, write_result
-from benchmarks.rounds import Turn, run_rounds, timed
-from benchmarks.runners import AloneRunner, ConvoyRunner, sgd, train_steps
-from benchmarks.score import error, error_at_measured_speed
-from benchmarks.worker import WorkerJob, run_fleet
-from convoy.data import Images
+from benchmarks.results import FleetResult, NetResult, Row, newest, read_result, still_to_run, write_result
+from benchmarks.worker import WorkerJob
 from convoy.errors import DataError, InputError
-from convoy.execute.data import Loader
-from convoy.execute.group import AloneGroup, Group
-from convoy.execute.threads import run_on_threads
-from convoy.fleet import read_fleet
-from convoy.named import PLANS, Speeds, named_plan
+from convoy.fleet import Fleet
+from convoy.named import PLANS
 from convoy.nets import build_net
-from convoy.trace import trace
-from tests.ranks import on_processes
 
 CPU = torch.device("cpu")
 QUICK_S = 1e-4  # of a stretch: these tests look at everything but the precision
@@ -44,11 +31,12 @@ GROUND = Ground("a processor", 2, "Linux 6", "3.11", "2.13", "0.1", "abc")
 
 
 def test_the_validation_covers_what_was_asked_for() -> None:
-    rows = [each for series in SETS["validation"] for each in series.configurations()]
+    cases = [case for series in SETS["validation"] for case in series.cases()]
+    rows = [(case.fleet, case.net, case.batch, plan) for case in cases for plan in case.plans]
     assert len(rows) == len(set(rows)) >= 60
-    assert set(fleets_of("validation")) == {"mixed4", "even4", "straggler2", "many8", "mixed4-slow"}
-    assert {each.plan for each in rows} == {*PLANS, AUTO}
-    nets = {each.net for each in rows if each.fleet == "mixed4"}
+    assert {case.fleet for case in cases} == {"mixed4", "even4", "straggler2", "many8", "mixed4-slow"}
+    assert {plan for case in cases for plan in case.plans} == {*PLANS, AUTO}
+    nets = {case.net for case in cases if case.fleet == "mixed4"}
     two_conv = {f"two-conv:{sizes}" for sizes in ("50:500", "150:800", "300:1000", "500:1500")}
     assert nets == two_conv | {"alexnet:4096", "resnet:8:16"}
 
@@ -56,11 +44,10 @@ def test_the_validation_covers_what_was_asked_for() -> None:
 @pytest.mark.parametrize("name", SETS)
 def test_every_configuration_can_be_made(name: str) -> None:
     for series in series_of(name):
-        devices = len(read_fleet(series.path).devices)
-        assert devices > 1
+        assert fleet_named(series.fleet).devices
         with torch.device("meta"):  # without the hundreds of megabytes
             assert list(build_net(series.net, (3, 32, 32), 10).parameters())
-        assert len(series.configurations()) == len(series.batches) * len(series.plans)
+        assert [case.batch for case in series.cases()] == list(series.batches)
 
 
 def test_one_net_is_one_series_on_a_fleet() -> None:
@@ -74,11 +61,39 @@ def test_wrong_names_are_told_with_the_choices() -> None:
     with pytest.raises(InputError, match=r"validtion.*validation"):
         series_of("validtion")
     with pytest.raises(InputError, match=r"moon.*mixed4, straggler2"):
-        series_of("smoke", "moon")
+        Choice("smoke", fleets=("moon",)).series()
+    with pytest.raises(InputError, match=r"moon.*equal1.*mixed4"):
+        fleet_named("moon")
     with pytest.raises(InputError, match=r"ato.*auto.*ddp-even"):
         Series("mixed4", "two-conv:4:8", (8,), ("ato",))
     with pytest.raises(InputError, match="1 or more"):
         Series("mixed4", "two-conv:4:8", (0,))
+
+
+def test_any_case_can_be_asked_for_by_itself() -> None:
+    chosen = Choice(None, ("even4",), ("two-conv:500:1500",), (16,), ("master",)).series()
+    assert chosen == (Series("even4", "two-conv:500:1500", (16,), ("master",)),)
+    assert [case.name for case in chosen[0].cases()] == ["even4.two-conv-500-1500.16"]
+    with pytest.raises(InputError, match=r"--fleet, --net and --batch"):
+        Choice(None, nets=("two-conv:4:8",)).series()
+    with pytest.raises(InputError, match="moon"):
+        Choice(None, ("moon",), ("two-conv:4:8",), (16,)).series()
+
+
+def test_a_set_can_be_narrowed() -> None:
+    found = Choice("bench", batches=(16,), plans=("auto", "ddp-tuned")).series()
+    assert found == (Series("mixed4", "two-conv:150:800", (16,), ("ddp-tuned", "auto")),), "AlexNet is there at 64 only"
+    with pytest.raises(InputError, match=r"batch in set bench: '17'.*16"):
+        Choice("bench", batches=(17,)).series()
+    with pytest.raises(InputError, match="no case with all of these"):
+        Choice("bench", nets=("alexnet:4096",), batches=(16,)).series()
+
+
+def test_equal_fleets_are_made_not_read() -> None:
+    for count in (1, 8):
+        fleet = fleet_named(f"equal{count}")
+        assert [device.cores for device in fleet.devices] == [0.2] * count
+        assert Fleet.from_toml(fleet.to_toml()) == fleet, "the rehearsal is given it as a file"
 
 
 def test_every_plan_of_convoy_is_drawn() -> None:
@@ -196,15 +211,41 @@ def test_a_result_file_reads_back_equal(tmp_path: Path) -> None:
 
 def test_only_results_of_the_same_code_and_settings_are_continued() -> None:
     result = small_result()
-    assert replace(result, nets={}, command="another").continues(result)
+    assert replace(result, nets={}, command="another", set="another").continues(result)
     assert not replace(result, ground=replace(GROUND, revision="def")).continues(result)
     assert not replace(result, settings={"rounds": 5.0}).continues(result)
-    same = Series("f", "net", (8,), ("data", "master", "auto"))
-    assert result.holds(same)
-    assert not result.holds(replace(same, batches=(8, 16)))
+
+
+def test_a_case_that_was_measured_is_not_run_again_and_one_that_lacks_a_plan_is_as_a_whole(tmp_path: Path) -> None:
+    path, result = tmp_path / "f.net.8.json", small_result()
+    same, empty = Case("f", "net", 8, ("data", "auto")), replace(result, nets={})
+    assert still_to_run(path, empty, same) == same, "there is no file"
+    write_result(path, result)
+    assert still_to_run(path, empty, same) is None
+    assert still_to_run(path, replace(empty, data="CIFAR-10"), same) == same
+    # The plans of a case take turns, so that those that were there run again.
+    more = still_to_run(path, empty, replace(same, plans=("model", "auto")))
+    assert more is not None
+    assert more.plans == ("model", "auto", "data", "master")
     unfinished = result.with_net(replace(result.nets["net"], finished=""))
-    assert not unfinished.holds(same)
+    write_result(path, unfinished)
+    assert still_to_run(path, empty, same) == same
     assert unfinished.measured_rows() == ()
+
+
+def test_of_a_case_that_was_measured_twice_the_page_has_the_later_run(tmp_path: Path) -> None:
+    old, new = small_result(), small_result(scale=2.0)
+    later = replace(new.nets["net"], finished="2026-02-01T00:00:00")
+    other = Row("f", "net", 16, "data", None, 1.0, {}, 1, (1.0,))
+    old = old.with_net(replace(old.nets["net"], rows=(*old.nets["net"].rows, other)))
+    new = new.with_net(later)
+    kept = newest([new, old])
+    assert [[row.batch for row in each.measured_rows()] for each in kept] == [[8, 8, 8], [16]]
+    assert kept[0].measured_rows()[0].median_s == 2.0
+    assert newest([small_result(), new]) == [new], "nothing is left of the first"
+    write_result(tmp_path / "b.json", old)
+    write_result(tmp_path / "a.json", new)
+    assert results_in(tmp_path) == kept
 
 
 def test_the_page_says_what_the_numbers_say() -> None:
@@ -246,33 +287,67 @@ def test_the_command_makes_the_page_from_results_alone(tmp_path: Path) -> None:
     assert "straggler2" in wrong.output
 
 
+def a_drive(output: Path, **changed: Any) -> Drive:
+    drive = Drive(
+        "benchmarks.validate", Choice("smoke", ("mixed4",)), output, None, 5, 0.6, 30, 20, 60, 60, 500, 100
+    )  # fmt: skip
+    return replace(drive, **changed)
+
+
 def test_a_drive_tells_its_command_and_refuses_what_cannot_be(tmp_path: Path) -> None:
-    drive = Drive("benchmarks.validate", "smoke", ("mixed4",), tmp_path, None, 5, 0.6, 30, 20, 60, 60, 100)
+    drive = a_drive(tmp_path)
     drive.check()
     assert drive.command() == (
         "python -m benchmarks.validate --set smoke --fleet mixed4 --rounds 5 --round 0.6 --budget 30 --links-budget 20 "
-        "--alone 60 --tuning 60"
+        "--alone 60 --tuning 60 --case-limit 500"
     )
-    for wrong, words in (
-        (replace(drive, rounds=0), "--rounds 0"),
-        (replace(drive, limit_s=math.inf), "limit_s = inf"),
-        (replace(drive, fleets=("moon",)), "moon"),
-        (replace(drive, data_dir=tmp_path), "cifar-10"),
+    own = a_drive(tmp_path, choice=Choice(None, ("even4",), ("two-conv:4:8",), (8,), ("auto", "data")))
+    assert "validate --fleet even4 --net two-conv:4:8 --batch 8 --plan auto --plan data --rounds" in own.command()
+    for changed, words in (
+        ({"rounds": 0}, "--rounds 0"),
+        ({"limit_s": math.inf}, "limit_s = inf"),
+        ({"choice": Choice("smoke", ("moon",))}, "moon"),
+        ({"data_dir": tmp_path}, "cifar-10"),
     ):
         with pytest.raises((InputError, DataError), match=words):
-            wrong.check()
+            a_drive(tmp_path, **changed).check()
 
 
 def test_measured_hours_are_not_written_over(tmp_path: Path) -> None:
     """A pass over a fleet was lost when it was started again after a commit: other code, so the file began anew."""
-    fleet = read_fleet(series_of("smoke", "mixed4")[0].path)
-    devices = tuple((device.name, device.cores) for device in fleet.devices)
+    devices = tuple((device.name, device.cores) for device in fleet_named("mixed4").devices)
     old = FleetResult("smoke", "mixed4", devices, replace(ground(), revision="older"), "c", "random images", {})
-    write_result(tmp_path / "mixed4.json", old)
-    drive = Drive("benchmarks.validate", "smoke", ("mixed4",), tmp_path, None, 5, 0.6, 30, 20, 60, 60, 100)
+    write_result(tmp_path / "mixed4.two-conv-4-8.8.json", old)
     with pytest.raises(InputError, match=r"revision older.*--again"):
-        run(drive)
-    assert read_result(tmp_path / "mixed4.json") == old
+        run(a_drive(tmp_path))
+    assert read_result(tmp_path / "mixed4.two-conv-4-8.8.json") == old
+
+
+def test_nothing_is_started_where_all_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And before anything starts it is told how long it will take."""
+    started: list[str] = []
+
+    def rehearsed(job: WorkerJob, _limit_s: float) -> int:
+        started.append(job.fleet)
+        for series in job.series:
+            for case in series.cases():
+                rows = tuple(Row(case.fleet, case.net, case.batch, p, None, 1.0, {}, 1, (1.0,)) for p in case.plans)
+                empty = job.empty_result([(d.name, d.cores) for d in fleet_named(job.fleet).devices])
+                write_result(job.path(case), empty.with_net(NetResult(case.net, "a", "b", "c", {}, {}, rows)))
+        return 0
+
+    monkeypatch.setattr(driver, "_rehearsed", rehearsed)
+    both = a_drive(tmp_path, choice=Choice("smoke"))
+    assert run(both) == 0
+    assert started == ["mixed4", "straggler2"]
+    told = capsys.readouterr().out
+    assert "fleet mixed4: 1 of 1 cases, about 2 min (two-conv:4:8 batch 8)" in told
+    assert "min in all" in told
+    assert run(both) == 0
+    assert started == ["mixed4", "straggler2"]
+    assert "about 0 min in all" in capsys.readouterr().out
 
 
 def cli() -> Any:
@@ -288,203 +363,3 @@ def test_the_ground_is_told() -> None:
     assert here.torch == torch.__version__
     assert here.processor
     assert here.cores >= 1
-
-
-# --- runners and rounds ----------------------------------------------------------------------------------------------
-
-
-def images(count: int = 40) -> Images:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randint(0, 256, (count, 3, 8, 8), dtype=torch.uint8, generator=generator)
-    return Images(x, torch.arange(count) % 10, 10, (0.5,) * 3, (0.3,) * 3)
-
-
-def plain_losses(net: str, batch: int, steps: int) -> list[float]:
-    model = build_net(net, (3, 8, 8), 10)
-    optimizer, batches = sgd(model), iter(Loader(images(), batch))
-    return [train_steps(model, optimizer, batches, 1) for _ in range(steps)]
-
-
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("net", ["two-conv:4:8", "resnet:8:4"])
-def test_every_turn_of_a_plan_is_the_run_of_one_device_from_the_start(net: str, plan: str) -> None:
-    model = build_net(net, (3, 8, 8), 10)
-    graph = trace(model, torch.zeros(1, 3, 8, 8)).graph
-    made = named_plan(plan, graph, 8, Speeds((3.0, 1.0)))
-
-    def work(group: Group) -> list[tuple[float | None, float, int]]:
-        runner = ConvoyRunner(model, made, group, images(), 8)
-        turns = []
-        for _ in range(2):
-            first = runner.wake()
-            second = train_steps(runner._part, runner._optimizer, runner._batches, 1)
-            runner.train(2)
-            runner.rest()
-            turns.append((first, second, sum(p.numel() for p in runner._part.parameters())))
-        return turns
-
-    expected = plain_losses(net, 8, 2)
-    for turns in run_on_threads(2, work):
-        for first, second, kept in turns:
-            assert [first, second] == pytest.approx(expected, rel=1e-5)
-            assert kept == 0, "a resting runner holds no weights"
-
-
-def test_one_device_trains_alone_while_the_others_rest() -> None:
-    model = build_net("two-conv:4:8", (3, 8, 8), 10)
-    runner = AloneRunner(model, images(), 8, step_s=0.1)
-    for _ in range(2):
-        assert runner.wake() == pytest.approx(plain_losses("two-conv:4:8", 8, 1)[0])
-        runner.train(2)
-        runner.rest()
-    idle = AloneRunner(None, images(), 8, step_s=0.1)
-    assert idle.wake() is None
-    idle.train(1000)
-    slow = AloneRunner(model, images(), 8, step_s=8.0)
-    assert slow.wake() is None, "the loss of 2 samples of 8 is not that of the batch"
-
-
-class Clocked:
-    """A runner that takes a known time, and keeps what happened to it."""
-
-    def __init__(self, step_s: float) -> None:
-        self.step_s = step_s
-        self.story: list[str] = []
-
-    def wake(self) -> float | None:
-        self.story.append("wake")
-        return None
-
-    def train(self, steps: int) -> None:
-        self.story.append(f"train {steps}")
-        time.sleep(steps * self.step_s)
-
-    def rest(self) -> None:
-        self.story.append("rest")
-
-
-def test_a_step_is_that_of_the_slowest_device() -> None:
-    def work(group: Group) -> float:
-        return timed(group, Turn(row("data", 1.0), Clocked(0.05 * group.device)))[0]
-
-    first, second = run_on_threads(2, work)
-    assert first == second
-    assert 0.05 <= first < 2.0
-
-
-def test_rounds_go_over_all_configurations_in_turn() -> None:
-    story: list[str] = []
-
-    class Telling(Clocked):
-        def __init__(self, name: str, step_s: float = 0.0) -> None:
-            super().__init__(step_s)
-            self.name = name
-
-        def wake(self) -> float | None:
-            story.append(self.name)
-            return 1.5 if self.name == "a" else None
-
-    # 3 steps of 10 ms are above 1 ms, so c stops after the two rounds that all get.
-    turns = [Turn(row("data", 1.0), Telling("a")), Turn(row("model", 1.0), Telling("b"), most_s=60.0)]
-    turns.append(Turn(row("one-device", 1.0), Telling("c", 0.01), most_s=0.001))
-    rows = run_rounds(AloneGroup(CPU), turns, 3, lambda _: None)
-    assert "".join(story) == "abcabcab"
-    assert [len(each.rounds_s) for each in rows] == [3, 3, 2]
-    assert [each.loss for each in rows] == [1.5, None, None]
-    assert rows[2].median_s >= 0.01
-
-
-def test_what_others_take_is_what_is_left() -> None:
-    # Two cores for 10 s, 12 s of them busy, 7 s of those our own.
-    assert share(12.0, 7.0, 10.0, 2) == pytest.approx(0.25)
-    assert share(6.9, 7.0, 10.0, 2) == 0, "clocks tick in hundredths"
-    begin = read()
-    end = begin.wall_s + 0.2
-    while time.perf_counter() < end:
-        pass
-    now = read()
-    assert now.own_s - begin.own_s > 0
-    assert now.busy_s >= begin.busy_s
-    assert 0 <= others_share(AloneGroup(CPU), begin) <= 1.1
-
-
-# --- the worker, on real processes -----------------------------------------------------------------------------------
-
-
-def worker_job(path: str, name: str = "smoke") -> WorkerJob:
-    return WorkerJob(
-        set=name, fleet="straggler2", output=Path(path), measurements=Path(path).parent, data_dir=None, rounds=2,
-        round_s=0.01, alone_s=1.0, budget_s=0.2, links_budget_s=0.5, tuning_s=0.5, ground=GROUND, command="it",
-    )  # fmt: skip
-
-
-def run_smoke(group: Group, path: str) -> list[str]:
-    """Twice, so that the second finds the work of the first; beside the file it leaves what stood there before the runs."""
-    said: list[str] = []
-    real, measure = worker.run_rounds, worker.measure_job
-
-    def run_rounds_after_a_look(*arguments: Any) -> tuple[Row, ...]:
-        if group.device == 0:
-            Path(f"{path}.before").write_text(Path(path).read_text())
-        return real(*arguments)
-
-    worker.run_rounds = run_rounds_after_a_look
-    worker.measure_job = partial(measure, stretch_s=QUICK_S)
-    try:
-        run_fleet(group, worker_job(path), None, said.append)
-        run_fleet(group, worker_job(path), None, said.append)
-    finally:
-        worker.run_rounds, worker.measure_job = real, measure
-    return said
-
-
-def test_a_whole_run_is_predicted_first_then_measured_then_not_repeated(tmp_path: Path) -> None:
-    path = tmp_path / "straggler2.json"
-    said, _ = on_processes(2, "tests.test_benchmarks:run_smoke", str(path))
-    before = read_result(Path(f"{path}.before"))
-    (net,) = before.nets.values()
-    assert [(r.plan, r.rounds_s) for r in net.rows] == [("data", ()), ("auto", ())]
-    assert all(r.predicted_s and r.predicted_s > 0 for r in net.rows)
-    assert net.finished == ""
-    assert before.measured_rows() == ()
-
-    assert said[-1] == "two-conv:4:8: was done before"
-    assert said.count("two-conv:4:8: measuring") == 1
-    result = read_result(path)
-    rows = result.measured_rows()
-    assert [(r.fleet, r.net, r.batch, r.plan) for r in rows] == [
-        ("straggler2", "two-conv:4:8", 8, "data"), ("straggler2", "two-conv:4:8", 8, "auto"),
-    ]  # fmt: skip
-    assert all(len(r.rounds_s) == 2 and min(r.rounds_s) > 0 for r in rows)
-    assert all(len(r.drifts) == 2 and min(r.drifts) > 0 for r in rows)
-    assert rows[0].loss == pytest.approx(rows[1].loss, rel=1e-5)
-    assert rows[0].strategies["*"] == "batch(4,4)"
-    assert result.nets["two-conv:4:8"].solo_s[8] > (0, 0)
-    assert "two-conv:4:8" in validation_page(Paper([result], None))
-    assert (tmp_path / "straggler2.two-conv-4-8.toml").exists()
-    predicted = [replace(r, rounds_s=(), drifts=(), loss=None) for r in rows]
-    assert predicted == list(net.rows), "the runs change no prediction"
-
-
-def test_a_round_is_seen_at_the_speed_of_the_measuring() -> None:
-    """Predicted 2 s; rounds of 2, 3 and 5 s, on a machine that was 1, 1.5 and 2 times as slow: 2, 2 and 2.5 s then."""
-    row = Row("f", "n", 1, "data", None, 2.0, {}, 1, (2.0, 3.0, 5.0), drifts=(1.0, 1.5, 2.0))
-    assert (error(row), error_at_measured_speed(row)) == (pytest.approx(-1 / 3), 0.0)
-    assert error_at_measured_speed(replace(row, drifts=())) == pytest.approx(-1 / 3)
-
-
-def test_the_reference_tells_how_much_slower_the_devices_are() -> None:
-    """A clock on which every look takes 0.25 s: one calculation lies between the looks at 0.25 and 0.5, so it counts 0.5 s.
-
-    The bases are 0.125 and 0.25 s, in the mean of two readings: now it takes 4 and 2 times as long.
-    """
-
-    def work(group: Group) -> tuple[list[float], float, float]:
-        ticks = itertools.count()
-        reference = Reference(group, now=lambda: 0.25 * next(ticks), stretch_s=0.2)
-        none = reference.drift()
-        found = reference.read()
-        reference.rebase([0.0625, 0.125], [0.1875, 0.375])
-        return found, none, reference.drift()
-
-    assert run_on_threads(2, work, timeout_s=20.0) == [([0.5, 0.5], 1.0, 3.0)] * 2

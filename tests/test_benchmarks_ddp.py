@@ -11,11 +11,11 @@ import torch._dynamo  # DDP imports it, which takes seconds: here once, not in e
 import torch.nn.functional as F
 
 from benchmarks import ddp, tuning, worker
-from benchmarks.bench_page import bench_page
+from benchmarks.bench_page import Sources, bench_page
+from benchmarks.configurations import SETS
 from benchmarks.ddp import UNCOUNTED_STEPS, DdpRunner, leave, meet
 from benchmarks.figure import draw_efficiency
 from benchmarks.hardware import Ground
-from benchmarks.page import Paper
 from benchmarks.results import FleetResult, NetResult, Row, read_result
 from benchmarks.runners import sgd
 from benchmarks.tuning import Setting, Trial, tune, tune_even
@@ -142,6 +142,16 @@ def test_a_rank_that_only_delays_can_be_left_without_samples() -> None:
     assert setting.shares == (4, 4, 0)
 
 
+def test_options_that_are_known_from_another_batch_are_taken_over() -> None:
+    known = Setting((32, 32), 5, static_graph=True)
+    fleet = Fleet([0.001, 0.003])
+    setting, _ = tune(fleet.attempt, 16, [10.0, 6.0], budget_s=1e9, known=known)
+    assert {(s.bucket_mb, s.static_graph) for s in fleet.seen} == {(5, True)}
+    assert setting.shares == (12, 4)
+    even, _ = tune_even(Fleet([0.001, 0.003]).attempt, 8, 2, 1e9, known)
+    assert even == Setting((4, 4), 5, static_graph=True)
+
+
 def test_even_shares_stay_even() -> None:
     fleet = Fleet([0.001, 0.003])
     setting, _ = tune_even(fleet.attempt, 9, 2, budget_s=1e9)
@@ -167,7 +177,7 @@ def result() -> FleetResult:
 
 
 def test_the_page_of_benchmarks_has_efficiencies_from_what_was_measured(tmp_path: Path) -> None:
-    page = bench_page(Paper([result()], None))
+    page = bench_page(Sources([result()]))
     # Alone 12/2 + 12/6 = 8 samples/s; auto 12/1.5 = 8, tuned 6, even 12/3.05 = 3.93.
     assert "| f | net | 12 | 8 | 0.75 | 0.49 | 0.75 | 1.00 |" in page
     assert "`auto` was faster in 1 of 1 cases; its speed was 1.33 to 1.33 times that of `ddp-tuned`" in page
@@ -181,10 +191,11 @@ def test_the_page_of_benchmarks_has_efficiencies_from_what_was_measured(tmp_path
 # --- the worker with peers, on real processes ------------------------------------------------------------------------
 
 
-def run_with_peers(group: Group, path: str) -> None:
+def run_with_peers(group: Group, folder: str) -> None:
     job = WorkerJob(
-        set="smoke-peers", fleet="straggler2", output=Path(path), measurements=None, data_dir=None, rounds=2,
-        round_s=0.01, alone_s=1.0, budget_s=0.2, links_budget_s=0.5, tuning_s=0.1, ground=GROUND, command="it",
+        set="smoke-peers", fleet="straggler2", series=SETS["smoke-peers"], output=Path(folder), measurements=None,
+        data_dir=None, rounds=2, round_s=0.01, alone_s=1.0, budget_s=0.2, links_budget_s=0.5, tuning_s=0.1, case_s=60.0,
+        ground=GROUND, command="it",
     )  # fmt: skip
     measure, trial_s = worker.measure_job, ddp.TRIAL_S
     worker.measure_job, ddp.TRIAL_S = partial(measure, stretch_s=1e-4), 0.01
@@ -195,15 +206,17 @@ def run_with_peers(group: Group, path: str) -> None:
 
 
 def test_peers_take_turns_with_plans(tmp_path: Path) -> None:
-    path = tmp_path / "straggler2.json"
-    on_processes(2, "tests.test_benchmarks_ddp:run_with_peers", str(path))
+    path = tmp_path / "straggler2.two-conv-4-8.8.json"
+    on_processes(2, "tests.test_benchmarks_ddp:run_with_peers", str(tmp_path))
     rows = read_result(path).measured_rows()
     assert [(r.plan, r.device) for r in rows] == [
-        ("one-device", 0), ("one-device", 1), ("ddp-even", None), ("ddp-tuned", None), ("data", None), ("auto", None),
+        ("each-alone", 0), ("each-alone", 1), ("one-device", 0), ("one-device", 1), ("ddp-even", None), ("ddp-tuned", None),
+        ("data", None), ("auto", None),
     ]  # fmt: skip
     assert all(len(r.rounds_s) == 2 and min(r.rounds_s) > 0 for r in rows)
     losses: Any = [r.loss for r in rows if not r.plan.startswith("ddp")]
-    assert losses == pytest.approx([losses[0]] * 4, rel=1e-5)
-    assert rows[2].strategies["*"] == "batch(4,4)"
-    assert sum(map(int, rows[3].strategies["*"].removeprefix("batch(").removesuffix(")").split(","))) == 8
-    assert rows[3].predicted_s is None
+    assert losses == pytest.approx([losses[0]] * 6, rel=1e-5)
+    even, tuned = (next(r for r in rows if r.plan == name) for name in ("ddp-even", "ddp-tuned"))
+    assert even.strategies["*"] == "batch(4,4)"
+    assert sum(map(int, tuned.strategies["*"].removeprefix("batch(").removesuffix(")").split(","))) == 8
+    assert tuned.predicted_s is None

@@ -11,7 +11,7 @@ from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
 from convoy.planner import plan_auto
 from convoy.prospect import Outlook, prospect
-from convoy.report.screen import in_bytes
+from convoy.report.numbers import in_bytes
 from convoy.report.timeline import draw as draw_timeline
 from convoy.report.timeline import write_chrome_trace
 from convoy.simulate import Costs

@@ -1,0 +1,128 @@
+"""What four trainings say about rebalancing: how soon it answers, whether the shares swing later, whether the loss changes."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from benchmarks.score import middle_spread
+
+ANSWER = 10
+"""Steps that rebalancing has for its answer; what moves later is a swing."""
+
+BACK = 0.05
+"""Throughput is back when it is within five per cent of that of the best split."""
+
+WINDOW = 5
+"""Steps whose median tells the step time at one point of a run."""
+
+LATE = 20
+"""Steps whose median counts as the step time of a run."""
+
+
+@dataclass
+class Run:
+    """What one training showed.
+
+    Attributes:
+        step_s: wall-clock seconds of each step, the rebalancer's part included, on device 0.
+        compute_s: of each step, the slowest device's seconds of computing.
+        losses: of each step.
+        shares: of each step, the shares of every bond of the plan.
+        reshares: (step, what and why).
+    """
+
+    step_s: list[float] = field(default_factory=list)
+    compute_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    shares: list[dict[str, list[int]]] = field(default_factory=list)
+    reshares: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The numbers that count.
+
+    Attributes:
+        step_s, compute_s: medians of the last steps of each run.
+        back_after: steps after the slow-down until the step time is within 5 % of that of the best split; None: never.
+        of_best: throughput over that of the best split, after the steps for the answer.
+        last_change: steps after the slow-down until the last change of shares within those; None where there was none.
+        swing: the largest change of a share later, as a part of the whole.
+        noise: middle half of the computing times of a run whose shares stay, over their median.
+        later_steps: over how many steps swings were looked for.
+        losses_apart: the largest difference of the loss from the undisturbed run's.
+        losses_apart_by_rounding: the same of the run that had the best split from the start: another order of additions.
+        reshares: (step, what and why).
+    """
+
+    step_s: Mapping[str, float]
+    compute_s: Mapping[str, float]
+    back_after: int | None
+    of_best: float
+    last_change: int | None
+    swing: float
+    noise: float
+    later_steps: int
+    losses_apart: float
+    losses_apart_by_rounding: float
+    reshares: Sequence[tuple[int, str]]
+
+    @property
+    def is_back(self) -> bool:
+        """Within 5 % of the best split after at most ten steps, and still so after them."""
+        return self.back_after is not None and self.back_after <= ANSWER and self.of_best >= 1 - BACK
+
+    @property
+    def is_calm(self) -> bool:
+        return self.swing <= self.noise
+
+    @property
+    def is_same_curve(self) -> bool:
+        """No further from the undisturbed loss than twice what another split's rounding does."""
+        return self.losses_apart <= 2 * self.losses_apart_by_rounding
+
+
+def summarise(runs: Mapping[str, Run], slow_at: int) -> Summary:
+    """Of the four runs of `benchmarks.rebalance`, by their names."""
+    undisturbed, other, best = runs["undisturbed"], runs["rebalanced"], runs["best split"]
+    best_s = statistics.median(best.step_s[-LATE:])
+    settled = slow_at + ANSWER
+    changes = [step + 1 - slow_at for step, _ in other.reshares if slow_at <= step < settled]
+    return Summary(
+        step_s={name: statistics.median(run.step_s[-LATE:]) for name, run in runs.items()},
+        compute_s={name: statistics.median(run.compute_s[-LATE:]) for name, run in runs.items()},
+        back_after=_back_after(other.step_s[slow_at:], best_s),
+        of_best=best_s / statistics.median(other.step_s[settled : settled + LATE]),
+        last_change=max(changes, default=None),
+        swing=_swing(other.shares[settled - 1 :]),
+        noise=middle_spread(runs["left alone"].compute_s[settled:]),
+        later_steps=len(other.shares) - settled,
+        losses_apart=_apart(undisturbed, other),
+        losses_apart_by_rounding=_apart(undisturbed, best),
+        reshares=other.reshares,
+    )
+
+
+def _back_after(step_s: Sequence[float], best_s: float) -> int | None:
+    limit_s = best_s / (1 - BACK)
+    places = range(len(step_s) - WINDOW + 1)
+    return next((n for n in places if statistics.median(step_s[n : n + WINDOW]) <= limit_s), None)
+
+
+def _swing(shares: Sequence[Mapping[str, Sequence[int]]]) -> float:
+    first = shares[0]
+    return max(
+        abs(now - before) / sum(first[name])
+        for each in shares
+        for name in first
+        for now, before in zip(each[name], first[name], strict=True)
+    )
+
+
+def _apart(one: Run, other: Run) -> float:
+    return max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True))
+
+
+def as_json(summary: Summary) -> dict[str, object]:
+    """With the verdicts."""
+    return asdict(summary) | {"back": summary.is_back, "calm": summary.is_calm, "same_curve": summary.is_same_curve}
