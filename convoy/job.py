@@ -1,7 +1,9 @@
 """What each device of a training job does, from joining to leaving."""
 
 import json
+import math
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -22,7 +24,7 @@ from convoy.execute.optimizer import mark_pieces
 from convoy.execute.precision import UnderAutocast, compute_in
 from convoy.execute.processes import join
 from convoy.execute.rebalancing import Rebalancer
-from convoy.execute.train import History, fit
+from convoy.execute.train import History, Observer, Training, fit
 from convoy.explain import layer_rows, step_lines, work_shares
 from convoy.files import write_whole
 from convoy.inputs import build_model, check, check_outputs, example_of, load_images
@@ -31,8 +33,12 @@ from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
 from convoy.prospect import working
 from convoy.rebalance import Reshare
-from convoy.report.log import Both, RunLog
+from convoy.report.beginning import Beginning, open_log
+from convoy.report.busy import Busy
+from convoy.report.log import All, RunLog
 from convoy.report.pace import Pace
+from convoy.report.place import Place, check_place, make_place
+from convoy.report.scalars import Scalars
 from convoy.report.screen import DeviceUse, Screen
 from convoy.run_file import Run, to_toml
 from convoy.settings import AUTO, Settings, key_of
@@ -53,12 +59,15 @@ def run_device(run: Run) -> None:
         screen = Screen(visible=group.device == 0)
         if group.device == 0:
             check_outputs(settings)
+            check_place(settings)
             if settings.explain:
                 screen.settings(run.rows())
-        history, splits, inexact = _train(settings, group, screen, stack)
+        history, splits, inexact, place = _train(run, group, screen, stack)
     # The others are free to go while device 0 trains alone beside them.
     if settings.compare and screen.visible:
         _train_alone(settings, splits, history, screen, inexact)
+    if place is not None:
+        screen.lines([f"A page of this run: convoy report {shlex.quote(str(place.run))}"])
 
 
 def _agree(settings: Settings, group: Group) -> None:
@@ -92,16 +101,8 @@ def _agree_on_data(splits: Splits, group: Group) -> None:
             )
 
 
-def _open_log(settings: Settings, screen: Screen, stack: ExitStack, step: int) -> RunLog | None:
-    """The log, once nothing can refuse the job any more: until then an older file stays as it is."""
-    if settings.log is None or not screen.visible:
-        return None
-    log = stack.enter_context(RunLog(settings.log, step))
-    log.run(settings.model_dump(mode="json"))
-    return log
-
-
-def _train(settings: Settings, group: Group, screen: Screen, stack: ExitStack) -> tuple[History, Splits, str]:
+def _train(run: Run, group: Group, screen: Screen, stack: ExitStack) -> tuple[History, Splits, str, Place | None]:
+    settings = run.settings
     splits = load_images(settings)
     _agree_on_data(splits, group)
     if splits.notes:
@@ -111,6 +112,8 @@ def _train(settings: Settings, group: Group, screen: Screen, stack: ExitStack) -
     slowdown = settings.slowdowns[group.device] * _imposed_slowdown()
     chosen = _choose(settings, group, traced, model, slowdown, screen) if settings.plan == AUTO else None
     plan, speeds = (chosen.plan, chosen.speeds) if chosen else _plan(settings, group, traced, model, slowdown, screen)
+    devices = _devices(settings, group)
+    _tell_fleet(settings, devices, speeds, plan, traced, screen)
     part = Distributed(model, plan, group, example, slowdown=slowdown)
     mark_pieces(part)
     compute_in(part, settings.precision)
@@ -126,17 +129,42 @@ def _train(settings: Settings, group: Group, screen: Screen, stack: ExitStack) -
     training = build_training(settings, part, train)
     keeper = build_keeper(settings, training, screen)
     done = keeper.progress if keeper is not None else Progress()
-    log = _open_log(settings, screen, stack, done.step)
+    # Once nothing can refuse the job any more: until then an older log stays as it is.
+    place, log = make_place(settings) if group.device == 0 else None, None
+    if place is not None:
+        begins = Beginning(
+            run, devices, speeds, plan, traced.graph, chosen, train.samples,
+            math.ceil(len(train) / settings.accumulate), done.step,
+        )  # fmt: skip
+        log = open_log(place, begins, training.rate, stack)
+    observers = _observers(settings, training, group, part, log, done.step, stack)
     part.clock.reset()
     pace = Pace(settings.batch)
     title, seen = f"{group.devices} devices, plan {plan.name}", done.epoch * train.samples + done.batch * settings.batch
     with screen.progress(title, settings.epochs, train.samples, seen) as bar:
         rebalancer = Rebalancer(part, training.optimizer, tell=_teller(screen, log)) if settings.rebalance else None
-        observer = Both(pace, bar, *([log] if log else []))
-        history = fit(training, train, test, settings.epochs, observer, rebalancer, keeper)
+        history = fit(training, train, test, settings.epochs, All(pace, bar, *observers), rebalancer, keeper)
     uses = _uses(settings, group, part, speeds, work_shares(part.steps(settings.pass_batch), traced.graph))
     _report(screen, log, history, uses, pace, chosen.step_s * settings.accumulate if chosen is not None else None)
-    return history, splits, plan.inexact
+    return history, splits, plan.inexact, place
+
+
+def _observers(
+    settings: Settings,
+    training: Training,
+    group: Group,
+    part: Distributed,
+    log: RunLog | None,
+    step: int,
+    stack: ExitStack,
+) -> list[Observer]:
+    """Who writes down how the training goes. Every device counts where its time goes, one writes."""
+    observers: list[Observer] = [Busy(group, part.clock, log)]
+    if log is not None:
+        observers.append(log)
+    if settings.tensorboard is not None and group.device == 0:
+        observers.append(stack.enter_context(Scalars(settings.tensorboard, step, training.rate)))
+    return observers
 
 
 def _report(
@@ -153,10 +181,9 @@ def _report(
     if predicted_s is not None:
         screen.lines([pace.beside(predicted_s)])
     if log is not None:
-        if predicted_s is not None:
-            log.write("prediction", step_s=predicted_s, measured_step_s=pace.step_s)
         for use in uses:
             log.write("device", **asdict(use))
+        log.write("end", step_s=pace.step_s)
 
 
 def _save(settings: Settings, plan: Plan) -> None:
@@ -173,7 +200,7 @@ def _teller(screen: Screen, log: RunLog | None) -> Callable[[int, Reshare], None
     def tell(step: int, decision: Reshare) -> None:
         screen.lines([f"  step {step}: {decision.reason}"])
         if log is not None:
-            log.write("reshare", step=step, reason=decision.reason, plan=json.loads(decision.plan.to_json()))
+            log.reshare(step, decision)
 
     return tell
 
@@ -190,7 +217,6 @@ def _plan(
     else:
         with screen.working("every device times the model's layers"):
             speeds = measure_speeds(group, traced, model, settings.pass_batch, Clock(group.torch_device, slowdown))
-    screen.fleet(_rows(settings, group), speeds, measured=settings.speeds is None)
     if saved is None:
         made = named_plan(settings.plan, traced.graph, settings.pass_batch, speeds, settings.reduce)
     else:
@@ -206,22 +232,31 @@ def _choose(
     with screen.working(
         "the devices are measured and planned for" if settings.fleet is None else "the planner reads the fleet"
     ):
-        chosen = choose(
+        return choose(
             group, traced, model, settings.pass_batch, net=settings.net, file=settings.fleet,
             described=Path(described) if described else None,
             budget_s=settings.budget_s, slowdown=slowdown, optimizer=settings.optimizer_state, reduce=settings.reduce,
             wire=settings.wire or "exact",
         )  # fmt: skip
-    screen.fleet(_rows(settings, group), chosen.speeds, measured=True)
-    idle = [str(d) for d in range(group.devices) if d not in working(chosen.plan, traced.graph)]
-    if idle:
+
+
+def _tell_fleet(
+    settings: Settings,
+    devices: Sequence[tuple[str, str, float]],
+    speeds: Speeds,
+    plan: Plan,
+    traced: Traced,
+    screen: Screen,
+) -> None:
+    screen.fleet(devices, speeds, measured=settings.speeds is None)
+    idle = [str(d) for d in range(len(devices)) if d not in working(plan, traced.graph)]
+    if settings.plan == AUTO and idle:
         screen.lines(
             [f"auto gives device{'s' * (len(idle) > 1)} {', '.join(idle)} nothing to compute: it is faster so."]
         )
-    return chosen
 
 
-def _rows(settings: Settings, group: Group) -> list[tuple[str, str, float]]:
+def _devices(settings: Settings, group: Group) -> list[tuple[str, str, float]]:
     """Device, host and slow-down of every device."""
     own = json.dumps([str(group.torch_device), os.uname().nodename, torch.get_num_threads()])
     rows = [json.loads(text) for text in group.agree("fleet", own)]

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from convoy.named import PLANS
 from convoy.notation import File, Numbers, checked_augment, checked_data, device_names, devices_text, one_of, wire_text
+from convoy.report.scalars import checked_folder
 from convoy.transfer import Sum
 from convoy.wire import Wire
 
@@ -91,8 +92,9 @@ class Settings(BaseModel):
         "file.",
     )
     devices: Annotated[str, BeforeValidator(devices_text)] = _fleet(
-        "1",
-        "How many processes on this machine, or their devices: 4, or cuda:0,cpu. Ignored under torchrun.",
+        "auto",
+        "This machine's devices: [b]auto[/], every GPU, or the CPU where there is none; [b]all[/], the CPU beside the GPUs "
+        "too; their names: cuda:0,cpu; or a number of processes on the CPU: 4. Ignored under torchrun, srun and mpirun.",
         here=True,
     )
     slowdown: Numbers | None = _fleet(
@@ -113,7 +115,10 @@ class Settings(BaseModel):
         False, "Change the shares while training when a device turns out faster or slower than thought."
     )
     fleet: File | None = _fleet(
-        None, "For --plan auto: the file that convoy measure wrote; default: measure now.", here=True
+        None,
+        "A fleet file. If its hosts have addresses, every device of it is started, over ssh. For --plan auto: its times, as "
+        "convoy measure wrote them; default: measure now.",
+        here=True,
     )
     budget_s: float = _fleet(20.0, "For --plan auto: about the seconds that measuring may take.", here=True, gt=0)
     port: int | None = _fleet(None, "Port where the processes meet; default: a free one.", here=True, ge=0, le=65535)
@@ -173,7 +178,18 @@ class Settings(BaseModel):
     )
     save_run: File | None = _output(None, "Write all settings to this run file (TOML).", here=True)
     save_plan: File | None = _output(None, "Write the plan to this file (JSON).", here=True)
-    log: File | None = _output(None, "Write every loss and result to this file, a JSON object per line.", here=True)
+    log: File | None = _output(
+        None,
+        "Write every loss, result and decision to this file, a JSON object per line; none: nowhere. Default: log.jsonl in "
+        "the folder of --checkpoint, or in a new folder in runs (or $CONVOY_RUNS), with run.toml, plan.json and fleet.toml.",
+        here=True,
+    )
+    tensorboard: Annotated[File, AfterValidator(checked_folder)] | None = _output(
+        None,
+        "Write loss, accuracy, learning rate and samples/s for TensorBoard into this folder (pip install "
+        "'convoy-train\\[tensorboard]').",
+        here=True,
+    )
 
     @property
     def device_names(self) -> tuple[str, ...]:

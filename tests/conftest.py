@@ -1,7 +1,9 @@
 """What every test gets: one torch thread, a free port, and a look at what it leaves behind."""
 
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -24,6 +26,15 @@ GRACE_S = 3.0
 """What ends by itself within this time is no leak."""
 
 CACHES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "__pycache__", ".venv", ".git"}
+
+
+def pytest_configure() -> None:
+    """Every training keeps a log: those of the tests, and of the processes they start, lie in a folder of this session."""
+    os.environ["CONVOY_RUNS"] = tempfile.mkdtemp(prefix="convoy-runs-")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["CONVOY_RUNS"], ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,10 @@ class Training:
     average: WeightAverage | None = None
     scaler: GradScaler | None = None
 
+    def rate(self) -> float:
+        """The learning rate of the next step."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
     def backward(self, x: Tensor, y: Tensor, part: float) -> float:
         """Add the gradients of a part of a batch; its part of the loss, which is the mean over the whole batch.
 
@@ -200,8 +204,7 @@ class _Course:
     ) -> None:
         self.training, self.test, self.observer = training, test, observer
         self.rebalancer, self.keeper = rebalancer, keeper
-        self.recipe = training.recipe
-        self.history = History()
+        self.recipe, self.history = training.recipe, History()
         self.steps = keeper.progress.step if keeper is not None else 0
         self.tested_s = 0.0
 
@@ -228,9 +231,8 @@ class _Course:
         train_s = time.perf_counter() - start_s - self.tested_s
         due = is_last or (epoch + 1) % self.recipe.evaluate_epochs == 0 or self._is_due
         accuracy = self._evaluate(epoch, ends_epoch=True) if due else None
-        lr = float(self.training.optimizer.param_groups[0]["lr"])
         mean = weighted / samples if samples else math.nan  # a run may go on at the end of an epoch
-        result = EpochResult(mean, accuracy, train_s, samples / train_s, lr)
+        result = EpochResult(mean, accuracy, train_s, samples / train_s, self.training.rate())
         self.history.epochs.append(result)
         if self.observer is not None:
             self.observer.epoch(epoch, result)

@@ -3,8 +3,10 @@
 import datetime
 import json
 import math
+import os
 import platform
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
@@ -14,30 +16,41 @@ import torch
 from convoy._version import __version__
 from convoy.errors import InputError
 from convoy.execute.train import EpochResult, Evaluation, Observer
+from convoy.graph import Graph
+from convoy.plan import Plan
+from convoy.rebalance import Reshare
+from convoy.report.lines import plan_fields
 
 
 class RunLog:
-    """Appends to a JSONL file; each line has a "what": "run", "step", "evaluation", "epoch", "reshare" or "device".
+    """Appends to a JSONL file. Each line has a "what": "run", "fleet", "plan" and "prediction" stand first, then "step",
+    "evaluation", "epoch", "busy" and "reshare" as they happen, then "device" and "end".
 
     Args:
         path: the file; its folder must exist. An older file of that name is replaced, unless the run goes on.
         step: the steps that the run has done before.
+        lr: the learning rate of the next step, when it is called.
 
     Raises:
         InputError: the file cannot be written.
     """
 
-    def __init__(self, path: Path, step: int = 0) -> None:
+    def __init__(self, path: Path, step: int = 0, lr: Callable[[], float] | None = None) -> None:
         try:
+            if step and path.exists():
+                _drop_half_a_line(path)
             self.file: IO[str] = path.open("a" if step else "w", buffering=1, encoding="utf-8")
         except OSError as error:
             raise InputError(
                 f"cannot write the log {path}: {error.strerror}; give a path in a folder that exists"
             ) from None
         self.count = step
+        self.graph: Graph | None = None
+        self._lr, self._next_lr = lr, lr() if lr is not None else None
+        self._start_s = time.perf_counter()
 
-    def run(self, options: Mapping[str, Any]) -> None:
-        """The first line: what runs, where, with which versions, when."""
+    def run(self, options: Mapping[str, Any], **facts: Any) -> None:
+        """The first line: what runs, where, with which versions, when, from which step on."""
         self.write(
             "run",
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -46,12 +59,30 @@ class RunLog:
             python=platform.python_version(),
             machine=platform.machine(),
             system=platform.platform(),
+            from_step=self.count,
             options=dict(options),
+            **facts,
         )
 
+    def plan(self, plan: Plan, graph: Graph) -> None:
+        """The plan as a file holds it, and what follows from it."""
+        self.graph = graph
+        self.write("plan", plan=json.loads(plan.to_json()), inexact=plan.inexact, **plan_fields(plan, graph))
+
+    def reshare(self, step: int, decision: Reshare) -> None:
+        """Other shares from a step on, and why."""
+        follows = {} if self.graph is None else plan_fields(decision.plan, self.graph)
+        self.write("reshare", step=step, reason=decision.reason, plan=json.loads(decision.plan.to_json()), **follows)
+
     def step(self, epoch: int, loss: float, samples: int) -> None:
-        self.write("step", step=self.count, epoch=epoch, loss=loss, samples=samples)
+        """With the seconds since the log was opened, and the learning rate of this step."""
+        passed_s = time.perf_counter() - self._start_s
+        self.write(
+            "step", step=self.count, epoch=epoch, loss=loss, samples=samples, s=round(passed_s, 6), lr=self._next_lr
+        )
         self.count += 1
+        if self._lr is not None:
+            self._next_lr = self._lr()
 
     def on_evaluation(self, result: Evaluation, is_best: bool) -> None:
         self.write("evaluation", step=result.step, epoch=result.epoch, accuracy=result.accuracy, best=is_best)
@@ -75,8 +106,8 @@ class RunLog:
         self.file.close()
 
 
-class Both:
-    """Two observers as one."""
+class All:
+    """Several observers as one."""
 
     def __init__(self, *observers: Observer) -> None:
         self.observers = observers
@@ -92,6 +123,12 @@ class Both:
     def epoch(self, epoch: int, result: EpochResult) -> None:
         for observer in self.observers:
             observer.epoch(epoch, result)
+
+
+def _drop_half_a_line(path: Path) -> None:
+    """What a killed run began to write: the next line must not be joined to it."""
+    whole = path.read_bytes().rfind(b"\n") + 1
+    os.truncate(path, whole)
 
 
 def _finite(value: Any) -> Any:

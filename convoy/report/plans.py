@@ -8,7 +8,8 @@ from rich.table import Table
 
 from convoy.graph import Graph
 from convoy.prospect import Outlook, Prospect
-from convoy.report.screen import Screen, in_bytes
+from convoy.report.numbers import in_bytes
+from convoy.report.screen import Screen
 
 
 def show_prospects(console: Console, rows: Sequence[Prospect], outlook: Outlook) -> None:

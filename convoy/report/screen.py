@@ -14,6 +14,7 @@ from convoy.execute.train import EpochResult, Evaluation, History
 from convoy.explain import LayerRow
 from convoy.named import Speeds
 from convoy.plan import Plan
+from convoy.report.numbers import in_bytes
 
 LINE_EVERY_S = 10.0
 """Where there is no terminal, a line of progress this often."""
@@ -219,12 +220,3 @@ def _console(visible: bool) -> Console:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = FILE_WIDTH
     return console
-
-
-def in_bytes(count: int) -> str:
-    if not count:
-        return "-"
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} B"

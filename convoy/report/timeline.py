@@ -12,6 +12,8 @@ from typing import Any
 from convoy.errors import InputError
 from convoy.replay import Activity, Event, Timeline
 from convoy.report.drawing import new_figure, save
+from convoy.report.numbers import unit_of
+from convoy.report.spans import KINDS, kind_of
 
 Trace = dict[str, Any]
 """A JSON object in the Trace Event Format."""
@@ -21,6 +23,7 @@ _COLOURS = {
     "forward": "#0072B2",
     "backward": "#56B4E9",
     "optimizer": "#CC79A7",
+    "handling": "#999999",
     "send": "#E69F00",
     "receive": "#009E73",
 }
@@ -72,15 +75,15 @@ def draw(timeline: Timeline, path: Path, names: Sequence[str] | None = None, tit
         InputError: matplotlib is missing, or the file cannot be written.
     """
     titles = _titles(timeline, names)
-    unit, scale = _unit(timeline.step_s)
+    unit, size = unit_of(timeline.step_s)
     figure = new_figure(9.0, 1.2 + 0.62 * len(titles))
     axes = figure.add_subplot()
     for device in range(len(titles)):
         for place, activity in enumerate(_ROWS):
             spans: dict[str, list[tuple[float, float]]] = {}
             for event in _of(timeline, device, activity):
-                span = (event.start_s * scale, (event.end_s - event.start_s) * scale)
-                spans.setdefault(_colour_of(event), []).append(span)
+                span = (event.start_s / size, (event.end_s - event.start_s) / size)
+                spans.setdefault(kind_of(event.activity, event.label), []).append(span)
             for kind, bars in spans.items():
                 bottom = device + 0.08 + 0.28 * place
                 axes.broken_barh(bars, (bottom, 0.26), facecolors=_COLOURS[kind], linewidth=0)
@@ -88,12 +91,12 @@ def draw(timeline: Timeline, path: Path, names: Sequence[str] | None = None, tit
     axes.set_yticks([d + 0.5 for d in range(len(titles))])
     axes.set_yticklabels([f"{name}\ncomputes {part:.0%}" for name, part in zip(titles, busy, strict=True)])
     axes.set_ylim(len(titles), 0)
-    axes.set_xlim(0, timeline.step_s * scale or 1)
+    axes.set_xlim(0, timeline.step_s / size or 1)
     axes.set_xlabel(f"time ({unit})")
     axes.grid(axis="x", alpha=0.3)
-    axes.set_title(title or f"one training step: {timeline.step_s * scale:.3g} {unit}")
-    patches = [axes.barh(0, 0, color=colour, label=kind) for kind, colour in _COLOURS.items()]
-    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.5 / (0.6 + 0.62 * len(titles))), ncols=5)
+    axes.set_title(title or f"one training step: {timeline.step_s / size:.3g} {unit}")
+    patches = [axes.barh(0, 0, color=colour, label=KINDS[kind]) for kind, colour in _COLOURS.items()]
+    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.5 / (0.6 + 0.62 * len(titles))), ncols=6)
     return save(figure, path)
 
 
@@ -140,16 +143,3 @@ def _complete(event: Event, titles: Sequence[str], row: int) -> dict[str, Any]:
         "dur": (event.end_s - event.start_s) * 1e6,
         "args": args,
     }
-
-
-def _colour_of(event: Event) -> str:
-    if event.activity in ("send", "receive"):
-        return event.activity
-    return next((phase for phase in ("backward", "optimizer") if phase in event.label.split()), "forward")
-
-
-def _unit(seconds: float) -> tuple[str, float]:
-    for unit, scale in (("s", 1.0), ("ms", 1e3)):
-        if seconds * scale >= 1:
-            return unit, scale
-    return "µs", 1e6

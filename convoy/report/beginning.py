@@ -1,0 +1,67 @@
+"""What is written down of a run before its first step: in its log, and as files beside it that a person can run again."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from convoy.auto import Chosen
+from convoy.files import write_whole
+from convoy.graph import Graph
+from convoy.named import Speeds
+from convoy.plan import Plan
+from convoy.prospect import Outlook, prospect
+from convoy.report.lines import fleet_fields, prediction_fields
+from convoy.report.log import RunLog
+from convoy.report.place import Place
+from convoy.run_file import Run, to_toml
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """A run as it begins.
+
+    Attributes:
+        devices: of each, what it is, its host, its slow-down.
+        chosen: where the planner chose the plan.
+        images, steps: of an epoch.
+        done: steps that were done before, where the run goes on.
+    """
+
+    run: Run
+    devices: Sequence[tuple[str, str, float]]
+    speeds: Speeds
+    plan: Plan
+    graph: Graph
+    chosen: Chosen | None
+    images: int
+    steps: int
+    done: int = 0
+
+
+def open_log(place: Place, beginning: Beginning, lr: Callable[[], float], stack: ExitStack) -> RunLog:
+    """The log with its first lines, and run.toml, plan.json, fleet.toml where the run has a folder.
+
+    Raises:
+        InputError: something cannot be written.
+    """
+    settings, chosen, plan = beginning.run.settings, beginning.chosen, beginning.plan
+    log = stack.enter_context(RunLog(place.log, beginning.done, lr))
+    log.run(
+        settings.model_dump(mode="json"), sources=dict(beginning.run.sources), images=beginning.images,
+        epoch_steps=beginning.steps,
+    )  # fmt: skip
+    log.write("fleet", **fleet_fields(beginning.devices, beginning.speeds, measured=settings.speeds is None))
+    log.plan(plan, beginning.graph)
+    measured = chosen.measured if chosen is not None else None
+    if measured is not None:
+        outlook = Outlook.of(
+            beginning.graph, plan.batch, measured.costs(beginning.graph), measured.fleet, settings.optimizer_state,
+            plan.wire,
+        )  # fmt: skip
+        log.write("prediction", **prediction_fields(prospect(plan, outlook), outlook, settings.accumulate))
+    if place.folder is not None:
+        write_whole(place.folder / "run.toml", to_toml(settings))
+        write_whole(place.folder / "plan.json", plan.to_json())
+        if measured is not None:
+            write_whole(place.folder / "fleet.toml", measured.to_toml())
+    return log
