@@ -9,7 +9,11 @@ A fleet is a frozen value. Its file is TOML, written by a person or by a measure
 
     [[host]]
     name = "attic"
-    address = "192.168.1.20"           # optional: where to reach it
+    address = "192.168.1.20"           # optional: where ssh finds it, to start the whole fleet from one place
+    user = "ann"                       # optional, like the next three; each says what holds without it: the user here
+    ssh_port = 2222                    # 22, or as ~/.ssh/config says
+    python = "/opt/convoy/bin/python"  # this Python, at the same path
+    folder = "/home/ann/cnn"           # the folder that the command is given in, at the same path
     # card = { send_bytes_per_s = 12.5e6, receive_bytes_per_s = 12.5e6, latency_s = 2e-4 }
 
     [[device]]
@@ -95,20 +99,44 @@ WITHIN_HOST = Card(send_bytes_per_s=2e9, receive_bytes_per_s=2e9, latency_s=2e-5
 
 @dataclass(frozen=True)
 class Host:
-    """A machine. `address` is a name or number that the others reach it by; `card` overrides the fleet's network."""
+    """A machine.
+
+    Attributes:
+        address: the name or number that ssh reaches it by: a host name, an IP address, or a Host of ~/.ssh/config.
+        card: overrides the fleet's network.
+        user, ssh_port: for ssh. None: as ssh chooses.
+        python: the Python there that has Convoy. None: the path of the Python that starts the fleet.
+        folder: where commands run there; one without a leading / begins at the user's home. None: the folder in which the
+            fleet is started.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
     name: _Text
     address: _Text | None = None
     card: Card | None = None
+    user: _Text | None = None
+    ssh_port: _Whole | None = None
+    python: _Text | None = None
+    folder: _Text | None = None
 
     def __post_init__(self) -> None:
         _plain_name(self.name, "a host")
-        if self.address is not None and not re.fullmatch(r"[!-~]+", self.address):
+        owner = f"host {self.name!r}"
+        # What begins with a dash would be an option of ssh.
+        if self.address is not None and not re.fullmatch(r"(?!-)[!-~]+", self.address):
             raise InputError(
-                f"address = {self.address!r} of host {self.name!r}: an address is a host name or an IP address "
+                f"address = {self.address!r} of {owner}: an address is a host name or an IP address "
                 "without blanks; write one, or leave the line out"
             )
+        if self.user is not None and not re.fullmatch(r"(?!-)[!-~]+", self.user):
+            raise InputError(
+                f"user = {self.user!r} of {owner}: a user's name has no blanks; write one, or leave it out"
+            )
+        if self.ssh_port is not None and not 1 <= self.ssh_port <= 65535:
+            raise InputError(f"ssh_port = {self.ssh_port} of {owner}: a port is from 1 to 65535; correct it")
+        for field, path in (("python", self.python), ("folder", self.folder)):
+            if path is not None and not (path and path.isprintable()):
+                raise InputError(f"{field} = {path!r} of {owner}: give a path, or leave the line out")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,13 @@ MAX_DEVICES = 1024
 """More processes than that on one machine are a slip of the finger."""
 
 
+AUTO_DEVICE = "auto"
+"""As `--devices`: every GPU of this machine, or its CPU where there is none. As one device's name: the best for its place."""
+
+ALL = "all"
+"""As `--devices`: every GPU of this machine, and its CPU."""
+
+
 def numbers(value: Any) -> tuple[float, ...]:
     """Numbers as a person gives them: a text with commas between them, or a list.
 
@@ -31,7 +38,7 @@ def numbers(value: Any) -> tuple[float, ...]:
 
 
 def device_names(text: str) -> tuple[str, ...]:
-    """The devices of `--devices`: a number, or their names. Under torchrun, its number counts.
+    """The devices of `--devices`: a number, their names, `auto` or `all`. Under torchrun, its number counts.
 
     Raises:
         InputError: no device, too many, or a name left out.
@@ -39,15 +46,26 @@ def device_names(text: str) -> tuple[str, ...]:
     named = tuple(part.strip() for part in text.split(","))
     if os.environ.get("WORLD_SIZE", "").isdigit():
         count = int(os.environ["WORLD_SIZE"])
-        return named if len(named) == count and not text.isdigit() else ("auto",) * count
+        return named if len(named) == count and not text.isdigit() and text != ALL else (AUTO_DEVICE,) * count
+    if text in (AUTO_DEVICE, ALL):
+        return _devices_here(every=text == ALL)
     if text.strip().isdigit():
         count = int(text)
         if not 1 <= count <= MAX_DEVICES:
             raise InputError(f"--devices {count}: give a number from 1 to {MAX_DEVICES}, or their names: cuda:0,cpu")
-        return ("cpu",) * count if count > 1 else ("auto",)
+        return ("cpu",) * count if count > 1 else (AUTO_DEVICE,)
     if not all(named):
         raise InputError(f"--devices {text!r}: give a number, or names with commas between them: cuda:0,cpu")
     return named
+
+
+def _devices_here(every: bool) -> tuple[str, ...]:
+    """This machine's GPUs, or the CPU where there is none; or every device, its GPUs and its CPU."""
+    if os.environ.get("CONVOY_DEVICE") and not every:
+        return (AUTO_DEVICE,)
+    devices: tuple[str, ...] = importlib.import_module("convoy.execute.place").local_devices()
+    chosen = devices if every else devices[:-1]
+    return chosen if len(chosen) > 1 else (AUTO_DEVICE,)
 
 
 def devices_text(value: Any) -> Any:

@@ -303,6 +303,48 @@ def test_the_status_of_a_failed_demo_is_that_of_its_training(
     assert convoy_in_process(monkeypatch, ["demo", "--plan", "fastest"]) == 2
 
 
+# ---------------------------------------------------------------------------------------------- which devices are meant
+
+
+@pytest.mark.parametrize(
+    ("gpus", "apple", "given", "expected"),
+    [
+        # The command alone takes every GPU; where there is none, the CPU, in this process.
+        (0, False, None, ["alone"]),
+        (1, False, None, ["alone"]),
+        (3, False, None, ["cuda:0", "cuda:1", "cuda:2"]),
+        (0, True, None, ["alone"]),
+        (0, False, "all", ["alone"]),
+        (1, False, "all", ["cuda:0", "cpu"]),
+        (2, False, "all", ["cuda:0", "cuda:1", "cpu"]),
+        (0, True, "all", ["mps", "cpu"]),
+        (2, False, "1", ["alone"]),
+        (2, False, "3", ["cpu", "cpu", "cpu"]),
+        (2, False, "cpu,cuda:1", ["cpu", "cuda:1"]),
+    ],
+)
+def test_the_devices_of_this_machine(
+    gpus: int, apple: bool, given: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: apple)
+    monkeypatch.setattr("convoy.execute.launch.launch_local", lambda _, devices, **__: started.extend(devices) or 0)
+    monkeypatch.setattr("convoy.job.run_device", lambda _: started.append("alone"))
+    assert convoy_in_process(monkeypatch, ["train", *TINY, *(["--devices", given] if given else [])]) == 0
+    assert started == expected
+
+
+def test_a_device_named_by_the_environment_is_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    monkeypatch.setenv("CONVOY_DEVICE", "cpu")
+    monkeypatch.setattr("convoy.execute.place.local_devices", lambda: ("cuda:0", "cuda:1", "cpu"))
+    monkeypatch.setattr("convoy.job.run_device", lambda _: started.append("alone"))
+    assert convoy_in_process(monkeypatch, ["train", *TINY]) == 0
+    assert started == ["alone"]
+
+
 # ------------------------------------------------------------------------------- every plan, on one device and on three
 
 
@@ -494,8 +536,10 @@ def test_a_training_that_diverges_still_writes_json(tmp_path: Path) -> None:
         log.epoch(0, EpochResult(float("inf"), 0.1, 1.0, 5.0, 0.5))
         log.write("device", times=[1.0, float("nan")])
     lines = (tmp_path / "log").read_text().splitlines()
-    assert [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in lines] == [
-        {"what": "step", "step": 0, "epoch": 0, "loss": None, "samples": 5},
+    rows = [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in lines]
+    assert rows[0].pop("s") >= 0
+    assert rows == [
+        {"what": "step", "step": 0, "epoch": 0, "loss": None, "samples": 5, "lr": None},
         {"what": "evaluation", "step": 1, "epoch": 0, "accuracy": 0.1, "best": True},
         {"what": "epoch", "epoch": 0, "loss": None, "accuracy": 0.1, "train_s": 1.0, "samples_per_s": 5.0, "lr": 0.5},
         {"what": "device", "times": [1.0, None]},

@@ -110,6 +110,15 @@ def test_the_file_is_read_as_it_stands() -> None:
     )
 
 
+def test_what_ssh_needs_to_know_of_a_host() -> None:
+    told = 'user = "ann"\nssh_port = 2222\npython = "/opt/convoy/bin/python"\nfolder = "/home/ann/my nets"\n'
+    text = TEXT.replace('address = "192.168.1.20"\n', f'address = "attic.lan"\n{told}')
+    host = Host("attic", "attic.lan", None, "ann", 2222, "/opt/convoy/bin/python", "/home/ann/my nets")
+    fleet = Fleet.from_toml(text)
+    assert fleet.hosts[0] == host
+    assert Fleet.from_toml(fleet.to_toml()) == fleet
+
+
 def test_one_host_needs_no_network() -> None:
     fleet = Fleet((Host("here"),), (Device("cpu", "here", "cpu"),))
     assert Fleet.from_toml(fleet.to_toml()) == fleet
@@ -160,6 +169,12 @@ def test_devices_of_a_host_keep_their_index() -> None:
         ('name = "attic-gpu"', 'name = "attic-cpu"', r"device\[2\] 'attic-cpu' is there twice"),
         ('name = "attic"', 'name = "at tic"', r"host\[0\]\.name = 'at tic' of a host: a name is"),
         ('"192.168.1.20"', '"my host"', r"host\[0\]\.address = 'my host'"),
+        ('"192.168.1.20"', '"-oProxyCommand=x"', r"host\[0\]\.address = '-oProxyCommand=x'"),
+        ('"192.168.1.20"', '"a"\nuser = "-x"', r"host\[0\]\.user = '-x' of host 'attic': .* leave it out"),
+        ('"192.168.1.20"', '"a"\nssh_port = 0', r"host\[0\]\.ssh_port = 0 of host 'attic': .* from 1 to 65535"),
+        ('"192.168.1.20"', '"a"\nssh_port = "22"', r"host\[0\]\.ssh_port = '22': "),
+        ('"192.168.1.20"', '"a"\npython = ""', r"host\[0\]\.python = '' of host 'attic': give a path"),
+        ('"192.168.1.20"', '"a"\nfolder = "a\\nb"', r"host\[0\]\.folder = 'a\\nb' of host 'attic': give a path"),
         ('host = "cellar"', 'host = "roof"', r"device\[1\]\.host: unknown host 'roof': choose one of attic, cellar"),
         ('target = "cellar"', 'target = "roof"', r"link\[0\]\.target: unknown host 'roof'"),
         ('host = "cellar"', 'host = "attic"', r"host\[1\] 'cellar' has no device: add"),

@@ -20,6 +20,8 @@ class WeightAverage:
     go where its state goes: to other devices with the shares, into `convoy.full_optimizer_state`, into checkpoints and back.
     The average of a parameter starts with its weights after its first step. Buffers (batch norm's statistics) are the model's.
 
+    ::
+
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         average = convoy.WeightAverage(optimizer, 0.999)  # from now on it follows every optimizer.step()
         ...

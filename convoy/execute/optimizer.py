@@ -58,7 +58,7 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
     """The optimizer's state for the whole model, by parameter name, on every device. Every device must call it.
 
     Returns:
-        {"state": {parameter name: {state name: whole tensor or number}}, "param_groups": [options, "params": names]}.
+        `state`, by parameter and name whole tensors and numbers; and `param_groups`, options with `params` as names.
     """
     names: dict[Tensor, str] = {parameter: key for key, parameter in model.named_parameters()}
     own: dict[str, dict[str, Any]] = {}

@@ -3,15 +3,17 @@
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
-import torch
 
 from convoy.errors import InputError
+from convoy.execute.environments import MAX_PROCESSES, PLACE_NAMES, as_torchrun, whole
 
-PLACE_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun, and everything that follows its contract, sets for each process."""
+if TYPE_CHECKING:  # the far side of a fleet asks for routes only, and should not wait for torch
+    import torch
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,13 @@ class Place:
 
 
 def read_place(environment: Mapping[str, str]) -> Place | None:
-    """The place that torchrun's variables name, or None where there are none: the script was started alone.
+    """The place that the variables of torchrun, srun or mpirun name, or None where there are none: the script was started
+    alone.
 
     Raises:
         InputError: some are set and others are not, or one is no number, or out of range.
     """
+    environment = as_torchrun(environment)
     missing = [name for name in PLACE_NAMES if not environment.get(name)]
     if "RANK" in missing and "WORLD_SIZE" in missing:
         # MASTER_ADDR alone says nothing: clusters set it for every container.
@@ -51,40 +55,44 @@ def read_place(environment: Mapping[str, str]) -> Place | None:
         present = ", ".join(f"{name}={environment[name]}" for name in PLACE_NAMES if name not in missing)
         raise InputError(
             f"the environment has {present} but no {', '.join(missing)}: a process of a job needs all of "
-            f"{', '.join(PLACE_NAMES)}; start it with torchrun or convoy, or unset them to run alone"
+            f"{', '.join(PLACE_NAMES)}; start it with torchrun, srun, mpirun or convoy, or unset them to run alone"
         )
-    devices = _whole(environment, "WORLD_SIZE", 1, 1 << 20)
+    devices = whole(environment, "WORLD_SIZE", 1, MAX_PROCESSES)
     return Place(
-        device=_whole(environment, "RANK", 0, devices - 1),
+        device=whole(environment, "RANK", 0, devices - 1),
         devices=devices,
-        local=_whole(environment, "LOCAL_RANK", 0, 1 << 20) if environment.get("LOCAL_RANK") else 0,
-        local_devices=_whole(environment, "LOCAL_WORLD_SIZE", 1, devices)
+        local=whole(environment, "LOCAL_RANK", 0, MAX_PROCESSES - 1) if environment.get("LOCAL_RANK") else 0,
+        local_devices=whole(environment, "LOCAL_WORLD_SIZE", 1, devices)
         if environment.get("LOCAL_WORLD_SIZE")
         else None,
         host=environment["MASTER_ADDR"],
-        port=_whole(environment, "MASTER_PORT", 1, 65535),
+        port=whole(environment, "MASTER_PORT", 1, 65535),
         hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0),
     )
 
 
-def _whole(environment: Mapping[str, str], name: str, least: int, most: int) -> int:
-    text = environment[name]
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise InputError(f"{name}={text!r} in the environment: it must be a whole number from {least} to {most}")
-    return int(text)
+def local_devices() -> tuple[str, ...]:
+    """The names of all devices of this machine: its GPUs (CUDA, Apple's MPS) and its CPU, last."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    apple = ("mps",) if torch.backends.mps.is_available() else ()
+    return (*(f"cuda:{gpu}" for gpu in range(gpus)), *apple, "cpu")
 
 
-def pick_device(name: str | torch.device | None, local: int) -> torch.device:
+def pick_device(name: "str | torch.device | None", local: int) -> "torch.device":
     """The device to compute on; process number ``local`` of its machine takes that GPU unless told otherwise.
 
     Raises:
         InputError: no such device.
     """
+    import torch
+
     chosen = name or os.environ.get("CONVOY_DEVICE")
     if chosen is None:
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        chosen = f"cuda:{local}" if local < gpus else "cpu"
+        devices = local_devices()
+        chosen = devices[min(local, len(devices) - 1)]
     try:
         device = torch.device(chosen)
         if device.type == "cuda":
@@ -141,6 +149,15 @@ def own_address(host: str, port: int, environment: Mapping[str, str] = os.enviro
             if address.family == family:
                 return str(address.address)
     raise InputError(f"GLOO_SOCKET_IFNAME={chosen!r}: this interface has no IP address; give it one or choose another")
+
+
+def is_own(host: str) -> bool:
+    """Whether a name or an address leads to this machine. What cannot be resolved does not."""
+    own = {entry.address.partition("%")[0] for entries in psutil.net_if_addrs().values() for entry in entries}
+    with suppress(InputError):
+        found = [str(target[0]) for _, target in resolve(host, 0, socket.SOCK_STREAM)]
+        return all(address in own or is_loopback(address) for address in found)
+    return False
 
 
 def is_loopback(address: str) -> bool:

@@ -18,6 +18,8 @@ class Rebalancer:
     Every `every` steps the devices exchange one small message each, eight bytes per layer and step, and come to the same
     decision. A step with a batch other than the plan's own (the last of an epoch) is not looked at.
 
+    ::
+
         rebalancer = convoy.Rebalancer(model, optimizer)
         for x, y in loader:
             ...

@@ -1,0 +1,29 @@
+"""The command line: verbs, thin. Options become values; everything else happens elsewhere.
+
+::
+
+    top.py       the command itself, and whether this process is one of a job
+    options.py   options that several verbs have, and those made from the list of settings
+    training.py  train, demo
+    fleets.py    measure, plan, rehearse, doctor
+    studies.py   simulate, report
+"""
+
+import sys
+
+from convoy.cli import fleets, studies, training  # noqa: F401 - each adds its verbs
+from convoy.cli.top import app
+from convoy.errors import ConvoyError
+
+__all__ = ["app", "main"]
+
+
+def main() -> None:
+    """The `convoy` command: errors of ours are one message and exit status 2, without a traceback."""
+    try:
+        app()
+    except ConvoyError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,166 @@
+"""convoy measure, convoy plan, convoy rehearse, convoy doctor."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from convoy.cli.options import (
+    Batch,
+    Data,
+    DataDir,
+    Devices,
+    Net,
+    Port,
+    Print,
+    Slowdown,
+    Timeout,
+    image_of,
+    numbers_of,
+)
+from convoy.cli.top import app, in_job
+from convoy.errors import InputError
+from convoy.notation import device_names
+from convoy.settings import FIELDS
+
+
+@app.command()
+def measure(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Fleet file to write: devices, links, times of layers.")
+    ],
+    fleet: Annotated[
+        Path | None,
+        typer.Option(
+            help="Fleet file with what is known; default: what the devices say. If its hosts have addresses, they are "
+            "started over ssh."
+        ),
+    ] = None,
+    data: Data = "digits",
+    data_dir: DataDir = None,
+    net: Net = "two-conv:50:500",
+    devices: Devices = FIELDS["devices"].default,
+    batch: Batch = 64,
+    slowdown: Slowdown = None,
+    budget: Annotated[float, typer.Option(help="Seconds that each device may spend on layers.")] = 60.0,
+    timeout: Timeout = 60.0,
+    port: Port = None,
+    print_lines: Print = False,
+) -> None:
+    """Measure this fleet: a model's layers on each device, latency and bandwidth between hosts, what traffic costs.
+
+    Run it on all devices at once: here over local processes, over the hosts of a fleet file by ssh, under torchrun, srun or
+    mpirun, or under convoy rehearse.
+    """
+    from convoy.measure.command import MeasureJob, run_measure
+
+    one_of_job = in_job()
+    if not one_of_job and (fleet is not None or print_lines):
+        from convoy.launch.command import fleet_to_start, measure_on_fleet
+
+        if (hosts := fleet_to_start(fleet, print_lines)) is not None:
+            given = devices != FIELDS["devices"].default
+            raise typer.Exit(measure_on_fleet(hosts, fleet, sys.argv[1:], given, print_lines, port=port))
+    known = device_names(devices)
+    factors = (1.0,) * len(known) if slowdown is None else numbers_of("--slowdown", slowdown)
+    job = MeasureJob(output, fleet, data, data_dir, net, known, batch, factors, budget, timeout)
+    job.check()
+    if one_of_job or len(known) == 1:
+        run_measure(job)
+        return
+    from convoy.execute.launch import launch_local
+
+    raise typer.Exit(launch_local(sys.argv[1:], known, port=port))
+
+
+@app.command()
+def plan(
+    net: Annotated[str, typer.Argument(help="two-conv:K1:K2, alexnet:F, resnet:DEPTH:WIDTH.")],
+    fleet: Annotated[Path, typer.Option(help="Fleet file that `convoy measure` wrote for this net.")],
+    batch: Batch = 64,
+    image: Annotated[str, typer.Option(help="Channels, height, width of the images.")] = "3,32,32",
+    classes: Annotated[int, typer.Option(help="Classes.")] = 10,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the chosen plan to this file (JSON).")
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="Whose state counts as memory: sgd, sgd-momentum or adam.")
+    ] = "sgd-momentum",
+    least_energy: Annotated[
+        float | None,
+        typer.Option(
+            help="Choose the least joules per image among the plans whose step takes at most so many seconds."
+        ),
+    ] = None,
+) -> None:
+    """Predict every plan on a measured fleet, and choose: step time, share of the limit, traffic, memory, joules, what
+    bounds it. Plans that do not fit a device's memory are marked, and never chosen.
+
+    Example: convoy plan two-conv:150:800 --batch 256 --fleet fleet.toml -o plan.json
+    """
+    from convoy.forecast import forecast
+
+    forecast(
+        net,
+        image_of(image),
+        classes,
+        batch,
+        fleet,
+        output,
+        optimizer=optimizer,
+        least_energy_s=least_energy,
+    )
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def rehearse(
+    fleet: Annotated[Path, typer.Argument(help="Fleet file (TOML): hosts, their cards, devices with their cores.")],
+    command: Annotated[
+        list[str], typer.Argument(help="Program and arguments, run once per device; write -- before it.")
+    ],
+    limit_s: Annotated[float, typer.Option("--limit", help="Seconds after which the command is ended.")] = 3600.0,
+) -> None:
+    """Run a command on every device of a fleet that is emulated on this machine (Linux, root).
+
+    Each host gets a network namespace with its card's rates (tc tbf), each device its cores as a processor quota (cgroup) and
+    torchrun's environment. Everything is removed afterwards, also after an interrupt.
+
+    Example: convoy rehearse benchmarks/fleets/mixed4.toml -- convoy train --plan hybrid
+    """
+    from convoy.fleet import read_fleet
+    from convoy.rehearse import rehearse as run
+
+    program = command[1:] if command[0] == "--" else command
+    if not program:
+        raise InputError("nothing to run: write a command after --, e.g. convoy rehearse fleet.toml -- convoy train")
+    raise typer.Exit(run(read_fleet(fleet), program, timeout_s=limit_s, fleet_path=fleet))
+
+
+@app.command()
+def doctor(
+    fleet: Annotated[
+        Path | None,
+        typer.Option(
+            help="Fleet file: the hosts by name, and what their links and devices should do. Hosts with an address are "
+            "visited by ssh."
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write all facts and findings to this file (JSON).")
+    ] = None,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for hosts that have not come.")] = 30.0,
+    case: Annotated[str | None, typer.Option(hidden=True, help="What an examination over ssh gives along.")] = None,
+) -> None:
+    """Examine this machine, or all machines of a job, before any training: in seconds, in words, with the cure.
+
+    Alone it looks at this machine. Started on every host (convoy rehearse, torchrun, srun, mpirun), or with a fleet file whose
+    hosts have addresses (by ssh), it also tries every pair of hosts: unreachable ones, slow links, clocks, versions.
+    Exit status: 0 ready to train, 1 there are errors.
+
+    Example: convoy rehearse fleet.toml -- convoy doctor
+    """
+    from convoy.doctor.command import run_doctor
+
+    in_job()
+    raise typer.Exit(run_doctor(fleet, json_file, wait, case))

@@ -1,0 +1,64 @@
+"""convoy train, convoy demo."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from convoy.cli.options import PlanName, Print, with_settings
+from convoy.cli.top import app, in_job
+
+
+@app.command()
+@with_settings
+def train(
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN.TOML", help="Settings in a file: the options below, without the dashes in front."),
+    ] = None,
+    print_lines: Print = False,
+    **given: Any,
+) -> None:
+    """Train a network on images: over this machine's devices, over the hosts of a fleet file by ssh, or as one process of a
+    job that torchrun, srun or mpirun started.
+
+    The numbers are those of one device: same batches, same loss curve, whatever the plan.
+
+    Settings come from a run file (lines such as batch = 64) and from options; an option overrides the file.
+
+    Example: convoy train --data cifar10 --data-dir D --net two-conv:150:800 --plan master --devices 4 --batch 64 --epochs 2
+    """
+    from convoy.run_file import settle
+
+    one_of_job = in_job()
+    settled = settle(run, {name: value for name, value in given.items() if value is not None})
+    if not one_of_job and (settled.settings.fleet is not None or print_lines):
+        from convoy.launch.command import fleet_to_start, train_on_fleet
+
+        if (fleet := fleet_to_start(settled.settings.fleet, print_lines)) is not None:
+            raise typer.Exit(train_on_fleet(settled, fleet, print_lines))
+    devices = settled.settings.device_names
+    if one_of_job or len(devices) == 1:
+        from convoy.job import run_device
+
+        run_device(settled)
+        return
+    from convoy.execute.launch import launch_local
+    from convoy.inputs import rehearse
+
+    rehearse(settled.settings)
+    raise typer.Exit(launch_local(sys.argv[1:], devices, port=settled.settings.port))
+
+
+@app.command()
+def demo(
+    plan: PlanName = "master",
+    epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 4,
+) -> None:
+    """Four local processes of unequal speed train one CNN on real images; then one device does, for comparison."""
+    words = f"--data digits --net two-conv:32:128 --plan {plan} --devices 4 --slowdown 1,1,2,4"
+    options = [*words.split(), "--batch", "64", "--epochs", str(epochs), "--lr", "0.02", "--compare"]
+    print(f"$ convoy train {' '.join(options)}\n", flush=True)
+    sys.argv[1:] = ["train", *options]
+    raise typer.Exit(app(args=sys.argv[1:], standalone_mode=False) or 0)

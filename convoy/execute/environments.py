@@ -1,0 +1,200 @@
+"""What launchers tell each process they start, put in one way: torchrun's variables. Pure.
+
+::
+
+    torchrun, Kubernetes, convoy   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    mpirun (Open MPI)              OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+    mpirun (MPICH, Intel MPI)      PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS
+    srun                           SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE
+
+An inner launcher's word counts before an outer one's: mpirun in a Slurm job, torchrun in either. MASTER_ADDR and
+MASTER_PORT, where a person has set them, count before what is worked out here.
+"""
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from convoy.errors import InputError
+
+PLACE_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun, and everything that follows its contract, sets for each process."""
+
+MAX_PROCESSES = 1 << 20
+
+_LOOPBACK = "127.0.0.1"
+_FIRST_PORT, _PORTS = 15_000, 15_000
+"""Ports that are derived from a job lie below those that Linux gives out by itself (32768 and up)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """What an mpirun calls the place of a process, and how it is asked to pass a variable on."""
+
+    launcher: str
+    rank: str
+    size: str
+    local: str
+    neighbours: str
+    passing: str
+
+
+_OPEN_MPI = _Names(
+    "mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun -x MASTER_ADDR=192.168.1.20",
+)  # fmt: skip
+_HYDRA = _Names(
+    "mpirun (MPICH)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS",
+    "mpirun -genv MASTER_ADDR 192.168.1.20",
+)  # fmt: skip
+
+
+def is_one_of_job(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun's variables say that this process is one of a job (see `as_torchrun`); otherwise it is alone."""
+    return bool(environment.get("RANK") or environment.get("WORLD_SIZE"))
+
+
+def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment, with the place that srun or mpirun gave this process told as torchrun tells it.
+
+    A job of one process is none: there, and where no launcher is to be seen, the environment stays as it is. So does it
+    in the script of a Slurm job and in an interactive allocation, which are no part of a step.
+
+    Raises:
+        InputError: a launcher that names half of a place, a value that is no number or out of range, or several machines
+            and no word where they can meet.
+    """
+    place: dict[str, str] = {}
+    if not is_one_of_job(environment):
+        if _says(environment, _OPEN_MPI):
+            place = _from_mpi(environment, _OPEN_MPI)
+        # Slurm, too, speaks MPICH's language to its processes, but leaves out the place on the machine.
+        elif _says(environment, _HYDRA) and not (_is_step(environment) and not environment.get(_HYDRA.local)):
+            place = _from_mpi(environment, _HYDRA)
+        elif _is_step(environment):
+            place = _from_slurm(environment)
+    return {**environment, **place}
+
+
+def whole(environment: Mapping[str, str], name: str, least: int, most: int) -> int:
+    """A variable's whole number. InputError if it is none, or not from `least` to `most`."""
+    text = environment[name]
+    if not text.isdecimal() or not least <= int(text) <= most:
+        raise InputError(f"{name}={text!r} in the environment: it must be a whole number from {least} to {most}")
+    return int(text)
+
+
+# --- mpirun ----------------------------------------------------------------------------------------------------------
+
+
+def _says(environment: Mapping[str, str], names: _Names) -> bool:
+    return bool(environment.get(names.rank) or environment.get(names.size))
+
+
+def _from_mpi(environment: Mapping[str, str], names: _Names) -> dict[str, str]:
+    if environment.get(names.size) == "1":
+        return {}
+    _need(environment, names.launcher, names.rank, names.size, names.local, names.neighbours)
+    size = whole(environment, names.size, 1, MAX_PROCESSES)
+    here = whole(environment, names.neighbours, 1, size)
+    address = environment.get("MASTER_ADDR") or (_LOOPBACK if here == size else None)
+    if address is None:
+        raise InputError(
+            f"{names.launcher} started {size} processes, {here} of them on this machine, and does not say where those of "
+            f"several machines can meet: set MASTER_ADDR to the address of the machine of process 0, e.g. {names.passing}"
+        )
+    # Open MPI names each job; with other ones two jobs on one machine need a MASTER_PORT each.
+    number = zlib.crc32(environment.get("PMIX_NAMESPACE", "").encode())
+    return {
+        "RANK": str(whole(environment, names.rank, 0, size - 1)),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(whole(environment, names.local, 0, here - 1)),
+        "LOCAL_WORLD_SIZE": str(here),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": environment.get("MASTER_PORT") or _port(number),
+    }
+
+
+# --- Slurm -----------------------------------------------------------------------------------------------------------
+
+
+def _is_step(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process. SLURM_NTASKS says less: a job's script has it too, with the tasks it may start."""
+    return bool(environment.get("SLURM_STEP_NUM_TASKS"))
+
+
+def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    if environment["SLURM_STEP_NUM_TASKS"] == "1":
+        return {}
+    needed = ["SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_TASKS_PER_NODE"]
+    needed += [] if environment.get("MASTER_ADDR") else ["SLURM_STEP_NODELIST"]
+    needed += [] if environment.get("MASTER_PORT") else ["SLURM_JOB_ID", "SLURM_STEP_ID"]
+    _need(environment, "srun", *needed)
+    size = whole(environment, "SLURM_STEP_NUM_TASKS", 1, MAX_PROCESSES)
+    here = tasks_on(environment["SLURM_STEP_TASKS_PER_NODE"], whole(environment, "SLURM_NODEID", 0, MAX_PROCESSES))
+    local = whole(environment, "SLURM_LOCALID", 0, here - 1)
+    return {
+        "RANK": str(whole(environment, "SLURM_PROCID", 0, size - 1)),
+        "WORLD_SIZE": str(size),
+        # With --gpus-per-task each process sees its own GPUs only, counted from 0.
+        "LOCAL_RANK": "0" if environment.get("SLURM_GPUS_PER_TASK") else str(local),
+        "LOCAL_WORLD_SIZE": str(here),
+        "MASTER_ADDR": environment.get("MASTER_ADDR")
+        or (_LOOPBACK if here == size else first_host(environment["SLURM_STEP_NODELIST"])),
+        "MASTER_PORT": environment.get("MASTER_PORT") or _slurm_port(environment),
+    }
+
+
+def _slurm_port(environment: Mapping[str, str]) -> str:
+    """The same for all processes of a step, another one for the next step or job."""
+    job = whole(environment, "SLURM_JOB_ID", 0, 1 << 40)
+    return _port(job + 1009 * whole(environment, "SLURM_STEP_ID", 0, 1 << 40))
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a list as Slurm writes it: node01 of `node[01-03,07],login`.
+
+    Raises:
+        InputError: no such list.
+    """
+    entry = re.match(r"(?:[^,\[\]\s]|\[[^\[\]]+\])+(?=,|$)", nodelist)
+    if entry is None:
+        raise InputError(
+            f"SLURM_STEP_NODELIST={nodelist!r} in the environment: it must be a list such as node[01-03,07]; "
+            "set MASTER_ADDR to the address of the first machine"
+        )
+    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", entry[0])
+
+
+def tasks_on(text: str, node: int) -> int:
+    """How many tasks a node has, in the way Slurm writes it: `2(x3),1` is 2, 2, 2 and 1.
+
+    Raises:
+        InputError: no such text, or no such node.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d{1,7})(?:\(x(\d{1,7})\))?", part)
+        counts += [] if found is None else [int(found[1])] * int(found[2] or 1)
+    if node >= len(counts) or not counts[node]:
+        raise InputError(
+            f"SLURM_STEP_TASKS_PER_NODE={text!r} in the environment: it must have the tasks of node {node} (SLURM_NODEID), "
+            "such as 2(x3),1; start the processes with srun"
+        )
+    return counts[node]
+
+
+def _port(number: int) -> str:
+    return str(_FIRST_PORT + number % _PORTS)
+
+
+def _need(environment: Mapping[str, str], launcher: str, *names: str) -> None:
+    """InputError unless all of these are set."""
+    missing = [name for name in names if not environment.get(name)]
+    if missing:
+        present = ", ".join(f"{name}={environment[name]}" for name in names if name not in missing)
+        raise InputError(
+            f"the environment has {present or 'a place'} of {launcher} but no {', '.join(missing)}: a process of a job needs "
+            f"all of {', '.join(names)}. Start it with {launcher}, torchrun or convoy, or set {', '.join(PLACE_NAMES)}"
+        )

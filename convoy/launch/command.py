@@ -1,0 +1,123 @@
+"""`--fleet` of convoy train and convoy measure, where it names hosts to start: from options to what every host is told."""
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from convoy.errors import InputError
+from convoy.execute.place import is_loopback, is_own, resolve, route_to
+from convoy.fleet import Fleet
+from convoy.inputs import check
+from convoy.launch.post import line_to_paste, posts
+from convoy.launch.run import run_on_fleet, startable
+from convoy.named import PLANS
+from convoy.run_file import Run
+from convoy.settings import AUTO, key_of
+
+PASTED_PORT = 29_500
+"""Where pasted lines meet unless --port says otherwise: nobody can look for a free one beforehand."""
+
+
+def fleet_to_start(path: Path | None, print_lines: bool) -> Fleet | None:
+    """The fleet of `--fleet` if its hosts have addresses; None: this machine's devices are to be started.
+
+    Raises:
+        InputError: as :func:`startable`; or lines to paste were asked for and there is no such fleet.
+    """
+    fleet = startable(path)
+    if fleet is None and print_lines:
+        raise InputError(
+            "--print without hosts: give --fleet FILE whose [[host]] sections have an address each; this machine's own "
+            "devices need no lines"
+        )
+    return fleet
+
+
+def train_on_fleet(run: Run, fleet: Fleet, print_lines: bool) -> int:
+    """`convoy train` on every device of a fleet; its exit status.
+
+    The hosts get the settings as options, so that none of them needs the run file.
+
+    Raises:
+        InputError, MismatchError, DeviceLostError: as the settings and :func:`run_on_fleet` say.
+    """
+    settings = run.settings
+    _refuse_devices(run.sources["devices"] != "default", fleet)
+    names = ",".join(name for post in posts(fleet) for name in post.names)
+    planned = settings.plan == AUTO
+    check(settings.model_copy(update={"devices": names, "fleet": settings.fleet if planned else None}))
+    # The file has started the fleet; only the planner has more questions to it.
+    options = [option for name in run.sources for option in _option(run, name) if name != "fleet" or planned]
+    files = [] if settings.plan in (*PLANS, AUTO) else [Path(settings.plan)]
+    if planned and settings.fleet is not None:
+        files.append(settings.fleet)
+    return _start(fleet, ["train", *options], files, settings.port, print_lines)
+
+
+def measure_on_fleet(
+    fleet: Fleet, path: Path | None, argv: Sequence[str], devices_given: bool, print_lines: bool, *, port: int | None
+) -> int:
+    """`convoy measure` on every device of a fleet; its exit status.
+
+    Args:
+        path: the fleet's file.
+        argv: the command line, from the verb on.
+
+    Raises:
+        InputError, MismatchError, DeviceLostError: as :func:`run_on_fleet` says.
+    """
+    _refuse_devices(devices_given, fleet)
+    argv = [word for word in argv if word != "--print"]
+    return _start(fleet, argv, [] if path is None else [path], port, print_lines)
+
+
+def _refuse_devices(given: bool, fleet: Fleet) -> None:
+    if given:
+        raise InputError(
+            f"--devices with a fleet of hosts: the file names its {len(fleet.devices)} devices; leave --devices out, or take "
+            "the addresses out of the file to start devices of this machine only"
+        )
+
+
+def _option(run: Run, name: str) -> list[str]:
+    """A setting as the command line would have given it; nothing for a default."""
+    value, key = getattr(run.settings, name), key_of(name)
+    if run.sources[name] == "default" or value is None:
+        return []
+    if isinstance(value, bool):
+        return [f"--{key}" if value else f"--no-{key}"]
+    text = ",".join(map(repr, value)) if isinstance(value, tuple) else str(value)
+    return [f"--{key}", text]
+
+
+def _start(fleet: Fleet, argv: Sequence[str], files: Sequence[Path], port: int | None, print_lines: bool) -> int:
+    first = posts(fleet)[0].host
+    if not print_lines:
+        if not is_own(str(first.address)):
+            print(f"Device 0 is on host {first.name}: files that the job writes lie there.", flush=True)
+        return run_on_fleet(fleet, argv, port=port, files=files)
+    address, meeting_port = _meeting_address(fleet), port or PASTED_PORT
+    for post in posts(fleet):
+        line = line_to_paste(
+            post, argv, total=len(fleet.devices), address=address, port=meeting_port, python=sys.executable,
+            folder=os.getcwd(),
+        )  # fmt: skip
+        print(f"# on host {post.host.name} ({post.host.address})\n{line}")
+    return 0
+
+
+def _meeting_address(fleet: Fleet) -> str:
+    """The address of device 0's host, as far as it can be told from here without asking anybody."""
+    first, *others = (str(post.host.address) for post in posts(fleet))
+    if not others:
+        return "127.0.0.1"
+    if is_own(first):
+        return route_to(others[0], 9)
+    address = str(resolve(first, 9, socket.SOCK_STREAM)[0][1][0])
+    if is_loopback(address):
+        raise InputError(
+            f"address = {first!r} is {address} here, which leads to this machine: give its address in the network"
+        )
+    return address

@@ -1,0 +1,94 @@
+"""The call of ssh, and what its complaints mean. Pure.
+
+How to get to a host is ssh's own business: keys, agents, jump hosts and further names stand in ~/.ssh/config. Another
+program or other options: the variable CONVOY_SSH, e.g. `CONVOY_SSH="ssh -F lab.config"`.
+"""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+from convoy.errors import InputError
+from convoy.fleet import Host
+
+CONNECT_S = 10
+ALIVE_S, ALIVE_TIMES = 5, 3
+"""ssh asks a silent host for a sign every so many seconds, and gives up after so many times."""
+
+_OPTIONS = (
+    "BatchMode=yes",  # nobody is there to type a password for every host
+    f"ConnectTimeout={CONNECT_S}",
+    f"ServerAliveInterval={ALIVE_S}",
+    f"ServerAliveCountMax={ALIVE_TIMES}",
+    "ForwardX11=no",
+    "ControlMaster=no",  # a master would outlive the job, and hold its files
+)
+
+_REMEDIES = (
+    (
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "its key is another one than before. If you know why, forget the old key: ssh-keygen -R {address}",
+    ),
+    (
+        r"Host key verification failed",
+        "this machine does not know its key: connect once by hand and compare the fingerprint: {call}",
+    ),
+    (
+        r"Permission denied \(",
+        "it does not accept your key: let it know yours (ssh-copy-id {target}), name another user in its [[host]], or give ssh "
+        "the key in ~/.ssh/config",
+    ),
+    (r"Could not resolve hostname", "correct its address in the fleet file, or add a Host to ~/.ssh/config"),
+    (
+        r"Connection refused|timed out|No route to host|Network is unreachable|Connection closed|Connection reset",
+        "see whether the machine is on, its address and ssh_port are right, and its ssh server runs: {call}",
+    ),
+    (r"No module named '?convoy", "{python} there has no Convoy: install it there, or name another `python` in its [[host]]"),
+    (r"\bcd:", "the folder {folder} is not there: make it, or name its `folder` in its [[host]]"),
+    (
+        r"not found|No such file or directory|Permission denied",
+        "{python} cannot be run there: install it, or name its `python` in its [[host]]",
+    ),
+)  # fmt: skip
+
+
+def ssh_program(environment: Mapping[str, str]) -> list[str]:
+    """ssh, or what CONVOY_SSH names. InputError if that is no command line."""
+    text = environment.get("CONVOY_SSH") or "ssh"
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise InputError(
+            f"CONVOY_SSH={text!r}: no command line ({error}); give a program and options, e.g. 'ssh -F FILE'"
+        ) from None
+    return words
+
+
+def ssh_call(program: Sequence[str], host: Host, command: str) -> list[str]:
+    """The command line that runs `command` in the login shell of a host."""
+    options = [word for option in _OPTIONS for word in ("-o", option)]
+    return [*program, "-T", *options, *_way(host), "--", str(host.address), command]
+
+
+def far_command(host: Host, python: str, folder: str) -> str:
+    """What a host's login shell has to run. It may be any common one: words in quotes, && and exec are all it needs."""
+    start = shlex.join([host.python or python, "-m", "convoy.launch.far"])
+    return f"cd {shlex.quote(host.folder or folder)} && exec {start}"
+
+
+def remedy(host: Host, words: str, python: str, folder: str) -> str:
+    """What to do when a host could not be started on, from what ssh and the host's shell said."""
+    target = host.address if host.user is None else f"{host.user}@{host.address}"
+    call = shlex.join(["ssh", *([] if host.ssh_port is None else ["-p", str(host.ssh_port)]), str(target)])
+    facts = {"address": host.address, "target": target, "call": call}
+    facts |= {"python": host.python or python, "folder": host.folder or folder}
+    for pattern, text in _REMEDIES:
+        if re.search(pattern, words):
+            return text.format(**facts)
+    return f"try it by hand: {call}"
+
+
+def _way(host: Host) -> list[str]:
+    user = [] if host.user is None else ["-l", host.user]
+    port = [] if host.ssh_port is None else ["-p", str(host.ssh_port)]
+    return [*user, *port]
