@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-full check fix bench bench-full validate clean
+.PHONY: demo test test-full check fix docs bench bench-full validate clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,11 @@ fix: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(READY)  ## the pages, into docs/_build: figures drawn anew, warnings are errors
+	$(BIN)/python -m docs.figures_plans
+	$(BIN)/python -m docs.figures_step
+	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs docs/_build
+
 bench: $(READY)  ## Convoy beside one device and PyTorch DDP, some minutes; Linux, root
 	$(BIN)/python -m benchmarks.bench
 
@@ -40,4 +45,4 @@ validate: $(READY)  ## predictions beside measurements, an hour; Linux, root
 	$(BIN)/python -m benchmarks.validate
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,6 +20,8 @@ from convoy.errors import InputError
 class Checkpointer:
     """Saves a run as it goes, and counts how far it is. Every device has one, and calls it alike.
 
+    ::
+
         keeper = Checkpointer("run", model, optimizer, every=500, settings={"seed": 0, "batch": 64})
         start = keeper.begin(resume=True)
         for epoch in range(start.epoch, epochs):

@@ -49,7 +49,7 @@ class Splits:
 
     @property
     def fingerprint(self) -> str:
-        """What must be the same on every device of a job, as JSON: counts, shape, classes, labels in order, mean, deviation."""
+        """What must be the same on every device, as JSON (counts, shape, classes, labels in order, mean, deviation)."""
         labels = hashlib.blake2b(digest_size=8)
         for images in (self.train, self.test):
             labels.update(images.targets.numpy().tobytes())

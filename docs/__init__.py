@@ -1,0 +1,1 @@
+"""Convoy's documentation: pages, and what is generated from the code while they are built."""
