@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-full check fix docs bench bench-full validate clean
+.PHONY: demo test test-full check fix docs bench targets bench-full validate clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -38,7 +38,10 @@ docs: $(READY)  ## the pages, into docs/_build: figures drawn anew, warnings are
 bench: $(READY)  ## Convoy beside one device and PyTorch DDP, some minutes; Linux, root
 	$(BIN)/python -m benchmarks.bench
 
-bench-full: $(READY)  ## the same on all fleets and nets, hours
+targets: $(READY)  ## every target of the benchmark once, an hour and a half on two cores; Linux, root
+	$(BIN)/python -m benchmarks.bench --set targets
+
+bench-full: $(READY)  ## all fleets, nets and batches, how cost grows; hours; Linux, root
 	$(BIN)/python -m benchmarks.bench --set bench-full
 
 validate: $(READY)  ## predictions beside measurements, an hour; Linux, root

@@ -29,7 +29,13 @@ from pathlib import Path
 
 LANGUAGES = ("python", "pycon", "console", "bash", "toml", "json", "text")
 
-REASONS = ("sets up an environment", "needs several machines", "needs root", "needs a torchvision that matches torch")
+REASONS = (
+    "sets up an environment",
+    "needs several machines",
+    "needs root",
+    "needs a run",
+    "needs a torchvision that matches torch",
+)
 """Why a block may be left out."""
 
 _BLOCK = re.compile(

@@ -9,7 +9,9 @@ The seam, through which every byte to another device passes::
     meeting.py    the store at which processes meet, and their greetings
     payload.py    how tensors travel: gloo, staged through host memory where that is needed, or NCCL
     loss.py       who was lost: every process answers one question, and the survivors follow the answers
-    launch.py     starting all devices of one machine, and ending them together
+    environments.py  what torchrun, srun and mpirun tell a process, put in torchrun's words
+    crew.py       the devices that one machine starts: their processes, ended together
+    launch.py     starting all devices of this machine as one job
     endings.py    how they ended, and which of them was the cause
 
 Above it stands what runs a plan's steps and trains; it knows groups, and nothing of what carries them.
