@@ -295,6 +295,8 @@ def rule_of(name: str) -> str:
             where = f" from {low} to below {high}"
         case {"gt": low, "le": high}:
             where = f" above {low}, up to {high}"
+        case {"gt": low, "lt": high}:
+            where = f" between {low} and {high}"
         case {"ge": low}:
             where = f" of {low} or more"
         case {"gt": low}:

@@ -33,7 +33,6 @@ REASONS = (
     "sets up an environment",
     "needs several machines",
     "needs root",
-    "needs a run",
     "needs a torchvision that matches torch",
 )
 """Why a block may be left out."""
