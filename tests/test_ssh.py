@@ -319,31 +319,30 @@ def convoy(*argv: str) -> list[str]:
     return [sys.executable, "-m", "convoy", *argv]
 
 
-@pytest.fixture(scope="module")
-def alone(hosts: Lab) -> list[tuple[float, str]]:
-    """What one device prints."""
-    status, output, errors = hosts.run("desk", convoy("train", *TINY, "--speeds", "1"))
-    assert (status, errors) == (0, "")
-    return results(output)
+def assert_as_one_device(output: str, training: str) -> None:
+    """What was printed is of this training, and of one device beside it (--compare): the same numbers."""
+    assert training in output
+    together, alone = results(output)
+    assert together[1] == alone[1]
+    assert together[0] == pytest.approx(alone[0], abs=1.5e-4), "the last digit"
+    (apart,) = re.findall(r"Loss curves over 3 steps: at most (\S+) apart", output)
+    assert float(apart) < 1e-4
 
 
-def test_a_fleet_trains_as_one_device_does(hosts: Lab, tmp_path: Path, alone: list[tuple[float, str]]) -> None:
+def test_a_fleet_trains_as_one_device_does(hosts: Lab, tmp_path: Path) -> None:
     """Two devices on one host, one on the other; settings from a run file and the command line."""
     fleet = fleet_file(tmp_path, "", "")
     run = tmp_path / "run.toml"
     run.write_text(f'fleet = "{fleet}"\nplan = "master"\nspeeds = [2, 1, 1]\nrebalance = true\n')
-    status, output, errors = hosts.run("attic", convoy("train", str(run), *TINY), limit_s=110)
+    status, output, errors = hosts.run("attic", convoy("train", str(run), *TINY, "--compare"), limit_s=110)
     assert (status, errors) == (0, "")
-    assert "Training on 3 devices, plan master" in output
-    (together,) = results(output)
-    assert together[1] == alone[0][1]
-    assert together[0] == pytest.approx(alone[0][0], abs=1.5e-4)
+    assert_as_one_device(output, "Training on 3 devices, plan master")
 
 
-def test_the_lines_to_paste_do_the_same(hosts: Lab, tmp_path: Path, alone: list[tuple[float, str]]) -> None:
+def test_the_lines_to_paste_do_the_same(hosts: Lab, tmp_path: Path) -> None:
     """Each is pasted in a shell on its host, in another folder."""
     fleet = fleet_file(tmp_path, "", f'folder = "{tmp_path}"')
-    options = ["--plan", "data", "--speeds", "2,1,1", "--fleet", str(fleet), "--port", "29876"]
+    options = ["--plan", "data", "--speeds", "2,1,1", "--fleet", str(fleet), "--port", "29876", "--compare"]
     status, output, errors = hosts.run("attic", convoy("train", *TINY, *options, "--print"))
     assert (status, errors) == (0, "")
     heading, attic, other, cellar = output.splitlines()
@@ -353,9 +352,7 @@ def test_the_lines_to_paste_do_the_same(hosts: Lab, tmp_path: Path, alone: list[
         silent = behind.communicate(timeout=60)
     assert (status, errors) == (0, "")
     assert (behind.returncode, *silent) == (0, "", "")
-    (together,) = results(output)
-    assert together[1] == alone[0][1]
-    assert together[0] == pytest.approx(alone[0][0], abs=1.5e-4)
+    assert_as_one_device(output, "Training on 3 devices, plan data")
 
 
 @pytest.mark.slow

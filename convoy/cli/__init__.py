@@ -11,7 +11,10 @@
 
 import sys
 
-from convoy.cli import fleets, studies, training  # noqa: F401 - each adds its verbs
+# isort: off
+from convoy.cli import training, fleets, studies  # noqa: F401 - each adds its verbs, and --help lists them in this order
+
+# isort: on
 from convoy.cli.top import app
 from convoy.errors import ConvoyError
 
