@@ -17,6 +17,7 @@ from convoy.api import distribute
 from convoy.data import Images
 from convoy.execute.data import Loader
 from convoy.execute.group import Group
+from convoy.execute.rebalancing import Rebalancer
 from convoy.layout import box
 from convoy.plan import Plan
 
@@ -83,6 +84,16 @@ class ConvoyRunner:
         self._optimizer = sgd(self._part)
         self._batches: Batches = iter(())
         self.rest()
+
+    def settle(self, steps: int) -> Plan:
+        """Train so many steps as `convoy train --rebalance` does, uncounted; the plan that it comes to, and goes on with."""
+        self.wake()
+        rebalancer = Rebalancer(self._part, self._optimizer)
+        for _ in range(steps):
+            train_steps(self._part, self._optimizer, self._batches, 1)
+            rebalancer.step(self._loader.batch_size)
+        self.rest()
+        return self._part.plan
 
     def wake(self) -> float | None:
         for key, parameter in self._part.named_parameters():

@@ -26,7 +26,7 @@ from torch import nn
 from benchmarks.configurations import ALONE, AUTO, IN_TURN, PEERS, Case, Series
 from benchmarks.ddp import ddp_turn, leave
 from benchmarks.hardware import Ground
-from benchmarks.predictions import Predictions, predict, rows_of
+from benchmarks.predictions import Predictions, predict, rows_of, strategies
 from benchmarks.quiet import others_share, read
 from benchmarks.reference import Reference
 from benchmarks.results import FleetResult, NetResult, Row, read_result, still_to_run, write_result
@@ -54,6 +54,9 @@ GROUP_LIMIT_S = 900.0
 """How long a device waits for another: a slow one alone on a large batch takes minutes."""
 
 KEPT_IMAGES = 4096
+
+LEAST_SETTLING, MOST_SETTLING = 9, 18
+"""Steps with the rebalancer before the rounds: it looks at five fresh ones, after the first two, for each answer."""
 
 
 @dataclass(frozen=True)
@@ -231,10 +234,19 @@ class _FleetRun:
                 turns.append(turn)
             else:
                 plan = Plan.from_json(predictions.plans[name].plan)
-                turns.append(Turn(tuple(own), ConvoyRunner(model, plan, group, images, case.batch)))
+                runner = ConvoyRunner(model, plan, group, images, case.batch)
+                if name == AUTO and set(PEERS) & set(case.plans):
+                    # Beside peers that are tuned by search; without any, a prediction is judged by its own plan.
+                    self.say(f"{case.net}, batch {case.batch}: rebalancing auto")
+                    own = [replace(own[0], strategies=strategies(runner.settle(self._settling(own[0]))))]
+                turns.append(Turn(tuple(own), runner))
             # Tracing leaves copies of the model in cycles, and nobody else collects here: six plans of a large net were 6 GB.
             gc.collect()
         return turns
+
+    def _settling(self, row: Row) -> int:
+        """Steps that rebalancing gets: for two answers, in no more time than the search for DDP's shares."""
+        return max(LEAST_SETTLING, min(MOST_SETTLING, round(self.job.tuning_s / (row.predicted_s or 1.0))))
 
     def _draw(self, case: Case, predictions: Predictions, outlook: Outlook) -> None:
         """Where the time of `auto` goes, as predicted, for the page: beside the result file."""

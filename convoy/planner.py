@@ -67,7 +67,13 @@ def plan_auto(graph: Graph, batch: int, costs: Costs, room: Room | None = None) 
 
 
 def candidates(
-    graph: Graph, batch: int, costs: Costs, room: Room | None = None, wire: Wire = "exact"
+    graph: Graph,
+    batch: int,
+    costs: Costs,
+    room: Room | None = None,
+    wire: Wire = "exact",
+    *,
+    replayed: bool = True,
 ) -> list[Candidate]:
     """The planner's plans for some numbers of devices, and the named plans; the shortest predicted step first.
 
@@ -79,6 +85,7 @@ def candidates(
         costs: measured or modelled times of these layers on these devices, and their network.
         room: memory that plans may fill; None: no limit is known. Plans that overfill a device are left out.
         wire: of all these plans.
+        replayed: False: all by formula, however few devices and layers there are; quick, and not the best there is.
 
     Raises:
         PlanError: no plan fits; the message names the device that lacks least.
@@ -87,7 +94,7 @@ def candidates(
     speeds = solo_speeds(graph, batch, costs)
     order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
     found = _searched(formula, order)
-    replays = len(graph.layers) * len(order) ** 4 <= REPLAY_WORK
+    replays = replayed and len(graph.layers) * len(order) ** 4 <= REPLAY_WORK
     if replays:
         found += _searched(Formula(graph, batch, costs, formula.price, hidden=1.0, wire=wire), order)
     if len(order) <= 16:

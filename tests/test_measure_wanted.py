@@ -20,7 +20,7 @@ from convoy.measure.wanted import wanted
 from convoy.measurement import Measurement
 from convoy.named import PLANS, named_plan
 from convoy.nets import build_net
-from convoy.planner import plan_auto
+from convoy.planner import candidates
 from convoy.points import LayerPoint, layer_times
 from convoy.prospect import Outlook
 from convoy.steps import Compute
@@ -120,7 +120,8 @@ def test_the_sizes_of_the_plans_are_exact(measured: list[Measurement]) -> None:
     alone = by_grids(measured[0])
     costs, by_grids_costs = measured[0].costs(graph), alone.costs(graph)
     speeds = Outlook.of(graph, BATCH, by_grids_costs, alone.fleet).speeds
-    plans = [named_plan(name, graph, BATCH, speeds) for name in PLANS] + [plan_auto(graph, BATCH, by_grids_costs)]
+    plans = [named_plan(name, graph, BATCH, speeds) for name in PLANS]
+    plans += [candidates(graph, BATCH, by_grids_costs, replayed=False)[0].plan]
     seen = 0
     for plan in plans:
         for step in lower(plan, graph).phase("forward"):

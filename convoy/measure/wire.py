@@ -13,6 +13,12 @@ SIZES = (1 << 10, 16 << 10, 128 << 10, 1 << 20, 4 << 20)
 """Bytes of the messages of one pair, as long as they take no longer than its time allows."""
 
 ACK_BYTES = 8
+PROBE_S = 1.0
+"""A message that seems to take longer is not even tried."""
+
+PAUSE_S = 0.1
+"""Pauses of a quota are shorter; what takes so much longer than a small message is slow."""
+
 REPEATS = (3, 20)
 """The fewest and the most messages of one size."""
 
@@ -64,21 +70,26 @@ class Wire:
     def _lead(self, peer: int, allowance_s: float) -> Iterator[Stage]:
         """Send messages of growing size. Only this end reads the time, so it alone decides how far to go."""
         # The first ones meet cold buffers and connections; they only tell how many more there is time for.
-        last_s, sent = statistics.median(self._stage(peer, SIZES[0], REPEATS[0]).seconds), SIZES[0]
-        s_per_byte = last_s / sent
+        first_s = self._stage(peer, SIZES[0], REPEATS[0]).seconds
+        last_s, sent = statistics.median(first_s), SIZES[0]
+        fastest_s, s_per_byte = min(first_s), last_s / sent
         for size in SIZES:
             # A larger message is judged by what the last one took longer than the one before it. Of the smallest most is
             # latency, or the pause of a quota: in proportion to it everything looks slow, so the second has more time.
             if size > SIZES[0] and s_per_byte * size > (allowance_s if size == SIZES[1] else allowance_s / 4):
-                break
+                # Under a small quota small messages differ by pauses, which no byte takes: one of this size tells.
+                hopeless = size > SIZES[1] and s_per_byte * size > PROBE_S
+                if hopeless or self._stage(peer, size, 1).seconds[0] - fastest_s > max(allowance_s / 4, PAUSE_S):
+                    break
+                s_per_byte = 0.0
             expected_s = last_s + s_per_byte * (size - sent)
             stage = self._stage(
                 peer, size, min(REPEATS[1], max(REPEATS[0], round(allowance_s / 4 / max(expected_s, 1e-9))))
             )
-            median_s = statistics.median(stage.seconds)
+            # The fastest of each size: under a small quota the median of a few may hold a pause, which no byte took.
             if size > sent:
-                s_per_byte = max(0.0, (median_s - last_s) / (size - sent))
-            last_s, sent = median_s, size
+                s_per_byte = max(0.0, (min(stage.seconds) - fastest_s) / (size - sent))
+            last_s, fastest_s, sent = statistics.median(stage.seconds), min(stage.seconds), size
             yield stage
         self._tell(peer, 0, 0)
 
