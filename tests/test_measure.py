@@ -494,7 +494,7 @@ class Pausing(Net):
 
 
 def test_the_pauses_of_a_small_quota_are_not_taken_for_bytes() -> None:
-    """Story: eight devices, the slowest with 0.08 of a core, and 0.14 s for each link: 2.2 s a step were predicted to take 281 s.
+    """Story: eight devices, the slowest with 0.08 of a core, 0.14 s for each link: 2.2 s a step were predicted to take 281 s.
     The likely cause is played here: between two small sizes the median of a few messages catches a pause, the link seems slow,
     and no larger message is sent."""
     net = Pausing(host=list(range(8)), send=[100e6] * 8, receive=[100e6] * 8)
