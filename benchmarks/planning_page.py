@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from benchmarks.hardware import Ground
 from benchmarks.page import seconds, table
-from convoy.errors import InputError
+from benchmarks.results import read_kept
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,7 @@ def read_planning(path: Path) -> Planning | None:
     Raises:
         InputError: it is not what this version of `benchmarks.planning` writes.
     """
-    if not path.exists():
-        return None
-    try:
-        return _FILE.validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{path} cannot be read ({reason}): run python -m benchmarks.planning again") from error
+    return read_kept(path, _FILE, "python -m benchmarks.planning") if path.exists() else None
 
 
 def planning_section(planning: Planning | None) -> list[str]:

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from benchmarks.page import seconds, table
 from benchmarks.rebalance_score import ANSWER, BACK, Summary
-from convoy.errors import InputError
+from benchmarks.results import read_kept
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,7 @@ def read_rebalanced(path: Path) -> Rebalanced | None:
     Raises:
         InputError: it is not what this version of `benchmarks.rebalance` writes.
     """
-    if not path.exists():
-        return None
-    try:
-        return _FILE.validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{path} cannot be read ({reason}): run python -m benchmarks.rebalance again") from error
+    return read_kept(path, _FILE, "python -m benchmarks.rebalance") if path.exists() else None
 
 
 def rebalance_lines(rebalanced: Rebalanced | None) -> list[list[str]]:

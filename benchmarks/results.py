@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -15,6 +15,8 @@ from benchmarks.configurations import Case
 from benchmarks.hardware import Ground
 from convoy.errors import InputError
 from convoy.files import write_whole
+
+Kept = TypeVar("Kept")
 
 
 @dataclass(frozen=True)
@@ -199,10 +201,20 @@ def read_result(path: Path) -> FleetResult:
     Raises:
         InputError: it cannot be read, or is no result of this version.
     """
+    return read_kept(path, _FILE, "the benchmark")
+
+
+def read_kept(path: Path, adapter: TypeAdapter[Kept], made_by: str) -> Kept:
+    """What a benchmark kept in a JSON file.
+
+    Args:
+        made_by: what is run to make the file again.
+
+    Raises:
+        InputError: it cannot be read, or is not what this version writes.
+    """
     try:
-        return _FILE.validate_json(path.read_bytes())
+        return adapter.validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         reason = str(error).splitlines()[0]
-        raise InputError(
-            f"{path} cannot be read as a benchmark's result ({reason}): run the benchmark again"
-        ) from error
+        raise InputError(f"{path} cannot be read ({reason}): run {made_by} again") from error

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from convoy.cli.top import in_job
 from convoy.errors import InputError
 from convoy.execute.environments import as_torchrun, first_host, is_one_of_job, tasks_on
-from convoy.execute.place import read_place
+from convoy.execute.place import pick_device, read_place
 from tests.test_cli import QUIET, TINY, results
 
 TORCHRUN = {
@@ -224,3 +225,10 @@ def test_the_same_command_under_mpirun(tmp_path: Path) -> None:
     assert right == right_alone
     assert loss == pytest.approx(loss_alone, abs=1.5e-4)
     assert len(re.findall("Training on", together)) == 1, "one job, not two of one device each"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, which can be used")
+def test_a_gpu_that_is_not_there_is_refused_in_words() -> None:
+    """Story: on a torch for processors only, cuda:0 ended in an AttributeError about torch._C."""
+    with pytest.raises(InputError, match="device 'cuda:0' cannot be used"):
+        pick_device("cuda:0", 0)

@@ -456,6 +456,17 @@ def size_of(message: Message) -> int:
     return message.tensor.numel() * message.tensor.element_size()
 
 
+def measured_wire(net: Net, share: float = 1.0, budget_s: float = 20.0) -> WireTimes:
+    def work(group: Group) -> WireTimes:
+        timed = TimedGroup(group, net)
+        now: Callable[[], float] = lambda: timed.time_s  # noqa: E731
+        return measure_links(timed, net.host, share, budget_s=budget_s, now=now, processor=lambda: timed.processor_s)  # type: ignore[arg-type]
+
+    answers = run_on_threads(len(net.host), work, timeout_s=60.0)
+    assert all(answer == answers[0] for answer in answers)
+    return answers[0]
+
+
 class SlowToAnswer(Net):
     """A fast wire with a long latency, such as devices under a quota have."""
 
@@ -468,13 +479,7 @@ def test_a_link_that_answers_late_is_not_taken_for_a_slow_one() -> None:
     by that one message a link of 120 MB/s had 0.14 MB/s, and a step of 2.3 s was predicted to take 209 s."""
     net = SlowToAnswer(host=[0, 1, 2], send=[50e6] * 3, receive=[50e6] * 3)
 
-    def work(group: Group) -> WireTimes:
-        timed = TimedGroup(group, net)
-        return measure_links(
-            timed, net.host, 1.0, budget_s=4.0, now=lambda: timed.time_s, processor=lambda: timed.processor_s
-        )  # type: ignore[arg-type]
-
-    wire = run_on_threads(3, work, timeout_s=30.0)[0]
+    wire = measured_wire(net, budget_s=4.0)
     assert [pair.bytes_per_s for pair in wire.pairs] == pytest.approx([50e6] * 6, rel=0.01)
     assert [pair.latency_s for pair in wire.pairs] == pytest.approx([0.02] * 6, rel=0.01)
 
@@ -499,25 +504,8 @@ def test_the_pauses_of_a_small_quota_are_not_taken_for_bytes() -> None:
     and no larger message is sent."""
     net = Pausing(host=list(range(8)), send=[100e6] * 8, receive=[100e6] * 8)
 
-    def work(group: Group) -> WireTimes:
-        timed = TimedGroup(group, net)
-        return measure_links(
-            timed, net.host, 1.0, budget_s=8.0, now=lambda: timed.time_s, processor=lambda: timed.processor_s
-        )  # type: ignore[arg-type]
-
-    wire = run_on_threads(8, work, timeout_s=60.0)[0]
+    wire = measured_wire(net, budget_s=8.0)
     assert min(pair.bytes_per_s for pair in wire.pairs) > 20e6
-
-
-def measured_wire(net: Net, share: float = 1.0) -> WireTimes:
-    def work(group: Group) -> WireTimes:
-        timed = TimedGroup(group, net)
-        now: Callable[[], float] = lambda: timed.time_s  # noqa: E731
-        return measure_links(timed, net.host, share, now=now, processor=lambda: timed.processor_s)  # type: ignore[arg-type]
-
-    answers = run_on_threads(len(net.host), work, timeout_s=30.0)
-    assert all(answer == answers[0] for answer in answers)
-    return answers[0]
 
 
 def test_a_synthetic_wire_is_found_again() -> None:

@@ -398,7 +398,7 @@ class _Watched(CountedGroup):
         return _Landed(self.open, where)
 
     def agree(self, topic: str, text: str) -> tuple[str, ...]:
-        raise NotImplementedError
+        return text, topic
 
     def close(self, error: BaseException | None = None) -> None:
         pass

@@ -144,9 +144,9 @@ def test_ssh_is_called_so_that_it_cannot_wait_or_ask() -> None:
         ("sh: 1: exec: /opt/python: not found", "/opt/python cannot be run there"),
         ("bash: line 1: /opt/python: Permission denied", "/opt/python cannot be run there"),
         ("/opt/python: Error while finding module specification (ModuleNotFoundError: No module named 'convoy')", "no Convoy"),
-        ("bash: line 1: cd: /work/x: No such file or directory", "the folder /home/me is not there"),
-        ("sh: 1: cd: can't cd to /work/x", "the folder /home/me is not there"),
-        ("zsh:cd:1: no such file or directory: /work/x", "the folder /home/me is not there"),
+        ("bash: line 1: cd: /srv/x: No such file or directory", "the folder /home/me is not there"),
+        ("sh: 1: cd: can't cd to /srv/x", "the folder /home/me is not there"),
+        ("zsh:cd:1: no such file or directory: /srv/x", "the folder /home/me is not there"),
         ("something that nobody has seen", "try it by hand: ssh -p 2222 ann@10.0.0.1"),
     ],
 )  # fmt: skip

@@ -99,7 +99,7 @@ def pick_device(name: "str | torch.device | None", local: int) -> "torch.device"
             device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, AttributeError) as error:  # the last: a torch for processors only
         reason = str(error).splitlines()[0]
         raise InputError(
             f"device {str(chosen)!r} cannot be used ({reason}): choose cpu, or cuda:0 to cuda:{{number of GPUs - 1}}"

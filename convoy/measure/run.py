@@ -1,4 +1,4 @@
-"""The measuring job: every device times its layers, all at the same time, then the wire.
+"""The measuring job: every device times its layers, all at the same time, then the wire, then the sizes that plans have.
 
 Layer by layer the devices wait for each other, so that they load a shared machine as in training, and a device that is
 lost is missed soon. The layers that all have measured are kept in a partial file, from which a second run goes on.
