@@ -17,7 +17,7 @@ from convoy.graph import Graph
 from convoy.lower import lower
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
-from convoy.refine import refined
+from convoy.refine import nudged, refined
 from convoy.search import Prices, Search
 from convoy.simulate import Costs, simulate
 from convoy.strategy import STRATEGIES, One
@@ -176,6 +176,8 @@ def _replayed(formula: Formula, found: Sequence[_Found], order: Sequence[int], r
             rows.append((step_s, working, plan))
     for _, working, plan in sorted(rows, key=lambda row: row[:2])[:REFINED]:
         rows += [(s, working, better) for s, better in refined(plan, graph, costs) if _fits(better, formula, room)]
+    _, working, plan = min(rows, key=lambda row: row[:2])
+    rows += [(s, working, better) for s, better in nudged(plan, graph, costs) if _fits(better, formula, room)]
     return [Candidate(plan, step_s) for step_s, _, plan in sorted(rows, key=lambda row: row[:2])]
 
 

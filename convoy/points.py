@@ -143,26 +143,12 @@ def layer_times(points: Sequence[LayerPoint]) -> LayerTimes:
     Raises:
         InputError: the points of the grids fill no rectangles.
     """
-    inputs = max(point.inputs for point in points)
     times = _grid_times([point for point in points if not point.beside] or points)
-    beside = [point for point in points if point.beside]
-    return replace(times, corrections=tuple(_correction(times, point, inputs) for point in beside))
+    return replace(times, corrections=tuple(_correction(point) for point in points if point.beside))
 
 
-def _correction(times: LayerTimes, point: LayerPoint, inputs: int) -> Correction:
-    forward, backward, other = times.forward, times.backward, point.outputs
-    if point.inputs < inputs and times.forward_inputs is not None and times.backward_inputs is not None:
-        forward, backward, other = times.forward_inputs, times.backward_inputs, point.inputs
-    size = LocalSize(point.samples, point.outputs, point.inputs)
-    return Correction(
-        size,
-        _over(point.forward_s, forward.at(point.samples, other)),
-        _over(point.backward_s, backward.at(point.samples, other)),
-    )
-
-
-def _over(seconds: float, by_grid_s: float) -> float:
-    return seconds / by_grid_s if seconds and by_grid_s else 1.0
+def _correction(point: LayerPoint) -> Correction:
+    return Correction(LocalSize(point.samples, point.outputs, point.inputs), point.forward_s, point.backward_s)
 
 
 def _grid_times(points: Sequence[LayerPoint]) -> LayerTimes:

@@ -172,7 +172,7 @@ def test_times_are_interpolated_over_filters_and_over_inputs() -> None:
     at = lambda *size: times.seconds(0, layer, "forward", LocalSize(*size))  # noqa: E731
     assert at(2, 6, 3) == pytest.approx(13.0)
     assert at(3, 4, 3) == pytest.approx(13.0)
-    assert at(8, 6, 3) == pytest.approx(49.0)  # beyond the largest, on a line
+    assert at(8, 6, 3) == pytest.approx(2 * 25.0)  # beyond the largest, in proportion to FLOP, which bound this layer
     # Six filters from one input: measured; from two: half way to the grid with all three, which shares its column.
     assert at(4, 6, 1) == pytest.approx(9.0)
     assert at(4, 6, 2) == pytest.approx((9.0 + 25.0) / 2)

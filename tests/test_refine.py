@@ -12,7 +12,7 @@ from convoy.cost.step import Costs
 from convoy.graph import Graph
 from convoy.lower import lower
 from convoy.plan import Plan
-from convoy.refine import balanced, refined
+from convoy.refine import balanced, nudged, refined
 from convoy.replay import Event, Timeline
 from convoy.simulate import simulate
 from convoy.strategy import Batch, Channel, Filter, One, Strategy
@@ -88,3 +88,32 @@ def test_pieces_are_tried_where_something_is_gathered() -> None:
     assert any(plan.pieces > 1 for _, plan in refined(split, graph, costs))
     by_batch = replace(split, layers={})
     assert all(plan.pieces == 1 for _, plan in refined(by_batch, graph, costs))
+
+
+def test_a_sample_and_a_filter_are_moved_from_whom_waits_least() -> None:
+    """Devices of 10 and 1 GFLOP/s with half of the work each: one by one, samples and filters leave the slow one, and the
+    features behind the flatten go with their channels."""
+    graph = small_graph()
+    wide = (1e12,) * 2
+    network = Network((0, 1), wide, wide, wide, ((0.0, 1e-9), (1e-9, 0.0)), (wide, wide), (0.0, 0.0))
+    costs = Costs(Roofline((Rate(1e10, 1e12), Rate(1e9, 1e12))), network)
+    even = plan_of({"0": Batch((4, 4)), "2": Filter((24, 24)), "5": Channel((384, 384))}, Batch((4, 4)), 2)
+    found = list(nudged(even, graph, costs))
+    times = [simulate(lower(even, graph), graph, costs).step_s, *(seconds for seconds, _ in found)]
+    assert all(after < before for before, after in pairwise(times))
+    first, last = found[0][1], found[-1][1]
+    assert first.layers["0"] == Batch((5, 3)) or first.layers["2"] == Filter((25, 23))
+    filters, features = last.layers["2"], last.layers["5"]
+    assert isinstance(filters, Filter)
+    assert isinstance(features, Channel)
+    assert filters.shares[1] < 10
+    assert features.shares == tuple(16 * n for n in filters.shares)
+    assert last.otherwise == last.layers["0"]
+    last.check(graph, 2)
+    assert found[-1][0] == simulate(lower(last, graph), graph, costs).step_s
+
+
+def test_balanced_shares_are_left_alone() -> None:
+    graph, costs = small_graph(), slow_receiver()
+    alone = plan_of({"0": Batch((8, 0)), "2": Batch((8, 0)), "5": Batch((8, 0))}, Batch((8, 0)), 2)
+    assert list(nudged(alone, graph, replace(costs, times=Roofline((Rate(1e10, 1e10), Rate(1e6, 1e10)))))) == []

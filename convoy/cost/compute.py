@@ -7,7 +7,7 @@ filter splits by about 46 % (ParaDL). So time is measured against samples *and* 
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from convoy.cost.size import LocalSize, flop, whole_size
@@ -67,23 +67,15 @@ def _line(axis: Sequence[int], values: Sequence[float], i: int, u: float, x: flo
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """A size that was timed beside the grids, because a plan has it: its seconds over those that the grids give.
+    """Seconds of a size that was timed beside the grids, because a plan has it.
 
-    Sizes near it are corrected too, the less the farther they are: at twice or half of it in one axis, not at all.
+    Where the grids reach, sizes near it are corrected too, the less the farther they are: at twice or half of it in one
+    axis, not at all. Beyond the grids it says more than they do, and all such sizes are weighed by their distance.
     """
 
     size: LocalSize
-    forward: float
-    backward: float
-
-    def distance(self, size: LocalSize) -> float:
-        """In doublings."""
-        pairs = (
-            (size.samples, self.size.samples),
-            (size.outputs, self.size.outputs),
-            (size.inputs, self.size.inputs),
-        )
-        return sum(abs(math.log2(a / b)) for a, b in pairs if a != b)
+    forward_s: float
+    backward_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,26 +100,63 @@ class LayerTimes:
     corrections: tuple[Correction, ...] = ()
 
     def seconds(self, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:
-        return self._by_grid(layer, phase, size, part) * self._corrected(phase, size)
-
-    def _corrected(self, phase: Phase, size: LocalSize) -> float:
-        if not self.corrections or size.shares_statistics:
-            return 1.0
-        away, nearest = min(((each.distance(size), each) for each in self.corrections), key=lambda pair: pair[0])
-        ratio = nearest.forward if phase == "forward" else nearest.backward
-        return float(ratio ** max(0.0, 1.0 - away))
-
-    def _by_grid(self, layer: Layer, phase: Phase, size: LocalSize, part: Part) -> float:
         # The two products of backward are of one size, and were timed together.
         share = 1.0 if part == "all" else 0.5
         shared = self.forward_shared if phase == "forward" else self.backward_shared
         if size.shares_statistics and shared is not None:
             return shared.at(size.samples, size.outputs)
+        edge, seconds = self._by_grid(layer, phase, size)
+        return share * seconds * self._corrected(layer, phase, size, edge)
+
+    def _by_grid(self, layer: Layer, phase: Phase, size: LocalSize) -> tuple[LocalSize, float]:
+        """The nearest size that the grids reach, and the seconds: beyond them in proportion to a roofline.
+
+        A line through the last cell carries the noise of two small sizes far: from 4 samples and 512 features a Linear of
+        4,096 features was predicted three times too slow for 64 samples.
+        """
         by_inputs = self.forward_inputs if phase == "forward" else self.backward_inputs
         if size.inputs < whole_size(layer, 1).inputs and layer.weighted and by_inputs is not None:
-            return share * by_inputs.at(size.samples, size.inputs)
-        grid = self.forward if phase == "forward" else self.backward
-        return share * grid.at(size.samples, size.outputs)
+            edge = replace(
+                size, samples=min(size.samples, by_inputs.samples[-1]), inputs=min(size.inputs, by_inputs.others[-1])
+            )
+            seconds = by_inputs.at(edge.samples, edge.inputs)
+        else:
+            grid = self.forward if phase == "forward" else self.backward
+            edge = replace(
+                size, samples=min(size.samples, grid.samples[-1]), outputs=min(size.outputs, grid.others[-1])
+            )
+            seconds = grid.at(edge.samples, edge.outputs)
+        return edge, seconds if edge == size else seconds * shape_s(layer, size) / shape_s(layer, edge)
+
+    def _corrected(self, layer: Layer, phase: Phase, size: LocalSize, edge: LocalSize) -> float:
+        """By how much the grids are too fast there, by what was timed beside them."""
+        if not self.corrections:
+            return 1.0
+        away, nearest = min(((doublings(each.size, edge), each) for each in self.corrections), key=lambda pair: pair[0])
+        at_edge = 1.0 if away >= 1 else self._over_grid(layer, phase, nearest) ** (1.0 - away)
+        if edge == size:
+            return at_edge
+        # Shepard's interpolation of the logarithms, weights 1 / distance^2: exact where something was timed.
+        known = [(doublings(size, edge), at_edge)]
+        for each in self.corrections:
+            away = doublings(each.size, size)
+            if away == 0:
+                return self._over_grid(layer, phase, each)
+            known.append((away, self._over_grid(layer, phase, each)))
+        weights = [away**-2 for away, _ in known]
+        logs = [weight * math.log(ratio) for weight, (_, ratio) in zip(weights, known, strict=True)]
+        return math.exp(sum(logs) / sum(weights))
+
+    def _over_grid(self, layer: Layer, phase: Phase, correction: Correction) -> float:
+        timed_s = correction.forward_s if phase == "forward" else correction.backward_s
+        by_grid_s = self._by_grid(layer, phase, correction.size)[1]
+        return timed_s / by_grid_s if timed_s and by_grid_s else 1.0
+
+
+def doublings(a: LocalSize, b: LocalSize) -> float:
+    """How far apart two sizes are: doublings, over all axes."""
+    pairs = ((a.samples, b.samples), (a.outputs, b.outputs), (a.inputs, b.inputs))
+    return sum(abs(math.log2(x / y)) for x, y in pairs if x != y)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +230,15 @@ class Roofline:
 
     def alike(self, device: int) -> int:
         return self.rates.index(self.rates[device])
+
+
+PROCESSOR = Rate(flop_per_s=10.0, bytes_per_s=1.0)
+"""Ten FLOP for every byte from memory, as a core of a processor does; only the ratio counts."""
+
+
+def shape_s(layer: Layer, size: LocalSize) -> float:
+    """What a roofline says of a size, in seconds of nobody's device: to be compared with another size's."""
+    return Roofline((PROCESSOR,)).seconds(0, layer, "forward", size)
 
 
 def _bytes_moved(layer: Layer, size: LocalSize, itemsize: int) -> float:

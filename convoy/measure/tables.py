@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from convoy.cost.compute import Rate, Roofline
+from convoy.cost.compute import shape_s
 from convoy.cost.size import LocalSize, whole_size
 from convoy.execute.clock import Clock
 from convoy.graph import Graph, Layer
@@ -21,9 +21,6 @@ from convoy.strategy import One
 from convoy.trace import Traced, without_in_place
 
 DIVISORS = (16, 8, 4, 2, 1)
-PROCESSOR = Rate(flop_per_s=10.0, bytes_per_s=1.0)
-"""Ten FLOP for every byte from memory, as a core of a processor does; only the ratio counts."""
-
 POINT_LIMIT_S = 1.5
 """A larger size is left to the line through the smaller ones."""
 
@@ -63,10 +60,7 @@ class Guess:
     known_s: float
 
     def seconds(self, size: LocalSize) -> float:
-        return self.known_s * self._roofline_s(size) / self._roofline_s(self.known)
-
-    def _roofline_s(self, size: LocalSize) -> float:
-        return Roofline((PROCESSOR,)).seconds(0, self.layer, "forward", size)
+        return self.known_s * shape_s(self.layer, size) / shape_s(self.layer, self.known)
 
 
 class Bench:
