@@ -125,7 +125,10 @@ def _with_shares(plan: Plan, changed: Mapping[Shares, Shares]) -> Plan:
         return replace(old, shares=share(old.shares)) if isinstance(old, Batch | Filter | Channel) else old
 
     layers = {name: strategy(each) for name, each in plan.layers.items()}
-    return replace(plan, layers=layers, otherwise=strategy(plan.otherwise))
+    otherwise = plan.otherwise
+    return replace(
+        plan, layers=layers, otherwise=Batch(share(otherwise.shares)) if isinstance(otherwise, Batch) else otherwise
+    )
 
 
 def _is_multiple(old: Shares, base: Shares) -> bool:
