@@ -3,7 +3,7 @@
     python -m benchmarks.accuracy_fleet FOLDER [--fleet mixed4] [--minutes 20] [--epochs N]     # Linux, root
     python -m benchmarks.accuracy_fleet FOLDER --page-only
 
-Every row is a `convoy train` of its own: `--plan auto --rebalance` on the rehearsed fleet, and plain training on this machine
+Every row is a `convoy train` of its own: `--plan auto` on the rehearsed fleet, and plain training on this machine
 as one device. A short run of each tells how many epochs fit into the minutes. Writes results/accuracy-fleet.json, from which an
 interrupted run goes on, and docs/accuracy.md.
 """
@@ -147,7 +147,7 @@ class _Bench:
         words = ["train", *self.options, "--epochs", str(epochs), "--evaluate-epochs", str(epochs), "--seed", str(seed)]
         words += ["--limit", str(limit)] if limit is not None else []
         words += (
-            ["--plan", "auto", "--budget", "10", "--rebalance"]
+            ["--plan", "auto", "--budget", "10"]
             if where == FLEET
             else ["--plan", "data", "--devices", "1", "--speeds", "1"]
         )
@@ -176,7 +176,7 @@ def accuracy_page(document: Document) -> str:
         "Made by `python -m benchmarks.accuracy_fleet`; do not edit.",
         f"`{setting['net']}` on CIFAR-10, {images:,} training images, {document['epochs']} epochs, batch {setting['batch']}, "
         f"crops and flips, cosine schedule from {setting['lr']:g}. Fleet: {setting['fleet']}, rehearsed on {here['cores']} "
-        f"cores of {here['processor']}, `--plan auto --rebalance`; one device: this whole machine. torch {here['torch']}, "
+        f"cores of {here['processor']}, `--plan auto`; one device: this whole machine. torch {here['torch']}, "
         f"convoy {here['convoy']} at {here['revision'] or 'an unknown revision'}, {rows[-1]['date'][:10]}.",
         *(f"```\n{found[0]['command']}\n```" for found in kinds.values()),
         "Test accuracy after the last epoch; ± is the standard deviation over the seeds.",

@@ -64,7 +64,7 @@ _HOW = (
     "PyTorch's DistributedDataParallel on gloo with the same batches and the same gradient; `ddp-tuned` has shares corrected "
     "by what each rank's computing takes and then searched, both have the bucket size and `static_graph` searched; the "
     "searches are not counted. `auto` is the planner's choice, then rebalanced for 9 to 18 uncounted steps as by `convoy "
-    "train --plan auto --rebalance`; its prediction is that of the planner's choice. Efficiency: samples/s over the sum of "
+    "train --plan auto`; its prediction is that of the planner's choice. Efficiency: samples/s over the sum of "
     "what every device reached alone at the same global batch, "
     f"measured in the same run (`{IN_TURN}`; where there is none, `{ALONE}`). "
 )

@@ -2,8 +2,8 @@
 
     python -m benchmarks.rebalance [--plan data-by-speed] [--slowdown 2,4,4,8] [--slowed 0] [--steps 160]
 
-Local processes train the same net from the same weights four times, and results/rebalance.json keeps, per step, seconds,
-losses and shares:
+Local processes train the same net from the same weights four times, step by step in turns, so that the machine's own moods
+fall on all four. results/rebalance.json keeps, per step, seconds, losses and shares:
 
     undisturbed   nobody is slowed
     left alone    one device is slowed in mid-training, and the shares stay
@@ -18,8 +18,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +39,6 @@ from convoy.bonds import bonds, shares_of
 from convoy.execute.clock import Clock
 from convoy.execute.group import Group
 from convoy.execute.launch import launch_local
-from convoy.execute.module import Distributed
 from convoy.execute.processes import join
 from convoy.execute.rebalancing import Rebalancer
 from convoy.files import write_whole
@@ -102,14 +101,20 @@ def work(setting: Setting, output: Path) -> None:
     y = torch.randint(CLASSES, (len(x),), generator=torch.Generator().manual_seed(2))
     data = TensorDataset(x, y)
     with join() as group:
-        fit = _trainer(setting, group, data)
-        made = _plan(setting, group, slow=1.0)
-        runs = {
-            "undisturbed": fit(made, slow_at=None, rebalance=False),
-            "left alone": fit(made, slow_at=setting.slow_at, rebalance=False),
-            "rebalanced": fit(made, slow_at=setting.slow_at, rebalance=True),
-            "best split": fit(_plan(setting, group, slow=setting.times), slow_at=0, rebalance=False),
+        made, best = _plan(setting, group, slow=1.0), _plan(setting, group, slow=setting.times)
+        trainings = {
+            "undisturbed": Training(setting, group, data, made, slow_at=None),
+            "left alone": Training(setting, group, data, made, slow_at=setting.slow_at),
+            "rebalanced": Training(setting, group, data, made, slow_at=setting.slow_at, rebalance=True),
+            "best split": Training(setting, group, data, best, slow_at=0),
         }
+        for step in range(setting.steps):
+            for name, training in trainings.items():
+                group.agree(
+                    f"step {step} {name}", ""
+                )  # a common start: who was late in the turn before is late in none after
+                training.step()
+        runs = {name: training.finished() for name, training in trainings.items()}
         if group.device == 0:
             summary = summarise(runs, setting.slow_at)
             write_whole(output, json.dumps(_document(setting, runs, summary), indent=1) + "\n")
@@ -129,59 +134,64 @@ def _plan(setting: Setting, group: Group, slow: float) -> Plan:
     return named_plan(setting.plan, traced.graph, setting.batch, speeds)
 
 
-def _trainer(setting: Setting, group: Group, data: TensorDataset) -> Callable[..., Run]:
-    def fit(plan: Plan, *, slow_at: int | None, rebalance: bool) -> Run:
-        part = distribute(
+class Training:
+    """One of the four trainings on this device; see the top.
+
+    Args:
+        slow_at: the step before which a device becomes slower; None: never.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        group: Group,
+        data: TensorDataset,
+        plan: Plan,
+        *,
+        slow_at: int | None,
+        rebalance: bool = False,
+    ) -> None:
+        self.setting, self.group, self.slow_at, self.run = setting, group, slow_at, Run()
+        self.part = distribute(
             _net(setting), plan, group, torch.zeros(1, 3, setting.image, setting.image),
             slowdown=setting.slowdown[group.device],
         )  # fmt: skip
-        optimizer = torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9)
-        run = Run()
-        own_s: list[float] = []
+        self.optimizer = torch.optim.SGD(self.part.parameters(), lr=0.01, momentum=0.9)
+        self.rebalancer = (
+            Rebalancer(self.part, self.optimizer, tell=self._tell, every=setting.every) if rebalance else None
+        )
+        self.batches = self._endless(data)
 
-        def tell(step: int, decision: Reshare) -> None:
-            run.reshares.append((step, decision.reason))
+    def _tell(self, step: int, decision: Reshare) -> None:
+        self.run.reshares.append((step, decision.reason))
 
-        rebalancer = Rebalancer(part, optimizer, tell=tell, every=setting.every) if rebalance else None
-        batches = loader(data, setting.batch, part)
-        while len(run.losses) < setting.steps:
-            for images, labels in batches:
-                if len(run.losses) == slow_at and group.device == setting.slowed:
-                    part.clock.slowdown *= setting.times
-                run.shares.append(_shares(part))
-                own_s.append(_step(part, images, labels, optimizer, rebalancer, run))
-                if len(run.losses) == setting.steps:
-                    break
-        rows = [json.loads(text) for text in group.agree("computing", json.dumps(own_s))]
-        run.compute_s = [max(each) for each in zip(*rows, strict=True)]
-        return run
+    def _endless(self, data: TensorDataset) -> Iterator[tuple[Tensor, Tensor]]:
+        batches = loader(data, self.setting.batch, self.part)
+        while True:
+            yield from batches
 
-    return fit
+    def step(self) -> None:
+        part, run = self.part, self.run
+        if len(run.losses) == self.slow_at and self.group.device == self.setting.slowed:
+            part.clock.slowdown *= self.setting.times
+        run.shares.append({b.name: list(shares_of(part.plan, b)) for b in bonds(part.plan, part.traced[True].graph)})
+        start, before_s = time.perf_counter(), part.clock.compute_s
+        images, labels = next(self.batches)
+        loss = F.cross_entropy(part(images), labels)
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        if self.rebalancer is not None:
+            self.rebalancer.step(len(labels))
+        run.losses.append(float(loss.detach()))
+        run.step_s.append(time.perf_counter() - start)
+        run.compute_s.append(part.clock.compute_s - before_s)
 
-
-def _step(
-    part: Distributed,
-    images: Tensor,
-    labels: Tensor,
-    optimizer: torch.optim.Optimizer,
-    rebalancer: Rebalancer | None,
-    run: Run,
-) -> float:
-    """One step; returns the seconds that this device computed."""
-    start, before_s = time.perf_counter(), part.clock.compute_s
-    loss = F.cross_entropy(part(images), labels)
-    optimizer.zero_grad()
-    loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    if rebalancer is not None:
-        rebalancer.step(len(labels))
-    run.losses.append(float(loss.detach()))
-    run.step_s.append(time.perf_counter() - start)
-    return part.clock.compute_s - before_s
-
-
-def _shares(part: Distributed) -> dict[str, list[int]]:
-    return {bond.name: list(shares_of(part.plan, bond)) for bond in bonds(part.plan, part.traced[True].graph)}
+    def finished(self) -> Run:
+        """The run, with the slowest device's seconds of each step."""
+        rows = [json.loads(t) for t in self.group.agree("seconds", json.dumps([self.run.step_s, self.run.compute_s]))]
+        step_s, compute_s = ([max(each) for each in zip(*(row[i] for row in rows), strict=True)] for i in (0, 1))
+        return replace(self.run, step_s=step_s, compute_s=compute_s)
 
 
 def _document(setting: Setting, runs: dict[str, Run], summary: Summary) -> dict[str, Any]:

@@ -24,7 +24,8 @@ class Run:
     """What one training showed.
 
     Attributes:
-        step_s: wall-clock seconds of each step, the rebalancer's part included, on device 0.
+        step_s: wall-clock seconds of each step from a common start to the end of the slowest device, the rebalancer's part
+            included.
         compute_s: of each step, the slowest device's seconds of computing.
         losses: of each step.
         shares: of each step, the shares of every bond of the plan.
@@ -44,8 +45,9 @@ class Summary:
 
     Attributes:
         step_s, compute_s: medians of the last steps of each run.
-        back_after: steps after the slow-down until the step time is within 5 % of that of the best split; None: never.
-        of_best: throughput over that of the best split, after the steps for the answer.
+        back_after: steps after the slow-down until the throughput is within 5 % of that of the best split in the same steps;
+            None: never.
+        of_best: throughput over that of the best split in the same steps, after the steps for the answer.
         last_change: steps after the slow-down until the last change of shares within those; None where there was none.
         swing: the largest change of a share later, as a part of the whole.
         noise: middle half of the computing times of a run whose shares stay, over their median.
@@ -85,14 +87,15 @@ class Summary:
 def summarise(runs: Mapping[str, Run], slow_at: int) -> Summary:
     """Of the four runs of `benchmarks.rebalance`, by their names."""
     undisturbed, other, best = runs["undisturbed"], runs["rebalanced"], runs["best split"]
-    best_s = statistics.median(best.step_s[-LATE:])
+    # In the same turns, the machine was in the same mood.
+    of_best = [best_s / other_s for best_s, other_s in zip(best.step_s, other.step_s, strict=True)]
     settled = slow_at + ANSWER
     changes = [step + 1 - slow_at for step, _ in other.reshares if slow_at <= step < settled]
     return Summary(
         step_s={name: statistics.median(run.step_s[-LATE:]) for name, run in runs.items()},
         compute_s={name: statistics.median(run.compute_s[-LATE:]) for name, run in runs.items()},
-        back_after=_back_after(other.step_s[slow_at:], best_s),
-        of_best=best_s / statistics.median(other.step_s[settled : settled + LATE]),
+        back_after=_back_after(of_best[slow_at:]),
+        of_best=statistics.median(of_best[settled : settled + LATE]),
         last_change=max(changes, default=None),
         swing=_swing(other.shares[settled - 1 :]),
         noise=middle_spread(runs["left alone"].compute_s[settled:]),
@@ -103,10 +106,9 @@ def summarise(runs: Mapping[str, Run], slow_at: int) -> Summary:
     )
 
 
-def _back_after(step_s: Sequence[float], best_s: float) -> int | None:
-    limit_s = best_s / (1 - BACK)
-    places = range(len(step_s) - WINDOW + 1)
-    return next((n for n in places if statistics.median(step_s[n : n + WINDOW]) <= limit_s), None)
+def _back_after(of_best: Sequence[float]) -> int | None:
+    places = range(len(of_best) - WINDOW + 1)
+    return next((n for n in places if statistics.median(of_best[n : n + WINDOW]) >= 1 - BACK), None)
 
 
 def _swing(shares: Sequence[Mapping[str, Sequence[int]]]) -> float:

@@ -86,7 +86,7 @@ class ConvoyRunner:
         self.rest()
 
     def settle(self, steps: int) -> Plan:
-        """Train so many steps as `convoy train --rebalance` does, uncounted; the plan that it comes to, and goes on with."""
+        """Train so many steps as `convoy train --plan auto` does, uncounted; the plan that it comes to, and goes on with."""
         self.wake()
         rebalancer = Rebalancer(self._part, self._optimizer)
         for _ in range(steps):

@@ -141,8 +141,9 @@ def _train(run: Run, group: Group, screen: Screen, stack: ExitStack) -> tuple[Hi
     part.clock.reset()
     pace = Pace(settings.batch)
     title, seen = f"{group.devices} devices, plan {plan.name}", done.epoch * train.samples + done.batch * settings.batch
+    rebalances = settings.rebalances(device for device, _, _ in devices)
     with screen.progress(title, settings.epochs, train.samples, seen) as bar:
-        rebalancer = Rebalancer(part, training.optimizer, tell=_teller(screen, log)) if settings.rebalance else None
+        rebalancer = Rebalancer(part, training.optimizer, tell=_teller(screen, log)) if rebalances else None
         history = fit(training, train, test, settings.epochs, All(pace, bar, *observers), rebalancer, keeper)
     uses = _uses(settings, group, part, speeds, work_shares(part.steps(settings.pass_batch), traced.graph))
     _report(screen, log, history, uses, pace, chosen.step_s * settings.accumulate if chosen is not None else None)

@@ -1,7 +1,7 @@
 """The settings of a training, as one list: the command line, run files and `--explain` are made from it."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from types import UnionType
@@ -111,8 +111,10 @@ class Settings(BaseModel):
         "In which numbers activations and gradients travel: exact, or inexact-bf16 (short: bf16), which halves the bytes, "
         "rounds to 8 bits and does not quite train like one device. Default: exact, or as the plan file says.",
     )
-    rebalance: bool = _fleet(
-        False, "Change the shares while training when a device turns out faster or slower than thought."
+    rebalance: bool | None = _fleet(
+        None,
+        "Change the shares while training when a device turns out faster or slower than thought. Default: with --plan auto on "
+        "CPUs; to know what a layer takes, a GPU must wait for its kernels.",
     )
     fleet: File | None = _fleet(
         None,
@@ -204,6 +206,11 @@ class Settings(BaseModel):
     def pass_batch(self) -> int:
         """Samples of one pass over all devices: what a plan is for."""
         return self.batch // self.accumulate
+
+    def rebalances(self, devices: Iterable[str]) -> bool:
+        """Whether the shares change while training on these devices, cpu or cuda:0 by name."""
+        by_default = self.plan == AUTO and all(name.startswith("cpu") for name in devices)
+        return by_default if self.rebalance is None else self.rebalance
 
     @property
     def optimizer_state(self) -> str:

@@ -291,6 +291,16 @@ def test_rebalancing_is_judged_by_its_answer_its_calm_and_its_loss() -> None:
     assert not summarise(runs, 10).is_same_curve
 
 
+def test_a_mood_of_the_machine_falls_on_all_four_alike() -> None:
+    """The four trainings once ran one after the other: while one of them ran, the machine could be slower by a sixth. Now they
+    take turns step by step, and steps of the same turn are compared."""
+    runs = four_runs([2, 6])
+    for run in runs.values():
+        run.step_s = [each * (1.5 if 15 <= step < 45 else 1.0) for step, each in enumerate(run.step_s)]
+    moody = summarise(runs, slow_at=10)
+    assert (moody.back_after, moody.of_best) == (2, pytest.approx(1.0))
+
+
 def test_the_page_shows_what_rebalancing_did(tmp_path: Path) -> None:
     path = tmp_path / "rebalance.json"
     assert read_rebalanced(path) is None

@@ -6,6 +6,7 @@ Seconds are told to the rebalancer by a clock that is made up: nothing here depe
 import io
 import itertools
 import json
+import threading
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -229,6 +230,31 @@ def test_one_small_message_to_each_device_every_so_many_steps() -> None:
             assert sent == [0, 0, 0, 2 * 3 * 8 * 8, 0], (
                 "two others, three steps, eight layers; 7 is no batch of the plan"
             )
+
+
+def test_nobody_waits_for_the_slowest_at_the_end_of_a_step() -> None:
+    """The seconds travel during the next step. They were awaited at once, and every other step all devices were held up until
+    the slowest, and each message's pauses, were through."""
+    model = nets.build("two-conv")
+    first_is_through = threading.Event()
+    seen: dict[int, list[Any]] = {0: [], 1: []}
+
+    def work(group: Group) -> None:
+        here = convoy.distribute(model, by_samples((4, 4)), group, torch.zeros(2, 3, 8, 8, dtype=torch.float64))
+        rebalancer = Rebalancer(here, every=1)
+        if group.device == 1:
+            assert first_is_through.wait(20), "device 0 still waits for this one"
+        rebalancer.step(8)
+        first_is_through.set()
+        for _ in range(4):
+            here.clock.layers_s["conv1", "forward"] += 1.0 + group.device
+            rebalancer.step(8)
+        seen[group.device] = [rates for watch in rebalancer.state.watches for rates in watch.rates]
+
+    with one_trace("two-conv", torch.float64):
+        run_on_threads(2, work, timeout_s=30)
+    assert seen[0] == seen[1]
+    assert seen[0] == [(0.25, 0.5)], "the first was not timed, two more are not looked at, and the last still travels"
 
 
 @pytest.mark.parametrize("plan", ["one", "single"])

@@ -71,6 +71,17 @@ def test_a_switch_of_the_file_can_be_turned_off(run: Path) -> None:
     assert not settle(run, {"rebalance": False}).settings.rebalance
 
 
+def test_shares_follow_the_devices_with_auto_on_cpus_unless_told_otherwise() -> None:
+    """A GPU would wait for the kernels of every layer, so there it must be asked for."""
+    cpus, mixed = ("cpu (1 thread)", "cpu (2 threads)"), ("cuda:0 (1 thread)", "cpu (1 thread)")
+    assert Settings(plan="auto").rebalances(cpus)
+    assert not Settings(plan="auto").rebalances(mixed)
+    assert not Settings(plan="data-by-speed").rebalances(cpus)
+    assert not Settings(plan="auto", rebalance=False).rebalances(cpus)
+    assert Settings(plan="auto", rebalance=True).rebalances(mixed)
+    assert Settings(plan="data", rebalance=True).rebalances(cpus)
+
+
 def test_without_a_file_there_are_defaults() -> None:
     found = settle(None, {})
     assert found.settings == Settings()

@@ -6,17 +6,18 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from convoy.execute.group import Message
+from convoy.execute.group import Message, Pending
 from convoy.execute.module import Distributed
 from convoy.execute.reshare import reshare
-from convoy.rebalance import Balancer, Keep, Reshare, Seconds, observe
+from convoy.rebalance import Balancer, Keep, Reshare, observe
 
 
 class Rebalancer:
     """Keeps the shares of a model right while it trains. Every device has one, and calls it after every step.
 
-    Every `every` steps the devices exchange one small message each, eight bytes per layer and step, and come to the same
-    decision. A step with a batch other than the plan's own (the last of an epoch) is not looked at.
+    Every `every` steps the devices exchange one small message each, eight bytes per layer and step, which travels during the
+    next step; after that they come to the same decision. A step with a batch other than the plan's own (the last of an epoch)
+    is not looked at.
 
     ::
 
@@ -49,6 +50,8 @@ class Rebalancer:
         model.clock.waits = True
         self._layers = sorted({name for bond in self.state.bonds for name in bond.layers})
         self._rows: list[Tensor] = []
+        self._table = torch.empty(0)
+        self._travelling: Pending | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -68,20 +71,26 @@ class Rebalancer:
         if batch == self.state.plan.batch and self.state.bonds:
             self._rows.append(now - self._before)
         self._before = now
-        if len(self._rows) == self.every:
+        if self._travelling is not None:
+            # Awaited at once, it would hold up every device until the slowest has ended its step.
+            self._travelling.wait()
+            self._travelling = None
             self._decide()
+        if len(self._rows) >= self.every:
+            self._table, self._travelling = self._sent(torch.stack(self._rows))
+            self._rows = []
         self.steps += 1
 
     def _decide(self) -> None:
-        table = self._exchanged(torch.stack(self._rows))
-        self._rows = []
-        for seconds in table:
-            self.state, self.decision = observe(self.state, seconds)
+        by_step = self._table.permute(1, 2, 0).tolist()
+        for step in by_step:
+            self.state, self.decision = observe(self.state, dict(zip(self._layers, step, strict=True)))
             if isinstance(self.decision, Reshare):
-                # The steps after it in the table ran with the old shares: the next are seen afresh.
+                # The steps after it ran with the old shares, in the table and since: the next are seen afresh.
                 reshare(self.model, self.decision.plan, *self.optimizers)
                 if self.tell is not None:
                     self.tell(self.steps, self.decision)
+                self._rows = []
                 self.begin()
                 return
 
@@ -91,13 +100,11 @@ class Rebalancer:
         rows = [layers_s.get((name, "forward"), 0.0) + layers_s.get((name, "backward"), 0.0) for name in self._layers]
         return torch.tensor(rows, dtype=torch.float64)
 
-    def _exchanged(self, own: Tensor) -> list[Seconds]:
-        """Of each step, what every device computed; the same numbers on every device."""
+    def _sent(self, own: Tensor) -> tuple[Tensor, Pending]:
+        """A table (device, step, layer) that fills with what every device computed; the same numbers on every device."""
         group = self.model.group
         table = torch.zeros(group.devices, *own.shape, dtype=own.dtype, device=group.torch_device)
         table[group.device] = own
         others = [device for device in range(group.devices) if device != group.device]
         mine = table[group.device].clone()
-        group.exchange([Message(d, mine) for d in others], [Message(d, table[d]) for d in others])
-        by_step = table.permute(1, 2, 0).tolist()
-        return [dict(zip(self._layers, step, strict=True)) for step in by_step]
+        return table, group.start([Message(d, mine) for d in others], [Message(d, table[d]) for d in others])

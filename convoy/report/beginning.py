@@ -46,9 +46,10 @@ def open_log(place: Place, beginning: Beginning, lr: Callable[[], float], stack:
     """
     settings, chosen, plan = beginning.run.settings, beginning.chosen, beginning.plan
     log = stack.enter_context(RunLog(place.log, beginning.done, lr))
+    rebalances = settings.rebalances(device for device, _, _ in beginning.devices)
     log.run(
-        settings.model_dump(mode="json"), sources=dict(beginning.run.sources), images=beginning.images,
-        epoch_steps=beginning.steps,
+        settings.model_dump(mode="json") | {"rebalance": rebalances}, sources=dict(beginning.run.sources),
+        images=beginning.images, epoch_steps=beginning.steps,
     )  # fmt: skip
     log.write("fleet", **fleet_fields(beginning.devices, beginning.speeds, measured=settings.speeds is None))
     log.plan(plan, beginning.graph)
