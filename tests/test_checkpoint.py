@@ -19,6 +19,7 @@ from convoy.checkpoint import Checkpointer, Progress, latest, load_checkpoint, s
 from convoy.checkpoint.folder import checkpoints
 from convoy.checkpoint.tensors import Spec, Stream, file_order, write_tensors
 from convoy.checkpoint.values import decode, encode
+from convoy.execute.average import WeightAverage
 from convoy.execute.data import Loader
 from convoy.execute.group import Group
 from convoy.execute.module import Distributed
@@ -253,6 +254,38 @@ def test_what_an_optimizer_learned_since_then_is_forgotten(tmp_path: Path) -> No
     assert optimizer.state
     load_checkpoint(tmp_path, model, optimizer)
     assert not optimizer.state
+
+
+@pytest.mark.parametrize("net", ["two-conv", "resnet", "tied"])
+def test_averaged_weights_are_a_file_that_plain_pytorch_loads(net: str, tmp_path: Path) -> None:
+    """`best` was about the averages, and held the weights alone: who loaded it had not the model that was tested."""
+    model = nets.build(net)
+
+    def work(group: Group) -> dict[str, Tensor]:
+        here = Distributed(
+            model, plan_for(3, "hybrid", net), group, torch.zeros(2, *nets.shape_of(model), dtype=torch.float64)
+        )
+        optimizer = torch.optim.SGD(here.parameters(), lr=0.1)
+        average = WeightAverage(optimizer, 0.5)
+        loader = Loader(data_of(net), 6, here)
+        for x, y in itertools.islice(loader, 3):
+            optimizer.zero_grad()
+            loss_of(here(x), y).backward()
+            optimizer.step()
+        save_checkpoint(tmp_path, here, optimizer, Progress(step=3))
+        with average.as_weights():
+            return dict(here.full_state_dict())
+
+    with one_trace(net, torch.float64):
+        expected = run_on_threads(3, work)[0]
+    there = latest(tmp_path)
+    assert there is not None
+    averages, weights = (safetensors.torch.load_file(there / f"{name}.safetensors") for name in ("average", "model"))
+    model.load_state_dict(averages)
+    assert averages.keys() == weights.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(averages[key], value), key
+    assert any(not torch.equal(averages[key], weights[key]) for key in weights)
 
 
 def test_the_scale_of_a_loss_goes_on(tmp_path: Path) -> None:

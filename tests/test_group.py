@@ -1,5 +1,6 @@
 """The contract of a group, on threads and on processes: messages of every kind, counters, agreement, and losses."""
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -66,6 +67,24 @@ def test_lanes_know_nothing_of_each_other() -> None:
 
     assert run_on_threads(4, use_both_lanes, timeout_s=20.0) == [expected(device) for device in range(4)]
     assert on_processes(2, "tests.test_group:use_both_lanes", limit_s=60) == [expected(0), expected(1)]
+
+
+def wait_for_the_last_only(group: Group) -> list[float]:
+    """Device 1 is late each time: what device 0 started and dropped still lies on its side."""
+    peer, arrived = group.device ^ 1, torch.zeros(4000)
+    for number in range(3):
+        time.sleep(0.1 * group.device)
+        group.start([Message(peer, torch.full((4000,), float(number)))], [Message(peer, torch.zeros(4000))])
+        gc.collect()
+    group.exchange([Message(peer, torch.full((4000,), 9.0 + group.device))], [Message(peer, arrived)])
+    return arrived.unique().tolist()
+
+
+def test_what_nobody_waits_for_travels_all_the_same() -> None:
+    """A rebalancer sends its seconds after a step and takes them after the next. After its last step nobody did: gloo forgot
+    these messages on one side, and the first move of the next training waited for ever."""
+    assert run_on_threads(2, wait_for_the_last_only, timeout_s=20.0) == [[10.0], [9.0]]
+    assert on_processes(2, "tests.test_group:wait_for_the_last_only", limit_s=60) == [[10.0], [9.0]]
 
 
 def pattern(sender: int, receiver: int, size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -14,6 +14,9 @@ from convoy.errors import InputError
 FORMAT = 1
 MANIFEST = "checkpoint.json"
 MODEL = "model.safetensors"
+AVERAGE = "average.safetensors"
+"""Beside the weights, where they are averaged: the averages under the same keys, which tests use. Nothing reads it back: what
+goes on is in the optimizer's file."""
 OPTIMIZER = "optimizer.safetensors"
 
 _Count = Annotated[int, Field(ge=0)]

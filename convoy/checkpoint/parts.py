@@ -32,6 +32,7 @@ class Parts:
         layouts: where the pieces of each tensor lie.
         shapes: of the whole tensors.
         names: the key of each parameter, one for tied ones.
+        first_names: for each key the one that `names` has for the same parameter, or the key itself.
         differ: copies differ from device to device, because the plan mixes inexactly; their average counts.
     """
 
@@ -40,6 +41,7 @@ class Parts:
     layouts: Mapping[str, Layout]
     shapes: Mapping[str, Shape]
     names: Mapping[Tensor, str]
+    first_names: Mapping[str, str]
     differ: bool
 
     @staticmethod
@@ -57,10 +59,13 @@ class Parts:
                 )
         pieces = {key: tensor.detach() for key, tensor in own.items()}
         names: dict[Tensor, str] = {parameter: key for key, parameter in inner.named_parameters()}
+        first_names = {key: names.get(tensor, key) for key, tensor in own.items()}
         if not isinstance(model, Distributed):
             near = next((piece.device for piece in pieces.values()), torch.device("cpu"))
             shapes = {key: tuple(piece.shape) for key, piece in pieces.items()}
-            return Parts(AloneGroup(near), pieces, dict.fromkeys(pieces, FIRST), shapes, names, differ=False)
+            return Parts(
+                AloneGroup(near), pieces, dict.fromkeys(pieces, FIRST), shapes, names, first_names, differ=False
+            )
         # A key without a layout is a second name of a tied buffer: every device has it.
         first = {tensor: key for key, tensor in (*inner.named_parameters(), *inner.named_buffers())}
         known = {key: first.get(tensor, key) for key, tensor in own.items()}
@@ -68,7 +73,7 @@ class Parts:
         rows = model.parameters_by_key
         shapes = {k: tuple(rows[name].shape if name in rows else own[k].shape) for k, name in known.items()}
         layouts = {key: model.layouts.get(name, everyone) for key, name in known.items()}
-        return Parts(model.group, pieces, layouts, shapes, names, differ=model.plan.mixes)
+        return Parts(model.group, pieces, layouts, shapes, names, first_names, differ=model.plan.mixes)
 
     @property
     def first(self) -> bool:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from convoy.checkpoint.disk import new_file
 from convoy.checkpoint.folder import draft, latest, publish, tidy
 from convoy.checkpoint.manifest import (
+    AVERAGE,
     MANIFEST,
     MODEL,
     OPTIMIZER,
@@ -27,6 +28,7 @@ from convoy.checkpoint.tensors import Spec, Stream, file_order, write_tensors
 from convoy.checkpoint.values import encode
 from convoy.errors import InputError
 from convoy.execute.agreement import agree_on
+from convoy.execute.average import WeightAverage
 
 KEEP = 3
 
@@ -93,6 +95,9 @@ def save_checkpoint(
     streams = {MODEL: _model_stream(parts)}
     if optimizer is not None and saved is not None:
         streams[OPTIMIZER] = _optimizer_stream(parts, optimizer, saved)
+        averaged = {key: dtype for key, name, dtype in saved.tensors() if name == WeightAverage.STATE}
+        if averaged:
+            streams[AVERAGE] = _average_stream(parts, optimizer, averaged)
 
     def write() -> str:
         try:
@@ -136,6 +141,21 @@ def _optimizer_stream(parts: Parts, optimizer: Optimizer, saved: SavedOptimizer)
         for title, spec in specs.items():
             key, name = rows[title]
             piece = held[key][name] if parts.holds(key) else torch.empty(0, dtype=spec.dtype)
+            yield parts.collect(key, piece.to(parts.group.torch_device))
+
+    return Stream(specs, tensors())
+
+
+def _average_stream(parts: Parts, optimizer: Optimizer, averaged: Mapping[str, torch.dtype]) -> Stream:
+    """The model with averages in place of its weights; what is not averaged, such as statistics, as the model has it."""
+    held = {key: optimizer.state.get(parameter, {}) for parameter, key in parts.names.items()}
+    specs = file_order(parts.specs)
+
+    def tensors() -> Iterator[torch.Tensor]:
+        for key in specs:
+            name, piece = parts.first_names[key], parts.pieces[key]
+            if name in averaged:
+                piece = held[name][WeightAverage.STATE] if parts.holds(name) else piece.new_empty(0)
             yield parts.collect(key, piece.to(parts.group.torch_device))
 
     return Stream(specs, tensors())

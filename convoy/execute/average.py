@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,9 @@ class WeightAverage:
         InputError: another decay.
     """
 
+    STATE: ClassVar[str] = "average"
+    """Its name in the optimizer's state of a parameter."""
+
     def __init__(self, optimizer: Optimizer, decay: float) -> None:
         if not 0 <= decay <= 1:
             raise InputError(f"an average with a decay of {decay:g}: give a number from 0 to 1, e.g. 0.999")
@@ -48,14 +51,14 @@ class WeightAverage:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         known = [p for p in parameters if self._holds(p)]
         if known:
-            self._update([optimizer.state[p]["average"] for p in known], known, None)
+            self._update([optimizer.state[p][self.STATE] for p in known], known, None)
         for parameter in parameters:
             # Not before its first gradient: optimizers set up an empty state, and take one with something in it as set up.
             if parameter.grad is not None and not self._holds(parameter):
-                optimizer.state[parameter]["average"] = parameter.detach().clone()
+                optimizer.state[parameter][self.STATE] = parameter.detach().clone()
 
     def _holds(self, parameter: Tensor) -> bool:
-        return "average" in self.optimizer.state.get(parameter, {})
+        return self.STATE in self.optimizer.state.get(parameter, {})
 
     @contextmanager
     def as_weights(self) -> Iterator[None]:
@@ -68,5 +71,5 @@ class WeightAverage:
 
     def _swap(self) -> None:
         for parameter, state in self.optimizer.state.items():
-            if "average" in state:
-                state["average"], parameter.data = parameter.data, state["average"]
+            if self.STATE in state:
+                state[self.STATE], parameter.data = parameter.data, state[self.STATE]

@@ -66,7 +66,7 @@ class Group(Protocol):
         All messages of one call are independent. Several messages to the same peer arrive in the order of the list.
         The two devices of a pair start their messages to each other in the same order, lane by lane; lanes know nothing
         of each other. Messages of zero elements are skipped, on both sides. Several Pendings may be outstanding and may
-        be waited for in any order.
+        be waited for in any order, or never: what nobody waits for travels all the same.
 
         Raises:
             InputError: a lane or a peer that does not exist or is this device itself, or a tensor that is not contiguous.

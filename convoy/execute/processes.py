@@ -103,6 +103,7 @@ class JoinedGroup(CountedGroup):
         self._door: Door | None = None
         self._gloo: GlooCarrier | None = None
         self._carrier: Carrier | None = None
+        self._under_way: set[_InFlight] = set()
 
     def connect(self, meeting: Meeting, address: str, staged: bool) -> None:
         """Open the connections to all others."""
@@ -235,6 +236,7 @@ class JoinedGroup(CountedGroup):
             self._tell(Note(self.device, self.device, cause))
         self._cut(broken=self.failure is not None or error is not None)
         self.failure = self.failure or closed_error()
+        self._under_way.clear()
         if self._door is not None:
             self._door.close()
 
@@ -257,12 +259,16 @@ class _InFlight:
         self.group = group
         self.flight = flight
         self.lane = lane
+        if flight.works:
+            # Gloo forgets a message whose handle is dropped, on this side only, and the next ones never arrive.
+            group._under_way.add(self)
 
     def wait(self) -> None:
         if not self.flight.works:
             return
         self.group._raise_failure()
         self.group._land(self.flight, self.lane)
+        self.group._under_way.discard(self)
 
 
 def _page(topic: str, text: str) -> bytes:
