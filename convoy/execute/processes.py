@@ -17,6 +17,7 @@ import torch
 
 from convoy.errors import ConvoyError, DeviceLostError, InputError
 from convoy.execute.group import AloneGroup, CountedGroup, Group, Message, Pending, closed_error
+from convoy.execute.heap import keep_freed_memory
 from convoy.execute.loss import DONE_CAUSE, Answer, Door, Note, Silence, find_lost
 from convoy.execute.meeting import Greeting, Meeting, own_greeting, store_at, title
 from convoy.execute.payload import CONTROL, Carrier, Flight, GlooCarrier, NcclCarrier, PeerFailure, can_use_nccl
@@ -52,6 +53,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
         raise InputError(f"timeout_s={timeout_s}: a time limit is a number of seconds above 0, such as 60")
     place = read_place(os.environ)
     torch_device = pick_device(device, place.local if place else 0)
+    keep_freed_memory()
     if place is None or place.devices == 1:
         return AloneGroup(torch_device, timeout_s)
     try:
