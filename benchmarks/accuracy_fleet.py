@@ -174,7 +174,8 @@ def accuracy_page(document: Document) -> str:
     parts = [
         "# Accuracy on a fleet of unequal hosts",
         "Made by `python -m benchmarks.accuracy_fleet`; do not edit.",
-        f"`{setting['net']}` on CIFAR-10, {images:,} training images, {document['epochs']} epoch{'s' * (document['epochs'] > 1)}, batch {setting['batch']}, "
+        f"`{setting['net']}` on CIFAR-10, {images:,} training images, {document['epochs']} "
+        f"epoch{'s' * (document['epochs'] > 1)}, batch {setting['batch']}, "
         f"crops and flips, cosine schedule from {setting['lr']:g}. Fleet: {setting['fleet']}, rehearsed on {here['cores']} "
         f"cores of {here['processor']}, `--plan auto`; one device: this whole machine. torch {here['torch']}, "
         f"convoy {here['convoy']} at {here['revision'] or 'an unknown revision'}, {rows[-1]['date'][:10]}.",
