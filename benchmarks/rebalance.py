@@ -110,9 +110,8 @@ def work(setting: Setting, output: Path) -> None:
         }
         for step in range(setting.steps):
             for name, training in trainings.items():
-                group.agree(
-                    f"step {step} {name}", ""
-                )  # a common start: who was late in the turn before is late in none after
+                # A common start: who was late in the turn before is late in none after.
+                group.agree(f"step {step} {name}", "")
                 training.step()
         runs = {name: training.finished() for name, training in trainings.items()}
         if group.device == 0:

@@ -6,7 +6,8 @@ than from another; a replay shows who is done early.
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from convoy.cost.step import Costs
 from convoy.graph import Graph
@@ -14,14 +15,13 @@ from convoy.lower import lower
 from convoy.plan import Plan
 from convoy.shares import Shares, apportion
 from convoy.simulate import Timeline, simulate
-from convoy.strategy import Batch, Channel, Filter, Strategy
+from convoy.strategy import Batch, Channel, Filter, One, Strategy
 
 PIECES = (2, 4, 8)
 """In how many pieces moves are tried."""
 
 ROUNDS = 4
 """Times that shares are corrected at most."""
-
 
 NUDGES = 48
 """Small changes of shares that are tried at most: a replay of a deep net takes a tenth of a second."""
@@ -81,18 +81,15 @@ def _neighbours(plan: Plan, timeline: Timeline) -> Iterator[Plan]:
     """With one unit of one kind of shares moved; the shares of layers that are equal stay equal."""
     waits = timeline.exchange_s
     pairs = sorted(itertools.permutations(range(plan.devices), 2), key=lambda pair: waits[pair[0]] - waits[pair[1]])
-    every = [
-        each.shares for each in (plan.otherwise, *plan.layers.values()) if isinstance(each, Batch | Filter | Channel)
-    ]
-    kinds = [shares for shares in dict.fromkeys(every) if not any(_is_multiple(shares, base) for base in every)]
+    sources = list(dict.fromkeys(_sources(plan).values()))
     for giver, taker in pairs:
-        for shares in kinds:
-            unit = min(shares[giver], max(1, sum(shares) // UNITS))
+        for source in sources:
+            unit = min(source.shares[giver], max(1, sum(source.shares) // UNITS))
             if unit:
-                moved = list(shares)
+                moved = list(source.shares)
                 moved[giver] -= unit
                 moved[taker] += unit
-                yield _with_shares(plan, {shares: tuple(moved)})
+                yield _with_shares(plan, {source: tuple(moved)})
 
 
 def balanced(plan: Plan, timeline: Timeline) -> Plan:
@@ -102,35 +99,65 @@ def balanced(plan: Plan, timeline: Timeline) -> Plan:
     """
     busy_s = [sum(e.end_s - e.start_s for e in timeline.events if e.device == d and e.activity == "compute")
               for d in range(plan.devices)]  # fmt: skip
-    every = [
-        each.shares for each in (*plan.layers.values(), plan.otherwise) if isinstance(each, Batch | Filter | Channel)
-    ]
-    changed = {
-        old: apportion(sum(old), [n / busy if busy else 0.0 for n, busy in zip(old, busy_s, strict=True)])
-        for old in every
+
+    def divided(shares: Shares) -> Shares:
+        return apportion(sum(shares), [n / busy if busy else 0.0 for n, busy in zip(shares, busy_s, strict=True)])
+
+    return _with_shares(plan, {source: divided(source.shares) for source in _sources(plan).values()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Shares along an axis. As many filters as samples are another cut: one does not follow the other."""
+
+    axis: Literal["samples", "channels"]
+    shares: Shares
+
+
+def _cut(strategy: Strategy) -> _Cut | None:
+    match strategy:
+        case Batch(shares):
+            return _Cut("samples", shares)
+        case Filter(shares) | Channel(shares):
+            return _Cut("channels", shares)
+        case _:
+            return None
+
+
+def _sources(plan: Plan) -> dict[_Cut, _Cut]:
+    """Every cut in a plan with the one it follows, itself or another.
+
+    Features behind a flatten, so many for each filter, follow the filters: rounded apart they would bring a move.
+    """
+    every = [*plan.layers.values(), plan.otherwise]
+    cuts = [cut for cut in dict.fromkeys(map(_cut, every)) if cut is not None]
+    inputs = {_cut(each) for each in every if isinstance(each, Channel)}
+    return {
+        cut: min((base for base in cuts if base == cut or (cut in inputs and _is_multiple(cut, base))), key=_extent)
+        for cut in cuts
     }
-    return _with_shares(plan, changed)
 
 
-def _with_shares(plan: Plan, changed: Mapping[Shares, Shares]) -> Plan:
-    """The plan with some shares put for others. Features behind a flatten, so many for each channel, stay with these."""
-
-    def share(old: Shares) -> Shares:
-        source = next((base for base in changed if _is_multiple(old, base)), None)
-        if source is not None:
-            return tuple(n * (sum(old) // sum(source)) for n in changed[source])
-        return changed.get(old, old)
+def _with_shares(plan: Plan, changed: Mapping[_Cut, Shares]) -> Plan:
+    """The plan with other shares for some of the cuts that others follow."""
+    sources = _sources(plan)
 
     def strategy(old: Strategy) -> Strategy:
-        return replace(old, shares=share(old.shares)) if isinstance(old, Batch | Filter | Channel) else old
+        cut = _cut(old)
+        if cut is None or isinstance(old, One) or sources[cut] not in changed:
+            return old
+        times = _extent(cut) // max(1, _extent(sources[cut]))
+        return replace(old, shares=tuple(n * times for n in changed[sources[cut]]))
 
-    layers = {name: strategy(each) for name, each in plan.layers.items()}
-    otherwise = plan.otherwise
-    return replace(
-        plan, layers=layers, otherwise=Batch(share(otherwise.shares)) if isinstance(otherwise, Batch) else otherwise
-    )
+    otherwise = strategy(plan.otherwise)
+    assert isinstance(otherwise, Batch | One)
+    return replace(plan, layers={name: strategy(each) for name, each in plan.layers.items()}, otherwise=otherwise)
 
 
-def _is_multiple(old: Shares, base: Shares) -> bool:
-    times = sum(old) // max(1, sum(base))
-    return times > 1 and old == tuple(n * times for n in base)
+def _extent(cut: _Cut) -> int:
+    return sum(cut.shares)
+
+
+def _is_multiple(cut: _Cut, base: _Cut) -> bool:
+    times = _extent(cut) // max(1, _extent(base))
+    return cut.axis == base.axis and times > 1 and cut.shares == tuple(n * times for n in base.shares)

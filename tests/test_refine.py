@@ -54,6 +54,34 @@ def test_features_stay_with_their_channels() -> None:
     assert better.otherwise == One(0)
 
 
+def test_samples_filters_and_features_in_one_proportion() -> None:
+    """A batch of 4 as (2, 1, 1), 8 filters as (4, 2, 2), 128 features as (64, 32, 32): the features follow the filters, and
+    these do not follow the samples, which are too few to be divided so finely."""
+    layers = {"0": Filter((4, 2, 2)), "2": Batch((2, 1, 1)), "5": Channel((64, 32, 32))}
+    better = balanced(replace(plan_of(layers, Batch((2, 1, 1)), 3), batch=4), busy((3.0,), (2.0,), (2.0,)))
+    filters = (3, 3, 2)  # 8 * 4/3 : 1 : 1 = 3.2 : 2.4 : 2.4
+    assert better.layers["0"] == Filter(filters)
+    assert better.layers["5"] == Channel(tuple(16 * n for n in filters))
+    assert better.layers["2"] == better.otherwise
+    assert sum(better.otherwise.shares) == 4  # type: ignore[union-attr]
+
+
+def test_as_many_filters_for_each_sample_are_no_bond() -> None:
+    """On an even fleet 8 samples and 48 filters are split alike by chance: a sample moves without six filters."""
+    graph = small_graph()
+    wide = (1e12,) * 2
+    network = Network((0, 1), wide, wide, wide, ((0.0, 1e-9), (1e-9, 0.0)), (wide, wide), (0.0, 0.0))
+    costs = Costs(Roofline((Rate(1e10, 1e12), Rate(1e9, 1e12))), network)
+    even = plan_of({"0": Batch((4, 4)), "2": Filter((24, 24))}, Batch((4, 4)), 2)
+    moves = [plan for _, plan in nudged(even, graph, costs)]
+    alone = [
+        plan
+        for before, plan in pairwise([even, *moves])
+        if (before.layers["0"] == plan.layers["0"]) != (before.layers["2"] == plan.layers["2"])
+    ]
+    assert len(alone) == len(moves) > 1
+
+
 def test_a_device_without_a_share_gets_none() -> None:
     better = balanced(plan_of({"0": Filter((12, 0, 12))}, One(0), 3), busy((2.0,), (), (1.0,)))
     assert better.layers["0"] == Filter((8, 0, 16))

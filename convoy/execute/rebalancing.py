@@ -50,8 +50,7 @@ class Rebalancer:
         model.clock.waits = True
         self._layers = sorted({name for bond in self.state.bonds for name in bond.layers})
         self._rows: list[Tensor] = []
-        self._table = torch.empty(0)
-        self._travelling: Pending | None = None
+        self._travelling: tuple[Tensor, Pending] | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -73,16 +72,17 @@ class Rebalancer:
         self._before = now
         if self._travelling is not None:
             # Awaited at once, it would hold up every device until the slowest has ended its step.
-            self._travelling.wait()
+            table, travels = self._travelling
+            travels.wait()
             self._travelling = None
-            self._decide()
+            self._decide(table)
         if len(self._rows) >= self.every:
-            self._table, self._travelling = self._sent(torch.stack(self._rows))
+            self._travelling = self._sent(torch.stack(self._rows))
             self._rows = []
         self.steps += 1
 
-    def _decide(self) -> None:
-        by_step = self._table.permute(1, 2, 0).tolist()
+    def _decide(self, table: Tensor) -> None:
+        by_step = table.permute(1, 2, 0).tolist()
         for step in by_step:
             self.state, self.decision = observe(self.state, dict(zip(self._layers, step, strict=True)))
             if isinstance(self.decision, Reshare):

@@ -22,7 +22,7 @@ from convoy.trace import Traced, without_in_place
 
 DIVISORS = (16, 8, 4, 2, 1)
 POINT_LIMIT_S = 1.5
-"""A larger size is left to the line through the smaller ones."""
+"""A size that would take longer is not timed: its time follows from the smaller ones (`convoy.cost.compute`)."""
 
 
 @dataclass(frozen=True, slots=True)
