@@ -50,7 +50,7 @@ def make_plan(
         batch: global batch, in samples.
         group: the devices.
         speeds: one number per device; None: every device times the model's own layers first, which takes seconds.
-        reduce: "ring", "butterfly", "star", or "inexact-butterfly-mixing"; None: what the plan is known for.
+        reduce: "ring", "butterfly", "direct", "star", or "inexact-butterfly-mixing"; None: what the plan is known for.
         wire: "exact", or "inexact-bf16": what travels is rounded to bfloat16, in half the bytes.
         slowdown: this device plays one that is so many times slower.
         budget_s: for "auto", about the seconds that measuring may take.

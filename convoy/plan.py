@@ -106,7 +106,7 @@ class Plan:
         if self.mixes and self.wire != "exact":
             raise PlanError(
                 f"plan {self.name!r}: wire {self.wire} with reduce {self.reduce}, which sends weights, and those are never "
-                "rounded: use the wire exact, or sum by ring, butterfly or star"
+                "rounded: use the wire exact, or sum by ring, butterfly, direct or star"
             )
         if isinstance(self.otherwise, Batch):
             share_rules.check(self.otherwise.shares, self.batch, self.devices, "strategy of all other layers")

@@ -1,4 +1,4 @@
-"""A plan made better by replay: shares so that no device waits for another, and inputs that come in pieces.
+"""A plan made better by replay: shares so that no device waits for another, sums in fewer rounds, inputs in pieces.
 
 The search balances layers by their times alone. In a step, messages take processor time too, and more of it from one device
 than from another; a replay shows who is done early.
@@ -7,7 +7,7 @@ than from another; a replay shows who is done early.
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from convoy.cost.step import Costs
 from convoy.graph import Graph
@@ -37,8 +37,10 @@ def refined(plan: Plan, graph: Graph, costs: Costs) -> Iterator[tuple[float, Pla
     """Variants of a plan with their replayed seconds, each shorter than the one before; none if nothing helps."""
     timeline = simulate(lower(plan, graph), graph, costs)
     best_s = timeline.step_s
-    for pieces in PIECES if any(isinstance(each, Filter | Channel) for each in plan.layers.values()) else ():
-        other = replace(plan, pieces=pieces)
+    gathers = any(isinstance(each, Filter | Channel) for each in plan.layers.values())
+    changes: list[dict[str, Any]] = [{"reduce": "direct"}, *({"pieces": pieces} for pieces in PIECES if gathers)]
+    for change in changes:
+        other = replace(plan, **change)
         tried = simulate(lower(other, graph), graph, costs)
         if tried.step_s < best_s:
             best_s, plan, timeline = tried.step_s, other, tried

@@ -103,7 +103,7 @@ class Settings(BaseModel):
     speeds: Numbers | None = _fleet(None, "Speeds per device instead of measured ones, e.g. 4,4,2,1.")
     reduce: Sum | None = _fleet(
         None,
-        "How sums over devices are made: ring, butterfly, star; or inexact-butterfly-mixing, which is not a sum and "
+        "How sums over devices are made: ring, butterfly, direct, star; or inexact-butterfly-mixing, which is not a sum and "
         "does not train like one device. Default: butterfly for hybrid, ring for the others.",
     )
     wire: Annotated[Wire | None, BeforeValidator(wire_text)] = _fleet(

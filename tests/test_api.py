@@ -82,7 +82,7 @@ def test_the_example_alone_and_under_torchrun(monkeypatch: pytest.MonkeyPatch) -
     ("name", "batch", "options", "error", "words"),
     [
         ("fastest", 8, {}, InputError, ["unknown plan 'fastest'", "data-by-speed", "hybrid", "master", "model"]),
-        ("data", 8, {"reduce": "tree"}, InputError, ["unknown reduce 'tree'", "butterfly", "ring", "star"]),
+        ("data", 8, {"reduce": "tree"}, InputError, ["unknown reduce 'tree'", "butterfly", "direct", "ring", "star"]),
         ("data", 0, {}, PlanError, ["batch of 0", "1 or more"]),
         ("data", 8, {"speeds": [1, 2]}, InputError, ["speeds 1,2", "one positive number for each of the 1 devices"]),
         ("data", 8, {"speeds": [0]}, InputError, ["speeds 0", "positive"]),

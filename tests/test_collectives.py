@@ -18,6 +18,7 @@ HAND = [
     (c.halving_doubling_allreduce, 6, 6 * 1 + (10 / 6 + 2) * 10 + (1 + 5 / 6) * 1),
     (c.butterfly_allreduce, 8, 6 * 1 + 2 * 8.75 + 0.875),
     (c.butterfly_allreduce, 6, 6 * 1 + (1.5 + 2) * 10 + 1.75),
+    (c.direct_allreduce, 4, 2 * 1 + 2 * 7.5 + 0.75),
     (c.star_allreduce, 4, 2 * 1 + 3 * 2 * 10 + 3 * 1),
 ]
 
@@ -92,6 +93,14 @@ def test_butterfly_schedule_in_between(p):
     assert seconds == pytest.approx(c.butterfly_allreduce(p, 1024, ALPHA_S, BETA, GAMMA))
     published = c.halving_doubling_allreduce(p, 1024, ALPHA_S, BETA, GAMMA)
     assert seconds < published <= seconds * (1 + 1 / 9)
+
+
+@pytest.mark.parametrize("p", range(2, 10))
+def test_direct_schedule_takes_what_the_formula_says(p):
+    size = 36_000 * p
+    assert priced_s(sum_schedule(p, size, "direct"), p) == pytest.approx(
+        c.direct_allreduce(p, size, ALPHA_S, BETA, GAMMA)
+    )
 
 
 @pytest.mark.parametrize("p", [2, 3, 5])

@@ -176,10 +176,10 @@ def test_flatten_turns_channels_into_the_features_of_a_linear_by_channel() -> No
 def test_the_sum_of_a_channel_split_is_made_by_the_collective_of_the_plan() -> None:
     graph = graph_of("two-conv")
     layers = {"fc": Channel((7, 7, 7, 7))}
-    for reduce in ("ring", "butterfly", "star"):
+    for reduce in ("ring", "butterfly", "direct", "star"):
         plan = replace(plan_of(graph, layers), reduce=reduce)
         (last,) = [s for s in lower(plan, graph).steps if isinstance(s, Move) and s.reads.key == "fc"]
-        rounds = {"ring": 6, "butterfly": 4, "star": 2}[reduce]
+        rounds = {"ring": 6, "butterfly": 4, "direct": 1, "star": 2}[reduce]
         assert len(last.schedule.rounds) == rounds
 
 

@@ -31,7 +31,7 @@ from convoy.wire import Wire
 from tests.pieces import DEVICES, Array, check_pieces, every_layout, integers, layouts_of_one_device, nothing, pieces
 from tests.ranks import on_processes
 
-REDUCES: tuple[Reduce, ...] = ("ring", "butterfly", "star")
+REDUCES: tuple[Reduce, ...] = ("ring", "butterfly", "direct", "star")
 LIMIT_S = 20.0
 
 
@@ -364,7 +364,7 @@ def test_run_rounds_works_in_place() -> None:
         assert stayed
 
 
-@pytest.mark.parametrize("reduce", ["ring", "butterfly", "star"])
+@pytest.mark.parametrize("reduce", ["ring", "butterfly", "direct", "star"])
 @pytest.mark.parametrize("n", [2, 3, 10, 31])
 def test_a_sum_in_segments(reduce: Reduce, n: int) -> None:
     """Two rounds are under way at a time, and each lands in memory of its own: sums may not mix."""

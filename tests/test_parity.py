@@ -41,13 +41,13 @@ SHORT = (10, 3, 10)
 # --- the named plans -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduce", ["ring", "butterfly", "star"])
+@pytest.mark.parametrize("reduce", ["ring", "butterfly", "direct", "star"])
 @pytest.mark.parametrize("plan", [*PLANS])
 def test_twenty_steps_by_every_plan_and_every_sum(plan: str, reduce: str) -> None:
     check(Training("two-conv"), by_name(plan, "two-conv", reduce))
 
 
-@pytest.mark.parametrize("reduce", ["ring", "butterfly", "star"])
+@pytest.mark.parametrize("reduce", ["ring", "butterfly", "direct", "star"])
 @pytest.mark.parametrize("net", ["two-conv", "resnet", "mobile"])
 def test_large_gradients_are_summed_where_they_lie_in_segments(
     net: str, reduce: str, monkeypatch: pytest.MonkeyPatch
@@ -80,7 +80,7 @@ def test_the_shares_are_as_uneven_as_intended() -> None:
     assert {s.name for s in mixed("resnet").layers.values()} == {"filter", "channel", "batch", "one"}
 
 
-@pytest.mark.parametrize("reduce", ["ring", "butterfly", "star"])
+@pytest.mark.parametrize("reduce", ["ring", "butterfly", "direct", "star"])
 @pytest.mark.parametrize("net", ["two-conv", "resnet", "tokens"])
 def test_twenty_steps_with_every_strategy_at_once(net: str, reduce: str) -> None:
     check(Training(net), mixed(net, reduce))

@@ -92,7 +92,7 @@ def plans(draw: Any, nets: tuple[str, ...] = NETS) -> tuple[str, Plan]:
             layers[layer.name] = chosen
     otherwise = draw(st.sampled_from(["batch", "one"]))
     rest = Batch(shares_of(draw, BATCH, devices)) if otherwise == "batch" else One(draw(st.integers(0, devices - 1)))
-    reduce = draw(st.sampled_from(["ring", "butterfly", "star"]))
+    reduce = draw(st.sampled_from(["ring", "butterfly", "direct", "star"]))
     pieces = draw(st.sampled_from([1, 1, 2, 3]))
     plan = Plan("random", graph.fingerprint, devices, BATCH, layers, rest, reduce, pieces)
     return net, plan

@@ -190,7 +190,7 @@ NO_PLANS = [
     (changed(batch=12.0), ("batch", "found 12.0", "correct it")),
     (changed(devices=-1), ("devices", "found -1", "correct it")),
     (changed(name=7), ("name", "found 7", "correct it")),
-    (changed(reduce="tree"), ("reduce", "found 'tree'", "'ring', 'butterfly', 'star'", "correct it")),
+    (changed(reduce="tree"), ("reduce", "found 'tree'", "'ring', 'butterfly', 'direct', 'star'", "correct it")),
     # A file says in full what is inexact; the short name is for the command line.
     (changed(wire="bf16"), ("wire", "found 'bf16'", "'exact' or 'inexact-bf16'", "correct it")),
 ]
@@ -281,12 +281,12 @@ UNFIT = [
     # plan, what the message says: the place and the value, the rule, the remedy
     (replace(PLAN, model="0123"), "'by hand' was made for another model (fingerprint 0123", "make a plan for this"),
     (replace(PLAN, batch=0), "'by hand' has a batch of 0", "one sample at least; set 1 or more"),
-    (replace(PLAN, reduce="tree"), "unknown reduce 'tree'", "choose one of ring, butterfly, star, inexact"),
+    (replace(PLAN, reduce="tree"), "unknown reduce 'tree'", "choose one of ring, butterfly, direct, star, inexact"),
     (replace(PLAN, wire="fp8"), "unknown wire format 'fp8'", "choose one of exact, inexact-bf16"),
     (
         replace(PLAN, wire="inexact-bf16", reduce="inexact-butterfly-mixing"),
         "wire inexact-bf16 with reduce inexact-butterfly-mixing, which sends weights",
-        "use the wire exact, or sum by ring, butterfly or star",
+        "use the wire exact, or sum by ring, butterfly, direct or star",
     ),
     (replace(PLAN, otherwise=Batch((6, 6))), "other layers: shares (6, 6) name 2 devices", "3: give one share per"),
     (replace(PLAN, otherwise=Batch((6, 7, -1))), "(6, 7, -1) hold a negative count", "a share is zero (idle) or more"),

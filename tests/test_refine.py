@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 import torch
 from torch import nn
 
@@ -145,3 +146,17 @@ def test_balanced_shares_are_left_alone() -> None:
     graph, costs = small_graph(), slow_receiver()
     alone = plan_of({"0": Batch((8, 0)), "2": Batch((8, 0)), "5": Batch((8, 0))}, Batch((8, 0)), 2)
     assert list(nudged(alone, graph, replace(costs, times=Roofline((Rate(1e10, 1e10), Rate(1e6, 1e10)))))) == []
+
+
+def test_sums_take_fewer_rounds_where_messages_are_slow() -> None:
+    """Four devices, 10 ms a message: a ring waits for six of them, a direct sum for two."""
+    graph = small_graph()
+    wide, far = (1e9,) * 4, tuple(tuple(0.0 if a == b else 1e-2 for b in range(4)) for a in range(4))
+    costs = Costs(
+        Roofline((Rate(1e9, 1e9),) * 4), Network((0, 1, 2, 3), wide, wide, wide, far, (wide,) * 4, (0.0,) * 4)
+    )
+    by_batch = plan_of({}, Batch((2, 2, 2, 2)), 4)
+    found = list(refined(by_batch, graph, costs))
+    assert found[0][1] == replace(by_batch, reduce="direct")
+    ring_s = simulate(lower(by_batch, graph), graph, costs).step_s
+    assert ring_s - found[0][0] == pytest.approx(4e-2)

@@ -143,7 +143,7 @@ def test_more_devices_than_filters_or_samples(plan):
         assert expected_s * 0.95 < found_s < expected_s * 1.001
 
 
-@pytest.mark.parametrize("reduce", ["ring", "butterfly", "star"])
+@pytest.mark.parametrize("reduce", ["ring", "butterfly", "direct", "star"])
 def test_every_way_of_summing(reduce):
     for devices in (2, 3, 4, 6):
         expected_s = replayed(NETS["two-conv"], "data", devices, 24, reduce).step_s

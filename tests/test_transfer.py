@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from convoy.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
-from convoy.transfer import Reduce, Round, Schedule, Transfer, mixing, schedule, traffic
+from convoy.transfer import Reduce, Round, Schedule, Transfer, mixing, schedule, sum_in_segments, traffic
 from tests.pieces import DEVICES, Array, Pieces, check_pieces, every_layout, integers, layouts_of_one_device, pieces
 
-REDUCES: tuple[Reduce, ...] = ("ring", "butterfly", "star")
+REDUCES: tuple[Reduce, ...] = ("ring", "butterfly", "direct", "star")
+ALWAYS_IN_ROUNDS: tuple[Reduce, ...] = ("ring", "butterfly", "star")
 
 
 def rounds(text: str) -> list[set[Transfer]]:
@@ -156,6 +157,16 @@ SUMS: list[tuple[Reduce, tuple[int, ...], int, str]] = [
         = 0>1 0:8  2>3 0:8
         """,
     ),
+    # 24,000 entries for three devices: every device adds up a third.
+    (
+        "direct",
+        (2, 0, 1),
+        24_000,
+        """
+        + 0>2 0:8000  1>2 0:8000  2>0 8000:16000  1>0 8000:16000  2>1 16000:24000  0>1 16000:24000
+        = 2>0 0:8000  2>1 0:8000  0>2 8000:16000  0>1 8000:16000  1>2 16000:24000  1>0 16000:24000
+        """,
+    ),
     ("star", (0, 1, 2), 4, "+ 1>0 0:4  2>0 0:4 \n = 0>1 0:4  0>2 0:4"),
     ("star", (3, 1), 4, "+ 1>3 0:4 \n = 3>1 0:4"),
 ]
@@ -165,6 +176,17 @@ DELIVERED: list[tuple[Reduce, tuple[int, ...], tuple[int, ...], int, str]] = [
     ("star", (0, 1), (0, 1, 2), 4, "+ 1>0 0:4 \n = 0>1 0:4 \n = 0>2 0:2  1>2 2:4"),
     ("star", (1, 2), (0, 3), 5, "+ 2>1 0:5 \n = 1>2 0:5 \n = 1>0 0:2  2>0 2:5  1>3 0:2  2>3 2:5"),
     ("star", (0, 1, 2), (1,), 3, "+ 1>0 0:3  2>0 0:3 \n = 0>1 0:3  0>2 0:3"),
+    (
+        "direct",
+        (0, 1),
+        (1, 2),
+        20_000,
+        """
+        + 0>1 10000:20000  1>0 0:10000
+        = 0>1 0:10000  1>0 10000:20000
+        = 0>2 0:10000  1>2 10000:20000
+        """,
+    ),
     ("butterfly", (2, 0), (0, 1), 2, "+ 2>0 1:2  0>2 0:1 \n = 2>0 0:1  0>2 1:2 \n = 2>1 0:1  0>1 1:2"),
 ]
 
@@ -421,7 +443,7 @@ def test_star_sends_everything_through_the_first_device(p: int) -> None:
     assert per_device(plan, p) == ([N * (p - 1)] + [N] * (p - 1),) * 2
 
 
-@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("reduce", ALWAYS_IN_ROUNDS)
 @pytest.mark.parametrize("n", [1, 2, 5, 8, 11, 100])
 def test_every_sum_sends_the_least_in_total(reduce: Reduce, n: int) -> None:
     """2 (p-1) n entries, whether n divides or not, and also for tensors with fewer entries than there are devices."""
@@ -429,7 +451,39 @@ def test_every_sum_sends_the_least_in_total(reduce: Reduce, n: int) -> None:
         assert sum(traffic(sum_of(reduce, p, n), 1).values()) == 2 * (p - 1) * n
 
 
+@pytest.mark.parametrize("p", range(2, 10))
+@pytest.mark.parametrize("n", [16_385, 20_000])
+def test_a_large_direct_sum_sends_the_least_in_two_rounds(n: int, p: int) -> None:
+    plan = sum_of("direct", p, n)
+    assert len(plan.rounds) == 2
+    assert sum(traffic(plan, 1).values()) == 2 * (p - 1) * n
+    sent, received = per_device(plan, p)
+    assert max(*sent, *received) - min(*sent, *received) <= p  # some parts are one entry longer
+
+
+@pytest.mark.parametrize(("p", "n", "rounds"), [(2, 16_384, 1), (2, 16_385, 2), (5, 4096, 1), (5, 4097, 2)])
+def test_a_small_direct_sum_takes_one_round(p: int, n: int, rounds: int) -> None:
+    """Where no device sends more than 16,384 entries, every device adds up everything, in the same order."""
+    plan = sum_of("direct", p, n)
+    assert len(plan.rounds) == rounds
+    assert plan.in_place == (rounds == 2)
+    if rounds == 1:
+        everyone = {Transfer(i, j, ((0, n),), adds=True) for i in range(p) for j in range(p)}
+        assert as_sets(plan) == [everyone]
+
+
 @pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("n", [0, 1, 5, 100])
+def test_gradients_are_summed_in_rounds_however_few(reduce: Reduce, n: int) -> None:
+    """Their buffers are summed where they lie."""
+    for p in range(2, 6):
+        plan = sum_in_segments(tuple(range(p)), n, reduce, 1)
+        assert plan.in_place
+        assert plan.shape == (n,)
+        assert sum(traffic(plan, 1).values()) == 2 * (p - 1) * n
+
+
+@pytest.mark.parametrize("reduce", ALWAYS_IN_ROUNDS)
 def test_other_readers_cost_one_tensor_each(reduce: Reduce) -> None:
     for have, want in [((0, 1), (0, 1, 2)), ((0, 1, 2), (3, 4)), ((0, 1, 2, 3), (3, 4, 5)), ((2, 3), (2,))]:
         plan = schedule(Partial(have), Replicated(want), (N,), reduce)

@@ -129,7 +129,8 @@ def test_copies_are_equal_to_the_last_bit() -> None:
         assert all(torch.equal(copy, copies[0]) for copy in copies), str(case)
         if case in sums:
             # Four summands of size 3 or so, rounded on each of at most four ways.
-            assert torch.equal(copies[0], rounded(copies[0])), str(case)
+            if case.schedule.in_place:  # in one round the sum is made of what travelled, and travels no more
+                assert torch.equal(copies[0], rounded(copies[0])), str(case)
             assert float((copies[0] - whole).abs().max()) < 4 * 4 * 4 * ROUNDING, str(case)
         else:
             assert torch.equal(copies[0], rounded(whole) if travels else whole), str(case)

@@ -72,6 +72,18 @@ def butterfly_allreduce(
     )
 
 
+def direct_allreduce(
+    p: Numbers, n_bytes: Numbers, alpha_s: Numbers, beta_s_per_byte: Numbers, gamma_s_per_byte: Numbers = 0.0
+) -> Floats:
+    """2 alpha + 2 n (p-1)/p beta + n (p-1)/p gamma: a p-th of all summands to each device, its sum to all.
+
+    By arithmetic: the p-1 messages of a device share its card in each direction; their latencies overlap.
+    """
+    p, n = _count(p), np.asarray(n_bytes, dtype=np.float64)
+    part = n * (p - 1) / p
+    return np.asarray(2 * (p > 1) * alpha_s + 2 * part * beta_s_per_byte + part * gamma_s_per_byte)
+
+
 def star_allreduce(
     p: Numbers, n_bytes: Numbers, alpha_s: Numbers, beta_s_per_byte: Numbers, gamma_s_per_byte: Numbers = 0.0
 ) -> Floats:

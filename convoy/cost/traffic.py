@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from convoy.cost.network import Network
 from convoy.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
-from convoy.transfer import Reduce
+from convoy.transfer import Reduce, is_collective
 
 Vector = npt.NDArray[np.float64]
 
@@ -46,7 +46,7 @@ def loads(src: Layout, dst: Layout, shape: Shape, devices: int, reduce: Reduce =
         case _, Partial():
             return _from_copies(dual(dst), dual(src), total, devices).reversed
     match src:
-        case Partial(members) if isinstance(dst, Replicated) and len(members) > 1:
+        case Partial(members) if isinstance(dst, Replicated) and is_collective(src, dst, int(total), reduce):
             return _sum(members, dst.devices, total, devices, reduce)
         case Partial(members):
             # Each member sends every reader the part that it reads.
@@ -96,8 +96,8 @@ def _sum(members: tuple[int, ...], readers: tuple[int, ...], total: float, devic
 
 def _collective(members: tuple[int, ...], total: float, devices: int, reduce: Reduce) -> tuple[Vector, int]:
     p, member = len(members), _mask(members, devices)
-    if reduce == "ring":
-        return member * 2 * total * (p - 1) / p, 2 * (p - 1)
+    if reduce in ("ring", "direct"):
+        return member * 2 * total * (p - 1) / p, 2 * (p - 1) if reduce == "ring" else 2
     if reduce == "star":
         root = _mask((members[0],), devices)
         return member * total + root * total * (p - 2), 2

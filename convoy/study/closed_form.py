@@ -256,5 +256,6 @@ _SUMS: Mapping[str, tuple[Callable[..., Floats], Callable[[Floats], Floats]]] = 
     # The formula, and the messages in and out of the busiest device.
     "ring": (collectives.ring_allreduce, lambda p: 4 * (p - 1)),
     "butterfly": (collectives.butterfly_allreduce, _butterfly_messages),
+    "direct": (collectives.direct_allreduce, lambda p: 4 * (p - 1)),
     "star": (collectives.star_allreduce, lambda p: 2 * (p - 1)),
 }
