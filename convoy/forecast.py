@@ -13,6 +13,7 @@ from convoy.prospect import Outlook, fewer_and_more, prospects
 from convoy.report.plans import show_counts, show_devices, show_plan, show_prospects
 from convoy.report.screen import Screen
 from convoy.trace import trace
+from convoy.wire import wire_named
 
 
 def forecast(
@@ -25,21 +26,25 @@ def forecast(
     *,
     optimizer: str = "sgd-momentum",
     least_energy_s: float | None = None,
+    wire: str = "exact",
 ) -> None:
     """Print the predictions for a net on a measured fleet; write the chosen plan if asked to.
 
     Args:
         optimizer: whose state counts as memory.
         least_energy_s: choose by joules per image, among the plans whose step takes at most this long.
+        wire: of every plan, by its name or "bf16".
 
     Raises:
-        InputError: sizes that cannot be, a fleet file without measured times, or measured with another model.
+        InputError: sizes that cannot be, an unknown wire format, a fleet file without measured times, or measured with
+            another model.
         PlanError: no plan fits the devices' memory or the limit.
     """
     if least_energy_s is not None and not 0 < least_energy_s < math.inf:
         raise InputError(f"--least-energy {least_energy_s:g}: give the seconds that a step may take, above 0")
     if batch < 1 or classes < 1:
         raise InputError(f"--batch {batch}, --classes {classes}: give 1 or more")
+    numbers = wire_named(wire)
     try:
         measured = Measurement.from_toml(fleet.read_text(encoding="utf-8"), str(fleet))
     except (OSError, UnicodeDecodeError) as error:
@@ -48,7 +53,7 @@ def forecast(
     model = build_net(net, (channels, height, width), classes)
     graph = trace(model, torch.zeros(2, channels, height, width)).graph
     costs = measured.costs(graph)
-    outlook = Outlook.of(graph, batch, costs, measured.fleet, optimizer)
+    outlook = Outlook.of(graph, batch, costs, measured.fleet, optimizer, numbers)
     console = Screen(visible=True).console  # as wide as its tables where there is no terminal
     rows = prospects(outlook, least_energy_s)
     show_prospects(console, rows, outlook)

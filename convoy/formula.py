@@ -23,11 +23,14 @@ from convoy.lower import BUCKET_ENTRIES
 from convoy.shares import Shares
 from convoy.simulate import Costs
 from convoy.strategy import Placement, feature_axis
+from convoy.transfer import Reduce
 from convoy.wire import Wire, wire_bytes
 
 MANY_QUESTIONS = 400
 """Layers times devices, each counted once per kind, beyond which curves are sampled at fewer points."""
 
+DIRECT_DEVICES = 16
+"""Up to so many devices, plans are searched for with direct sums: with more, the messages of a device's own are many."""
 
 Side = Literal["outputs", "inputs"]
 
@@ -74,6 +77,9 @@ class Formula:
         hidden: the part of what may travel while devices compute (gradients on their way back, sums of gradients) that
             counts as free. The truth lies between 0 and 1, and only a replay knows where.
         wire: in which numbers tensors travel.
+
+    Attributes:
+        reduce: how sums are made in the plans that are searched for. A replay tries both.
     """
 
     def __init__(
@@ -82,6 +88,7 @@ class Formula:
         self.wire = wire
         self.graph, self.batch, self.costs, self.price, self.hidden = graph, batch, costs, price, hidden
         self.devices = costs.network.devices
+        self.reduce: Reduce = "direct" if self.devices <= DIRECT_DEVICES else "ring"
         self.alike = tuple(costs.times.alike(d) for d in range(self.devices))
         self.firsts = _alike_layers(graph, price.trains) if isinstance(costs.times, Roofline) else {}
         self.counts = Counter(self.like(layer).name for layer in graph.layers.values() if layer.kind != "input")
@@ -170,7 +177,7 @@ class Formula:
         shape = source.batch_shape(self.batch)
         key = (src, dst, shape, back)
         if key not in self.moves:
-            load = loads(src, dst, shape, self.devices)
+            load = loads(src, dst, shape, self.devices, self.reduce)
             seconds = self._wire_s(load)
             if back:
                 seconds += self._wire_s(load.reversed) * (1 - self.hidden)
@@ -217,7 +224,7 @@ class Formula:
         if not summed:
             return kept
         copies = next(v for v in placed.parameters.values() if isinstance(v, Replicated))
-        load = loads(Partial(copies.devices), copies, (summed,), self.devices)
+        load = loads(Partial(copies.devices), copies, (summed,), self.devices, self.reduce)
         seconds = self._wire_s(load)
         # Sums share buckets: a small layer pays only its part of a bucket's latency.
         seconds -= load.rounds * self.round_s * max(0.0, 1 - summed / BUCKET_ENTRIES)

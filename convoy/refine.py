@@ -38,7 +38,10 @@ def refined(plan: Plan, graph: Graph, costs: Costs) -> Iterator[tuple[float, Pla
     timeline = simulate(lower(plan, graph), graph, costs)
     best_s = timeline.step_s
     gathers = any(isinstance(each, Filter | Channel) for each in plan.layers.values())
-    changes: list[dict[str, Any]] = [{"reduce": "direct"}, *({"pieces": pieces} for pieces in PIECES if gathers)]
+    changes: list[dict[str, Any]] = [
+        *({"reduce": reduce} for reduce in ("direct", "ring") if reduce != plan.reduce),
+        *({"pieces": pieces} for pieces in PIECES if gathers),
+    ]
     for change in changes:
         other = replace(plan, **change)
         tried = simulate(lower(other, graph), graph, costs)

@@ -176,8 +176,9 @@ class Search:
             chosen = chosen.before
         ordered = {name: layers[name] for name in self.graph.layers if name in layers}
         return Plan(
-            "auto", self.graph.fingerprint, self.devices, self.batch, ordered, self.by_batch, wire=self.formula.wire
-        )
+            "auto", self.graph.fingerprint, self.devices, self.batch, ordered, self.by_batch, self.formula.reduce,
+            wire=self.formula.wire,
+        )  # fmt: skip
 
     def formula_s(self, plan: Plan) -> float:
         """What the formula gives for any plan of these devices."""

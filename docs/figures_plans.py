@@ -247,7 +247,9 @@ def sums_figure(n: int = 120_000) -> Drawing:
     names: list[Reduce] = [name for name in SUMS if not name.startswith("inexact")]  # type: ignore[misc]
     plans = {name: schedule(Partial(devices), Replicated(devices), (n,), name) for name in names}
     lines = sum(len(each.rounds) for each in plans.values())
-    drawing = Drawing(720, 40 + 24 * lines + 34 * len(plans), "A sum over four devices: ring, butterfly, direct and star")
+    drawing = Drawing(
+        720, 40 + 24 * lines + 34 * len(plans), "A sum over four devices: ring, butterfly, direct and star"
+    )
     for device in devices:
         drawing.text(290 + 120 * device, 22, f"device {device} receives", "small")
     top = 40.0

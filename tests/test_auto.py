@@ -267,6 +267,20 @@ def test_the_forecast_marks_what_does_not_fit(
         forecast("two-conv:4:6", (1, 8, 8), 10, 32, file, None, least_energy_s=1e-9)
 
 
+def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> None:
+    """`convoy plan --wire bf16`: every plan is predicted so, and the file says so."""
+    file, plan = tmp_path / "fleet.toml", tmp_path / "plan.json"
+    file.write_text(tiny.to_toml())
+    command = [sys.executable, "-m", "convoy", "plan", "two-conv:4:6", "--image", "1,8,8", "--batch", "32"]
+    command += ["--fleet", str(file), "-o", str(plan), "--wire"]
+    done = subprocess.run([*command, "bf16"], env=QUIET, capture_output=True, text=True, timeout=60)
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert Plan.load(plan).wire == "inexact-bf16"
+    refused = subprocess.run([*command, "fp8"], env=QUIET, capture_output=True, text=True, timeout=60)
+    assert refused.returncode != 0
+    assert "unknown wire format 'fp8'" in refused.stderr
+
+
 @pytest.mark.slow
 def test_train_by_auto_as_a_person_starts_it(tmp_path: Path) -> None:
     """As above, after measuring."""

@@ -93,6 +93,10 @@ def plan(
             help="Choose the least joules per image among the plans whose step takes at most so many seconds."
         ),
     ] = None,
+    wire: Annotated[
+        str,
+        typer.Option(help="In which numbers activations and gradients travel: exact, or inexact-bf16 (short: bf16)."),
+    ] = "exact",
 ) -> None:
     """Predict every plan on a measured fleet, and choose: step time, share of the limit, traffic, memory, joules, what
     bounds it. Plans that do not fit a device's memory are marked, and never chosen.
@@ -110,6 +114,7 @@ def plan(
         output,
         optimizer=optimizer,
         least_energy_s=least_energy,
+        wire=wire,
     )
 
 
