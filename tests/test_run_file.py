@@ -139,7 +139,7 @@ REFUSED: list[tuple[str, str]] = [
     ("slowdown = 2", "line 2: slowdown = 2: give numbers"),
     ("slowdown = [1, inf]", "line 2: slowdown = 1,inf: give finite numbers"),
     ("devices = true", "line 2: devices = true: give a text"),
-    ('reduce = "tree"', "line 2: reduce = 'tree': give one of butterfly, inexact-butterfly-mixing, ring, star"),
+    ('reduce = "tree"', "line 2: reduce = 'tree': give one of butterfly, direct, inexact-butterfly-mixing, ring, star"),
     ('schedule = "linear"', "line 2: schedule = 'linear': choose one of constant, cosine, one-cycle, step"),
     ("batch = ", "run.toml is no TOML: "),
 ]
