@@ -8,6 +8,8 @@ other portions would end the slowest device's computing sooner, by more than the
   once moves neither.
 - The gain must exceed `DEADBAND`, and `SURE` standard errors of the slowest device's median. Its noise is taken from
   differences between steps that follow each other, so that a change of speed does not count as noise.
+- Once, after `FIRST` steps, `FIRST_SURE` is enough: the shares until then come from what the devices did alone, which is
+  worth no more.
 - New shares are watched afresh. A change back, soon after a change, asks for twice as many steps each time: two
   splits cannot alternate.
 
@@ -30,6 +32,9 @@ from convoy.shares import Shares
 SHORT, LONG, LONGEST = 5, 20, 60
 """Steps whose median is looked at."""
 
+FIRST = 10
+"""Steps after which shares that were never changed are looked at with less doubt, once."""
+
 LEAST = 3
 """Fresh steps before a share changes again."""
 
@@ -39,11 +44,14 @@ MOST = 96
 RELAXED = 200
 """After so many steps without a change, `LEAST` steps are enough again."""
 
-DEADBAND = 0.04
+DEADBAND = 0.03
 """A smaller part of the slowest device's computing is not worth a change."""
 
 SURE = 4.0
 """Standard errors. Noise alone reaches them about once in ten thousand looks at four devices."""
+
+FIRST_SURE = 2.0
+"""Standard errors, at that one look."""
 
 LEAST_NOISE = 0.02
 """Taken at least, relative to a step: a few differences between steps may be small by chance."""
@@ -65,6 +73,7 @@ class Watch:
         steps: how many steps these shares have been watched.
         asks: how many it takes before they may change.
         last: by how many portions each device's part last changed.
+        corrected: whether they were ever changed.
     """
 
     rates: tuple[tuple[float, ...], ...] = ()
@@ -72,6 +81,7 @@ class Watch:
     steps: int = 0
     asks: int = SHORT
     last: Shares = ()
+    corrected: bool = False
 
     def with_step(self, rates: tuple[float, ...]) -> "Watch":
         """One more step."""
@@ -82,14 +92,14 @@ class Watch:
         relaxed = steps >= RELAXED
         return Watch(
             (*self.rates, rates)[-max(LONGEST, self.asks) :], jumps[-LONGEST:], steps,
-            min(self.asks, LEAST) if relaxed else self.asks, () if relaxed else self.last,
+            min(self.asks, LEAST) if relaxed else self.asks, () if relaxed else self.last, self.corrected,
         )  # fmt: skip
 
     def changed(self, change: Shares) -> "Watch":
         """The shares have changed: what comes is seen afresh; how noisy each device is, stays known."""
         back = sum(a * b for a, b in zip(self.last, change, strict=False)) < 0
         asks = min(MOST, 2 * self.asks) if back else self.asks if self.last else LEAST
-        return Watch(jumps=self.jumps, asks=asks, last=change)
+        return Watch(jumps=self.jumps, asks=asks, last=change, corrected=True)
 
     def noise(self, device: int) -> float:
         """Standard deviation of a device's seconds in one step, relative; from the median difference of two steps."""
@@ -205,7 +215,10 @@ def _change(bond: Bond, watch: Watch) -> Change | None:
     """Better portions for one bond, where the gain is beyond doubt."""
     if watch.steps < watch.asks:
         return None
-    for steps in (max(SHORT, watch.asks), LONG, LONGEST):
+    looks = [(max(SHORT, watch.asks), SURE), (LONG, SURE), (LONGEST, SURE)]
+    if not watch.corrected and watch.steps == FIRST:
+        looks.insert(0, (FIRST, FIRST_SURE))
+    for steps, sure in looks:
         rows = watch.rates[-steps:]
         rates = [statistics.median(row[d] for row in rows) for d in range(len(bond.portions))]
         portions = best(rates, bond.portions)
@@ -213,7 +226,7 @@ def _change(bond: Bond, watch: Watch) -> Change | None:
         before_s, after_s = max(ends_s), max(rate * count for rate, count in zip(rates, portions, strict=True))
         slowest = ends_s.index(before_s)
         error = 1.25 * watch.noise(slowest) / math.sqrt(len(rows))  # of a median, relative
-        if before_s - after_s > max(DEADBAND, SURE * error) * before_s:
+        if before_s - after_s > max(DEADBAND, sure * error) * before_s:
             return Change(bond, portions, slowest, before_s, after_s)
     return None
 

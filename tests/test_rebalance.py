@@ -18,7 +18,7 @@ from convoy.cost.size import flop, local_size
 from convoy.graph import Graph
 from convoy.lower import lower
 from convoy.plan import Plan
-from convoy.rebalance import MOST, Balancer, Keep, Reshare, best, observe
+from convoy.rebalance import FIRST, MOST, STARTING, Balancer, Keep, Reshare, best, observe
 from convoy.shares import Shares, apportion, even
 from convoy.steps import Compute, StepList
 from convoy.strategy import Batch, Channel, Filter, One
@@ -198,6 +198,19 @@ def test_a_plan_that_was_wrong_from_the_start_is_put_right(kind: str) -> None:
     assert step_s(world, state.plan) <= 1.05 * best_s(world, state.plan)
 
 
+def test_a_plan_that_is_a_little_off_is_corrected_at_the_first_look() -> None:
+    """In steps that scatter by 5 % four standard errors hide such a gain more often than not. A run that has just begun has
+    its shares from times that are no surer."""
+    found = []
+    for seed in range(10):
+        world = World([8.0, 5.0, 3.0, 2.0], noise=0.05, seed=seed)
+        plan = by_filters([8.6, 4.9, 2.9, 1.9])
+        _, changes = run(world, Balancer.start(plan, graph()), 14)
+        found += [step for step, _ in changes]
+    early = [step for step in found if step <= STARTING + FIRST]
+    assert len(early) >= 6, found
+
+
 # ------------------------------------------------------------------------------------------------------ stillness
 
 
@@ -321,7 +334,7 @@ def test_what_is_small_beside_the_whole_is_left_alone() -> None:
     for _ in range(30):
         state, decision = observe(state, {"conv1": [0.02, 0.01], "conv2": [1.0, 1.0], "fc": [0.1, 0.1]})
         assert isinstance(decision, Keep)
-    assert "less than 4%" in decision.reason
+    assert "less than 3%" in decision.reason
 
 
 def test_the_reason_says_who_was_slow_what_changes_and_what_it_brings() -> None:
