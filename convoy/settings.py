@@ -104,7 +104,8 @@ class Settings(BaseModel):
     reduce: Sum | None = _fleet(
         None,
         "How sums over devices are made: ring, butterfly, direct, star; or inexact-butterfly-mixing, which is not a sum and "
-        "does not train like one device. Default: butterfly for hybrid, ring for the others.",
+        "does not train like one device. Default: butterfly for hybrid, ring for the other named plans; auto chooses, a plan "
+        "file says.",
     )
     wire: Annotated[Wire | None, BeforeValidator(wire_text)] = _fleet(
         None,
