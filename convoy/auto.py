@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from convoy.errors import InputError
+from convoy.errors import InputError, PlanError
 from convoy.execute.group import Group
 from convoy.fleet import Fleet
 from convoy.graph import Graph
@@ -131,8 +131,14 @@ def _told_measured(group: Group, own: bool) -> bool:
 
 def _planned(measured: Measurement, graph: Graph, batch: int, optimizer: str, reduce: Sum | None, wire: Wire) -> str:
     """The chosen plan with its prediction, as text."""
-    outlook = Outlook.of(graph, batch, measured.costs(graph), measured.fleet, optimizer, wire)
+    sums = None if reduce == "inexact-butterfly-mixing" else reduce
+    outlook = Outlook.of(graph, batch, measured.costs(graph), measured.fleet, optimizer, wire, sums)
     best = prospects(outlook)[-1]
-    if reduce is not None and reduce != best.plan.reduce:
+    if reduce is not None and reduce != sums:
+        # What mixes is planned as if it summed: it sends weights beside gradients.
         best = prospect(replace(best.plan, reduce=reduce), outlook)
+        if best.overfull:
+            raise PlanError(
+                f"plan auto with reduce {reduce} overfills {'; '.join(best.overfull)}: use a smaller batch or another reduce"
+            )
     return json.dumps({"plan": best.plan.to_json(), "step_s": best.step_s, "speeds": outlook.speeds.devices})

@@ -4,6 +4,7 @@ Layers that a roofline cannot tell apart are priced once, and so are devices wit
 devices has few different questions.
 """
 
+import copy
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from convoy.balance import Seconds, balance_sampled, sampled_shares
 from convoy.cost.compute import Roofline
 from convoy.cost.memory import optimizer_named
 from convoy.cost.size import LocalSize, shares_statistics, whole_size
-from convoy.cost.traffic import Loads, loads, move_s
+from convoy.cost.traffic import Loads, loads, move_s, sum_loads
 from convoy.graph import Graph, Layer
 from convoy.layout import Layout, Partial, Replicated, Split, holders
 from convoy.lower import BUCKET_ENTRIES
@@ -77,18 +78,23 @@ class Formula:
         hidden: the part of what may travel while devices compute (gradients on their way back, sums of gradients) that
             counts as free. The truth lies between 0 and 1, and only a replay knows where.
         wire: in which numbers tensors travel.
-
-    Attributes:
-        reduce: how sums are made in the plans that are searched for. A replay tries both.
+        reduce: how sums are made; None: by `direct` up to `DIRECT_DEVICES`, by `ring` beyond.
     """
 
     def __init__(
-        self, graph: Graph, batch: int, costs: Costs, price: LayerPrices, hidden: float = 0.0, wire: Wire = "exact"
+        self,
+        graph: Graph,
+        batch: int,
+        costs: Costs,
+        price: LayerPrices,
+        hidden: float = 0.0,
+        wire: Wire = "exact",
+        reduce: Reduce | None = None,
     ) -> None:
         self.wire = wire
         self.graph, self.batch, self.costs, self.price, self.hidden = graph, batch, costs, price, hidden
         self.devices = costs.network.devices
-        self.reduce: Reduce = "direct" if self.devices <= DIRECT_DEVICES else "ring"
+        self.reduce: Reduce = reduce or ("direct" if self.devices <= DIRECT_DEVICES else "ring")
         self.alike = tuple(costs.times.alike(d) for d in range(self.devices))
         self.firsts = _alike_layers(graph, price.trains) if isinstance(costs.times, Roofline) else {}
         self.counts = Counter(self.like(layer).name for layer in graph.layers.values() if layer.kind != "input")
@@ -99,6 +105,14 @@ class Formula:
         self.wholes: dict[tuple[int, int, bool], float] = {}
         self.curves: dict[tuple[str, str, int], tuple[tuple[int, ...], dict[int, list[float]]]] = {}
         self.moves: dict[tuple[Layout, Layout, tuple[int, ...], bool], float] = {}
+
+    def summing(self, reduce: Reduce) -> "Formula":
+        """The same with sums made in another way."""
+        if reduce == self.reduce:
+            return self
+        other = copy.copy(self)
+        other.reduce, other.moves = reduce, {}
+        return other
 
     def like(self, layer: Layer) -> Layer:
         """The layer that is priced in its place."""
@@ -224,7 +238,7 @@ class Formula:
         if not summed:
             return kept
         copies = next(v for v in placed.parameters.values() if isinstance(v, Replicated))
-        load = loads(Partial(copies.devices), copies, (summed,), self.devices, self.reduce)
+        load = sum_loads(copies.devices, copies.devices, float(summed), self.devices, self.reduce)
         seconds = self._wire_s(load)
         # Sums share buckets: a small layer pays only its part of a bucket's latency.
         seconds -= load.rounds * self.round_s * max(0.0, 1 - summed / BUCKET_ENTRIES)

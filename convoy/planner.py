@@ -21,6 +21,7 @@ from convoy.refine import nudged, refined
 from convoy.search import Prices, Search
 from convoy.simulate import Costs, simulate
 from convoy.strategy import STRATEGIES, One
+from convoy.transfer import Reduce
 from convoy.wire import Wire
 
 POLISHED_LAYERS = 4
@@ -73,6 +74,7 @@ def candidates(
     room: Room | None = None,
     wire: Wire = "exact",
     *,
+    reduce: Reduce | None = None,
     replayed: bool = True,
 ) -> list[Candidate]:
     """The planner's plans for some numbers of devices, and the named plans; the shortest predicted step first.
@@ -85,28 +87,27 @@ def candidates(
         costs: measured or modelled times of these layers on these devices, and their network.
         room: memory that plans may fill; None: no limit is known. Plans that overfill a device are left out.
         wire: of all these plans.
+        reduce: how all these plans make sums; None: the named ones as they are known for, the others as the planner says.
         replayed: False: all by formula, however few devices and layers there are; quick, and not the best there is.
 
     Raises:
         PlanError: no plan fits; the message names the device that lacks least.
     """
-    formula = Formula(graph, batch, costs, Prices(graph, batch, costs), wire=wire)
+    formula = Formula(graph, batch, costs, Prices(graph, batch, costs), wire=wire, reduce=reduce)
     speeds = solo_speeds(graph, batch, costs)
     order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
     found = _searched(formula, order)
     replays = replayed and len(graph.layers) * len(order) ** 4 <= REPLAY_WORK
     if replays:
-        found += _searched(Formula(graph, batch, costs, formula.price, hidden=1.0, wire=wire), order)
+        found += _searched(Formula(graph, batch, costs, formula.price, hidden=1.0, wire=wire, reduce=reduce), order)
     if len(order) <= 16:
-        search = Search(formula, order)
-        for name in PLANS:
-            plan = replace(named_plan(name, graph, batch, Speeds(speeds)), wire=wire)
-            found.append(_Found(search.formula_s(plan), len(order), plan))
+        named = [replace(named_plan(name, graph, batch, Speeds(speeds), reduce), wire=wire) for name in PLANS]
+        found += [_Found(_formula_s(formula, order, plan), len(order), plan) for plan in named]
     if room is not None and room.limited:
-        found = _fitting(formula, found, order, room)
+        found = _fitting(formula, found, order, room, lean="ring" if reduce is None else reduce)
     if not replays:
         return [Candidate(each.plan, each.formula_s) for each in _in_order(found)]
-    return _replayed(formula, found, order, room)
+    return _replayed(formula, found, order, room, reduces=("direct", "ring") if reduce is None else ())
 
 
 def solo_speeds(graph: Graph, batch: int, costs: Costs) -> tuple[float, ...]:
@@ -121,6 +122,11 @@ def solo_speeds(graph: Graph, batch: int, costs: Costs) -> tuple[float, ...]:
             known[key] = batch / price.alone_s(device)
         result.append(known[key])
     return tuple(result)
+
+
+def _formula_s(formula: Formula, order: Sequence[int], plan: Plan) -> float:
+    """What the formula gives for a plan, with the sums that it has."""
+    return Search(formula.summing(plan.collective), order).formula_s(plan)
 
 
 def _in_order(found: Iterable[_Found]) -> list[_Found]:
@@ -164,8 +170,14 @@ def _try_counts(devices: int, layers: int, attempt: Callable[[int], float]) -> N
 # --- replays ---------------------------------------------------------------------------------------------------------
 
 
-def _replayed(formula: Formula, found: Sequence[_Found], order: Sequence[int], room: Room | None) -> list[Candidate]:
+def _replayed(
+    formula: Formula, found: Sequence[_Found], order: Sequence[int], room: Room | None, reduces: tuple[Reduce, ...]
+) -> list[Candidate]:
     graph, costs = formula.graph, formula.costs
+
+    def fits(plan: Plan) -> bool:
+        return _fits(plan, formula, room)
+
     shortlist = _in_order(found) if len(found) * len(graph.layers) <= 600 else _in_order(found)[:REPLAYED]
     rows = [(simulate(lower(each.plan, graph), graph, costs).step_s, each.working, each.plan) for each in shortlist]
     if len(graph.weighted) <= POLISHED_LAYERS and len(order) <= 8:
@@ -175,9 +187,9 @@ def _replayed(formula: Formula, found: Sequence[_Found], order: Sequence[int], r
             step_s, plan = _polished(formula, order[:working], *best_of[working], room)
             rows.append((step_s, working, plan))
     for _, working, plan in sorted(rows, key=lambda row: row[:2])[:REFINED]:
-        rows += [(s, working, better) for s, better in refined(plan, graph, costs) if _fits(better, formula, room)]
+        rows += [(s, working, better) for s, better in refined(plan, graph, costs, fits, reduces)]
     _, working, plan = min(rows, key=lambda row: row[:2])
-    rows += [(s, working, better) for s, better in nudged(plan, graph, costs) if _fits(better, formula, room)]
+    rows += [(s, working, better) for s, better in nudged(plan, graph, costs, fits)]
     return [Candidate(plan, step_s) for step_s, _, plan in sorted(rows, key=lambda row: row[:2])]
 
 
@@ -220,9 +232,18 @@ def _memory(plan: Plan, formula: Formula, room: Room) -> tuple[int, ...]:
     return tuple(row.total_bytes for row in rows)
 
 
-def _fitting(formula: Formula, found: Sequence[_Found], order: Sequence[int], room: Room) -> list[_Found]:
-    """Of the plans found, those that fit; and where the fastest did not, others that were made to save memory."""
+def _fitting(formula: Formula, found: Sequence[_Found], order: Sequence[int], room: Room, lean: Reduce) -> list[_Found]:
+    """Of the plans found, those that fit; and where the fastest did not, others that were made to save memory.
+
+    Args:
+        lean: how sums are made where memory is short: in a ring less of a tensor arrives at once than directly.
+    """
     needs = [(each, _memory(each.plan, formula, room)) for each in _in_order(found)]
+    for each in [
+        each for each, need in needs if room.excess(need) and each.plan.reduce == "direct" and lean != "direct"
+    ]:
+        plan = replace(each.plan, reduce=lean)
+        needs.append((_Found(_formula_s(formula, order, plan), each.working, plan), _memory(plan, formula, room)))
     fitting = [each for each, need in needs if not room.excess(need)]
     if not needs or (fitting and fitting[0] is needs[0][0]):
         return fitting
@@ -234,7 +255,7 @@ def _fitting(formula: Formula, found: Sequence[_Found], order: Sequence[int], ro
             active = (ranking[0], *sorted(ranking[1:count]))
             if active not in tried:
                 tried.append(active)
-                for each, need in _squeezed(formula, active, room):
+                for each, need in _squeezed(formula.summing(lean), active, room):
                     needs.append((each, need))
                     if not room.excess(need):
                         fitting.append(each)

@@ -17,6 +17,7 @@ from convoy.plan import Plan
 from convoy.planner import candidates, solo_speeds
 from convoy.simulate import Costs, Timeline, simulate
 from convoy.steps import Compute, StepList
+from convoy.transfer import Reduce
 from convoy.wire import Wire
 
 
@@ -65,6 +66,7 @@ class Outlook:
         power: watts of each device; None where one of them has none.
         speeds: samples/s of each device alone.
         wire: in which numbers tensors travel, by any plan.
+        reduce: how sums are made, by any plan; None: as each plan is known for, or as the planner says.
     """
 
     graph: Graph
@@ -75,6 +77,7 @@ class Outlook:
     power: tuple[Power, ...] | None
     speeds: Speeds
     wire: Wire = "exact"
+    reduce: Reduce | None = None
 
     @classmethod
     def of(
@@ -85,6 +88,7 @@ class Outlook:
         fleet: Fleet,
         optimizer: str = "sgd-momentum",
         wire: Wire = "exact",
+        reduce: Reduce | None = None,
     ) -> Self:
         """The outlook of a model on a fleet.
 
@@ -93,7 +97,7 @@ class Outlook:
         """
         names = tuple(device.name for device in fleet.devices)
         speeds = Speeds(solo_speeds(graph, batch, costs))
-        return cls(graph, batch, costs, names, room_of(fleet, optimizer), known_power_of(fleet), speeds, wire)
+        return cls(graph, batch, costs, names, room_of(fleet, optimizer), known_power_of(fleet), speeds, wire, reduce)
 
 
 def prospects(outlook: Outlook, least_energy_s: float | None = None) -> list[Prospect]:
@@ -107,9 +111,9 @@ def prospects(outlook: Outlook, least_energy_s: float | None = None) -> list[Pro
         InputError: least energy on a fleet without watts.
     """
     graph, batch = outlook.graph, outlook.batch
-    named = [named_plan(name, graph, batch, outlook.speeds) for name in PLANS]
+    named = [named_plan(name, graph, batch, outlook.speeds, outlook.reduce) for name in PLANS]
     rows = [prospect(replace(plan, wire=outlook.wire), outlook) for plan in named]
-    found = candidates(graph, batch, outlook.costs, outlook.room, outlook.wire)
+    found = candidates(graph, batch, outlook.costs, outlook.room, outlook.wire, reduce=outlook.reduce)
     if least_energy_s is None:
         best = prospect(found[0].plan, outlook)
     else:
@@ -168,7 +172,8 @@ def prospect(plan: Plan, outlook: Outlook) -> Prospect:
 def fewer_and_more(outlook: Outlook) -> list[tuple[int, float]]:
     """(devices, samples/s) of the best plan found for the fastest device alone, the two fastest, and so on."""
     best: dict[int, float] = {}
-    for candidate in candidates(outlook.graph, outlook.batch, outlook.costs, outlook.room, outlook.wire):
+    found = candidates(outlook.graph, outlook.batch, outlook.costs, outlook.room, outlook.wire, reduce=outlook.reduce)
+    for candidate in found:
         count = len(working(candidate.plan, outlook.graph))
         best[count] = max(best.get(count, 0.0), outlook.batch / candidate.step_s)
     return sorted(best.items())

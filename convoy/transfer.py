@@ -36,8 +36,8 @@ Sum = Literal["ring", "butterfly", "direct", "star", "inexact-butterfly-mixing"]
 SUMS: tuple[str, ...] = get_args(Sum)
 
 ONE_ROUND_ENTRIES = 16384
-"""`direct` sums a tensor in one round, every summand to every reader, where a device then sends no more than this: 64 KiB of
-float32, half a millisecond at 1 Gbit/s, in the place of another latency."""
+"""`direct` sums a tensor in one round, every summand to every reader, where no device then sends or receives more than this:
+64 KiB of float32, half a millisecond at 1 Gbit/s, in the place of another latency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,9 @@ def schedule(src: Layout, dst: Layout, shape: Shape, reduce: Reduce = "ring") ->
 
 def is_collective(src: Partial, dst: Replicated, n: int, reduce: Reduce) -> bool:
     """Whether the sum of `n` entries takes rounds that wait for each other; if not, every summand goes to every reader."""
-    return len(src.devices) > 1 and (reduce != "direct" or n * (len(dst.devices) - 1) > ONE_ROUND_ENTRIES)
+    senders, readers = set(src.devices), set(dst.devices)
+    peers = max(len(readers) - (senders <= readers), len(senders) - (readers <= senders))
+    return len(src.devices) > 1 and (reduce != "direct" or n * peers > ONE_ROUND_ENTRIES)
 
 
 @lru_cache(maxsize=1024)

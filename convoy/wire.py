@@ -2,7 +2,8 @@
 
 `exact` sends them as they are. `inexact-bf16` sends float32 and float64 as bfloat16: float32's range with 8 bits of precision,
 so a number that travels is off by at most 2^-8 of itself. Copies stay equal to the last bit, because a device keeps the
-same rounded numbers that it sends as copies. Summands are rounded to travel, and added in full width where they arrive.
+same rounded numbers that it sends as copies. Summands are rounded to travel, and added in full width where they arrive;
+where copies are made of them in one round, a device rounds its own too.
 Weights, buffers, statistics of batch norms and whatever is no floating number stay as they are.
 """
 

@@ -8,14 +8,16 @@ from torch import nn
 
 from convoy.cost.catalogue import fleet_of, read_catalogue
 from convoy.cost.energy import Energy, Power, energy_of, least_energy, power_of
-from convoy.cost.memory import DeviceMemory, memory_of, update_s_per_entry
+from convoy.cost.memory import DeviceMemory, _buffers_bytes, memory_of, update_s_per_entry
 from convoy.errors import InputError, PlanError
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.layout import local_shape
+from convoy.lower import lower
 from convoy.named import Speeds, named_plan
 from convoy.simulate import Timeline
+from convoy.steps import Move
 from convoy.study.nets import Stack
 from convoy.trace import trace
 
@@ -52,6 +54,19 @@ def test_memory_of_a_filter_split_by_hand():
     first, second = memory("model", optimizer="adam")
     assert first == DeviceMemory(4 * 72, 4 * 72, 2 * 4 * 72, 4 * 480, 4 * 96)
     assert second == DeviceMemory(4 * 55, 4 * 55, 2 * 4 * 55, 4 * 480, 4 * 96)
+
+
+def test_the_pieces_of_a_move_land_together():
+    """An input that comes in four pieces is begun whole: each piece has its room, and none is taken twice."""
+    graph = Stack((2, 4, 4)).conv(4, 3).conv(6, 3).flatten().linear(3).graph()
+    whole = named_plan("model", graph, 4, Speeds((1.0, 1.0)))
+    gathered = 4 * 2 * 16 * 4  # four samples of the other's two filters
+    for pieces in (1, 2, 4):
+        rows = memory_of(replace(whole, pieces=pieces), graph)
+        moves = [s for s in lower(replace(whole, pieces=pieces), graph).phase("forward") if isinstance(s, Move)]
+        assert len(moves[0].schedule.rounds) == pieces
+        assert [_buffers_bytes(moves[0], device, 4) for device in (0, 1)] == [gathered, gathered]
+        assert all(row.exchange_bytes >= gathered for row in rows)
 
 
 def test_memory_of_the_masters_plan_by_hand():

@@ -244,7 +244,7 @@ def test_the_move_between_the_duals_is_the_adjoint(shape: Shape) -> None:
 def test_sums_that_become_copies_are_equal_to_the_last_bit(devices: int, reduce: Reduce) -> None:
     """Random float32 summands of unlike size, where every order of adding gives other bits; and the same bits twice."""
     everyone = tuple(range(devices))
-    shapes = [(1,), (2,), (devices,), (7, 5), (1000,)]
+    shapes = [(1,), (2,), (devices,), (7, 5), (20_000,), (1000,)]  # 20,000: a direct sum takes two rounds
 
     def work(group: Group) -> list[Tensor]:
         results = []
@@ -267,18 +267,21 @@ def test_sums_that_become_copies_are_equal_to_the_last_bit(devices: int, reduce:
 
 
 def test_copies_for_other_devices_have_the_same_bits() -> None:
-    """The finished sum is copied to those who held no summand, not added up again."""
+    """The finished sum is copied to those who held no summand, not added up again; but a small direct one, by all alike."""
 
     def work(group: Group) -> list[Tensor]:
         results = []
-        for reduce in REDUCES:
-            case = Case(Partial((0, 1, 2)), Replicated((4, 1, 3)), (101,), reduce)
-            summand = torch.randn(101 if group.device < 3 else 0, generator=torch.Generator().manual_seed(group.device))
+        for reduce, size in itertools.product(REDUCES, sizes):
+            case = Case(Partial((0, 1, 2)), Replicated((4, 1, 3)), (size,), reduce)
+            generator = torch.Generator().manual_seed(group.device)
+            summand = torch.randn(size if group.device < 3 else 0, generator=generator)
             results.append(run_move(group, case.schedule, summand, case.src, case.dst, case.shape))
         return results
 
-    for copies in zip(*run_on_threads(5, work, LIMIT_S), strict=True):
-        assert [copy.numel() for copy in copies] == [0, 101, 0, 101, 101]
+    sizes = (101, 20_000)
+
+    for size, *copies in zip(sizes * len(REDUCES), *run_on_threads(5, work, LIMIT_S), strict=True):
+        assert [copy.numel() for copy in copies] == [0, size, 0, size, size]
         assert torch.equal(copies[1], copies[3])
         assert torch.equal(copies[1], copies[4])
 

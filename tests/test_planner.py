@@ -27,6 +27,7 @@ from convoy.simulate import Costs, simulate
 from convoy.steps import Compute
 from convoy.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.trace import trace
+from convoy.transfer import Reduce
 
 
 def flat_network(devices: int, bytes_per_s: float, latency_s: float = 1e-4) -> Network:
@@ -102,6 +103,15 @@ def test_auto_is_predicted_no_slower_than_any_named_plan(batch: int) -> None:
     for name in PLANS:
         plan = named_plan(name, graph, batch, speeds)
         assert auto_s <= simulate(lower(plan, graph), graph, costs).step_s
+
+
+@pytest.mark.parametrize("reduce", ["ring", "star"])
+def test_a_way_to_sum_that_is_asked_for_is_planned_with(reduce: Reduce) -> None:
+    """By all plans, also where another would be faster."""
+    graph = graph_of(build_net("two-conv:16:32", (3, 16, 16), 10))
+    costs = costs_of([4e9, 2e9, 1e9], 1e8)
+    assert {each.plan.reduce for each in candidates(graph, 16, costs, reduce=reduce)} == {reduce}
+    assert candidates(graph, 16, costs)[0].plan.reduce == "direct"
 
 
 def test_a_wire_that_is_too_slow_leaves_the_work_to_the_fastest_device() -> None:

@@ -29,6 +29,10 @@ def plan_of(layers: dict[str, Strategy], otherwise: Batch | One, devices: int) -
     return Plan("hand", small_graph().fingerprint, devices, 8, layers, otherwise)
 
 
+def anything(_: Plan) -> bool:
+    return True
+
+
 def busy(*spans_s: tuple[float, ...]) -> Timeline:
     """Each device computes for these spans, and waits between."""
     events = [
@@ -41,7 +45,7 @@ def busy(*spans_s: tuple[float, ...]) -> Timeline:
 def test_shares_are_divided_by_the_time_that_a_device_is_busy() -> None:
     """6 and 2 samples with 1 + 2 s and 1 s: weights 2 and 2. 24 filters as 18 and 6: 12 and 12."""
     plan = plan_of({"0": Filter((18, 6)), "2": Batch((6, 2))}, Batch((6, 2)), 2)
-    better = balanced(plan, busy((1.0, 2.0), (1.0,)))
+    better = balanced(plan, small_graph(), busy((1.0, 2.0), (1.0,)))
     assert better.layers == {"0": Filter((12, 12)), "2": Batch((4, 4))}
     assert better.otherwise == Batch((4, 4))
 
@@ -49,22 +53,37 @@ def test_shares_are_divided_by_the_time_that_a_device_is_busy() -> None:
 def test_features_stay_with_their_channels() -> None:
     """16 features of each of 48 filters: rounding them apart would bring a move that was not there."""
     plan = plan_of({"2": Filter((30, 18)), "5": Channel((480, 288))}, One(0), 2)
-    better = balanced(plan, busy((3.0,), (2.0,)))
+    better = balanced(plan, small_graph(), busy((3.0,), (2.0,)))
     assert better.layers["2"] == Filter((25, 23))  # 10 : 9 of 48
     assert better.layers["5"] == Channel((25 * 16, 23 * 16))
     assert better.otherwise == One(0)
 
 
-def test_samples_filters_and_features_in_one_proportion() -> None:
-    """A batch of 4 as (2, 1, 1), 8 filters as (4, 2, 2), 128 features as (64, 32, 32): the features follow the filters, and
-    these do not follow the samples, which are too few to be divided so finely."""
-    layers = {"0": Filter((4, 2, 2)), "2": Batch((2, 1, 1)), "5": Channel((64, 32, 32))}
-    better = balanced(replace(plan_of(layers, Batch((2, 1, 1)), 3), batch=4), busy((3.0,), (2.0,), (2.0,)))
-    filters = (3, 3, 2)  # 8 * 4/3 : 1 : 1 = 3.2 : 2.4 : 2.4
-    assert better.layers["0"] == Filter(filters)
-    assert better.layers["5"] == Channel(tuple(16 * n for n in filters))
-    assert better.layers["2"] == better.otherwise
-    assert sum(better.otherwise.shares) == 4  # type: ignore[union-attr]
+def test_features_follow_the_filters_that_they_are_made_of() -> None:
+    """Samples as (4, 2, 2), filters as (12, 6, 6) and (24, 12, 12), features as (384, 192, 192): all in one proportion. The
+    features follow the second convolution, which feeds them, and nothing follows the samples or the first."""
+    layers = {"0": Filter((12, 6, 6)), "2": Filter((24, 12, 12)), "5": Channel((384, 192, 192))}
+    better = balanced(plan_of(layers, Batch((4, 2, 2)), 3), small_graph(), busy((1.1,), (1.0,), (1.0,)))
+    assert better.layers["0"] == Filter((12, 6, 6))  # 11.4, 6.3, 6.3
+    assert better.layers["2"] == Filter((23, 13, 12))  # 22.9, 12.6, 12.6
+    assert better.layers["5"] == Channel((23 * 16, 13 * 16, 12 * 16))
+
+
+def test_groups_stay_whole() -> None:
+    """32 filters in four groups of eight: three of the groups for the device that is done in half the time."""
+    net = nn.Sequential(nn.Conv2d(4, 32, 3, padding=1, groups=4), nn.Flatten(), nn.Linear(32 * 64, 4))
+    graph = trace(net, torch.zeros(2, 4, 8, 8)).graph
+    plan = Plan("hand", graph.fingerprint, 2, 8, {"0": Filter((16, 16))}, One(0))
+    assert balanced(plan, graph, busy((2.0,), (1.0,))).layers["0"] == Filter((8, 24))
+
+
+def test_a_variant_that_does_not_fit_leads_nowhere() -> None:
+    """Direct sums are refused: every variant is made of the ring, none of what was refused."""
+    graph, costs = small_graph(), slow_receiver()
+    even = plan_of({"0": Filter((12, 12)), "2": Filter((24, 24))}, Batch((4, 4)), 2)
+    found = list(refined(even, graph, costs, lambda plan: plan.reduce != "direct"))
+    assert found
+    assert all(plan.reduce == "ring" for _, plan in found)
 
 
 def test_as_many_filters_for_each_sample_are_no_bond() -> None:
@@ -74,7 +93,7 @@ def test_as_many_filters_for_each_sample_are_no_bond() -> None:
     network = Network((0, 1), wide, wide, wide, ((0.0, 1e-9), (1e-9, 0.0)), (wide, wide), (0.0, 0.0))
     costs = Costs(Roofline((Rate(1e10, 1e12), Rate(1e9, 1e12))), network)
     even = plan_of({"0": Batch((4, 4)), "2": Filter((24, 24))}, Batch((4, 4)), 2)
-    moves = [plan for _, plan in nudged(even, graph, costs)]
+    moves = [plan for _, plan in nudged(even, graph, costs, anything)]
     alone = [
         plan
         for before, plan in pairwise([even, *moves])
@@ -84,7 +103,7 @@ def test_as_many_filters_for_each_sample_are_no_bond() -> None:
 
 
 def test_a_device_without_a_share_gets_none() -> None:
-    better = balanced(plan_of({"0": Filter((12, 0, 12))}, One(0), 3), busy((2.0,), (), (1.0,)))
+    better = balanced(plan_of({"0": Filter((12, 0, 12))}, One(0), 3), small_graph(), busy((2.0,), (), (1.0,)))
     assert better.layers["0"] == Filter((8, 0, 16))
 
 
@@ -100,7 +119,7 @@ def test_each_variant_is_faster_than_the_one_before() -> None:
     graph, costs = small_graph(), slow_receiver()
     even = plan_of({"0": Filter((12, 12)), "2": Filter((24, 24)), "5": Channel((384, 384))}, Batch((4, 4)), 2)
     first_s = simulate(lower(even, graph), graph, costs).step_s
-    found = list(refined(even, graph, costs))
+    found = list(refined(even, graph, costs, anything))
     assert found
     times = [first_s, *(seconds for seconds, _ in found)]
     assert all(after < before for before, after in pairwise(times))
@@ -114,9 +133,9 @@ def test_each_variant_is_faster_than_the_one_before() -> None:
 def test_pieces_are_tried_where_something_is_gathered() -> None:
     graph, costs = small_graph(), slow_receiver()
     split = plan_of({"0": Filter((12, 12)), "2": Filter((24, 24))}, Batch((4, 4)), 2)
-    assert any(plan.pieces > 1 for _, plan in refined(split, graph, costs))
+    assert any(plan.pieces > 1 for _, plan in refined(split, graph, costs, anything))
     by_batch = replace(split, layers={})
-    assert all(plan.pieces == 1 for _, plan in refined(by_batch, graph, costs))
+    assert all(plan.pieces == 1 for _, plan in refined(by_batch, graph, costs, anything))
 
 
 def test_a_sample_and_a_filter_are_moved_from_whom_waits_least() -> None:
@@ -127,7 +146,7 @@ def test_a_sample_and_a_filter_are_moved_from_whom_waits_least() -> None:
     network = Network((0, 1), wide, wide, wide, ((0.0, 1e-9), (1e-9, 0.0)), (wide, wide), (0.0, 0.0))
     costs = Costs(Roofline((Rate(1e10, 1e12), Rate(1e9, 1e12))), network)
     even = plan_of({"0": Batch((4, 4)), "2": Filter((24, 24)), "5": Channel((384, 384))}, Batch((4, 4)), 2)
-    found = list(nudged(even, graph, costs))
+    found = list(nudged(even, graph, costs, anything))
     times = [simulate(lower(even, graph), graph, costs).step_s, *(seconds for seconds, _ in found)]
     assert all(after < before for before, after in pairwise(times))
     first, last = found[0][1], found[-1][1]
@@ -145,7 +164,9 @@ def test_a_sample_and_a_filter_are_moved_from_whom_waits_least() -> None:
 def test_balanced_shares_are_left_alone() -> None:
     graph, costs = small_graph(), slow_receiver()
     alone = plan_of({"0": Batch((8, 0)), "2": Batch((8, 0)), "5": Batch((8, 0))}, Batch((8, 0)), 2)
-    assert list(nudged(alone, graph, replace(costs, times=Roofline((Rate(1e10, 1e10), Rate(1e6, 1e10)))))) == []
+    assert (
+        list(nudged(alone, graph, replace(costs, times=Roofline((Rate(1e10, 1e10), Rate(1e6, 1e10)))), anything)) == []
+    )
 
 
 def test_sums_take_fewer_rounds_where_messages_are_slow() -> None:
@@ -156,7 +177,7 @@ def test_sums_take_fewer_rounds_where_messages_are_slow() -> None:
         Roofline((Rate(1e9, 1e9),) * 4), Network((0, 1, 2, 3), wide, wide, wide, far, (wide,) * 4, (0.0,) * 4)
     )
     by_batch = plan_of({}, Batch((2, 2, 2, 2)), 4)
-    found = list(refined(by_batch, graph, costs))
+    found = list(refined(by_batch, graph, costs, anything))
     assert found[0][1] == replace(by_batch, reduce="direct")
     ring_s = simulate(lower(by_batch, graph), graph, costs).step_s
     assert ring_s - found[0][0] == pytest.approx(4e-2)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import convoy.execute.move
 from convoy.cost.memory import memory_of
 from convoy.cost.overhead import Handling, handling
 from convoy.errors import InputError
@@ -31,6 +32,7 @@ from convoy.planner import candidates
 from convoy.simulate import Costs, simulate
 from convoy.steps import Move, ShareStatistics, StepList, SumGradients, Value, traffic
 from convoy.trace import trace
+from convoy.transfer import Transfer
 from convoy.wire import Wire, wire_named, wire_of
 from tests import nets
 from tests.one_device import OPTIMIZERS, Labelled, Training, by_name, graph_of, loss_of, one_trace, part, traffic_of
@@ -134,6 +136,31 @@ def test_copies_are_equal_to_the_last_bit() -> None:
             assert float((copies[0] - whole).abs().max()) < 4 * 4 * 4 * ROUNDING, str(case)
         else:
             assert torch.equal(copies[0], rounded(whole) if travels else whole), str(case)
+
+
+@pytest.mark.parametrize("readers", [(0, 1, 2, 3), (3, 1)], ids=str)
+def test_a_large_direct_sum_is_rounded_once_and_copied(readers: tuple[int, ...]) -> None:
+    """20,000 entries take two rounds: the sum travels, so its owner keeps what it sends."""
+    case = Case(Partial((0, 1, 2, 3)), Replicated(readers), (20_000,), "direct")
+    (*results,) = (row[0] for row in moved([case]))
+    copies = [results[device] for device in readers]
+    assert all(torch.equal(copy, copies[0]) for copy in copies)
+    assert torch.equal(copies[0], rounded(copies[0]))
+
+
+def test_what_goes_to_several_is_narrowed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four devices each sends three parts of its summand, and then its part of the sum to three: four, not six."""
+    narrowed: list[int] = []
+    original = convoy.execute.move._span_on_wire
+
+    def counted(flat: Tensor, t: Transfer, dtype: torch.dtype) -> Tensor:
+        narrowed.append(t.sender)
+        return original(flat, t, dtype)
+
+    monkeypatch.setattr(convoy.execute.move, "_span_on_wire", counted)
+    everyone = (0, 1, 2, 3)
+    moved([Case(Partial(everyone), Replicated(everyone), (20_000,), "direct")])
+    assert sorted(narrowed) == sorted(everyone * 4)
 
 
 def test_what_one_device_alone_holds_is_rounded_only_on_its_way() -> None:

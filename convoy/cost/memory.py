@@ -229,7 +229,7 @@ def _views(steps: StepList, graph: Graph, device: int) -> dict[str, str]:
 
 
 def _buffers_bytes(step: Step, device: int, itemsize: int) -> int:
-    """Bytes of the buffers of a step's largest rounds under way on a device; a sum works on a flat copy besides, but for a
+    """Bytes of the buffers of a step's rounds under way on a device; a sum works on a flat copy besides, but for a
     gradient alone.
 
     A gradient that is moved stays until it has left, while the layer's other gradient is computed; where narrow numbers
@@ -238,8 +238,10 @@ def _buffers_bytes(step: Step, device: int, itemsize: int) -> int:
     if isinstance(step, Compute):
         return 0
     schedule, narrow = step.schedule, step.wire != "exact"
-    buffers = max((_buffered(transfers, device, schedule, narrow) for transfers in schedule.rounds), default=0)
-    size = buffers * schedule.window * wire_bytes(step.wire, itemsize)
+    buffers = [_buffered(transfers, device, schedule, narrow) for transfers in schedule.rounds]
+    # The pieces of a move are begun together; of a sum, so many rounds as its window holds.
+    under_way = max(buffers, default=0) * schedule.window if schedule.in_place else sum(buffers)
+    size = under_way * wire_bytes(step.wire, itemsize)
     if schedule.in_place:
         copied = 0 if isinstance(step, SumGradients) and step.alone else schedule.shape[0]
         return copied * itemsize + size if _arrives(schedule, device) else 0

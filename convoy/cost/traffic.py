@@ -47,7 +47,7 @@ def loads(src: Layout, dst: Layout, shape: Shape, devices: int, reduce: Reduce =
             return _from_copies(dual(dst), dual(src), total, devices).reversed
     match src:
         case Partial(members) if isinstance(dst, Replicated) and is_collective(src, dst, int(total), reduce):
-            return _sum(members, dst.devices, total, devices, reduce)
+            return sum_loads(members, dst.devices, total, devices, reduce)
         case Partial(members):
             # Each member sends every reader the part that it reads.
             part = _parts(dst, total, devices)
@@ -82,7 +82,9 @@ def _from_copies(src: Layout, dst: Layout, total: float, devices: int) -> Loads:
     return Loads(sent, received, int(received.any()))
 
 
-def _sum(members: tuple[int, ...], readers: tuple[int, ...], total: float, devices: int, reduce: Reduce) -> Loads:
+def sum_loads(members: tuple[int, ...], readers: tuple[int, ...], total: float, devices: int, reduce: Reduce) -> Loads:
+    """Of a sum in rounds that wait for each other, as gradients have it whatever their size: `total` entries of each member,
+    the sum for each reader."""
     p, member = len(members), _mask(members, devices)
     sent, rounds = _collective(members, total, devices, reduce)
     received = sent.copy()  # in each of these collectives a device receives as much as it sends

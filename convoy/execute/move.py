@@ -38,7 +38,7 @@ def start_move(
 ) -> "Moving":
     """As `run_move`, but messages are only begun. Neither `piece` nor a result that shows already may change meanwhile.
 
-    A sum over devices has rounds that wait for each other: it is done when this returns.
+    A sum in rounds that wait for each other is done when this returns.
     """
     if not schedule.rounds:
         return Moving(piece)
@@ -176,14 +176,15 @@ def _start_sum(
     receives = sorted((t for t in transfers if t.receiver == group.device), key=lambda t: t.sender)
     if not sends and not receives:
         return Arrival(None, [])
-    sent = {t.box: _span_on_wire(flat, t, dtype) for t in sends}
+    sent = {t.box: t for t in sends}  # a part that goes to several is made ready once
+    ready = {span: _span_on_wire(flat, t, dtype) for span, t in sent.items()}
     parts = []
     for place, t in enumerate(receives):
         span = _span(flat, t)
         straight = not t.adds and dtype == flat.dtype
         parts.append((t, span, span if straight else landing.at((turn, place), span.numel(), dtype, flat.device)))
     pending = group.start(
-        [Message(t.receiver, sent[t.box]) for t in sends], [Message(t.sender, part) for t, _, part in parts], lane
+        [Message(t.receiver, ready[t.box]) for t in sends], [Message(t.sender, part) for t, _, part in parts], lane
     )
     return Arrival(pending, parts)
 
