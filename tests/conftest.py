@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -19,6 +20,10 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # so that test modules, and the processes they start, find the package `tests`
 
 from tests import ranks  # noqa: E402
+
+# Started with `&` by a shell, or under nohup, this process ignores Ctrl-C, and so would all that the tests start to interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)
 
