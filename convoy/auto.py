@@ -131,11 +131,11 @@ def _told_measured(group: Group, own: bool) -> bool:
 
 def _planned(measured: Measurement, graph: Graph, batch: int, optimizer: str, reduce: Sum | None, wire: Wire) -> str:
     """The chosen plan with its prediction, as text."""
+    # What mixes is planned as if it summed; it sends weights beside gradients, so it may not fit where that did.
     sums = None if reduce == "inexact-butterfly-mixing" else reduce
     outlook = Outlook.of(graph, batch, measured.costs(graph), measured.fleet, optimizer, wire, sums)
     best = prospects(outlook)[-1]
-    if reduce is not None and reduce != sums:
-        # What mixes is planned as if it summed: it sends weights beside gradients.
+    if reduce == "inexact-butterfly-mixing":
         best = prospect(replace(best.plan, reduce=reduce), outlook)
         if best.overfull:
             raise PlanError(

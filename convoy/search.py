@@ -181,7 +181,7 @@ class Search:
         )  # fmt: skip
 
     def formula_s(self, plan: Plan) -> float:
-        """What the formula gives for any plan of these devices."""
+        """What the formula gives for any plan of these devices, were its sums those of the formula."""
         where: dict[str, _Available] = {}
         total = 0.0
         for name, placed in placements(plan, self.graph).items():
