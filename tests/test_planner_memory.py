@@ -77,6 +77,22 @@ def test_a_slow_device_with_memory_works_alone_where_the_fast_one_has_none() -> 
     assert needs(plan)[0] <= 3_000_000
 
 
+def test_where_direct_sums_do_not_fit_a_ring_does() -> None:
+    """Of a large gradient more arrives at once directly than in a ring. The limit is what the
+    free plan takes with a ring: it is found, or one that is as fast."""
+    graph = Stack((64, 16, 16)).conv(64, 3).conv(64, 3).pool().conv(128, 3).pool().flatten().linear(4).graph()
+    roomy = outlook(fleet(*[(1e11, 10**10)] * 4), graph, 64)
+    free = plan_auto(graph, 64, roomy.costs)
+    ring = replace(free, reduce="ring")
+    assert free.reduce == "direct"
+    assert max(needs(ring, graph)) < max(needs(free, graph))
+    tight = outlook(fleet(*[(1e11, max(needs(ring, graph)))] * 4), graph, 64)
+    plan = plan_auto(graph, 64, tight.costs, tight.room)
+    assert max(needs(plan, graph)) <= max(needs(ring, graph))
+    ring_s = simulate(lower(ring, graph), graph, tight.costs).step_s
+    assert simulate(lower(plan, graph), graph, tight.costs).step_s <= ring_s * 1.001
+
+
 def test_a_net_that_fits_nowhere_is_refused_with_numbers() -> None:
     small = outlook(fleet((1e11, 10_000_000), (5e10, 12_000_000)))
     with pytest.raises(PlanError) as refused:
