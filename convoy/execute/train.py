@@ -248,10 +248,11 @@ class _Course:
         self.training.update()
         self.history.losses.append(loss)
         self.steps += 1
-        if self.keeper is not None:
-            self.keeper.after_step()
+        # Told before it is saved: a run that is killed in between goes on behind this step, and nobody would tell it again.
         if self.observer is not None:
             self.observer.step(epoch, loss, samples)
+        if self.keeper is not None:
+            self.keeper.after_step()
 
     def _pause(self, epoch: int) -> None:
         """A test within an epoch: its seconds are not those of training."""
