@@ -39,6 +39,7 @@ def make_plan(
     slowdown: float = 1.0,
     budget_s: float = BUDGET_S,
     fleet: Path | None = None,
+    precision: str = "float32",
 ) -> Plan:
     """A plan by name for this model on these devices. Every device must call it.
 
@@ -55,6 +56,7 @@ def make_plan(
         slowdown: this device plays one that is so many times slower.
         budget_s: for "auto", about the seconds that measuring may take.
         fleet: for "auto", a file that `convoy measure` wrote for this model: nothing is measured then. Only device 0 reads it.
+        precision: what the layers will compute in, as for `distribute`: they are timed so.
 
     Raises:
         InputError, PlanError: an unknown name (the choices are listed), a batch below 1, speeds that do not fit; no plan
@@ -71,14 +73,14 @@ def make_plan(
             )
         return choose(
             group, traced, model, batch, net=type(model).__name__, file=fleet, budget_s=budget_s, slowdown=slowdown,
-            reduce=reduce, wire=wire,
+            reduce=reduce, wire=wire, precision=precision,
         ).plan  # fmt: skip
     if speeds is not None:
         measured = given_speeds(speeds, group.devices)
     else:
         # A wrong name is found before the seconds of measuring.
         named_plan(name, traced.graph, batch, given_speeds((1.0,) * group.devices, group.devices), reduce)
-        measured = measure_speeds(group, traced, model, batch, Clock(group.torch_device, slowdown))
+        measured = measure_speeds(group, traced, model, batch, Clock(group.torch_device, slowdown), precision)
     return replace(named_plan(name, traced.graph, batch, measured, reduce), wire=wire)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from convoy.errors import InputError, PlanError
+from convoy.errors import InputError, MismatchError, PlanError
 from convoy.execute.group import Group
 from convoy.fleet import Fleet
 from convoy.graph import Graph
@@ -40,12 +40,12 @@ class Chosen:
     measured: Measurement | None = None
 
 
-def read_times(path: Path, graph: Graph, devices: int) -> tuple[Fleet, Measurement | None]:
+def read_times(path: Path, graph: Graph, devices: int, precision: str = "float32") -> tuple[Fleet, Measurement | None]:
     """A fleet file for a job: what was measured of it, where that stands there too.
 
     Raises:
         InputError: the file cannot be used, or has another number of devices.
-        MismatchError: measured with another model.
+        MismatchError: measured with another model, or in another precision.
     """
     fleet, measured = read_fleet_file(path)
     if len(fleet.devices) != devices:
@@ -55,6 +55,11 @@ def read_times(path: Path, graph: Graph, devices: int) -> tuple[Fleet, Measureme
         )
     if measured is not None:
         measured.costs(graph)
+        if measured.precision != precision:
+            raise MismatchError(
+                f"--fleet {path} was measured in {measured.precision}, this job computes in {precision}, which takes other "
+                f"times: measure with --precision {precision}, or leave --fleet out"
+            )
     return fleet, measured
 
 
@@ -72,6 +77,7 @@ def choose(
     optimizer: str = "sgd-momentum",
     reduce: Sum | None = None,
     wire: Wire = "exact",
+    precision: str = "float32",
     progress: Progress = lambda *_: None,
 ) -> Chosen:
     """The planner's plan for this model on these devices. All devices call it; all get the same value.
@@ -85,18 +91,21 @@ def choose(
         optimizer: whose state counts as memory, a name of `convoy.cost.memory.OPTIMIZERS`.
         reduce: how sums are made; None: as the planner says.
         wire: in which numbers tensors travel.
+        precision: what the layers compute in; see `convoy.execute.precision`.
 
     Raises:
-        InputError, MismatchError: a file that cannot be used, or is of another fleet or model.
+        InputError, MismatchError: a file that cannot be used, or is of another fleet, model or precision; a precision that
+            a device or the model does not have.
         PlanError: no plan fits the devices' memory.
         DeviceLostError: a device did not answer.
     """
     first = group.device == 0
-    fleet, measured = _known(group, traced.graph, file, described)
+    fleet, measured = _known(group, traced.graph, file, described, precision)
     if fleet is not None or not _told_measured(group, measured is not None):
         measured = measure_job(
             group, traced, model, batch, net=net, fleet=fleet, budget_s=budget_s * (1 - LINKS_PART),
-            links_budget_s=budget_s * LINKS_PART, slowdown=slowdown, progress=progress,
+            links_budget_s=budget_s * LINKS_PART, slowdown=slowdown, precision=precision,
+            progress=progress,
         )  # fmt: skip
         group.clear_counters()  # what measuring sent is no part of the training
     # One device plans, so that the others' processors stay out of its way; what it says is a plan file.
@@ -110,13 +119,13 @@ def choose(
 
 
 def _known(
-    group: Group, graph: Graph, file: Path | None, described: Path | None
+    group: Group, graph: Graph, file: Path | None, described: Path | None, precision: str
 ) -> tuple[Fleet | None, Measurement | None]:
     """The fleet to measure on every device (None: as the devices describe themselves), and on device 0 the times of a file."""
     fleet, measured = None, None
     if group.device == 0:
         if file is not None:
-            fleet, measured = read_times(file, graph, group.devices)
+            fleet, measured = read_times(file, graph, group.devices, precision)
         elif described is not None:
             fleet, _ = read_fleet_file(described)
     text = "" if fleet is None or measured is not None else fleet.to_toml()

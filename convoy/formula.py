@@ -76,7 +76,7 @@ class Formula:
 
     Args:
         hidden: the part of what may travel while devices compute (gradients on their way back, sums of gradients) that
-            counts as free. The truth lies between 0 and 1, and only a replay knows where.
+            counts as free, and so much of all jitter. The truth lies between 0 and 1, and only a replay knows where.
         wire: in which numbers tensors travel.
         reduce: how sums are made; None: by `direct` up to `DIRECT_DEVICES`, by `ring` beyond.
     """
@@ -100,6 +100,7 @@ class Formula:
         self.counts = Counter(self.like(layer).name for layer in graph.layers.values() if layer.kind != "input")
         self.points_for = None if len(self.counts) * len(set(self.alike)) <= MANY_QUESTIONS else self.devices
         self.handling_s = max((o.round_s + 2 * o.message_s for o in costs.overheads), default=0.0)
+        self.jitter_s = max(costs.network.jitter_s, default=0.0) * (1 - hidden)
         self.round_s = max(max(row) for row in costs.network.latency_s) + self.handling_s
         self.known: dict[tuple[str, int, LocalSize], float] = {}
         self.wholes: dict[tuple[int, int, bool], float] = {}
@@ -200,7 +201,8 @@ class Formula:
 
     def _wire_s(self, load: Loads) -> float:
         seconds = move_s(load, self.costs.network, wire_bytes(self.wire, self.costs.itemsize))
-        return seconds + load.rounds * self.handling_s
+        # Who computed comes late to the first round; to the next ones, all come from waiting.
+        return seconds + load.rounds * self.handling_s + (self.jitter_s if load.rounds else 0.0)
 
     def compute_s(self, layer: Layer, placed: Placement) -> float:
         """The slowest device's part of a layer."""
@@ -240,8 +242,8 @@ class Formula:
         copies = next(v for v in placed.parameters.values() if isinstance(v, Replicated))
         load = sum_loads(copies.devices, copies.devices, float(summed), self.devices, self.reduce)
         seconds = self._wire_s(load)
-        # Sums share buckets: a small layer pays only its part of a bucket's latency.
-        seconds -= load.rounds * self.round_s * max(0.0, 1 - summed / BUCKET_ENTRIES)
+        # Sums share buckets: a small layer pays only its part of a bucket's latency and jitter.
+        seconds -= (load.rounds * self.round_s + self.jitter_s) * max(0.0, 1 - summed / BUCKET_ENTRIES)
         return kept + seconds * (1 - self.hidden)
 
     def memory_s(self, layer: Layer, placed: Placement, squeeze: Squeeze, optimizer: str) -> float:

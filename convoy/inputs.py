@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor, nn
-from torch.cuda import is_available
 
 from convoy.auto import read_times
 from convoy.data import Splits, load
 from convoy.data import check as check_data
 from convoy.errors import InputError, unknown_name
+from convoy.execute.precision import check_kinds
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.nets import build_net
 from convoy.plan import Plan
@@ -47,7 +47,7 @@ def rehearse(settings: Settings) -> None:
     graph = trace(build_model(settings, splits), example_of(splits)).graph
     if settings.plan == AUTO:
         if settings.fleet is not None:
-            read_times(settings.fleet, graph, devices)
+            read_times(settings.fleet, graph, devices, settings.precision)
     elif settings.plan in PLANS:
         plan = named_plan(settings.plan, graph, settings.pass_batch, Speeds((1.0,) * devices), settings.reduce)
         replace(plan, wire=settings.wire or "exact").check(graph, devices)
@@ -78,11 +78,7 @@ def check(settings: Settings) -> None:
             f"--accumulate {settings.accumulate} with --batch {settings.batch}: the passes of a step must be equal; give one "
             f"of {', '.join(fitting)}"
         )
-    on_cpu = [
-        name for name in settings.device_names if name.startswith("cpu") or (name == "auto" and not is_available())
-    ]
-    if settings.precision == "fp16" and on_cpu:
-        raise InputError("--precision fp16 on a CPU, which does not gain from it: use bf16, or GPUs only")
+    check_kinds(settings.precision, settings.device_names)
     _check_checkpoint(settings)
     _check_plan(settings)
 

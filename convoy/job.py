@@ -217,7 +217,8 @@ def _plan(
         speeds = given_speeds(settings.speeds, group.devices)
     else:
         with screen.working("every device times the model's layers"):
-            speeds = measure_speeds(group, traced, model, settings.pass_batch, Clock(group.torch_device, slowdown))
+            clock = Clock(group.torch_device, slowdown)
+            speeds = measure_speeds(group, traced, model, settings.pass_batch, clock, settings.precision)
     if saved is None:
         made = named_plan(settings.plan, traced.graph, settings.pass_batch, speeds, settings.reduce)
     else:
@@ -237,7 +238,7 @@ def _choose(
             group, traced, model, settings.pass_batch, net=settings.net, file=settings.fleet,
             described=Path(described) if described else None,
             budget_s=settings.budget_s, slowdown=slowdown, optimizer=settings.optimizer_state, reduce=settings.reduce,
-            wire=settings.wire or "exact",
+            wire=settings.wire or "exact", precision=settings.precision,
         )  # fmt: skip
 
 

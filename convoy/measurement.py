@@ -9,6 +9,7 @@ The file is a fleet file with one more table, written by `convoy measure` and re
     net = "two-conv:50:500"
     fingerprint = "c0ffee..."                     # of the model's graph: times of one model say nothing of another
     batch = 64
+    precision = "float32"
     device = [ { device = "attic-cpu", send_s_per_byte = 4e-10, ... }, ... ]
     layer = [ { device = "attic-cpu", layer = "conv1", samples = 4, outputs = 50, inputs = 3, forward_s = ... }, ... ]
 
@@ -54,6 +55,7 @@ class Measurement:
         layer: points of every layer on every device. Those with all inputs fill a rectangle of samples x outputs;
             those with fewer inputs fill a rectangle of samples x inputs, with all outputs.
         link, host: spreads and common rates, where there was a network to measure.
+        precision: what the layers computed in; see `convoy.execute.precision`.
 
     Raises:
         InputError: a device, host or layer is missing, unknown or there twice; points that fill no rectangle.
@@ -70,6 +72,7 @@ class Measurement:
     layer: tuple[LayerPoint, ...]
     link: tuple[LinkSpread, ...] = ()
     host: tuple[HostRates, ...] = ()
+    precision: str = "float32"
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -118,7 +121,11 @@ class Measurement:
             )
         return Costs(
             times=self.times(),
-            network=network_of(self.fleet, [costs.processor_s_per_byte for costs in self.device]),
+            network=network_of(
+                self.fleet,
+                [costs.processor_s_per_byte for costs in self.device],
+                [costs.jitter_s for costs in self.device],
+            ),
             itemsize=itemsize,
             update_s_per_entry=tuple(costs.update_s_per_entry for costs in self.device),
             overheads=tuple(costs.overheads for costs in self.device),
@@ -151,7 +158,7 @@ class Measurement:
     def to_toml(self) -> str:
         """The text of the file; `Measurement.from_toml` gives an equal measurement back."""
         lines = [self.fleet.to_toml(), "[measured]", f"format = {FORMAT}"]
-        for name in ("net", "fingerprint", "batch", "convoy", "torch", "date"):
+        for name in ("net", "fingerprint", "batch", "precision", "convoy", "torch", "date"):
             lines.append(f"{name} = {_literal(getattr(self, name))}")
         for name in ("device", "host", "link", "layer"):
             rows = [f"  {{ {_row(value)} }}," for value in getattr(self, name)]
@@ -193,6 +200,7 @@ class _File:
     layer: tuple[LayerPoint, ...]
     link: tuple[LinkSpread, ...] = ()
     host: tuple[HostRates, ...] = ()
+    precision: _Text = "float32"
 
 
 _FILE = TypeAdapter(_File)

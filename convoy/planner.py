@@ -28,7 +28,7 @@ POLISHED_LAYERS = 4
 """Nets with more weighted layers are planned by the formula alone, and only the best are replayed."""
 
 REPLAYED = 12
-"""So many of the plans that are best by formula are replayed."""
+"""So many of the plans that are best by formula are replayed, and the best of each number of devices."""
 
 REFINED = 3
 """So many of the best are made better by replay."""
@@ -178,7 +178,7 @@ def _replayed(
     def fits(plan: Plan) -> bool:
         return _fits(plan, formula, room)
 
-    shortlist = _in_order(found) if len(found) * len(graph.layers) <= 600 else _in_order(found)[:REPLAYED]
+    shortlist = _in_order(found) if len(found) * len(graph.layers) <= 600 else _shortlist(found)
     rows = [(simulate(lower(each.plan, graph), graph, costs).step_s, each.working, each.plan) for each in shortlist]
     if len(graph.weighted) <= POLISHED_LAYERS and len(order) <= 8:
         best_of = {working: (step_s, plan) for step_s, working, plan in sorted(rows, key=lambda r: r[:2], reverse=True)}
@@ -191,6 +191,14 @@ def _replayed(
     _, working, plan = min(rows, key=lambda row: row[:2])
     rows += [(s, working, better) for s, better in nudged(plan, graph, costs, fits)]
     return [Candidate(plan, step_s) for step_s, _, plan in sorted(rows, key=lambda row: row[:2])]
+
+
+def _shortlist(found: Sequence[_Found]) -> list[_Found]:
+    """The best by formula, and the best of each number of devices: the formula knows least of what many devices wait for, and
+    a small net may train fastest on one."""
+    best = _in_order(found)
+    of_each = {each.working: each for each in reversed(best)}
+    return [*best[:REPLAYED], *(each for _, each in sorted(of_each.items()) if each not in best[:REPLAYED])]
 
 
 def _polished(

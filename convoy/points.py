@@ -66,6 +66,7 @@ class DeviceCosts:
         update_s_per_entry: of SGD with momentum, per entry of the parameters it holds.
         step_s, layer_s, round_s, message_s, copy_s_per_byte, add_s_per_byte, fresh_s_per_byte, update_s_per_tensor:
             see `convoy.cost.overhead.Overheads`.
+        jitter_s: see `convoy.cost.network.Network`.
         traffic_spread, update_spread: (most - least) / typical of the repetitions.
     """
 
@@ -82,6 +83,7 @@ class DeviceCosts:
     add_s_per_byte: _Number
     fresh_s_per_byte: _Number
     update_s_per_tensor: _Number
+    jitter_s: _Number = 0.0
     traffic_spread: _Number = 0.0
     update_spread: _Number = 0.0
 
@@ -89,7 +91,9 @@ class DeviceCosts:
         owner = f"device {self.device!r}"
         _in_range(owner, 0, send_s_per_byte=self.send_s_per_byte, receive_s_per_byte=self.receive_s_per_byte)
         _in_range(owner, 0, update_s_per_entry=self.update_s_per_entry, **asdict(self.overheads))
-        _in_range(owner, 0, traffic_spread=self.traffic_spread, update_spread=self.update_spread)
+        _in_range(
+            owner, 0, jitter_s=self.jitter_s, traffic_spread=self.traffic_spread, update_spread=self.update_spread
+        )
 
     @property
     def overheads(self) -> Overheads:

@@ -194,9 +194,8 @@ class _Writer:
         rounds = []
         counts = messages(step.schedule, self.device)
         for count, (before, after) in zip(counts, handling(step, self.device), strict=True):
-            calls_s = self.overhead.round_s + (count - 1) * self.overhead.message_s if count else 0.0
             copies_s = [self.overhead.handling_s(each, self.costs.itemsize) for each in (before, after)]
-            rounds.append((calls_s + copies_s[0], copies_s[1]))
+            rounds.append((self.overhead.calls_s(count) + copies_s[0], copies_s[1]))
         return rounds
 
     def _takes_part(self, step: Exchange) -> bool:

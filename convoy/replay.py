@@ -3,7 +3,8 @@
 A device walks two lanes of work at once: its own, and the one on which gradients are summed. A computation occupies its
 lane; messages go on by themselves. A message starts when both of its ends are ready, waits the link's latency, and shares
 cards with all others; those from one device to another go through one connection, one by one. What moves bytes and what
-computes share the device's processor.
+computes share the device's processor. A device that has computed comes late to an exchange, by its jitter; one that has
+just waited does not.
 """
 
 import heapq
@@ -131,6 +132,7 @@ class _Message:
     size: int
     label: str
     ready: int = 0
+    ready_s: float = 0.0
     left_bytes: float = 0.0
     start_s: float = 0.0
 
@@ -153,6 +155,7 @@ class _Play:
         self.ticket = 0
         self.events: list[Event] = []
         self.compute_s, self.exchange_s = [0.0] * len(programs), [0.0] * len(programs)
+        self.resumed_s = [0.0] * len(programs)  # when each device last had waited
         self.now = 0.0
         self.ready: deque[tuple[int, int]] = deque((d, lane) for d in range(len(programs)) for lane in (MAIN, SUMS))
 
@@ -264,6 +267,7 @@ class _Play:
         if number == MAIN and self.now > lane.since_s:
             self.exchange_s[device] += self.now - lane.since_s
             self.events.append(Event(device, "wait", waited.label, lane.since_s, self.now, waited.step))
+            self.resumed_s[device] = self.now
         lane.at += 1
         self.ready.append((device, number))
 
@@ -271,13 +275,24 @@ class _Play:
 
     def _begin(self, device: int, begin: Begin) -> None:
         self.open[device]["round", begin.step, begin.number] = set(begin.bytes_)
+        ready_s = self.now + self._late_s(device)
         for route, size in begin.bytes_.items():
             message = self.messages.setdefault(route, _Message(size, begin.label))
             message.ready += 1
+            message.ready_s = max(message.ready_s, ready_s)
             if message.ready == 2:
                 self.ticket += 1
-                start_s = self.now + self.network.latency_s[route[2]][route[3]]
+                start_s = message.ready_s + self.network.latency_s[route[2]][route[3]]
                 heapq.heappush(self.starts, (start_s, self.ticket, route))
+
+    def _late_s(self, device: int) -> float:
+        """Not later than it had computed for, since it last waited; and what it waits now makes up for it."""
+        if not self.network.jitter_s:
+            return 0.0
+        lane = self.lanes[device][MAIN]
+        worked_until_s = lane.since_s if lane.missing else self.now
+        late_s = min(self.network.jitter_s[device], worked_until_s - self.resumed_s[device])
+        return max(0.0, late_s - (self.now - worked_until_s))
 
     def _flow(self, route: Route) -> None:
         # A pair of devices has one connection, and messages go through it one after the other.

@@ -159,7 +159,7 @@ class Settings(BaseModel):
     precision: Annotated[str, one_of("convoy.execute.precision:PRECISIONS")] = _step(
         "float32",
         "What layers compute in: float32, bf16 or fp16 (with loss scaling; GPUs only). Weights and sums stay float32, and so "
-        "does what travels unless --wire says otherwise. Speeds are measured in float32.",
+        "does what travels unless --wire says otherwise.",
     )
     seed: int = _step(0, "Decides the first weights and the order of the images.", ge=0, le=MAX_SEED)
 

@@ -176,6 +176,11 @@ def test_a_file_of_another_fleet_or_model_is_refused(measured: Measurement, tmp_
         refused(file, 2, other, example())
     with pytest.raises(InputError, match="cannot be read"):
         refused(tmp_path / "none.toml", 2, net(), example())
+    file.write_text(replace(measured, precision="bf16").to_toml())
+    with pytest.raises(
+        MismatchError, match=r"in bf16, this job computes in float32.* measure with --precision float32"
+    ):
+        refused(file, 2, net(), example())
 
 
 def test_a_fleet_without_room_is_refused_on_every_device(measured: Measurement, tmp_path: Path) -> None:

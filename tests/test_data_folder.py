@@ -10,6 +10,7 @@ from convoy.data import Samples, load
 from convoy.data.files import Files
 from convoy.data.folder import list_folder
 from convoy.errors import DataError, InputError
+from convoy.measure.command import MeasureJob
 from tests.made_up import assert_says, plain_image, write_images
 
 CLASSES = ("ant", "bee", "cat")
@@ -143,6 +144,9 @@ def test_images_of_different_sizes_want_one(pets: Path) -> None:
     both = load(str(pets), image_size=4)
     assert both.image_shape == (3, 4, 4)
     assert {x_CHW.shape for split in (both.train, both.test) for x_CHW, _ in split} == {(3, 4, 4)}
+    # Measuring takes them, too.
+    job = MeasureJob(Path("fleet.toml"), None, str(pets), None, "two-conv:1:1", ("cpu",), 1, (1.0,), image_size=4)
+    assert job.images().image_shape == (3, 4, 4)
 
 
 # --------------------------------------------------------------------------------------------------------- damage

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from convoy.cost.size import LocalSize, whole_size
 from convoy.errors import DeviceLostError, InputError, MismatchError
@@ -23,6 +24,7 @@ from convoy.lower import lower
 from convoy.measure import overheads, repeats
 from convoy.measure.command import MeasureJob, run_measure
 from convoy.measure.describe import Own, fit, fleet_of, host_indices, spreads, with_wire
+from convoy.measure.layers import measure_speeds
 from convoy.measure.links import WireTimes, measure_links, meetings, processor_share
 from convoy.measure.partial import Partial
 from convoy.measure.pieces import Piece, SharedStatistics, granule, piece
@@ -629,6 +631,52 @@ def test_a_replay_of_every_plan_runs_on_what_was_measured() -> None:
     assert measured.fleet.devices[0].name in shown
 
 
+class Types(TorchDispatchMode):
+    """Remembers in which types a kernel was called."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names, self.seen = names, set[torch.dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.split(".")[0] in self.names:
+            self.seen.add(args[0].dtype)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("bf16", torch.bfloat16)])
+def test_layers_are_timed_in_the_precision_that_they_train_in(precision: str, dtype: torch.dtype) -> None:
+    """A bf16 training was planned by times of float32, though devices differ in what they gain."""
+    model, traced = traced_net("two-conv")
+    kernels = ("convolution", "convolution_backward", "addmm", "mm")
+    with AloneGroup(CPU) as group, Types(*kernels) as types:
+        Bench(traced, model, 4, Clock(CPU), CPU, stretch_s=1e-5, precision=precision).measure("conv2", 0.1)
+        assert types.seen == {dtype}
+        measure_speeds(group, traced, model, 4, Clock(CPU), precision)
+    assert types.seen == {dtype}
+
+
+def test_the_file_says_the_precision_and_an_older_one_was_float32() -> None:
+    model, traced = traced_net("two-conv")
+    with AloneGroup(CPU) as group:
+        measured = measure_job(
+            group, traced, model, 4, net="two-conv", budget_s=0.1, stretch_s=1e-5, precision="bf16"
+        )  # fmt: skip
+    text = measured.to_toml()
+    assert Measurement.from_toml(text).precision == "bf16"
+    assert Measurement.from_toml(text.replace('precision = "bf16"\n', "")).precision == "float32"
+
+
+def test_devices_with_different_precisions_are_refused() -> None:
+    model, traced = traced_net("two-conv")
+    with pytest.raises(MismatchError, match="float32 on device 0, but bf16 on device 1"):
+        run_on_threads(
+            2,
+            lambda group: measure_speeds(group, traced, model, 4, Clock(CPU), ("float32", "bf16")[group.device]),
+            timeout_s=30.0,
+        )
+
+
 def test_an_interrupted_measuring_goes_on_where_it_was(tmp_path: Path) -> None:
     partial = tmp_path / "fleet.toml.partial"
 
@@ -750,6 +798,9 @@ def test_whoever_is_cut_off_learns_that_nothing_measured_is_lost(
     [
         ({"data": "mnist"}, "unknown data set 'mnist'"),
         ({"batch": 0}, "--batch 0"),
+        ({"precision": "half"}, "unknown precision 'half'"),
+        ({"precision": "fp16"}, "--precision fp16 on a CPU"),
+        ({"image_size": 32}, "--image-size 32 with --data digits: only images of a folder are resized"),
         ({"budget_s": 0.0}, "--budget 0"),
         ({"timeout_s": float("inf")}, "--timeout inf"),
         ({"slowdown": (1.0,)}, "--slowdown 1"),

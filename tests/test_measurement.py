@@ -54,7 +54,7 @@ def measurements(draw: st.DrawFn) -> Measurement:
                 ]
     return Measurement(
         fleet, draw(texts), draw(texts), draw(st.integers(1, 1024)), draw(texts), draw(texts), draw(texts),
-        tuple(DeviceCosts(name, *(draw(seconds) for _ in range(11))) for name in devices), tuple(points),
+        tuple(DeviceCosts(name, *(draw(seconds) for _ in range(14))) for name in devices), tuple(points),
         tuple(LinkSpread(link.source, link.target, draw(seconds), draw(seconds)) for link in fleet.links),
         tuple(HostRates(host, draw(above_zero), draw(seconds), draw(seconds)) for host in hosts),
     )  # fmt: skip
@@ -84,6 +84,16 @@ def measured_by(*points: LayerPoint, fingerprint: str = "f" * 16, **overheads: f
         "a-cpu", send_s_per_byte=2e-10, receive_s_per_byte=6e-10, update_s_per_entry=1e-9, **nothing | overheads
     )
     return Measurement(fleet, "net", fingerprint, 8, "0", "2", "2026-01-01", (costs,), points)
+
+
+def test_jitter_reaches_the_replay_and_an_older_file_has_none() -> None:
+    graph = trace(TwoConv(6), torch.zeros(2, 3, 8, 8)).graph
+    text = measured_by(point(), fingerprint=graph.fingerprint, jitter_s=0.25).to_toml()
+    assert Measurement.from_toml(text).costs(graph).network.jitter_s == (0.25,)
+    older = Measurement.from_toml(text.replace("jitter_s = 0.25, ", ""))
+    assert older.costs(graph).network.jitter_s == (0.0,)
+    with pytest.raises(InputError, match=r"jitter_s = -0\.25 .*at least 0"):
+        Measurement.from_toml(text.replace("jitter_s = 0.25", "jitter_s = -0.25"))
 
 
 def test_a_plain_fleet_file_is_a_fleet_that_was_not_measured() -> None:

@@ -191,3 +191,15 @@ def test_the_test_itself_can_fail() -> None:
 
 def test_even_shares_are_used_where_no_speed_is_known() -> None:
     assert by_name("data", "two-conv").otherwise == Batch(even(10, 4))
+
+
+# --- memory format ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["data-by-speed", "master", "model", "hybrid"])
+def test_a_model_in_channels_last_computes_the_same(plan: str) -> None:
+    """Its weights lie otherwise in memory (docs/decisions/017): pieces of them are cut and gathered all the same."""
+    training = Training("two-conv", SHORT)
+    model = nets.build("two-conv").to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    assert not next(model.parameters()).is_contiguous()
+    assert_same(on_many(training, by_name(plan, "two-conv"), model), on_one(training))

@@ -7,6 +7,7 @@ replays it.
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,13 +16,15 @@ from torch import nn
 from convoy.balance import balance
 from convoy.cost.compute import Rate, Roofline
 from convoy.cost.network import Network
+from convoy.formula import Formula
 from convoy.graph import Graph
-from convoy.layout import holders
+from convoy.layout import Split, holders
 from convoy.lower import lower
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.nets import build_net
 from convoy.plan import Plan
 from convoy.planner import candidates, plan_auto, solo_speeds
+from convoy.search import Prices
 from convoy.shares import apportion
 from convoy.simulate import Costs, simulate
 from convoy.steps import Compute
@@ -153,3 +156,41 @@ def test_balance_keeps_groups_whole() -> None:
     shares = balance(12, 3, (0, 1, 2), lambda d, n: n * (1, 2, 4)[d], quantum=4)
     assert sum(shares) == 12
     assert all(share % 4 == 0 for share in shares)
+
+
+def test_plans_with_many_exchanges_are_left_where_exchanges_come_late() -> None:
+    """AlexNet-like, three devices: what is best without jitter has more exchanges than what is best with it."""
+    graph = graph_of(build_net("alexnet:64", (3, 32, 32), 10), 32)
+    calm = costs_of([4e9, 2e9, 1e9], 1e8)
+    step_s = candidates(graph, 16, calm)[0].step_s
+    late = replace(calm, network=replace(calm.network, jitter_s=(step_s / 20,) * 3))
+    plans = [candidates(graph, 16, costs)[0].plan for costs in (calm, late)]
+    exchanges = [sum(not isinstance(step, Compute) for step in lower(plan, graph).steps) for plan in plans]
+    assert exchanges[1] < exchanges[0]
+    # And it is the better one there.
+    seconds = [simulate(lower(plan, graph), graph, late).step_s for plan in plans]
+    assert seconds[1] < seconds[0]
+
+
+def test_the_formula_adds_jitter_once_to_an_exchange() -> None:
+    graph = graph_of(build_net("two-conv:16:32", (3, 16, 16), 10))
+    calm = costs_of([4e9, 2e9, 1e9], 1e8)
+    late = replace(calm, network=replace(calm.network, jitter_s=(0.5, 0.25, 0.0)))
+    source = next(layer for layer in graph.layers.values() if layer.kind == "conv")
+    src, dst = Split(0, (8, 5, 3)), Split(1, (8, 5, 3))
+    without_s, with_s = (
+        Formula(graph, 16, costs, Prices(graph, 16, costs)).move_s(src, dst, source, back=False)
+        for costs in (calm, late)
+    )
+    assert with_s - without_s == pytest.approx(0.5)
+    assert Formula(graph, 16, late, Prices(graph, 16, late)).move_s(src, src, source, back=True) == 0.0
+
+
+def test_a_deep_net_of_short_layers_is_left_to_one_device_where_that_is_faster() -> None:
+    """ResNet-8 at 16 filters: so many exchanges of so little that two devices are slower than the faster of them. By formula,
+    where half of what travels is free, a dozen plans of several devices came before that of one, and it was not replayed."""
+    graph = graph_of(build_net("resnet:8:16", (3, 32, 32), 10), 32)
+    costs = costs_of([20e9, 12e9, 8e9, 5e9], 125e6)
+    late = replace(costs, network=flat_network(4, 125e6, latency_s=8e-3))
+    alone = Plan("alone", graph.fingerprint, 4, 64, {}, One(0))
+    assert candidates(graph, 64, late)[0].step_s <= simulate(lower(alone, graph), graph, late).step_s

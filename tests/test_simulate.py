@@ -330,6 +330,38 @@ def test_messages_from_one_device_to_another_share_one_connection():
     assert spans(timeline, 1, "receive") == [(0.5, 1.5), (1.5, 2.5)]
 
 
+def jittery(network: Network, *jitter_s: float) -> Network:
+    return replace(network, jitter_s=jitter_s)
+
+
+def test_whoever_computed_comes_late_to_an_exchange():
+    """Both compute 2 s, and come 0.25 and 0.75 s late; 100 bytes take 1 s behind 0.5 s of latency: 3.25 to 4.25."""
+    steps = [work(0, (0, 1)), move(1, OnOne(0), OnOne(1), 100), work(2, (1,), after=(1,))]
+    seconds = {(0, "forward"): 2.0, (1, "forward"): 2.0}
+    for jitter_s in ((0.25, 0.75), (0.75, 0.25)):
+        timeline = replay(steps, 2, jittery(hosts(2), *jitter_s), seconds)
+        assert spans(timeline, 0, "send") == [(3.25, 4.25)]
+        assert timeline.step_s == pytest.approx(6.25)
+    # Nobody is later than it computed: 0.5 s here, of a jitter of 9.
+    short = replay(steps, 2, jittery(hosts(2), 9.0, 0.0), {(0, "forward"): 0.5, (1, "forward"): 0.5})
+    assert spans(short, 0, "send") == [(1.5, 2.5)]
+
+
+def test_whoever_waits_for_the_slow_one_is_not_later_still():
+    """Device 1 is ready at 0.25 + 4: device 0, as late as it may be, has long been there."""
+    steps = [work(0, (0, 1)), move(1, OnOne(0), OnOne(1), 100), work(2, (1,), after=(1,))]
+    timeline = replay(steps, 2, jittery(hosts(2), 2.0, 0.25), {(0, "forward"): 1.0, (1, "forward"): 4.0})
+    assert spans(timeline, 0, "send") == [(4.75, 5.75)]
+
+
+def test_only_the_first_round_after_computing_is_late():
+    """2 s of computing, then a ring of two: two rounds of 1.5 s. Late by 0.25 once, since who waited is awake."""
+    steps = [work(0, (0, 1), "backward"), SumGradients(1, ("w",), (200,), 0, (0, 1), (1, 1), "ring")]
+    seconds = {(0, "backward"): 2.0, (1, "backward"): 2.0}
+    timeline = replay(steps, 2, jittery(hosts(2), 0.25, 0.25), seconds)
+    assert spans(timeline, 0, "send") == [(2.75, 3.75), (4.25, 5.25)]
+
+
 def test_traffic_slows_what_computes_beside_it():
     """0.004 s of processor per byte, 100 bytes/s: 0.4 of a processor, 1.25 s of computing take 0.5 + 1 + 0.15 s.
 

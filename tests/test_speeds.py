@@ -140,6 +140,22 @@ def test_a_model_that_is_one_opaque_layer_with_several_outputs_is_measured() -> 
     assert speeds.devices[0] == speeds.devices[1] > 0
 
 
+@pytest.mark.parametrize(("kind", "waits", "slowdown", "finished"), [
+    ("cpu", True, 2.0, 0), ("mps", False, 1.0, 0), ("mps", True, 1.0, 1), ("cuda", False, 2.0, 1),
+])  # fmt: skip
+def test_a_clock_waits_for_what_is_queued(
+    kind: str, waits: bool, slowdown: float, finished: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any accelerator: what was timed on Apple's GPUs was only the queueing."""
+    asked: list[torch.device] = []
+    monkeypatch.setattr("torch.accelerator.synchronize", asked.append)
+    clock = Clock(torch.device(kind), slowdown)
+    clock.waits = waits
+    with clock.compute("conv", "forward"):
+        pass
+    assert asked == [torch.device(kind)] * finished
+
+
 class Resting(Clock):
     """A clock that makes every computation last at least 5 ms, as a slow-down of real length would."""
 

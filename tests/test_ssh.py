@@ -368,3 +368,26 @@ def test_a_fleet_is_measured_and_planned_for(hosts: Lab, tmp_path: Path) -> None
     )
     assert (status, errors) == (0, "")
     assert "Predicted:" in output
+
+
+# ------------------------------------------------------------------------------------------------- the real doctor
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_doctor_visits_every_host_over_ssh_and_names_the_one_that_is_gone(hosts: Lab, tmp_path: Path) -> None:
+    """First all are there: versions, clocks, links and speeds of both. Then nothing comes from cellar, and nobody is told."""
+    fleet, found = fleet_file(tmp_path, "", f'folder = "{tmp_path}"'), tmp_path / "found.json"
+    examine = convoy("doctor", "--fleet", str(fleet), "--json", str(found), "--wait", "20")
+    status, output, errors = hosts.run("attic", examine, limit_s=110)
+    assert status == 0, output + errors
+    facts = json.loads(found.read_text())
+    assert not [each for each in facts["findings"] if each["severity"] == "error"]
+    assert {"attic", "cellar"} <= set(re.findall(r"\b(attic|cellar)\b", output))
+    with hosts.cable_pulled("cellar"):
+        status, output, errors = hosts.run("attic", examine, limit_s=110)
+    assert status == 1
+    gone = [each for each in json.loads(found.read_text())["findings"] if each["severity"] == "error"]
+    assert any("cellar at 10.77.0.3 cannot be used" in each["what"] for each in gone), gone
+    assert all(each["cure"] for each in gone)
+    assert "cellar at 10.77.0.3" in output + errors

@@ -11,8 +11,10 @@ from convoy.cli.options import (
     Data,
     DataDir,
     Devices,
+    ImageSize,
     Net,
     Port,
+    Precision,
     Print,
     Slowdown,
     Timeout,
@@ -39,10 +41,12 @@ def measure(
     ] = None,
     data: Data = "digits",
     data_dir: DataDir = None,
+    image_size: ImageSize = None,
     net: Net = "two-conv:50:500",
     devices: Devices = FIELDS["devices"].default,
     batch: Batch = 64,
     slowdown: Slowdown = None,
+    precision: Precision = FIELDS["precision"].default,
     budget: Annotated[float, typer.Option(help="Seconds that each device may spend on layers.")] = 60.0,
     timeout: Timeout = 60.0,
     port: Port = None,
@@ -64,7 +68,7 @@ def measure(
             raise typer.Exit(measure_on_fleet(hosts, fleet, sys.argv[1:], given, print_lines, port=port))
     known = device_names(devices)
     factors = (1.0,) * len(known) if slowdown is None else numbers_of("--slowdown", slowdown)
-    job = MeasureJob(output, fleet, data, data_dir, net, known, batch, factors, budget, timeout)
+    job = MeasureJob(output, fleet, data, data_dir, net, known, batch, factors, budget, timeout, image_size, precision)
     job.check()
     if one_of_job or len(known) == 1:
         run_measure(job)

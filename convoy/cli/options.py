@@ -19,8 +19,10 @@ def _meaning(name: str) -> Any:
 
 Data = Annotated[str, _meaning("data")]
 DataDir = Annotated[Path | None, _meaning("data_dir")]
+ImageSize = Annotated[int | None, _meaning("image_size")]
 Net = Annotated[str, _meaning("net")]
 PlanName = Annotated[str, _meaning("plan")]
+Precision = Annotated[str, _meaning("precision")]
 Devices = Annotated[str, _meaning("devices")]
 Batch = Annotated[int, _meaning("batch")]
 Slowdown = Annotated[str | None, _meaning("slowdown")]

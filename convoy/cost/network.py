@@ -21,6 +21,8 @@ class Network:
         pair_bytes_per_s: `pair_bytes_per_s[i][j]`, what one message alone reaches.
         processor_s_per_byte: of each device's processor, for each byte it sends or receives. Zero for devices whose
             traffic costs their computing nothing.
+        jitter_s: by how much each device, when it has been computing, makes an exchange later than its mean speed says;
+            none where nothing was measured. See `convoy.measure.jitter`.
     """
 
     host: tuple[int, ...]
@@ -30,13 +32,16 @@ class Network:
     latency_s: tuple[tuple[float, ...], ...]
     pair_bytes_per_s: tuple[tuple[float, ...], ...]
     processor_s_per_byte: tuple[float, ...]
+    jitter_s: tuple[float, ...] = ()
 
     @property
     def devices(self) -> int:
         return len(self.host)
 
 
-def network_of(fleet: Fleet, processor_s_per_byte: Sequence[float] | None = None) -> Network:
+def network_of(
+    fleet: Fleet, processor_s_per_byte: Sequence[float] | None = None, jitter_s: Sequence[float] = ()
+) -> Network:
     """The network of a fleet file; links between hosts as measured there, else from the cards."""
     names = [host.name for host in fleet.hosts]
     place = {name: index for index, name in enumerate(names)}
@@ -52,6 +57,7 @@ def network_of(fleet: Fleet, processor_s_per_byte: Sequence[float] | None = None
         latency_s=tuple(tuple([latency_s[a][b] for b in host]) for a in host),
         pair_bytes_per_s=tuple(tuple([bandwidth[a][b] for b in host]) for a in host),
         processor_s_per_byte=tuple(processor_s_per_byte or (0.0,) * len(host)),
+        jitter_s=tuple(jitter_s),
     )
 
 

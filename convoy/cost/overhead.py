@@ -37,6 +37,10 @@ class Overheads:
     fresh_s_per_byte: float = 0.0
     update_s_per_tensor: float = 0.0
 
+    def calls_s(self, messages: int) -> float:
+        """Seconds of a device's part in a round, by the messages that it sends and receives; without one it has no part."""
+        return self.round_s + (messages - 1) * self.message_s if messages else 0.0
+
     def handling_s(self, handling: "Handling", itemsize: int) -> float:
         """Seconds of copies, additions and new memory."""
         fresh = sum(n for n in handling.made if n * itemsize > FRESH_BYTES)

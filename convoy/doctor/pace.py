@@ -6,6 +6,8 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from torch.nn.functional import conv2d
 
+from convoy.execute.place import finish
+
 COMPUTE_S = 0.3
 CHANNELS, SIZE = 64, 32
 CPU_BATCH, GPU_BATCH = 2, 256
@@ -27,8 +29,7 @@ def samples_per_s(device: torch.device, seconds: float = COMPUTE_S, slowdown: fl
     def once() -> None:
         y_NKHW = conv2d(x_NCHW, w_KCRS, padding=1)
         torch.autograd.grad(y_NKHW, (x_NCHW, w_KCRS), torch.ones_like(y_NKHW))
-        if device.type != "cpu":
-            torch.cuda.synchronize(device)
+        finish(device)
 
     once()  # chooses kernels
     start_s, calls = time.perf_counter(), 0

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from convoy.execute.place import finish
+
 
 class Clock:
     """Adds up the seconds of one device.
@@ -24,7 +26,7 @@ class Clock:
         self.compute_s = 0.0
         self.exchange_s = 0.0
         self.layers_s: defaultdict[tuple[str, str], float] = defaultdict(float)
-        self._cuda = torch_device.type == "cuda"
+        self._device = torch_device
 
     def reset(self) -> None:
         self.compute_s = self.exchange_s = 0.0
@@ -34,8 +36,8 @@ class Clock:
     def compute(self, layer: str, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        if self._cuda and (self.waits or self.slowdown > 1.0):
-            torch.cuda.synchronize()  # kernels are only queued, and a sleep would run beside them
+        if self.waits or self.slowdown > 1.0:
+            finish(self._device)  # kernels are only queued, and a sleep would run beside them
         if self.slowdown > 1.0:
             time.sleep((time.perf_counter() - start) * (self.slowdown - 1.0))
         elapsed = time.perf_counter() - start

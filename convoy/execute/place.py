@@ -107,6 +107,14 @@ def pick_device(name: "str | torch.device | None", local: int) -> "torch.device"
     return device
 
 
+def finish(device: "torch.device") -> None:
+    """Wait until a device has done all that it was given: the work of GPUs is queued. A CPU's is done when a call returns."""
+    import torch
+
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def route_to(host: str, port: int) -> str:
     """The address of this machine from which packets to ``host`` leave. Nothing is sent.
 

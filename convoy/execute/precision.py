@@ -16,12 +16,25 @@ from torch.optim import Optimizer
 from convoy.errors import InputError, MismatchError, unknown_name
 from convoy.execute.compute import Arithmetic, Convolution, FullyConnected, Gradients
 from convoy.execute.gradients import share_numbers
+from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.graph import Graph
 from convoy.steps import Part
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What layers compute in; None: in the type that the model has."""
+
+
+def check_kinds(precision: str, devices: Sequence[str]) -> None:
+    """Refuse what these devices cannot compute in, by their names on the command line, before anything starts.
+
+    Raises:
+        InputError: unknown precision, or fp16 where one of the devices is a CPU.
+    """
+    _dtype(precision)
+    on_cpu = [name for name in devices if name.startswith("cpu") or (name == "auto" and not torch.cuda.is_available())]
+    if precision == "fp16" and on_cpu:
+        raise InputError("--precision fp16 on a CPU, which does not gain from it: use bf16, or GPUs only")
 
 
 def compute_in(model: Distributed, precision: str) -> None:
@@ -31,8 +44,20 @@ def compute_in(model: Distributed, precision: str) -> None:
         InputError: unknown name; fp16 where one of the devices is a CPU; a model that is not float32.
         MismatchError: the devices were given different precisions.
     """
+    agree_on(model.group, model.traced[True].graph, precision)
+    for executor in model._executors.values():
+        for name, run in executor.arithmetic.items():
+            executor.arithmetic[name] = lowered(run, precision, model.group.torch_device.type)
+
+
+def agree_on(group: Group, graph: Graph, precision: str) -> None:
+    """Whether all devices were given this precision, and they and the model can compute in it. Every device must call it.
+
+    Raises:
+        InputError, MismatchError: see `compute_in`.
+    """
     dtype = _dtype(precision)
-    rows = [text.split() for text in model.group.agree("precision", f"{precision} {model.group.torch_device.type}")]
+    rows = [text.split() for text in group.agree("precision", f"{precision} {group.torch_device.type}")]
     strangers = [f"{row[0]} on device {d}" for d, row in enumerate(rows) if row[0] != rows[0][0]]
     if strangers:
         raise MismatchError(
@@ -45,12 +70,8 @@ def compute_in(model: Distributed, precision: str) -> None:
             f"precision fp16, but device {', '.join(processors)} is a CPU, and CPUs do not gain from fp16: use bf16, or GPUs "
             "only"
         )
-    if dtype is None:
-        return
-    _check_float32(model.traced[True].graph, precision)
-    for executor in model._executors.values():
-        for name, run in executor.arithmetic.items():
-            executor.arithmetic[name] = _lowered(run, dtype, model.group.torch_device.type)
+    if dtype is not None:
+        _check_float32(graph, precision)
 
 
 def _dtype(precision: str) -> torch.dtype | None:
@@ -68,7 +89,15 @@ def _check_float32(graph: Graph, precision: str) -> None:
             )
 
 
-def _lowered(run: Arithmetic, dtype: torch.dtype, device: str) -> Arithmetic:
+def lowered(run: Arithmetic, precision: str, device: str) -> Arithmetic:
+    """A layer's arithmetic in this precision, on this kind of device.
+
+    Raises:
+        InputError: unknown name.
+    """
+    dtype = _dtype(precision)
+    if dtype is None:
+        return run
     if isinstance(run, Convolution | FullyConnected):
         return _Rounded(run, dtype)
     return _Autocast(run, dtype, device)

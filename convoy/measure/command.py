@@ -11,6 +11,7 @@ from torch import nn
 from convoy.data import Splits, load
 from convoy.data import check as check_data
 from convoy.errors import ConvoyError, InputError
+from convoy.execute.precision import check_kinds
 from convoy.execute.processes import join
 from convoy.files import write_whole
 from convoy.fleet import Fleet
@@ -41,6 +42,8 @@ class MeasureJob:
     slowdown: tuple[float, ...]
     budget_s: float = BUDGET_S
     timeout_s: float = 60.0
+    image_size: int | None = None
+    precision: str = "float32"
 
     @property
     def partial(self) -> Path:
@@ -52,7 +55,8 @@ class MeasureJob:
         Raises:
             InputError: with the value, the rule and the remedy.
         """
-        check_data(self.data, self.data_dir)
+        check_data(self.data, self.data_dir, self.image_size)
+        check_kinds(self.precision, self.devices)
         if self.batch < 1:
             raise InputError(f"--batch {self.batch}: give 1 or more")
         for name, value in (("budget", self.budget_s), ("timeout", self.timeout_s)):
@@ -85,6 +89,9 @@ class MeasureJob:
         path = self.fleet or (Path(named) if (named := os.environ.get("CONVOY_FLEET")) else None)
         return None if path is None else read_fleet_file(path)[0]
 
+    def images(self) -> Splits:
+        return load(self.data, self.data_dir, image_size=self.image_size)
+
     def model(self, splits: Splits) -> nn.Module:
         return build_net(self.net, splits.train.image_shape, splits.train.classes)
 
@@ -102,7 +109,7 @@ class MeasureJob:
                 f"--devices {len(self.devices)}, but the fleet file has {len(fleet.devices)}: give --devices "
                 f"{len(fleet.devices)}, or another fleet"
             )
-        self.model(load(self.data, self.data_dir))
+        self.model(self.images())
 
 
 def run_measure(job: MeasureJob) -> None:
@@ -117,7 +124,7 @@ def run_measure(job: MeasureJob) -> None:
         first = group.device == 0
         if first:
             job.check_output()
-        splits = load(job.data, job.data_dir)
+        splits = job.images()
         model = job.model(splits)
         traced = trace(model, splits.train[0][0][None])
         console = Console(quiet=not first, highlight=False)
@@ -126,7 +133,7 @@ def run_measure(job: MeasureJob) -> None:
             with Watch(console) as watch:
                 measured = measure_job(
                     group, traced, model, job.batch, net=job.net, fleet=job.read_fleet(), budget_s=job.budget_s,
-                    slowdown=slowdown, partial=job.partial, progress=watch,
+                    slowdown=slowdown, partial=job.partial, precision=job.precision, progress=watch,
                 )  # fmt: skip
         except (KeyboardInterrupt, ConvoyError):
             if remark := unfinished(job.partial):

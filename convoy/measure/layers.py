@@ -16,6 +16,8 @@ from convoy.errors import InputError, MismatchError
 from convoy.execute.clock import Clock
 from convoy.execute.compute import Arithmetic, arithmetic
 from convoy.execute.group import Group
+from convoy.execute.place import finish
+from convoy.execute.precision import agree_on, lowered
 from convoy.graph import Graph, Layer
 from convoy.named import Speeds
 from convoy.trace import Traced, without_in_place
@@ -44,7 +46,14 @@ DeviceTimes = Mapping[str, tuple[LayerTime, ...]]
 
 @torch.no_grad()  # as in the executor, which asks autograd only where it must
 def measure_layers(
-    traced: Traced, model: nn.Module, batch: int, clock: Clock, device: torch.device, *, repeats: int = 3
+    traced: Traced,
+    model: nn.Module,
+    batch: int,
+    clock: Clock,
+    device: torch.device,
+    *,
+    repeats: int = 3,
+    precision: str = "float32",
 ) -> dict[str, tuple[LayerTime, ...]]:
     """Time every layer of a model on this device, forward and backward, on random numbers.
 
@@ -53,13 +62,14 @@ def measure_layers(
         batch: the global batch; sizes of an eighth, a quarter and a half of it are timed.
         clock: its slow-down counts.
         repeats: the median of so many rounds, after a run that is not counted; fewer where they take long.
+        precision: what the layers compute in; see `convoy.execute.precision`.
     """
     local = without_in_place(copy.deepcopy(model)).to(device)
     sizes = sorted({max(2, batch // 8), max(2, batch // 4), max(2, batch // 2)})
     result = {}
     for layer in traced.graph.layers.values():
         if layer.kind not in ("input", "pick") and layer.batched:
-            run = arithmetic(local, layer, traced.operations[layer.name])
+            run = lowered(arithmetic(local, layer, traced.operations[layer.name]), precision, device.type)
             times = []
             for samples in sizes:
                 times.append(_time_layer(run, layer, traced.graph, samples, clock, device, repeats))
@@ -122,8 +132,7 @@ def _gradient_like(y: Any) -> Any:
 
 
 def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    finish(device)
     return time.perf_counter()
 
 
@@ -149,7 +158,9 @@ def speeds_of(times: Sequence[DeviceTimes], graph: Graph) -> Speeds:
     return Speeds(tuple(1.0 / s for s in total_s), layers)
 
 
-def measure_speeds(group: Group, traced: Traced, model: nn.Module, batch: int, clock: Clock) -> Speeds:
+def measure_speeds(
+    group: Group, traced: Traced, model: nn.Module, batch: int, clock: Clock, precision: str = "float32"
+) -> Speeds:
     """Every device times the model's layers, all at the same time as in training; all learn all speeds.
 
     Raises:
@@ -163,7 +174,8 @@ def measure_speeds(group: Group, traced: Traced, model: nn.Module, batch: int, c
             f"device{'s' * (len(strangers) > 1)} {', '.join(strangers)} started with another model than device 0: "
             "start every device with the same script and options"
         )
-    own = measure_layers(traced, model, batch, clock, group.torch_device)
+    agree_on(group, traced.graph, precision)
+    own = measure_layers(traced, model, batch, clock, group.torch_device, precision=precision)
     clock.reset()
     rows = {name: [[t.samples, t.forward_s, t.backward_s, t.spread] for t in times] for name, times in own.items()}
     texts = group.agree("measured speeds", json.dumps(rows))

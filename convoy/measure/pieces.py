@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from convoy.cost.size import LocalSize, whole_size
 from convoy.execute.batch_norm import GlobalBatchNorm
 from convoy.execute.compute import Arithmetic, Gradients, arithmetic
+from convoy.execute.precision import lowered
 from convoy.graph import Graph, Layer
 from convoy.layout import Shape
 from convoy.steps import Part
@@ -73,7 +74,14 @@ def granule(graph: Graph, layer: Layer) -> int | None:
 
 @contextmanager
 def piece(
-    model: nn.Module, traced: Traced, layer: Layer, size: LocalSize, wants: Sequence[bool], *, backward: bool
+    model: nn.Module,
+    traced: Traced,
+    layer: Layer,
+    size: LocalSize,
+    wants: Sequence[bool],
+    *,
+    backward: bool,
+    precision: str = "float32",
 ) -> Iterator[Piece]:
     """A piece of a layer, for as long as the context lasts: until then `model` holds only its part of the weights.
 
@@ -82,11 +90,12 @@ def piece(
         size: how much of the layer; a multiple of its `granule`.
         wants: which inputs need a gradient.
         backward: whether a gradient comes to this layer.
+        precision: what it computes in; see `convoy.execute.precision`.
     """
     operation = traced.operations[layer.name]
     with _sliced(model, layer, operation.target, size):
-        run = arithmetic(model, layer, operation)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        run = lowered(arithmetic(model, layer, operation), precision, device.type)
         inputs = [_input(model, traced, layer, i, size, device) for i in range(len(layer.inputs))]
         y = run.forward(inputs, size.samples, False, wants)[0]
         gradient = _gradient_like(y) if backward else None

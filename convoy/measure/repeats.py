@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from convoy.execute.clock import Clock
+from convoy.execute.place import finish
 from convoy.measure.pieces import Piece
 
 Now = Callable[[], float]
@@ -140,8 +141,7 @@ def device_now(device: torch.device) -> Now:
     """Reads the clock of this process once `device` has finished what it was given."""
 
     def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        finish(device)
         return time.perf_counter()
 
     return now

@@ -17,13 +17,16 @@ import torch
 from torch import nn
 
 from convoy._version import __version__
+from convoy.cost.overhead import Overheads
 from convoy.cost.size import LocalSize
 from convoy.errors import MismatchError
 from convoy.execute.clock import Clock
 from convoy.execute.group import Group
+from convoy.execute.precision import agree_on
 from convoy.fleet import Fleet
 from convoy.measure.describe import Own, describe, fit, fleet_of, host_indices, spreads, with_wire
-from convoy.measure.links import Traffic, measure_links, processor_share
+from convoy.measure.jitter import measure_jitter
+from convoy.measure.links import Traffic, WireTimes, measure_links, processor_share
 from convoy.measure.overheads import measure_overheads
 from convoy.measure.partial import Partial, Rows
 from convoy.measure.repeats import STRETCH_S, Now, quota_now, time_update
@@ -58,6 +61,7 @@ def measure_job(
     links_budget_s: float = LINKS_BUDGET_S,
     slowdown: float = 1.0,
     partial: Path | None = None,
+    precision: str = "float32",
     progress: Progress = lambda *_: None,
     stretch_s: float = STRETCH_S,
 ) -> Measurement:
@@ -73,24 +77,26 @@ def measure_job(
         slowdown: this device plays one that is so many times slower at computing.
         partial: where device 0 keeps finished layers, and finds those of an earlier run that was cut off. It is removed
             at the end.
+        precision: what the layers compute in; see `convoy.execute.precision`.
         stretch_s: see `convoy.measure.repeats.time_piece`.
 
     Raises:
-        InputError: a fleet that is not this job's.
+        InputError: a fleet that is not this job's; a precision that a device or the model does not have.
         MismatchError: the devices were started with different models, batches or fleets.
         DeviceLostError: a device did not answer within the group's time limit.
     """
     own = describe(group.torch_device, slowdown)
     rows = [Own(**json.loads(text)) for text in group.agree("machine", json.dumps(asdict(own)))]
     agreed, date = _agreed(group, traced, batch, fleet)
+    agree_on(group, traced.graph, precision)
     fleet = fleet_of(rows) if fleet is None else fit(fleet, rows)
     kept = Partial(
         partial if group.device == 0 else None,
-        agreed | {"torch": str(torch.__version__), "devices": [_identity(row) for row in rows]},
+        agreed | {"precision": precision, "torch": str(torch.__version__), "devices": [_identity(row) for row in rows]},
     )
     share = processor_share(SHARE_STRETCHES * stretch_s)
     clock, now = Clock(group.torch_device, slowdown), quota_now(group.torch_device, share, slowdown)
-    bench = Bench(traced, model, batch, clock, group.torch_device, now=now, stretch_s=stretch_s)
+    bench = Bench(traced, model, batch, clock, group.torch_device, now=now, stretch_s=stretch_s, precision=precision)
     steps = _measure_tables(group, bench, kept, budget_s * GRID_PART, progress)
     wire = measure_links(
         group,
@@ -101,6 +107,8 @@ def measure_job(
     )
     progress("what a step costs beside its layers", steps, steps)
     costs = _measure_costs(group, now, stretch_s, wire.traffic[group.device].message_s, share)
+    progress("exchanges between devices that compute", steps, steps)
+    jitter_s = measure_jitter(group, clock, _exchange_s(wire, costs), stretch_s)
     links, cards = spreads(fleet, wire)
     measured = Measurement(
         fleet=with_wire(fleet, wire),
@@ -110,10 +118,11 @@ def measure_job(
         convoy=__version__,
         torch=str(torch.__version__),
         date=date,
-        device=_device_costs(fleet, wire.traffic, costs),
+        device=_device_costs(fleet, wire.traffic, costs, jitter_s),
         layer=_points(fleet, bench, kept.tables),
         link=links,
         host=cards,
+        precision=precision,
     )
     progress("the sizes that plans have", steps, steps)
     measured = _with_wanted(group, bench, measured, budget_s * (1 - GRID_PART))
@@ -198,6 +207,13 @@ def _measure_costs(group: Group, now: Now, stretch_s: float, message_s: float, s
     return [json.loads(text) for text in group.agree("costs of a step", json.dumps(own))]
 
 
+def _exchange_s(wire: WireTimes, costs: Sequence[dict[str, float]]) -> float:
+    """The price at rest of a round in which each device sends a few bytes to all others, as a replay has it."""
+    calls = [Overheads(round_s=each["round_s"], message_s=each["message_s"]) for each in costs]
+    calls_s = max(each.calls_s(2 * (len(costs) - 1)) for each in calls)
+    return calls_s + max((link.latency_s for link in wire.pairs), default=0.0)
+
+
 def _row(point: Point) -> list[float]:
     size, times = point.size, point.times
     seconds = [times.forward_s, times.backward_s, times.spread]
@@ -221,7 +237,7 @@ def _point(device: str, layer: str, row: Sequence[float]) -> LayerPoint:
 
 
 def _device_costs(
-    fleet: Fleet, traffic: Sequence[Traffic], costs: Sequence[dict[str, float]]
+    fleet: Fleet, traffic: Sequence[Traffic], costs: Sequence[dict[str, float]], jitter_s: Sequence[float]
 ) -> tuple[DeviceCosts, ...]:
     return tuple(
         DeviceCosts(
@@ -229,7 +245,8 @@ def _device_costs(
             send_s_per_byte=each.send_s_per_byte,
             receive_s_per_byte=each.receive_s_per_byte,
             traffic_spread=each.spread,
+            jitter_s=jitter,
             **others,
         )
-        for device, each, others in zip(fleet.devices, traffic, costs, strict=True)
+        for device, each, others, jitter in zip(fleet.devices, traffic, costs, jitter_s, strict=True)
     )

@@ -72,6 +72,7 @@ class Bench:
         clock: its slow-down counts.
         now: reads seconds; None: this process's clock.
         stretch_s: see `time_piece`.
+        precision: what the layers compute in; see `convoy.execute.precision`.
     """
 
     def __init__(
@@ -84,10 +85,12 @@ class Bench:
         *,
         now: Now | None = None,
         stretch_s: float = STRETCH_S,
+        precision: str = "float32",
     ) -> None:
         self.traced, self.batch, self.clock, self.stretch_s = traced, batch, clock, stretch_s
         self.model = without_in_place(copy.deepcopy(model)).to(device)
         self.now = now or device_now(device)
+        self.precision = precision
         self.wants, self.trained = _wants(traced.graph, batch)
 
     @property
@@ -140,9 +143,10 @@ class Bench:
         with (
             torch.no_grad(),
             piece(
-                self.model, self.traced, layer, size, self.wants[layer.name], backward=layer.name in self.trained
+                self.model, self.traced, layer, size, self.wants[layer.name], backward=layer.name in self.trained,
+                precision=self.precision,
             ) as part,
-        ):
+        ):  # fmt: skip
             if size.shares_statistics:
                 part = replace(part, run=SharedStatistics(self.model, self.traced, layer))
             return time_piece(part, self.clock, self.now, self.stretch_s)

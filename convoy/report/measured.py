@@ -91,10 +91,13 @@ def _layer_rows(measured: Measurement) -> dict[str, list[tuple[float, float]]]:
 
 
 def _devices(measured: Measurement) -> Table:
-    table = Table(title="Traffic in ns/byte of the processor, optimizer in ns/entry", title_justify="left")
+    table = Table(
+        title="Traffic in ns/byte of the processor, optimizer in ns/entry, how late to an exchange",
+        title_justify="left",
+    )
     for name in ("device", "host"):
         table.add_column(name)
-    for name in ("cores", "slowed", "send", "receive", "update"):
+    for name in ("cores", "slowed", "send", "receive", "update", "late"):
         table.add_column(name, justify="right")
     for device, costs in zip(measured.fleet.devices, measured.device, strict=True):
         table.add_row(
@@ -102,6 +105,7 @@ def _devices(measured: Measurement) -> Table:
             f"{device.slowdown:g}x" if device.slowdown != 1 else "-", f"{costs.send_s_per_byte * 1e9:.3g}",
             f"{costs.receive_s_per_byte * 1e9:.3g} {_about(costs.traffic_spread)}",
             f"{costs.update_s_per_entry * 1e9:.3g} {_about(costs.update_spread)}",
+            _seconds(costs.jitter_s) if costs.jitter_s else "-",
         )  # fmt: skip
     return table
 

@@ -1,0 +1,159 @@
+"""That the executor overlaps what the step list says may overlap, in the order of what a device really does.
+
+No clock: each device writes down what it begins, computes and awaits, and a sum is held back until backward has gone on.
+"""
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from convoy.api import distribute
+from convoy.execute.group import Group, Message, Pending
+from convoy.execute.module import Distributed
+from convoy.execute.threads import run_on_threads
+from convoy.plan import Plan
+from convoy.strategy import Batch, Filter, One, Strategy
+from convoy.trace import trace
+
+Happened = list[tuple[str, ...]]
+
+HELD_S = 20.0
+"""What is held back for longer is not begun beside anything."""
+
+
+class Watched:
+    """A group that writes down when messages of lane 0 are begun and awaited.
+
+    Args:
+        hold: called before messages of lane 1 are said to have arrived.
+    """
+
+    def __init__(self, group: Group, happened: Happened, hold: Callable[[], None] = lambda: None) -> None:
+        self._group, self._happened, self._hold = group, happened, hold
+        self._begun = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
+        pending = self._group.start(sends, receives, lane)
+        if lane:
+            return _Arriving(pending, self._hold)
+        self._begun += 1
+        name = str(self._begun)
+        self._happened.append(("begin", name))
+        return _Arriving(pending, lambda: self._happened.append(("await", name)))
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self.start(sends, receives).wait()
+
+
+class _Arriving:
+    def __init__(self, pending: Pending, first: Callable[[], None]) -> None:
+        self._pending, self._first = pending, first
+
+    def wait(self) -> None:
+        self._first()
+        self._pending.wait()
+
+
+class Told:
+    """A layer's arithmetic that says when it computes."""
+
+    def __init__(self, run: Any, name: str, tell: Callable[[tuple[str, ...]], None]) -> None:
+        self._run, self._name, self._tell = run, name, tell
+
+    def forward(self, *args: Any) -> Any:
+        self._tell(("forward", self._name))
+        return self._run.forward(*args)
+
+    def backward(self, saved: Any, g: Any, wants: Any, part: str = "all") -> Any:
+        self._tell(("backward", self._name, part))
+        return self._run.backward(saved, g, wants, part)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.Flatten(), nn.Linear(8 * 16, 5)).double()
+
+
+def example() -> torch.Tensor:
+    return torch.randn(8, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def plan_of(layers: dict[str, Strategy], **changes: Any) -> Plan:
+    graph = trace(net(), example()).graph
+    return replace(Plan("hand", graph.fingerprint, 2, 8, layers, Batch((5, 3)), "direct"), **changes)
+
+
+def what_happens(plan: Plan, held_until: tuple[str, ...] | None = None) -> tuple[Happened, list[torch.Tensor]]:
+    """A training step on two devices: what device 0 did, in its order, and its gradient pieces.
+
+    Args:
+        held_until: on each device, messages of sums arrive only when this has been computed there.
+    """
+
+    whole = net()  # once: two threads draw from one generator
+
+    def work(group: Group) -> tuple[Happened, list[torch.Tensor]]:
+        happened: Happened = []
+        went_on = threading.Event()
+
+        def tell(what: tuple[str, ...]) -> None:
+            happened.append(what)
+            if what == held_until:
+                went_on.set()
+
+        def hold() -> None:
+            assert held_until is None or went_on.wait(HELD_S), f"a sum is awaited before {held_until}"
+
+        part = distribute(copy.deepcopy(whole), plan, Watched(group, happened, hold), example())  # type: ignore[arg-type]
+        watch(part, tell)
+        happened.clear()
+        together = isinstance(plan.layers["0"], Filter)
+        mine = example() if together else example()[:5] if group.device == 0 else example()[5:]
+        part(mine, batch=8).square().sum().backward()
+        return happened, [p.grad for p in part.parameters() if p.grad is not None]
+
+    return run_on_threads(2, work, timeout_s=2 * HELD_S)[0]
+
+
+def watch(part: Distributed, tell: Callable[[tuple[str, ...]], None]) -> None:
+    for executor in part._executors.values():
+        for name, run in executor.arithmetic.items():
+            executor.arithmetic[name] = Told(run, name, tell)
+
+
+FILTERED: dict[str, Strategy] = {"0": Batch((5, 3)), "2": Filter((5, 3)), "4": One(0)}
+
+
+def test_the_input_gradient_travels_while_the_weight_gradient_is_computed() -> None:
+    happened, _ = what_happens(plan_of(FILTERED))
+    at = happened.index(("backward", "2", "input"))
+    assert happened[at + 1][0] == "begin", "as soon as it is there"
+    assert happened[at + 2] == ("backward", "2", "weight"), "and nobody waits before"
+    assert happened.index(("await", happened[at + 1][1])) > at + 2
+
+
+def test_a_convolution_begins_with_the_first_piece_of_its_input() -> None:
+    """Two pieces: the second is awaited when the first has been computed."""
+    happened, _ = what_happens(plan_of(FILTERED | {"0": Filter((4, 2))}, pieces=2))
+    first, second = (n for n, what in enumerate(happened) if what == ("forward", "2"))
+    assert [what[0] for what in happened[first - 1 : second + 1]] == ["await", "forward", "await", "forward"]
+
+
+def test_sums_are_under_way_while_backward_goes_on() -> None:
+    """The gradient of the last layer is held back until the first layer's backward has run, two layers further on: were it
+    awaited where it stands in the list, neither would ever end. The numbers are those of one device all the same."""
+    plan = plan_of({name: Batch((5, 3)) for name in ("0", "2", "4")})
+    happened, gradients = what_happens(plan, held_until=("backward", "0", "all"))
+    assert ("backward", "0", "all") in happened
+    alone = net()
+    alone(example()).square().sum().backward()
+    for mine, its in zip(gradients, (p.grad for p in alone.parameters()), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-10)
