@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from benchmarks.configurations import ALONE, AUTO, EQUAL, IN_TURN
+from benchmarks.configurations import ALONE, AUTO, EQUAL, IN_TURN, SETS, Case
 from benchmarks.page import hardware, how_timed, quietness, seconds, table
 from benchmarks.planning_page import Planning, planning_section
 from benchmarks.rebalance_page import Rebalanced, rebalance_lines, rebalance_section
@@ -11,7 +11,7 @@ from benchmarks.results import FleetResult, Row
 from benchmarks.scaling import scaling_section
 from benchmarks.score import alone, efficiency, error, full_spread, middle_spread
 from benchmarks.targets import TUNED, cases_of, fastest_alone
-from benchmarks.targets_page import in_turn_line, targets_section
+from benchmarks.targets_page import in_turn_line, targets_section, unmeasured
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ def bench_page(sources: Sources) -> str:
         "\n".join(f"- {line}" for line in [*_in_short(compared), *in_turn_line(rows), quietness(sources.results)]),
         _HOW + how_timed(),
         *targets_section(compared, sources.timelines, rebalance_lines(sources.rebalanced)),
+        *([lacking] if (lacking := unmeasured(_asked(), compared)) else []),
         *([f"![Efficiency]({sources.figure})"] if sources.figure else []),
         "## Efficiency",
         _efficiency_table(compared),
@@ -68,6 +69,11 @@ _HOW = (
     "what every device reached alone at the same global batch, "
     f"measured in the same run (`{IN_TURN}`; where there is none, `{ALONE}`). "
 )
+
+
+def _asked() -> list[Case]:
+    """What the page should show one day."""
+    return [case for name in ("targets", "targets-rest", "deep") for series in SETS[name] for case in series.cases()]
 
 
 def _in_short(rows: Sequence[Row]) -> list[str]:

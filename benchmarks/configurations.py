@@ -156,6 +156,8 @@ _DEEP = (
     Series("mixed4", "vgg:11:4096", (64,), _COMPARED),
     # DDP keeps the statistics of batch norm for each rank: it computes something else.
     Series("mixed4", "resnet18:64", (64,), (IN_TURN, "data-by-speed", AUTO)),
+    # So small that several devices lose more by waiting than they gain.
+    Series("mixed4", "resnet:8:16", (64,), (IN_TURN, "data-by-speed", AUTO)),
 )
 
 _FULL_BENCH = (

@@ -8,7 +8,7 @@ fall on all four. results/rebalance.json keeps, per step, seconds, losses and sh
     undisturbed   nobody is slowed
     left alone    one device is slowed in mid-training, and the shares stay
     rebalanced    the same, and the shares follow
-    best split    that device is slow from the start, and the plan is made for it
+    best split    that device is slow from the start, the plan is made for it, and its shares follow until the others slow down
 
 Also under `convoy rehearse fleet.toml -- python -m benchmarks.rebalance ...`, with real links.
 """
@@ -105,8 +105,8 @@ def work(setting: Setting, output: Path) -> None:
         trainings = {
             "undisturbed": Training(setting, group, data, made, slow_at=None),
             "left alone": Training(setting, group, data, made, slow_at=setting.slow_at),
-            "rebalanced": Training(setting, group, data, made, slow_at=setting.slow_at, rebalance=True),
-            "best split": Training(setting, group, data, best, slow_at=0),
+            "rebalanced": Training(setting, group, data, made, slow_at=setting.slow_at, follows=setting.steps),
+            "best split": Training(setting, group, data, best, slow_at=0, follows=setting.slow_at),
         }
         for step in range(setting.steps):
             for name, training in trainings.items():
@@ -138,6 +138,7 @@ class Training:
 
     Args:
         slow_at: the step before which a device becomes slower; None: never.
+        follows: for so many steps its shares follow the devices; then they stay.
     """
 
     def __init__(
@@ -148,16 +149,17 @@ class Training:
         plan: Plan,
         *,
         slow_at: int | None,
-        rebalance: bool = False,
+        follows: int = 0,
     ) -> None:
         self.setting, self.group, self.slow_at, self.run = setting, group, slow_at, Run()
+        self.follows = follows
         self.part = distribute(
             _net(setting), plan, group, torch.zeros(1, 3, setting.image, setting.image),
             slowdown=setting.slowdown[group.device],
         )  # fmt: skip
         self.optimizer = torch.optim.SGD(self.part.parameters(), lr=0.01, momentum=0.9)
         self.rebalancer = (
-            Rebalancer(self.part, self.optimizer, tell=self._tell, every=setting.every) if rebalance else None
+            Rebalancer(self.part, self.optimizer, tell=self._tell, every=setting.every) if follows else None
         )
         self.batches = self._endless(data)
 
@@ -180,7 +182,7 @@ class Training:
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
-        if self.rebalancer is not None:
+        if self.rebalancer is not None and len(run.losses) < self.follows:
             self.rebalancer.step(len(labels))
         run.losses.append(float(loss.detach()))
         run.step_s.append(time.perf_counter() - start)
@@ -195,12 +197,24 @@ class Training:
 
 def _document(setting: Setting, runs: dict[str, Run], summary: Summary) -> dict[str, Any]:
     return {
-        "command": " ".join(["python -m benchmarks.rebalance", *sys.argv[1:]]),
+        "command": _command(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__, "convoy": __version__, "ground": asdict(ground()),
         "setting": asdict(setting), "summary": as_json(summary),
         "runs": {name: asdict(run) for name, run in runs.items()},
     }  # fmt: skip
+
+
+def _command() -> str:
+    """As a person would type it: a rehearsal names its fleet in CONVOY_FLEET; where this machine keeps results is its own."""
+    given = sys.argv[1:]
+    for name in ("-o", "--output"):
+        if name in given:
+            del given[given.index(name) : given.index(name) + 2]
+    words = ["python -m benchmarks.rebalance", *given]
+    if fleet := os.environ.get("CONVOY_FLEET"):
+        words = ["convoy rehearse", f"benchmarks/fleets/{Path(fleet).name}", "--", *words]
+    return " ".join(words)
 
 
 def _show(summary: Summary) -> None:
@@ -215,9 +229,10 @@ def _show(summary: Summary) -> None:
         console.print(f"step {step}: {reason}", soft_wrap=True)
     back = "never" if summary.back_after is None else f"after {summary.back_after} steps"
     console.print(
-        f"Back within 5 % of the best split: {back}; after {ANSWER} steps {summary.of_best:.1%} of its throughput. Shares "
-        f"within {summary.swing:.1%} over {summary.later_steps} steps later (noise {summary.noise:.1%}). Losses at most "
-        f"{summary.losses_apart:.2g} apart; those of another split {summary.losses_apart_by_rounding:.2g}.",
+        f"Back within 5 % of the best split: {back}; after {ANSWER} steps {summary.of_best:.1%} of its throughput, "
+        f"{summary.left_alone:.1%} with the shares left alone. Shares within {summary.swing:.1%} over "
+        f"{summary.later_steps} steps later (noise {summary.noise:.1%}). Losses at most {summary.losses_apart:.2g} apart; "
+        f"those of another split {summary.losses_apart_by_rounding:.2g}.",
         soft_wrap=True,
     )
 

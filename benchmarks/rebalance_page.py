@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from benchmarks.hardware import Ground
 from benchmarks.page import seconds, table
 from benchmarks.rebalance_score import ANSWER, BACK, Summary
 from benchmarks.results import read_kept
@@ -18,6 +19,7 @@ class Rebalanced:
     date: str
     torch: str
     convoy: str
+    ground: Ground
     summary: Summary
 
 
@@ -41,7 +43,7 @@ def rebalance_lines(rebalanced: Rebalanced | None) -> list[list[str]]:
     after = "never" if found.back_after is None else f"after {found.back_after} steps"
     rows = [
         ("throughput back within 5 % of the best split", f"in {ANSWER} steps, {1 - BACK:g} after them",
-         f"{after}; {found.of_best:.2f} after {ANSWER}", found.is_back),
+         f"{after}; {found.of_best:.2f} after {ANSWER}; {found.left_alone:.2f} if left alone", found.is_back),
         (f"swing of shares over {found.later_steps} steps later", f"the noise, {found.noise:.1%}", f"{found.swing:.1%}",
          found.is_calm),
         ("loss curve unchanged", f"twice the rounding of another split, {2 * found.losses_apart_by_rounding:.1e}",
@@ -62,7 +64,8 @@ def rebalance_section(rebalanced: Rebalanced | None) -> list[str]:
     changes = [f"- step {step}: {reason}" for step, reason in found.reshares]
     return [
         "## A device becomes slower in mid-training",
-        f"torch {rebalanced.torch}, convoy {rebalanced.convoy}, {rebalanced.date[:10]}.",
+        f"{rebalanced.ground.cores} cores of {rebalanced.ground.processor}, torch {rebalanced.torch}, convoy "
+        f"{rebalanced.convoy} at {rebalanced.ground.revision}, {rebalanced.date[:10]}. The four take turns, step by step.",
         f"```\n{rebalanced.command}\n```",
         table(["run", "step, median of the last", "slowest device computes"], body),
         *(["\n".join(changes)] if changes else ["The shares never changed."]),

@@ -45,12 +45,14 @@ class Summary:
 
     Attributes:
         step_s, compute_s: medians of the last steps of each run.
-        back_after: steps after the slow-down until the throughput is within 5 % of that of the best split in the same steps;
-            None: never.
+        back_after: steps after the slow-down until shares have changed and the throughput is within 5 % of that of the best
+            split in the same steps; None: never.
         of_best: throughput over that of the best split in the same steps, after the steps for the answer.
+        left_alone: the same of the run whose shares stay. Where that is within 5 % too, nothing can be told.
         last_change: steps after the slow-down until the last change of shares within those; None where there was none.
         swing: the largest change of a share later, as a part of the whole.
-        noise: middle half of the computing times of a run whose shares stay, over their median.
+        noise: middle half of the computing times of a run whose shares stay, over their median, times the largest share: so
+            much would a share move that followed each time.
         later_steps: over how many steps swings were looked for.
         losses_apart: the largest difference of the loss from the undisturbed run's.
         losses_apart_by_rounding: the same of the run that had the best split from the start: another order of additions.
@@ -61,6 +63,7 @@ class Summary:
     compute_s: Mapping[str, float]
     back_after: int | None
     of_best: float
+    left_alone: float
     last_change: int | None
     swing: float
     noise: float
@@ -71,8 +74,9 @@ class Summary:
 
     @property
     def is_back(self) -> bool:
-        """Within 5 % of the best split after at most ten steps, and still so after them."""
-        return self.back_after is not None and self.back_after <= ANSWER and self.of_best >= 1 - BACK
+        """Within 5 % of the best split after at most ten steps, and still so after them; and shares that stay are not."""
+        soon = self.back_after is not None and self.back_after <= ANSWER
+        return soon and self.of_best >= 1 - BACK > self.left_alone
 
     @property
     def is_calm(self) -> bool:
@@ -88,17 +92,22 @@ def summarise(runs: Mapping[str, Run], slow_at: int) -> Summary:
     """Of the four runs of `benchmarks.rebalance`, by their names."""
     undisturbed, other, best = runs["undisturbed"], runs["rebalanced"], runs["best split"]
     # In the same turns, the machine was in the same mood.
-    of_best = [best_s / other_s for best_s, other_s in zip(best.step_s, other.step_s, strict=True)]
+    of_best, alone = (
+        [best_s / each_s for best_s, each_s in zip(best.step_s, run.step_s, strict=True)]
+        for run in (other, runs["left alone"])
+    )
     settled = slow_at + ANSWER
-    changes = [step + 1 - slow_at for step, _ in other.reshares if slow_at <= step < settled]
+    changes = [step + 1 - slow_at for step, _ in other.reshares if step >= slow_at]
+    largest = max(part / sum(shares) for shares in other.shares[settled].values() for part in shares)
     return Summary(
         step_s={name: statistics.median(run.step_s[-LATE:]) for name, run in runs.items()},
         compute_s={name: statistics.median(run.compute_s[-LATE:]) for name, run in runs.items()},
-        back_after=_back_after(of_best[slow_at:]),
+        back_after=_back_after(of_best[slow_at:], min(changes)) if changes else None,
         of_best=statistics.median(of_best[settled : settled + LATE]),
-        last_change=max(changes, default=None),
+        left_alone=statistics.median(alone[settled : settled + LATE]),
+        last_change=max((change for change in changes if change <= ANSWER), default=None),
         swing=_swing(other.shares[settled - 1 :]),
-        noise=middle_spread(runs["left alone"].compute_s[settled:]),
+        noise=middle_spread(runs["left alone"].compute_s[settled:]) * largest,
         later_steps=len(other.shares) - settled,
         losses_apart=_apart(undisturbed, other),
         losses_apart_by_rounding=_apart(undisturbed, best),
@@ -106,8 +115,8 @@ def summarise(runs: Mapping[str, Run], slow_at: int) -> Summary:
     )
 
 
-def _back_after(of_best: Sequence[float]) -> int | None:
-    places = range(len(of_best) - WINDOW + 1)
+def _back_after(of_best: Sequence[float], changed: int) -> int | None:
+    places = range(changed, len(of_best) - WINDOW + 1)
     return next((n for n in places if statistics.median(of_best[n : n + WINDOW]) >= 1 - BACK), None)
 
 

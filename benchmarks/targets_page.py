@@ -1,12 +1,15 @@
 """The targets on docs/benchmarks.md: a table, and for what was missed where the time goes and what bounds it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from benchmarks.configurations import ALONE, AUTO, IN_TURN, PLAN_NAMES, Case
 from benchmarks.page import seconds, table
 from benchmarks.results import Row
 from benchmarks.score import alone, error, full_spread
 from benchmarks.targets import Verdict, cases_of, name_of, verdicts
+
+FEWEST = 5
+"""Rounds; where there are fewer, the page says so."""
 
 BOUNDED = "mixed4-slow"
 """The fleet for which no efficiency is asked, but the best plan that is found and what bounds it."""
@@ -45,7 +48,10 @@ def _line(verdict: Verdict) -> list[str]:
     short = verdict.least - verdict.value
     asked = f"not below {verdict.least:g}" if verdict.lenient else f"{verdict.least:g}"
     words = "met" if verdict.met else f"missed by {short:.3f} ({short / verdict.least:.1%})"
-    spread = "" if verdict.row is None else f"{full_spread(verdict.row.rounds_s):.0%}"
+    spread = ""
+    if verdict.row is not None:
+        rounds = len(verdict.row.rounds_s)
+        spread = f"{full_spread(verdict.row.rounds_s):.0%}" + ("" if rounds >= FEWEST else f" of {rounds} rounds only")
     return [verdict.what, verdict.case, asked, f"{verdict.value:.3f} ± {verdict.noise:.3f}", spread, words]
 
 
@@ -69,6 +75,8 @@ def _where(row: Row, case: Sequence[Row], timelines: Mapping[str, str]) -> list[
         )
     if row.bound:
         words.append(f"By the simulator it is bound by {row.bound}.")
+    if lost := _lost(row, case):
+        words.append(lost)
     parts = [" ".join(words)]
     if row.foreseen is not None:
         parts.append(_devices(row))
@@ -76,6 +84,35 @@ def _where(row: Row, case: Sequence[Row], timelines: Mapping[str, str]) -> list[
     if figure is not None and row.plan == AUTO:
         parts.append(f"![Timeline of {name_of(row)}]({figure})")
     return parts
+
+
+def _lost(row: Row, case: Sequence[Row]) -> str:
+    """What takes the part of the step that efficiency lacks, in the mean over the devices; each counts by its speed alone."""
+    solo = {each.device: each.median_s for each in alone(row, case)}
+    ideal_s, seen = _ideal_s(case), row.seen
+    if ideal_s is None or seen is None or len(solo) < len(seen.compute_s):
+        return ""
+    weights = [ideal_s / solo[device] for device in range(len(seen.compute_s))]
+    computing, waiting = (
+        sum(w * each_s for w, each_s in zip(weights, seconds_, strict=True)) / row.median_s
+        for seconds_ in (seen.compute_s, seen.exchange_s)
+    )
+    reached = ideal_s / row.median_s
+    return (
+        f"Of the {1 - reached:.1%} that are lacking, waiting for others is {waiting:.1%}, computing beyond what the devices "
+        f"take alone {computing - reached:+.1%}, and the optimizer, the loss, loading and calls {1 - computing - waiting:+.1%}."
+    )
+
+
+def unmeasured(asked: Iterable[Case], rows: Sequence[Row]) -> str:
+    """The cases of which there is no row of `auto`, in one sentence; empty where there are none."""
+    known = {name_of(row) for row in rows if row.plan == AUTO}
+    lacking = [
+        f"{case.fleet} {case.net} at {case.batch}"
+        for case in asked
+        if AUTO in case.plans and f"{case.fleet}, {case.net}, batch {case.batch}" not in known
+    ]
+    return f"Not measured, for want of time: {'; '.join(lacking)}." if lacking else ""
 
 
 def _devices(row: Row) -> str:
