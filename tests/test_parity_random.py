@@ -106,7 +106,7 @@ def try_plan(net: str, plan: Plan, training: Training) -> None:
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
 
 
-@settings(max_examples=30, derandomize=True, **QUIET)
+@settings(max_examples=20, derandomize=True, **QUIET)
 @given(plans())
 def test_random_plans_follow_one_device_for_twenty_steps(case: tuple[str, Plan]) -> None:
     net, plan = case

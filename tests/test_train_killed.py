@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from convoy import cli
 from convoy.checkpoint import Checkpointer
 from convoy.execute.data import Loader
 from convoy.execute.train import Training, fit
@@ -82,13 +83,20 @@ def steps(log: Path) -> dict[int, float]:
     return found
 
 
-def test_a_training_killed_with_all_its_devices_goes_on_elsewhere(tmp_path: Path) -> None:
-    """Three devices with a worker each that prepares batches; then two devices with another plan, whose order of speeds is
-    the other way round. Order, augmentation, schedule, momentum, average: the losses are those of one device."""
-    trained("--devices", "1", "--speeds", "1", "--log", "alone.jsonl", cwd=tmp_path)
+def test_a_training_killed_with_all_its_devices_goes_on_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two devices with a worker each that prepares batches; then three with another plan. Order, augmentation, schedule,
+    momentum, average: the losses are those of one device."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", words("--devices", "1", "--speeds", "1", "--log", "alone.jsonl")[2:])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert "Training on 1 devices" in capsys.readouterr().out
     keeping = ["--checkpoint", "run", "--checkpoint-steps", "1", "--log", "cut.jsonl"]
-    three = ["--devices", "3", "--speeds", "3,2,1", "--plan", "data-by-speed", "--workers", "1"]
-    with under_way(*three, *keeping, cwd=tmp_path) as launcher:
+    two = ["--devices", "2", "--speeds", "3,1", "--plan", "data-by-speed", "--workers", "1"]
+    with under_way(*two, *keeping, cwd=tmp_path) as launcher:
         deadline_s = time.monotonic() + LIMIT_S
         while len(list((tmp_path / "run").glob("*-step-*"))) < 3:
             assert launcher.poll() is None, (tmp_path / "output").read_text()
@@ -97,7 +105,7 @@ def test_a_training_killed_with_all_its_devices_goes_on_elsewhere(tmp_path: Path
         kill(launcher)
     killed_at = max(steps(tmp_path / "cut.jsonl"))
     assert killed_at < 29, "it was to be killed in mid-training"
-    said = trained("--devices", "2", "--speeds", "1,2", "--plan", "hybrid", *keeping, "--resume", cwd=tmp_path)
+    said = trained("--devices", "3", "--speeds", "1,2,1", "--plan", "hybrid", *keeping, "--resume", cwd=tmp_path)
     assert "goes on from run/" in said
     alone, found = steps(tmp_path / "alone.jsonl"), steps(tmp_path / "cut.jsonl")
     assert sorted(found) == list(range(30))
