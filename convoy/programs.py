@@ -13,6 +13,7 @@ from convoy.cost.step import Costs
 from convoy.graph import Graph, Parameter
 from convoy.layout import Layout, box, entries
 from convoy.replay import Await, Begin, Item, Key, Mark, Program, Route, Work
+from convoy.runs import runs
 from convoy.steps import Compute, Exchange, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
 from convoy.transfer import Round, chunks
 from convoy.wire import wire_bytes
@@ -26,8 +27,9 @@ def programs(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = Tru
     """
     routes = _Routes(steps, costs.itemsize)
     again = _summed_again(steps)
+    inside = {step.id for run in runs(steps, graph) for row in (run.steps, run.back) for step in row[1:]}
     kept = _kept(steps, graph)
-    return [_Writer(d, steps, graph, costs, routes, again, overlap).program(kept) for d in range(steps.devices)]
+    return [_Writer(d, steps, graph, costs, routes, again, inside, overlap).program(kept) for d in range(steps.devices)]
 
 
 class _Routes:
@@ -68,11 +70,12 @@ class _Writer:
         costs: Costs,
         routes: _Routes,
         again: dict[int, list[Value]],
+        inside: set[int],
         overlap: bool,
     ) -> None:
         self.device, self.steps, self.graph, self.costs, self.overlap = device, steps, graph, costs, overlap
         self.overhead = costs.overhead(device)
-        self.routes, self.again = routes, again
+        self.routes, self.again, self.inside = routes, again, inside
         self.main: list[Item] = []
         self.sums: list[Item] = []
         self.under_way: dict[int, list[Key]] = {}  # moves and sums that nobody has awaited yet, by step
@@ -119,10 +122,10 @@ class _Writer:
             self._work(self.main, step, joined_s, f"{label} joined")
 
     def _beside(self, step: Compute) -> float:
-        """Python around a layer, and adding to a gradient what another reader gave before."""
+        """Python around a layer or a run of layers, and adding to a gradient what another reader gave before."""
         held = tuple(_held(value, self.device) for value in self.again.get(step.id, []))
         added = Handling(added=sum(held), made=held)
-        calls_s = self.overhead.layer_s / (2 if step.part == "all" else 4)
+        calls_s = 0.0 if step.id in self.inside else self.overhead.layer_s / (2 if step.part == "all" else 4)
         return calls_s + self.overhead.handling_s(added, self.costs.itemsize)
 
     def _finish(self, kept: Sequence[tuple[Layout, Parameter]]) -> None:

@@ -33,6 +33,10 @@ class Prices:
         """Forward and backward of a part of a layer."""
         if size.samples == 0 or size.outputs == 0 or size.inputs == 0:
             return 0.0
+        phases = 2 if layer.name in self.trains else 1
+        return self._arithmetic_s(layer, device, size) + phases * self.costs.overhead(device).layer_s / 2
+
+    def _arithmetic_s(self, layer: Layer, device: int, size: LocalSize) -> float:
         if layer.statistics and size.samples < self.batch:
             # The rest of the batch lies on other devices.
             size = replace(size, shares_statistics=True)
@@ -42,20 +46,16 @@ class Prices:
             if layer.name in self.trains:
                 seconds += self.costs.times.seconds(device, layer, "backward", size)
             self.known[key] = seconds
-        phases = 2 if layer.name in self.trains else 1
-        return self.known[key] + phases * self.costs.overhead(device).layer_s / 2
-
-    def samples_s(self, device: int, samples: int) -> float:
-        """The whole model on some samples."""
-        layers = (layer for layer in self.graph.layers.values() if layer.kind != "input")
-        return sum(self.layer_s(layer, device, whole_size(layer, samples)) for layer in layers)
+        return self.known[key]
 
     def alone_s(self, device: int) -> float:
-        """A step of this device alone with the whole batch."""
+        """A step of this device alone with the whole batch: its layers are one run."""
         trained = {p.key: p.entries for layer in self.graph.layers.values() for p in layer.trainable}
         overhead = self.costs.overhead(device)
         update_s = sum(trained.values()) * self.costs.update_s(device) + len(trained) * overhead.update_s_per_tensor
-        return self.samples_s(device, self.batch) + update_s + overhead.step_s
+        layers = (layer for layer in self.graph.layers.values() if layer.kind != "input")
+        layers_s = sum(self._arithmetic_s(layer, device, whole_size(layer, self.batch)) for layer in layers)
+        return layers_s + overhead.layer_s + update_s + overhead.step_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,4 +195,4 @@ def test_shared_statistics_have_times_of_their_own() -> None:
     prices = Prices(graph, 4, Costs(MeasuredTimes(({"bn": times},)), hosts(1), overheads=(HAND,)))
     assert prices.layer_s(NORM, 0, LocalSize(4, 3, 3)) == pytest.approx(4 * 1.0 + 0.25)  # nothing in it is trained
     assert prices.layer_s(NORM, 0, LocalSize(2, 3, 3)) == pytest.approx(2 * 10.0 + 0.25)
-    assert prices.alone_s(0) == pytest.approx(4.25 + 3.0)
+    assert prices.alone_s(0) == pytest.approx(4 * 1.0 + 0.5 + 3.0), "alone, all layers are one run"

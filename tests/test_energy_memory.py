@@ -16,8 +16,10 @@ from convoy.fleet import Card, Device, Fleet, Host
 from convoy.layout import local_shape
 from convoy.lower import lower
 from convoy.named import Speeds, named_plan
+from convoy.plan import Plan
 from convoy.simulate import Timeline
 from convoy.steps import Move
+from convoy.strategy import One
 from convoy.study.nets import Stack
 from convoy.trace import trace
 
@@ -123,10 +125,10 @@ def test_memory_is_what_the_executor_keeps(name):
     plan = named_plan(name, graph, 6, Speeds((2.0, 1.0)))
 
     def kept(group):
-        part = Distributed(Net(), plan, group, example)
-        steps = part.steps(6)
-        inputs = [torch.randn(local_shape(v.layout, group.device, v.shape)) for v in steps.inputs]
-        _, tape = part._executors[True].forward(steps, inputs, keep=True)
+        part = Distributed(Net(), plan, group, example, in_runs=False)
+        own = part._script(6)
+        inputs = [torch.randn(local_shape(v.layout, group.device, v.shape)) for v in own.steps.inputs]
+        _, tape = part._executors[True].forward(own, inputs, keep=True)
         found: dict[int, int] = {}
         _collect_storages(tape.saved, found)
         weights = [*part.module.parameters(), *part.module.buffers()]
@@ -136,6 +138,28 @@ def test_memory_is_what_the_executor_keeps(name):
     for (activations, weights), predicted in zip(run_on_threads(2, kept), expected, strict=True):
         assert activations == predicted.activations_bytes
         assert 4 * weights == predicted.weights_bytes
+
+
+def test_a_run_of_layers_keeps_no_more():
+    """Autograd keeps of a row of layers what plain PyTorch does: less than layer by layer, which is what is predicted."""
+    example = torch.zeros(6, 3, 8, 8)
+    graph = trace(Net(), example).graph
+    plan = Plan("alone", graph.fingerprint, 1, 6, {}, One(0))
+    found: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter):  # not where the maxima were
+            _collect_storages(tensor, found)
+        return tensor
+
+    def kept(group):
+        part = Distributed(Net(), plan, group, example)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            part(torch.randn(6, 3, 8, 8), batch=6)
+
+    run_on_threads(1, kept)
+    (predicted,) = memory_of(plan, graph)
+    assert predicted.activations_bytes / 2 < sum(found.values()) <= predicted.activations_bytes
 
 
 def _collect_storages(saved: object, found: dict[int, int]) -> None:

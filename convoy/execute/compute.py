@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from convoy.graph import Layer
 from convoy.operation import Operation, symmetric_padding
 from convoy.steps import Part
-from convoy.trace import call_operation
+from convoy.trace import bind
 
 Gradients = tuple[list[Tensor | None], dict[str, Tensor | None]]
 """Gradients of the inputs (None where not wanted), and of the parameters by their key within the layer."""
@@ -96,30 +96,25 @@ class ByAutograd:
     """Any other layer: autograd runs on this layer alone, between tensors cut off from the rest."""
 
     def __init__(self, model: nn.Module, layer: Layer, operation: Operation) -> None:
-        self.model, self.operation = model, operation
+        self.call = bind(model, operation)
         self.parameters = {key: model.get_parameter(p.key) for key, p in layer.parameters.items() if p.trainable}
 
     def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:
         if not keep:
-            return call_operation(self.model, self.operation, inputs, batch), None
+            return self.call(inputs, batch), None
         with torch.enable_grad():
             roots = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, wants, strict=True)]
-            y = call_operation(self.model, self.operation, roots, batch)
-        return _detached(y), (roots, y)
+            y = self.call(roots, batch)
+        return detached(y), (roots, y)
 
     def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:
         assert part == "all", "autograd computes all gradients of a layer at once"
         roots, y = saved
-        outputs, gradients = _with_gradients(y, g)
         sources = [x for x, wanted in zip(roots, wants, strict=True) if wanted]
-        if not outputs or not (sources or self.parameters):
-            found: Sequence[Tensor | None] = [None] * (len(sources) + len(self.parameters))
-        else:
-            wanted_of = [*sources, *self.parameters.values()]
-            found = torch.autograd.grad(outputs, wanted_of, gradients, allow_unused=True)
+        found = gradients_of([with_gradients(y, g)], [*sources, *self.parameters.values()])
         # An input that the output does not depend on has the gradient zero, on this device as on any other.
         remaining = iter(found)
-        gx = [_or_zeros(next(remaining), x) if w else None for x, w in zip(roots, wants, strict=True)]
+        gx = [or_zeros(next(remaining), x) if w else None for x, w in zip(roots, wants, strict=True)]
         return gx, dict(zip(self.parameters, remaining, strict=True))
 
 
@@ -154,15 +149,34 @@ def _present(bias: Tensor | None) -> Tensor | None:
     return bias if bias is not None and bias.numel() else None
 
 
-def _detached(y: Any) -> Any:
-    return tuple(_detached(v) for v in y) if isinstance(y, tuple | list) else y.detach()
+def detached(y: Any) -> Any:
+    return tuple(detached(v) for v in y) if isinstance(y, tuple | list) else y.detach()
 
 
-def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
+def widened(y: Any, dtype: torch.dtype | None) -> Any:
+    """Outputs in float32 that were computed in `dtype`."""
+    if isinstance(y, tuple | list):
+        return tuple(widened(each, dtype) for each in y)
+    return y.float() if isinstance(y, Tensor) and y.dtype == dtype else y
+
+
+def or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if gradient is None else gradient
 
 
-def _with_gradients(y: Any, g: Any) -> tuple[list[Tensor], list[Tensor]]:
+Pairs = tuple[list[Tensor], list[Tensor]]
+"""Outputs, and the gradient of each."""
+
+
+def gradients_of(pairs: Sequence[Pairs], sources: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """The gradient of each source; None where no output depends on it."""
+    outputs, gradients = [y for ys, _ in pairs for y in ys], [g for _, gs in pairs for g in gs]
+    if not outputs or not sources:
+        return [None] * len(sources)
+    return torch.autograd.grad(outputs, sources, gradients, allow_unused=True)
+
+
+def with_gradients(y: Any, g: Any) -> Pairs:
     """Outputs that have a gradient, beside it. A layer with several outputs has a dict: index -> gradient."""
     if not isinstance(y, tuple | list):
         return ([y], [g]) if y.requires_grad else ([], [])

@@ -5,7 +5,6 @@ nobody here needs, at the end of the phase.
 """
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,14 +14,16 @@ from torch import Tensor, nn
 
 from convoy.execute.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.execute.clock import Clock
-from convoy.execute.compute import Arithmetic, arithmetic
+from convoy.execute.compute import Arithmetic, arithmetic, detached, gradients_of, or_zeros, widened, with_gradients
 from convoy.execute.gradients import Found, Sums
 from convoy.execute.group import Group
 from convoy.execute.move import Flights, Landing, run_move, start_move
+from convoy.execute.script import Line, RunLine, Script
 from convoy.graph import Layer
-from convoy.layout import Replicated, Split, box, dual, holders, local_shape
-from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
-from convoy.trace import Traced
+from convoy.layout import Replicated, Split, dual, local_shape
+from convoy.runs import Run
+from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, SumGradients, Value
+from convoy.trace import Traced, bind
 from convoy.transfer import chunks
 
 
@@ -34,12 +35,14 @@ class Tape:
         saved: per layer, what its arithmetic kept.
         norms: per batch norm over several devices, the statistics of the whole batch.
         rows: per such batch norm, in backward: the sums of this device, and those of all.
+        runs: per run, by the id of its first step: the values that it read and made, with autograd's graph between them.
     """
 
-    steps: StepList
+    script: Script
     saved: dict[str, Any] = field(default_factory=dict)
     norms: dict[str, Normalisation] = field(default_factory=dict)
     rows: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    runs: dict[int, tuple[dict[str, Tensor], dict[str, Any]]] = field(default_factory=dict)
 
 
 class Executor:
@@ -50,11 +53,16 @@ class Executor:
         model: the module tree that holds this device's pieces of the parameters.
         traced: graph and operations of the whole model, as traced in one mode (training or evaluation).
         clock: adds up computing and exchanging.
+
+    Attributes:
+        lowered_to: what runs are computed in by autocast; None: the type that the model has.
     """
 
     def __init__(self, group: Group, model: nn.Module, traced: Traced, clock: Clock) -> None:
         self.group, self.model, self.traced, self.clock = group, model, traced, clock
+        self.lowered_to: torch.dtype | None = None
         self.arithmetic: dict[str, Arithmetic] = {}
+        self.calls = {name: bind(model, operation) for name, operation in traced.operations.items()}
         self.norms: dict[str, GlobalBatchNorm] = {}
         self.landing = Landing()
         for name, layer in traced.graph.layers.items():
@@ -65,30 +73,38 @@ class Executor:
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
-    def forward(self, steps: StepList, inputs: Sequence[Tensor], *, keep: bool) -> tuple[list[Tensor], Tape]:
+    def forward(self, script: Script, inputs: Sequence[Tensor], *, keep: bool) -> tuple[list[Tensor], Tape]:
         """Outputs (the whole batch, on every device), and the tape for backward (empty unless `keep`)."""
+        steps = script.steps
         values: dict[str, Any] = {v.key: x for v, x in zip(steps.inputs, inputs, strict=True)}
-        tape = Tape(steps)
-        unread = _reads(steps)
+        tape = Tape(script)
         flights = Flights(self.clock)
-        for step in steps.phase("forward"):
-            if self._takes_part(step) and not (isinstance(step, Compute) and step.pieces > 1):
-                flights.land(step.after)
-            match step:
-                case Compute(pieces=pieces) if pieces > 1:
-                    values[step.writes.key] = self._compute_in_pieces(step, values, tape, flights, keep=keep)
-                case Move():
-                    values[step.writes.key] = self._begin(step, values[step.reads.key], flights)
-                case ShareStatistics():
-                    self._statistics(step, values, tape)
-                case Compute():
-                    values[step.writes.key] = self._compute(step, values, tape, keep=keep)
-            for value in _reads_of(step):
-                unread[value.key] -= 1
-                if not unread[value.key]:
-                    del values[value.key]
+        for line in script.forward:
+            if isinstance(line, RunLine):
+                flights.land(line.after)
+                self._run(line, values, tape, keep=keep)
+            else:
+                self._forward_step(line, values, tape, flights, keep=keep)
+            for key in line.forgets:
+                del values[key]
         flights.land_all()
         return [values[v.key] for v in steps.outputs], tape
+
+    def _forward_step(self, line: Line, values: dict[str, Any], tape: Tape, flights: Flights, *, keep: bool) -> None:
+        step = line.step
+        if line.takes_part and not (isinstance(step, Compute) and step.pieces > 1):
+            flights.land(step.after)
+        match step:
+            case Compute() if not line.takes_part:
+                values[step.writes.key] = self._nothing(step.writes)
+            case Compute(pieces=pieces) if pieces > 1:
+                values[step.writes.key] = self._compute_in_pieces(step, values, tape, flights, keep=keep)
+            case Compute():
+                values[step.writes.key] = self._compute(step, line.samples, values, tape, keep=keep)
+            case Move():
+                values[step.writes.key] = self._begin(step, values[step.reads.key], flights)
+            case ShareStatistics():
+                self._statistics(step, values, tape)
 
     def _begin(self, step: Move, piece: Tensor, flights: Flights) -> Tensor:
         """The tensor that a move fills; complete once it has landed."""
@@ -99,28 +115,33 @@ class Executor:
             moving = start_move(self.group, step.schedule, piece, src, dst, step.reads.shape, step.wire)
         return flights.add(step.id, moving)
 
-    def _takes_part(self, step: Step) -> bool:
-        """Whether this device computes, sends, receives or keeps anything in a step."""
-        match step:
-            case Compute():
-                return self._works(step)
-            case Move():
-                return any(self.group.device in (t.sender, t.receiver) for r in step.schedule.rounds for t in r)
-            case ShareStatistics():
-                return self.group.device in step.members
-        return False
+    def _run(self, line: RunLine, values: dict[str, Any], tape: Tape, *, keep: bool) -> None:
+        """Layers of this device alone, as one graph of autograd."""
+        run = line.run
+        with self.clock.compute(run.steps[0].layer, "forward"):
+            roots = {key: values[key].detach().requires_grad_(keep and wanted) for key, wanted in run.reads.items()}
+            own: dict[str, Any] = dict(roots)
+            with torch.autocast(self.group.torch_device.type, self.lowered_to, enabled=self.lowered_to is not None):
+                for step, samples, forgets in zip(run.steps, line.samples, run.forgets, strict=True):
+                    inputs = [own[value.key] for value in step.reads]
+                    with torch.set_grad_enabled(keep and self.traced.graph[step.layer].differentiable):
+                        own[step.writes.key] = self.calls[step.layer](inputs, samples)
+                    for key in forgets:
+                        del own[key]
+            with torch.set_grad_enabled(keep):
+                made = {key: widened(own[key], self.lowered_to) for key in run.writes}
+        values.update((key, detached(y)) for key, y in made.items())
+        if keep:
+            tape.runs[run.steps[0].id] = (roots, made)
 
-    def _compute(self, step: Compute, values: Mapping[str, Any], tape: Tape, *, keep: bool) -> Any:
-        if not self._works(step):
-            return self._nothing(step.writes)
+    def _compute(self, step: Compute, samples: int, values: Mapping[str, Any], tape: Tape, *, keep: bool) -> Any:
         inputs = [values[v.key] for v in step.reads]
         saved: Any
         with self.clock.compute(step.layer, "forward"):
             if step.layer in tape.norms:
                 value, saved = self.norms[step.layer].normalise(inputs[0], tape.norms[step.layer]), inputs[0]
             else:
-                run = self.arithmetic[step.layer]
-                value, saved = run.forward(inputs, self._samples(step.writes), keep, step.wants)
+                value, saved = self.arithmetic[step.layer].forward(inputs, samples, keep, step.wants)
         if keep:
             tape.saved[step.layer] = saved
         return value
@@ -129,8 +150,6 @@ class Executor:
         self, step: Compute, values: Mapping[str, Any], tape: Tape, flights: Flights, *, keep: bool
     ) -> Tensor:
         """A layer whose input still arrives: each piece is computed as soon as it is there."""
-        if not self._works(step):
-            return self._nothing(step.writes)
         (x,) = (values[v.key] for v in step.reads)
         run = self.arithmetic[step.layer]
         outputs = []
@@ -143,14 +162,6 @@ class Executor:
             tape.saved[step.layer] = x
         with self.clock.compute(step.layer, "forward"):
             return torch.cat(outputs)
-
-    def _works(self, step: Compute) -> bool:
-        return self.group.device in holders(step.writes.layout)
-
-    def _samples(self, value: Value) -> int:
-        """How many samples of a value with a batch axis lie on this device."""
-        here = box(value.layout, self.group.device, value.shape)
-        return here[0][1] - here[0][0] if here else 0
 
     def _nothing(self, value: Value) -> Tensor:
         """This device's piece of a value that it has no part in."""
@@ -182,10 +193,14 @@ class Executor:
         found: Found = {}
         flights, sums = Flights(self.clock), Sums(self.group, self.model, mixing_stage, self.landing)
         try:
-            for step in tape.steps.phase("backward"):
-                if self._takes_part(step):
-                    flights.land(step.after)
-                self._backward_step(step, output_gradients, gradients, found, tape, flights, sums)
+            for line in tape.script.backward:
+                if isinstance(line, RunLine):
+                    flights.land(line.after)
+                    self._back_through(line.run, gradients, found, tape)
+                    continue
+                if line.takes_part:
+                    flights.land(line.step.after)
+                self._backward_step(line, output_gradients, gradients, found, tape, flights, sums)
             flights.land_all()
         except BaseException:
             sums.abandon()
@@ -199,7 +214,7 @@ class Executor:
 
     def _backward_step(
         self,
-        step: Step,
+        line: Line,
         output_gradients: Sequence[Tensor | None],
         gradients: "_Gradients",
         found: Found,
@@ -207,21 +222,21 @@ class Executor:
         flights: Flights,
         sums: Sums,
     ) -> None:
-        match step:
-            case ReturnGradient():
+        match line.step:
+            case ReturnGradient() as step:
                 g = output_gradients[step.output]
                 if g is not None:
                     src, dst = step.reads.layout, dual(step.writes.layout)
                     gradients.add(step.writes.key, run_move(self.group, step.schedule, g, src, dst, step.reads.shape))
             # Where an output is not part of the loss, nothing arrives below; so on every device.
-            case Move() if step.reads.key in gradients:
+            case Move() as step if step.reads.key in gradients:
                 gradients.add(step.writes.key, self._begin(step, gradients.sum(step.reads.key), flights))
                 gradients.drop(step.reads.key)
-            case ShareStatistics() if step.layer in gradients and self.group.device in step.members:
+            case ShareStatistics() as step if step.layer in gradients and self.group.device in step.members:
                 self._backward_statistics(step, gradients.sum(step.layer), tape)
-            case Compute() if step.writes.key in gradients:
-                self._backward_compute(step, gradients, found, tape)
-            case SumGradients():
+            case Compute() as step if step.writes.key in gradients:
+                self._backward_compute(step, gradients, found, tape, works=line.takes_part)
+            case SumGradients() as step:
                 sums.begin(step, found)
 
     def _backward_statistics(self, step: ShareStatistics, g: Tensor, tape: Tape) -> None:
@@ -230,11 +245,36 @@ class Executor:
             row = norm.local_sums(tape.saved.get(step.layer), g, by)
         tape.rows[step.layer] = (row, self._share(step, row))
 
-    def _backward_compute(self, step: Compute, gradients: "_Gradients", found: Found, tape: Tape) -> None:
+    def _back_through(self, run: Run, gradients: "_Gradients", found: Found, tape: Tape) -> None:
+        """The gradients of a run's inputs and parameters, all at once."""
+        roots, made = tape.runs.pop(run.steps[0].id)
+        given = {key: gradients.sum(key) for key in run.writes if key in gradients}
+        for key in given:
+            gradients.drop(key)
+        # As layer by layer, a layer to which no gradient comes is passed by; a run without any is, too.
+        reached, parameters = set(given), dict[str, nn.Parameter]()
+        for step in run.back:
+            if step.writes.key in reached:
+                reached.update(v.key for v, wanted in zip(step.reads, step.wants, strict=True) if wanted)
+                parameters.update(
+                    (p.key, self.model.get_parameter(p.key)) for p in self.traced.graph[step.layer].trainable
+                )
+        wanted = {key: x for key, x in roots.items() if x.requires_grad and key in reached}
+        pairs = [with_gradients(made[key], g) for key, g in given.items()]
+        with self.clock.compute(run.steps[0].layer, "backward"):
+            results = iter(gradients_of(pairs, [*wanted.values(), *parameters.values()]))
+            for key, x in wanted.items():
+                gradients.add(key, or_zeros(next(results), x))
+        for key, gradient in zip(parameters, results, strict=True):
+            _collect(found, key, gradient)
+
+    def _backward_compute(
+        self, step: Compute, gradients: "_Gradients", found: Found, tape: Tape, *, works: bool
+    ) -> None:
         layer = self.traced.graph[step.layer]
         own: Mapping[str, Tensor | None] = {}
         inputs: Sequence[Tensor | None]
-        if not self._works(step):
+        if not works:
             # Of copies that it holds but does not use (a bare parameter, say) the gradient is zero, not empty.
             inputs = [self._nothing(v) if w else None for v, w in zip(step.reads, step.wants, strict=True)]
         else:
@@ -291,23 +331,6 @@ class _Gradients:
 
     def drop(self, key: str) -> None:
         del self._parts[key]
-
-
-def _reads_of(step: Step) -> tuple[Value, ...]:
-    match step:
-        case Compute():
-            return step.reads
-        case Move():
-            return (step.reads,)
-    return ()
-
-
-def _reads(steps: StepList) -> Counter[str]:
-    """How often each value is still to be read; the outputs are read once more, by the caller."""
-    unread = Counter(v.key for v in steps.outputs)
-    for step in steps.phase("forward"):
-        unread.update(v.key for v in _reads_of(step))
-    return unread
 
 
 def _collect(found: Found, key: str, gradient: Tensor | None) -> None:

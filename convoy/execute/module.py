@@ -17,6 +17,7 @@ from convoy.execute.executor import Executor
 from convoy.execute.gradients import global_norm
 from convoy.execute.group import Group
 from convoy.execute.move import run_move
+from convoy.execute.script import Script, script
 from convoy.graph import Parameter
 from convoy.layout import Layout, OnOne, Partial, Replicated, Split, box, holders, local_shape
 from convoy.lower import lower, parameter_layouts
@@ -41,6 +42,7 @@ class Distributed(nn.Module):
         group: the devices.
         example: one batch of each input, for the shapes.
         slowdown: makes this device play one that is so many times slower.
+        in_runs: layers that a device computes alone, one after another, go as one (see `convoy.runs`).
 
     Attributes:
         plan: the present one.
@@ -60,8 +62,10 @@ class Distributed(nn.Module):
         example: Tensor | Sequence[Tensor],
         *,
         slowdown: float = 1.0,
+        in_runs: bool = True,
     ) -> None:
         super().__init__()
+        self._in_runs = in_runs
         trained = trace(model, example, training=True)
         traced = {True: trained, False: trace(model, example, training=False, like=trained)}
         _agree(group, traced[True], plan)
@@ -88,7 +92,7 @@ class Distributed(nn.Module):
         self._misplaced = misplaced(self._plans[False], plan, trained, evaluated)
         everyone = Replicated(tuple(range(self.group.devices)))
         self.layouts = _layouts(self._plans, self.traced) | dict.fromkeys(self._unused, everyone)
-        self._lists: dict[tuple[bool, int], StepList] = {}
+        self._scripts: dict[tuple[bool, int], Script] = {}
         self.reshares += 1
 
     # --- calling -----------------------------------------------------------------------------------------------------
@@ -106,28 +110,33 @@ class Distributed(nn.Module):
         size = batch if batch is not None else self._announced
         if size is None:
             raise InputError("the size of the whole batch is not known: use convoy.loader, or call model(x, batch=64)")
-        steps = self.steps(size)
-        self._check_inputs(inputs, steps)
+        own = self._script(size)
+        self._check_inputs(inputs, own.steps)
         executor = self._executors[self.training]
         self._check_frozen(executor)
         if torch.is_grad_enabled():
-            outputs = _Run.apply(self._anchor, self, executor, steps, *inputs)  # type: ignore[no-untyped-call]
+            outputs = _Run.apply(self._anchor, self, executor, own, *inputs)  # type: ignore[no-untyped-call]
         else:
-            outputs = executor.forward(steps, inputs, keep=False)[0]
+            outputs = executor.forward(own, inputs, keep=False)[0]
         result = executor.traced.result
         return fx.node.map_aggregate(result, lambda a: outputs[a.index] if isinstance(a, Ref) else a)
 
     def steps(self, batch: int) -> StepList:
         """The step list that runs for a global batch of this size, in the present mode."""
+        return self._script(batch).steps
+
+    def _script(self, batch: int) -> Script:
         mode = self.training
         if not mode and self._misplaced:
             raise InputError(
                 f"in evaluation, layer {self._misplaced[0]!r} is built so differently from training that no device has its "
                 "parameters: evaluate on one device, with the weights of full_state_dict()"
             )
-        if (mode, batch) not in self._lists:
-            self._lists[mode, batch] = lower(self._plans[mode], self._executors[mode].traced.graph, batch)
-        return self._lists[mode, batch]
+        if (mode, batch) not in self._scripts:
+            graph = self._executors[mode].traced.graph
+            steps = lower(self._plans[mode], graph, batch)
+            self._scripts[mode, batch] = script(steps, graph, self.group.device, in_runs=self._in_runs)
+        return self._scripts[mode, batch]
 
     def announce(self, batch: int) -> None:
         """The loader tells how many samples the batch has whose part it hands out next."""
@@ -267,9 +276,9 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, _anchor: Tensor, owner: Distributed, executor: Executor, steps: StepList, *inputs: Tensor
+        ctx: Any, _anchor: Tensor, owner: Distributed, executor: Executor, script: Script, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
-        outputs, ctx.tape = executor.forward(steps, inputs, keep=True)
+        outputs, ctx.tape = executor.forward(script, inputs, keep=True)
         ctx.owner, ctx.executor, ctx.inputs, ctx.reshares = owner, executor, len(inputs), owner.reshares
         ctx.set_materialize_grads(False)
         # A view of an input or a tensor used twice must not leave a Function as it is.

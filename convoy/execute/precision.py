@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from convoy.errors import InputError, MismatchError, unknown_name
-from convoy.execute.compute import Arithmetic, Convolution, FullyConnected, Gradients
+from convoy.execute.compute import Arithmetic, Convolution, FullyConnected, Gradients, widened
 from convoy.execute.gradients import share_numbers
 from convoy.execute.group import Group
 from convoy.execute.module import Distributed
@@ -46,6 +46,7 @@ def compute_in(model: Distributed, precision: str) -> None:
     """
     agree_on(model.group, model.traced[True].graph, precision)
     for executor in model._executors.values():
+        executor.lowered_to = _dtype(precision)
         for name, run in executor.arithmetic.items():
             executor.arithmetic[name] = lowered(run, precision, model.group.torch_device.type)
 
@@ -137,17 +138,10 @@ class _Autocast:
     def forward(self, inputs: Sequence[Any], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:
         with torch.autocast(self.device, self.dtype):
             y, saved = self.run.forward(inputs, batch, keep, wants)
-        return _widened(y, self.dtype), saved
+        return widened(y, self.dtype), saved
 
     def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:
         return self.run.backward(saved, g, wants, part)
-
-
-def _widened(y: Any, dtype: torch.dtype | None) -> Any:
-    """Outputs in float32 that were computed in `dtype`."""
-    if isinstance(y, tuple | list):
-        return tuple(_widened(each, dtype) for each in y)
-    return y.float() if isinstance(y, Tensor) and y.dtype == dtype else y
 
 
 def _float(gradient: Tensor | None) -> Tensor | None:
@@ -167,7 +161,7 @@ class UnderAutocast(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         with torch.autocast(self.device, self.dtype, enabled=self.dtype is not None):
-            return _widened(self.module(x), self.dtype)
+            return widened(self.module(x), self.dtype)
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -1,8 +1,9 @@
 """A model taken apart, and how its calls are made."""
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,15 @@ def call_operation(model: nn.Module, operation: Operation, inputs: Sequence[Any]
         case _:
             assert callable(operation.target)
             return operation.target(*args, **kwargs)
+
+
+def bind(model: nn.Module, operation: Operation) -> Callable[[Sequence[Any], int], Any]:
+    """The call of a layer, with its module looked up: takes inputs that hold so many samples."""
+    match operation.call, tuple(operation.args):
+        case "module", (Ref(0),) if not operation.kwargs:
+            module = model.get_submodule(str(operation.target))
+            return lambda inputs, _batch: module(inputs[0])
+    return partial(call_operation, model, operation)
 
 
 def _filled(arg: Any, inputs: Sequence[Any], batch: int) -> Any:
