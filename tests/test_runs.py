@@ -15,11 +15,14 @@ from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.precision import UnderAutocast, compute_in
 from convoy.execute.threads import run_on_threads
+from convoy.graph import Graph, Layer
+from convoy.layout import OnOne
 from convoy.lower import lower
 from convoy.plan import Plan
 from convoy.programs import programs
 from convoy.replay import Work
 from convoy.runs import runs
+from convoy.steps import Compute, Step, StepList, Value
 from convoy.strategy import Batch, Filter, One
 from convoy.trace import trace
 from tests import nets
@@ -67,6 +70,44 @@ def test_a_run_ends_where_the_device_changes() -> None:
     plan = alone("two-conv", devices=2, conv2=One(1), fc=One(1))
     assert rows("two-conv", plan) == [layers[:place], layers[place + 1 :]]
     assert [run.device for run in runs(lower(plan, graph), graph)] == [0, 1]
+
+
+def test_a_run_ends_where_a_gradient_is_computed_in_two_steps() -> None:
+    """As for a convolution whose weights another device has copies of: their sum leaves before the input's gradient."""
+    graph = graph_of("two-conv")
+    layers = [layer.name for layer in graph.layers.values() if layer.kind != "input"]
+    whole = lower(alone("two-conv"), graph)
+    steps: list[Step] = []
+    for step in whole.steps:
+        back = isinstance(step, Compute) and step.phase == "backward" and step.layer == "conv2"
+        steps += [replace(step, part="weight", last=False), replace(step, part="input")] if back else [step]  # type: ignore[call-arg]
+    numbered = tuple(replace(step, id=number) for number, step in enumerate(steps))
+    found = runs(replace(whole, steps=numbered), graph)
+    place = layers.index("conv2")
+    assert [[step.layer for step in run.steps] for run in found] == [layers[:place], layers[place + 1 :]]
+
+
+def test_neighbours_on_two_devices_are_no_run() -> None:
+    """Two inputs, each with layers of its own: nothing travels between them."""
+    shape = (4, 3)
+    x, y = Value("x", shape, OnOne(0)), Value("y", shape, OnOne(1))
+    values = [Value(name, shape, OnOne(d)) for name, d in (("a", 0), ("b", 0), ("c", 1), ("d", 1))]
+    reads = [x, values[0], y, values[2]]
+    forward = [
+        Compute(i, "forward", v.key, (r,), v, (True,)) for i, (v, r) in enumerate(zip(values, reads, strict=True))
+    ]
+    backward = [replace(step, id=7 - step.id, phase="backward") for step in reversed(forward)]
+    sides = StepList(4, 2, (x, y), (values[1], values[3]), (*forward, *backward))
+    layers = {v.key: Layer(v.key, "elementwise", (r.key,), (3,)) for v, r in zip(values, reads, strict=True)}
+    graph = Graph(
+        "Sides", {"x": Layer("x", "input", (), (3,)), "y": Layer("y", "input", (), (3,)), **layers}, ("b", "d")
+    )
+    found = runs(sides, graph)
+    assert [[step.layer for step in run.steps] for run in found] == [["a", "b"], ["c", "d"]]
+    assert [(run.device, run.reads, run.writes) for run in found] == [
+        (0, {"x": True}, ("b",)),
+        (1, {"y": True}, ("d",)),
+    ]
 
 
 # --- the same numbers ------------------------------------------------------------------------------------------------
@@ -144,6 +185,40 @@ def test_a_part_without_a_gradient_has_none_as_in_plain_pytorch(used: tuple[bool
         else:
             torch.testing.assert_close(found[key], parameter.grad)
     assert (found["side.weight"] is None) == (not used[1])
+
+
+class TwoBranches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 5), nn.Linear(6, 5)
+        self.head, self.side = nn.Linear(5, nets.CLASSES), nn.Linear(5, nets.CLASSES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = torch.relu(self.a(x)), torch.relu(self.b(x))
+        c = torch.relu(b)  # has come to the second device before what follows, which is one run
+        return torch.relu(self.head(a)), torch.relu(self.side(c))
+
+
+def test_what_a_run_reads_in_vain_gets_no_gradient() -> None:
+    """Zeros sent back would give the layers below a gradient that plain PyTorch has not."""
+    torch.manual_seed(5)
+    model, x, y = TwoBranches().double(), torch.randn(10, 6).double(), torch.randint(0, nets.CLASSES, (10,))
+    graph = trace(model, x[:2]).graph
+    last = {name: One(1) for name in graph.layers if name not in ("a", "b") and graph[name].kind != "input"}
+    first = {reader.name: One(0) for name in ("a", "b") for reader in graph.readers[name]}
+    plan = Plan("mine", graph.fingerprint, 2, 10, last | first, One(0))
+    assert [run.device for run in runs(lower(plan, graph), graph)] == [0, 1]
+
+    def work(group: Group) -> dict[str, Tensor | None]:
+        here = Distributed(model, plan, group, x[:2])
+        F.cross_entropy(here(x if group.device == 0 else x[:0], batch=10)[0], y).backward()  # type: ignore[no-untyped-call]
+        return {key: p.grad for key, p in here.named_parameters() if p.numel()}
+
+    found = run_on_threads(2, work)
+    assert found[0]["a.weight"] is not None
+    assert found[1]["head.weight"] is not None
+    assert found[0]["b.weight"] is None
+    assert found[1]["side.weight"] is None
 
 
 @pytest.mark.parametrize("net", ["two-conv", "resnet", "mobile"])
