@@ -200,7 +200,7 @@ class TwoBranches(nn.Module):
 
 
 def test_what_a_run_reads_in_vain_gets_no_gradient() -> None:
-    """Zeros sent back would give the layers below a gradient that plain PyTorch has not."""
+    """Zeros sent back would be awaited by nobody: no device below has a gradient there, as in plain PyTorch."""
     torch.manual_seed(5)
     model, x, y = TwoBranches().double(), torch.randn(10, 6).double(), torch.randint(0, nets.CLASSES, (10,))
     graph = trace(model, x[:2]).graph
@@ -211,10 +211,15 @@ def test_what_a_run_reads_in_vain_gets_no_gradient() -> None:
 
     def work(group: Group) -> dict[str, Tensor | None]:
         here = Distributed(model, plan, group, x[:2])
+        group.clear_counters()
         F.cross_entropy(here(x if group.device == 0 else x[:0], batch=10)[0], y).backward()  # type: ignore[no-untyped-call]
+        sent.append((group.device, sum(group.sent_bytes)))
         return {key: p.grad for key, p in here.named_parameters() if p.numel()}
 
+    sent: list[tuple[int, int]] = []
     found = run_on_threads(2, work)
+    back, outputs = 10 * 5 * 8, 2 * 10 * nets.CLASSES * 8
+    assert sorted(sent) == [(0, 2 * 10 * 5 * 8), (1, outputs + back)]
     assert found[0]["a.weight"] is not None
     assert found[1]["head.weight"] is not None
     assert found[0]["b.weight"] is None
