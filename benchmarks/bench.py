@@ -16,6 +16,8 @@ import typer
 
 from benchmarks.bench_page import Sources, bench_page
 from benchmarks.figure import draw_efficiency, draw_scaling
+from benchmarks.overhead import RESULTS as OVERHEAD
+from benchmarks.overhead_page import read_overhead
 from benchmarks.planning import RESULTS as PLANNED
 from benchmarks.planning_page import read_planning
 from benchmarks.rebalance import RESULTS as REBALANCED
@@ -41,6 +43,7 @@ def write_page(results: Sequence[FleetResult], folder: Path, page: Path) -> None
         timelines=timelines,
         rebalanced=read_rebalanced(REBALANCED),
         planning=read_planning(PLANNED),
+        overhead=read_overhead(OVERHEAD),
     )
     write_whole(page, bench_page(sources))
 

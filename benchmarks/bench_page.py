@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.configurations import ALONE, AUTO, EQUAL, IN_TURN, SETS, Case
+from benchmarks.overhead_page import OverheadFile, overhead_section
 from benchmarks.page import hardware, how_timed, quietness, seconds, table
 from benchmarks.planning_page import Planning, planning_section
 from benchmarks.rebalance_page import Rebalanced, rebalance_lines, rebalance_section
@@ -21,7 +22,8 @@ class Sources:
     Attributes:
         figure, scaling: where the figures lie, as the page links them; None where there is none.
         timelines: of cases with a missed target, by the name of the case.
-        rebalanced, planning: what `benchmarks.rebalance` and `benchmarks.planning` wrote; None where they have not run.
+        rebalanced, planning, overhead: what `benchmarks.rebalance`, `benchmarks.planning` and `benchmarks.overhead` wrote; None
+            where they have not run.
     """
 
     results: Sequence[FleetResult]
@@ -30,6 +32,7 @@ class Sources:
     timelines: Mapping[str, str] = field(default_factory=dict)
     rebalanced: Rebalanced | None = None
     planning: Planning | None = None
+    overhead: OverheadFile | None = None
 
 
 def bench_page(sources: Sources) -> str:
@@ -50,6 +53,7 @@ def bench_page(sources: Sources) -> str:
         _efficiency_table(compared),
         *scaling_section(rows, sources.scaling),
         *rebalance_section(sources.rebalanced),
+        *overhead_section(sources.overhead),
         *planning_section(sources.planning),
         "## Every measurement",
         "Spread: (slowest - fastest) / median of the rounds; middle: that of the middle half. Error: (predicted - measured) "

@@ -7,6 +7,7 @@ from convoy.graph import Graph
 from convoy.layout import Layout, OnOne, Partial, Replicated, Split, box, entries, holders
 from convoy.lower import lower
 from convoy.plan import Plan
+from convoy.runs import runs
 from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, traffic
 
 
@@ -61,15 +62,20 @@ def work_shares(steps: StepList, graph: Graph) -> tuple[float, ...]:
     return tuple(w / total if total else 1 / steps.devices for w in work)
 
 
-def step_lines(steps: StepList, itemsize: int = 4) -> list[str]:
-    """The step list as text, a line each."""
+def step_lines(steps: StepList, graph: Graph, itemsize: int = 4) -> list[str]:
+    """The step list as text, a line each. Steps of a run (see `convoy.runs`) bear its number."""
+    of = {
+        step.id: f"  run {number}"
+        for number, run in enumerate(runs(steps, graph), start=1)
+        for step in (*run.steps, *run.back)
+    }
     lines = [f"one step of {steps.batch} samples on {steps.devices} devices"]
     phase = ""
     for step in steps.steps:
         if step.phase != phase:
             phase = step.phase
             lines.append(f"{phase}:")
-        lines.append(f"  {step.id:4d}  {_words(step)}{_on_the_wire(step, itemsize)}{_after(step)}")
+        lines.append(f"  {step.id:4d}  {_words(step)}{_on_the_wire(step, itemsize)}{_after(step)}{of.get(step.id, '')}")
     return lines
 
 

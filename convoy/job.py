@@ -122,7 +122,7 @@ def _train(run: Run, group: Group, screen: Screen, stack: ExitStack) -> tuple[Hi
     steps = part.steps(settings.pass_batch)
     screen.plan(plan, layer_rows(plan, traced.graph), work_shares(steps, traced.graph))
     if settings.explain:
-        screen.lines(step_lines(steps))
+        screen.lines(step_lines(steps, traced.graph))
     train, test = build_loaders(settings, splits, part)
     if settings.accumulate > 1:
         screen.lines([f"A step of {settings.batch} samples is {settings.accumulate} passes of {settings.pass_batch}."])

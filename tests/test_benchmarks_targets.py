@@ -12,6 +12,8 @@ from benchmarks.bench_page import Sources, bench_page
 from benchmarks.configurations import ALONE, SETS, Case, fleet_named
 from benchmarks.estimate import case_s, estimate_s, guessed
 from benchmarks.hardware import Ground
+from benchmarks.overhead import in_turns, steps_of
+from benchmarks.overhead_page import read_overhead
 from benchmarks.planning_page import read_planning
 from benchmarks.predictions import Prediction, Predictions
 from benchmarks.rebalance_page import read_rebalanced
@@ -20,6 +22,7 @@ from benchmarks.results import FleetResult, NetResult, Row, Where, write_result
 from benchmarks.scaling import BATCH, STRONG, WEAK, scaled
 from benchmarks.targets import least_efficiency, missed, verdicts
 from benchmarks.worker import WorkerJob
+from convoy.cost.overhead import Overheads
 from convoy.errors import InputError
 
 GROUND = Ground("a processor", 2, "Linux 6", "3.11", "2.13", "0.1", "abc")
@@ -364,6 +367,36 @@ def test_the_page_shows_how_long_planning_takes(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(InputError, match=r"benchmarks\.planning again"):
         read_planning(path)
+
+
+def test_the_page_shows_what_convoy_takes_of_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "overhead.json"
+    assert read_overhead(path) is None
+    row = {
+        "net": "a-net:1", "batch": 16, "plain_s": 0.1, "run_s": 0.102, "layered_s": 0.11, "run": 1.02, "layered": 1.095,
+        "spread": 0.03,
+    }  # fmt: skip
+    document = {
+        "command": "python -m it", "date": "2026-01-01T0", "ground": asdict(GROUND), "load_average": 0.5, "rows": [row],
+        "overheads": asdict(Overheads(layer_s=1e-4, round_s=2e-4, message_s=3e-5, step_s=1e-3, update_s_per_tensor=4e-6)),
+    }  # fmt: skip
+    path.write_text(json.dumps(document))
+    page = bench_page(Sources([result(case(1.0, 2.0))], overhead=read_overhead(path)))
+    assert "## What Convoy takes of a step" in page
+    assert "| a-net:1 | 16 | 100 ms | 3.0% | +2.0% | +9.5% |" in page
+    assert "0.1 ms a layer" in page
+    assert "0.2 ms a round of messages with one message, 0.03 ms each further one" in page
+    path.write_text("{}")
+    with pytest.raises(InputError, match=r"benchmarks\.overhead again"):
+        read_overhead(path)
+
+
+def test_ways_that_train_otherwise_are_not_compared() -> None:
+    steps = steps_of("two-conv:4:6", (1, 8, 8), 4)
+    times = in_turns(steps, 2, 0.0)
+    assert {way: len(each) for way, each in times.items()} == {"plain": 2, "one run": 2, "layer by layer": 2}
+    with pytest.raises(AssertionError):
+        in_turns(steps | {"one run": lambda: 0.0}, 1, 0.0)
 
 
 # --- accuracy on a fleet ---------------------------------------------------------------------------------------------

@@ -174,6 +174,30 @@ def messages_arrive(group: Group) -> int:
     return received
 
 
+def wait_for_the_late(group: Group, late_s: float) -> list[float]:
+    """Device 1 waits on both lanes, the second on a thread as sums do; seconds that passed, and those of its processor."""
+    group.agree("both are here", "")
+    if group.device == 0:
+        time.sleep(late_s)
+        group.start([Message(1, torch.ones(4))], []).wait()
+        group.start([Message(1, torch.ones(4))], [], 1).wait()
+        return []
+    pending = [group.start([], [Message(0, torch.zeros(4))], lane) for lane in (0, 1)]
+    start_s, start_processor_s = time.monotonic(), time.process_time()
+    sums = threading.Thread(target=pending[1].wait)
+    sums.start()
+    pending[0].wait()
+    sums.join()
+    return [time.monotonic() - start_s, time.process_time() - start_processor_s]
+
+
+def test_waiting_takes_no_processor() -> None:
+    """On a device of one core, whoever waits busily takes from whoever computes. Threads of the exchange count as well."""
+    _, (passed_s, processor_s) = on_processes(2, "tests.test_group:wait_for_the_late", 1.5, limit_s=60)
+    assert passed_s > 0.5
+    assert processor_s < 0.2 * passed_s, "one thread that asks again and again takes all of it"
+
+
 @pytest.mark.parametrize("devices", [2, 3])
 def test_messages_arrive_on_threads(devices: int) -> None:
     assert run_on_threads(devices, messages_arrive) == [(devices - 1) * len(DTYPES)] * devices

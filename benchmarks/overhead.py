@@ -1,0 +1,139 @@
+"""What Convoy takes of a step that is neither a layer's arithmetic nor a byte on the wire.
+
+    python -m benchmarks.overhead [--results FILE]
+
+One device, one thread, the same steps (loss, backward, SGD with momentum) in plain PyTorch and in Convoy, in turns: with the
+layers as one run (`convoy.runs`), as a device alone computes them, and one by one, as they are computed where others share the
+work. Beside it, what `convoy measure` finds for this machine: the seconds that predictions charge.
+Writes results/overhead.json.
+"""
+
+import copy
+import datetime
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from benchmarks.hardware import ground
+from benchmarks.score import middle_spread
+from convoy.execute.group import AloneGroup
+from convoy.execute.heap import keep_freed_memory
+from convoy.execute.module import Distributed
+from convoy.files import write_whole
+from convoy.measure.overheads import measure_overheads
+from convoy.named import Speeds, named_plan
+from convoy.nets import build_net
+from convoy.trace import trace
+
+RESULTS = Path(__file__).parent / "results" / "overhead.json"
+COMMAND = "python -m benchmarks.overhead"
+CASES = (
+    ("two-conv:50:500", (1, 28, 28), 16),
+    ("resnet:8:16", (3, 32, 32), 2),
+    ("resnet:8:16", (3, 32, 32), 64),
+    ("vgg:11:512", (3, 32, 32), 16),
+)
+"""Net, image, batch: from layers that take long to a step that is nearly all calls."""
+
+WAYS = ("plain", "one run", "layer by layer")
+WARM = 3
+
+
+def steps_of(net: str, image: tuple[int, int, int], batch: int) -> dict[str, Callable[[], float]]:
+    """By way: a training step on random numbers; it gives the loss."""
+    plain = build_net(net, image, 10)
+    x, y = torch.randn(batch, *image), torch.randint(0, 10, (batch,))
+    plan = named_plan("data", trace(plain, x[:1]).graph, batch, Speeds((1.0,)))
+    models: dict[str, nn.Module] = {"plain": plain}
+    for way, in_runs in (("one run", True), ("layer by layer", False)):
+        group = AloneGroup(torch.device("cpu"))
+        part = Distributed(copy.deepcopy(plain), plan, group, x[:1], in_runs=in_runs)
+        part.announce(batch)
+        models[way] = part
+    return {way: _step(model, x, y) for way, model in models.items()}
+
+
+def _step(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step() -> float:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return float(loss.detach())
+
+    return step
+
+
+def in_turns(steps: dict[str, Callable[[], float]], rounds: int, round_s: float) -> dict[str, list[float]]:
+    """Seconds of a step by way, one number a round; the ways take turns in every round.
+
+    Raises:
+        AssertionError: the losses of the first steps differ, so that they are not the same training.
+    """
+    first = {way: [step() for _ in range(WARM)] for way, step in steps.items()}
+    for way in WAYS[1:]:
+        torch.testing.assert_close(torch.tensor(first[way]), torch.tensor(first["plain"]), rtol=1e-4, atol=1e-5)
+    found: dict[str, list[float]] = {way: [] for way in steps}
+    for _ in range(rounds):
+        for way, step in steps.items():
+            start_s, count = time.perf_counter(), 0
+            while time.perf_counter() - start_s < round_s or not count:
+                step()
+                count += 1
+            found[way].append((time.perf_counter() - start_s) / count)
+    return found
+
+
+def main(
+    results: Annotated[Path, typer.Option(help="File to write.")] = RESULTS,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each way.")] = 9,
+    round_s: Annotated[float, typer.Option(help="Seconds of a turn.")] = 0.7,
+) -> None:
+    """Time all cases, write the results, print a table."""
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as joining a job does; of the whole process, so plain PyTorch has it here, too
+    table = Table(title="A step on one device", title_justify="left")
+    for name in ("net", "batch", "plain PyTorch", "one run", "layer by layer"):
+        table.add_column(name)
+    rows: list[dict[str, Any]] = []
+    for net, image, batch in CASES:
+        times = in_turns(steps_of(net, image, batch), rounds, round_s)
+        middle = {way: statistics.median(each) for way, each in times.items()}
+        ratios = {way: [a / b for a, b in zip(times[way], times["plain"], strict=True)] for way in WAYS[1:]}
+        rows.append(
+            {
+                "net": net, "batch": batch, "plain_s": middle["plain"], "run_s": middle["one run"],
+                "layered_s": middle["layer by layer"], "run": statistics.median(ratios["one run"]),
+                "layered": statistics.median(ratios["layer by layer"]), "spread": middle_spread(times["plain"]),
+                "rounds_s": times,
+            }
+        )  # fmt: skip
+        table.add_row(net, str(batch), *(f"{1000 * middle[way]:.2f} ms" for way in WAYS))
+    document = {
+        "command": COMMAND,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "ground": asdict(ground()),
+        "load_average": os.getloadavg()[0],
+        "rows": rows,
+        "overheads": asdict(measure_overheads(torch.device("cpu"), time.perf_counter, 0.3)),
+    }
+    write_whole(results, json.dumps(document, indent=1) + "\n")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
