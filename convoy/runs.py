@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from convoy.graph import Graph
 from convoy.layout import Layout, holders
-from convoy.steps import Compute, Step, StepList
+from convoy.steps import Compute, Move, ShareStatistics, Step, StepList
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +41,9 @@ def runs(steps: StepList, graph: Graph) -> tuple[Run, ...]:
     """All runs of a list, in its order."""
     backward = steps.phase("backward")
     place = {step.layer: index for index, step in enumerate(backward) if isinstance(step, Compute)}
-    outside = _readers(steps)
-    found = []
-    for row in _rows(steps.phase("forward"), backward, place):
-        run = _run(row, backward, place, outside)
-        if not _cuts_apart(run, graph):
-            found.append(run)
-    return tuple(found)
+    readers = _readers(steps)
+    found = [_run(row, backward, place, readers) for row in _rows(steps.phase("forward"), backward, place)]
+    return tuple(run for run in found if not _cuts_apart(run, graph))
 
 
 def _rows(
@@ -55,31 +51,32 @@ def _rows(
 ) -> Iterator[tuple[Compute, ...]]:
     """As many as possible of the steps that follow each other, on one device, in forward and in backward."""
     row: list[Compute] = []
-    first: int | None = None  # where backward has come to, on its way to the beginning
     for step in forward:
-        here = _alone(step, backward, place)
-        at = place.get(step.layer) if here is not None and isinstance(step, Compute) else None
-        follows = row and here == _only(row[-1].writes.layout) and (first is None or at is None or at == first - 1)
-        if not follows:
+        own = step if isinstance(step, Compute) and _is_alone(step, backward, place) else None
+        if row and (own is None or not _follows(row, own, place)):
             if len(row) > 1:
                 yield tuple(row)
-            row, first = [], None
-        if here is not None and isinstance(step, Compute):
-            row.append(step)
-            first = at if at is not None else first
+            row = []
+        if own is not None:
+            row.append(own)
     if len(row) > 1:
         yield tuple(row)
 
 
-def _alone(step: Step, backward: tuple[Step, ...], place: Mapping[str, int]) -> int | None:
-    """The only device that computes a step, whose backward is one step; None for any other step."""
-    if not isinstance(step, Compute) or step.pieces > 1:
-        return None
+def _is_alone(step: Compute, backward: tuple[Step, ...], place: Mapping[str, int]) -> bool:
+    """Whether one device computes a layer from what it holds, and its backward is one step or none."""
     device = _only(step.writes.layout)
-    if device is None or any(device not in holders(value.layout) for value in step.reads):
-        return None
+    if step.pieces > 1 or device is None or any(device not in holders(value.layout) for value in step.reads):
+        return False
     back = backward[place[step.layer]] if step.layer in place else None
-    return device if back is None or (isinstance(back, Compute) and back.part == "all") else None
+    return back is None or (isinstance(back, Compute) and back.part == "all")
+
+
+def _follows(row: list[Compute], step: Compute, place: Mapping[str, int]) -> bool:
+    """Whether a step is on the row's device, and its backward the step before those of the row."""
+    at, last = place.get(step.layer), next((place[s.layer] for s in reversed(row) if s.layer in place), None)
+    adjoins = at is None or last is None or at == last - 1
+    return adjoins and holders(step.writes.layout) == holders(row[-1].writes.layout)
 
 
 def _only(layout: Layout) -> int | None:
@@ -91,7 +88,13 @@ def _readers(steps: StepList) -> dict[str, set[int]]:
     """By value: the forward steps that read it; -1 stands for the caller."""
     readers: dict[str, set[int]] = {}
     for step in steps.phase("forward"):
-        values = step.reads if isinstance(step, Compute) else (step.reads,) if hasattr(step, "reads") else ()
+        match step:
+            case Compute():
+                values = step.reads
+            case Move() | ShareStatistics():
+                values = (step.reads,)
+            case _:
+                values = ()
         for value in values:
             readers.setdefault(value.key, set()).add(step.id)
     for value in steps.outputs:
@@ -121,9 +124,5 @@ def _run(
 def _cuts_apart(run: Run, graph: Graph) -> bool:
     """Whether a layer with several outputs is in the run and one that picks from it is not, or the other way round."""
     inside = {step.layer for step in run.steps}
-    return any(
-        (reader.name in inside) != (name in inside)
-        for name, layer in graph.layers.items()
-        for reader in graph.readers[name]
-        if reader.kind == "pick" and (name in inside or reader.name in inside)
-    )
+    picks = (layer for layer in graph.layers.values() if layer.kind == "pick")
+    return any((pick.name in inside) != (pick.inputs[0] in inside) for pick in picks)

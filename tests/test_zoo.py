@@ -108,7 +108,7 @@ def test_auto_plans_it_explains_it_and_trains_it_as_one_device(name: str) -> Non
 
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "hybrid", "master", "model"])
-@pytest.mark.parametrize("name", _marked((*FAST, "shufflenet_v2_x1_0", "googlenet"), FAST[1:]))
+@pytest.mark.parametrize("name", _marked((*FAST, "shufflenet_v2_x1_0", "googlenet"), FAST[2:]))
 def test_plans_by_name_train_it_as_one_device(name: str, plan: str) -> None:
     model = zoo.build(name)
     graph = zoo.traced(name, model).graph
