@@ -12,6 +12,7 @@ from benchmarks.scaling import Scaled, scaled
 from benchmarks.score import efficiency
 
 MARKS = dict(zip(PLAN_NAMES, "osD^vP", strict=True))
+COLORS = {plan: f"C{number}" for number, plan in enumerate(PLAN_NAMES)}
 
 
 def draw(results: Sequence[FleetResult], path: Path) -> bool:
@@ -104,7 +105,7 @@ def draw_scaling(results: Sequence[FleetResult], path: Path) -> bool:
 
 
 def _plot_scaling(every: Any, panels: Sequence[tuple[str, Sequence[Scaled]]]) -> None:
-    from matplotlib.ticker import NullFormatter, StrMethodFormatter  # only where there is matplotlib
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter  # only where there is matplotlib
 
     for axes, (title, points) in zip(every, panels, strict=True):
         for plan in dict.fromkeys(point.row.plan for point in points):
@@ -113,10 +114,12 @@ def _plot_scaling(every: Any, panels: Sequence[tuple[str, Sequence[Scaled]]]) ->
             medians = [row.median_s for row in rows]
             down = [row.median_s - min(row.rounds_s) for row in rows]
             up = [max(row.rounds_s) - row.median_s for row in rows]
-            marks = axes.errorbar(xs, medians, yerr=(down, up), fmt=MARKS[plan], markersize=5, capsize=2, label=plan)
-            axes.plot(xs, [row.predicted_s for row in rows], color=marks[0].get_color(), linewidth=1)
+            look = {"fmt": MARKS[plan], "color": COLORS[plan], "label": plan}
+            axes.errorbar(xs, medians, yerr=(down, up), markersize=5, capsize=2, **look)
+            axes.plot(xs, [row.predicted_s for row in rows], color=COLORS[plan], linewidth=1)
         axes.set(xscale="log", yscale="log", title=title, xlabel=points[0].axis)
         axes.set_xticks(sorted({point.x for point in points}))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(StrMethodFormatter("{x:g}"))
             axis.set_minor_formatter(NullFormatter())

@@ -11,6 +11,7 @@ from benchmarks import accuracy_fleet, bench, rebalance
 from benchmarks.bench_page import Sources, bench_page
 from benchmarks.configurations import ALONE, SETS, Case, fleet_named
 from benchmarks.estimate import case_s, estimate_s, guessed
+from benchmarks.figure import _plot_scaling
 from benchmarks.hardware import Ground
 from benchmarks.overhead import in_turns, steps_of
 from benchmarks.overhead_page import read_overhead
@@ -207,6 +208,27 @@ def test_the_page_has_the_growth_with_its_speedups(tmp_path: Path) -> None:
     picture = tmp_path / "figures" / "it.png"
     assert bench.draw_scaling(results, picture) == picture.exists()
     assert not bench.draw_scaling([result(case(1.0, 2.0))], tmp_path / "none.png")
+
+
+def test_a_plan_looks_the_same_in_every_panel() -> None:
+    """Colours went by the order in which plans came: that of `auto` in one panel was that of `master` in the next."""
+    figure = pytest.importorskip("matplotlib.figure")
+    first = [
+        grown(1, 64, 8.0),
+        grown(4, 64, 2.5),
+        grown(4, 64, 5.0, "data"),
+        grown(4, 256, 9.0, "data"),
+        grown(4, 256, 8.0),
+    ]
+    panels = [(title, points) for title, points in scaled(first).items() if points]
+    every = figure.Figure().subplots(1, len(panels))
+    _plot_scaling(every, panels)
+    looks: dict[str, set[tuple[str, str]]] = {}
+    for axes in every:
+        for held in axes.containers:
+            looks.setdefault(held.get_label(), set()).add((held[0].get_color(), held[0].get_marker()))
+    assert {plan: len(look) for plan, look in looks.items()} == {"auto": 1, "data": 1}
+    assert looks["auto"] != looks["data"]
 
 
 # --- how long it takes -----------------------------------------------------------------------------------------------
