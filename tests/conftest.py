@@ -24,6 +24,9 @@ from tests import ranks  # noqa: E402
 # Started with `&` by a shell, or under nohup, this process ignores Ctrl-C, and so would all that the tests start to interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# And under nohup a hang-up. A handler keeps this process alive all the same; what it starts has the system's own again.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 torch.set_num_threads(1)
 

@@ -113,7 +113,7 @@ def test_random_plans_follow_one_device_for_twenty_steps(case: tuple[str, Plan])
     try_plan(net, plan, Training(net, (10, 10, 10, 3) * 5))
 
 
-@settings(max_examples=25, derandomize=True, **QUIET)
+@settings(max_examples=16, derandomize=True, **QUIET)
 @given(plans(WITHOUT_BATCH_NORM), st.sampled_from([*OPTIMIZERS]), st.booleans())
 def test_random_plans_with_tiny_batches(case: tuple[str, Plan], optimizer: str, clip: bool) -> None:
     net, plan = case
@@ -121,7 +121,7 @@ def test_random_plans_with_tiny_batches(case: tuple[str, Plan], optimizer: str, 
     try_plan(net, plan, training)
 
 
-@settings(max_examples=25, derandomize=True, **QUIET)
+@settings(max_examples=16, derandomize=True, **QUIET)
 @given(plans(tuple(net for net in NETS if net != "no-gradient")), st.sampled_from([10, 3]))
 def test_random_plans_move_the_bytes_they_predict(case: tuple[str, Plan], size: int) -> None:
     net, plan = case
