@@ -247,6 +247,23 @@ def test_bf16_is_that_of_autocast_to_the_last_bit(net: str) -> None:
     assert all(torch.equal(a, p.grad) for a, p in zip(found, plain.parameters(), strict=True) if p.grad is not None)
 
 
+def test_autocast_of_the_caller_counts_as_in_plain_pytorch() -> None:
+    """A run switched it off, where no precision was given to Convoy."""
+    torch.manual_seed(7)
+    x = torch.randn(10, 3, 8, 8)
+
+    def work(group: Group) -> Tensor:
+        here = Distributed(nets.build("two-conv", dtype=torch.float32), alone("two-conv"), group, x[:2])
+        with torch.autocast("cpu", torch.bfloat16):
+            return here(x, batch=10).detach()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = nets.build("two-conv", dtype=torch.float32)(x)
+    (found,) = run_on_threads(1, work)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+
+
 # --- what it saves ---------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ nobody here needs, at the end of the phase.
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,7 +122,7 @@ class Executor:
         with self.clock.compute(run.steps[0].layer, "forward"):
             roots = {key: values[key].detach().requires_grad_(keep and wanted) for key, wanted in run.reads.items()}
             own: dict[str, Any] = dict(roots)
-            with torch.autocast(self.group.torch_device.type, self.lowered_to, enabled=self.lowered_to is not None):
+            with self._lowered():
                 for step, samples, forgets in zip(run.steps, line.samples, run.forgets, strict=True):
                     inputs = [own[value.key] for value in step.reads]
                     with torch.set_grad_enabled(keep and self.traced.graph[step.layer].differentiable):
@@ -133,6 +134,12 @@ class Executor:
         values.update((key, detached(y)) for key, y in made.items())
         if keep:
             tape.runs[run.steps[0].id] = (roots, made)
+
+    def _lowered(self) -> AbstractContextManager[Any]:
+        """Autocast where a precision was asked for; else whatever the caller computes in."""
+        if self.lowered_to is None:
+            return nullcontext()
+        return torch.autocast(self.group.torch_device.type, self.lowered_to)
 
     def _compute(self, step: Compute, samples: int, values: Mapping[str, Any], tape: Tape, *, keep: bool) -> Any:
         inputs = [values[v.key] for v in step.reads]
