@@ -1,11 +1,13 @@
 """What a benchmark ran on: processor, versions, revision of the code."""
 
+import datetime
 import hashlib
 import os
 import platform
 import subprocess
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +29,16 @@ class Ground:
     torch: str
     convoy: str
     revision: str
+
+
+def stamp(command: str) -> dict[str, Any]:
+    """What stands first in every file of results: the command, when and on what it ran, how busy the machine is."""
+    return {
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "ground": asdict(ground()),
+        "load_average": os.getloadavg()[0],
+    }
 
 
 def ground() -> Ground:

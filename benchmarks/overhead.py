@@ -9,9 +9,7 @@ Writes results/overhead.json.
 """
 
 import copy
-import datetime
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -26,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks.hardware import ground
+from benchmarks.hardware import stamp
 from benchmarks.score import middle_spread
 from convoy.execute.group import AloneGroup
 from convoy.execute.heap import keep_freed_memory
@@ -124,10 +122,7 @@ def main(
         )  # fmt: skip
         table.add_row(net, str(batch), *(f"{1000 * middle[way]:.2f} ms" for way in WAYS))
     document = {
-        "command": COMMAND,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "ground": asdict(ground()),
-        "load_average": os.getloadavg()[0],
+        **stamp(COMMAND),
         "rows": rows,
         "overheads": asdict(measure_overheads(torch.device("cpu"), time.perf_counter, 0.3)),
     }

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from benchmarks.hardware import Ground
 from benchmarks.page import seconds, table
-from benchmarks.results import read_kept
+from benchmarks.results import read_if_kept
 from convoy.cost.overhead import Overheads
 
 
@@ -53,7 +53,7 @@ def read_overhead(path: Path) -> OverheadFile | None:
     Raises:
         InputError: it is not what this version of `benchmarks.overhead` writes.
     """
-    return read_kept(path, _FILE, "python -m benchmarks.overhead") if path.exists() else None
+    return read_if_kept(path, _FILE, "benchmarks.overhead")
 
 
 def overhead_section(found: OverheadFile | None) -> list[str]:

@@ -6,14 +6,11 @@ Writes results/planning.json: wall-clock seconds and processor seconds of every 
 process on one thread. Tracing the model is timed apart: it is done once per model, not once per plan.
 """
 
-import datetime
 import json
-import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from benchmarks.hardware import ground
+from benchmarks.hardware import stamp
 from convoy.files import write_whole
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.graph import Graph
@@ -126,10 +123,7 @@ def main(results: Annotated[Path, typer.Option(help="File to write.")] = RESULTS
         "sweep of 10,000 points, four plans": (10.0, timed(lambda: sweep_once(alexnet), 5)),
     }
     document = {
-        "command": COMMAND,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "ground": asdict(ground()),
-        "load_average": os.getloadavg()[0],
+        **stamp(COMMAND),
         "trace_resnet50_s": trace_s,
         "layers": len(graph.layers),
         "rows": {name: {"target_s": target, **row} for name, (target, row) in rows.items()},

@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 
 from benchmarks.hardware import Ground
 from benchmarks.page import seconds, table
-from benchmarks.results import read_kept
+from benchmarks.results import read_if_kept
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def read_planning(path: Path) -> Planning | None:
     Raises:
         InputError: it is not what this version of `benchmarks.planning` writes.
     """
-    return read_kept(path, _FILE, "python -m benchmarks.planning") if path.exists() else None
+    return read_if_kept(path, _FILE, "benchmarks.planning")
 
 
 def planning_section(planning: Planning | None) -> list[str]:

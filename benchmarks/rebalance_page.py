@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 from benchmarks.hardware import Ground
 from benchmarks.page import seconds, table
 from benchmarks.rebalance_score import ANSWER, BACK, Summary
-from benchmarks.results import read_kept
+from benchmarks.results import read_if_kept
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def read_rebalanced(path: Path) -> Rebalanced | None:
     Raises:
         InputError: it is not what this version of `benchmarks.rebalance` writes.
     """
-    return read_kept(path, _FILE, "python -m benchmarks.rebalance") if path.exists() else None
+    return read_if_kept(path, _FILE, "benchmarks.rebalance")
 
 
 def rebalance_lines(rebalanced: Rebalanced | None) -> list[list[str]]:

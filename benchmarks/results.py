@@ -218,3 +218,12 @@ def read_kept(path: Path, adapter: TypeAdapter[Kept], made_by: str) -> Kept:
     except (OSError, ValidationError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"{path} cannot be read ({reason}): run {made_by} again") from error
+
+
+def read_if_kept(path: Path, adapter: TypeAdapter[Kept], module: str) -> Kept | None:
+    """As `read_kept`, of a benchmark that may not have run: None where there is no file.
+
+    Args:
+        module: the benchmark, as Python runs it with -m.
+    """
+    return read_kept(path, adapter, f"python -m {module}") if path.exists() else None
