@@ -13,6 +13,7 @@ from benchmarks.scaling import scaling_section
 from benchmarks.score import alone, efficiency, error, full_spread, middle_spread
 from benchmarks.targets import TUNED, cases_of, fastest_alone
 from benchmarks.targets_page import in_turn_line, targets_section, unmeasured
+from convoy.planner import TRIED
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ def bench_page(sources: Sources) -> str:
         *([f"![Efficiency]({sources.figure})"] if sources.figure else []),
         "## Efficiency",
         _efficiency_table(compared),
+        *_trials_section(compared),
         *scaling_section(rows, sources.scaling),
         *rebalance_section(sources.rebalanced),
         *overhead_section(sources.overhead),
@@ -68,8 +70,9 @@ _HOW = (
     f"rest. `{ALONE}` is the same all at once: they load this one machine as the fleet does. `ddp-even` and `ddp-tuned` are "
     "PyTorch's DistributedDataParallel on gloo with the same batches and the same gradient; `ddp-tuned` has shares corrected "
     "by what each rank's computing takes and then searched, both have the bucket size and `static_graph` searched; the "
-    "searches are not counted. `auto` is the planner's choice, then rebalanced for 9 to 18 uncounted steps as by `convoy "
-    "train --plan auto`; its prediction is that of the planner's choice. Efficiency: samples/s over the sum of "
+    "searches are not counted. `auto` is what `convoy train --plan auto` comes to: the planner's choice, or another of its "
+    "plans that was faster in the trial, then rebalanced for 9 to 18 steps; none of them is counted, and its prediction is "
+    "that of the plan that goes on. Efficiency: samples/s over the sum of "
     "what every device reached alone at the same global batch, "
     f"measured in the same run (`{IN_TURN}`; where there is none, `{ALONE}`). "
 )
@@ -114,6 +117,26 @@ def _efficiency_table(rows: Sequence[Row]) -> str:
         body.append([best.fleet, best.net, str(best.batch), f"{limit:.3g}", *cells])
     head = ["fleet", "net", "batch", "samples/s of all alone", "fastest alone", *(f"`{plan}`" for plan in plans)]
     return table(head, body)
+
+
+def _trials_section(rows: Sequence[Row]) -> list[str]:
+    """The trials of plans; nothing where no row tells of one."""
+    tried = [row for row in rows if len(row.tried) > 1]
+    if not tried:
+        return []
+    body = []
+    for row in tried:
+        cells = [f"{seconds(predicted_s)}, {seconds(step_s)}" for predicted_s, step_s in row.tried]
+        ahead = min(step_s for _, step_s in row.tried) / row.tried[0][1] - 1
+        body.append([row.fleet, row.net, str(row.batch), *cells, *[""] * (TRIED - len(cells)), f"{ahead:+.1%}"])
+    head = ["fleet", "net", "batch", "the planner's choice", *(f"plan {i}" for i in range(2, TRIED + 1))]
+    return [
+        "## The trial of plans",
+        "Where plans are predicted to take nearly as long, `auto` trains some steps by each and goes on with the fastest "
+        "([decision 19](decisions/019-trial-of-plans.md)). Of each plan: a step as predicted, and in the trial, with shares "
+        "that were predicted for it. Last: the fastest against the planner's choice.",
+        table([*head, "fastest"], body),
+    ]
 
 
 def _full_table(rows: Sequence[Row]) -> str:

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 from pydantic import TypeAdapter
 
-from benchmarks.configurations import ALONE, AUTO, IN_TURN, PEERS, PLAN_NAMES, Case
+from benchmarks.configurations import ALONE, AUTO, IN_TURN, PEERS, Case
 from benchmarks.results import Row, Where
 from convoy.cost.step import Costs
 from convoy.fleet import Fleet
 from convoy.graph import Graph
-from convoy.named import named_plan
+from convoy.named import PLANS, named_plan
 from convoy.plan import Plan
-from convoy.planner import plan_auto
-from convoy.prospect import Outlook, Prospect, prospect
+from convoy.prospect import Outlook, Prospect, choices, prospect
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,7 @@ class Predictions:
 
     Attributes:
         plans: by name.
+        others: what is worth a trial beside `auto`.
         solo_s: seconds of a step of each device alone.
         plan_s: seconds that all of it took.
     """
@@ -42,6 +42,7 @@ class Predictions:
     plans: Mapping[str, Prediction]
     solo_s: tuple[float, ...]
     plan_s: float
+    others: tuple[Prediction, ...] = ()
 
     def to_json(self) -> str:
         """Text that `from_json` reads back to equal predictions."""
@@ -60,20 +61,16 @@ def predict(case: Case, graph: Graph, costs: Costs, fleet: Fleet) -> Predictions
     """Every plan of the case that is Convoy's, as `convoy plan` predicts it."""
     start_s = time.perf_counter()
     outlook = Outlook.of(graph, case.batch, costs, fleet)
-    rows = {name: prospect(make_plan(name, outlook), outlook) for name in case.plans if name in PLAN_NAMES}
-    return Predictions(
-        {name: _prediction(row, fleet) for name, row in rows.items()},
-        tuple(case.batch / speed for speed in outlook.speeds.devices),
-        time.perf_counter() - start_s,
-    )
 
+    def row(plan: Plan) -> Prediction:
+        return _prediction(prospect(plan, outlook), fleet)
 
-def make_plan(name: str, outlook: Outlook) -> Plan:
-    """A plan by name; `auto` is the planner's."""
-    graph, batch = outlook.graph, outlook.batch
-    if name == AUTO:
-        return plan_auto(graph, batch, outlook.costs).named(AUTO)
-    return named_plan(name, graph, batch, outlook.speeds)
+    rows = {name: row(named_plan(name, graph, case.batch, outlook.speeds)) for name in case.plans if name in PLANS}
+    others: list[Prediction] = []
+    if AUTO in case.plans:
+        rows[AUTO], *others = (row(each.plan) for each in choices(outlook))
+    solo_s = tuple(case.batch / speed for speed in outlook.speeds.devices)
+    return Predictions(rows, solo_s, time.perf_counter() - start_s, tuple(others))
 
 
 def _prediction(row: Prospect, fleet: Fleet) -> Prediction:

@@ -51,6 +51,7 @@ class Row:
         foreseen, seen: where the time goes, predicted, and by the devices' clocks (medians of the rounds).
         card_s: predicted seconds that the busiest card sends or receives in a step.
         bound: what the step waits for most, by the simulator, as `convoy plan` tells it.
+        tried: of `auto`: of each plan in the trial, the planner's choice first, seconds of a step, predicted and in the trial.
     """
 
     fleet: str
@@ -68,6 +69,7 @@ class Row:
     seen: Where | None = None
     card_s: float | None = None
     bound: str = ""
+    tried: tuple[tuple[float, float], ...] = ()
 
     @property
     def at_measured_speed_s(self) -> float:

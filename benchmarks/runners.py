@@ -5,7 +5,7 @@ has the net's first weights, no momentum, and the first batch next: every turn i
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol, final
 
 import torch
@@ -20,6 +20,7 @@ from convoy.execute.group import Group
 from convoy.execute.rebalancing import Rebalancer
 from convoy.layout import box
 from convoy.plan import Plan
+from convoy.trial import Trial
 
 LR = 0.01
 MOMENTUM = 0.9
@@ -85,15 +86,21 @@ class ConvoyRunner:
         self._batches: Batches = iter(())
         self.rest()
 
-    def settle(self, steps: int) -> Plan:
-        """Train so many steps as `convoy train --plan auto` does, uncounted; the plan that it comes to, and goes on with."""
+    def settle(self, steps: int, others: Sequence[Plan] = ()) -> tuple[Trial, Plan]:
+        """Train as `convoy train --plan auto` does, uncounted, through the trial of plans and so many steps more.
+
+        Returns:
+            The trial, and what rebalancing made of the plan that won it, which is gone on with.
+        """
         self.wake()
-        rebalancer = Rebalancer(self._part, self._optimizer)
-        for _ in range(steps):
+        rebalancer = Rebalancer(self._part, self._optimizer, others=others)
+        left = steps
+        while left:
+            left -= rebalancer.trial.is_over
             train_steps(self._part, self._optimizer, self._batches, 1)
             rebalancer.step(self._loader.batch_size)
         self.rest()
-        return self._part.plan
+        return rebalancer.trial, self._part.plan
 
     def wake(self) -> float | None:
         for key, parameter in self._part.named_parameters():

@@ -171,8 +171,9 @@ class _FleetRun:
             self._write(case, self._net_result(case, predictions, measured.date))
         for case, predictions in zip(cases, every, strict=True):
             self._run(case, model, predictions, measured.date, reference)
-            if self.group.device == 0 and missed(read_result(self.job.path(case)).measured_rows()):
-                self._draw(case, predictions, Outlook.of(traced.graph, case.batch, costs, measured.fleet))
+            rows = read_result(self.job.path(case)).measured_rows() if self.group.device == 0 else ()
+            if missed(rows):
+                self._draw(case, rows, predictions, Outlook.of(traced.graph, case.batch, costs, measured.fleet))
 
     def _measured(self, net: str, model: nn.Module, traced: Traced, batch: int) -> Measurement:
         job, first = self.job, self.wire
@@ -238,21 +239,37 @@ class _FleetRun:
                 if name == AUTO and set(PEERS) & set(case.plans):
                     # Beside peers that are tuned by search; without any, a prediction is judged by its own plan.
                     self.say(f"{case.net}, batch {case.batch}: rebalancing auto")
-                    own = [replace(own[0], strategies=strategies(runner.settle(self._settling(own[0]))))]
+                    own = [self._settled(own[0], runner, predictions)]
                 turns.append(Turn(tuple(own), runner))
             # Tracing leaves copies of the model in cycles, and nobody else collects here: six plans of a large net were 6 GB.
             gc.collect()
         return turns
 
+    def _settled(self, row: Row, runner: ConvoyRunner, predictions: Predictions) -> Row:
+        """The row of the plan that the trial of plans leaves, with what was predicted for that plan, and its settled shares."""
+        found = [predictions.plans[AUTO], *predictions.others]
+        trial, settled = runner.settle(self._settling(row), [Plan.from_json(each.plan) for each in predictions.others])
+        won = found[trial.running]
+        tried = tuple(
+            (each.step_s, entry.step_s) for each, entry in zip(found, trial.entries, strict=True) if entry.seen_s
+        )
+        return replace(
+            row, predicted_s=won.step_s, foreseen=won.where, card_s=won.card_s, bound=won.bound,
+            strategies=strategies(settled), tried=tried,
+        )  # fmt: skip
+
     def _settling(self, row: Row) -> int:
         """Steps that rebalancing gets: for two answers, in no more time than the search for DDP's shares."""
         return max(LEAST_SETTLING, min(MOST_SETTLING, round(self.job.tuning_s / (row.predicted_s or 1.0))))
 
-    def _draw(self, case: Case, predictions: Predictions, outlook: Outlook) -> None:
+    def _draw(self, case: Case, rows: Sequence[Row], predictions: Predictions, outlook: Outlook) -> None:
         """Where the time of `auto` goes, as predicted, for the page: beside the result file."""
-        if AUTO not in predictions.plans:
+        ran_s = {row.predicted_s for row in rows if row.plan == AUTO}
+        found = [predictions.plans[AUTO], *predictions.others] if ran_s else []
+        chosen = next((each for each in found if each.step_s in ran_s), None)
+        if chosen is None:
             return
-        row = prospect(Plan.from_json(predictions.plans[AUTO].plan), outlook)
+        row = prospect(Plan.from_json(chosen.plan), outlook)
         title = f"{case.net}, batch {case.batch}, on {case.fleet}: auto, as predicted"
         try:
             draw(row.timeline, self.job.path(case).with_suffix(".png"), outlook.names, title)

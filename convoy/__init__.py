@@ -21,6 +21,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 _HOMES = {
     "join": "convoy.execute.processes",
     "make_plan": "convoy.api",
+    "make_plans": "convoy.api",
     "distribute": "convoy.api",
     "loader": "convoy.api",
     "clip_grad_norm_": "convoy.execute.clip",
@@ -46,7 +47,7 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
-    from convoy.api import distribute, loader, make_plan
+    from convoy.api import distribute, loader, make_plan, make_plans
     from convoy.checkpoint import Checkpointer, Progress, load_checkpoint, save_checkpoint
     from convoy.errors import ConvoyError, DataError, DeviceLostError, InputError, MismatchError, PlanError
     from convoy.execute.average import WeightAverage

@@ -63,18 +63,17 @@ def make_plan(
             that fits the devices' memory.
         DeviceLostError: a device did not answer while speeds were shared.
     """
-    if batch < 1:
-        raise PlanError(f"a batch of {batch}: a batch holds one sample at least; give 1 or more")
-    traced = trace(model, example)
+    _check_batch(batch)
     if name == AUTO:
         if speeds is not None:
             raise InputError(
                 "speeds with the plan auto: it needs the times of every layer; leave speeds out, or name a plan"
             )
-        return choose(
-            group, traced, model, batch, net=type(model).__name__, file=fleet, budget_s=budget_s, slowdown=slowdown,
-            reduce=reduce, wire=wire, precision=precision,
-        ).plan  # fmt: skip
+        return make_plans(
+            model, example, batch, group, reduce=reduce, wire=wire, slowdown=slowdown, budget_s=budget_s, fleet=fleet,
+            precision=precision,
+        )[0]  # fmt: skip
+    traced = trace(model, example)
     if speeds is not None:
         measured = given_speeds(speeds, group.devices)
     else:
@@ -82,6 +81,36 @@ def make_plan(
         named_plan(name, traced.graph, batch, given_speeds((1.0,) * group.devices, group.devices), reduce)
         measured = measure_speeds(group, traced, model, batch, Clock(group.torch_device, slowdown), precision)
     return replace(named_plan(name, traced.graph, batch, measured, reduce), wire=wire)
+
+
+def make_plans(
+    model: nn.Module,
+    example: Tensor | Sequence[Tensor],
+    batch: int,
+    group: Group,
+    *,
+    reduce: Sum | None = None,
+    wire: Wire = "exact",
+    slowdown: float = 1.0,
+    budget_s: float = BUDGET_S,
+    fleet: Path | None = None,
+    precision: str = "float32",
+) -> list[Plan]:
+    """The plan of `make_plan("auto", ...)`, and those that are predicted to take nearly as long with fewer messages.
+
+    A `Rebalancer` tries them: `Rebalancer(model, optimizer, others=plans[1:])`. Arguments and errors: see `make_plan`.
+    """
+    _check_batch(batch)
+    chosen = choose(
+        group, trace(model, example), model, batch, net=type(model).__name__, file=fleet, budget_s=budget_s, slowdown=slowdown,
+        reduce=reduce, wire=wire, precision=precision,
+    )  # fmt: skip
+    return [chosen.plan, *(each.plan for each in chosen.others)]
+
+
+def _check_batch(batch: int) -> None:
+    if batch < 1:
+        raise PlanError(f"a batch of {batch}: a batch holds one sample at least; give 1 or more")
 
 
 def distribute(

@@ -14,7 +14,8 @@ from convoy.measure.run import Progress, measure_job
 from convoy.measurement import Measurement, read_fleet_file
 from convoy.named import Speeds
 from convoy.plan import Plan
-from convoy.prospect import Outlook, prospect, prospects
+from convoy.planner import Candidate
+from convoy.prospect import Outlook, choices, prospect
 from convoy.trace import Traced
 from convoy.transfer import Sum
 from convoy.wire import Wire
@@ -31,13 +32,20 @@ class Chosen:
     Attributes:
         step_s: predicted seconds of a step.
         speeds: samples/s of each device alone.
+        others: the plans that are worth a trial beside it.
         measured: the times that were planned with; None on the other devices.
     """
 
     plan: Plan
     step_s: float
     speeds: Speeds
+    others: tuple[Candidate, ...] = ()
     measured: Measurement | None = None
+
+    def predicted_s(self, plan: Plan) -> float | None:
+        """Predicted seconds of a step by the choice or one of the others; None for any other plan."""
+        rows = [Candidate(self.plan, self.step_s), *self.others]
+        return next((row.step_s for row in rows if row.plan == plan), None)
 
 
 def read_times(path: Path, graph: Graph, devices: int, precision: str = "float32") -> tuple[Fleet, Measurement | None]:
@@ -114,8 +122,8 @@ def choose(
         assert measured is not None
         own = _planned(measured, traced.graph, batch, optimizer, reduce, wire)
     row = json.loads(group.agree("automatic plan", own)[0])
-    plan = Plan.from_json(row["plan"], "device 0's plan")
-    return Chosen(plan, row["step_s"], Speeds(tuple(row["speeds"])), measured if first else None)
+    best, *others = (Candidate(Plan.from_json(text, "device 0's plan"), step_s) for text, step_s in row["plans"])
+    return Chosen(best.plan, best.step_s, Speeds(tuple(row["speeds"])), tuple(others), measured if first else None)
 
 
 def _known(
@@ -139,15 +147,18 @@ def _told_measured(group: Group, own: bool) -> bool:
 
 
 def _planned(measured: Measurement, graph: Graph, batch: int, optimizer: str, reduce: Sum | None, wire: Wire) -> str:
-    """The chosen plan with its prediction, as text."""
+    """The chosen plan and those worth a trial, with their predictions, as text."""
     # What mixes is planned as if it summed; it sends weights beside gradients, so it may not fit where that did.
     sums = None if reduce == "inexact-butterfly-mixing" else reduce
     outlook = Outlook.of(graph, batch, measured.costs(graph), measured.fleet, optimizer, wire, sums)
-    best = prospects(outlook)[-1]
+    plans = [(each.plan, each.step_s) for each in choices(outlook)]
     if reduce == "inexact-butterfly-mixing":
-        best = prospect(replace(best.plan, reduce=reduce), outlook)
-        if best.overfull:
+        # Copies that differ cannot be handed from plan to plan.
+        mixing = prospect(replace(plans[0][0], reduce=reduce), outlook)
+        if mixing.overfull:
             raise PlanError(
-                f"plan auto with reduce {reduce} overfills {'; '.join(best.overfull)}: use a smaller batch or another reduce"
+                f"plan auto with reduce {reduce} overfills {'; '.join(mixing.overfull)}: use a smaller batch or another reduce"
             )
-    return json.dumps({"plan": best.plan.to_json(), "step_s": best.step_s, "speeds": outlook.speeds.devices})
+        plans = [(mixing.plan, mixing.step_s)]
+    rows = [(plan.to_json(), step_s) for plan, step_s in plans]
+    return json.dumps({"plans": rows, "speeds": outlook.speeds.devices})

@@ -32,7 +32,7 @@ from convoy.measure.layers import given_speeds, measure_speeds
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
 from convoy.prospect import working
-from convoy.rebalance import Reshare
+from convoy.rebalance import Decision, Reshare
 from convoy.report.beginning import Beginning, open_log
 from convoy.report.busy import Busy
 from convoy.report.log import All, RunLog
@@ -131,11 +131,11 @@ def _train(run: Run, group: Group, screen: Screen, stack: ExitStack) -> tuple[Hi
     done = keeper.progress if keeper is not None else Progress()
     # Once nothing can refuse the job any more: until then an older log stays as it is.
     place, log = make_place(settings) if group.device == 0 else None, None
+    begins = Beginning(
+        run, devices, speeds, plan, traced.graph, chosen, train.samples,
+        math.ceil(len(train) / settings.accumulate), done.step,
+    )  # fmt: skip
     if place is not None:
-        begins = Beginning(
-            run, devices, speeds, plan, traced.graph, chosen, train.samples,
-            math.ceil(len(train) / settings.accumulate), done.step,
-        )  # fmt: skip
         log = open_log(place, begins, training.rate, stack)
     observers = _observers(settings, training, group, part, log, done.step, stack)
     part.clock.reset()
@@ -143,11 +143,26 @@ def _train(run: Run, group: Group, screen: Screen, stack: ExitStack) -> tuple[Hi
     title, seen = f"{group.devices} devices, plan {plan.name}", done.epoch * train.samples + done.batch * settings.batch
     rebalances = settings.rebalances(device for device, _, _ in devices)
     with screen.progress(title, settings.epochs, train.samples, seen) as bar:
-        rebalancer = Rebalancer(part, training.optimizer, tell=_teller(screen, log)) if rebalances else None
+        rebalancer = None
+        if rebalances:
+            others = [each.plan for each in chosen.others] if chosen is not None else []
+            if others:
+                screen.lines(
+                    [f"{len(others) + 1} plans are predicted to take nearly as long: some steps by each will tell."]
+                )
+            tell = _teller(screen, pace, log, begins.predict)
+            rebalancer = Rebalancer(part, training.optimizer, tell=tell, others=others)
         history = fit(training, train, test, settings.epochs, All(pace, bar, *observers), rebalancer, keeper)
     uses = _uses(settings, group, part, speeds, work_shares(part.steps(settings.pass_batch), traced.graph))
-    _report(screen, log, history, uses, pace, chosen.step_s * settings.accumulate if chosen is not None else None)
+    followed = plan if rebalancer is None else rebalancer.trial.plan
+    _report(screen, log, history, uses, pace, _predicted_s(settings, chosen, followed))
     return history, splits, plan.inexact, place
+
+
+def _predicted_s(settings: Settings, chosen: Chosen | None, plan: Plan) -> float | None:
+    """Of a step of all its passes; None where nothing was predicted for the plan."""
+    pass_s = chosen.predicted_s(plan) if chosen is not None else None
+    return pass_s * settings.accumulate if pass_s is not None else None
 
 
 def _observers(
@@ -195,13 +210,18 @@ def _save(settings: Settings, plan: Plan) -> None:
         write_whole(settings.save_plan, plan.to_json())
 
 
-def _teller(screen: Screen, log: RunLog | None) -> Callable[[int, Reshare], None]:
-    """Says what was rebalanced and why, on the screen and in the log."""
+def _teller(
+    screen: Screen, pace: Pace, log: RunLog | None, predict: Callable[[Plan, RunLog], None]
+) -> Callable[[int, Decision], None]:
+    """Says what was changed and why, on the screen and in the log."""
 
-    def tell(step: int, decision: Reshare) -> None:
+    def tell(step: int, decision: Decision) -> None:
         screen.lines([f"  step {step}: {decision.reason}"])
-        if log is not None:
+        if log is not None and isinstance(decision, Reshare):
             log.reshare(step, decision)
+            if not decision.changes:  # a plan of its own, not other shares
+                predict(decision.plan, log)
+        pace.restart()
 
     return tell
 

@@ -20,6 +20,7 @@ from convoy.plan import Plan
 from convoy.refine import nudged, refined
 from convoy.search import Prices, Search
 from convoy.simulate import Costs, simulate
+from convoy.steps import Compute
 from convoy.strategy import STRATEGIES, One
 from convoy.transfer import Reduce
 from convoy.wire import Wire
@@ -36,6 +37,10 @@ REFINED = 3
 REPLAY_WORK = 300_000
 """A replay takes time with the layers, and with the messages at a time, each of which shares the wire with all others: where
 layers times the fourth power of the devices is more than this, plans are compared by formula."""
+
+REACH, TRIED, FEWER = 0.25, 3, 0.75
+"""Worth a trial: predicted to take at most so much longer than the best; so many plans, with the best; each with at most this
+part of the messages of the one before it."""
 
 SQUEEZES = 8
 """Attempts to save memory, each at a higher price, for each set of devices."""
@@ -108,6 +113,31 @@ def candidates(
     if not replays:
         return [Candidate(each.plan, each.formula_s) for each in _in_order(found)]
     return _replayed(formula, found, order, room, reduces=("direct", "ring") if reduce is None else ())
+
+
+def worth_trying(found: Sequence[Candidate], graph: Graph) -> list[Candidate]:
+    """The best of some candidates, and those that may turn out better where messages cost more than is predicted.
+
+    That is what predictions err in most: so each of them has clearly fewer messages than those that are predicted to be faster.
+
+    Args:
+        found: the shortest predicted step first.
+    """
+    tried: list[tuple[Candidate, int]] = []
+    for each in found:
+        if each.step_s > found[0].step_s * (1 + REACH) or len(tried) == TRIED:
+            break
+        count = _messages(each.plan, graph)
+        if not tried or count <= FEWER * tried[-1][1]:
+            tried.append((each, count))
+    return [each for each, _ in tried]
+
+
+def _messages(plan: Plan, graph: Graph) -> int:
+    """Messages of one step, from all devices."""
+    steps = lower(plan, graph).steps
+    rounds = [each for step in steps if not isinstance(step, Compute) for each in step.schedule.rounds]
+    return sum(transfer.sender != transfer.receiver for each in rounds for transfer in each)
 
 
 def solo_speeds(graph: Graph, batch: int, costs: Costs) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ from convoy.layout import holders
 from convoy.lower import lower
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
-from convoy.planner import candidates, solo_speeds
+from convoy.planner import Candidate, candidates, solo_speeds, worth_trying
 from convoy.simulate import Costs, Timeline, simulate
 from convoy.steps import Compute, StepList
 from convoy.transfer import Reduce
@@ -119,6 +119,16 @@ def prospects(outlook: Outlook, least_energy_s: float | None = None) -> list[Pro
     else:
         best = thriftiest([prospect(each.plan, outlook) for each in found], least_energy_s, outlook.names)
     return [*rows, replace(best, plan=best.plan.named("auto"))]
+
+
+def choices(outlook: Outlook) -> list[Candidate]:
+    """The planner's choice, and the plans that are worth a trial beside it; see `worth_trying`.
+
+    Raises:
+        PlanError: no plan fits the devices' memory.
+    """
+    found = candidates(outlook.graph, outlook.batch, outlook.costs, outlook.room, outlook.wire, reduce=outlook.reduce)
+    return [replace(each, plan=each.plan.named("auto")) for each in worth_trying(found, outlook.graph)]
 
 
 def thriftiest(rows: Sequence[Prospect], limit_s: float, names: Sequence[str]) -> Prospect:

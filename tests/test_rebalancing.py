@@ -32,6 +32,7 @@ from convoy.layout import Partial, box, entries
 from convoy.plan import Plan
 from convoy.rebalance import Balancer, Decision, Keep, Reshare, observe
 from convoy.report.log import RunLog
+from convoy.report.pace import Pace
 from convoy.report.screen import Screen
 from convoy.steps import Compute
 from convoy.strategy import Batch, Channel, Filter, One
@@ -299,13 +300,19 @@ def test_what_was_done_and_why_stands_on_the_screen_and_in_the_log(tmp_path: Pat
         state, decision = observe(state, {"conv1": [0.3, 0.1]})
     screen = Screen(visible=True, console=Console(file=io.StringIO(), width=200))
     with RunLog(tmp_path / "run.jsonl") as log:
-        _teller(screen, log)(37, decision)
-        _teller(screen, None)(38, decision)
+        pace, predicted = Pace(20), []
+        tell = _teller(screen, pace, log, lambda plan, _: predicted.append(plan))
+        tell(37, decision)
+        tell(38, Keep("the trial has ended as it began"))
+        tell(39, Reshare(by_samples((4, 16)), (), "another plan"))
+        assert predicted == [by_samples((4, 16))], "other shares are no plan of their own"
+        _teller(screen, pace, None, lambda *_: pytest.fail("no log to predict for"))(40, decision)
     words = "batch 10/10 -> 5/15 samples: device 0 took 2x the balanced time; predicted compute 0.3 s -> 0.15 s"
     assert isinstance(screen.console.file, io.StringIO)
-    assert screen.console.file.getvalue() == f"  step 37: {words}\n  step 38: {words}\n"
-    (line,) = (tmp_path / "run.jsonl").read_text().splitlines()
-    row = json.loads(line)
+    others = "  step 38: the trial has ended as it began\n  step 39: another plan\n"
+    assert screen.console.file.getvalue() == f"  step 37: {words}\n{others}  step 40: {words}\n"
+    row, another = (json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines())
+    assert (another["step"], another["reason"]) == (39, "another plan")
     assert (row["what"], row["step"], row["reason"]) == ("reshare", 37, words)
     assert Plan.from_json(json.dumps(row["plan"])) == decision.plan
 

@@ -26,6 +26,7 @@ from convoy.report.busy import Busy
 from convoy.report.lines import plan_fields
 from convoy.report.log import RunLog
 from convoy.report.numbers import seconds
+from convoy.report.pace import Pace
 from convoy.report.page import write_report
 from convoy.report.place import make_place
 from convoy.report.reading import read_log
@@ -205,7 +206,7 @@ def test_a_change_of_shares_is_told_with_what_follows_from_it(tmp_path: Path) ->
     with RunLog(tmp_path / "log") as log:
         log.run({})
         log.plan(plan, graph)
-        _teller(Screen(visible=True, console=Console(file=io.StringIO())), log)(37, decision)
+        _teller(Screen(visible=True, console=Console(file=io.StringIO())), Pace(8), log, lambda *_: None)(37, decision)
     (step, before), (later, after) = read_log(tmp_path / "log").changes
     assert (step, later) == (0, 38)
     assert before.work == pytest.approx(work_shares(lower(plan, graph), graph))

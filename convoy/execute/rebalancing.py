@@ -1,19 +1,26 @@
-"""The effect around `rebalance.py`: after each step the devices tell each other what they computed, and move their shares."""
+"""The effect around `trial.py` and `rebalance.py`: after each step the devices tell what it took, and change plans."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
+from convoy import rebalance, trial
 from convoy.execute.group import Message, Pending
 from convoy.execute.module import Distributed
 from convoy.execute.reshare import reshare
-from convoy.rebalance import Balancer, Keep, Reshare, observe
+from convoy.plan import Plan
+from convoy.rebalance import Balancer, Decision, Keep, Reshare
+from convoy.trial import Trial
 
 
 class Rebalancer:
-    """Keeps the shares of a model right while it trains. Every device has one, and calls it after every step.
+    """Keeps the plan of a model right while it trains. Every device has one, and calls it after every step.
+
+    Where it is given other plans, it first trains a few steps by each in turn, and goes on with the fastest (`trial.py`). Then
+    it keeps the shares of that plan right. Either way the trajectory is that of one device.
 
     Every `every` steps the devices exchange one small message each, eight bytes per layer and step, which travels during the
     next step; after that they come to the same decision. A step with a batch other than the plan's own (the last of an epoch)
@@ -29,28 +36,39 @@ class Rebalancer:
 
     Args:
         optimizers: all that work on the model's parameters.
-        tell: is called with the number of the step, from 0, and what was done.
+        tell: is called with the number of the step, from 0, and what was done: a change, or that a trial has ended without one.
         every: steps between two exchanges.
+        others: plans to try beside the model's own, as from `make_plans`; the same on every device.
 
     Attributes:
         decision: the latest.
+        trial: of the plans.
+        state: of the shares; None while plans are tried.
+
+    Raises:
+        PlanError: one of the others is for another model or another number of devices.
     """
 
     def __init__(
         self,
         model: Distributed,
         *optimizers: Optimizer,
-        tell: Callable[[int, Reshare], None] | None = None,
+        tell: Callable[[int, Decision], None] | None = None,
         every: int = 2,
+        others: Sequence[Plan] = (),
     ) -> None:
+        for plan in others:
+            plan.check(model.traced[True].graph, model.group.devices)
         self.model, self.optimizers, self.tell, self.every = model, optimizers, tell, every
-        self.state = Balancer.start(model.plan, model.traced[True].graph)
-        self.decision: Keep | Reshare = Keep("nothing was timed yet")
+        self.trial = Trial.start([model.plan, *others])
+        self.state: Balancer | None = None
+        self.decision: Decision = Keep("nothing was timed yet")
         self.steps = 0
-        model.clock.waits = True
-        self._layers = sorted({name for bond in self.state.bonds for name in bond.layers})
+        self._layers: list[str] = []
         self._rows: list[Tensor] = []
         self._travelling: tuple[Tensor, Pending] | None = None
+        if self.trial.is_over:
+            self._balance()
         self.begin()
 
     def begin(self) -> None:
@@ -67,7 +85,7 @@ class Rebalancer:
             DeviceLostError: a device did not take part.
         """
         now = self._so_far()
-        if batch == self.state.plan.batch and self.state.bonds:
+        if batch == self.model.plan.batch and (self.state is None or self.state.bonds):
             self._rows.append(now - self._before)
         self._before = now
         if self._travelling is not None:
@@ -82,20 +100,41 @@ class Rebalancer:
         self.steps += 1
 
     def _decide(self, table: Tensor) -> None:
-        by_step = table.permute(1, 2, 0).tolist()
-        for step in by_step:
-            self.state, self.decision = observe(self.state, dict(zip(self._layers, step, strict=True)))
+        """What follows from some steps.
+
+        Args:
+            table: seconds by device, step and row of `_so_far`.
+        """
+        for step in table.permute(1, 2, 0).tolist():
+            if self.state is None:
+                # Devices leave a step one after another, and end it as one: the mean is as long as the step.
+                self.trial, self.decision = trial.observe(self.trial, sum(step[0]) / len(step[0]))
+            else:
+                self.state, self.decision = rebalance.observe(self.state, dict(zip(self._layers, step, strict=True)))
+            decided = self.state is None and self.trial.is_over
             if isinstance(self.decision, Reshare):
-                # The steps after it ran with the old shares, in the table and since: the next are seen afresh.
                 reshare(self.model, self.decision.plan, *self.optimizers)
-                if self.tell is not None:
-                    self.tell(self.steps, self.decision)
+            if self.tell is not None and (decided or isinstance(self.decision, Reshare)):
+                self.tell(self.steps, self.decision)
+            if decided:
+                self._balance()
+            if decided or isinstance(self.decision, Reshare):
+                # The steps after it ran with the old shares, in the table and since: the next are seen afresh.
                 self._rows = []
                 self.begin()
                 return
 
+    def _balance(self) -> None:
+        """From now on, the shares are watched."""
+        self.state = Balancer.start(self.model.plan, self.model.traced[True].graph)
+        self.model.clock.waits = True
+        self._layers = sorted({name for bond in self.state.bonds for name in bond.layers})
+
     def _so_far(self) -> Tensor:
-        """Seconds of each layer on this device since the start, forward and backward."""
+        """Seconds on this device, since some start: on the wall while plans are tried, else of each layer, forward and
+        backward."""
+        if self.state is None:
+            return torch.tensor([time.perf_counter()], dtype=torch.float64)
         layers_s = self.model.clock.layers_s
         rows = [layers_s.get((name, "forward"), 0.0) + layers_s.get((name, "backward"), 0.0) for name in self._layers]
         return torch.tensor(rows, dtype=torch.float64)

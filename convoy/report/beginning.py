@@ -37,6 +37,16 @@ class Beginning:
     steps: int
     done: int = 0
 
+    def predict(self, plan: Plan, log: RunLog) -> None:
+        """Write down what is predicted for a plan, where the times for that are known."""
+        settings, measured = self.run.settings, self.chosen.measured if self.chosen is not None else None
+        if measured is None:
+            return
+        outlook = Outlook.of(
+            self.graph, plan.batch, measured.costs(self.graph), measured.fleet, settings.optimizer_state, plan.wire
+        )
+        log.write("prediction", **prediction_fields(prospect(plan, outlook), outlook, settings.accumulate))
+
 
 def open_log(place: Place, beginning: Beginning, lr: Callable[[], float], stack: ExitStack) -> RunLog:
     """The log with its first lines, and run.toml, plan.json, fleet.toml where the run has a folder.
@@ -53,13 +63,8 @@ def open_log(place: Place, beginning: Beginning, lr: Callable[[], float], stack:
     )  # fmt: skip
     log.write("fleet", **fleet_fields(beginning.devices, beginning.speeds, measured=settings.speeds is None))
     log.plan(plan, beginning.graph)
+    beginning.predict(plan, log)
     measured = chosen.measured if chosen is not None else None
-    if measured is not None:
-        outlook = Outlook.of(
-            beginning.graph, plan.batch, measured.costs(beginning.graph), measured.fleet, settings.optimizer_state,
-            plan.wire,
-        )  # fmt: skip
-        log.write("prediction", **prediction_fields(prospect(plan, outlook), outlook, settings.accumulate))
     if place.folder is not None:
         write_whole(place.folder / "run.toml", to_toml(settings))
         write_whole(place.folder / "plan.json", plan.to_json())

@@ -4,6 +4,7 @@ import statistics
 import time
 
 from convoy.execute.train import EpochResult, Evaluation
+from convoy.report.course import LEAST_STEPS
 
 
 class Pace:
@@ -17,17 +18,29 @@ class Pace:
         self.batch = batch
         self.seconds: list[float] = []
         self.last_s: float | None = None
+        self._since = 0
+
+    @property
+    def counted_s(self) -> list[float]:
+        """Seconds of the steps since the plan last changed, where enough came after that; else of all."""
+        late = self.seconds[self._since :]
+        return late if len(late) >= LEAST_STEPS else self.seconds
 
     @property
     def step_s(self) -> float | None:
         """Median seconds of a step; None where there were too few."""
-        return statistics.median(self.seconds) if self.seconds else None
+        return statistics.median(self.counted_s) if self.seconds else None
 
     def step(self, epoch: int, loss: float, samples: int) -> None:  # noqa: ARG002
         now_s = time.perf_counter()
         if self.last_s is not None and samples == self.batch:
             self.seconds.append(now_s - self.last_s)
         self.last_s = now_s
+
+    def restart(self) -> None:
+        """From here on it is another plan, or other shares; the step in which they arrive does not count."""
+        self._since = len(self.seconds)
+        self.last_s = None
 
     def on_evaluation(self, result: Evaluation, is_best: bool) -> None:  # noqa: ARG002
         self.last_s = None
@@ -41,6 +54,6 @@ class Pace:
             return f"Predicted: {predicted_s:.4g} s a step; too few steps of {self.batch} samples to compare."
         off = predicted_s / self.step_s - 1
         return (
-            f"Predicted: {predicted_s:.4g} s a step; measured: {self.step_s:.4g} s, the median of {len(self.seconds)} steps; "
+            f"Predicted: {predicted_s:.4g} s a step; measured: {self.step_s:.4g} s, the median of {len(self.counted_s)} steps; "
             f"the prediction is {off:+.1%} off."
         )

@@ -1,0 +1,125 @@
+"""A trial of plans: which of a few is the fastest, found by training with each in turn. A pure state machine.
+
+A predicted step is some per cent off, most of all in what many messages cost. Where the planner's plans lie closer together
+than that, the devices know better: they train a few steps by each plan, and go on with the fastest. Nothing is lost by it
+but what the slower plans take longer, since every plan computes the same step.
+
+The turns go there and back (the first plan, the second, the third, the third, the second, the first), so that a machine that
+becomes slower meanwhile, evenly, is unfair to none. A plan that is far behind after its first turn has no second.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from convoy.plan import Plan
+from convoy.rebalance import SETTLING, STARTING, Decision, Keep, Reshare
+
+TURN, TURN_S = 3, 0.5
+"""A turn has at least so many steps that count, and so many seconds of them."""
+
+HOPELESS = 0.15
+"""A plan that takes so much longer in its first turn has no second; the benchmarks' machine is as noisy as that."""
+
+WORTH = 0.02
+"""The planner's own choice stays unless another takes less by more than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A plan in a trial.
+
+    Attributes:
+        seen_s: seconds of its steps, the first of each turn left out.
+    """
+
+    plan: Plan
+    seen_s: tuple[float, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """Median seconds of a step."""
+        return statistics.median(self.seen_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """The state.
+
+    Attributes:
+        entries: the planner's choice first.
+        running: whose turn it is; once the trial is over, the winner.
+        turns: whose turns are to come.
+        turn_s: seconds of the steps of this turn.
+        skips: so many steps do not count.
+    """
+
+    entries: tuple[Entry, ...]
+    running: int = 0
+    turns: tuple[int, ...] = ()
+    turn_s: tuple[float, ...] = ()
+    skips: int = STARTING
+    is_over: bool = False
+
+    @staticmethod
+    def start(plans: Sequence[Plan]) -> "Trial":
+        """Before the first step, which is one of the first plan. A single plan needs no trial."""
+        there = tuple(range(len(plans)))
+        return Trial(tuple(Entry(plan) for plan in plans), turns=(*there[1:], *reversed(there)), is_over=len(plans) < 2)
+
+    @property
+    def plan(self) -> Plan:
+        """Whose turn it is, or who has won."""
+        return self.entries[self.running].plan
+
+
+def observe(state: Trial, step_s: float) -> tuple[Trial, Decision]:
+    """One training step of the plan whose turn it is: the next state, and what to do.
+
+    Args:
+        step_s: what the step took, from the end of the one before; the same number on every device.
+    """
+    if state.is_over:
+        return state, Keep("the trial of plans is over")
+    if state.skips:
+        return replace(state, skips=state.skips - 1), Keep("the first steps by a plan do not count")
+    state = replace(state, turn_s=(*state.turn_s, step_s))
+    if len(state.turn_s) < TURN or sum(state.turn_s) < TURN_S:
+        return state, Keep(f"plan {state.running + 1} of {len(state.entries)} is being tried")
+    entries = list(state.entries)
+    own = entries[state.running]
+    entries[state.running] = replace(own, seen_s=own.seen_s + state.turn_s)
+    turns = _worth_a_turn(entries, state.turns)
+    if not turns:
+        return _ended(replace(state, entries=tuple(entries), turns=(), turn_s=()))
+    after = replace(state, entries=tuple(entries), running=turns[0], turns=turns[1:], turn_s=(), skips=0)
+    if after.running == state.running:
+        return after, Keep(f"plan {state.running + 1} of {len(entries)} has its second turn at once")
+    return replace(after, skips=SETTLING), Reshare(
+        after.plan, (), f"trial of plans: {_words(entries)}; now plan {turns[0] + 1}"
+    )
+
+
+def _worth_a_turn(entries: Sequence[Entry], turns: tuple[int, ...]) -> tuple[int, ...]:
+    """The turns that are left, without those of plans that are far behind."""
+    best_s = min(entry.step_s for entry in entries if entry.seen_s)
+    hopeful = [not entry.seen_s or entry.step_s <= best_s * (1 + HOPELESS) for entry in entries]
+    left = tuple(turn for turn in turns if hopeful[turn])
+    # The only one whose second turn is left has nobody to be compared with.
+    return left if any(not entries[turn].seen_s for turn in left) or sum(hopeful) > 1 else ()
+
+
+def _ended(state: Trial) -> tuple[Trial, Decision]:
+    rows = [entry.step_s for entry in state.entries]
+    fastest = min(range(len(rows)), key=lambda i: (rows[i], i))
+    winner = fastest if rows[fastest] < rows[0] * (1 - WORTH) else 0
+    words = f"trial of plans: {_words(state.entries)}; plan {winner + 1} goes on"
+    ended = replace(state, running=winner, is_over=True)
+    if winner == state.running:
+        return ended, Keep(words)
+    return ended, Reshare(ended.plan, (), words)
+
+
+def _words(entries: Sequence[Entry]) -> str:
+    seen = [f"plan {i} {entry.step_s:.3g} s" for i, entry in enumerate(entries, start=1) if entry.seen_s]
+    return f"{', '.join(seen)} a step"
