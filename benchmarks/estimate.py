@@ -27,6 +27,9 @@ BUILD_S = 3.0
 DDP_TRIALS, KNOWN_TRIALS, TRIAL_STEPS = 6, 3, 4
 """Of the search for DDP's shares and options: at the first batch of a net, and at the others, which take its options over."""
 
+SETTLING_STEPS = 30
+"""Of `auto` beside peers, before its steps count: a trial of two plans, and rebalancing."""
+
 
 def estimate_s(job: WorkerJob, cases: Sequence[Case]) -> float:
     """About the seconds of these cases of one fleet."""
@@ -76,6 +79,8 @@ def case_s(job: WorkerJob, case: Case, predictions: Predictions, *, is_first: bo
             rounds_s += job.rounds * (row.steps + 2) * step_s
         elif row.plan != ALONE:
             setup_s += BUILD_S
+            if row.plan == AUTO and set(case.plans) & set(PEERS):
+                setup_s += SETTLING_STEPS * (row.predicted_s or 0.0)
             rounds_s += job.rounds * (row.steps + 1) * (row.predicted_s or 0.0)
     return setup_s + min(rounds_s, job.case_s)
 

@@ -12,7 +12,7 @@ from benchmarks.results import Row, Where
 from convoy.cost.step import Costs
 from convoy.fleet import Fleet
 from convoy.graph import Graph
-from convoy.named import PLANS, named_plan
+from convoy.named import PLANS
 from convoy.plan import Plan
 from convoy.prospect import Outlook, Prospect, choices, prospect
 
@@ -65,7 +65,7 @@ def predict(case: Case, graph: Graph, costs: Costs, fleet: Fleet) -> Predictions
     def row(plan: Plan) -> Prediction:
         return _prediction(prospect(plan, outlook), fleet)
 
-    rows = {name: row(named_plan(name, graph, case.batch, outlook.speeds)) for name in case.plans if name in PLANS}
+    rows = {name: row(outlook.named(name)) for name in case.plans if name in PLANS}
     others: list[Prediction] = []
     if AUTO in case.plans:
         rows[AUTO], *others = (row(each.plan) for each in choices(outlook))

@@ -17,6 +17,7 @@ from convoy.api import distribute
 from convoy.data import Images
 from convoy.execute.data import Loader
 from convoy.execute.group import Group
+from convoy.execute.mean_loss import mean_loss
 from convoy.execute.rebalancing import Rebalancer
 from convoy.layout import box
 from convoy.plan import Plan
@@ -65,11 +66,11 @@ def train_steps(model: nn.Module, optimizer: Optimizer, batches: Batches, steps:
     first = 0.0
     for step in range(steps):
         x, y = next(batches)
-        loss = F.cross_entropy(model(x), y)
+        loss = mean_loss(model, model(x), y, F.cross_entropy)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
-        value = float(loss.detach())
+        value = loss.item()
         first = first if step else value
     return first
 

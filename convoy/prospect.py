@@ -13,7 +13,7 @@ from convoy.graph import Graph
 from convoy.layout import holders
 from convoy.lower import lower
 from convoy.named import PLANS, Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan import Outputs, Plan
 from convoy.planner import Candidate, candidates, solo_speeds, worth_trying
 from convoy.simulate import Costs, Timeline, simulate
 from convoy.steps import Compute, StepList
@@ -66,6 +66,7 @@ class Outlook:
         power: watts of each device; None where one of them has none.
         speeds: samples/s of each device alone.
         wire: in which numbers tensors travel, by any plan.
+        outputs: who has the model's outputs, by any plan; in `convoy train`, each device those of its samples.
         reduce: how sums are made, by any plan; None: as each plan is known for, or as the planner says.
     """
 
@@ -78,6 +79,7 @@ class Outlook:
     speeds: Speeds
     wire: Wire = "exact"
     reduce: Reduce | None = None
+    outputs: Outputs = "own"
 
     @classmethod
     def of(
@@ -89,6 +91,7 @@ class Outlook:
         optimizer: str = "sgd-momentum",
         wire: Wire = "exact",
         reduce: Reduce | None = None,
+        outputs: Outputs = "own",
     ) -> Self:
         """The outlook of a model on a fleet.
 
@@ -97,7 +100,20 @@ class Outlook:
         """
         names = tuple(device.name for device in fleet.devices)
         speeds = Speeds(solo_speeds(graph, batch, costs))
-        return cls(graph, batch, costs, names, room_of(fleet, optimizer), known_power_of(fleet), speeds, wire, reduce)
+        return cls(
+            graph, batch, costs, names, room_of(fleet, optimizer), known_power_of(fleet), speeds, wire, reduce, outputs
+        )  # fmt: skip
+
+    def candidates(self) -> list[Candidate]:
+        """The planner's; see `convoy.planner.candidates`."""
+        return candidates(
+            self.graph, self.batch, self.costs, self.room, self.wire, outputs=self.outputs, reduce=self.reduce
+        )
+
+    def named(self, name: str) -> Plan:
+        """A plan by name, as this outlook wants all plans."""
+        made = named_plan(name, self.graph, self.batch, self.speeds, self.reduce)
+        return replace(made, wire=self.wire, outputs=self.outputs)
 
 
 def prospects(outlook: Outlook, least_energy_s: float | None = None) -> list[Prospect]:
@@ -110,10 +126,8 @@ def prospects(outlook: Outlook, least_energy_s: float | None = None) -> list[Pro
         PlanError: no plan fits the devices' memory, or none is fast enough.
         InputError: least energy on a fleet without watts.
     """
-    graph, batch = outlook.graph, outlook.batch
-    named = [named_plan(name, graph, batch, outlook.speeds, outlook.reduce) for name in PLANS]
-    rows = [prospect(replace(plan, wire=outlook.wire), outlook) for plan in named]
-    found = candidates(graph, batch, outlook.costs, outlook.room, outlook.wire, reduce=outlook.reduce)
+    rows = [prospect(outlook.named(name), outlook) for name in PLANS]
+    found = outlook.candidates()
     if least_energy_s is None:
         best = prospect(found[0].plan, outlook)
     else:
@@ -127,8 +141,8 @@ def choices(outlook: Outlook) -> list[Candidate]:
     Raises:
         PlanError: no plan fits the devices' memory.
     """
-    found = candidates(outlook.graph, outlook.batch, outlook.costs, outlook.room, outlook.wire, reduce=outlook.reduce)
-    return [replace(each, plan=each.plan.named("auto")) for each in worth_trying(found, outlook.graph)]
+    tried = worth_trying(outlook.candidates(), outlook.graph)
+    return [replace(each, plan=each.plan.named("auto")) for each in tried]
 
 
 def thriftiest(rows: Sequence[Prospect], limit_s: float, names: Sequence[str]) -> Prospect:
@@ -182,8 +196,7 @@ def prospect(plan: Plan, outlook: Outlook) -> Prospect:
 def fewer_and_more(outlook: Outlook) -> list[tuple[int, float]]:
     """(devices, samples/s) of the best plan found for the fastest device alone, the two fastest, and so on."""
     best: dict[int, float] = {}
-    found = candidates(outlook.graph, outlook.batch, outlook.costs, outlook.room, outlook.wire, reduce=outlook.reduce)
-    for candidate in found:
+    for candidate in outlook.candidates():
         count = len(working(candidate.plan, outlook.graph))
         best[count] = max(best.get(count, 0.0), outlook.batch / candidate.step_s)
     return sorted(best.items())

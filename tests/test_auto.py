@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.api import distribute, make_plan
-from convoy.auto import choose
+from convoy.api import distribute, make_plan, make_plans
+from convoy.auto import Chosen, choose
 from convoy.cost.memory import memory_of
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.execute.group import Group
@@ -211,6 +211,51 @@ def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     pace.step(1, 0.5, 8)
     assert pace.step_s == 1.5
     assert "1.8 s a step; measured: 1.5 s, the median of 4 steps; the prediction is +20.0% off" in pace.beside(1.8)
+
+
+def test_what_a_changed_plan_takes_is_told_by_itself_once_there_are_enough_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the first plan a step takes 3 s, by the second 1 s; one in which the weights travelled takes 20 s, and is none."""
+    now = [0.0]
+    monkeypatch.setattr("convoy.report.pace.time.perf_counter", lambda: now[0])
+    pace = Pace(8)
+
+    def steps(*seconds: float) -> None:
+        for each in seconds:
+            now[0] += each
+            pace.step(0, 0.5, 8)
+
+    steps(*[3.0] * 7)
+    pace.restart()
+    steps(20.0, 1.0, 1.0, 1.0, 1.0)
+    assert pace.step_s == 3.0, "four steps tell too little"
+    steps(1.0)
+    assert pace.step_s == 1.0
+    assert "the median of 5 steps" in pace.beside(1.0)
+
+
+def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first(
+    measured: Measurement, tmp_path: Path
+) -> None:
+    """Both devices near each other, on a wire whose messages cost as much as the layers: less of both is as fast."""
+    file = tmp_path / "fleet.toml"
+    file.write_text(timed(measured, 1.0, 1.5).to_toml())
+
+    def work(group: Group) -> tuple[list[Plan], Plan, Chosen]:
+        chosen = choose(group, trace(net(), example()), net(), BATCH, net="small", file=file)
+        plans = make_plans(net(), example(), BATCH, group, fleet=file)
+        return plans, make_plan("auto", net(), example(), BATCH, group, fleet=file), chosen
+
+    (plans, plan, chosen), (others, other, elsewhere) = run_on_threads(2, work)
+    assert plans == others
+    assert plan == other == plans[0] == chosen.plan
+    assert [each.plan for each in chosen.others] == plans[1:] == [each.plan for each in elsewhere.others]
+    assert chosen.predicted_s(plans[0]) == chosen.step_s
+    for each in chosen.others:
+        assert chosen.predicted_s(each.plan) == each.step_s > chosen.step_s
+        assert each.plan.name == "auto"
+    assert chosen.predicted_s(replace(plan, batch=BATCH + 1)) is None
 
 
 def measure_tiny(group: Group) -> str:

@@ -150,6 +150,16 @@ def test_the_page_says_by_how_much_a_target_is_missed_where_the_time_goes_and_wh
     assert "missed" not in met
 
 
+def test_the_page_shows_each_trial_of_plans_and_what_it_brought() -> None:
+    rows = case(auto_s=0.8, tuned_s=1.0)
+    tried = [replace(each, tried=((0.9, 1.0), (0.95, 0.8))) if each.plan == "auto" else each for each in rows]
+    page = bench_page(Sources([result(tried)]))
+    assert "## The trial of plans" in page
+    assert "| mixed4 | two-conv:150:800 | 16 | 900 ms, 1 s | 950 ms, 800 ms |  | -20.0% |" in page
+    alone = [replace(each, tried=((0.9, 1.0),)) for each in rows]
+    assert "The trial of plans" not in bench_page(Sources([result(alone)])), "one plan is no trial"
+
+
 def test_the_page_gives_the_best_plan_on_the_slow_network_and_its_bound() -> None:
     slow: dict[str, Any] = {"fleet": "mixed4-slow", "batch": 64}
     rows = [explained(each) if each.plan == "auto" else each for each in case(auto_s=1.5, tuned_s=3.0, **slow)]
@@ -258,18 +268,20 @@ def test_the_time_of_a_case_is_that_of_its_rounds_its_search_and_its_building() 
         assert seconds(ALONE) == pytest.approx(2 * 20.0), "two rounds, the slower device's"
         assert seconds("one-device") == pytest.approx(5 * 5.0 + 2 * 20.0)
         assert seconds("auto") == pytest.approx(3.0 + 5 * 2 * 2.0), "as the best plan by name"
+        beside = seconds("ddp-even", "auto") - seconds("ddp-even")
+        assert beside == pytest.approx(3.0 + 30 * 2.0 + 5 * 2 * 2.0), "beside a peer it is tried and rebalanced first"
         assert seconds("ddp-even") == pytest.approx(6 * 4 * 4.0 + 5 * 3 * 4.0)
 
 
 def test_the_targets_fit_into_the_time_there_is() -> None:
-    """An hour or so on two cores; every cell that is asked for is there once, and nothing else."""
+    """Two hours at most on two cores; every cell that is asked for is there once, and nothing else."""
     cases = [each for series in SETS["targets"] for each in series.cases()]
     assert len({each.name for each in cases}) == len(cases)
     asked = [least_efficiency(each.fleet, each.net, each.batch) for each in cases]
     assert asked.count(None) == 1, "mixed4-slow"
     fleets = list(dict.fromkeys(each.fleet for each in cases))
     total_s = sum(estimate_s(a_job(fleet), [each for each in cases if each.fleet == fleet]) for fleet in fleets)
-    assert 20 * 60 < total_s < 100 * 60
+    assert 20 * 60 < total_s < 120 * 60
     rest = [each for series in SETS["targets-rest"] for each in series.cases()]
     assert not {each.name for each in rest} & {each.name for each in cases}
 
