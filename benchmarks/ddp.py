@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from benchmarks.results import Row
 from benchmarks.rounds import Turn, timed
-from benchmarks.runners import Batches, sgd
+from benchmarks.runners import UNCOUNTED_STEPS, Batches, sgd
 from benchmarks.tuning import Setting, Trial, tune, tune_even
 from convoy.data import Images
 from convoy.execute.data import Loader
@@ -33,9 +33,6 @@ from convoy.execute.group import Group
 
 TRIAL_S = 0.6
 """About the seconds of the steps that are timed in one trial of the search."""
-
-UNCOUNTED_STEPS = 2
-"""DDP arranges its buckets anew, in the order of the gradients, after the first step."""
 
 
 def meet(group: Group) -> None:

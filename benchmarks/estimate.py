@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from benchmarks.configurations import ALONE, AUTO, IN_TURN, PEERS, Case, fleet_named
 from benchmarks.predictions import Predictions, predict, rows_of
+from benchmarks.runners import UNCOUNTED_STEPS
 from benchmarks.worker import WorkerJob
 from convoy.fleet import Fleet
 from convoy.named import PLANS
@@ -76,12 +77,12 @@ def case_s(job: WorkerJob, case: Case, predictions: Predictions, *, is_first: bo
         elif row.plan in PEERS and row.plan != ALONE:
             step_s = plans["data" if row.plan == "ddp-even" else "data-by-speed"].step_s
             setup_s += (DDP_TRIALS if is_first else KNOWN_TRIALS) * TRIAL_STEPS * step_s
-            rounds_s += job.rounds * (row.steps + 2) * step_s
+            rounds_s += job.rounds * (row.steps + UNCOUNTED_STEPS) * step_s
         elif row.plan != ALONE:
             setup_s += BUILD_S
             if row.plan == AUTO and set(case.plans) & set(PEERS):
                 setup_s += SETTLING_STEPS * (row.predicted_s or 0.0)
-            rounds_s += job.rounds * (row.steps + 1) * (row.predicted_s or 0.0)
+            rounds_s += job.rounds * (row.steps + UNCOUNTED_STEPS) * (row.predicted_s or 0.0)
     return setup_s + min(rounds_s, job.case_s)
 
 

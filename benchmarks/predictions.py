@@ -119,16 +119,21 @@ def rows_of(case: Case, predictions: Predictions, round_s: float) -> tuple[Row, 
                 for device, step_s in enumerate(alone_s)
             ]
         elif name in PEERS:
-            rows.append(Row(case.fleet, case.net, case.batch, name, None, None, {}, _steps(round_s, guess_s)))
+            rows.append(Row(case.fleet, case.net, case.batch, name, None, None, {}, _steps_together(round_s, guess_s)))
         else:
             found = predictions.plans[name]
             rows.append(
                 Row(
                     case.fleet, case.net, case.batch, name, None, found.step_s, strategies(Plan.from_json(found.plan)),
-                    _steps(round_s, found.step_s), foreseen=found.where, card_s=found.card_s, bound=found.bound,
+                    _steps_together(round_s, found.step_s), foreseen=found.where, card_s=found.card_s, bound=found.bound,
                 )
             )  # fmt: skip
     return tuple(rows)
+
+
+def _steps_together(round_s: float, step_s: float) -> int:
+    """At least two, unless a step is long: devices begin and end a turn a little apart, and a single short step shows that."""
+    return max(_steps(round_s, step_s), 2 if step_s < 2 * round_s else 1)
 
 
 def _steps(round_s: float, step_s: float) -> int:

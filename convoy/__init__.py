@@ -21,7 +21,6 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 _HOMES = {
     "join": "convoy.execute.processes",
     "make_plan": "convoy.api",
-    "mean_loss": "convoy.execute.mean_loss",
     "make_plans": "convoy.api",
     "distribute": "convoy.api",
     "loader": "convoy.api",
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     from convoy.errors import ConvoyError, DataError, DeviceLostError, InputError, MismatchError, PlanError
     from convoy.execute.average import WeightAverage
     from convoy.execute.clip import clip_grad_norm_
-    from convoy.execute.mean_loss import mean_loss
     from convoy.execute.optimizer import ELEMENTWISE, full_optimizer_state
     from convoy.execute.precision import GradScaler
     from convoy.execute.processes import join

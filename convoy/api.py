@@ -19,7 +19,7 @@ from convoy.execute.optimizer import mark_pieces
 from convoy.execute.precision import compute_in
 from convoy.measure.layers import given_speeds, measure_speeds
 from convoy.named import named_plan
-from convoy.plan import Outputs, Plan
+from convoy.plan import Plan
 from convoy.settings import AUTO
 from convoy.trace import trace
 from convoy.transfer import Sum
@@ -36,7 +36,6 @@ def make_plan(
     speeds: Sequence[float] | None = None,
     reduce: Sum | None = None,
     wire: Wire = "exact",
-    outputs: Outputs = "everywhere",
     slowdown: float = 1.0,
     budget_s: float = BUDGET_S,
     fleet: Path | None = None,
@@ -54,8 +53,6 @@ def make_plan(
         speeds: one number per device; None: every device times the model's own layers first, which takes seconds.
         reduce: "ring", "butterfly", "direct", "star", or "inexact-butterfly-mixing"; None: what the plan is known for.
         wire: "exact", or "inexact-bf16": what travels is rounded to bfloat16, in half the bytes.
-        outputs: "everywhere": every device has the outputs of the whole batch. "own", for `mean_loss`: each has those of its
-            samples, and nobody waits between forward and backward.
         slowdown: this device plays one that is so many times slower.
         budget_s: for "auto", about the seconds that measuring may take.
         fleet: for "auto", a file that `convoy measure` wrote for this model: nothing is measured then. Only device 0 reads it.
@@ -73,8 +70,8 @@ def make_plan(
                 "speeds with the plan auto: it needs the times of every layer; leave speeds out, or name a plan"
             )
         return make_plans(
-            model, example, batch, group, reduce=reduce, wire=wire, outputs=outputs, slowdown=slowdown, budget_s=budget_s,
-            fleet=fleet, precision=precision,
+            model, example, batch, group, reduce=reduce, wire=wire, slowdown=slowdown, budget_s=budget_s, fleet=fleet,
+            precision=precision,
         )[0]  # fmt: skip
     traced = trace(model, example)
     if speeds is not None:
@@ -83,7 +80,7 @@ def make_plan(
         # A wrong name is found before the seconds of measuring.
         named_plan(name, traced.graph, batch, given_speeds((1.0,) * group.devices, group.devices), reduce)
         measured = measure_speeds(group, traced, model, batch, Clock(group.torch_device, slowdown), precision)
-    return replace(named_plan(name, traced.graph, batch, measured, reduce), wire=wire, outputs=outputs)
+    return replace(named_plan(name, traced.graph, batch, measured, reduce), wire=wire)
 
 
 def make_plans(
@@ -94,7 +91,6 @@ def make_plans(
     *,
     reduce: Sum | None = None,
     wire: Wire = "exact",
-    outputs: Outputs = "everywhere",
     slowdown: float = 1.0,
     budget_s: float = BUDGET_S,
     fleet: Path | None = None,
@@ -107,7 +103,7 @@ def make_plans(
     _check_batch(batch)
     chosen = choose(
         group, trace(model, example), model, batch, net=type(model).__name__, file=fleet, budget_s=budget_s, slowdown=slowdown,
-        reduce=reduce, wire=wire, outputs=outputs, precision=precision,
+        reduce=reduce, wire=wire, precision=precision,
     )  # fmt: skip
     return [chosen.plan, *(each.plan for each in chosen.others)]
 

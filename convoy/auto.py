@@ -13,7 +13,7 @@ from convoy.graph import Graph
 from convoy.measure.run import Progress, measure_job
 from convoy.measurement import Measurement, read_fleet_file
 from convoy.named import Speeds
-from convoy.plan import Outputs, Plan
+from convoy.plan import Plan
 from convoy.planner import Candidate
 from convoy.prospect import Outlook, choices, prospect
 from convoy.trace import Traced
@@ -85,7 +85,6 @@ def choose(
     optimizer: str = "sgd-momentum",
     reduce: Sum | None = None,
     wire: Wire = "exact",
-    outputs: Outputs = "everywhere",
     precision: str = "float32",
     progress: Progress = lambda *_: None,
 ) -> Chosen:
@@ -100,7 +99,6 @@ def choose(
         optimizer: whose state counts as memory, a name of `convoy.cost.memory.OPTIMIZERS`.
         reduce: how sums are made; None: as the planner says.
         wire: in which numbers tensors travel.
-        outputs: who has the model's outputs.
         precision: what the layers compute in; see `convoy.execute.precision`.
 
     Raises:
@@ -122,7 +120,7 @@ def choose(
     own = ""
     if first:
         assert measured is not None
-        own = _planned(measured, traced.graph, batch, optimizer, reduce, wire, outputs)
+        own = _planned(measured, traced.graph, batch, optimizer, reduce, wire)
     row = json.loads(group.agree("automatic plan", own)[0])
     best, *others = (Candidate(Plan.from_json(text, "device 0's plan"), step_s) for text, step_s in row["plans"])
     return Chosen(best.plan, best.step_s, Speeds(tuple(row["speeds"])), tuple(others), measured if first else None)
@@ -148,13 +146,11 @@ def _told_measured(group: Group, own: bool) -> bool:
     return group.agree("times known", str(int(own)))[0] == "1"
 
 
-def _planned(
-    measured: Measurement, graph: Graph, batch: int, optimizer: str, reduce: Sum | None, wire: Wire, outputs: Outputs
-) -> str:
+def _planned(measured: Measurement, graph: Graph, batch: int, optimizer: str, reduce: Sum | None, wire: Wire) -> str:
     """The chosen plan and those worth a trial, with their predictions, as text."""
     # What mixes is planned as if it summed; it sends weights beside gradients, so it may not fit where that did.
     sums = None if reduce == "inexact-butterfly-mixing" else reduce
-    outlook = Outlook.of(graph, batch, measured.costs(graph), measured.fleet, optimizer, wire, sums, outputs)
+    outlook = Outlook.of(graph, batch, measured.costs(graph), measured.fleet, optimizer, wire, sums)
     plans = [(each.plan, each.step_s) for each in choices(outlook)]
     if reduce == "inexact-butterfly-mixing":
         # Copies that differ cannot be handed from plan to plan.

@@ -21,7 +21,6 @@ from convoy.cost.traffic import Loads, loads, move_s, sum_loads
 from convoy.graph import Graph, Layer
 from convoy.layout import Layout, Partial, Replicated, Split, holders
 from convoy.lower import BUCKET_ENTRIES
-from convoy.plan import Outputs
 from convoy.shares import Shares
 from convoy.simulate import Costs
 from convoy.strategy import Placement, feature_axis
@@ -79,7 +78,6 @@ class Formula:
         hidden: the part of what may travel while devices compute (gradients on their way back, sums of gradients) that
             counts as free, and so much of all jitter. The truth lies between 0 and 1, and only a replay knows where.
         wire: in which numbers tensors travel.
-        outputs: who has the model's outputs.
         reduce: how sums are made; None: by `direct` up to `DIRECT_DEVICES`, by `ring` beyond.
     """
 
@@ -92,9 +90,8 @@ class Formula:
         hidden: float = 0.0,
         wire: Wire = "exact",
         reduce: Reduce | None = None,
-        outputs: Outputs = "everywhere",
     ) -> None:
-        self.wire, self.outputs = wire, outputs
+        self.wire = wire
         self.graph, self.batch, self.costs, self.price, self.hidden = graph, batch, costs, price, hidden
         self.devices = costs.network.devices
         self.reduce: Reduce = reduce or ("direct" if self.devices <= DIRECT_DEVICES else "ring")

@@ -243,8 +243,7 @@ def _plan(
         made = named_plan(settings.plan, traced.graph, settings.pass_batch, speeds, settings.reduce)
     else:
         made = saved if settings.reduce is None else replace(saved, reduce=settings.reduce)
-    # The loss of this training is a mean over samples.
-    return replace(made, wire=settings.wire or made.wire, outputs="own"), speeds
+    return (made if settings.wire is None else replace(made, wire=settings.wire)), speeds
 
 
 def _choose(
@@ -259,7 +258,7 @@ def _choose(
             group, traced, model, settings.pass_batch, net=settings.net, file=settings.fleet,
             described=Path(described) if described else None,
             budget_s=settings.budget_s, slowdown=slowdown, optimizer=settings.optimizer_state, reduce=settings.reduce,
-            wire=settings.wire or "exact", outputs="own", precision=settings.precision,
+            wire=settings.wire or "exact", precision=settings.precision,
         )  # fmt: skip
 
 

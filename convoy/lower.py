@@ -136,7 +136,8 @@ class _Lowering:
     def run(self) -> StepList:
         for layer in self.graph.layers.values():
             self._forward(layer)
-        outputs = self._outputs()
+        everyone = Replicated(tuple(range(self.plan.devices)))
+        outputs = tuple(self._version(name, everyone) for name in self.graph.outputs)
         forward = list(self.steps)
         ready: dict[str, list[int]] = {}  # value key -> steps that contributed to its gradient
         for i, (name, value) in enumerate(zip(self.graph.outputs, outputs, strict=True)):
@@ -147,14 +148,6 @@ class _Lowering:
         self._backward(forward, ready)
         inputs = tuple(self.values[layer.name] for layer in self.graph.inputs)
         return StepList(self.batch, self.plan.devices, inputs, outputs, tuple(self.steps))
-
-    def _outputs(self) -> tuple[Value, ...]:
-        """The outputs as the plan says; where they do not all lie by the same samples, every device has them."""
-        made = tuple(self.values[name] for name in self.graph.outputs)
-        if self.plan.outputs == "own" and len({value.layout for value in made}) == 1 and by_samples(made[0].layout):
-            return made
-        everyone = Replicated(tuple(range(self.plan.devices)))
-        return tuple(self._version(name, everyone) for name in self.graph.outputs)
 
     @property
     def _id(self) -> int:
@@ -273,11 +266,6 @@ class _Lowering:
         if self.moved_for[step.layer]:
             return (("input", False), ("weight", True))
         return (("weight", False), ("input", True)) if sums.would_fill(step) else (("all", True),)
-
-
-def by_samples(layout: Layout) -> bool:
-    """Whether every sample of an output lies on one device only."""
-    return isinstance(layout, OnOne) or (isinstance(layout, Split) and layout.axis == 0)
 
 
 def trains(graph: Graph) -> set[str]:

@@ -19,9 +19,6 @@ from convoy.wire import WIRES, Wire
 
 FORMAT = 1
 
-Outputs = Literal["everywhere", "own"]
-"""Who has the model's outputs in training: every device all of them, or each those of its own samples, where it made them."""
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -38,8 +35,6 @@ class Plan:
         pieces: outputs that a convolution reads whole come to it in so many pieces of the batch, and it begins with the
             first.
         wire: in which numbers activations and gradients travel.
-        outputs: "own" where the loss is a mean over samples, as `convoy.mean_loss` takes it: outputs that lie by samples stay
-            where they are, and nothing has to be waited for between forward and backward.
     """
 
     name: str
@@ -51,7 +46,6 @@ class Plan:
     reduce: Sum = "ring"
     pieces: int = 1
     wire: Wire = "exact"
-    outputs: Outputs = "everywhere"
 
     @property
     def exact(self) -> bool:
@@ -132,7 +126,7 @@ class Plan:
     def to_json(self) -> str:
         """Text that `from_json` reads back to an equal plan."""
         rows = {"format": FORMAT, "name": self.name, "model": self.model, "devices": self.devices, "batch": self.batch}
-        rows |= {"reduce": self.reduce, "wire": self.wire, "pieces": self.pieces, "outputs": self.outputs}
+        rows |= {"reduce": self.reduce, "wire": self.wire, "pieces": self.pieces}
         rows |= {"otherwise": _as_row(self.otherwise)}
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in rows.items()]
         layers = [f"    {json.dumps(name)}: {json.dumps(_as_row(s))}" for name, s in self.layers.items()]
@@ -164,18 +158,7 @@ class Plan:
         layers = {name: _from_row(entry) for name, entry in row.layers.items()}
         otherwise = _from_row(row.otherwise)
         assert isinstance(otherwise, Batch | One)
-        return Plan(
-            row.name,
-            row.model,
-            row.devices,
-            row.batch,
-            layers,
-            otherwise,
-            row.reduce,
-            row.pieces,
-            row.wire,
-            row.outputs,
-        )
+        return Plan(row.name, row.model, row.devices, row.batch, layers, otherwise, row.reduce, row.pieces, row.wire)
 
     @staticmethod
     def load(path: Path) -> "Plan":
@@ -222,7 +205,6 @@ class _PlanFile(_Row):
     reduce: Sum
     wire: Wire = "exact"
     pieces: int = 1
-    outputs: Outputs = "everywhere"
     otherwise: Annotated[_BatchRow | _OneRow, Field(discriminator="strategy")]
     layers: dict[str, _AnyRow] = Field(default_factory=dict)
 

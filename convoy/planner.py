@@ -16,7 +16,7 @@ from convoy.formula import Formula, Squeeze
 from convoy.graph import Graph
 from convoy.lower import lower
 from convoy.named import PLANS, Speeds, named_plan
-from convoy.plan import Outputs, Plan
+from convoy.plan import Plan
 from convoy.refine import nudged, refined
 from convoy.search import Prices, Search
 from convoy.simulate import Costs, simulate
@@ -79,7 +79,6 @@ def candidates(
     room: Room | None = None,
     wire: Wire = "exact",
     *,
-    outputs: Outputs = "everywhere",
     reduce: Reduce | None = None,
     replayed: bool = True,
 ) -> list[Candidate]:
@@ -92,26 +91,22 @@ def candidates(
         batch: global batch, in samples.
         costs: measured or modelled times of these layers on these devices, and their network.
         room: memory that plans may fill; None: no limit is known. Plans that overfill a device are left out.
-        wire, outputs: of all these plans.
+        wire: of all these plans.
         reduce: how all these plans make sums; None: the named ones as they are known for, the others as the planner says.
         replayed: False: all by formula, however few devices and layers there are; quick, and not the best there is.
 
     Raises:
         PlanError: no plan fits; the message names the device that lacks least.
     """
-    formula = Formula(graph, batch, costs, Prices(graph, batch, costs), wire=wire, reduce=reduce, outputs=outputs)
+    formula = Formula(graph, batch, costs, Prices(graph, batch, costs), wire=wire, reduce=reduce)
     speeds = solo_speeds(graph, batch, costs)
     order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
     found = _searched(formula, order)
     replays = replayed and len(graph.layers) * len(order) ** 4 <= REPLAY_WORK
     if replays:
-        hidden = Formula(graph, batch, costs, formula.price, hidden=1.0, wire=wire, reduce=reduce, outputs=outputs)
-        found += _searched(hidden, order)
+        found += _searched(Formula(graph, batch, costs, formula.price, hidden=1.0, wire=wire, reduce=reduce), order)
     if len(order) <= 16:
-        named = [
-            replace(named_plan(name, graph, batch, Speeds(speeds), reduce), wire=wire, outputs=outputs)
-            for name in PLANS
-        ]
+        named = [replace(named_plan(name, graph, batch, Speeds(speeds), reduce), wire=wire) for name in PLANS]
         found += [_Found(_formula_s(formula, order, plan), len(order), plan) for plan in named]
     if room is not None and room.limited:
         found = _fitting(formula, found, order, room, lean="ring" if reduce is None else reduce)

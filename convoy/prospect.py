@@ -13,7 +13,7 @@ from convoy.graph import Graph
 from convoy.layout import holders
 from convoy.lower import lower
 from convoy.named import PLANS, Speeds, named_plan
-from convoy.plan import Outputs, Plan
+from convoy.plan import Plan
 from convoy.planner import Candidate, candidates, solo_speeds, worth_trying
 from convoy.simulate import Costs, Timeline, simulate
 from convoy.steps import Compute, StepList
@@ -66,7 +66,6 @@ class Outlook:
         power: watts of each device; None where one of them has none.
         speeds: samples/s of each device alone.
         wire: in which numbers tensors travel, by any plan.
-        outputs: who has the model's outputs, by any plan; in `convoy train`, each device those of its samples.
         reduce: how sums are made, by any plan; None: as each plan is known for, or as the planner says.
     """
 
@@ -79,7 +78,6 @@ class Outlook:
     speeds: Speeds
     wire: Wire = "exact"
     reduce: Reduce | None = None
-    outputs: Outputs = "own"
 
     @classmethod
     def of(
@@ -91,7 +89,6 @@ class Outlook:
         optimizer: str = "sgd-momentum",
         wire: Wire = "exact",
         reduce: Reduce | None = None,
-        outputs: Outputs = "own",
     ) -> Self:
         """The outlook of a model on a fleet.
 
@@ -100,20 +97,16 @@ class Outlook:
         """
         names = tuple(device.name for device in fleet.devices)
         speeds = Speeds(solo_speeds(graph, batch, costs))
-        return cls(
-            graph, batch, costs, names, room_of(fleet, optimizer), known_power_of(fleet), speeds, wire, reduce, outputs
-        )  # fmt: skip
+        return cls(graph, batch, costs, names, room_of(fleet, optimizer), known_power_of(fleet), speeds, wire, reduce)
 
     def candidates(self) -> list[Candidate]:
         """The planner's; see `convoy.planner.candidates`."""
-        return candidates(
-            self.graph, self.batch, self.costs, self.room, self.wire, outputs=self.outputs, reduce=self.reduce
-        )
+        return candidates(self.graph, self.batch, self.costs, self.room, self.wire, reduce=self.reduce)
 
     def named(self, name: str) -> Plan:
         """A plan by name, as this outlook wants all plans."""
         made = named_plan(name, self.graph, self.batch, self.speeds, self.reduce)
-        return replace(made, wire=self.wire, outputs=self.outputs)
+        return replace(made, wire=self.wire)
 
 
 def prospects(outlook: Outlook, least_energy_s: float | None = None) -> list[Prospect]:

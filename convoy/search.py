@@ -11,7 +11,7 @@ from convoy.cost.size import LocalSize, whole_size
 from convoy.formula import Formula, Side, Squeeze
 from convoy.graph import Graph, Layer
 from convoy.layout import Layout, OnOne, Partial, Replicated, Split
-from convoy.lower import by_samples, placements, trains
+from convoy.lower import placements, trains
 from convoy.plan import Plan
 from convoy.shares import Shares, apportion
 from convoy.simulate import Costs
@@ -177,7 +177,7 @@ class Search:
         ordered = {name: layers[name] for name in self.graph.layers if name in layers}
         return Plan(
             "auto", self.graph.fingerprint, self.devices, self.batch, ordered, self.by_batch, self.formula.reduce,
-            wire=self.formula.wire, outputs=self.formula.outputs,
+            wire=self.formula.wire,
         )  # fmt: skip
 
     def formula_s(self, plan: Plan) -> float:
@@ -310,12 +310,9 @@ class Search:
         return self.worked[key]
 
     def _end_s(self, live: tuple[str, ...], where: tuple[_Available, ...]) -> float:
-        """The outputs come to every device, unless they may stay where they are made."""
+        """The outputs come to every device."""
         everyone = self._number(Replicated(tuple(range(self.devices))))
         found = dict(zip(live, where, strict=True))
-        made = {self.layouts[found[name][0]] for name in self.graph.outputs}
-        if self.formula.outputs == "own" and len(made) == 1 and by_samples(next(iter(made))):
-            return 0.0
         return sum(
             self._move_s(found[name][0], everyone, name, back=False)
             for name in self.graph.outputs

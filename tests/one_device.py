@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import convoy.execute.module
 from convoy.execute.group import Group
-from convoy.execute.mean_loss import mean_loss
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
 from convoy.graph import Graph
@@ -96,8 +95,7 @@ def _steps(
     for k, (x, y) in enumerate(batches):
         if k % training.accumulate == 0:
             optimizer.zero_grad(set_to_none=training.set_to_none)
-        outputs, own = forward(x), isinstance(model, Distributed) and model.plan.outputs == "own"
-        loss = mean_loss(model, outputs, y, loss_of) if own else loss_of(outputs, y)
+        loss = loss_of(forward(x), y)
         loss.backward()
         record.losses.append(loss.item())
         if (k + 1) % training.accumulate == 0:

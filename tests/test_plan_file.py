@@ -64,7 +64,6 @@ TEXT = f"""{{
   "reduce": "butterfly",
   "wire": "exact",
   "pieces": 1,
-  "outputs": "everywhere",
   "otherwise": {{"strategy": "batch", "shares": [6, 4, 2]}},
   "layers": {{
     "features.0": {{"strategy": "filter", "shares": [5, 0, 3]}},

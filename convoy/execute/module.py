@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -21,7 +20,7 @@ from convoy.execute.move import run_move
 from convoy.execute.script import Script, script
 from convoy.graph import Parameter
 from convoy.layout import Layout, OnOne, Partial, Replicated, Split, box, holders, local_shape
-from convoy.lower import by_samples, lower, parameter_layouts
+from convoy.lower import lower, parameter_layouts
 from convoy.operation import Ref
 from convoy.pin import misplaced, pin
 from convoy.plan import Plan
@@ -35,8 +34,7 @@ class Distributed(nn.Module):
 
     It is called like the model: with this device's part of a batch, as the loader of `convoy.loader` gives it. It returns
     the outputs of the *whole* batch, on every device, so that the loss, its printing and its backward are those of one
-    device. (By a plan with outputs "own", in training, those of this device's samples: see `convoy.mean_loss`.) Its
-    parameters, under their ordinary names, are this device's pieces; optimizers work on them as they are.
+    device. Its parameters, under their ordinary names, are this device's pieces; optimizers work on them as they are.
 
     Args:
         model: an ordinary module. It is copied; device 0's weights count.
@@ -90,8 +88,7 @@ class Distributed(nn.Module):
         """From now on, steps and layouts are those of this plan. It moves nothing: see `reshare`, which does."""
         trained, evaluated = self.traced[True].graph, self.traced[False].graph
         self.plan = plan
-        # A test looks at all outputs, and nothing runs backward from them.
-        self._plans = {True: plan, False: replace(pin(plan, trained, evaluated), outputs="everywhere")}
+        self._plans = {True: plan, False: pin(plan, trained, evaluated)}
         self._misplaced = misplaced(self._plans[False], plan, trained, evaluated)
         everyone = Replicated(tuple(range(self.group.devices)))
         self.layouts = _layouts(self._plans, self.traced) | dict.fromkeys(self._unused, everyone)
@@ -101,7 +98,7 @@ class Distributed(nn.Module):
     # --- calling -----------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Tensor, batch: int | None = None) -> Any:
-        """Outputs of the whole batch, on every device; in training, those of `output_rows` where the plan says so.
+        """Outputs of the whole batch, on every device.
 
         Args:
             inputs: this device's part of each input, in the layout of `input_layouts`; zero samples where it has none.
@@ -148,14 +145,6 @@ class Distributed(nn.Module):
     def input_layouts(self, batch: int) -> tuple[Layout, ...]:
         """Where the samples of each input lie, for a global batch of this size."""
         return tuple(value.layout for value in self.steps(batch).inputs)
-
-    def output_rows(self, batch: int) -> slice | None:
-        """Whose outputs this device returns, of a global batch of this size, in the present mode; None: all."""
-        layout = self.steps(batch).outputs[0].layout
-        if not by_samples(layout):
-            return None
-        here = box(layout, self.group.device, (batch,))
-        return slice(*here[0]) if here else slice(0, 0)
 
     def _check_inputs(self, inputs: Sequence[Tensor], steps: StepList) -> None:
         if len(inputs) != len(steps.inputs):

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,7 +18,6 @@ from convoy.errors import unknown_name
 from convoy.execute.average import WeightAverage
 from convoy.execute.clip import clip_grad_norm_
 from convoy.execute.data import Loader
-from convoy.execute.mean_loss import mean_loss
 from convoy.execute.precision import GradScaler
 from convoy.execute.rebalancing import Rebalancer
 
@@ -143,12 +141,10 @@ class Training:
         Args:
             part: its samples over those of the batch.
         """
-        criterion = partial(classification_loss, label_smoothing=self.recipe.label_smoothing)
-        loss = mean_loss(self.model, self.model(x), y, criterion)
-        own = loss.own * part
-        scaled = own if self.scaler is None else self.scaler.scale(own)
+        loss = classification_loss(self.model(x), y, self.recipe.label_smoothing) * part
+        scaled = loss if self.scaler is None else self.scaler.scale(loss)
         scaled.backward()  # type: ignore[no-untyped-call]
-        return loss.item() * part
+        return float(loss.detach())
 
     def update(self) -> None:
         """Change the weights by the gradients that were added up."""

@@ -63,9 +63,7 @@ def _plans(outlook: Outlook) -> list[Plan]:
     plans = [named_plan(name, graph, batch, outlook.speeds) for name in PLANS]
     try:
         # By formula: replays take seconds on eight devices, and what they change moves a share by little.
-        best = candidates(
-            graph, batch, outlook.costs, outlook.room, outlook.wire, outputs=outlook.outputs, replayed=False
-        )
+        best = candidates(graph, batch, outlook.costs, outlook.room, outlook.wire, replayed=False)
     except PlanError:  # nothing fits: whoever plans will say so
         return plans
     return plans + [each.plan for each in best[:CANDIDATES]]
