@@ -23,7 +23,7 @@ from convoy.plan import Plan
 from convoy.trial import Trial
 
 UNCOUNTED_STEPS = 2
-"""Before a turn that all devices take together: after the first, DDP arranges its buckets anew, in the order of the gradients."""
+"""Before a turn that all devices take together: after the first, DDP orders its buckets anew, as the gradients came."""
 
 LR = 0.01
 MOMENTUM = 0.9

@@ -267,9 +267,9 @@ def test_the_time_of_a_case_is_that_of_its_rounds_its_search_and_its_building() 
 
         assert seconds(ALONE) == pytest.approx(2 * 20.0), "two rounds, the slower device's"
         assert seconds("one-device") == pytest.approx(5 * 5.0 + 2 * 20.0)
-        assert seconds("auto") == pytest.approx(3.0 + 5 * 2 * 2.0), "as the best plan by name"
+        assert seconds("auto") == pytest.approx(3.0 + 5 * 3 * 2.0), "as the best plan by name"
         beside = seconds("ddp-even", "auto") - seconds("ddp-even")
-        assert beside == pytest.approx(3.0 + 30 * 2.0 + 5 * 2 * 2.0), "beside a peer it is tried and rebalanced first"
+        assert beside == pytest.approx(3.0 + 30 * 2.0 + 5 * 3 * 2.0), "beside a peer it is tried and rebalanced first"
         assert seconds("ddp-even") == pytest.approx(6 * 4 * 4.0 + 5 * 3 * 4.0)
 
 
