@@ -339,6 +339,7 @@ def test_a_fleet_trains_as_one_device_does(hosts: Lab, tmp_path: Path) -> None:
     assert_as_one_device(output, "Training on 3 devices, plan master")
 
 
+@pytest.mark.slow
 def test_the_lines_to_paste_do_the_same(hosts: Lab, tmp_path: Path) -> None:
     """Each is pasted in a shell on its host, in another folder."""
     fleet = fleet_file(tmp_path, "", f'folder = "{tmp_path}"')

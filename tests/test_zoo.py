@@ -71,7 +71,7 @@ memory_bandwidth_bytes_per_s = 1e5
 """Slow devices on a fast network: at 32x32 and six samples there is work to share."""
 
 BOARD = 3
-FAST = ("resnet18", "mobilenet_v3_small", "unet", "thinking")
+FAST = ("resnet18", "unet", "thinking")
 
 
 def _marked(names: Iterable[str], fast: Collection[str] = FAST) -> list[Any]:
