@@ -134,7 +134,8 @@ def _trials_section(rows: Sequence[Row]) -> list[str]:
         "## The trial of plans",
         "Where plans are predicted to take nearly as long, `auto` trains some steps by each and goes on with the fastest "
         "([decision 19](decisions/019-trial-of-plans.md)). Of each plan: a step as predicted, and in the trial, with shares "
-        "that were predicted for it. Last: the fastest against the planner's choice.",
+        "that were predicted for it. Last: the fastest against the planner's choice. Cases that are not here had one plan "
+        "only, or were measured before there were trials, with one uncounted step before a turn instead of two.",
         table([*head, "fastest"], body),
     ]
 

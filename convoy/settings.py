@@ -114,8 +114,9 @@ class Settings(BaseModel):
     )
     rebalance: bool | None = _fleet(
         None,
-        "Change the shares while training when a device turns out faster or slower than thought. Default: with --plan auto on "
-        "CPUs; to know what a layer takes, a GPU must wait for its kernels.",
+        "Change the shares while training when a device turns out faster or slower than thought; with --plan auto also the "
+        "plan, where another that is predicted to take nearly as long turns out faster in the first steps. Default: with "
+        "--plan auto on CPUs; to know what a layer takes, a GPU must wait for its kernels.",
     )
     fleet: File | None = _fleet(
         None,
@@ -209,7 +210,7 @@ class Settings(BaseModel):
         return self.batch // self.accumulate
 
     def rebalances(self, devices: Iterable[str]) -> bool:
-        """Whether the shares change while training on these devices, cpu or cuda:0 by name."""
+        """Whether plans are tried and shares change while training on these devices, cpu or cuda:0 by name."""
         by_default = self.plan == AUTO and all(name.startswith("cpu") for name in devices)
         return by_default if self.rebalance is None else self.rebalance
 
