@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.accuracy import trained
-from convoy.wire import WIRES
+from convoy.sharding.comm_dtype import WIRES
 
 RESULTS = Path(__file__).parent / "results" / "accuracy-wire.json"
 

@@ -18,8 +18,8 @@ from convoy.data import Images
 from convoy.execute.data import Loader
 from convoy.execute.group import Group
 from convoy.execute.rebalancing import Rebalancer
-from convoy.layout import box
 from convoy.plan import Plan
+from convoy.sharding.layout import box
 from convoy.trial import Trial
 
 UNCOUNTED_STEPS = 2

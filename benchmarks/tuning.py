@@ -7,7 +7,7 @@ the same decisions. What the search costs is not counted to DDP.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from convoy.shares import Shares, apportion, even
+from convoy.sharding.shares import Shares, apportion, even
 
 BUCKETS_MB = (25, 5, 100)
 """Sizes of gradient buckets to try; the first is PyTorch's own."""

@@ -21,9 +21,9 @@ from convoy.measure.layers import given_speeds, measure_speeds
 from convoy.named import named_plan
 from convoy.plan import Plan
 from convoy.settings import AUTO
+from convoy.sharding.comm_dtype import Wire
+from convoy.sharding.redistribute import Sum
 from convoy.trace import trace
-from convoy.transfer import Sum
-from convoy.wire import Wire
 
 
 def make_plan(

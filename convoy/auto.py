@@ -16,9 +16,9 @@ from convoy.named import Speeds
 from convoy.plan import Plan
 from convoy.planner import Candidate
 from convoy.prospect import Outlook, choices, prospect
+from convoy.sharding.comm_dtype import Wire
+from convoy.sharding.redistribute import Sum
 from convoy.trace import Traced
-from convoy.transfer import Sum
-from convoy.wire import Wire
 
 BUDGET_S = 20.0
 LINKS_PART = 0.25

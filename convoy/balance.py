@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from convoy.shares import Shares, apportion
+from convoy.sharding.shares import Shares, apportion
 
 Seconds = npt.NDArray[np.float64]
 

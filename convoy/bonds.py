@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.graph import Graph, Layer
-from convoy.layout import Split
 from convoy.lower import own_strategy, placements
 from convoy.plan import Plan
-from convoy.shares import Shares
+from convoy.sharding.layout import Split
+from convoy.sharding.shares import Shares
 from convoy.strategy import Batch, Channel, Filter, One, Placement, Strategy
 
 OTHERS = ""

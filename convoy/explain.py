@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convoy.graph import Graph
-from convoy.layout import Layout, OnOne, Partial, Replicated, Split, box, entries, holders
 from convoy.lower import lower
 from convoy.plan import Plan
 from convoy.runs import runs
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, box, entries, holders
 from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, traffic
 
 

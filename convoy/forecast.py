@@ -12,8 +12,8 @@ from convoy.nets import build_net
 from convoy.prospect import Outlook, fewer_and_more, prospects
 from convoy.report.plans import show_counts, show_devices, show_plan, show_prospects
 from convoy.report.screen import Screen
+from convoy.sharding.comm_dtype import wire_named
 from convoy.trace import trace
-from convoy.wire import wire_named
 
 
 def forecast(

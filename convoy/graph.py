@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Literal
 
 from convoy.errors import InputError
-from convoy.layout import Shape
+from convoy.sharding.layout import Shape
 
 Kind = Literal[
     "input",  # the images

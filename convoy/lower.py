@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from convoy import transfer
 from convoy.graph import Graph, Layer, Parameter
-from convoy.layout import Layout, OnOne, Replicated, Split, holders
 from convoy.plan import Plan
-from convoy.shares import rescale
+from convoy.sharding import redistribute
+from convoy.sharding.comm_dtype import wire_of
+from convoy.sharding.layout import Layout, OnOne, Replicated, Split, holders
+from convoy.sharding.shares import rescale
 from convoy.steps import Compute, Move, Part, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
 from convoy.strategy import Batch, One, Placement, Strategy, follow, parameter_holders, place
-from convoy.wire import wire_of
 
 BUCKET_ENTRIES = 500_000
 """A sum of gradients starts when this many entries are ready: large enough for full bandwidth, small enough to overlap."""
@@ -189,7 +189,7 @@ class _Lowering:
         if self.plan.pieces == 1 or layer.kind != "conv" or (layer.inputs[0], placed.takes[0]) in self.versions:
             return 1
         source = self.values[layer.inputs[0]]
-        schedule = transfer.schedule(source.layout, placed.takes[0], source.shape, self.plan.collective)
+        schedule = redistribute.schedule(source.layout, placed.takes[0], source.shape, self.plan.collective)
         spans = all(t.box[0] == (0, self.batch) for transfers in schedule.rounds for t in transfers)
         return min(self.plan.pieces, self.batch) if spans and not schedule.in_place else 1
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from convoy.errors import PlanError, unknown_name
 from convoy.graph import Graph, Layer
 from convoy.plan import Plan
-from convoy.shares import Shares, apportion, even
+from convoy.sharding.redistribute import SUMS, Sum
+from convoy.sharding.shares import Shares, apportion, even
 from convoy.strategy import Batch, Filter, One, Strategy
-from convoy.transfer import SUMS, Sum
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from convoy.errors import InputError
-from convoy.wire import wire_named
+from convoy.sharding.comm_dtype import wire_named
 
 MAX_DEVICES = 1024
 """More processes than that on one machine are a slip of the finger."""

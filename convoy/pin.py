@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from convoy.graph import Graph, Layer
-from convoy.layout import Layout, OnOne, Replicated, Split, holders
 from convoy.lower import parameter_layouts, placements
 from convoy.plan import Plan
-from convoy.shares import apportion
+from convoy.sharding.layout import Layout, OnOne, Replicated, Split, holders
+from convoy.sharding.shares import apportion
 from convoy.strategy import Batch, Filter, One, Placement, Strategy
 
 

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from convoy import shares as share_rules
 from convoy import strategy as strategies
 from convoy.errors import PlanError
 from convoy.graph import Graph
+from convoy.sharding import shares as share_rules
+from convoy.sharding.comm_dtype import WIRES, Wire
+from convoy.sharding.redistribute import SUMS, Reduce, Sum
 from convoy.strategy import Batch, Channel, Filter, One, Strategy
-from convoy.transfer import SUMS, Reduce, Sum
-from convoy.wire import WIRES, Wire
 
 FORMAT = 1
 

@@ -19,11 +19,11 @@ from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
 from convoy.refine import nudged, refined
 from convoy.search import Prices, Search
+from convoy.sharding.comm_dtype import Wire
+from convoy.sharding.redistribute import Reduce
 from convoy.simulate import Costs, simulate
 from convoy.steps import Compute
 from convoy.strategy import STRATEGIES, One
-from convoy.transfer import Reduce
-from convoy.wire import Wire
 
 POLISHED_LAYERS = 4
 """Nets with more weighted layers are planned by the formula alone, and only the best are replayed."""

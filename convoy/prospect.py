@@ -10,15 +10,15 @@ from convoy.cost.network import Network
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Fleet
 from convoy.graph import Graph
-from convoy.layout import holders
 from convoy.lower import lower
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
 from convoy.planner import Candidate, candidates, solo_speeds, worth_trying
+from convoy.sharding.comm_dtype import Wire
+from convoy.sharding.layout import holders
+from convoy.sharding.redistribute import Reduce
 from convoy.simulate import Costs, Timeline, simulate
 from convoy.steps import Compute, StepList
-from convoy.transfer import Reduce
-from convoy.wire import Wire
 
 
 @dataclass(frozen=True, slots=True)

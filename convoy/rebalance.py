@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from convoy.bonds import Bond, bonds, reshared, shares_of
 from convoy.graph import Graph
 from convoy.plan import Plan
-from convoy.shares import Shares
+from convoy.sharding.shares import Shares
 
 SHORT, LONG, LONGEST = 5, 20, 60
 """Steps whose median is looked at."""

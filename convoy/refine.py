@@ -15,10 +15,10 @@ from convoy.cost.step import Costs
 from convoy.graph import Graph
 from convoy.lower import lower
 from convoy.plan import Plan
-from convoy.shares import Shares, apportion
+from convoy.sharding.redistribute import Reduce
+from convoy.sharding.shares import Shares, apportion
 from convoy.simulate import Timeline, simulate
 from convoy.strategy import Channel, Filter
-from convoy.transfer import Reduce
 
 PIECES = (2, 4, 8)
 """In how many pieces moves are tried."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from convoy.graph import Graph
-from convoy.layout import Layout, holders
+from convoy.sharding.layout import Layout, holders
 from convoy.steps import Compute, Move, ShareStatistics, Step, StepList
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from convoy.cost.size import LocalSize, whole_size
 from convoy.formula import Formula, Side, Squeeze
 from convoy.graph import Graph, Layer
-from convoy.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.lower import placements, trains
 from convoy.plan import Plan
-from convoy.shares import Shares, apportion
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
+from convoy.sharding.shares import Shares, apportion
 from convoy.simulate import Costs
 from convoy.strategy import Batch, Channel, Filter, One, Placement, Strategy, feature_axis, follow, place
 

@@ -13,8 +13,8 @@ from pydantic.fields import FieldInfo
 from convoy.named import PLANS
 from convoy.notation import File, Numbers, checked_augment, checked_data, device_names, devices_text, one_of, wire_text
 from convoy.report.scalars import checked_folder
-from convoy.transfer import Sum
-from convoy.wire import Wire
+from convoy.sharding.comm_dtype import Wire
+from convoy.sharding.redistribute import Sum
 
 AUTO = "auto"
 """The plan that the planner chooses."""

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from convoy import transfer
-from convoy.layout import Layout, Replicated, Shape, Split, dual
-from convoy.transfer import Reduce, Schedule, Sum
-from convoy.wire import Wire, wire_bytes
+from convoy.sharding import redistribute
+from convoy.sharding.comm_dtype import Wire, wire_bytes
+from convoy.sharding.layout import Layout, Replicated, Shape, Split, dual
+from convoy.sharding.redistribute import Reduce, Schedule, Sum
 
 Phase = Literal["forward", "backward"]
 
@@ -86,9 +86,9 @@ class Move:
     @property
     def schedule(self) -> Schedule:
         if self.phase == "forward":
-            whole = transfer.schedule(self.reads.layout, self.writes.layout, self.reads.shape, self.reduce)
-            return whole if self.pieces == 1 else transfer.in_pieces(whole, self.pieces)
-        return transfer.schedule(dual(self.reads.layout), dual(self.writes.layout), self.reads.shape, self.reduce)
+            whole = redistribute.schedule(self.reads.layout, self.writes.layout, self.reads.shape, self.reduce)
+            return whole if self.pieces == 1 else redistribute.in_pieces(whole, self.pieces)
+        return redistribute.schedule(dual(self.reads.layout), dual(self.writes.layout), self.reads.shape, self.reduce)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class ReturnGradient:
 
     @property
     def schedule(self) -> Schedule:
-        return transfer.schedule(self.reads.layout, dual(self.writes.layout), self.reads.shape)
+        return redistribute.schedule(self.reads.layout, dual(self.writes.layout), self.reads.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class ShareStatistics:
 
     @property
     def schedule(self) -> Schedule:
-        return transfer.schedule(self.layout, Replicated(self.members), self.shape)
+        return redistribute.schedule(self.layout, Replicated(self.members), self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +179,11 @@ class SumGradients:
             return self.stage(0)
         (n,) = self.shape
         segments = 2 if n // len(self.devices) >= SEGMENT_ENTRIES else 1
-        return transfer.sum_in_segments(self.devices, n, self.reduce, segments)
+        return redistribute.sum_in_segments(self.devices, n, self.reduce, segments)
 
     def stage(self, stage: int) -> Schedule:
         """Mixing: one stage of the butterfly, for gradients and weights together."""
-        return transfer.mixing(self.devices, 2 * sum(self.sizes) + self.flags, stage)
+        return redistribute.mixing(self.devices, 2 * sum(self.sizes) + self.flags, stage)
 
 
 Exchange = Move | ReturnGradient | ShareStatistics | SumGradients
@@ -196,7 +196,7 @@ def traffic(step: Exchange, itemsize: int) -> Counter[tuple[int, int]]:
     Args:
         itemsize: bytes of one number in memory, 4 for float32.
     """
-    return transfer.traffic(step.schedule, wire_bytes(step.wire, itemsize))
+    return redistribute.traffic(step.schedule, wire_bytes(step.wire, itemsize))
 
 
 @dataclass(frozen=True, slots=True)

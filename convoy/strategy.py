@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from convoy import shares as share_rules
 from convoy.errors import PlanError
 from convoy.graph import Graph, Kind, Layer
-from convoy.layout import Layout, OnOne, Partial, Replicated, Split, holders
-from convoy.shares import Shares
+from convoy.sharding import shares as share_rules
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, holders
+from convoy.sharding.shares import Shares
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,15 @@ from pathlib import Path
 import torch
 
 from convoy.graph import Graph
-from convoy.layout import Box, Layout, OnOne, Partial, Replicated, Split, box, dual, entries
 from convoy.lower import lower
 from convoy.nets import build_net
 from convoy.plan import Plan
-from convoy.shares import apportion
+from convoy.sharding.layout import Box, Layout, OnOne, Partial, Replicated, Split, box, dual, entries
+from convoy.sharding.redistribute import SUMS, Reduce, Schedule, Transfer, schedule, traffic
+from convoy.sharding.shares import apportion
 from convoy.steps import Compute, Move, StepList
 from convoy.strategy import Batch, Channel, Filter, Strategy
 from convoy.trace import trace
-from convoy.transfer import SUMS, Reduce, Schedule, Transfer, schedule, traffic
 from docs.drawing import DEVICE_COLOURS, Drawing, write
 
 FOLDER = Path(__file__).parent / "figures"

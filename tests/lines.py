@@ -1,10 +1,10 @@
 """Step lists as lines of text, and plans in a few words."""
 
 from convoy.graph import Graph
-from convoy.layout import Layout
 from convoy.lower import lower
 from convoy.plan import Plan
-from convoy.shares import even
+from convoy.sharding.layout import Layout
+from convoy.sharding.shares import even
 from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, StepList, SumGradients
 from convoy.strategy import Batch, One, Strategy
 from tests.one_device import by_name, graph_of

@@ -17,9 +17,9 @@ from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
 from convoy.graph import Graph
-from convoy.layout import box
 from convoy.named import Speeds, named_plan
 from convoy.plan import Plan
+from convoy.sharding.layout import box
 from convoy.strategy import Batch, Channel, Filter, One
 from convoy.trace import Traced, trace
 from tests import nets

@@ -19,13 +19,13 @@ from convoy.errors import InputError, MismatchError, PlanError
 from convoy.execute.group import Group
 from convoy.execute.threads import run_on_threads
 from convoy.forecast import forecast
-from convoy.layout import local_shape
 from convoy.measure.run import measure_job
 from convoy.measurement import Measurement
 from convoy.nets import build_net
 from convoy.plan import Plan
 from convoy.prospect import working
 from convoy.report.pace import Pace
+from convoy.sharding.layout import local_shape
 from convoy.trace import trace
 from tests.ranks import on_processes
 from tests.test_cli import QUIET, TINY, assert_close, results
@@ -90,7 +90,7 @@ def trained(group: Group, plan: Plan) -> list[torch.Tensor]:
 
 
 def piece(x: torch.Tensor, layout: Any, device: int) -> torch.Tensor:
-    from convoy.layout import box
+    from convoy.sharding.layout import box
 
     here = box(layout, device, tuple(x.shape))
     if here is None:

@@ -24,7 +24,7 @@ from convoy.data import Images
 from convoy.execute.data import Loader
 from convoy.execute.group import Group
 from convoy.nets import build_net
-from convoy.shares import Shares
+from convoy.sharding.shares import Shares
 from tests.ranks import on_processes
 
 STEPS = 3

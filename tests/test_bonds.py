@@ -11,7 +11,7 @@ from convoy.bonds import OTHERS, bonds, reshared, shares_of
 from convoy.lower import lower
 from convoy.named import PLANS
 from convoy.plan import Plan
-from convoy.shares import Shares
+from convoy.sharding.shares import Shares
 from convoy.steps import Compute
 from convoy.strategy import Batch, Channel, Filter, One
 from convoy.trace import trace

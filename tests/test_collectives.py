@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from convoy.cost import collectives as c
-from convoy.layout import Partial, Replicated, entries
-from convoy.transfer import Reduce, Schedule, schedule
+from convoy.sharding.layout import Partial, Replicated, entries
+from convoy.sharding.redistribute import Reduce, Schedule, schedule
 
 ALPHA_S, BETA, GAMMA = 1.0, 0.01, 0.001
 

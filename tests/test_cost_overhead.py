@@ -8,8 +8,8 @@ from convoy.cost.compute import Grid, LayerTimes, MeasuredTimes
 from convoy.cost.overhead import FRESH_BYTES, Handling, Overheads, handling, is_block, kept_sums, messages
 from convoy.cost.size import LocalSize, local_size
 from convoy.graph import Graph, Layer
-from convoy.layout import Layout, OnOne, Replicated, Split
 from convoy.search import Prices
+from convoy.sharding.layout import Layout, OnOne, Replicated, Split
 from convoy.simulate import Costs, simulate
 from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, StepList, SumGradients, Value
 from tests.test_simulate import GRAPH, Table, hosts, spans, work

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from convoy.cost.traffic import Loads, loads, sum_loads
-from convoy.layout import Layout, Partial, Replicated, Shape, entries
-from convoy.transfer import Reduce, Schedule, schedule, sum_in_segments
+from convoy.sharding.layout import Layout, Partial, Replicated, Shape, entries
+from convoy.sharding.redistribute import Reduce, Schedule, schedule, sum_in_segments
 from tests.pieces import DEVICES, every_layout
 
 REDUCES: tuple[Reduce, ...] = ("ring", "butterfly", "direct", "star")

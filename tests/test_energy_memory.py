@@ -13,10 +13,10 @@ from convoy.errors import InputError, PlanError
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
 from convoy.fleet import Card, Device, Fleet, Host
-from convoy.layout import local_shape
 from convoy.lower import lower
 from convoy.named import Speeds, named_plan
 from convoy.plan import Plan
+from convoy.sharding.layout import local_shape
 from convoy.simulate import Timeline
 from convoy.steps import Move
 from convoy.strategy import One

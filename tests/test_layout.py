@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from convoy.layout import (
+from convoy.sharding.layout import (
     Box,
     Layout,
     OnOne,

@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from convoy.errors import PlanError
 from convoy.graph import Graph
-from convoy.layout import OnOne, Replicated, Split
 from convoy.lower import lower, parameter_layouts, placements
 from convoy.pin import misplaced, pin
+from convoy.sharding.layout import OnOne, Replicated, Split
 from convoy.steps import Compute
 from convoy.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.trace import trace

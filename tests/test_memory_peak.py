@@ -20,11 +20,11 @@ from convoy.api import distribute
 from convoy.cost.memory import memory_of
 from convoy.execute.group import Group
 from convoy.graph import Graph
-from convoy.layout import box
 from convoy.named import Speeds, named_plan
 from convoy.plan import Plan
+from convoy.sharding.comm_dtype import Wire
+from convoy.sharding.layout import box
 from convoy.trace import trace
-from convoy.wire import Wire
 from tests.ranks import on_processes
 
 BATCH = 32

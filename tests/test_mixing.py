@@ -14,10 +14,10 @@ import convoy
 from convoy.execute.group import Group
 from convoy.execute.threads import run_on_threads
 from convoy.explain import layer_rows
-from convoy.layout import Replicated
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
 from convoy.report.screen import Screen
+from convoy.sharding.layout import Replicated
 from convoy.strategy import Batch
 from convoy.trace import trace
 from tests import nets

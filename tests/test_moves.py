@@ -21,13 +21,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from convoy import transfer
 from convoy.execute.group import CountedGroup, Group, Message, Pending
 from convoy.execute.move import Landing, run_move, run_rounds
 from convoy.execute.threads import run_on_threads
-from convoy.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
-from convoy.transfer import Reduce
-from convoy.wire import Wire
+from convoy.sharding import redistribute
+from convoy.sharding.comm_dtype import Wire
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
+from convoy.sharding.redistribute import Reduce
 from tests.pieces import DEVICES, Array, check_pieces, every_layout, integers, layouts_of_one_device, nothing, pieces
 from tests.ranks import on_processes
 
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def schedule(self) -> transfer.Schedule:
-        return transfer.schedule(self.src, self.dst, self.shape, self.reduce)
+        return redistribute.schedule(self.src, self.dst, self.shape, self.reduce)
 
     @property
     def adjoint(self) -> "Case":
@@ -124,7 +124,7 @@ def check_outcomes(
         try:
             check_value(case, [outcome.piece for outcome in outcomes], dtype)
             sent = {(s, r): n for s, outcome in enumerate(outcomes) for r, n in enumerate(outcome.sent_bytes) if n}
-            assert sent == transfer.traffic(case.schedule, itemsize), "bytes on the wire"
+            assert sent == redistribute.traffic(case.schedule, itemsize), "bytes on the wire"
             assert all(outcome.unchanged for outcome in outcomes), "a piece was overwritten"
         except AssertionError as error:
             error.add_note(f"in the move {case}")
@@ -359,7 +359,7 @@ def test_run_rounds_works_in_place() -> None:
     def work(group: Group) -> tuple[Tensor, bool]:
         flat = torch.arange(10, dtype=torch.float64) * 10**group.device
         where = flat.data_ptr()
-        run_rounds(group, transfer.schedule(Partial((0, 1, 2)), Replicated((0, 1, 2)), (10,), "ring"), flat)
+        run_rounds(group, redistribute.schedule(Partial((0, 1, 2)), Replicated((0, 1, 2)), (10,), "ring"), flat)
         return flat, flat.data_ptr() == where
 
     for flat, stayed in run_on_threads(3, work, LIMIT_S):
@@ -378,7 +378,7 @@ def test_a_sum_in_segments(reduce: Reduce, n: int) -> None:
         for lane in (0, 1, 1):  # and again, in the memory of the time before
             flat = torch.arange(n, dtype=torch.float64) * 10**group.device
             run_rounds(
-                group, transfer.sum_in_segments(devices, n, reduce, 2), flat, lane, landing=landing[group.device]
+                group, redistribute.sum_in_segments(devices, n, reduce, 2), flat, lane, landing=landing[group.device]
             )
             sums.append(flat)
         return sums
@@ -418,21 +418,21 @@ class _Landed:
 
 def test_segments_under_way_land_in_memory_of_their_own() -> None:
     group, landing = _Watched(), Landing()
-    run_rounds(group, transfer.sum_in_segments((0, 1), 8, "ring", 2), torch.zeros(8), landing=landing)
+    run_rounds(group, redistribute.sum_in_segments((0, 1), 8, "ring", 2), torch.zeros(8), landing=landing)
     assert group.open == set()
 
 
 def test_segments_by_hand() -> None:
     """A ring of two sums 0:3, another 3:6; of each in turns one round. The bytes are those of one ring."""
-    halves = [transfer.schedule(Partial((0, 1)), Replicated((0, 1)), (3,), "ring") for _ in range(2)]
-    plan = transfer.sum_in_segments((0, 1), 6, "ring", 2)
+    halves = [redistribute.schedule(Partial((0, 1)), Replicated((0, 1)), (3,), "ring") for _ in range(2)]
+    plan = redistribute.sum_in_segments((0, 1), 6, "ring", 2)
     spans = [[(t.sender, t.receiver, *t.box[0], t.adds) for t in transfers] for transfers in plan.rounds]
     first, second = ([[(t.sender, t.receiver, *t.box[0], t.adds) for t in r] for r in half.rounds] for half in halves)
     shifted = [[(a, b, start + 3, stop + 3, adds) for a, b, start, stop, adds in r] for r in second]
     assert spans == [first[0], shifted[0], first[1], shifted[1]]
     assert plan.window == 2
-    whole = transfer.schedule(Partial((0, 1)), Replicated((0, 1)), (6,), "ring")
-    assert transfer.traffic(plan, 4) == transfer.traffic(whole, 4)
+    whole = redistribute.schedule(Partial((0, 1)), Replicated((0, 1)), (6,), "ring")
+    assert redistribute.traffic(plan, 4) == redistribute.traffic(whole, 4)
 
 
 def test_mixing_stages_on_a_group_of_four_and_of_three() -> None:
@@ -442,7 +442,7 @@ def test_mixing_stages_on_a_group_of_four_and_of_three() -> None:
         flat = torch.tensor([10.0**group.device])
         heard = []
         for stage in range(2):
-            run_rounds(group, transfer.mixing(tuple(range(group.devices)), 1, stage), flat)
+            run_rounds(group, redistribute.mixing(tuple(range(group.devices)), 1, stage), flat)
             heard.append(float(flat))
         return heard
 

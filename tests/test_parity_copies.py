@@ -12,10 +12,10 @@ from convoy.errors import InputError
 from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
-from convoy.layout import Replicated
 from convoy.lower import lower
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
+from convoy.sharding.layout import Replicated
 from convoy.strategy import Batch
 from convoy.trace import trace
 from tests import nets

@@ -13,7 +13,7 @@ from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
-from convoy.shares import even
+from convoy.sharding.shares import even
 from convoy.strategy import Batch, Filter, One
 from convoy.trace import trace
 from tests import nets

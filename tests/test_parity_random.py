@@ -15,7 +15,7 @@ from convoy.errors import PlanError
 from convoy.graph import Graph, Layer
 from convoy.lower import lower
 from convoy.plan import Plan
-from convoy.shares import Shares, apportion
+from convoy.sharding.shares import Shares, apportion
 from convoy.strategy import Batch, Channel, Filter, One, Strategy
 from tests.one_device import OPTIMIZERS, Training, check, graph_of, traffic_of
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from convoy.errors import ConvoyError, PlanError
 from convoy.graph import Graph, Layer, Parameter
 from convoy.plan import Plan
+from convoy.sharding.comm_dtype import WIRES
+from convoy.sharding.redistribute import SUMS
 from convoy.strategy import Batch, Channel, Filter, One, Strategy
-from convoy.transfer import SUMS
-from convoy.wire import WIRES
 
 
 def weighted(name: str, kind: Any, inputs: tuple[str, ...], shape: tuple[int, ...], weight: tuple[int, ...]) -> Layer:

@@ -19,7 +19,7 @@ from convoy.graph import Graph
 from convoy.lower import lower
 from convoy.plan import Plan
 from convoy.rebalance import FIRST, MOST, STARTING, Balancer, Keep, Reshare, best, observe
-from convoy.shares import Shares, apportion, even
+from convoy.sharding.shares import Shares, apportion, even
 from convoy.steps import Compute, StepList
 from convoy.strategy import Batch, Channel, Filter, One
 from convoy.trace import trace

@@ -16,12 +16,12 @@ from convoy.execute.module import Distributed
 from convoy.execute.precision import UnderAutocast, compute_in
 from convoy.execute.threads import run_on_threads
 from convoy.graph import Graph, Layer
-from convoy.layout import OnOne
 from convoy.lower import lower
 from convoy.plan import Plan
 from convoy.programs import programs
 from convoy.replay import Work
 from convoy.runs import runs
+from convoy.sharding.layout import OnOne
 from convoy.steps import Compute, Step, StepList, Value
 from convoy.strategy import Batch, Filter, One
 from convoy.trace import trace

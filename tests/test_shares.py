@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from convoy.errors import PlanError
-from convoy.shares import Shares, apportion, check, even, holders, ranges, rescale
+from convoy.sharding.shares import Shares, apportion, check, even, holders, ranges, rescale
 
 BY_HAND = [
     # total, weights, shares

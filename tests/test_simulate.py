@@ -11,9 +11,9 @@ from convoy.cost.network import Network, network_of, rates
 from convoy.cost.size import LocalSize
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.graph import Graph, Layer
-from convoy.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.lower import lower
 from convoy.named import Speeds, named_plan
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.simulate import Costs, Event, Timeline, simulate
 from convoy.steps import Compute, Move, Part, Phase, StepList, SumGradients, Value
 from convoy.study.nets import Stack

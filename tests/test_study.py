@@ -19,12 +19,12 @@ from convoy.cost.size import LocalSize, whole_size
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.graph import Graph, Layer, Parameter
-from convoy.layout import Partial
 from convoy.lower import lower
 from convoy.named import PLANS as NAMED
 from convoy.named import Speeds, named_plan
 from convoy.nets import build_net
 from convoy.report import timeline as pictures
+from convoy.sharding.layout import Partial
 from convoy.simulate import Costs, Event, Timeline, simulate
 from convoy.study import figures, figures_fleets, fleets, published
 from convoy.study.__main__ import main

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from convoy.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
-from convoy.transfer import Reduce, Round, Schedule, Transfer, mixing, schedule, sum_in_segments, traffic
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
+from convoy.sharding.redistribute import Reduce, Round, Schedule, Transfer, mixing, schedule, sum_in_segments, traffic
 from tests.pieces import DEVICES, Array, Pieces, check_pieces, every_layout, integers, layouts_of_one_device, pieces
 
 REDUCES: tuple[Reduce, ...] = ("ring", "butterfly", "direct", "star")

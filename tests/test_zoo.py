@@ -17,11 +17,11 @@ from convoy.execute.threads import run_on_threads
 from convoy.explain import layer_rows, step_lines
 from convoy.fleet import Fleet
 from convoy.graph import Graph
-from convoy.layout import holders
 from convoy.lower import lower
 from convoy.named import Speeds, named_plan
 from convoy.plan import Plan
 from convoy.planner import candidates, plan_auto
+from convoy.sharding.layout import holders
 from convoy.steps import Compute
 from convoy.study.fleets import costs_of
 from convoy.trace import trace

@@ -16,8 +16,8 @@ from convoy.execute.group import AloneGroup, Group
 from convoy.execute.module import Distributed
 from convoy.execute.move import run_move
 from convoy.execute.optimizer import described
-from convoy.layout import Layout, OnOne, Partial, Replicated, Shape, box
-from convoy.transfer import schedule
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, box
+from convoy.sharding.redistribute import schedule
 
 FIRST = OnOne(0)
 """Where whole tensors are: the device that reads and writes files."""

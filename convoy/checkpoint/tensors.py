@@ -17,7 +17,7 @@ from torch import Tensor
 
 from convoy.checkpoint.disk import Written, new_file
 from convoy.errors import InputError
-from convoy.layout import Shape
+from convoy.sharding.layout import Shape
 
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from convoy.errors import unknown_name
 from convoy.fleet import Fleet
 from convoy.graph import Graph
-from convoy.layout import Layout, box, dual, entries, holders
 from convoy.lower import lower
 from convoy.plan import Plan
+from convoy.sharding.comm_dtype import rounds_copies, wire_bytes
+from convoy.sharding.layout import Layout, box, dual, entries, holders
+from convoy.sharding.redistribute import Round, Schedule
 from convoy.steps import Compute, Move, ShareStatistics, Step, StepList, SumGradients
-from convoy.transfer import Round, Schedule
-from convoy.wire import rounds_copies, wire_bytes
 
 
 @dataclass(frozen=True, slots=True)

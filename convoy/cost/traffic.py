@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from convoy.cost.network import Network
-from convoy.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
-from convoy.transfer import Reduce, is_collective
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
+from convoy.sharding.redistribute import Reduce, is_collective
 
 Vector = npt.NDArray[np.float64]
 

@@ -12,7 +12,7 @@ from convoy.data.datasets import targets_of
 from convoy.data.draws import own_random_numbers, reseed
 from convoy.errors import ConvoyError, DataError, InputError
 from convoy.execute.module import Distributed
-from convoy.layout import box
+from convoy.sharding.layout import box
 
 
 class Loader:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from convoy.execute.clock import Clock
 from convoy.execute.group import Group, Message, Pending
-from convoy.layout import Box, Layout, Partial, Shape, box, covers, local_shape
-from convoy.transfer import Round, Schedule, Transfer
-from convoy.wire import Wire, rounds_copies, wire_of
+from convoy.sharding.comm_dtype import Wire, rounds_copies, wire_of
+from convoy.sharding.layout import Box, Layout, Partial, Shape, box, covers, local_shape
+from convoy.sharding.redistribute import Round, Schedule, Transfer
 
 
 def run_move(

@@ -14,9 +14,9 @@ from convoy.execute.agreement import agree_on
 from convoy.execute.module import Distributed
 from convoy.execute.move import Moving, start_move
 from convoy.execute.optimizer import ELEMENTWISE, described, mark_pieces
-from convoy.layout import Layout, box, holders, local_shape
 from convoy.plan import Plan
-from convoy.transfer import schedule
+from convoy.sharding.layout import Layout, box, holders, local_shape
+from convoy.sharding.redistribute import schedule
 
 
 def reshare(model: Distributed, plan: Plan, *optimizers: Optimizer) -> None:

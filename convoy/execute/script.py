@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from convoy.graph import Graph
-from convoy.layout import box, holders
 from convoy.runs import Run, runs
+from convoy.sharding.layout import box, holders
 from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
 
 

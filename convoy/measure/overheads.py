@@ -20,10 +20,10 @@ from convoy.execute.data import Loader
 from convoy.execute.group import AloneGroup, Arrived, CountedGroup, Message, Pending
 from convoy.execute.module import Distributed
 from convoy.execute.move import run_move
-from convoy.layout import Replicated, Split
 from convoy.measure.pieces import piece
 from convoy.measure.repeats import Now, repeated, time_piece, typical
 from convoy.named import Speeds, named_plan
+from convoy.sharding.layout import Replicated, Split
 from convoy.steps import Move, Value
 from convoy.trace import trace
 

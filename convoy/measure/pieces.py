@@ -14,7 +14,7 @@ from convoy.execute.batch_norm import GlobalBatchNorm
 from convoy.execute.compute import Arithmetic, Gradients, arithmetic
 from convoy.execute.precision import lowered
 from convoy.graph import Graph, Layer
-from convoy.layout import Shape
+from convoy.sharding.layout import Shape
 from convoy.steps import Part
 from convoy.strategy import feature_axis
 from convoy.trace import Traced

@@ -6,11 +6,11 @@ from typing import Any
 
 from convoy.explain import LayerRow, layer_rows, work_shares
 from convoy.graph import Graph
-from convoy.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.lower import lower
 from convoy.named import Speeds
 from convoy.plan import Plan
 from convoy.prospect import Outlook, Prospect
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.steps import Compute, Move, StepList, traffic
 
 Fields = dict[str, Any]

@@ -23,6 +23,7 @@ from convoy.cost.collectives import Floats, Numbers
 from convoy.cost.compute import SHARED_PASSES
 from convoy.cost.memory import optimizer_named
 from convoy.graph import Graph
+from convoy.sharding.redistribute import Sum
 from convoy.study.points import Points
 from convoy.study.terms import (
     AtMaster,
@@ -38,7 +39,6 @@ from convoy.study.terms import (
     Work,
     named_terms,
 )
-from convoy.transfer import Sum
 
 
 @dataclass(frozen=True, slots=True)

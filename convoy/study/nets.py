@@ -9,7 +9,7 @@ from typing import Self
 
 from convoy.errors import InputError
 from convoy.graph import Graph, Kind, Layer, Parameter
-from convoy.layout import Shape
+from convoy.sharding.layout import Shape
 
 ImageShape = tuple[int, int, int]
 """Channels, height, width."""

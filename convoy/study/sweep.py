@@ -15,9 +15,9 @@ from convoy.cost.collectives import Floats, Numbers
 from convoy.cost.energy import Power
 from convoy.errors import InputError
 from convoy.graph import Graph
+from convoy.sharding.redistribute import Sum
 from convoy.study.closed_form import StepTimes, plan_times
 from convoy.study.points import Points
-from convoy.transfer import Sum
 
 PLANS = ("data", "model", "hybrid", "master")
 """Plans with a closed form. On equal devices data-by-speed is data; auto has none, see `fleets.py`."""

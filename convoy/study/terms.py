@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from convoy.cost.size import whole_size
 from convoy.errors import InputError
 from convoy.graph import Graph, Layer
-from convoy.layout import Layout, OnOne, Replicated, Split
 from convoy.lower import lower
 from convoy.named import Speeds, named_plan
+from convoy.sharding.layout import Layout, OnOne, Replicated, Split
+from convoy.sharding.redistribute import Sum
 from convoy.steps import Compute, Move, Phase, ReturnGradient, ShareStatistics, StepList, SumGradients, Value
-from convoy.transfer import Sum
 
 EVERYONE = 2**62
 """So many units that every device gets some."""

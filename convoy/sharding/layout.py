@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from convoy import shares as share_rules
-from convoy.shares import Shares
+from convoy.sharding import shares as share_rules
+from convoy.sharding.shares import Shares
 
 Shape = tuple[int, ...]
 Box = tuple[tuple[int, int], ...]

@@ -10,8 +10,8 @@ Weights, buffers, statistics of batch norms and whatever is no floating number s
 from typing import Literal, cast, get_args
 
 from convoy.errors import unknown_name
-from convoy.layout import Layout, Replicated
-from convoy.transfer import Schedule
+from convoy.sharding.layout import Layout, Replicated
+from convoy.sharding.redistribute import Schedule
 
 Wire = Literal["exact", "inexact-bf16"]
 WIRES: tuple[str, ...] = get_args(Wire)

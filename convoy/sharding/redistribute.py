@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from convoy.errors import PlanError
-from convoy.layout import (
+from convoy.sharding.layout import (
     Box,
     Layout,
     OnOne,
