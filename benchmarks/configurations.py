@@ -53,7 +53,7 @@ class Series:
 
     Attributes:
         fleet: name of a file in `FLEETS`, without its ending, or `equal1` to `equal8`.
-        net: as `convoy.nets.build_net` takes it.
+        net: as `convoy.model.nets.build_net` takes it.
         batches: global batches, in samples.
         plans: of `PLAN_NAMES` and `PEERS`; every plan is measured at every batch.
     """

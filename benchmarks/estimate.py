@@ -8,9 +8,9 @@ from benchmarks.predictions import Predictions, predict, rows_of
 from benchmarks.runners import UNCOUNTED_STEPS
 from benchmarks.worker import WorkerJob
 from convoy.fleet import Fleet
+from convoy.model.nets.untraced import graph_of
 from convoy.named import PLANS
 from convoy.study.fleets import costs_of
-from convoy.study.nets import graph_of
 
 FLOP_PER_CORE_S = 80e9
 BYTES_PER_CORE_S = 10e9

@@ -31,9 +31,9 @@ from convoy.execute.heap import keep_freed_memory
 from convoy.execute.module import Distributed
 from convoy.files import write_whole
 from convoy.measure.overheads import measure_overheads
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
 from convoy.named import Speeds, named_plan
-from convoy.nets import build_net
-from convoy.trace import trace
 
 RESULTS = Path(__file__).parent / "results" / "overhead.json"
 COMMAND = "python -m benchmarks.overhead"

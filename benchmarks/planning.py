@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from benchmarks.hardware import stamp
 from convoy.files import write_whole
 from convoy.fleet import Card, Device, Fleet, Host
-from convoy.graph import Graph
+from convoy.model.graph import Graph
+from convoy.model.nets.untraced import graph_of
+from convoy.model.tracing import trace
 from convoy.planner import candidates
 from convoy.study.fleets import costs_of
-from convoy.study.nets import graph_of
 from convoy.study.sweep import BASE, PLANS, points_at, sweep
-from convoy.trace import trace
 
 RESULTS = Path(__file__).parent / "results" / "planning.json"
 COMMAND = "python -m benchmarks.planning"

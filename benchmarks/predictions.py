@@ -11,7 +11,7 @@ from benchmarks.configurations import ALONE, AUTO, IN_TURN, PEERS, Case
 from benchmarks.results import Row, Where
 from convoy.cost.step import Costs
 from convoy.fleet import Fleet
-from convoy.graph import Graph
+from convoy.model.graph import Graph
 from convoy.named import PLANS
 from convoy.plan import Plan
 from convoy.prospect import Outlook, Prospect, choices, prospect

@@ -43,11 +43,11 @@ from convoy.execute.processes import join
 from convoy.execute.rebalancing import Rebalancer
 from convoy.files import write_whole
 from convoy.measure.layers import measure_speeds
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
 from convoy.named import named_plan
-from convoy.nets import build_net
 from convoy.plan import Plan
 from convoy.rebalance import Reshare
-from convoy.trace import trace
 
 RESULTS = Path(__file__).parent / "results" / "rebalance.json"
 CLASSES = 10

@@ -41,14 +41,14 @@ from convoy.execute.group import Group
 from convoy.execute.processes import join
 from convoy.files import write_whole
 from convoy.fleet import Fleet
-from convoy.graph import Graph
 from convoy.measure.run import measure_job
 from convoy.measurement import Measurement, read_fleet_file
-from convoy.nets import build_net
+from convoy.model.graph import Graph
+from convoy.model.nets import build_net
+from convoy.model.tracing import Traced, trace
 from convoy.plan import Plan
 from convoy.prospect import Outlook, prospect
 from convoy.report.timeline import draw
-from convoy.trace import Traced, trace
 
 GROUP_LIMIT_S = 900.0
 """How long a device waits for another: a slow one alone on a large batch takes minutes."""

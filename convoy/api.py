@@ -18,12 +18,12 @@ from convoy.execute.module import Distributed
 from convoy.execute.optimizer import mark_pieces
 from convoy.execute.precision import compute_in
 from convoy.measure.layers import given_speeds, measure_speeds
+from convoy.model.tracing import trace
 from convoy.named import named_plan
 from convoy.plan import Plan
 from convoy.settings import AUTO
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.redistribute import Sum
-from convoy.trace import trace
 
 
 def make_plan(

@@ -9,16 +9,16 @@ from torch import nn
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.execute.group import Group
 from convoy.fleet import Fleet
-from convoy.graph import Graph
 from convoy.measure.run import Progress, measure_job
 from convoy.measurement import Measurement, read_fleet_file
+from convoy.model.graph import Graph
+from convoy.model.tracing import Traced
 from convoy.named import Speeds
 from convoy.plan import Plan
 from convoy.planner import Candidate
 from convoy.prospect import Outlook, choices, prospect
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.redistribute import Sum
-from convoy.trace import Traced
 
 BUDGET_S = 20.0
 LINKS_PART = 0.25

@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from convoy.graph import Graph, Layer
 from convoy.lower import own_strategy, placements
+from convoy.model.graph import Graph, Layer
 from convoy.plan import Plan
 from convoy.sharding.layout import Split
 from convoy.sharding.shares import Shares

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from convoy.graph import Graph
 from convoy.lower import lower
+from convoy.model.graph import Graph
 from convoy.plan import Plan
 from convoy.runs import runs
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, box, entries, holders

@@ -8,12 +8,12 @@ import torch
 from convoy.errors import InputError
 from convoy.files import write_whole
 from convoy.measurement import Measurement
-from convoy.nets import build_net
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
 from convoy.prospect import Outlook, fewer_and_more, prospects
 from convoy.report.plans import show_counts, show_devices, show_plan, show_prospects
 from convoy.report.screen import Screen
 from convoy.sharding.comm_dtype import wire_named
-from convoy.trace import trace
 
 
 def forecast(

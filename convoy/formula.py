@@ -18,8 +18,8 @@ from convoy.cost.compute import Roofline
 from convoy.cost.memory import optimizer_named
 from convoy.cost.size import LocalSize, shares_statistics, whole_size
 from convoy.cost.traffic import Loads, loads, move_s, sum_loads
-from convoy.graph import Graph, Layer
 from convoy.lower import BUCKET_ENTRIES
+from convoy.model.graph import Graph, Layer
 from convoy.sharding.comm_dtype import Wire, wire_bytes
 from convoy.sharding.layout import Layout, Partial, Replicated, Split, holders
 from convoy.sharding.redistribute import Reduce

@@ -11,11 +11,11 @@ from convoy.data import Splits, load
 from convoy.data import check as check_data
 from convoy.errors import InputError, unknown_name
 from convoy.execute.precision import check_kinds
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
 from convoy.named import PLANS, Speeds, named_plan
-from convoy.nets import build_net
 from convoy.plan import Plan
 from convoy.settings import AUTO, Settings
-from convoy.trace import trace
 
 
 def load_images(settings: Settings) -> Splits:

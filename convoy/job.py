@@ -29,6 +29,7 @@ from convoy.explain import layer_rows, step_lines, work_shares
 from convoy.files import write_whole
 from convoy.inputs import build_model, check, check_outputs, example_of, load_images
 from convoy.measure.layers import given_speeds, measure_speeds
+from convoy.model.tracing import Traced, trace
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
 from convoy.prospect import working
@@ -42,7 +43,6 @@ from convoy.report.scalars import Scalars
 from convoy.report.screen import DeviceUse, Screen
 from convoy.run_file import Run, to_toml
 from convoy.settings import AUTO, Settings, key_of
-from convoy.trace import Traced, trace
 
 
 def run_device(run: Run) -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from convoy.graph import Graph, Layer, Parameter
+from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan import Plan
 from convoy.sharding import redistribute
 from convoy.sharding.comm_dtype import wire_of

@@ -30,7 +30,7 @@ from convoy.cost.compute import MeasuredTimes
 from convoy.cost.network import network_of
 from convoy.errors import InputError, MismatchError, unknown_name
 from convoy.fleet import Fleet
-from convoy.graph import Graph
+from convoy.model.graph import Graph
 from convoy.points import DeviceCosts, HostRates, LayerPoint, LinkSpread, layer_times
 from convoy.simulate import Costs
 

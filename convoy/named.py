@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from convoy.errors import PlanError, unknown_name
-from convoy.graph import Graph, Layer
+from convoy.model.graph import Graph, Layer
 from convoy.plan import Plan
 from convoy.sharding.redistribute import SUMS, Sum
 from convoy.sharding.shares import Shares, apportion, even

@@ -7,8 +7,8 @@ auxiliary output is gone. Layers that follow their input could then land elsewhe
 from collections.abc import Mapping
 from dataclasses import replace
 
-from convoy.graph import Graph, Layer
 from convoy.lower import parameter_layouts, placements
+from convoy.model.graph import Graph, Layer
 from convoy.plan import Plan
 from convoy.sharding.layout import Layout, OnOne, Replicated, Split, holders
 from convoy.sharding.shares import apportion

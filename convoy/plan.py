@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from convoy import strategy as strategies
 from convoy.errors import PlanError
-from convoy.graph import Graph
+from convoy.model.graph import Graph
 from convoy.sharding import shares as share_rules
 from convoy.sharding.comm_dtype import WIRES, Wire
 from convoy.sharding.redistribute import SUMS, Reduce, Sum

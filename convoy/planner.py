@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from convoy.cost.memory import Room, memory_of
 from convoy.errors import PlanError
 from convoy.formula import Formula, Squeeze
-from convoy.graph import Graph
 from convoy.lower import lower
+from convoy.model.graph import Graph
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
 from convoy.refine import nudged, refined

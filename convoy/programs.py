@@ -10,7 +10,7 @@ from dataclasses import replace
 from convoy.cost.overhead import NOTHING, Handling, copy_of, handling, kept_sums, messages
 from convoy.cost.size import LocalSize, local_size
 from convoy.cost.step import Costs
-from convoy.graph import Graph, Parameter
+from convoy.model.graph import Graph, Parameter
 from convoy.replay import Await, Begin, Item, Key, Mark, Program, Route, Work
 from convoy.runs import runs
 from convoy.sharding.comm_dtype import wire_bytes

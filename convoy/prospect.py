@@ -9,8 +9,8 @@ from convoy.cost.memory import DeviceMemory, Room, memory_of_steps, room_of
 from convoy.cost.network import Network
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Fleet
-from convoy.graph import Graph
 from convoy.lower import lower
+from convoy.model.graph import Graph
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
 from convoy.planner import Candidate, candidates, solo_speeds, worth_trying

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.bonds import Bond, bonds, reshared, shares_of
-from convoy.graph import Graph
+from convoy.model.graph import Graph
 from convoy.plan import Plan
 from convoy.sharding.shares import Shares
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from convoy.bonds import bonds, reshared
 from convoy.cost.step import Costs
-from convoy.graph import Graph
 from convoy.lower import lower
+from convoy.model.graph import Graph
 from convoy.plan import Plan
 from convoy.sharding.redistribute import Reduce
 from convoy.sharding.shares import Shares, apportion

@@ -8,7 +8,7 @@ alone has one run.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from convoy.graph import Graph
+from convoy.model.graph import Graph
 from convoy.sharding.layout import Layout, holders
 from convoy.steps import Compute, Move, ShareStatistics, Step, StepList
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from convoy.cost.size import LocalSize, whole_size
 from convoy.formula import Formula, Side, Squeeze
-from convoy.graph import Graph, Layer
 from convoy.lower import placements, trains
+from convoy.model.graph import Graph, Layer
 from convoy.plan import Plan
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.sharding.shares import Shares, apportion

@@ -4,7 +4,7 @@
 """
 
 from convoy.cost.step import Costs
-from convoy.graph import Graph
+from convoy.model.graph import Graph
 from convoy.programs import programs
 from convoy.replay import Event, Timeline, play
 from convoy.steps import StepList

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from convoy.errors import PlanError
-from convoy.graph import Graph, Kind, Layer
+from convoy.model.graph import Graph, Kind, Layer
 from convoy.sharding import shares as share_rules
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, holders
 from convoy.sharding.shares import Shares

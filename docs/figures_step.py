@@ -9,12 +9,12 @@ import torch
 
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.lower import lower
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
 from convoy.named import named_plan
-from convoy.nets import build_net
 from convoy.replay import Activity, Event, Timeline
 from convoy.simulate import simulate
 from convoy.study.fleets import costs_of, speeds_of
-from convoy.trace import trace
 from docs.drawing import Drawing, write
 
 FOLDER = Path(__file__).parent / "figures"

@@ -2,7 +2,7 @@
 
 `{settings}`      the settings of a training, from `convoy.settings`
 `{commands}`      the verbs of the command line with their options, from typer's own description of them
-`{builtin-nets}`  the networks that Convoy builds, from `convoy.nets.builtin`
+`{builtin-nets}`  the networks that Convoy builds, from `convoy.model.nets.builtin`
 """
 
 import re
@@ -17,7 +17,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from convoy.cli import app as command_line
-from convoy.nets.builtin import NETS
+from convoy.model.nets.builtin import NETS
 from convoy.settings import FIELDS, key_of, panel, rule_of
 
 

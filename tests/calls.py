@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convoy.graph import Layer
-from convoy.trace import trace
+from convoy.model.graph import Layer
+from convoy.model.tracing import trace
 
 
 def layers_of(model: nn.Module, shape: tuple[int, ...] = (3, 8, 8), **options: Any) -> dict[str, Layer]:

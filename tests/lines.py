@@ -1,7 +1,7 @@
 """Step lists as lines of text, and plans in a few words."""
 
-from convoy.graph import Graph
 from convoy.lower import lower
+from convoy.model.graph import Graph
 from convoy.plan import Plan
 from convoy.sharding.layout import Layout
 from convoy.sharding.shares import even

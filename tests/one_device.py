@@ -16,12 +16,12 @@ import convoy.execute.module
 from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
-from convoy.graph import Graph
+from convoy.model.graph import Graph
+from convoy.model.tracing import Traced, trace
 from convoy.named import Speeds, named_plan
 from convoy.plan import Plan
 from convoy.sharding.layout import box
 from convoy.strategy import Batch, Channel, Filter, One
-from convoy.trace import Traced, trace
 from tests import nets
 
 Labelled = tuple[Tensor, Tensor]

@@ -21,12 +21,12 @@ from convoy.execute.threads import run_on_threads
 from convoy.forecast import forecast
 from convoy.measure.run import measure_job
 from convoy.measurement import Measurement
-from convoy.nets import build_net
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
 from convoy.plan import Plan
 from convoy.prospect import working
 from convoy.report.pace import Pace
 from convoy.sharding.layout import local_shape
-from convoy.trace import trace
 from tests.ranks import on_processes
 from tests.test_cli import QUIET, TINY, assert_close, results
 

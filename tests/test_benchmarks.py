@@ -20,8 +20,8 @@ from benchmarks.results import FleetResult, NetResult, Row, newest, read_result,
 from benchmarks.worker import WorkerJob
 from convoy.errors import DataError, InputError
 from convoy.fleet import Fleet
+from convoy.model.nets import build_net
 from convoy.named import PLANS
-from convoy.nets import build_net
 
 CPU = torch.device("cpu")
 QUICK_S = 1e-4  # of a stretch: these tests look at everything but the precision

@@ -23,7 +23,7 @@ from benchmarks.worker import WorkerJob, run_fleet
 from convoy.data import Images
 from convoy.execute.data import Loader
 from convoy.execute.group import Group
-from convoy.nets import build_net
+from convoy.model.nets import build_net
 from convoy.sharding.shares import Shares
 from tests.ranks import on_processes
 

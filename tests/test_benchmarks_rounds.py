@@ -26,9 +26,9 @@ from convoy.data import Images
 from convoy.execute.data import Loader
 from convoy.execute.group import AloneGroup, Group
 from convoy.execute.threads import run_on_threads
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
 from convoy.named import PLANS, Speeds, named_plan
-from convoy.nets import build_net
-from convoy.trace import trace
 from tests.ranks import on_processes
 
 CPU = torch.device("cpu")

@@ -9,12 +9,12 @@ from torch import nn
 
 from convoy.bonds import OTHERS, bonds, reshared, shares_of
 from convoy.lower import lower
+from convoy.model.tracing import trace
 from convoy.named import PLANS
 from convoy.plan import Plan
 from convoy.sharding.shares import Shares
 from convoy.steps import Compute
 from convoy.strategy import Batch, Channel, Filter, One
-from convoy.trace import trace
 from tests import nets
 from tests.one_device import by_name, graph_of, mixed
 

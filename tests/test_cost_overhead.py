@@ -7,7 +7,7 @@ import pytest
 from convoy.cost.compute import Grid, LayerTimes, MeasuredTimes
 from convoy.cost.overhead import FRESH_BYTES, Handling, Overheads, handling, is_block, kept_sums, messages
 from convoy.cost.size import LocalSize, local_size
-from convoy.graph import Graph, Layer
+from convoy.model.graph import Graph, Layer
 from convoy.search import Prices
 from convoy.sharding.layout import Layout, OnOne, Replicated, Split
 from convoy.simulate import Costs, simulate
@@ -139,7 +139,7 @@ def test_a_device_without_messages_makes_no_calls() -> None:
 
 def test_the_batch_is_loaded_and_every_parameter_updated() -> None:
     """40 bytes of the batch twice through memory at 0.01; two tensors of 0.125 s, 6 and 2 entries of 0.001 s."""
-    from convoy.graph import Parameter
+    from convoy.model.graph import Parameter
 
     owned = {"weight": Parameter("w", (6, 1), True), "bias": Parameter("b", (2,), True)}
     graph = Graph("Net", {"work": Layer("work", "elementwise", (), (1,), owned)}, ("work",))

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from convoy.explain import LayerRow, layer_rows, step_lines, work_shares
-from convoy.graph import Graph
 from convoy.lower import lower
+from convoy.model.graph import Graph
+from convoy.model.tracing import trace
 from convoy.named import Speeds, named_plan
 from convoy.plan import Plan
 from convoy.strategy import Batch, Channel, Filter
-from convoy.trace import trace
 
 
 @pytest.fixture(scope="module")

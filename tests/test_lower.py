@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from convoy.lower import lower, parameter_layouts, placements
+from convoy.model.tracing import trace
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.sharding.redistribute import traffic
 from convoy.steps import Compute, Move, StepList, SumGradients
 from convoy.strategy import Batch, Channel, Filter, One, Strategy
-from convoy.trace import trace
 from tests.lines import ALL, TWO_CONV, moves, plan_of, spelled, two_conv
 from tests.one_device import by_name, graph_of
 

@@ -19,7 +19,6 @@ from convoy.execute.clock import Clock
 from convoy.execute.group import AloneGroup, Arrived, Group, Message, Pending
 from convoy.execute.threads import run_on_threads
 from convoy.fleet import Card, Device, Fleet, Host
-from convoy.graph import Layer
 from convoy.lower import lower
 from convoy.measure import overheads, repeats
 from convoy.measure.command import MeasureJob, run_measure
@@ -32,11 +31,12 @@ from convoy.measure.repeats import Times, time_piece
 from convoy.measure.run import measure_job
 from convoy.measure.tables import Axes, Bench, Guess, Point, allowances, choose_axes, cost_s, full_axes
 from convoy.measurement import Measurement, read_fleet_file
+from convoy.model.graph import Layer
+from convoy.model.tracing import Traced, trace, without_in_place
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.points import LayerPoint, layer_times
 from convoy.report.measured import show
 from convoy.simulate import simulate
-from convoy.trace import Traced, trace, without_in_place
 from tests import nets
 from tests.ranks import on_processes
 

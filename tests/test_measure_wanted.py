@@ -11,20 +11,20 @@ from convoy.cost.overhead import Overheads
 from convoy.cost.size import LocalSize, local_size
 from convoy.execute.group import Group
 from convoy.execute.threads import run_on_threads
-from convoy.graph import Layer
 from convoy.lower import lower
 from convoy.measure.repeats import Times
 from convoy.measure.run import measure_job
 from convoy.measure.tables import Bench
 from convoy.measure.wanted import wanted
 from convoy.measurement import Measurement
+from convoy.model.graph import Layer
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
 from convoy.named import PLANS, named_plan
-from convoy.nets import build_net
 from convoy.planner import candidates
 from convoy.points import LayerPoint, layer_times
 from convoy.prospect import Outlook
 from convoy.steps import Compute
-from convoy.trace import trace
 
 LAYER = trace(build_net("two-conv:4:6", (3, 16, 16), 10), torch.zeros(2, 3, 16, 16)).graph["0"]
 

@@ -14,10 +14,10 @@ from convoy.errors import InputError, MismatchError
 from convoy.fleet import Card, Device, Fleet, Host, Link, read_fleet
 from convoy.lower import lower
 from convoy.measurement import Measurement, read_fleet_file
+from convoy.model.tracing import trace
 from convoy.named import Speeds, named_plan
 from convoy.points import DeviceCosts, HostRates, LayerPoint, LinkSpread, layer_times
 from convoy.simulate import simulate
-from convoy.trace import trace
 from tests.nets import TwoConv
 
 FLEETS = Path(__file__).parent.parent / "benchmarks" / "fleets"

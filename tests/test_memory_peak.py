@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 from convoy.api import distribute
 from convoy.cost.memory import memory_of
 from convoy.execute.group import Group
-from convoy.graph import Graph
+from convoy.model.graph import Graph
+from convoy.model.tracing import trace
 from convoy.named import Speeds, named_plan
 from convoy.plan import Plan
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.layout import box
-from convoy.trace import trace
 from tests.ranks import on_processes
 
 BATCH = 32

@@ -14,12 +14,12 @@ import convoy
 from convoy.execute.group import Group
 from convoy.execute.threads import run_on_threads
 from convoy.explain import layer_rows
+from convoy.model.tracing import trace
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
 from convoy.report.screen import Screen
 from convoy.sharding.layout import Replicated
 from convoy.strategy import Batch
-from convoy.trace import trace
 from tests import nets
 
 MIXING = "inexact-butterfly-mixing"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from convoy.errors import InputError
-from convoy.nets import NETS, build_net
+from convoy.model.nets import NETS, build_net
 
 CIFAR = (3, 32, 32)
 DIGITS = (1, 8, 8)

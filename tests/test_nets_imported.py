@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from convoy.errors import InputError
-from convoy.nets import build_net
+from convoy.model.nets import build_net
 from tests.zoo import make_importable
 
 CIFAR = (3, 32, 32)

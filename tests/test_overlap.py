@@ -16,9 +16,9 @@ from convoy.api import distribute
 from convoy.execute.group import Group, Message, Pending
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
+from convoy.model.tracing import trace
 from convoy.plan import Plan
 from convoy.strategy import Batch, Filter, One, Strategy
-from convoy.trace import trace
 
 Happened = list[tuple[str, ...]]
 

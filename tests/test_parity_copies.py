@@ -13,11 +13,11 @@ from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
 from convoy.lower import lower
+from convoy.model.tracing import trace
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
 from convoy.sharding.layout import Replicated
 from convoy.strategy import Batch
-from convoy.trace import trace
 from tests import nets
 from tests.one_device import (
     EXACT,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from convoy import strategy
 from convoy.errors import PlanError
-from convoy.graph import Graph, Layer
 from convoy.lower import lower
+from convoy.model.graph import Graph, Layer
 from convoy.plan import Plan
 from convoy.sharding.shares import Shares, apportion
 from convoy.strategy import Batch, Channel, Filter, One, Strategy

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convoy.errors import ConvoyError, PlanError
-from convoy.graph import Graph, Layer, Parameter
+from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan import Plan
 from convoy.sharding.comm_dtype import WIRES
 from convoy.sharding.redistribute import SUMS

@@ -17,10 +17,11 @@ from convoy.balance import balance
 from convoy.cost.compute import Rate, Roofline
 from convoy.cost.network import Network
 from convoy.formula import Formula
-from convoy.graph import Graph
 from convoy.lower import lower
+from convoy.model.graph import Graph
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
 from convoy.named import PLANS, Speeds, named_plan
-from convoy.nets import build_net
 from convoy.plan import Plan
 from convoy.planner import candidates, plan_auto, solo_speeds
 from convoy.search import Prices
@@ -30,7 +31,6 @@ from convoy.sharding.shares import apportion
 from convoy.simulate import Costs, simulate
 from convoy.steps import Compute
 from convoy.strategy import Batch, Channel, Filter, One, Strategy
-from convoy.trace import trace
 
 
 def flat_network(devices: int, bytes_per_s: float, latency_s: float = 1e-4) -> Network:

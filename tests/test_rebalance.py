@@ -15,14 +15,14 @@ import torch
 
 from convoy.bonds import shares_of
 from convoy.cost.size import flop, local_size
-from convoy.graph import Graph
 from convoy.lower import lower
+from convoy.model.graph import Graph
+from convoy.model.tracing import trace
 from convoy.plan import Plan
 from convoy.rebalance import FIRST, MOST, STARTING, Balancer, Keep, Reshare, best, observe
 from convoy.sharding.shares import Shares, apportion, even
 from convoy.steps import Compute, StepList
 from convoy.strategy import Batch, Channel, Filter, One
-from convoy.trace import trace
 from tests.plain_nets import TwoConv
 
 FILTERS = (96, 256)

@@ -15,8 +15,9 @@ from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.precision import UnderAutocast, compute_in
 from convoy.execute.threads import run_on_threads
-from convoy.graph import Graph, Layer
 from convoy.lower import lower
+from convoy.model.graph import Graph, Layer
+from convoy.model.tracing import trace
 from convoy.plan import Plan
 from convoy.programs import programs
 from convoy.replay import Work
@@ -24,7 +25,6 @@ from convoy.runs import runs
 from convoy.sharding.layout import OnOne
 from convoy.steps import Compute, Step, StepList, Value
 from convoy.strategy import Batch, Filter, One
-from convoy.trace import trace
 from tests import nets
 from tests.one_device import Training, by_name, check, graph_of
 from tests.test_simulate import Table, hosts

@@ -10,13 +10,13 @@ import convoy.steps
 from convoy.cost.network import Network, network_of, rates
 from convoy.cost.size import LocalSize
 from convoy.fleet import Card, Device, Fleet, Host
-from convoy.graph import Graph, Layer
 from convoy.lower import lower
+from convoy.model.graph import Graph, Layer
+from convoy.model.nets.untraced import Stack
 from convoy.named import Speeds, named_plan
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.simulate import Costs, Event, Timeline, simulate
 from convoy.steps import Compute, Move, Part, Phase, StepList, SumGradients, Value
-from convoy.study.nets import Stack
 
 LAYER = Layer("work", "elementwise", (), (1,))
 GRAPH = Graph("Hand", {"work": LAYER}, ("work",))

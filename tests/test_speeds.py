@@ -15,8 +15,8 @@ from convoy.execute.clock import Clock
 from convoy.execute.group import Group
 from convoy.execute.threads import run_on_threads
 from convoy.measure.layers import DeviceTimes, LayerTime, given_speeds, measure_layers, measure_speeds, speeds_of
+from convoy.model.tracing import Traced, trace
 from convoy.named import Speeds
-from convoy.trace import Traced, trace
 from tests import nets
 
 CPU = torch.device("cpu")

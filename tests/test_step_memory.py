@@ -14,9 +14,9 @@ from convoy.api import distribute, loader
 from convoy.data import Images
 from convoy.execute.group import Group
 from convoy.execute.threads import run_on_threads
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
 from convoy.named import PLANS, Speeds, named_plan
-from convoy.nets import build_net
-from convoy.trace import trace
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -18,22 +18,22 @@ from convoy.cost.network import network_of
 from convoy.cost.size import LocalSize, whole_size
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host
-from convoy.graph import Graph, Layer, Parameter
 from convoy.lower import lower
+from convoy.model.graph import Graph, Layer, Parameter
+from convoy.model.nets import build_net
+from convoy.model.nets.untraced import alexnet_graph, graph_of, two_conv_graph
+from convoy.model.tracing import trace
 from convoy.named import PLANS as NAMED
 from convoy.named import Speeds, named_plan
-from convoy.nets import build_net
 from convoy.report import timeline as pictures
 from convoy.sharding.layout import Partial
 from convoy.simulate import Costs, Event, Timeline, simulate
 from convoy.study import figures, figures_fleets, fleets, published
 from convoy.study.__main__ import main
 from convoy.study.closed_form import plan_times, times_of
-from convoy.study.nets import alexnet_graph, graph_of, two_conv_graph
 from convoy.study.points import Points
 from convoy.study.sweep import AXES, BASE, PLANS, along, crossover, five_axes, points_at, rows_of, sweep, write_csv
 from convoy.study.terms import ByUnits, Work, named_terms, terms_of
-from convoy.trace import trace
 
 FLOP_PER_S, MEMORY, LINK, LATENCY_S = 100e9, 20e9, 125e6, 1e-4
 GIGABIT = Card(LINK, LINK, LATENCY_S)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.errors import InputError
-from convoy.trace import call_operation, trace
+from convoy.model.tracing import call_operation, trace
 from tests import nets
 from tests.calls import Calls, last, layers_of
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import InputError
-from convoy.graph import Graph
-from convoy.trace import trace
+from convoy.model.graph import Graph
+from convoy.model.tracing import trace
 from tests import nets
 from tests.calls import Calls, layers_of
 

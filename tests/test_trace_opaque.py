@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.errors import InputError
-from convoy.trace import evaluate, trace, without_in_place
+from convoy.model.tracing import evaluate, trace, without_in_place
 from tests import nets
 from tests.calls import Calls, last, layers_of
 

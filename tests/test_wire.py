@@ -22,10 +22,11 @@ from convoy.execute.module import Distributed
 from convoy.execute.move import run_move
 from convoy.execute.threads import run_on_threads
 from convoy.explain import layer_rows, step_lines
-from convoy.graph import Graph
 from convoy.lower import lower
+from convoy.model.graph import Graph
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
 from convoy.named import PLANS, Speeds, named_plan
-from convoy.nets import build_net
 from convoy.plan import Plan
 from convoy.planner import candidates
 from convoy.sharding.comm_dtype import Wire, wire_named, wire_of
@@ -33,7 +34,6 @@ from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.sharding.redistribute import Transfer
 from convoy.simulate import Costs, simulate
 from convoy.steps import Move, ShareStatistics, StepList, SumGradients, Value, traffic
-from convoy.trace import trace
 from tests import nets
 from tests.one_device import OPTIMIZERS, Labelled, Training, by_name, graph_of, loss_of, one_trace, part, traffic_of
 from tests.pieces import DEVICES, every_layout

@@ -16,9 +16,9 @@ import convoy.execute.module
 from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
-from convoy.nets import build_net
+from convoy.model.nets import build_net
+from convoy.model.tracing import Traced
 from convoy.plan import Plan
-from convoy.trace import Traced
 from tests.odd_nets import Thinking, UNet
 from tests.one_device import one_trace, part
 from tests.plain_nets import CLASSES

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from convoy.cost.size import LocalSize, flop, whole_size
 from convoy.errors import InputError
-from convoy.graph import Layer
+from convoy.model.graph import Layer
 from convoy.steps import Part, Phase
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from convoy.errors import unknown_name
 from convoy.fleet import Fleet
-from convoy.graph import Graph
 from convoy.lower import lower
+from convoy.model.graph import Graph
 from convoy.plan import Plan
 from convoy.sharding.comm_dtype import rounds_copies, wire_bytes
 from convoy.sharding.layout import Layout, box, dual, entries, holders

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from convoy.graph import Layer
+from convoy.model.graph import Layer
 from convoy.sharding.layout import Layout, Split, box, holders
 from convoy.steps import Compute
 from convoy.strategy import feature_axis

@@ -25,7 +25,6 @@ from pathlib import Path
 
 import torch
 
-from convoy.callables import call, find_callable, names_callable
 from convoy.data import digits, fashion_mnist
 from convoy.data.cifar import CIFAR10, CIFAR100
 from convoy.data.datasets import from_datasets
@@ -34,6 +33,7 @@ from convoy.data.images import Images
 from convoy.data.samples import Samples
 from convoy.data.splits import Splits
 from convoy.errors import DataError, InputError, unknown_name
+from convoy.model.entry_points import call, find_callable, names_callable
 
 __all__ = ["NAMES", "Images", "Samples", "Splits", "check", "folder_of", "from_datasets", "load"]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from convoy.errors import InputError
 from convoy.execute.compute import Gradients, named
-from convoy.graph import Layer
+from convoy.model.graph import Layer
 
 
 class GlobalBatchNorm:

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convoy.graph import Layer
-from convoy.operation import Operation, symmetric_padding
+from convoy.model.graph import Layer
+from convoy.model.operation import Operation, symmetric_padding
+from convoy.model.tracing import bind
 from convoy.steps import Part
-from convoy.trace import bind
 
 Gradients = tuple[list[Tensor | None], dict[str, Tensor | None]]
 """Gradients of the inputs (None where not wanted), and of the parameters by their key within the layer."""

@@ -20,12 +20,12 @@ from convoy.execute.gradients import Found, Sums
 from convoy.execute.group import Group
 from convoy.execute.move import Flights, Landing, run_move, start_move
 from convoy.execute.script import Line, RunLine, Script
-from convoy.graph import Layer
+from convoy.model.graph import Layer
+from convoy.model.tracing import Traced, bind
 from convoy.runs import Run
 from convoy.sharding.layout import Replicated, Split, dual, local_shape
 from convoy.sharding.redistribute import chunks
 from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, SumGradients, Value
-from convoy.trace import Traced, bind
 
 
 @dataclass

@@ -18,15 +18,15 @@ from convoy.execute.gradients import global_norm
 from convoy.execute.group import Group
 from convoy.execute.move import run_move
 from convoy.execute.script import Script, script
-from convoy.graph import Parameter
 from convoy.lower import lower, parameter_layouts
-from convoy.operation import Ref
+from convoy.model.graph import Parameter
+from convoy.model.operation import Ref
+from convoy.model.tracing import Traced, trace, without_in_place
 from convoy.pin import misplaced, pin
 from convoy.plan import Plan
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, box, holders, local_shape
 from convoy.sharding.redistribute import schedule
 from convoy.steps import StepList
-from convoy.trace import Traced, trace, without_in_place
 
 
 class Distributed(nn.Module):

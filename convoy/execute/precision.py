@@ -18,7 +18,7 @@ from convoy.execute.compute import Arithmetic, Convolution, FullyConnected, Grad
 from convoy.execute.gradients import share_numbers
 from convoy.execute.group import Group
 from convoy.execute.module import Distributed
-from convoy.graph import Graph
+from convoy.model.graph import Graph
 from convoy.steps import Part
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from convoy.graph import Graph
+from convoy.model.graph import Graph
 from convoy.runs import Run, runs
 from convoy.sharding.layout import box, holders
 from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value

@@ -18,9 +18,9 @@ from convoy.fleet import Fleet
 from convoy.measure.partial import unfinished
 from convoy.measure.run import BUDGET_S, measure_job
 from convoy.measurement import read_fleet_file
-from convoy.nets import build_net
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
 from convoy.report.measured import Watch, show
-from convoy.trace import trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from convoy.execute.compute import Arithmetic, arithmetic
 from convoy.execute.group import Group
 from convoy.execute.place import finish
 from convoy.execute.precision import agree_on, lowered
-from convoy.graph import Graph, Layer
+from convoy.model.graph import Graph, Layer
+from convoy.model.tracing import Traced, without_in_place
 from convoy.named import Speeds
-from convoy.trace import Traced, without_in_place
 
 BURST_S = 0.02
 """A run that is shorter is repeated for this long: twice the period of a processor quota."""

@@ -13,11 +13,11 @@ from convoy.cost.size import LocalSize, whole_size
 from convoy.execute.batch_norm import GlobalBatchNorm
 from convoy.execute.compute import Arithmetic, Gradients, arithmetic
 from convoy.execute.precision import lowered
-from convoy.graph import Graph, Layer
+from convoy.model.graph import Graph, Layer
+from convoy.model.tracing import Traced
 from convoy.sharding.layout import Shape
 from convoy.steps import Part
 from convoy.strategy import feature_axis
-from convoy.trace import Traced
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,8 @@ from convoy.measure.repeats import STRETCH_S, Now, quota_now, time_update
 from convoy.measure.tables import Bench, Point, allowances
 from convoy.measure.wanted import wanted
 from convoy.measurement import FORMAT, Measurement
+from convoy.model.tracing import Traced
 from convoy.points import DeviceCosts, LayerPoint
-from convoy.trace import Traced
 
 GRID_PART = 2 / 3
 """The part of the layers' seconds that goes to the grids; the rest is for the sizes that plans have."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from convoy.cost.size import LocalSize, local_size
 from convoy.cost.step import Costs
 from convoy.errors import PlanError
-from convoy.graph import Graph
 from convoy.lower import lower
 from convoy.measurement import Measurement
+from convoy.model.graph import Graph
 from convoy.named import PLANS, named_plan
 from convoy.plan import Plan
 from convoy.planner import candidates

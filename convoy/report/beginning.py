@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from convoy.auto import Chosen
 from convoy.files import write_whole
-from convoy.graph import Graph
+from convoy.model.graph import Graph
 from convoy.named import Speeds
 from convoy.plan import Plan
 from convoy.prospect import Outlook, prospect

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from convoy.explain import LayerRow, layer_rows, work_shares
-from convoy.graph import Graph
 from convoy.lower import lower
+from convoy.model.graph import Graph
 from convoy.named import Speeds
 from convoy.plan import Plan
 from convoy.prospect import Outlook, Prospect

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from convoy.graph import Graph
+from convoy.model.graph import Graph
 from convoy.prospect import Outlook, Prospect
 from convoy.report.numbers import in_bytes
 from convoy.report.screen import Screen

@@ -22,7 +22,7 @@ from convoy.cost import collectives
 from convoy.cost.collectives import Floats, Numbers
 from convoy.cost.compute import SHARED_PASSES
 from convoy.cost.memory import optimizer_named
-from convoy.graph import Graph
+from convoy.model.graph import Graph
 from convoy.sharding.redistribute import Sum
 from convoy.study.points import Points
 from convoy.study.terms import (

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from convoy.cost.collectives import Floats, Numbers
-from convoy.graph import Graph
+from convoy.model.graph import Graph
 from convoy.report.drawing import PLAN_LOOKS, legend, log2_axis, look, new_figure, plain, save
 from convoy.study.points import Points
 from convoy.study.sweep import AXES, BASE, PLANS, Sweep, along, crossover, five_axes, points_at, sweep

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from convoy.cost.catalogue import DeviceClass, read_catalogue
-from convoy.graph import Graph
+from convoy.model.graph import Graph
 from convoy.report.drawing import PLAN_LOOKS, legend, new_figure, plain, save
 from convoy.study.fleets import Replayed
 from convoy.study.points import Points

@@ -10,8 +10,8 @@ from convoy.cost.network import network_of
 from convoy.cost.size import whole_size
 from convoy.errors import InputError, unknown_name
 from convoy.fleet import Fleet
-from convoy.graph import Graph
 from convoy.lower import lower
+from convoy.model.graph import Graph
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
 from convoy.planner import plan_auto, solo_speeds

@@ -14,12 +14,12 @@ from itertools import product
 
 from convoy.cost.network import Network
 from convoy.cost.size import LocalSize, flop, whole_size
-from convoy.graph import Graph, Layer
 from convoy.lower import lower
+from convoy.model.graph import Graph, Layer
+from convoy.model.nets.untraced import two_conv_graph
 from convoy.named import Speeds, named_plan
 from convoy.simulate import Costs, simulate
 from convoy.steps import Part, Phase
-from convoy.study.nets import two_conv_graph
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from convoy.errors import InputError, unknown_name
 from convoy.fleet import Fleet
-from convoy.graph import Graph
 from convoy.measurement import read_fleet_file
+from convoy.model.graph import Graph
+from convoy.model.nets.untraced import graph_of
 from convoy.named import PLANS, Speeds, named_plan
 from convoy.plan import Plan
 from convoy.planner import plan_auto
@@ -16,7 +17,6 @@ from convoy.report.timeline import draw as draw_timeline
 from convoy.report.timeline import write_chrome_trace
 from convoy.simulate import Costs
 from convoy.study.fleets import costs_of, speeds_of
-from convoy.study.nets import graph_of
 
 
 def run_step(

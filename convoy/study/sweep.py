@@ -14,7 +14,7 @@ import numpy as np
 from convoy.cost.collectives import Floats, Numbers
 from convoy.cost.energy import Power
 from convoy.errors import InputError
-from convoy.graph import Graph
+from convoy.model.graph import Graph
 from convoy.sharding.redistribute import Sum
 from convoy.study.closed_form import StepTimes, plan_times
 from convoy.study.points import Points

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from convoy.cost.size import whole_size
 from convoy.errors import InputError
-from convoy.graph import Graph, Layer
 from convoy.lower import lower
+from convoy.model.graph import Graph, Layer
 from convoy.named import Speeds, named_plan
 from convoy.sharding.layout import Layout, OnOne, Replicated, Split
 from convoy.sharding.redistribute import Sum

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import InputError
-from convoy.trace.calls import Traced, evaluate, without_in_place
-from convoy.trace.nodes import Untraceable, first_line
-from convoy.trace.samples import close, random_like, tensors_of
-from convoy.trace.values import BATCHES, Spec
+from convoy.model.tracing.calls import Traced, evaluate, without_in_place
+from convoy.model.tracing.nodes import Untraceable, first_line
+from convoy.model.tracing.samples import close, random_like, tensors_of
+from convoy.model.tracing.values import BATCHES, Spec
 
 
 def require_same_answer(model: nn.Module, traced: Traced, specs: Sequence[Spec]) -> None:

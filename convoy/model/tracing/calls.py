@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from convoy.graph import Graph
-from convoy.operation import BatchExtent, Operation, Ref
+from convoy.model.graph import Graph
+from convoy.model.operation import BatchExtent, Operation, Ref
 
 
 @dataclass(frozen=True, slots=True)

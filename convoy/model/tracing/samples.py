@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from convoy.trace.nodes import first_line
+from convoy.model.tracing.nodes import first_line
 
 _TRIES = 3
 """A branch that looks at numbers may go the same way for all of one set of samples."""

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import InputError
-from convoy.trace.calls import Traced
-from convoy.trace.layers import Layering
-from convoy.trace.nodes import ONE_AT_A_TIME, Untraceable, first_line
-from convoy.trace.same_answer import require_same_answer
-from convoy.trace.whole import whole
+from convoy.model.tracing.calls import Traced
+from convoy.model.tracing.layers import Layering
+from convoy.model.tracing.nodes import ONE_AT_A_TIME, Untraceable, first_line
+from convoy.model.tracing.same_answer import require_same_answer
+from convoy.model.tracing.whole import whole
 
 
 def trace(

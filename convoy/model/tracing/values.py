@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from convoy.errors import InputError
-from convoy.operation import BatchExtent, has_hooks, kind_of_module
-from convoy.trace.nodes import Untraceable, called, first_line, holds_tensors, mutates, works_in_place_unknown
-from convoy.trace.samples import is_floating, on_random_numbers, tensors_of
+from convoy.model.operation import BatchExtent, has_hooks, kind_of_module
+from convoy.model.tracing.nodes import Untraceable, called, first_line, holds_tensors, mutates, works_in_place_unknown
+from convoy.model.tracing.samples import is_floating, on_random_numbers, tensors_of
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 """Shape per sample and dtype of an input."""

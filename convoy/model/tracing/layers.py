@@ -10,12 +10,12 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import InputError
-from convoy.graph import Graph, Kind, Layer, Parameter
-from convoy.operation import IN_PLACE, Operation, Ref, kind_of_call, kind_of_module
-from convoy.trace.calls import Traced, call_operation
-from convoy.trace.nodes import Untraceable, call_draws, called, holds_tensors, nodes_of
-from convoy.trace.samples import Verdict, draws, is_floating, judge, tensors_of
-from convoy.trace.values import BATCHES, Spec, Values, is_batched, mentions_batch
+from convoy.model.graph import Graph, Kind, Layer, Parameter
+from convoy.model.operation import IN_PLACE, Operation, Ref, kind_of_call, kind_of_module
+from convoy.model.tracing.calls import Traced, call_operation
+from convoy.model.tracing.nodes import Untraceable, call_draws, called, holds_tensors, nodes_of
+from convoy.model.tracing.samples import Verdict, draws, is_floating, judge, tensors_of
+from convoy.model.tracing.values import BATCHES, Spec, Values, is_batched, mentions_batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from convoy.operation import IN_PLACE
+from convoy.model.operation import IN_PLACE
 
 # torch.fx patches nn.Module while it traces, for every thread of the process.
 ONE_AT_A_TIME = threading.RLock()

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from convoy.callables import call, find_callable, names_callable
 from convoy.errors import InputError
-from convoy.nets.builtin import ImageShape
-from convoy.trace.nodes import first_line
-from convoy.trace.samples import on_random_numbers, tensors_of
+from convoy.model.entry_points import call, find_callable, names_callable
+from convoy.model.nets.builtin import ImageShape
+from convoy.model.tracing.nodes import first_line
+from convoy.model.tracing.samples import on_random_numbers, tensors_of
 
 
 def is_imported(text: str) -> bool:

@@ -9,13 +9,13 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import InputError
-from convoy.graph import Graph, Layer, Parameter
-from convoy.operation import Operation, Ref
-from convoy.trace.calls import Traced, call_operation
-from convoy.trace.layers import canonical_keys
-from convoy.trace.nodes import first_line
-from convoy.trace.samples import draws, is_floating, judge, on_random_numbers, tensors_of
-from convoy.trace.values import BATCHES, Spec, is_batched
+from convoy.model.graph import Graph, Layer, Parameter
+from convoy.model.operation import Operation, Ref
+from convoy.model.tracing.calls import Traced, call_operation
+from convoy.model.tracing.layers import canonical_keys
+from convoy.model.tracing.nodes import first_line
+from convoy.model.tracing.samples import draws, is_floating, judge, on_random_numbers, tensors_of
+from convoy.model.tracing.values import BATCHES, Spec, is_batched
 
 
 def whole(model: nn.Module, specs: Sequence[Spec], why: str) -> Traced:

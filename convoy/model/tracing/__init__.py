@@ -6,7 +6,7 @@ keep that honest: the trace must compute what the model computes (`same_answer.p
 split by samples must give each sample the same answer alone as in company (`samples.py`).
 """
 
-from convoy.trace.calls import Traced, bind, call_operation, evaluate, without_in_place
-from convoy.trace.take_apart import trace
+from convoy.model.tracing.calls import Traced, bind, call_operation, evaluate, without_in_place
+from convoy.model.tracing.take_apart import trace
 
 __all__ = ["Traced", "bind", "call_operation", "evaluate", "trace", "without_in_place"]

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from convoy.errors import unknown_name
-from convoy.nets.builtin import NETS, ImageShape, build_builtin
-from convoy.nets.imported import find_imported, is_imported
+from convoy.model.nets.builtin import NETS, ImageShape, build_builtin
+from convoy.model.nets.imported import find_imported, is_imported
 
 __all__ = ["NETS", "ImageShape", "build_net"]
 

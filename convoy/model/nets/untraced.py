@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from convoy.errors import InputError
-from convoy.graph import Graph, Kind, Layer, Parameter
+from convoy.model.graph import Graph, Kind, Layer, Parameter
 from convoy.sharding.layout import Shape
 
 ImageShape = tuple[int, int, int]
@@ -91,8 +91,8 @@ def graph_of(net: str, image: ImageShape = (3, 32, 32), classes: int = 10) -> Gr
         return alexnet_graph(features, image, classes)
     import torch
 
-    from convoy.nets import build_net
-    from convoy.trace import trace
+    from convoy.model.nets import build_net
+    from convoy.model.tracing import trace
 
     return trace(build_net(net, image, classes), torch.zeros(2, *image)).graph
 

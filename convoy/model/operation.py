@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from convoy.graph import Kind
+from convoy.model.graph import Kind
 
 
 @dataclass(frozen=True, slots=True)
