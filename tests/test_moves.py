@@ -48,7 +48,7 @@ class Case:
         return f"{self.src} -> {self.dst} of {self.shape}, {self.reduce}"
 
     @property
-    def schedule(self) -> transfer.Schedule:
+    def schedule(self) -> redistribute.Schedule:
         return redistribute.schedule(self.src, self.dst, self.shape, self.reduce)
 
     @property
