@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from convoy.named import PLANS
+from convoy.plan.presets import PLANS
 
 RESULTS = Path(__file__).parent / "results" / "accuracy.json"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from convoy.errors import InputError, unknown_name
 from convoy.fleet import Card, Device, Fleet, Host, read_fleet
-from convoy.named import PLANS
+from convoy.plan.presets import PLANS
 
 FLEETS = Path(__file__).parent / "fleets"
 

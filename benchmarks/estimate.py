@@ -9,7 +9,7 @@ from benchmarks.runners import UNCOUNTED_STEPS
 from benchmarks.worker import WorkerJob
 from convoy.fleet import Fleet
 from convoy.model.nets.untraced import graph_of
-from convoy.named import PLANS
+from convoy.plan.presets import PLANS
 from convoy.study.fleets import costs_of
 
 FLOP_PER_CORE_S = 80e9

@@ -3,7 +3,7 @@
     python -m benchmarks.overhead [--results FILE]
 
 One device, one thread, the same steps (loss, backward, SGD with momentum) in plain PyTorch and in Convoy, in turns: with the
-layers as one run (`convoy.runs`), as a device alone computes them, and one by one, as they are computed where others share the
+layers as one run (`convoy.plan.fusion`), as a device alone computes them, and one by one, as they are computed where others share the
 work. Beside it, what `convoy measure` finds for this machine: the seconds that predictions charge.
 Writes results/overhead.json.
 """
@@ -33,7 +33,7 @@ from convoy.files import write_whole
 from convoy.measure.overheads import measure_overheads
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.named import Speeds, named_plan
+from convoy.plan.presets import Speeds, named_plan
 
 RESULTS = Path(__file__).parent / "results" / "overhead.json"
 COMMAND = "python -m benchmarks.overhead"

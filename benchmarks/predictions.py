@@ -12,8 +12,8 @@ from benchmarks.results import Row, Where
 from convoy.cost.step import Costs
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
-from convoy.named import PLANS
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS
 from convoy.prospect import Outlook, Prospect, choices, prospect
 
 

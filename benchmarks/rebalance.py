@@ -35,7 +35,6 @@ from benchmarks.hardware import ground
 from benchmarks.rebalance_score import ANSWER, LATE, Run, Summary, as_json, summarise
 from convoy._version import __version__
 from convoy.api import distribute, loader
-from convoy.bonds import bonds, shares_of
 from convoy.execute.clock import Clock
 from convoy.execute.group import Group
 from convoy.execute.launch import launch_local
@@ -45,8 +44,9 @@ from convoy.files import write_whole
 from convoy.measure.layers import measure_speeds
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.named import named_plan
-from convoy.plan import Plan
+from convoy.plan.coupling import bonds, shares_of
+from convoy.plan.plan import Plan
+from convoy.plan.presets import named_plan
 from convoy.rebalance import Reshare
 
 RESULTS = Path(__file__).parent / "results" / "rebalance.json"

@@ -18,7 +18,7 @@ from convoy.data import Images
 from convoy.execute.data import Loader
 from convoy.execute.group import Group
 from convoy.execute.rebalancing import Rebalancer
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
 from convoy.sharding.layout import box
 from convoy.trial import Trial
 

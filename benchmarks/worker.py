@@ -46,7 +46,7 @@ from convoy.measurement import Measurement, read_fleet_file
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import Traced, trace
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
 from convoy.prospect import Outlook, prospect
 from convoy.report.timeline import draw
 

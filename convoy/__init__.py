@@ -35,7 +35,7 @@ _HOMES = {
     "Progress": "convoy.checkpoint",
     "load_checkpoint": "convoy.checkpoint",
     "save_checkpoint": "convoy.checkpoint",
-    "Plan": "convoy.plan",
+    "Plan": "convoy.plan.plan",
     "ConvoyError": "convoy.errors",
     "InputError": "convoy.errors",
     "PlanError": "convoy.errors",
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from convoy.execute.processes import join
     from convoy.execute.rebalancing import Rebalancer
     from convoy.execute.reshare import reshare
-    from convoy.plan import Plan
+    from convoy.plan.plan import Plan
 
 
 def __getattr__(name: str) -> Any:

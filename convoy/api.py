@@ -19,8 +19,8 @@ from convoy.execute.optimizer import mark_pieces
 from convoy.execute.precision import compute_in
 from convoy.measure.layers import given_speeds, measure_speeds
 from convoy.model.tracing import trace
-from convoy.named import named_plan
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
+from convoy.plan.presets import named_plan
 from convoy.settings import AUTO
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.redistribute import Sum

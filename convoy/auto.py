@@ -13,8 +13,8 @@ from convoy.measure.run import Progress, measure_job
 from convoy.measurement import Measurement, read_fleet_file
 from convoy.model.graph import Graph
 from convoy.model.tracing import Traced
-from convoy.named import Speeds
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds
 from convoy.planner import Candidate
 from convoy.prospect import Outlook, choices, prospect
 from convoy.sharding.comm_dtype import Wire

@@ -18,14 +18,14 @@ from convoy.cost.compute import Roofline
 from convoy.cost.memory import optimizer_named
 from convoy.cost.size import LocalSize, shares_statistics, whole_size
 from convoy.cost.traffic import Loads, loads, move_s, sum_loads
-from convoy.lower import BUCKET_ENTRIES
 from convoy.model.graph import Graph, Layer
+from convoy.plan.lower import BUCKET_ENTRIES
+from convoy.plan.strategy import Placement, feature_axis
 from convoy.sharding.comm_dtype import Wire, wire_bytes
 from convoy.sharding.layout import Layout, Partial, Replicated, Split, holders
 from convoy.sharding.redistribute import Reduce
 from convoy.sharding.shares import Shares
 from convoy.simulate import Costs
-from convoy.strategy import Placement, feature_axis
 
 MANY_QUESTIONS = 400
 """Layers times devices, each counted once per kind, beyond which curves are sampled at fewer points."""

@@ -13,8 +13,8 @@ from convoy.errors import InputError, unknown_name
 from convoy.execute.precision import check_kinds
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.named import PLANS, Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.settings import AUTO, Settings
 
 

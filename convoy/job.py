@@ -25,13 +25,13 @@ from convoy.execute.precision import UnderAutocast, compute_in
 from convoy.execute.processes import join
 from convoy.execute.rebalancing import Rebalancer
 from convoy.execute.train import History, Observer, Training, fit
-from convoy.explain import layer_rows, step_lines, work_shares
 from convoy.files import write_whole
 from convoy.inputs import build_model, check, check_outputs, example_of, load_images
 from convoy.measure.layers import given_speeds, measure_speeds
 from convoy.model.tracing import Traced, trace
-from convoy.named import PLANS, Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan.explain import layer_rows, step_lines, work_shares
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.prospect import working
 from convoy.rebalance import Decision, Reshare
 from convoy.report.beginning import Beginning, open_log

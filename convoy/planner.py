@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 from convoy.cost.memory import Room, memory_of
 from convoy.errors import PlanError
 from convoy.formula import Formula, Squeeze
-from convoy.lower import lower
 from convoy.model.graph import Graph
-from convoy.named import PLANS, Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.plan.steps import Compute
+from convoy.plan.strategy import STRATEGIES, One
 from convoy.refine import nudged, refined
 from convoy.search import Prices, Search
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.redistribute import Reduce
 from convoy.simulate import Costs, simulate
-from convoy.steps import Compute
-from convoy.strategy import STRATEGIES, One
 
 POLISHED_LAYERS = 4
 """Nets with more weighted layers are planned by the formula alone, and only the best are replayed."""

@@ -11,12 +11,22 @@ from convoy.cost.overhead import NOTHING, Handling, copy_of, handling, kept_sums
 from convoy.cost.size import LocalSize, local_size
 from convoy.cost.step import Costs
 from convoy.model.graph import Graph, Parameter
+from convoy.plan.fusion import runs
+from convoy.plan.steps import (
+    Compute,
+    Exchange,
+    Move,
+    ReturnGradient,
+    ShareStatistics,
+    Step,
+    StepList,
+    SumGradients,
+    Value,
+)
 from convoy.replay import Await, Begin, Item, Key, Mark, Program, Route, Work
-from convoy.runs import runs
 from convoy.sharding.comm_dtype import wire_bytes
 from convoy.sharding.layout import Layout, box, entries
 from convoy.sharding.redistribute import Round, chunks
-from convoy.steps import Compute, Exchange, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
 
 
 def programs(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = True) -> list[Program]:

@@ -9,16 +9,16 @@ from convoy.cost.memory import DeviceMemory, Room, memory_of_steps, room_of
 from convoy.cost.network import Network
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Fleet
-from convoy.lower import lower
 from convoy.model.graph import Graph
-from convoy.named import PLANS, Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.plan.steps import Compute, StepList
 from convoy.planner import Candidate, candidates, solo_speeds, worth_trying
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.layout import holders
 from convoy.sharding.redistribute import Reduce
 from convoy.simulate import Costs, Timeline, simulate
-from convoy.steps import Compute, StepList
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from convoy.bonds import Bond, bonds, reshared, shares_of
 from convoy.model.graph import Graph
-from convoy.plan import Plan
+from convoy.plan.coupling import Bond, bonds, reshared, shares_of
+from convoy.plan.plan import Plan
 from convoy.sharding.shares import Shares
 
 SHORT, LONG, LONGEST = 5, 20, 60

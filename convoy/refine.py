@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from convoy.bonds import bonds, reshared
 from convoy.cost.step import Costs
-from convoy.lower import lower
 from convoy.model.graph import Graph
-from convoy.plan import Plan
+from convoy.plan.coupling import bonds, reshared
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.strategy import Channel, Filter
 from convoy.sharding.redistribute import Reduce
 from convoy.sharding.shares import Shares, apportion
 from convoy.simulate import Timeline, simulate
-from convoy.strategy import Channel, Filter
 
 PIECES = (2, 4, 8)
 """In how many pieces moves are tried."""

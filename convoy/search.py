@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 
 from convoy.cost.size import LocalSize, whole_size
 from convoy.formula import Formula, Side, Squeeze
-from convoy.lower import placements, trains
 from convoy.model.graph import Graph, Layer
-from convoy.plan import Plan
+from convoy.plan.lower import placements, trains
+from convoy.plan.plan import Plan
+from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Strategy, feature_axis, follow, place
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.sharding.shares import Shares, apportion
 from convoy.simulate import Costs
-from convoy.strategy import Batch, Channel, Filter, One, Placement, Strategy, feature_axis, follow, place
 
 BEAM = 48
 """States kept per layer: residual nets need a handful, only dense concatenation has more."""

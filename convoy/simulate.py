@@ -5,9 +5,9 @@
 
 from convoy.cost.step import Costs
 from convoy.model.graph import Graph
+from convoy.plan.steps import StepList
 from convoy.programs import programs
 from convoy.replay import Event, Timeline, play
-from convoy.steps import StepList
 
 __all__ = ["Costs", "Event", "Timeline", "simulate"]
 

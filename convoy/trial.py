@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
 from convoy.rebalance import SETTLING, STARTING, Decision, Keep, Reshare
 
 TURN, TURN_S = 3, 0.5

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import torch
 
-from convoy.lower import lower
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.plan import Plan
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.steps import Compute, Move, StepList
+from convoy.plan.strategy import Batch, Channel, Filter, Strategy
 from convoy.sharding.layout import Box, Layout, OnOne, Partial, Replicated, Split, box, dual, entries
 from convoy.sharding.redistribute import SUMS, Reduce, Schedule, Transfer, schedule, traffic
 from convoy.sharding.shares import apportion
-from convoy.steps import Compute, Move, StepList
-from convoy.strategy import Batch, Channel, Filter, Strategy
 from docs.drawing import DEVICE_COLOURS, Drawing, write
 
 FOLDER = Path(__file__).parent / "figures"

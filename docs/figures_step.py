@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from convoy.fleet import Card, Device, Fleet, Host
-from convoy.lower import lower
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.named import named_plan
+from convoy.plan.lower import lower
+from convoy.plan.presets import named_plan
 from convoy.replay import Activity, Event, Timeline
 from convoy.simulate import simulate
 from convoy.study.fleets import costs_of, speeds_of

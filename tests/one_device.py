@@ -18,10 +18,10 @@ from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
 from convoy.model.graph import Graph
 from convoy.model.tracing import Traced, trace
-from convoy.named import Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.sharding.layout import box
-from convoy.strategy import Batch, Channel, Filter, One
 from tests import nets
 
 Labelled = tuple[Tensor, Tensor]

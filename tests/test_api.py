@@ -19,7 +19,7 @@ import convoy.measure.layers
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.execute.group import Group
 from convoy.execute.threads import run_on_threads
-from convoy.strategy import Batch
+from convoy.plan.strategy import Batch
 from tests import nets
 from tests.ranks import PLACE, ROOT, on_processes
 

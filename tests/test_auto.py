@@ -23,7 +23,7 @@ from convoy.measure.run import measure_job
 from convoy.measurement import Measurement
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
 from convoy.prospect import working
 from convoy.report.pace import Pace
 from convoy.sharding.layout import local_shape

@@ -21,7 +21,7 @@ from benchmarks.worker import WorkerJob
 from convoy.errors import DataError, InputError
 from convoy.fleet import Fleet
 from convoy.model.nets import build_net
-from convoy.named import PLANS
+from convoy.plan.presets import PLANS
 
 CPU = torch.device("cpu")
 QUICK_S = 1e-4  # of a stretch: these tests look at everything but the precision

@@ -28,7 +28,7 @@ from convoy.execute.group import AloneGroup, Group
 from convoy.execute.threads import run_on_threads
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.named import PLANS, Speeds, named_plan
+from convoy.plan.presets import PLANS, Speeds, named_plan
 from tests.ranks import on_processes
 
 CPU = torch.device("cpu")

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.bonds import OTHERS, bonds, reshared, shares_of
-from convoy.lower import lower
 from convoy.model.tracing import trace
-from convoy.named import PLANS
-from convoy.plan import Plan
+from convoy.plan.coupling import OTHERS, bonds, reshared, shares_of
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS
+from convoy.plan.steps import Compute
+from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.sharding.shares import Shares
-from convoy.steps import Compute
-from convoy.strategy import Batch, Channel, Filter, One
 from tests import nets
 from tests.one_device import by_name, graph_of, mixed
 

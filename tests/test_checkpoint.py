@@ -25,8 +25,8 @@ from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.optimizer import full_optimizer_state
 from convoy.execute.threads import run_on_threads
-from convoy.named import PLANS, Speeds
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS, Speeds
 from tests import nets
 from tests.one_device import EXACT, OPTIMIZERS, Training, by_name, loss_of, mixed, one_trace, part
 

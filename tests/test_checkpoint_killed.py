@@ -22,7 +22,7 @@ from convoy.errors import DeviceLostError, InputError
 from convoy.execute.data import Loader
 from convoy.execute.group import Group
 from convoy.execute.module import Distributed
-from convoy.named import Speeds
+from convoy.plan.presets import Speeds
 from tests import nets
 from tests.one_device import EXACT, OPTIMIZERS, Training, by_name, loss_of
 from tests.ranks import on_processes

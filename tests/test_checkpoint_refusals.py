@@ -19,7 +19,7 @@ from convoy.errors import InputError, MismatchError
 from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
-from convoy.named import Speeds
+from convoy.plan.presets import Speeds
 from tests import nets
 from tests.one_device import Training, by_name, loss_of, one_trace, part
 from tests.ranks import on_processes

@@ -26,12 +26,12 @@ from convoy import cli
 from convoy.data import load
 from convoy.errors import DeviceLostError, InputError
 from convoy.execute.train import EpochResult, Evaluation, History
-from convoy.explain import LayerRow
-from convoy.named import PLANS
-from convoy.plan import Plan
+from convoy.plan.explain import LayerRow
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS
+from convoy.plan.strategy import Batch
 from convoy.report.log import RunLog
 from convoy.report.screen import Screen
-from convoy.strategy import Batch
 from tests.ranks import PLACE, ROOT, on_processes
 
 load("digits")  # imports scikit-learn, likewise

@@ -8,10 +8,10 @@ from convoy.cost.compute import Grid, LayerTimes, MeasuredTimes
 from convoy.cost.overhead import FRESH_BYTES, Handling, Overheads, handling, is_block, kept_sums, messages
 from convoy.cost.size import LocalSize, local_size
 from convoy.model.graph import Graph, Layer
+from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, StepList, SumGradients, Value
 from convoy.search import Prices
 from convoy.sharding.layout import Layout, OnOne, Replicated, Split
 from convoy.simulate import Costs, simulate
-from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, StepList, SumGradients, Value
 from tests.test_simulate import GRAPH, Table, hosts, spans, work
 
 EVERYONE = Replicated((0, 1))

@@ -13,15 +13,15 @@ from convoy.errors import InputError, PlanError
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
 from convoy.fleet import Card, Device, Fleet, Host
-from convoy.lower import lower
 from convoy.model.nets.untraced import Stack
 from convoy.model.tracing import trace
-from convoy.named import Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.steps import Move
+from convoy.plan.strategy import One
 from convoy.sharding.layout import local_shape
 from convoy.simulate import Timeline
-from convoy.steps import Move
-from convoy.strategy import One
 
 # 2x4x4 -> conv 3x3, 4 filters -> ReLU -> pool 2 -> flatten (16) -> Linear (3).
 GRAPH = Stack((2, 4, 4)).conv(4, 3).pool().flatten().linear(3).graph()

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.explain import LayerRow, layer_rows, step_lines, work_shares
-from convoy.lower import lower
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
-from convoy.named import Speeds, named_plan
-from convoy.plan import Plan
-from convoy.strategy import Batch, Channel, Filter
+from convoy.plan.explain import LayerRow, layer_rows, step_lines, work_shares
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.strategy import Batch, Channel, Filter
 
 
 @pytest.fixture(scope="module")

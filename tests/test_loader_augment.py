@@ -14,7 +14,7 @@ from convoy.execute.data import Loader
 from convoy.execute.group import Group
 from convoy.execute.threads import run_on_threads
 from convoy.model.tracing import trace
-from convoy.named import Speeds, named_plan
+from convoy.plan.presets import Speeds, named_plan
 from tests.loading import Plain
 from tests.made_up import plain_image, write_images
 

@@ -16,7 +16,7 @@ from convoy.errors import DataError
 from convoy.execute.data import Loader
 from convoy.execute.group import Group
 from convoy.execute.threads import run_on_threads
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
 from tests.loading import DATASETS, SHAPE, Plain, WithTargets, image, net, part_of, plan_of, read
 from tests.made_up import plain_image
 

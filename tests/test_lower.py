@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from convoy.lower import lower, parameter_layouts, placements
 from convoy.model.tracing import trace
+from convoy.plan.lower import lower, parameter_layouts, placements
+from convoy.plan.steps import Compute, Move, StepList, SumGradients
+from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.sharding.redistribute import traffic
-from convoy.steps import Compute, Move, StepList, SumGradients
-from convoy.strategy import Batch, Channel, Filter, One, Strategy
 from tests.lines import ALL, TWO_CONV, moves, plan_of, spelled, two_conv
 from tests.one_device import by_name, graph_of
 

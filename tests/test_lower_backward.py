@@ -2,10 +2,10 @@
 
 import pytest
 
-import convoy.lower
-from convoy.lower import lower
-from convoy.steps import Compute, ShareStatistics, SumGradients
-from convoy.strategy import Batch
+import convoy.plan.lower
+from convoy.plan.lower import lower
+from convoy.plan.steps import Compute, ShareStatistics, SumGradients
+from convoy.plan.strategy import Batch
 from tests.lines import ALL, plan_of, spelled
 from tests.one_device import by_name, graph_of
 
@@ -69,7 +69,7 @@ def test_gradients_travel_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     graph, plan = graph_of("two-conv"), by_name("data", "two-conv")
     whole = [s for s in lower(plan, graph).steps if isinstance(s, SumGradients)]
     assert [s.sizes for s in whole] == [(28 * 5, 5, 7 * 5 * 9, 7, 5 * 3 * 25, 5)]
-    monkeypatch.setattr(convoy.lower, "BUCKET_ENTRIES", 140)
+    monkeypatch.setattr(convoy.plan.lower, "BUCKET_ENTRIES", 140)
     lines = spelled(lower(plan, graph), "backward")
     # Each sum starts as soon as its weight gradients are there; the gradient of the inputs is computed behind it.
     # The large gradient goes alone: nothing has to be copied to it. The bias waits for company.
@@ -77,7 +77,7 @@ def test_gradients_travel_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     at = lines.index("conv2 back (weight)")
     assert lines[at + 1 : at + 3] == ["sum over 0,1,2,3: conv2.weight", "conv2 back (input)"]
     assert set(lines[-2:]) == {"sum over 0,1,2,3: conv1.weight", "sum over 0,1,2,3: fc.bias conv2.bias conv1.bias"}
-    monkeypatch.setattr(convoy.lower, "BUCKET_ENTRIES", 400)
+    monkeypatch.setattr(convoy.plan.lower, "BUCKET_ENTRIES", 400)
     sums = [s for s in lower(plan, graph).steps if isinstance(s, SumGradients)]
     assert [s.keys for s in sums] == [
         ("fc.weight", "fc.bias", "conv2.weight", "conv2.bias"),

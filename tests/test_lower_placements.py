@@ -5,13 +5,13 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import PlanError
-from convoy.lower import lower, parameter_layouts, placements
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
-from convoy.pin import misplaced, pin
+from convoy.plan.evaluation import misplaced, pin
+from convoy.plan.lower import lower, parameter_layouts, placements
+from convoy.plan.steps import Compute
+from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.sharding.layout import OnOne, Replicated, Split
-from convoy.steps import Compute
-from convoy.strategy import Batch, Channel, Filter, One, Strategy
 from tests import nets
 from tests.lines import ALL, plan_of
 from tests.one_device import by_name, graph_of

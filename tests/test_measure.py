@@ -19,7 +19,6 @@ from convoy.execute.clock import Clock
 from convoy.execute.group import AloneGroup, Arrived, Group, Message, Pending
 from convoy.execute.threads import run_on_threads
 from convoy.fleet import Card, Device, Fleet, Host
-from convoy.lower import lower
 from convoy.measure import overheads, repeats
 from convoy.measure.command import MeasureJob, run_measure
 from convoy.measure.describe import Own, fit, fleet_of, host_indices, spreads, with_wire
@@ -33,7 +32,8 @@ from convoy.measure.tables import Axes, Bench, Guess, Point, allowances, choose_
 from convoy.measurement import Measurement, read_fleet_file
 from convoy.model.graph import Layer
 from convoy.model.tracing import Traced, trace, without_in_place
-from convoy.named import PLANS, Speeds, named_plan
+from convoy.plan.lower import lower
+from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.points import LayerPoint, layer_times
 from convoy.report.measured import show
 from convoy.simulate import simulate

@@ -11,7 +11,6 @@ from convoy.cost.overhead import Overheads
 from convoy.cost.size import LocalSize, local_size
 from convoy.execute.group import Group
 from convoy.execute.threads import run_on_threads
-from convoy.lower import lower
 from convoy.measure.repeats import Times
 from convoy.measure.run import measure_job
 from convoy.measure.tables import Bench
@@ -20,11 +19,12 @@ from convoy.measurement import Measurement
 from convoy.model.graph import Layer
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.named import PLANS, named_plan
+from convoy.plan.lower import lower
+from convoy.plan.presets import PLANS, named_plan
+from convoy.plan.steps import Compute
 from convoy.planner import candidates
 from convoy.points import LayerPoint, layer_times
 from convoy.prospect import Outlook
-from convoy.steps import Compute
 
 LAYER = trace(build_net("two-conv:4:6", (3, 16, 16), 10), torch.zeros(2, 3, 16, 16)).graph["0"]
 

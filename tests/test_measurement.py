@@ -12,10 +12,10 @@ from convoy.cost.overhead import Overheads
 from convoy.cost.size import LocalSize
 from convoy.errors import InputError, MismatchError
 from convoy.fleet import Card, Device, Fleet, Host, Link, read_fleet
-from convoy.lower import lower
 from convoy.measurement import Measurement, read_fleet_file
 from convoy.model.tracing import trace
-from convoy.named import Speeds, named_plan
+from convoy.plan.lower import lower
+from convoy.plan.presets import Speeds, named_plan
 from convoy.points import DeviceCosts, HostRates, LayerPoint, LinkSpread, layer_times
 from convoy.simulate import simulate
 from tests.nets import TwoConv

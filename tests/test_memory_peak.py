@@ -21,8 +21,8 @@ from convoy.cost.memory import memory_of
 from convoy.execute.group import Group
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
-from convoy.named import Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds, named_plan
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.layout import box
 from tests.ranks import on_processes

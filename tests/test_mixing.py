@@ -13,13 +13,13 @@ from torch import Tensor, nn
 import convoy
 from convoy.execute.group import Group
 from convoy.execute.threads import run_on_threads
-from convoy.explain import layer_rows
 from convoy.model.tracing import trace
-from convoy.named import PLANS, Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan.explain import layer_rows
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.plan.strategy import Batch
 from convoy.report.screen import Screen
 from convoy.sharding.layout import Replicated
-from convoy.strategy import Batch
 from tests import nets
 
 MIXING = "inexact-butterfly-mixing"

@@ -15,8 +15,8 @@ from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
 from convoy.model.tracing import trace
-from convoy.named import Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds, named_plan
 
 SPEEDS = Speeds((3.0, 1.0, 2.0))
 EXACT = 1e-10

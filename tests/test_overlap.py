@@ -17,8 +17,8 @@ from convoy.execute.group import Group, Message, Pending
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
 from convoy.model.tracing import trace
-from convoy.plan import Plan
-from convoy.strategy import Batch, Filter, One, Strategy
+from convoy.plan.plan import Plan
+from convoy.plan.strategy import Batch, Filter, One, Strategy
 
 Happened = list[tuple[str, ...]]
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-import convoy.lower
-import convoy.steps
+import convoy.plan.lower
+import convoy.plan.steps
 from convoy.errors import InputError
 from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
-from convoy.lower import lower
-from convoy.named import PLANS, Speeds
-from convoy.steps import SumGradients
-from convoy.strategy import Batch
+from convoy.plan.lower import lower
+from convoy.plan.presets import PLANS, Speeds
+from convoy.plan.steps import SumGradients
+from convoy.plan.strategy import Batch
 from tests import nets
 from tests.one_device import (
     EXACT,
@@ -53,8 +53,8 @@ def test_large_gradients_are_summed_where_they_lie_in_segments(
     net: str, reduce: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What megabytes do in earnest, with a few numbers: a bucket for each large gradient, two segments under way."""
-    monkeypatch.setattr(convoy.lower, "BUCKET_ENTRIES", 40)
-    monkeypatch.setattr(convoy.steps, "SEGMENT_ENTRIES", 16)
+    monkeypatch.setattr(convoy.plan.lower, "BUCKET_ENTRIES", 40)
+    monkeypatch.setattr(convoy.plan.steps, "SEGMENT_ENTRIES", 16)
     plan = by_name("data-by-speed", net, reduce)
     sums = [s for s in lower(plan, graph_of(net)).steps if isinstance(s, SumGradients)]
     assert {s.alone for s in sums} == {False, True}

@@ -12,12 +12,12 @@ from convoy.errors import InputError
 from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
-from convoy.lower import lower
 from convoy.model.tracing import trace
-from convoy.named import PLANS, Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.plan.strategy import Batch
 from convoy.sharding.layout import Replicated
-from convoy.strategy import Batch
 from tests import nets
 from tests.one_device import (
     EXACT,

@@ -12,10 +12,10 @@ from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
 from convoy.model.tracing import trace
-from convoy.named import PLANS, Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.plan.strategy import Batch, Filter, One
 from convoy.sharding.shares import even
-from convoy.strategy import Batch, Filter, One
 from tests import nets
 from tests.one_device import (
     EXACT,

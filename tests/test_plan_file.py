@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from convoy.errors import ConvoyError, PlanError
 from convoy.model.graph import Graph, Layer, Parameter
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
+from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.sharding.comm_dtype import WIRES
 from convoy.sharding.redistribute import SUMS
-from convoy.strategy import Batch, Channel, Filter, One, Strategy
 
 
 def weighted(name: str, kind: Any, inputs: tuple[str, ...], shape: tuple[int, ...], weight: tuple[int, ...]) -> Layer:

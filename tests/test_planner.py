@@ -17,20 +17,20 @@ from convoy.balance import balance
 from convoy.cost.compute import Rate, Roofline
 from convoy.cost.network import Network
 from convoy.formula import Formula
-from convoy.lower import lower
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.named import PLANS, Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.plan.steps import Compute
+from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.planner import candidates, plan_auto, solo_speeds
 from convoy.search import Prices
 from convoy.sharding.layout import Split, holders
 from convoy.sharding.redistribute import Reduce
 from convoy.sharding.shares import apportion
 from convoy.simulate import Costs, simulate
-from convoy.steps import Compute
-from convoy.strategy import Batch, Channel, Filter, One, Strategy
 
 
 def flat_network(devices: int, bytes_per_s: float, latency_s: float = 1e-4) -> Network:

@@ -8,15 +8,15 @@ from convoy.cost.energy import energy_of
 from convoy.cost.memory import Room, memory_of
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Card, Device, Fleet, Host
-from convoy.lower import lower
 from convoy.model.graph import Graph
 from convoy.model.nets.untraced import Stack
-from convoy.named import PLANS, Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.plan.strategy import Channel, Filter
 from convoy.planner import candidates, plan_auto, solo_speeds
 from convoy.prospect import Outlook, prospects
 from convoy.simulate import Costs, simulate
-from convoy.strategy import Channel, Filter
 from convoy.study.fleets import costs_of
 
 GIGABIT = Card(125e6, 125e6, 1e-4)

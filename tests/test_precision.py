@@ -155,7 +155,7 @@ def test_precisions_that_cannot_be(
     model = nets.build("two-conv", dtype=dtype)
 
     def work(group: Group) -> None:
-        plan = by_name("data", "two-conv", speeds=convoy.named.Speeds((1.0, 1.0)))
+        plan = by_name("data", "two-conv", speeds=convoy.plan.presets.Speeds((1.0, 1.0)))
         convoy.distribute(model, plan, group, X.to(dtype), precision=precisions[group.device])
 
     with pytest.raises(error, match=words):

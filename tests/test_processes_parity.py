@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 import convoy
 from convoy.execute.group import Group
-from convoy.named import PLANS
+from convoy.plan.presets import PLANS
 from tests import nets
 from tests.ranks import on_processes
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from convoy.bonds import shares_of
 from convoy.cost.size import flop, local_size
-from convoy.lower import lower
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
-from convoy.plan import Plan
+from convoy.plan.coupling import shares_of
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.steps import Compute, StepList
+from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.rebalance import FIRST, MOST, STARTING, Balancer, Keep, Reshare, best, observe
 from convoy.sharding.shares import Shares, apportion, even
-from convoy.steps import Compute, StepList
-from convoy.strategy import Batch, Channel, Filter, One
 from tests.plain_nets import TwoConv
 
 FILTERS = (96, 256)

@@ -28,14 +28,14 @@ from convoy.execute.reshare import reshare
 from convoy.execute.threads import run_on_threads
 from convoy.execute.train import EpochResult, Evaluation, History, Training, fit
 from convoy.job import _teller
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
+from convoy.plan.steps import Compute
+from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.rebalance import Balancer, Decision, Keep, Reshare, observe
 from convoy.report.log import RunLog
 from convoy.report.pace import Pace
 from convoy.report.screen import Screen
 from convoy.sharding.layout import Partial, box, entries
-from convoy.steps import Compute
-from convoy.strategy import Batch, Channel, Filter, One
 from tests import nets
 from tests.one_device import EXACT, by_name, graph_of, mixed, one_trace
 from tests.ranks import PLACE

@@ -10,14 +10,14 @@ from torch import nn
 from convoy.cost.compute import Rate, Roofline
 from convoy.cost.network import Network
 from convoy.cost.step import Costs
-from convoy.lower import lower
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
-from convoy.plan import Plan
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.refine import balanced, nudged, refined
 from convoy.replay import Event, Timeline
 from convoy.simulate import simulate
-from convoy.strategy import Batch, Channel, Filter, One, Strategy
 
 
 def small_graph() -> Graph:

@@ -18,9 +18,9 @@ from convoy.errors import InputError
 from convoy.execute.clock import Clock
 from convoy.execute.group import AloneGroup
 from convoy.execute.train import EpochResult, Evaluation
-from convoy.explain import layer_rows, work_shares
 from convoy.job import _teller
-from convoy.lower import lower
+from convoy.plan.explain import layer_rows, work_shares
+from convoy.plan.lower import lower
 from convoy.rebalance import Balancer, Decision, Keep, Reshare, observe
 from convoy.report.busy import Busy
 from convoy.report.lines import plan_fields

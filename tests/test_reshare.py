@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 import convoy
-from convoy.bonds import bonds, reshared
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.reshare import reshare
 from convoy.execute.threads import run_on_threads
-from convoy.named import PLANS
-from convoy.plan import Plan
-from convoy.strategy import Batch, Filter
+from convoy.plan.coupling import bonds, reshared
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS
+from convoy.plan.strategy import Batch, Filter
 from tests import nets
 from tests.one_device import (
     EXACT,

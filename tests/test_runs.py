@@ -15,16 +15,16 @@ from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.precision import UnderAutocast, compute_in
 from convoy.execute.threads import run_on_threads
-from convoy.lower import lower
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import trace
-from convoy.plan import Plan
+from convoy.plan.fusion import runs
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.steps import Compute, Step, StepList, Value
+from convoy.plan.strategy import Batch, Filter, One
 from convoy.programs import programs
 from convoy.replay import Work
-from convoy.runs import runs
 from convoy.sharding.layout import OnOne
-from convoy.steps import Compute, Step, StepList, Value
-from convoy.strategy import Batch, Filter, One
 from tests import nets
 from tests.one_device import Training, by_name, check, graph_of
 from tests.test_simulate import Table, hosts

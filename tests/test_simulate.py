@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-import convoy.steps
+import convoy.plan.steps
 from convoy.cost.network import Network, network_of, rates
 from convoy.cost.size import LocalSize
 from convoy.fleet import Card, Device, Fleet, Host
-from convoy.lower import lower
 from convoy.model.graph import Graph, Layer
 from convoy.model.nets.untraced import Stack
-from convoy.named import Speeds, named_plan
+from convoy.plan.lower import lower
+from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.steps import Compute, Move, Part, Phase, StepList, SumGradients, Value
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.simulate import Costs, Event, Timeline, simulate
-from convoy.steps import Compute, Move, Part, Phase, StepList, SumGradients, Value
 
 LAYER = Layer("work", "elementwise", (), (1,))
 GRAPH = Graph("Hand", {"work": LAYER}, ("work",))
@@ -317,7 +317,7 @@ def test_a_large_sum_goes_in_two_segments(monkeypatch):
 
     The second round of a segment begins when its first has arrived: at 1, and at 1.5; 0.5 s later its bytes flow.
     """
-    monkeypatch.setattr(convoy.steps, "SEGMENT_ENTRIES", 100)
+    monkeypatch.setattr(convoy.plan.steps, "SEGMENT_ENTRIES", 100)
     timeline = replay([SumGradients(0, ("w",), (200,), 0, (0, 1), (1, 1), "ring")], 2, hosts(2), {})
     for device in range(2):
         assert spans(timeline, device, "send") == [(0.5, 1), (1, 1.5), (1.5, 2), (2, 2.5)]

@@ -16,7 +16,7 @@ from convoy.execute.group import Group
 from convoy.execute.threads import run_on_threads
 from convoy.measure.layers import DeviceTimes, LayerTime, given_speeds, measure_layers, measure_speeds, speeds_of
 from convoy.model.tracing import Traced, trace
-from convoy.named import Speeds
+from convoy.plan.presets import Speeds
 from tests import nets
 
 CPU = torch.device("cpu")

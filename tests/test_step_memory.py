@@ -16,7 +16,7 @@ from convoy.execute.group import Group
 from convoy.execute.threads import run_on_threads
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.named import PLANS, Speeds, named_plan
+from convoy.plan.presets import PLANS, Speeds, named_plan
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -9,9 +9,9 @@ import pytest
 
 from convoy import cli
 from convoy.errors import InputError
-from convoy.lower import lower
 from convoy.model.nets.untraced import graph_of
-from convoy.plan import Plan
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
 from convoy.simulate import simulate
 from convoy.study.fleets import costs_of, make_plan
 from convoy.study.step import run_step

@@ -18,13 +18,13 @@ from convoy.cost.network import network_of
 from convoy.cost.size import LocalSize, whole_size
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host
-from convoy.lower import lower
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.nets import build_net
 from convoy.model.nets.untraced import alexnet_graph, graph_of, two_conv_graph
 from convoy.model.tracing import trace
-from convoy.named import PLANS as NAMED
-from convoy.named import Speeds, named_plan
+from convoy.plan.lower import lower
+from convoy.plan.presets import PLANS as NAMED
+from convoy.plan.presets import Speeds, named_plan
 from convoy.report import timeline as pictures
 from convoy.sharding.layout import Partial
 from convoy.simulate import Costs, Event, Timeline, simulate

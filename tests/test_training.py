@@ -36,9 +36,9 @@ from convoy.execute.train import (
     classification_loss,
     fit,
 )
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
+from convoy.plan.strategy import Batch
 from convoy.report.pace import Pace
-from convoy.strategy import Batch
 from tests import nets
 from tests.one_device import EXACT, UNEVEN, by_name, graph_of, mixed, one_trace
 

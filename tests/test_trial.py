@@ -14,16 +14,16 @@ from convoy.execute.group import Group
 from convoy.execute.rebalancing import Rebalancer
 from convoy.execute.threads import run_on_threads
 from convoy.execute.train import History, Training, fit
-from convoy.lower import lower
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.named import Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.steps import Compute
+from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.planner import FEWER, REACH, TRIED, Candidate, candidates, worth_trying
 from convoy.rebalance import Keep, Reshare
 from convoy.sharding.layout import Layout, Replicated, Split
-from convoy.steps import Compute
-from convoy.strategy import Batch, Channel, Filter, One
 from convoy.trial import HOPELESS, Trial, observe
 from tests import nets
 from tests.one_device import EXACT, graph_of, one_trace

@@ -21,19 +21,19 @@ from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.move import run_move
 from convoy.execute.threads import run_on_threads
-from convoy.explain import layer_rows, step_lines
-from convoy.lower import lower
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.named import PLANS, Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan.explain import layer_rows, step_lines
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.plan.steps import Move, ShareStatistics, StepList, SumGradients, Value, traffic
 from convoy.planner import candidates
 from convoy.sharding.comm_dtype import Wire, wire_named, wire_of
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.sharding.redistribute import Transfer
 from convoy.simulate import Costs, simulate
-from convoy.steps import Move, ShareStatistics, StepList, SumGradients, Value, traffic
 from tests import nets
 from tests.one_device import OPTIMIZERS, Labelled, Training, by_name, graph_of, loss_of, one_trace, part, traffic_of
 from tests.pieces import DEVICES, every_layout

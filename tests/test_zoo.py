@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
-from convoy.explain import layer_rows, step_lines
 from convoy.fleet import Fleet
-from convoy.lower import lower
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
-from convoy.named import Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan.explain import layer_rows, step_lines
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.steps import Compute
 from convoy.planner import candidates, plan_auto
 from convoy.sharding.layout import holders
-from convoy.steps import Compute
 from convoy.study.fleets import costs_of
 from tests import zoo
 from tests.calls import last

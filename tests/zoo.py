@@ -18,7 +18,7 @@ from convoy.execute.module import Distributed
 from convoy.execute.threads import run_on_threads
 from convoy.model.nets import build_net
 from convoy.model.tracing import Traced
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
 from tests.odd_nets import Thinking, UNet
 from tests.one_device import one_trace, part
 from tests.plain_nets import CLASSES

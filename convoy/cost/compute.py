@@ -13,7 +13,7 @@ from typing import Protocol
 from convoy.cost.size import LocalSize, flop, whole_size
 from convoy.errors import InputError
 from convoy.model.graph import Layer
-from convoy.steps import Part, Phase
+from convoy.plan.steps import Part, Phase
 
 
 class ComputeTimes(Protocol):

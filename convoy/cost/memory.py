@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from convoy.errors import unknown_name
 from convoy.fleet import Fleet
-from convoy.lower import lower
 from convoy.model.graph import Graph
-from convoy.plan import Plan
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.steps import Compute, Move, ShareStatistics, Step, StepList, SumGradients
 from convoy.sharding.comm_dtype import rounds_copies, wire_bytes
 from convoy.sharding.layout import Layout, box, dual, entries, holders
 from convoy.sharding.redistribute import Round, Schedule
-from convoy.steps import Compute, Move, ShareStatistics, Step, StepList, SumGradients
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 import math
 from dataclasses import dataclass
 
+from convoy.plan.steps import Exchange, Move, ReturnGradient, ShareStatistics, SumGradients
 from convoy.sharding.comm_dtype import Wire, rounds_copies
 from convoy.sharding.layout import Box, Layout, Partial, Replicated, box, covers, dual, entries
 from convoy.sharding.redistribute import Round, Schedule
-from convoy.steps import Exchange, Move, ReturnGradient, ShareStatistics, SumGradients
 
 FRESH_BYTES = 32 << 20
 """What is larger, glibc's malloc takes from the system each time and gives back at once (its largest mmap threshold)."""

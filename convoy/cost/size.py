@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from convoy.model.graph import Layer
+from convoy.plan.steps import Compute
+from convoy.plan.strategy import feature_axis
 from convoy.sharding.layout import Layout, Split, box, holders
-from convoy.steps import Compute
-from convoy.strategy import feature_axis
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from convoy.model.graph import Layer
 from convoy.model.operation import Operation, symmetric_padding
 from convoy.model.tracing import bind
-from convoy.steps import Part
+from convoy.plan.steps import Part
 
 Gradients = tuple[list[Tensor | None], dict[str, Tensor | None]]
 """Gradients of the inputs (None where not wanted), and of the parameters by their key within the layer."""

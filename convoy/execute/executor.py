@@ -22,10 +22,10 @@ from convoy.execute.move import Flights, Landing, run_move, start_move
 from convoy.execute.script import Line, RunLine, Script
 from convoy.model.graph import Layer
 from convoy.model.tracing import Traced, bind
-from convoy.runs import Run
+from convoy.plan.fusion import Run
+from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, SumGradients, Value
 from convoy.sharding.layout import Replicated, Split, dual, local_shape
 from convoy.sharding.redistribute import chunks
-from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, SumGradients, Value
 
 
 @dataclass

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from convoy.execute.group import Group, Message
 from convoy.execute.move import Landing, run_rounds
-from convoy.steps import SumGradients
+from convoy.plan.steps import SumGradients
 
 SUM_LANE = 1
 

@@ -18,15 +18,15 @@ from convoy.execute.gradients import global_norm
 from convoy.execute.group import Group
 from convoy.execute.move import run_move
 from convoy.execute.script import Script, script
-from convoy.lower import lower, parameter_layouts
 from convoy.model.graph import Parameter
 from convoy.model.operation import Ref
 from convoy.model.tracing import Traced, trace, without_in_place
-from convoy.pin import misplaced, pin
-from convoy.plan import Plan
+from convoy.plan.evaluation import misplaced, pin
+from convoy.plan.lower import lower, parameter_layouts
+from convoy.plan.plan import Plan
+from convoy.plan.steps import StepList
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, box, holders, local_shape
 from convoy.sharding.redistribute import schedule
-from convoy.steps import StepList
 
 
 class Distributed(nn.Module):
@@ -42,7 +42,7 @@ class Distributed(nn.Module):
         group: the devices.
         example: one batch of each input, for the shapes.
         slowdown: makes this device play one that is so many times slower.
-        in_runs: layers that a device computes alone, one after another, go as one (see `convoy.runs`).
+        in_runs: layers that a device computes alone, one after another, go as one (see `convoy.plan.fusion`).
 
     Attributes:
         plan: the present one.

@@ -19,7 +19,7 @@ from convoy.execute.gradients import share_numbers
 from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.model.graph import Graph
-from convoy.steps import Part
+from convoy.plan.steps import Part
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What layers compute in; None: in the type that the model has."""

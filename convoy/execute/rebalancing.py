@@ -11,7 +11,7 @@ from convoy import rebalance, trial
 from convoy.execute.group import Message, Pending
 from convoy.execute.module import Distributed
 from convoy.execute.reshare import reshare
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
 from convoy.rebalance import Balancer, Decision, Keep, Reshare
 from convoy.trial import Trial
 

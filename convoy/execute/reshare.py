@@ -14,7 +14,7 @@ from convoy.execute.agreement import agree_on
 from convoy.execute.module import Distributed
 from convoy.execute.move import Moving, start_move
 from convoy.execute.optimizer import ELEMENTWISE, described, mark_pieces
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
 from convoy.sharding.layout import Layout, box, holders, local_shape
 from convoy.sharding.redistribute import schedule
 

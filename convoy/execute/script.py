@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from convoy.model.graph import Graph
-from convoy.runs import Run, runs
+from convoy.plan.fusion import Run, runs
+from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
 from convoy.sharding.layout import box, holders
-from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from convoy.fleet import Fleet
 from convoy.inputs import check
 from convoy.launch.post import line_to_paste, posts
 from convoy.launch.run import run_on_fleet, startable
-from convoy.named import PLANS
+from convoy.plan.presets import PLANS
 from convoy.run_file import Run
 from convoy.settings import AUTO, key_of
 

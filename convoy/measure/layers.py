@@ -20,7 +20,7 @@ from convoy.execute.place import finish
 from convoy.execute.precision import agree_on, lowered
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import Traced, without_in_place
-from convoy.named import Speeds
+from convoy.plan.presets import Speeds
 
 BURST_S = 0.02
 """A run that is shorter is repeated for this long: twice the period of a processor quota."""

@@ -23,9 +23,9 @@ from convoy.execute.move import run_move
 from convoy.measure.pieces import piece
 from convoy.measure.repeats import Now, repeated, time_piece, typical
 from convoy.model.tracing import trace
-from convoy.named import Speeds, named_plan
+from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.steps import Move, Value
 from convoy.sharding.layout import Replicated, Split
-from convoy.steps import Move, Value
 
 LAYERS = (1, 33)
 """Activations in the two nets whose difference is the cost of a layer."""

@@ -15,9 +15,9 @@ from convoy.execute.compute import Arithmetic, Gradients, arithmetic
 from convoy.execute.precision import lowered
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import Traced
+from convoy.plan.steps import Part
+from convoy.plan.strategy import feature_axis
 from convoy.sharding.layout import Shape
-from convoy.steps import Part
-from convoy.strategy import feature_axis
 
 
 @dataclass(frozen=True, slots=True)

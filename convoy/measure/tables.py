@@ -10,15 +10,15 @@ from torch import nn
 from convoy.cost.compute import shape_s
 from convoy.cost.size import LocalSize, whole_size
 from convoy.execute.clock import Clock
-from convoy.lower import lower
 from convoy.measure.pieces import SharedStatistics, granule, piece
 from convoy.measure.repeats import ROUNDS, STRETCH_S, Now, Times, device_now, time_piece
 from convoy.model.graph import Graph, Layer
 from convoy.model.operation import Operation
 from convoy.model.tracing import Traced, without_in_place
-from convoy.plan import Plan
-from convoy.steps import Compute
-from convoy.strategy import One
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.steps import Compute
+from convoy.plan.strategy import One
 
 DIVISORS = (16, 8, 4, 2, 1)
 POINT_LIMIT_S = 1.5

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from convoy.cost.size import LocalSize, local_size
 from convoy.cost.step import Costs
 from convoy.errors import PlanError
-from convoy.lower import lower
 from convoy.measurement import Measurement
 from convoy.model.graph import Graph
-from convoy.named import PLANS, named_plan
-from convoy.plan import Plan
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS, named_plan
+from convoy.plan.steps import Compute, StepList
 from convoy.planner import candidates
 from convoy.programs import sizes_in_pieces
 from convoy.prospect import Outlook
-from convoy.steps import Compute, StepList
 
 CANDIDATES = 3
 """How many of the planner's best plans are looked at: the times may still change their order."""

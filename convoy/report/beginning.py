@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from convoy.auto import Chosen
 from convoy.files import write_whole
 from convoy.model.graph import Graph
-from convoy.named import Speeds
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds
 from convoy.prospect import Outlook, prospect
 from convoy.report.lines import fleet_fields, prediction_fields
 from convoy.report.log import RunLog

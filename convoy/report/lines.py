@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from convoy.explain import LayerRow, layer_rows, work_shares
-from convoy.lower import lower
 from convoy.model.graph import Graph
-from convoy.named import Speeds
-from convoy.plan import Plan
+from convoy.plan.explain import LayerRow, layer_rows, work_shares
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds
+from convoy.plan.steps import Compute, Move, StepList, traffic
 from convoy.prospect import Outlook, Prospect
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
-from convoy.steps import Compute, Move, StepList, traffic
 
 Fields = dict[str, Any]
 """The fields of one line."""

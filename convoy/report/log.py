@@ -17,7 +17,7 @@ from convoy._version import __version__
 from convoy.errors import InputError
 from convoy.execute.train import EpochResult, Evaluation, Observer
 from convoy.model.graph import Graph
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
 from convoy.rebalance import Reshare
 from convoy.report.lines import plan_fields
 

@@ -76,8 +76,8 @@ def show_devices(console: Console, row: Prospect, outlook: Outlook) -> None:
 
 def show_plan(console: Console, row: Prospect, graph: Graph) -> None:
     """The plan layer by layer."""
-    from convoy.explain import layer_rows, work_shares
-    from convoy.lower import lower
+    from convoy.plan.explain import layer_rows, work_shares
+    from convoy.plan.lower import lower
 
     shares = work_shares(lower(row.plan, graph), graph)
     Screen(visible=True, console=console).plan(row.plan, layer_rows(row.plan, graph), shares)

@@ -11,9 +11,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from convoy.execute.train import EpochResult, Evaluation, History
-from convoy.explain import LayerRow
-from convoy.named import Speeds
-from convoy.plan import Plan
+from convoy.plan.explain import LayerRow
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds
 from convoy.report.numbers import in_bytes
 
 LINE_EVERY_S = 10.0

@@ -10,13 +10,13 @@ from convoy.cost.network import network_of
 from convoy.cost.size import whole_size
 from convoy.errors import InputError, unknown_name
 from convoy.fleet import Fleet
-from convoy.lower import lower
 from convoy.model.graph import Graph
-from convoy.named import PLANS, Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.plan.steps import StepList
 from convoy.planner import plan_auto, solo_speeds
 from convoy.simulate import Costs, Timeline, simulate
-from convoy.steps import StepList
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ from itertools import product
 
 from convoy.cost.network import Network
 from convoy.cost.size import LocalSize, flop, whole_size
-from convoy.lower import lower
 from convoy.model.graph import Graph, Layer
 from convoy.model.nets.untraced import two_conv_graph
-from convoy.named import Speeds, named_plan
+from convoy.plan.lower import lower
+from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.steps import Part, Phase
 from convoy.simulate import Costs, simulate
-from convoy.steps import Part, Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from convoy.errors import InputError
 from convoy.fleet import Card
 from convoy.model.graph import Graph
 from convoy.model.nets.untraced import graph_of
-from convoy.named import PLANS
+from convoy.plan.presets import PLANS
 from convoy.study import figures, figures_fleets, fleets
 from convoy.study.published import CPUS, GPUS, summary, table
 from convoy.study.sweep import AXES, BASE, five_axes, points_at, rows_of, sweep, write_csv

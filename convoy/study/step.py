@@ -8,8 +8,8 @@ from convoy.fleet import Fleet
 from convoy.measurement import read_fleet_file
 from convoy.model.graph import Graph
 from convoy.model.nets.untraced import graph_of
-from convoy.named import PLANS, Speeds, named_plan
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.planner import plan_auto
 from convoy.prospect import Outlook, prospect
 from convoy.report.numbers import in_bytes

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from convoy.cost.size import whole_size
 from convoy.errors import InputError
-from convoy.lower import lower
 from convoy.model.graph import Graph, Layer
-from convoy.named import Speeds, named_plan
+from convoy.plan.lower import lower
+from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.steps import Compute, Move, Phase, ReturnGradient, ShareStatistics, StepList, SumGradients, Value
 from convoy.sharding.layout import Layout, OnOne, Replicated, Split
 from convoy.sharding.redistribute import Sum
-from convoy.steps import Compute, Move, Phase, ReturnGradient, ShareStatistics, StepList, SumGradients, Value
 
 EVERYONE = 2**62
 """So many units that every device gets some."""

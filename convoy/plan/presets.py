@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 from convoy.errors import PlanError, unknown_name
 from convoy.model.graph import Graph, Layer
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
+from convoy.plan.strategy import Batch, Filter, One, Strategy
 from convoy.sharding.redistribute import SUMS, Sum
 from convoy.sharding.shares import Shares, apportion, even
-from convoy.strategy import Batch, Filter, One, Strategy
 
 
 @dataclass(frozen=True, slots=True)

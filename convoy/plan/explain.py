@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from convoy.lower import lower
 from convoy.model.graph import Graph
-from convoy.plan import Plan
-from convoy.runs import runs
+from convoy.plan.fusion import runs
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, traffic
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, box, entries, holders
-from convoy.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def work_shares(steps: StepList, graph: Graph) -> tuple[float, ...]:
 
 
 def step_lines(steps: StepList, graph: Graph, itemsize: int = 4) -> list[str]:
-    """The step list as text, a line each. Steps of a run (see `convoy.runs`) bear its number."""
+    """The step list as text, a line each. Steps of a run (see `convoy.plan.fusion`) bear its number."""
     of = {
         step.id: f"  run {number}"
         for number, run in enumerate(runs(steps, graph), start=1)

@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from convoy.lower import own_strategy, placements
 from convoy.model.graph import Graph, Layer
-from convoy.plan import Plan
+from convoy.plan.lower import own_strategy, placements
+from convoy.plan.plan import Plan
+from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Strategy
 from convoy.sharding.layout import Split
 from convoy.sharding.shares import Shares
-from convoy.strategy import Batch, Channel, Filter, One, Placement, Strategy
 
 OTHERS = ""
 """Stands for `Plan.otherwise` among the names of a plan's strategies."""

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from convoy.model.graph import Graph, Layer, Parameter
-from convoy.plan import Plan
+from convoy.plan.plan import Plan
+from convoy.plan.steps import Compute, Move, Part, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
+from convoy.plan.strategy import Batch, One, Placement, Strategy, follow, parameter_holders, place
 from convoy.sharding import redistribute
 from convoy.sharding.comm_dtype import wire_of
 from convoy.sharding.layout import Layout, OnOne, Replicated, Split, holders
 from convoy.sharding.shares import rescale
-from convoy.steps import Compute, Move, Part, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
-from convoy.strategy import Batch, One, Placement, Strategy, follow, parameter_holders, place
 
 BUCKET_ENTRIES = 500_000
 """A sum of gradients starts when this many entries are ready: large enough for full bandwidth, small enough to overlap."""

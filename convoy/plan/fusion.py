@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from convoy.model.graph import Graph
+from convoy.plan.steps import Compute, Move, ShareStatistics, Step, StepList
 from convoy.sharding.layout import Layout, holders
-from convoy.steps import Compute, Move, ShareStatistics, Step, StepList
 
 
 @dataclass(frozen=True, slots=True)

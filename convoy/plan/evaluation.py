@@ -7,12 +7,12 @@ auxiliary output is gone. Layers that follow their input could then land elsewhe
 from collections.abc import Mapping
 from dataclasses import replace
 
-from convoy.lower import parameter_layouts, placements
 from convoy.model.graph import Graph, Layer
-from convoy.plan import Plan
+from convoy.plan.lower import parameter_layouts, placements
+from convoy.plan.plan import Plan
+from convoy.plan.strategy import Batch, Filter, One, Placement, Strategy
 from convoy.sharding.layout import Layout, OnOne, Replicated, Split, holders
 from convoy.sharding.shares import apportion
-from convoy.strategy import Batch, Filter, One, Placement, Strategy
 
 
 def pin(plan: Plan, training: Graph, evaluation: Graph) -> Plan:

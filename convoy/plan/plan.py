@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from convoy import strategy as strategies
 from convoy.errors import PlanError
 from convoy.model.graph import Graph
+from convoy.plan import strategy as strategies
+from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.sharding import shares as share_rules
 from convoy.sharding.comm_dtype import WIRES, Wire
 from convoy.sharding.redistribute import SUMS, Reduce, Sum
-from convoy.strategy import Batch, Channel, Filter, One, Strategy
 
 FORMAT = 1
 
