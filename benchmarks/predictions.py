@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from benchmarks.configurations import ALONE, AUTO, IN_TURN, PEERS, Case
 from benchmarks.results import Row, Where
-from convoy.cost.step import Costs
+from convoy.cost.costs import Costs
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan

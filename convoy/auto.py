@@ -6,11 +6,11 @@ from pathlib import Path
 
 from torch import nn
 
+from convoy.cost.measurement import Measurement, read_fleet_file
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.execute.group import Group
 from convoy.fleet import Fleet
 from convoy.measure.run import Progress, measure_job
-from convoy.measurement import Measurement, read_fleet_file
 from convoy.model.graph import Graph
 from convoy.model.tracing import Traced
 from convoy.plan.plan import Plan

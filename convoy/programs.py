@@ -7,9 +7,9 @@ gradients are summed on a lane of their own; around the messages, tensors are cu
 from collections.abc import Sequence
 from dataclasses import replace
 
+from convoy.cost.costs import Costs
 from convoy.cost.overhead import NOTHING, Handling, copy_of, handling, kept_sums, messages
 from convoy.cost.size import LocalSize, local_size
-from convoy.cost.step import Costs
 from convoy.model.graph import Graph, Parameter
 from convoy.plan.fusion import runs
 from convoy.plan.steps import (

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from convoy.cost.step import Costs
+from convoy.cost.costs import Costs
 from convoy.model.graph import Graph
 from convoy.plan.coupling import bonds, reshared
 from convoy.plan.lower import lower

@@ -3,7 +3,7 @@
 `programs.py` writes what each device does, as the executor does it; `replay.py` plays all of it together.
 """
 
-from convoy.cost.step import Costs
+from convoy.cost.costs import Costs
 from convoy.model.graph import Graph
 from convoy.plan.steps import StepList
 from convoy.programs import programs

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from convoy.cost.measurement import Measurement
+from convoy.cost.table import DeviceCosts, LayerPoint
 from convoy.doctor.case import past_samples_per_s
 from convoy.doctor.diagnose import diagnose, merged
 from convoy.doctor.diagnose_links import ahead_of_most, usual_rate
@@ -29,8 +31,6 @@ from convoy.doctor.names import listed, names_of
 from convoy.doctor.schedule import LEAST_S, TOTAL_S, turns
 from convoy.errors import MismatchError
 from convoy.fleet import Card, Device, Fleet, Host
-from convoy.measurement import Measurement
-from convoy.points import DeviceCosts, LayerPoint
 
 GIGABIT = 118e6
 GB = 1 << 30

@@ -13,7 +13,9 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from convoy.cost.measurement import Measurement, read_fleet_file
 from convoy.cost.size import LocalSize, whole_size
+from convoy.cost.table import LayerPoint, layer_times
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.execute.clock import Clock
 from convoy.execute.group import AloneGroup, Arrived, Group, Message, Pending
@@ -29,12 +31,10 @@ from convoy.measure.pieces import Piece, SharedStatistics, granule, piece
 from convoy.measure.repeats import Times, time_piece
 from convoy.measure.run import measure_job
 from convoy.measure.tables import Axes, Bench, Guess, Point, allowances, choose_axes, cost_s, full_axes
-from convoy.measurement import Measurement, read_fleet_file
 from convoy.model.graph import Layer
 from convoy.model.tracing import Traced, trace, without_in_place
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, Speeds, named_plan
-from convoy.points import LayerPoint, layer_times
 from convoy.report.measured import show
 from convoy.simulate import simulate
 from tests import nets

@@ -7,15 +7,16 @@ import pytest
 import torch
 
 from convoy.cost.compute import Correction, Grid, LayerTimes
+from convoy.cost.measurement import Measurement
 from convoy.cost.overhead import Overheads
 from convoy.cost.size import LocalSize, local_size
+from convoy.cost.table import LayerPoint, layer_times
 from convoy.execute.group import Group
 from convoy.execute.threads import run_on_threads
 from convoy.measure.repeats import Times
 from convoy.measure.run import measure_job
 from convoy.measure.tables import Bench
 from convoy.measure.wanted import wanted
-from convoy.measurement import Measurement
 from convoy.model.graph import Layer
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
@@ -23,7 +24,6 @@ from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, named_plan
 from convoy.plan.steps import Compute
 from convoy.planner import candidates
-from convoy.points import LayerPoint, layer_times
 from convoy.prospect import Outlook
 
 LAYER = trace(build_net("two-conv:4:6", (3, 16, 16), 10), torch.zeros(2, 3, 16, 16)).graph["0"]

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from convoy.cost.compute import Rate, Roofline
+from convoy.cost.costs import Costs
 from convoy.cost.network import Network
-from convoy.cost.step import Costs
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower

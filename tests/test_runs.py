@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from convoy.cost.costs import Costs
 from convoy.cost.overhead import Overheads
-from convoy.cost.step import Costs
 from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.precision import UnderAutocast, compute_in

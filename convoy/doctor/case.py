@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from convoy.cost.measurement import Measurement, read_fleet_file
 from convoy.doctor.facts import Finding
 from convoy.fleet import Fleet
-from convoy.measurement import Measurement, read_fleet_file
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from torch import nn
 
+from convoy.cost.measurement import read_fleet_file
 from convoy.data import Splits, load
 from convoy.data import check as check_data
 from convoy.errors import ConvoyError, InputError
@@ -17,7 +18,6 @@ from convoy.files import write_whole
 from convoy.fleet import Fleet
 from convoy.measure.partial import unfinished
 from convoy.measure.run import BUDGET_S, measure_job
-from convoy.measurement import read_fleet_file
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.report.measured import Watch, show

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import torch
 
+from convoy.cost.table import HostRates, LinkSpread
 from convoy.errors import InputError
 from convoy.fleet import KINDS, Card, Device, Fleet, Host, Link
 from convoy.measure.links import PairLink, WireTimes
-from convoy.points import HostRates, LinkSpread
 
 
 @dataclass(frozen=True, slots=True)

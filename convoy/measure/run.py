@@ -17,8 +17,10 @@ import torch
 from torch import nn
 
 from convoy._version import __version__
+from convoy.cost.measurement import FORMAT, Measurement
 from convoy.cost.overhead import Overheads
 from convoy.cost.size import LocalSize
+from convoy.cost.table import DeviceCosts, LayerPoint
 from convoy.errors import MismatchError
 from convoy.execute.clock import Clock
 from convoy.execute.group import Group
@@ -32,9 +34,7 @@ from convoy.measure.partial import Partial, Rows
 from convoy.measure.repeats import STRETCH_S, Now, quota_now, time_update
 from convoy.measure.tables import Bench, Point, allowances
 from convoy.measure.wanted import wanted
-from convoy.measurement import FORMAT, Measurement
 from convoy.model.tracing import Traced
-from convoy.points import DeviceCosts, LayerPoint
 
 GRID_PART = 2 / 3
 """The part of the layers' seconds that goes to the grids; the rest is for the sizes that plans have."""

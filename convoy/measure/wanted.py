@@ -7,10 +7,10 @@ and those exactly.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from convoy.cost.costs import Costs
+from convoy.cost.measurement import Measurement
 from convoy.cost.size import LocalSize, local_size
-from convoy.cost.step import Costs
 from convoy.errors import PlanError
-from convoy.measurement import Measurement
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from convoy.measurement import Measurement
-from convoy.points import layer_times
+from convoy.cost.measurement import Measurement
+from convoy.cost.table import layer_times
 
 LINE_EVERY_S = 10.0
 """Where there is no terminal, a line of progress this often."""

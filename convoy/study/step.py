@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from convoy.cost.measurement import read_fleet_file
 from convoy.errors import InputError, unknown_name
 from convoy.fleet import Fleet
-from convoy.measurement import read_fleet_file
 from convoy.model.graph import Graph
 from convoy.model.nets.untraced import graph_of
 from convoy.plan.plan import Plan

@@ -28,10 +28,10 @@ from pydantic_core import ErrorDetails
 
 from convoy.cost.compute import MeasuredTimes
 from convoy.cost.network import network_of
+from convoy.cost.table import DeviceCosts, HostRates, LayerPoint, LinkSpread, layer_times
 from convoy.errors import InputError, MismatchError, unknown_name
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
-from convoy.points import DeviceCosts, HostRates, LayerPoint, LinkSpread, layer_times
 from convoy.simulate import Costs
 
 FORMAT = 2
