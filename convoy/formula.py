@@ -25,7 +25,7 @@ from convoy.sharding.comm_dtype import Wire, wire_bytes
 from convoy.sharding.layout import Layout, Partial, Replicated, Split, holders
 from convoy.sharding.redistribute import Reduce
 from convoy.sharding.shares import Shares
-from convoy.simulate import Costs
+from convoy.simulator.simulate import Costs
 
 MANY_QUESTIONS = 400
 """Layers times devices, each counted once per kind, beyond which curves are sampled at fewer points."""

@@ -23,7 +23,7 @@ from convoy.refine import nudged, refined
 from convoy.search import Prices, Search
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.redistribute import Reduce
-from convoy.simulate import Costs, simulate
+from convoy.simulator.simulate import Costs, simulate
 
 POLISHED_LAYERS = 4
 """Nets with more weighted layers are planned by the formula alone, and only the best are replayed."""

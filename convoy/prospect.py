@@ -18,7 +18,7 @@ from convoy.planner import Candidate, candidates, solo_speeds, worth_trying
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.layout import holders
 from convoy.sharding.redistribute import Reduce
-from convoy.simulate import Costs, Timeline, simulate
+from convoy.simulator.simulate import Costs, Timeline, simulate
 
 
 @dataclass(frozen=True, slots=True)

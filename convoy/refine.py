@@ -18,7 +18,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.strategy import Channel, Filter
 from convoy.sharding.redistribute import Reduce
 from convoy.sharding.shares import Shares, apportion
-from convoy.simulate import Timeline, simulate
+from convoy.simulator.simulate import Timeline, simulate
 
 PIECES = (2, 4, 8)
 """In how many pieces moves are tried."""

@@ -15,7 +15,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Strategy, feature_axis, follow, place
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.sharding.shares import Shares, apportion
-from convoy.simulate import Costs
+from convoy.simulator.simulate import Costs
 
 BEAM = 48
 """States kept per layer: residual nets need a handful, only dense concatenation has more."""

@@ -12,8 +12,8 @@ from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import named_plan
-from convoy.replay import Activity, Event, Timeline
-from convoy.simulate import simulate
+from convoy.simulator.events import Activity, Event, Timeline
+from convoy.simulator.simulate import simulate
 from convoy.study.fleets import costs_of, speeds_of
 from docs.drawing import Drawing, write
 

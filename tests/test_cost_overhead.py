@@ -11,7 +11,7 @@ from convoy.model.graph import Graph, Layer
 from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, StepList, SumGradients, Value
 from convoy.search import Prices
 from convoy.sharding.layout import Layout, OnOne, Replicated, Split
-from convoy.simulate import Costs, simulate
+from convoy.simulator.simulate import Costs, simulate
 from tests.test_simulate import GRAPH, Table, hosts, spans, work
 
 EVERYONE = Replicated((0, 1))

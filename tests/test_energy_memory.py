@@ -21,7 +21,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Move
 from convoy.plan.strategy import One
 from convoy.sharding.layout import local_shape
-from convoy.simulate import Timeline
+from convoy.simulator.simulate import Timeline
 
 # 2x4x4 -> conv 3x3, 4 filters -> ReLU -> pool 2 -> flatten (16) -> Linear (3).
 GRAPH = Stack((2, 4, 4)).conv(4, 3).pool().flatten().linear(3).graph()

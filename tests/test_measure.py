@@ -36,7 +36,7 @@ from convoy.model.tracing import Traced, trace, without_in_place
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.report.measured import show
-from convoy.simulate import simulate
+from convoy.simulator.simulate import simulate
 from tests import nets
 from tests.ranks import on_processes
 

@@ -17,7 +17,7 @@ from convoy.fleet import Card, Device, Fleet, Host, Link, read_fleet
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
-from convoy.simulate import simulate
+from convoy.simulator.simulate import simulate
 from tests.nets import TwoConv
 
 FLEETS = Path(__file__).parent.parent / "benchmarks" / "fleets"

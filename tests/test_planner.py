@@ -30,7 +30,7 @@ from convoy.search import Prices
 from convoy.sharding.layout import Split, holders
 from convoy.sharding.redistribute import Reduce
 from convoy.sharding.shares import apportion
-from convoy.simulate import Costs, simulate
+from convoy.simulator.simulate import Costs, simulate
 
 
 def flat_network(devices: int, bytes_per_s: float, latency_s: float = 1e-4) -> Network:

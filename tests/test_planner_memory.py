@@ -16,7 +16,7 @@ from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.strategy import Channel, Filter
 from convoy.planner import candidates, plan_auto, solo_speeds
 from convoy.prospect import Outlook, prospects
-from convoy.simulate import Costs, simulate
+from convoy.simulator.simulate import Costs, simulate
 from convoy.study.fleets import costs_of
 
 GIGABIT = Card(125e6, 125e6, 1e-4)

@@ -16,8 +16,8 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.refine import balanced, nudged, refined
-from convoy.replay import Event, Timeline
-from convoy.simulate import simulate
+from convoy.simulator.events import Event, Timeline
+from convoy.simulator.simulate import simulate
 
 
 def small_graph() -> Graph:

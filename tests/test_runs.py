@@ -22,9 +22,9 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute, Step, StepList, Value
 from convoy.plan.strategy import Batch, Filter, One
-from convoy.programs import programs
-from convoy.replay import Work
 from convoy.sharding.layout import OnOne
+from convoy.simulator.events import Work
+from convoy.simulator.price import programs
 from tests import nets
 from tests.one_device import Training, by_name, check, graph_of
 from tests.test_simulate import Table, hosts

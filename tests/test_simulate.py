@@ -16,7 +16,7 @@ from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Compute, Move, Part, Phase, StepList, SumGradients, Value
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
-from convoy.simulate import Costs, Event, Timeline, simulate
+from convoy.simulator.simulate import Costs, Event, Timeline, simulate
 
 LAYER = Layer("work", "elementwise", (), (1,))
 GRAPH = Graph("Hand", {"work": LAYER}, ("work",))

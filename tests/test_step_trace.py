@@ -12,7 +12,7 @@ from convoy.errors import InputError
 from convoy.model.nets.untraced import graph_of
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.simulate import simulate
+from convoy.simulator.simulate import simulate
 from convoy.study.fleets import costs_of, make_plan
 from convoy.study.step import run_step
 from tests.test_planner_memory import fleet

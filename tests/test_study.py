@@ -27,7 +27,7 @@ from convoy.plan.presets import PLANS as NAMED
 from convoy.plan.presets import Speeds, named_plan
 from convoy.report import timeline as pictures
 from convoy.sharding.layout import Partial
-from convoy.simulate import Costs, Event, Timeline, simulate
+from convoy.simulator.simulate import Costs, Event, Timeline, simulate
 from convoy.study import figures, figures_fleets, fleets, published
 from convoy.study.__main__ import main
 from convoy.study.closed_form import plan_times, times_of

@@ -33,7 +33,7 @@ from convoy.planner import candidates
 from convoy.sharding.comm_dtype import Wire, wire_named, wire_of
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.sharding.redistribute import Transfer
-from convoy.simulate import Costs, simulate
+from convoy.simulator.simulate import Costs, simulate
 from tests import nets
 from tests.one_device import OPTIMIZERS, Labelled, Training, by_name, graph_of, loss_of, one_trace, part, traffic_of
 from tests.pieces import DEVICES, every_layout

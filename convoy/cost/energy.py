@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Fleet
-from convoy.simulate import Timeline
+from convoy.simulator.simulate import Timeline
 
 
 @dataclass(frozen=True, slots=True)

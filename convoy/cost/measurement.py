@@ -32,7 +32,7 @@ from convoy.cost.table import DeviceCosts, HostRates, LayerPoint, LinkSpread, la
 from convoy.errors import InputError, MismatchError, unknown_name
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
-from convoy.simulate import Costs
+from convoy.simulator.simulate import Costs
 
 FORMAT = 2
 """2: batch norms with shared statistics, and what a step costs beside its layers. Without these a prediction is too low, so

@@ -17,8 +17,8 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, named_plan
 from convoy.plan.steps import Compute, StepList
 from convoy.planner import candidates
-from convoy.programs import sizes_in_pieces
 from convoy.prospect import Outlook
+from convoy.simulator.price import sizes_in_pieces
 
 CANDIDATES = 3
 """How many of the planner's best plans are looked at: the times may still change their order."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from convoy.errors import InputError
-from convoy.replay import Activity, Event, Timeline
 from convoy.report.drawing import new_figure, save
 from convoy.report.numbers import unit_of
 from convoy.report.spans import KINDS, kind_of
+from convoy.simulator.events import Activity, Event, Timeline
 
 Trace = dict[str, Any]
 """A JSON object in the Trace Event Format."""

@@ -16,7 +16,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import StepList
 from convoy.planner import plan_auto, solo_speeds
-from convoy.simulate import Costs, Timeline, simulate
+from convoy.simulator.simulate import Costs, Timeline, simulate
 
 
 @dataclass(frozen=True, slots=True)

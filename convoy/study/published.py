@@ -19,7 +19,7 @@ from convoy.model.nets.untraced import two_conv_graph
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Part, Phase
-from convoy.simulate import Costs, simulate
+from convoy.simulator.simulate import Costs, simulate
 
 
 @dataclass(frozen=True, slots=True)

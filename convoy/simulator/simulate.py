@@ -6,8 +6,8 @@
 from convoy.cost.costs import Costs
 from convoy.model.graph import Graph
 from convoy.plan.steps import StepList
-from convoy.programs import programs
-from convoy.replay import Event, Timeline, play
+from convoy.simulator.events import Event, Timeline, play
+from convoy.simulator.price import programs
 
 __all__ = ["Costs", "Event", "Timeline", "simulate"]
 

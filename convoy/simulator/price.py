@@ -23,10 +23,10 @@ from convoy.plan.steps import (
     SumGradients,
     Value,
 )
-from convoy.replay import Await, Begin, Item, Key, Mark, Program, Route, Work
 from convoy.sharding.comm_dtype import wire_bytes
 from convoy.sharding.layout import Layout, box, entries
 from convoy.sharding.redistribute import Round, chunks
+from convoy.simulator.events import Await, Begin, Item, Key, Mark, Program, Route, Work
 
 
 def programs(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = True) -> list[Program]:
