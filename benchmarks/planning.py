@@ -27,7 +27,7 @@ from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph
 from convoy.model.nets.untraced import graph_of
 from convoy.model.tracing import trace
-from convoy.planner import candidates
+from convoy.planner.planner import candidates
 from convoy.study.fleets import costs_of
 from convoy.study.sweep import BASE, PLANS, points_at, sweep
 

@@ -14,7 +14,7 @@ from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
-from convoy.prospect import Outlook, Prospect, choices, prospect
+from convoy.planner.predict import Outlook, Prospect, choices, prospect
 
 
 @dataclass(frozen=True)

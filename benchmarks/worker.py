@@ -47,7 +47,7 @@ from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import Traced, trace
 from convoy.plan.plan import Plan
-from convoy.prospect import Outlook, prospect
+from convoy.planner.predict import Outlook, prospect
 from convoy.report.timeline import draw
 
 GROUP_LIMIT_S = 900.0

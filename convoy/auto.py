@@ -15,8 +15,8 @@ from convoy.model.graph import Graph
 from convoy.model.tracing import Traced
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
-from convoy.planner import Candidate
-from convoy.prospect import Outlook, choices, prospect
+from convoy.planner.planner import Candidate
+from convoy.planner.predict import Outlook, choices, prospect
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.redistribute import Sum
 

@@ -10,7 +10,7 @@ from convoy.errors import InputError
 from convoy.files import write_whole
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.prospect import Outlook, fewer_and_more, prospects
+from convoy.planner.predict import Outlook, fewer_and_more, prospects
 from convoy.report.plans import show_counts, show_devices, show_plan, show_prospects
 from convoy.report.screen import Screen
 from convoy.sharding.comm_dtype import wire_named

@@ -32,7 +32,7 @@ from convoy.model.tracing import Traced, trace
 from convoy.plan.explain import layer_rows, step_lines, work_shares
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
-from convoy.prospect import working
+from convoy.planner.predict import working
 from convoy.rebalance import Decision, Reshare
 from convoy.report.beginning import Beginning, open_log
 from convoy.report.busy import Busy

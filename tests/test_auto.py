@@ -24,7 +24,7 @@ from convoy.measure.run import measure_job
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
-from convoy.prospect import working
+from convoy.planner.predict import working
 from convoy.report.pace import Pace
 from convoy.sharding.layout import local_shape
 from tests.ranks import on_processes
@@ -239,7 +239,7 @@ def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first
     measured: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "convoy.planner.REACH", 1e3
+        "convoy.planner.planner.REACH", 1e3
     )  # any plan with fewer messages: here the fastest device alone at least
     file = tmp_path / "fleet.toml"
     file.write_text(timed(measured, 1.0, 1.5).to_toml())

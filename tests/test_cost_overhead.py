@@ -9,7 +9,7 @@ from convoy.cost.overhead import FRESH_BYTES, Handling, Overheads, handling, is_
 from convoy.cost.size import LocalSize, local_size
 from convoy.model.graph import Graph, Layer
 from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, StepList, SumGradients, Value
-from convoy.search import Prices
+from convoy.planner.search import Prices
 from convoy.sharding.layout import Layout, OnOne, Replicated, Split
 from convoy.simulator.simulate import Costs, simulate
 from tests.test_simulate import GRAPH, Table, hosts, spans, work

@@ -23,8 +23,8 @@ from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, named_plan
 from convoy.plan.steps import Compute
-from convoy.planner import candidates
-from convoy.prospect import Outlook
+from convoy.planner.planner import candidates
+from convoy.planner.predict import Outlook
 
 LAYER = trace(build_net("two-conv:4:6", (3, 16, 16), 10), torch.zeros(2, 3, 16, 16)).graph["0"]
 

@@ -13,10 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.balance import balance
 from convoy.cost.compute import Rate, Roofline
 from convoy.cost.network import Network
-from convoy.formula import Formula
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
@@ -25,8 +23,10 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
-from convoy.planner import candidates, plan_auto, solo_speeds
-from convoy.search import Prices
+from convoy.planner.analytic import Formula
+from convoy.planner.load_balance import balance
+from convoy.planner.planner import candidates, plan_auto, solo_speeds
+from convoy.planner.search import Prices
 from convoy.sharding.layout import Split, holders
 from convoy.sharding.redistribute import Reduce
 from convoy.sharding.shares import apportion

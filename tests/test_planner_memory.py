@@ -14,8 +14,8 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.strategy import Channel, Filter
-from convoy.planner import candidates, plan_auto, solo_speeds
-from convoy.prospect import Outlook, prospects
+from convoy.planner.planner import candidates, plan_auto, solo_speeds
+from convoy.planner.predict import Outlook, prospects
 from convoy.simulator.simulate import Costs, simulate
 from convoy.study.fleets import costs_of
 
@@ -210,8 +210,8 @@ def test_a_large_fleet_is_planned_by_formula_and_the_plan_fits() -> None:
 
 def test_the_formula_prices_the_plans_that_it_found() -> None:
     """The search's own sum and the walk over a finished plan are the same number."""
-    from convoy.formula import Formula
-    from convoy.search import Prices, Search
+    from convoy.planner.analytic import Formula
+    from convoy.planner.search import Prices, Search
 
     graph, costs = many(6)
     search = Search(Formula(graph, 48, costs, Prices(graph, 48, costs)), (4, 3, 2))
@@ -221,8 +221,8 @@ def test_the_formula_prices_the_plans_that_it_found() -> None:
 
 def test_by_formula_auto_is_no_slower_than_a_named_plan() -> None:
     graph, costs = many(16)
-    from convoy.formula import Formula
-    from convoy.search import Prices, Search
+    from convoy.planner.analytic import Formula
+    from convoy.planner.search import Prices, Search
 
     best = candidates(graph, 64, costs)[0]
     speeds = Speeds(solo_speeds(graph, 64, costs))

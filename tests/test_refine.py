@@ -15,7 +15,7 @@ from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
-from convoy.refine import balanced, nudged, refined
+from convoy.planner.local_search import balanced, nudged, refined
 from convoy.simulator.events import Event, Timeline
 from convoy.simulator.simulate import simulate
 

@@ -21,7 +21,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, One
-from convoy.planner import FEWER, REACH, TRIED, Candidate, candidates, worth_trying
+from convoy.planner.planner import FEWER, REACH, TRIED, Candidate, candidates, worth_trying
 from convoy.rebalance import Keep, Reshare
 from convoy.sharding.layout import Layout, Replicated, Split
 from convoy.trial import HOPELESS, Trial, observe

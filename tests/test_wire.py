@@ -29,7 +29,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import Move, ShareStatistics, StepList, SumGradients, Value, traffic
-from convoy.planner import candidates
+from convoy.planner.planner import candidates
 from convoy.sharding.comm_dtype import Wire, wire_named, wire_of
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.sharding.redistribute import Transfer

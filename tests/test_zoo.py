@@ -22,7 +22,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Compute
-from convoy.planner import candidates, plan_auto
+from convoy.planner.planner import candidates, plan_auto
 from convoy.sharding.layout import holders
 from convoy.study.fleets import costs_of
 from tests import zoo

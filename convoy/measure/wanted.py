@@ -16,8 +16,8 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, named_plan
 from convoy.plan.steps import Compute, StepList
-from convoy.planner import candidates
-from convoy.prospect import Outlook
+from convoy.planner.planner import candidates
+from convoy.planner.predict import Outlook
 from convoy.simulator.price import sizes_in_pieces
 
 CANDIDATES = 3

@@ -9,7 +9,7 @@ from convoy.files import write_whole
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
-from convoy.prospect import Outlook, prospect
+from convoy.planner.predict import Outlook, prospect
 from convoy.report.lines import fleet_fields, prediction_fields
 from convoy.report.log import RunLog
 from convoy.report.place import Place

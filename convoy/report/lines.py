@@ -10,7 +10,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
 from convoy.plan.steps import Compute, Move, StepList, traffic
-from convoy.prospect import Outlook, Prospect
+from convoy.planner.predict import Outlook, Prospect
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 
 Fields = dict[str, Any]

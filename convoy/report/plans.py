@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from convoy.model.graph import Graph
-from convoy.prospect import Outlook, Prospect
+from convoy.planner.predict import Outlook, Prospect
 from convoy.report.numbers import in_bytes
 from convoy.report.screen import Screen
 

@@ -15,7 +15,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import StepList
-from convoy.planner import plan_auto, solo_speeds
+from convoy.planner.planner import plan_auto, solo_speeds
 from convoy.simulator.simulate import Costs, Timeline, simulate
 
 

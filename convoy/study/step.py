@@ -10,8 +10,8 @@ from convoy.model.graph import Graph
 from convoy.model.nets.untraced import graph_of
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
-from convoy.planner import plan_auto
-from convoy.prospect import Outlook, prospect
+from convoy.planner.planner import plan_auto
+from convoy.planner.predict import Outlook, prospect
 from convoy.report.numbers import in_bytes
 from convoy.report.timeline import draw as draw_timeline
 from convoy.report.timeline import write_chrome_trace

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 
 from convoy.cost.memory import Room, memory_of
 from convoy.errors import PlanError
-from convoy.formula import Formula, Squeeze
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import STRATEGIES, One
-from convoy.refine import nudged, refined
-from convoy.search import Prices, Search
+from convoy.planner.analytic import Formula, Squeeze
+from convoy.planner.local_search import nudged, refined
+from convoy.planner.search import Prices, Search
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.redistribute import Reduce
 from convoy.simulator.simulate import Costs, simulate

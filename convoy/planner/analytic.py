@@ -13,7 +13,6 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from convoy.balance import Seconds, balance_sampled, sampled_shares
 from convoy.cost.compute import Roofline
 from convoy.cost.memory import optimizer_named
 from convoy.cost.size import LocalSize, shares_statistics, whole_size
@@ -21,6 +20,7 @@ from convoy.cost.traffic import Loads, loads, move_s, sum_loads
 from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import BUCKET_ENTRIES
 from convoy.plan.strategy import Placement, feature_axis
+from convoy.planner.load_balance import Seconds, balance_sampled, sampled_shares
 from convoy.sharding.comm_dtype import Wire, wire_bytes
 from convoy.sharding.layout import Layout, Partial, Replicated, Split, holders
 from convoy.sharding.redistribute import Reduce

@@ -14,7 +14,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import Compute, StepList
-from convoy.planner import Candidate, candidates, solo_speeds, worth_trying
+from convoy.planner.planner import Candidate, candidates, solo_speeds, worth_trying
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.layout import holders
 from convoy.sharding.redistribute import Reduce
@@ -100,7 +100,7 @@ class Outlook:
         return cls(graph, batch, costs, names, room_of(fleet, optimizer), known_power_of(fleet), speeds, wire, reduce)
 
     def candidates(self) -> list[Candidate]:
-        """The planner's; see `convoy.planner.candidates`."""
+        """The planner's; see `convoy.planner.planner.candidates`."""
         return candidates(self.graph, self.batch, self.costs, self.room, self.wire, reduce=self.reduce)
 
     def named(self, name: str) -> Plan:

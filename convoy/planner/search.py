@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.cost.size import LocalSize, whole_size
-from convoy.formula import Formula, Side, Squeeze
 from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import placements, trains
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Strategy, feature_axis, follow, place
+from convoy.planner.analytic import Formula, Side, Squeeze
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.sharding.shares import Shares, apportion
 from convoy.simulator.simulate import Costs
