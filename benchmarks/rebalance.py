@@ -34,6 +34,7 @@ from torch.utils.data import TensorDataset
 from benchmarks.hardware import ground
 from benchmarks.rebalance_score import ANSWER, LATE, Run, Summary, as_json, summarise
 from convoy._version import __version__
+from convoy.adapt.rebalance import Reshare
 from convoy.api import distribute, loader
 from convoy.execute.clock import Clock
 from convoy.execute.group import Group
@@ -47,7 +48,6 @@ from convoy.model.tracing import trace
 from convoy.plan.coupling import bonds, shares_of
 from convoy.plan.plan import Plan
 from convoy.plan.presets import named_plan
-from convoy.rebalance import Reshare
 
 RESULTS = Path(__file__).parent / "results" / "rebalance.json"
 CLASSES = 10

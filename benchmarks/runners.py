@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from convoy.adapt.autotune import Trial
 from convoy.api import distribute
 from convoy.data import Images
 from convoy.execute.data import Loader
@@ -20,7 +21,6 @@ from convoy.execute.group import Group
 from convoy.execute.rebalancing import Rebalancer
 from convoy.plan.plan import Plan
 from convoy.sharding.layout import box
-from convoy.trial import Trial
 
 UNCOUNTED_STEPS = 2
 """Before a turn that all devices take together: after the first, DDP orders its buckets anew, as the gradients came."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from convoy.adapt.rebalance import Decision, Reshare
 from convoy.assembly import build_keeper, build_loaders, build_training
 from convoy.auto import Chosen, choose
 from convoy.checkpoint import Progress
@@ -33,7 +34,6 @@ from convoy.plan.explain import layer_rows, step_lines, work_shares
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.planner.predict import working
-from convoy.rebalance import Decision, Reshare
 from convoy.report.beginning import Beginning, open_log
 from convoy.report.busy import Busy
 from convoy.report.log import All, RunLog

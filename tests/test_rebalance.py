@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from convoy.adapt.rebalance import FIRST, MOST, STARTING, Balancer, Keep, Reshare, best, observe
 from convoy.cost.size import flop, local_size
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
@@ -21,7 +22,6 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute, StepList
 from convoy.plan.strategy import Batch, Channel, Filter, One
-from convoy.rebalance import FIRST, MOST, STARTING, Balancer, Keep, Reshare, best, observe
 from convoy.sharding.shares import Shares, apportion, even
 from tests.plain_nets import TwoConv
 

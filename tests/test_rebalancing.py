@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 import convoy
 from convoy import cli
+from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
 from convoy.execute.data import Loader
 from convoy.execute.group import Group
 from convoy.execute.module import Distributed
@@ -31,7 +32,6 @@ from convoy.job import _teller
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, One
-from convoy.rebalance import Balancer, Decision, Keep, Reshare, observe
 from convoy.report.log import RunLog
 from convoy.report.pace import Pace
 from convoy.report.screen import Screen

@@ -13,6 +13,7 @@ from rich.console import Console
 
 import convoy.job  # noqa: F401 - before the first look at open files
 from convoy import cli
+from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
 from convoy.data import load
 from convoy.errors import InputError
 from convoy.execute.clock import Clock
@@ -21,7 +22,6 @@ from convoy.execute.train import EpochResult, Evaluation
 from convoy.job import _teller
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
-from convoy.rebalance import Balancer, Decision, Keep, Reshare, observe
 from convoy.report.busy import Busy
 from convoy.report.lines import plan_fields
 from convoy.report.log import RunLog

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import convoy
+from convoy.adapt.autotune import HOPELESS, Trial, observe
+from convoy.adapt.rebalance import Keep, Reshare
 from convoy.execute.data import Loader
 from convoy.execute.group import Group
 from convoy.execute.rebalancing import Rebalancer
@@ -22,9 +24,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.planner.planner import FEWER, REACH, TRIED, Candidate, candidates, worth_trying
-from convoy.rebalance import Keep, Reshare
 from convoy.sharding.layout import Layout, Replicated, Split
-from convoy.trial import HOPELESS, Trial, observe
 from tests import nets
 from tests.one_device import EXACT, graph_of, one_trace
 from tests.test_planner import costs_of
@@ -183,7 +183,9 @@ def plans_to_try() -> list[Plan]:
 
 def test_training_through_a_trial_is_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and Adam's state go from plan to plan, a smaller last batch lies between; shares are watched afterwards."""
-    monkeypatch.setattr("convoy.trial.TURN_S", 0.0)  # steps take what they take here: which plan wins is chance
+    monkeypatch.setattr(
+        "convoy.adapt.autotune.TURN_S", 0.0
+    )  # steps take what they take here: which plan wins is chance
     epochs = 14  # three steps of an epoch are looked at; five turns take 31 where no plan is far behind
     built = nets.build("two-conv")  # once: threads that each drew weights would take numbers from one another
 
@@ -229,7 +231,7 @@ def test_training_through_a_trial_is_that_of_one_device(monkeypatch: pytest.Monk
 
 def test_the_loader_hands_out_the_parts_of_each_plan_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole batches for a layer that is split by filter, shares of it for one that is split by batch."""
-    monkeypatch.setattr("convoy.trial.TURN_S", 0.0)
+    monkeypatch.setattr("convoy.adapt.autotune.TURN_S", 0.0)
 
     model = nets.build("two-conv")
 

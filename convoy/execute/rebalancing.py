@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from convoy import rebalance, trial
+from convoy.adapt import autotune as trial
+from convoy.adapt import rebalance
+from convoy.adapt.autotune import Trial
+from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare
 from convoy.execute.group import Message, Pending
 from convoy.execute.module import Distributed
 from convoy.execute.reshare import reshare
 from convoy.plan.plan import Plan
-from convoy.rebalance import Balancer, Decision, Keep, Reshare
-from convoy.trial import Trial
 
 
 class Rebalancer:

@@ -14,11 +14,11 @@ from typing import IO, Any, Self
 import torch
 
 from convoy._version import __version__
+from convoy.adapt.rebalance import Reshare
 from convoy.errors import InputError
 from convoy.execute.train import EpochResult, Evaluation, Observer
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
-from convoy.rebalance import Reshare
 from convoy.report.lines import plan_fields
 
 

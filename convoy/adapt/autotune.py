@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from convoy.adapt.rebalance import SETTLING, STARTING, Decision, Keep, Reshare
 from convoy.plan.plan import Plan
-from convoy.rebalance import SETTLING, STARTING, Decision, Keep, Reshare
 
 TURN, TURN_S = 3, 0.5
 """A turn has at least so many steps that count, and so many seconds of them."""
