@@ -27,9 +27,9 @@ from benchmarks.results import Row
 from benchmarks.rounds import Turn, timed
 from benchmarks.runners import UNCOUNTED_STEPS, Batches, sgd
 from benchmarks.tuning import Setting, Trial, tune, tune_even
+from convoy.comm.group import Group
 from convoy.data import Images
 from convoy.execute.data import Loader
-from convoy.execute.group import Group
 
 TRIAL_S = 0.6
 """About the seconds of the steps that are timed in one trial of the search."""

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from benchmarks.hardware import stamp
 from benchmarks.score import middle_spread
-from convoy.execute.group import AloneGroup
-from convoy.execute.heap import keep_freed_memory
+from convoy.comm.group import AloneGroup
+from convoy.comm.malloc import keep_freed_memory
 from convoy.execute.module import Distributed
 from convoy.files import write_whole
 from convoy.measure.overheads import measure_overheads

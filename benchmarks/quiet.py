@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from convoy.execute.group import Group
+from convoy.comm.group import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,10 @@ from benchmarks.rebalance_score import ANSWER, LATE, Run, Summary, as_json, summ
 from convoy._version import __version__
 from convoy.adapt.rebalance import Reshare
 from convoy.api import distribute, loader
+from convoy.comm.group import Group
+from convoy.comm.processes import join
 from convoy.execute.clock import Clock
-from convoy.execute.group import Group
 from convoy.execute.launch import launch_local
-from convoy.execute.processes import join
 from convoy.execute.rebalancing import Rebalancer
 from convoy.files import write_whole
 from convoy.measure.layers import measure_speeds

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from convoy.execute.group import Group
+from convoy.comm.group import Group
 
 STRETCH_S = 0.15
 """Several periods of a processor quota."""

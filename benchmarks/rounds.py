@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from benchmarks.reference import Reference
 from benchmarks.results import Row, Where
 from benchmarks.runners import Runner, Spent
-from convoy.execute.group import Group
+from convoy.comm.group import Group
 
 FEWEST_ROUNDS = 2
 

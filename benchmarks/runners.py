@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from convoy.adapt.autotune import Trial
 from convoy.api import distribute
+from convoy.comm.group import Group
 from convoy.data import Images
 from convoy.execute.data import Loader
-from convoy.execute.group import Group
 from convoy.execute.rebalancing import Rebalancer
 from convoy.plan.plan import Plan
 from convoy.sharding.layout import box

@@ -34,12 +34,12 @@ from benchmarks.rounds import Turn, run_rounds
 from benchmarks.runners import AloneRunner, ConvoyRunner
 from benchmarks.targets import missed
 from benchmarks.tuning import Setting
+from convoy.comm.group import Group
+from convoy.comm.processes import join
 from convoy.cost.costs import Costs
 from convoy.cost.measurement import Measurement, read_fleet_file
 from convoy.data import Images, load
 from convoy.errors import ConvoyError, InputError
-from convoy.execute.group import Group
-from convoy.execute.processes import join
 from convoy.files import write_whole
 from convoy.fleet import Fleet
 from convoy.measure.run import measure_job

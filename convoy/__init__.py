@@ -19,7 +19,7 @@ from convoy._version import __version__
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _HOMES = {
-    "join": "convoy.execute.processes",
+    "join": "convoy.comm.processes",
     "make_plan": "convoy.api",
     "make_plans": "convoy.api",
     "distribute": "convoy.api",
@@ -49,12 +49,12 @@ __all__ = ["__version__", *_HOMES]
 if TYPE_CHECKING:
     from convoy.api import distribute, loader, make_plan, make_plans
     from convoy.checkpoint import Checkpointer, Progress, load_checkpoint, save_checkpoint
+    from convoy.comm.processes import join
     from convoy.errors import ConvoyError, DataError, DeviceLostError, InputError, MismatchError, PlanError
     from convoy.execute.average import WeightAverage
     from convoy.execute.clip import clip_grad_norm_
     from convoy.execute.optimizer import ELEMENTWISE, full_optimizer_state
     from convoy.execute.precision import GradScaler
-    from convoy.execute.processes import join
     from convoy.execute.rebalancing import Rebalancer
     from convoy.execute.reshare import reshare
     from convoy.plan.plan import Plan

@@ -1,4 +1,4 @@
-"""The four lines: make_plan, distribute, loader (and join, in execute/processes.py)."""
+"""The four lines: make_plan, distribute, loader (and join, in comm/processes.py)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from convoy.auto import BUDGET_S, choose
+from convoy.comm.group import Group
 from convoy.data.augment import read_augment
 from convoy.errors import InputError, PlanError
 from convoy.execute.clock import Clock
 from convoy.execute.data import Loader
-from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.optimizer import mark_pieces
 from convoy.execute.precision import compute_in

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from torch import nn
 
+from convoy.comm.group import Group
 from convoy.cost.measurement import Measurement, read_fleet_file
 from convoy.errors import InputError, MismatchError, PlanError
-from convoy.execute.group import Group
 from convoy.fleet import Fleet
 from convoy.measure.run import Progress, measure_job
 from convoy.model.graph import Graph

@@ -16,14 +16,14 @@ from convoy.adapt.rebalance import Decision, Reshare
 from convoy.assembly import build_keeper, build_loaders, build_training
 from convoy.auto import Chosen, choose
 from convoy.checkpoint import Progress
+from convoy.comm.group import Group
+from convoy.comm.processes import join
 from convoy.data import Splits
 from convoy.errors import MismatchError
 from convoy.execute.clock import Clock
-from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.optimizer import mark_pieces
 from convoy.execute.precision import UnderAutocast, compute_in
-from convoy.execute.processes import join
 from convoy.execute.rebalancing import Rebalancer
 from convoy.execute.train import History, Observer, Training, fit
 from convoy.files import write_whole

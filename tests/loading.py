@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 import convoy
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.data import Images
 from convoy.execute.data import Loader
-from convoy.execute.group import Group
 from convoy.execute.module import Distributed
-from convoy.execute.threads import run_on_threads
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import convoy.execute.module
-from convoy.execute.group import Group
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.execute.module import Distributed
-from convoy.execute.threads import run_on_threads
 from convoy.model.graph import Graph
 from convoy.model.tracing import Traced, trace
 from convoy.plan.plan import Plan

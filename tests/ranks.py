@@ -126,7 +126,7 @@ def _result(folder: Path, device: int) -> Any:
 
 def _serve_orders() -> None:
     """Run one order after another until the test session is gone."""
-    import convoy.execute.processes  # noqa: F401 - torch is imported once, here
+    import convoy.comm.processes  # noqa: F401 - torch is imported once, here
 
     answers = os.dup(1)
     os.dup2(2, 1)  # what devices print must not look like an answer
@@ -173,7 +173,7 @@ def _nurse(order: dict[str, Any]) -> None:
 def _be_device(device: int, order: dict[str, Any]) -> None:
     import torch
 
-    from convoy.execute.processes import join, watch_parent
+    from convoy.comm.processes import join, watch_parent
 
     watch_parent()
     torch.set_num_threads(1)

@@ -16,9 +16,9 @@ from torch import nn
 
 import convoy
 import convoy.measure.layers
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError, PlanError
-from convoy.execute.group import Group
-from convoy.execute.threads import run_on_threads
 from convoy.plan.strategy import Batch
 from tests import nets
 from tests.ranks import PLACE, ROOT, on_processes
@@ -137,7 +137,7 @@ def test_devices_that_started_with_something_else_are_named(what: str) -> None:
 
 def join_with_another_version(device: int) -> str:
     """On processes: device 2 has a newer Convoy."""
-    import convoy.execute.meeting as meeting
+    import convoy.comm.rendezvous as meeting
 
     if device == 2:
         meeting.__version__ = "99.0"  # type: ignore[attr-defined]

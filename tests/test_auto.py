@@ -14,11 +14,11 @@ from torch import nn
 
 from convoy.api import distribute, make_plan, make_plans
 from convoy.auto import Chosen, choose
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.cost.measurement import Measurement
 from convoy.cost.memory import memory_of
 from convoy.errors import InputError, MismatchError, PlanError
-from convoy.execute.group import Group
-from convoy.execute.threads import run_on_threads
 from convoy.forecast import forecast
 from convoy.measure.run import measure_job
 from convoy.model.nets import build_net

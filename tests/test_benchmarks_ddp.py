@@ -20,9 +20,9 @@ from benchmarks.results import FleetResult, NetResult, Row, read_result
 from benchmarks.runners import sgd
 from benchmarks.tuning import Setting, Trial, tune, tune_even
 from benchmarks.worker import WorkerJob, run_fleet
+from convoy.comm.group import Group
 from convoy.data import Images
 from convoy.execute.data import Loader
-from convoy.execute.group import Group
 from convoy.model.nets import build_net
 from convoy.sharding.shares import Shares
 from tests.ranks import on_processes

@@ -22,10 +22,10 @@ from benchmarks.rounds import Turn, run_rounds, timed
 from benchmarks.runners import UNCOUNTED_STEPS, AloneRunner, ConvoyRunner, Spent, sgd, train_steps
 from benchmarks.score import error, error_at_measured_speed
 from benchmarks.worker import WorkerJob, run_fleet
+from convoy.comm.group import AloneGroup, Group
+from convoy.comm.threads import run_on_threads
 from convoy.data import Images
 from convoy.execute.data import Loader
-from convoy.execute.group import AloneGroup, Group
-from convoy.execute.threads import run_on_threads
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import PLANS, Speeds, named_plan

@@ -19,12 +19,12 @@ from convoy.checkpoint import Checkpointer, Progress, latest, load_checkpoint, s
 from convoy.checkpoint.folder import checkpoints
 from convoy.checkpoint.tensors import Spec, Stream, file_order, write_tensors
 from convoy.checkpoint.values import decode, encode
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.execute.average import WeightAverage
 from convoy.execute.data import Loader
-from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.optimizer import full_optimizer_state
-from convoy.execute.threads import run_on_threads
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds
 from tests import nets

@@ -18,9 +18,9 @@ from torch.utils.data import TensorDataset
 
 from convoy.checkpoint import Checkpointer, Progress, latest, load_checkpoint, save_checkpoint
 from convoy.checkpoint.folder import checkpoints
+from convoy.comm.group import Group
 from convoy.errors import DeviceLostError, InputError
 from convoy.execute.data import Loader
-from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.plan.presets import Speeds
 from tests import nets

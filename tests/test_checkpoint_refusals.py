@@ -15,10 +15,10 @@ from torch.optim import Optimizer, lr_scheduler
 
 from convoy.checkpoint import Checkpointer, Progress, latest, load_checkpoint, save_checkpoint
 from convoy.checkpoint.disk import Sink
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError
-from convoy.execute.group import Group
 from convoy.execute.module import Distributed
-from convoy.execute.threads import run_on_threads
 from convoy.plan.presets import Speeds
 from tests import nets
 from tests.one_device import Training, by_name, loss_of, one_trace, part

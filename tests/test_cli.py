@@ -339,7 +339,7 @@ def test_the_devices_of_this_machine(
 def test_a_device_named_by_the_environment_is_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
     monkeypatch.setenv("CONVOY_DEVICE", "cpu")
-    monkeypatch.setattr("convoy.execute.place.local_devices", lambda: ("cuda:0", "cuda:1", "cpu"))
+    monkeypatch.setattr("convoy.comm.environment.local_devices", lambda: ("cuda:0", "cuda:1", "cpu"))
     monkeypatch.setattr("convoy.job.run_device", lambda _: started.append("alone"))
     assert convoy_in_process(monkeypatch, ["train", *TINY]) == 0
     assert started == ["alone"]

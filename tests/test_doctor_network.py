@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from convoy.comm.environment import Place
 from convoy.doctor.case import Case
 from convoy.doctor.diagnose import diagnose
 from convoy.doctor.facts import Examination, Finding, Reach
 from convoy.doctor.job import examine_job
 from convoy.doctor.own import check_up
-from convoy.execute.place import Place
 from convoy.fleet import Card
 from convoy.rehearse import namespaces, shaping
 from convoy.rehearse.names import RunName

@@ -16,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from convoy.comm.environment import Place
 from convoy.doctor import board as board_file
 from convoy.doctor import command, job
 from convoy.doctor import link as link_file
@@ -33,7 +34,6 @@ from convoy.doctor.report import show
 from convoy.doctor.schedule import turns
 from convoy.doctor.tour import tour
 from convoy.errors import DeviceLostError, InputError
-from convoy.execute.place import Place
 from tests.ranks import free_port, on_processes
 from tests.test_doctor import checkup, closed, fleet_job
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from convoy.comm.threads import run_on_threads
 from convoy.cost.catalogue import fleet_of, read_catalogue
 from convoy.cost.energy import Energy, Power, energy_of, least_energy, power_of
 from convoy.cost.memory import DeviceMemory, _buffers_bytes, memory_of, update_s_per_entry
 from convoy.errors import InputError, PlanError
 from convoy.execute.module import Distributed
-from convoy.execute.threads import run_on_threads
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.nets.untraced import Stack
 from convoy.model.tracing import trace

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from convoy.cli.top import in_job
+from convoy.comm.environment import pick_device, read_place
+from convoy.comm.launch_env import as_torchrun, first_host, is_one_of_job, tasks_on
 from convoy.errors import InputError
-from convoy.execute.environments import as_torchrun, first_host, is_one_of_job, tasks_on
-from convoy.execute.place import pick_device, read_place
 from tests.test_cli import QUIET, TINY, results
 
 TORCHRUN = {

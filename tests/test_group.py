@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from convoy.comm import environment as place
+from convoy.comm.group import AloneGroup, Group, Message
+from convoy.comm.processes import join
+from convoy.comm.threads import run_on_threads
 from convoy.errors import DeviceLostError, InputError, MismatchError
-from convoy.execute import place
-from convoy.execute.group import AloneGroup, Group, Message
-from convoy.execute.processes import join
-from convoy.execute.threads import run_on_threads
 from tests.ranks import on_processes
 
 DTYPES = [

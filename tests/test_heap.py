@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from convoy.execute import heap
+from convoy.comm import malloc as heap
 
 GLIBC = platform.libc_ver()[0] == "glibc"
 

@@ -37,8 +37,8 @@ def launch(script: str, devices: Sequence[str] = ("cpu", "cpu"), **options: floa
 
 TRAIN = """
 import json, os, sys, torch
-from convoy.execute.group import Message
-from convoy.execute.processes import join
+from convoy.comm.group import Message
+from convoy.comm.processes import join
 
 group = join(timeout_s=30)
 got = torch.zeros(2)
@@ -80,8 +80,8 @@ def test_devices_meet_and_leave_without_a_word(tmp_path: Path, capfd: pytest.Cap
 STUMBLE = """
 import os, sys, torch
 from convoy.errors import DeviceLostError
-from convoy.execute.group import Message
-from convoy.execute.processes import join
+from convoy.comm.group import Message
+from convoy.comm.processes import join
 
 group = join(timeout_s=30)
 if group.device == 1:
@@ -253,7 +253,7 @@ print("status", status, flush=True)
 SLEEPER = """
 import os, sys, time
 if os.environ["HOW"] == "watched":
-    from convoy.execute.processes import watch_parent
+    from convoy.comm.processes import watch_parent
     watch_parent()
 if os.environ["HOW"] == "stubborn" and os.environ["RANK"] == "1":
     import signal

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor, nn
 
 import convoy
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.execute.data import Loader
-from convoy.execute.group import Group
-from convoy.execute.threads import run_on_threads
 from tests.loading import SAMPLES, SHAPE, Plain, net, part_of, plan_of, read, read_on_devices
 
 # ------------------------------------------------------------------------------------------------------- the order

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import convoy
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.data import Images, Samples, load
 from convoy.data.augment import Augment, read_augment
 from convoy.execute.data import Loader
-from convoy.execute.group import Group
-from convoy.execute.threads import run_on_threads
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from tests.loading import Plain

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import convoy
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.errors import DataError
 from convoy.execute.data import Loader
-from convoy.execute.group import Group
-from convoy.execute.threads import run_on_threads
 from convoy.plan.plan import Plan
 from tests.loading import DATASETS, SHAPE, Plain, WithTargets, image, net, part_of, plan_of, read
 from tests.made_up import plain_image

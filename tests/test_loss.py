@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from convoy.comm.failure import Answer, Note, Silence, find_lost
+from convoy.comm.group import Group, Message
+from convoy.comm.processes import join
 from convoy.errors import MismatchError
-from convoy.execute.group import Group, Message
-from convoy.execute.loss import Answer, Note, Silence, find_lost
-from convoy.execute.processes import join
 from tests.ranks import on_processes
 from tests.test_group import say
 

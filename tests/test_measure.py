@@ -13,13 +13,13 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from convoy.comm.group import AloneGroup, Arrived, Group, Message, Pending
+from convoy.comm.threads import run_on_threads
 from convoy.cost.measurement import Measurement, read_fleet_file
 from convoy.cost.size import LocalSize, whole_size
 from convoy.cost.table import LayerPoint, layer_times
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.execute.clock import Clock
-from convoy.execute.group import AloneGroup, Arrived, Group, Message, Pending
-from convoy.execute.threads import run_on_threads
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.measure import overheads, repeats
 from convoy.measure.command import MeasureJob, run_measure

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from convoy.comm.group import AloneGroup, Group
+from convoy.comm.threads import run_on_threads
 from convoy.execute.clock import Clock
-from convoy.execute.group import AloneGroup, Group
-from convoy.execute.threads import run_on_threads
 from convoy.measure import jitter
 from convoy.measure.jitter import Pieces, jitter_of, measure_jitter
 

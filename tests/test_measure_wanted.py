@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.cost.compute import Correction, Grid, LayerTimes
 from convoy.cost.measurement import Measurement
 from convoy.cost.overhead import Overheads
 from convoy.cost.size import LocalSize, local_size
 from convoy.cost.table import LayerPoint, layer_times
-from convoy.execute.group import Group
-from convoy.execute.threads import run_on_threads
 from convoy.measure.repeats import Times
 from convoy.measure.run import measure_job
 from convoy.measure.tables import Bench

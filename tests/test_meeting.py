@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from convoy.comm import environment as place
+from convoy.comm import rendezvous as meeting
+from convoy.comm.group import Message
+from convoy.comm.processes import join
+from convoy.comm.rendezvous import Greeting, check_greetings
 from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError
-from convoy.execute import meeting, place
-from convoy.execute.group import Message
-from convoy.execute.meeting import Greeting, check_greetings
-from convoy.execute.processes import join
 from tests.ranks import on_processes
 
 

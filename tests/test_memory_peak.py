@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from convoy.api import distribute
+from convoy.comm.group import Group
 from convoy.cost.memory import memory_of
-from convoy.execute.group import Group
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan

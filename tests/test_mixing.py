@@ -11,8 +11,8 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import convoy
-from convoy.execute.group import Group
-from convoy.execute.threads import run_on_threads
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.model.tracing import trace
 from convoy.plan.explain import layer_rows
 from convoy.plan.plan import Plan

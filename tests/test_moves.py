@@ -21,9 +21,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from convoy.execute.group import CountedGroup, Group, Message, Pending
+from convoy.comm.group import CountedGroup, Group, Message, Pending
+from convoy.comm.threads import run_on_threads
 from convoy.execute.move import Landing, run_move, run_rounds
-from convoy.execute.threads import run_on_threads
 from convoy.sharding import redistribute
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import convoy.plan.lower
 import convoy.plan.steps
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
-from convoy.execute.group import Group
 from convoy.execute.module import Distributed
-from convoy.execute.threads import run_on_threads
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, Speeds
 from convoy.plan.steps import SumGradients

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
-from convoy.execute.group import Group
 from convoy.execute.module import Distributed
-from convoy.execute.threads import run_on_threads
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
-from convoy.execute.group import Group
 from convoy.execute.module import Distributed
-from convoy.execute.threads import run_on_threads
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convoy import cli
+from convoy.comm.environment import is_own
 from convoy.errors import InputError
-from convoy.execute.place import is_own
 from convoy.fleet import Card, Device, Fleet, Host, read_fleet
 from convoy.launch import lines
 from convoy.launch.command import train_on_fleet

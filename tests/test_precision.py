@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import convoy
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError
 from convoy.execute.data import Loader
-from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.precision import PRECISIONS, GradScaler, UnderAutocast, compute_in
-from convoy.execute.threads import run_on_threads
 from convoy.execute.train import Training, fit
 from tests import nets
 from tests.one_device import by_name, mixed, one_trace

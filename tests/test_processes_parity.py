@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import convoy
-from convoy.execute.group import Group
+from convoy.comm.group import Group
 from convoy.plan.presets import PLANS
 from tests import nets
 from tests.ranks import on_processes

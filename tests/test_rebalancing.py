@@ -21,12 +21,12 @@ from torch.utils.data import Dataset
 import convoy
 from convoy import cli
 from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.execute.data import Loader
-from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.rebalancing import Rebalancer
 from convoy.execute.reshare import reshare
-from convoy.execute.threads import run_on_threads
 from convoy.execute.train import EpochResult, Evaluation, History, Training, fit
 from convoy.job import _teller
 from convoy.plan.plan import Plan

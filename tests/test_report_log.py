@@ -14,10 +14,10 @@ from rich.console import Console
 import convoy.job  # noqa: F401 - before the first look at open files
 from convoy import cli
 from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
+from convoy.comm.group import AloneGroup
 from convoy.data import load
 from convoy.errors import InputError
 from convoy.execute.clock import Clock
-from convoy.execute.group import AloneGroup
 from convoy.execute.train import EpochResult, Evaluation
 from convoy.job import _teller
 from convoy.plan.explain import layer_rows, work_shares

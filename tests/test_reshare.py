@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import convoy
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError, PlanError
-from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.reshare import reshare
-from convoy.execute.threads import run_on_threads
 from convoy.plan.coupling import bonds, reshared
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.cost.costs import Costs
 from convoy.cost.overhead import Overheads
-from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.precision import UnderAutocast, compute_in
-from convoy.execute.threads import run_on_threads
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import trace
 from convoy.plan.fusion import runs

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from convoy.api import distribute, loader
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.data import Images
-from convoy.execute.group import Group
-from convoy.execute.threads import run_on_threads
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import PLANS, Speeds, named_plan

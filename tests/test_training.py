@@ -17,15 +17,15 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import convoy
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.execute.average import WeightAverage
 from convoy.execute.data import Loader
-from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.rebalancing import Rebalancer
 from convoy.execute.reshare import reshare
 from convoy.execute.schedule import ONE_CYCLE_END, SCHEDULES, Schedule, build_schedule
-from convoy.execute.threads import run_on_threads
 from convoy.execute.train import (
     AUXILIARY,
     EpochResult,

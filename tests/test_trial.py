@@ -11,10 +11,10 @@ import torch
 import convoy
 from convoy.adapt.autotune import HOPELESS, Trial, observe
 from convoy.adapt.rebalance import Keep, Reshare
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.execute.data import Loader
-from convoy.execute.group import Group
 from convoy.execute.rebalancing import Rebalancer
-from convoy.execute.threads import run_on_threads
 from convoy.execute.train import History, Training, fit
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import convoy.execute.move
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.cost.memory import memory_of
 from convoy.cost.overhead import Handling, handling
 from convoy.errors import InputError
-from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.execute.move import run_move
-from convoy.execute.threads import run_on_threads
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from convoy.execute.group import Group
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
 from convoy.execute.module import Distributed
-from convoy.execute.threads import run_on_threads
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace

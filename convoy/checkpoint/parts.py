@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from convoy.checkpoint.tensors import Spec
+from convoy.comm.group import AloneGroup, Group
 from convoy.errors import InputError
-from convoy.execute.group import AloneGroup, Group
 from convoy.execute.module import Distributed
 from convoy.execute.move import run_move
 from convoy.execute.optimizer import described

@@ -26,8 +26,8 @@ from convoy.checkpoint.manifest import (
 from convoy.checkpoint.parts import Parts, told_by_first
 from convoy.checkpoint.tensors import Spec, Stream, file_order, write_tensors
 from convoy.checkpoint.values import encode
+from convoy.comm.agreement import agree_on
 from convoy.errors import InputError
-from convoy.execute.agreement import agree_on
 from convoy.execute.average import WeightAverage
 
 KEEP = 3

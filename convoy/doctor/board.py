@@ -13,11 +13,11 @@ from typing import Protocol
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from convoy.comm.environment import Place, is_loopback
+from convoy.comm.rendezvous import store_at
 from convoy.doctor.facts import TEXT_BYTES, Finding, Reach
 from convoy.doctor.knock import knock
 from convoy.errors import DeviceLostError, InputError
-from convoy.execute.meeting import store_at
-from convoy.execute.place import Place, is_loopback
 
 LOOK_S = 0.01
 """Between two looks at the board."""

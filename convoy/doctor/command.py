@@ -10,6 +10,8 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from rich.console import Console
 
+from convoy.comm.environment import Place, read_place
+from convoy.comm.processes import watch_parent
 from convoy.doctor.case import CASE, Case, case_of
 from convoy.doctor.diagnose import diagnose
 from convoy.doctor.facts import Examination, Finding, Pace, from_text
@@ -18,8 +20,6 @@ from convoy.doctor.own import check_up
 from convoy.doctor.report import show, tell, verdict
 from convoy.errors import InputError
 from convoy.execute.endings import ERROR_STATUS
-from convoy.execute.place import Place, read_place
-from convoy.execute.processes import watch_parent
 from convoy.files import write_whole
 from convoy.report.screen import FILE_WIDTH, Screen
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from convoy.comm.environment import is_loopback
 from convoy.doctor.facts import Checkup, Examination, Finding, Interface
 from convoy.doctor.names import ABOUT, Names, listed
-from convoy.execute.place import is_loopback
 
 GB = 1e9
 LEAST_FREE = 0.1

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import combinations
 
+from convoy.comm.environment import is_loopback
 from convoy.doctor.facts import Checkup, Examination, Finding, Interface
 from convoy.doctor.names import Names
-from convoy.execute.place import is_loopback
 
 
 def job_findings(examination: Examination, names: Names) -> Iterator[Finding]:

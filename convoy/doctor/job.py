@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import torch
 
+from convoy.comm.environment import Place
+from convoy.comm.processes import within
 from convoy.doctor.board import Board, approach
 from convoy.doctor.case import Case
 from convoy.doctor.facts import CHECKUP, PACE, Checkup, Examination, Finding, Pace, from_text, to_text
@@ -14,8 +16,6 @@ from convoy.doctor.own import addresses_of, check_up
 from convoy.doctor.pace import busy_cores, samples_per_s
 from convoy.doctor.tour import tour
 from convoy.errors import ConvoyError
-from convoy.execute.place import Place
-from convoy.execute.processes import within
 
 PACE_LIMIT_S = 20.0
 """For the first convolution of a slow device. Once the others have been waiting so long, it counts as silent."""

@@ -13,10 +13,10 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from convoy._version import __version__
+from convoy.comm.environment import Place, is_loopback, own_address, pick_device, resolve, route_to
 from convoy.doctor.facts import Checkup, Gpu, Interface, Reach
 from convoy.doctor.knock import knock
 from convoy.errors import InputError
-from convoy.execute.place import Place, is_loopback, own_address, pick_device, resolve, route_to
 from convoy.measure.describe import describe
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")

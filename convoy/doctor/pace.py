@@ -6,7 +6,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from torch.nn.functional import conv2d
 
-from convoy.execute.place import finish
+from convoy.comm.environment import finish
 
 COMPUTE_S = 0.3
 CHANNELS, SIZE = 64, 32

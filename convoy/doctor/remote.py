@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from convoy._version import __version__
+from convoy.comm.environment import is_own
 from convoy.doctor.case import CASE, Case
 from convoy.doctor.facts import Finding, to_text
 from convoy.errors import ConvoyError
-from convoy.execute.place import is_own
 from convoy.fleet import Fleet, Host
 from convoy.launch.run import run_on_fleet
 from convoy.launch.ssh import CONNECT_S, remedy, ssh_call, ssh_program

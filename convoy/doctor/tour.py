@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+from convoy.comm.environment import reachable_address
 from convoy.doctor.board import Board
 from convoy.doctor.facts import LINKS, Checkup, Finding, Link, Reach, from_text, to_text
 from convoy.doctor.link import (
@@ -21,7 +22,6 @@ from convoy.doctor.link import (
 from convoy.doctor.names import leaders
 from convoy.doctor.schedule import turns
 from convoy.errors import InputError
-from convoy.execute.place import reachable_address
 
 DOOR_LIMIT_S = 5.0
 TURN_LIMIT_S = CONNECT_S + 2 * TALK_S

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from convoy.execute.place import finish
+from convoy.comm.environment import finish
 
 
 class Clock:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
+from convoy.comm.launch_env import PLACE_NAMES
 from convoy.errors import InputError
 from convoy.execute.endings import Ending
-from convoy.execute.environments import PLACE_NAMES
 
 CONVOY_COMMAND = (sys.executable, "-m", "convoy")
 INTERRUPTED_STATUS = 130

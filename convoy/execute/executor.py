@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.group import Group
 from convoy.execute.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.execute.clock import Clock
 from convoy.execute.compute import Arithmetic, arithmetic, detached, gradients_of, or_zeros, widened, with_gradients
 from convoy.execute.gradients import Found, Sums
-from convoy.execute.group import Group
 from convoy.execute.move import Flights, Landing, run_move, start_move
 from convoy.execute.script import Line, RunLine, Script
 from convoy.model.graph import Layer

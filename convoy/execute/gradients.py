@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from convoy.execute.group import Group, Message
+from convoy.comm.group import Group, Message
 from convoy.execute.move import Landing, run_rounds
 from convoy.plan.steps import SumGradients
 

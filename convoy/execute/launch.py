@@ -5,10 +5,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from convoy.comm.rendezvous import host_store
 from convoy.errors import InputError
 from convoy.execute.crew import CONVOY_COMMAND, INTERRUPTED_STATUS, Crew, Part
 from convoy.execute.endings import judge
-from convoy.execute.meeting import host_store
 
 
 def launch_local(

@@ -10,12 +10,12 @@ from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
 
 from convoy._version import __version__
+from convoy.comm.agreement import agree_on
+from convoy.comm.group import Group
 from convoy.errors import InputError
-from convoy.execute.agreement import agree_on
 from convoy.execute.clock import Clock
 from convoy.execute.executor import Executor
 from convoy.execute.gradients import global_norm
-from convoy.execute.group import Group
 from convoy.execute.move import run_move
 from convoy.execute.script import Script, script
 from convoy.model.graph import Parameter

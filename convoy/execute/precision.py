@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, unknown_name
 from convoy.execute.compute import Arithmetic, Convolution, FullyConnected, Gradients, widened
 from convoy.execute.gradients import share_numbers
-from convoy.execute.group import Group
 from convoy.execute.module import Distributed
 from convoy.model.graph import Graph
 from convoy.plan.steps import Part

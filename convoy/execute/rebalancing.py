@@ -11,7 +11,7 @@ from convoy.adapt import autotune as trial
 from convoy.adapt import rebalance
 from convoy.adapt.autotune import Trial
 from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare
-from convoy.execute.group import Message, Pending
+from convoy.comm.group import Message, Pending
 from convoy.execute.module import Distributed
 from convoy.execute.reshare import reshare
 from convoy.plan.plan import Plan

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from convoy.comm.agreement import agree_on
 from convoy.errors import InputError
-from convoy.execute.agreement import agree_on
 from convoy.execute.module import Distributed
 from convoy.execute.move import Moving, start_move
 from convoy.execute.optimizer import ELEMENTWISE, described, mark_pieces

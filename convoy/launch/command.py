@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from convoy.comm.environment import is_loopback, is_own, resolve, route_to
 from convoy.errors import InputError
-from convoy.execute.place import is_loopback, is_own, resolve, route_to
 from convoy.fleet import Fleet
 from convoy.inputs import check
 from convoy.launch.post import line_to_paste, posts

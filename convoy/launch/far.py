@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from convoy._version import __version__
+from convoy.comm.environment import resolve, route_to
 from convoy.errors import ConvoyError, InputError
 from convoy.execute.crew import CONVOY_COMMAND, TERMINATE_S, Crew, Part
 from convoy.execute.endings import Ending
-from convoy.execute.place import resolve, route_to
 from convoy.launch import lines
 from convoy.launch.lines import Message, line
 

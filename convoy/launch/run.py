@@ -10,10 +10,10 @@ from pathlib import Path
 from types import TracebackType
 
 from convoy._version import __version__
+from convoy.comm.environment import is_own
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.execute.crew import INTERRUPTED_STATUS, TERMINATE_S
 from convoy.execute.endings import Ending, judge
-from convoy.execute.place import is_own
 from convoy.fleet import Fleet, read_fleet
 from convoy.launch.far import digest
 from convoy.launch.lines import BEAT_S, Message

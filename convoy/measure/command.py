@@ -8,12 +8,12 @@ from pathlib import Path
 from rich.console import Console
 from torch import nn
 
+from convoy.comm.processes import join
 from convoy.cost.measurement import read_fleet_file
 from convoy.data import Splits, load
 from convoy.data import check as check_data
 from convoy.errors import ConvoyError, InputError
 from convoy.execute.precision import check_kinds
-from convoy.execute.processes import join
 from convoy.files import write_whole
 from convoy.fleet import Fleet
 from convoy.measure.partial import unfinished

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from convoy.comm.group import Group, Message
 from convoy.execute.clock import Clock
-from convoy.execute.group import Group, Message
 from convoy.measure.repeats import STRETCH_S, Now, device_now, typical
 
 PIECE_STRETCHES = 2

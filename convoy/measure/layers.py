@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.environment import finish
+from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError
 from convoy.execute.clock import Clock
 from convoy.execute.compute import Arithmetic, arithmetic
-from convoy.execute.group import Group
-from convoy.execute.place import finish
 from convoy.execute.precision import agree_on, lowered
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import Traced, without_in_place

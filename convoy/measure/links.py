@@ -1,7 +1,7 @@
 """What the wire between the devices does: latency and bytes/s of every pair of hosts alone, of each card with all others,
 and the processor time that traffic costs.
 
-Everything passes through `convoy.execute.group.Group`, as in training, so it includes what the group itself costs. One
+Everything passes through `convoy.comm.group.Group`, as in training, so it includes what the group itself costs. One
 device speaks for its host; the other devices of a host are measured against it. Clocks of two machines cannot be compared,
 so a latency is half of a round trip: both directions share it.
 """
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from convoy.execute.group import Group
+from convoy.comm.group import Group
 from convoy.measure.repeats import spread_of, typical
 from convoy.measure.wire import ACK_BYTES, CARD_REPEATS, SIZES, Stage, Wire
 

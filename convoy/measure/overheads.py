@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from convoy.comm.group import AloneGroup, Arrived, CountedGroup, Message, Pending
 from convoy.cost.overhead import FRESH_BYTES, Overheads
 from convoy.cost.size import whole_size
 from convoy.data.images import Images
 from convoy.execute.clock import Clock
 from convoy.execute.data import Loader
-from convoy.execute.group import AloneGroup, Arrived, CountedGroup, Message, Pending
 from convoy.execute.module import Distributed
 from convoy.execute.move import run_move
 from convoy.measure.pieces import piece

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from convoy.comm.environment import finish
 from convoy.execute.clock import Clock
-from convoy.execute.place import finish
 from convoy.measure.pieces import Piece
 
 Now = Callable[[], float]

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from convoy._version import __version__
+from convoy.comm.group import Group
 from convoy.cost.measurement import FORMAT, Measurement
 from convoy.cost.overhead import Overheads
 from convoy.cost.size import LocalSize
 from convoy.cost.table import DeviceCosts, LayerPoint
 from convoy.errors import MismatchError
 from convoy.execute.clock import Clock
-from convoy.execute.group import Group
 from convoy.execute.precision import agree_on
 from convoy.fleet import Fleet
 from convoy.measure.describe import Own, describe, fit, fleet_of, host_indices, spreads, with_wire

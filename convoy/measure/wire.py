@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from convoy.execute.group import Group, Message
+from convoy.comm.group import Group, Message
 
 SIZES = (1 << 10, 16 << 10, 128 << 10, 1 << 20, 4 << 20)
 """Bytes of the messages of one pair, as long as they take no longer than its time allows."""

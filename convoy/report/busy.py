@@ -4,8 +4,8 @@ import json
 import time
 from dataclasses import dataclass
 
+from convoy.comm.group import Group
 from convoy.execute.clock import Clock
-from convoy.execute.group import Group
 from convoy.execute.train import EpochResult, Evaluation
 from convoy.report.log import RunLog
 

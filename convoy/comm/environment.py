@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
 
+from convoy.comm.launch_env import MAX_PROCESSES, PLACE_NAMES, as_torchrun, whole
 from convoy.errors import InputError
-from convoy.execute.environments import MAX_PROCESSES, PLACE_NAMES, as_torchrun, whole
 
 if TYPE_CHECKING:  # the far side of a fleet asks for routes only, and should not wait for torch
     import torch

@@ -15,13 +15,13 @@ from typing import TypeVar, final
 
 import torch
 
+from convoy.comm.backends import CONTROL, Carrier, Flight, GlooCarrier, NcclCarrier, PeerFailure, can_use_nccl
+from convoy.comm.environment import Place, own_address, pick_device, reachable_address, read_place
+from convoy.comm.failure import DONE_CAUSE, Answer, Door, Note, Silence, find_lost
+from convoy.comm.group import AloneGroup, CountedGroup, Group, Message, Pending, closed_error
+from convoy.comm.malloc import keep_freed_memory
+from convoy.comm.rendezvous import Greeting, Meeting, own_greeting, store_at, title
 from convoy.errors import ConvoyError, DeviceLostError, InputError
-from convoy.execute.group import AloneGroup, CountedGroup, Group, Message, Pending, closed_error
-from convoy.execute.heap import keep_freed_memory
-from convoy.execute.loss import DONE_CAUSE, Answer, Door, Note, Silence, find_lost
-from convoy.execute.meeting import Greeting, Meeting, own_greeting, store_at, title
-from convoy.execute.payload import CONTROL, Carrier, Flight, GlooCarrier, NcclCarrier, PeerFailure, can_use_nccl
-from convoy.execute.place import Place, own_address, pick_device, reachable_address, read_place
 
 T = TypeVar("T")
 

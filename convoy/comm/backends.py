@@ -12,7 +12,7 @@ from torch import distributed
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import PrefixStore, Store, Work
 
-from convoy.execute.group import Message
+from convoy.comm.group import Message
 
 CONTROL = 1 << 30
 """Tags from here on belong to texts; tensors use those below."""

@@ -9,8 +9,8 @@ from typing import TypeVar, final
 
 import torch
 
+from convoy.comm.group import CountedGroup, Group, Message, Pending, closed_error
 from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError
-from convoy.execute.group import CountedGroup, Group, Message, Pending, closed_error
 
 T = TypeVar("T")
 Route = tuple[int, int, int, int]  # sender, receiver, lane, number of the message on this way

@@ -16,8 +16,8 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from convoy._version import __version__
+from convoy.comm.environment import Place, is_loopback, resolve
 from convoy.errors import DeviceLostError, InputError, MismatchError
-from convoy.execute.place import Place, is_loopback, resolve
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What must be the same on every device, checked before anything depends on it."""
 
+from convoy.comm.group import Group
 from convoy.errors import MismatchError
-from convoy.execute.group import Group
 
 
 def agree_on(group: Group, topic: str, text: str, otherwise: str) -> None:
