@@ -24,13 +24,13 @@ _HOMES = {
     "make_plans": "convoy.api",
     "distribute": "convoy.api",
     "loader": "convoy.api",
-    "clip_grad_norm_": "convoy.execute.clip",
-    "GradScaler": "convoy.execute.precision",
-    "WeightAverage": "convoy.execute.average",
-    "reshare": "convoy.execute.reshare",
+    "clip_grad_norm_": "convoy.runtime.clip",
+    "GradScaler": "convoy.runtime.precision",
+    "WeightAverage": "convoy.runtime.average",
+    "reshare": "convoy.runtime.reshard",
     "Rebalancer": "convoy.execute.rebalancing",
-    "full_optimizer_state": "convoy.execute.optimizer",
-    "ELEMENTWISE": "convoy.execute.optimizer",
+    "full_optimizer_state": "convoy.runtime.optimizer",
+    "ELEMENTWISE": "convoy.runtime.optimizer",
     "Checkpointer": "convoy.checkpoint",
     "Progress": "convoy.checkpoint",
     "load_checkpoint": "convoy.checkpoint",
@@ -51,13 +51,13 @@ if TYPE_CHECKING:
     from convoy.checkpoint import Checkpointer, Progress, load_checkpoint, save_checkpoint
     from convoy.comm.processes import join
     from convoy.errors import ConvoyError, DataError, DeviceLostError, InputError, MismatchError, PlanError
-    from convoy.execute.average import WeightAverage
-    from convoy.execute.clip import clip_grad_norm_
-    from convoy.execute.optimizer import ELEMENTWISE, full_optimizer_state
-    from convoy.execute.precision import GradScaler
     from convoy.execute.rebalancing import Rebalancer
-    from convoy.execute.reshare import reshare
     from convoy.plan.plan import Plan
+    from convoy.runtime.average import WeightAverage
+    from convoy.runtime.clip import clip_grad_norm_
+    from convoy.runtime.optimizer import ELEMENTWISE, full_optimizer_state
+    from convoy.runtime.precision import GradScaler
+    from convoy.runtime.reshard import reshare
 
 
 def __getattr__(name: str) -> Any:

@@ -12,15 +12,15 @@ from convoy.auto import BUDGET_S, choose
 from convoy.comm.group import Group
 from convoy.data.augment import read_augment
 from convoy.errors import InputError, PlanError
-from convoy.execute.clock import Clock
 from convoy.execute.data import Loader
-from convoy.execute.module import Distributed
-from convoy.execute.optimizer import mark_pieces
-from convoy.execute.precision import compute_in
 from convoy.measure.layers import given_speeds, measure_speeds
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import named_plan
+from convoy.runtime.clock import Clock
+from convoy.runtime.module import Distributed
+from convoy.runtime.optimizer import mark_pieces
+from convoy.runtime.precision import compute_in
 from convoy.settings import AUTO
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.redistribute import Sum

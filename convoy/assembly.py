@@ -9,13 +9,13 @@ from convoy.checkpoint import Checkpointer
 from convoy.data import Splits
 from convoy.data.augment import Augment, read_augment
 from convoy.errors import InputError
-from convoy.execute.average import WeightAverage
 from convoy.execute.data import Loader
-from convoy.execute.module import Distributed
-from convoy.execute.precision import GradScaler
 from convoy.execute.schedule import Schedule, build_schedule
 from convoy.execute.train import Recipe, Training, build_optimizer
 from convoy.report.screen import Screen
+from convoy.runtime.average import WeightAverage
+from convoy.runtime.module import Distributed
+from convoy.runtime.precision import GradScaler
 from convoy.settings import Settings
 
 

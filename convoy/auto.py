@@ -99,7 +99,7 @@ def choose(
         optimizer: whose state counts as memory, a name of `convoy.cost.memory.OPTIMIZERS`.
         reduce: how sums are made; None: as the planner says.
         wire: in which numbers tensors travel.
-        precision: what the layers compute in; see `convoy.execute.precision`.
+        precision: what the layers compute in; see `convoy.runtime.precision`.
 
     Raises:
         InputError, MismatchError: a file that cannot be used, or is of another fleet, model or precision; a precision that

@@ -10,11 +10,11 @@ from convoy.auto import read_times
 from convoy.data import Splits, load
 from convoy.data import check as check_data
 from convoy.errors import InputError, unknown_name
-from convoy.execute.precision import check_kinds
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.runtime.precision import check_kinds
 from convoy.settings import AUTO, Settings
 
 

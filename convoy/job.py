@@ -20,10 +20,6 @@ from convoy.comm.group import Group
 from convoy.comm.processes import join
 from convoy.data import Splits
 from convoy.errors import MismatchError
-from convoy.execute.clock import Clock
-from convoy.execute.module import Distributed
-from convoy.execute.optimizer import mark_pieces
-from convoy.execute.precision import UnderAutocast, compute_in
 from convoy.execute.rebalancing import Rebalancer
 from convoy.execute.train import History, Observer, Training, fit
 from convoy.files import write_whole
@@ -42,6 +38,10 @@ from convoy.report.place import Place, check_place, make_place
 from convoy.report.scalars import Scalars
 from convoy.report.screen import DeviceUse, Screen
 from convoy.run_file import Run, to_toml
+from convoy.runtime.clock import Clock
+from convoy.runtime.module import Distributed
+from convoy.runtime.optimizer import mark_pieces
+from convoy.runtime.precision import UnderAutocast, compute_in
 from convoy.settings import AUTO, Settings, key_of
 
 

@@ -157,7 +157,7 @@ class Settings(BaseModel):
     ema: float | None = _step(
         None, "Keep a moving average of the weights, with this decay per step, e.g. 0.999; tests use it.", ge=0, lt=1
     )
-    precision: Annotated[str, one_of("convoy.execute.precision:PRECISIONS")] = _step(
+    precision: Annotated[str, one_of("convoy.runtime.precision:PRECISIONS")] = _step(
         "float32",
         "What layers compute in: float32, bf16 or fp16 (with loss scaling; GPUs only). Weights and sums stay float32, and so "
         "does what travels unless --wire says otherwise.",

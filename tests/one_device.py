@@ -12,15 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import convoy.execute.module
+import convoy.runtime.module
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
-from convoy.execute.module import Distributed
 from convoy.model.graph import Graph
 from convoy.model.tracing import Traced, trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import Batch, Channel, Filter, One
+from convoy.runtime.module import Distributed
 from convoy.sharding.layout import box
 from tests import nets
 
@@ -249,7 +249,7 @@ def one_trace(*model: Any) -> Iterator[None]:
     Args:
         model: name and dtype of a net, to trace it once for all tests; nothing: once for each model object.
     """
-    original = convoy.execute.module.trace
+    original = convoy.runtime.module.trace
     known: dict[Any, Traced] = _TRACES if model else {}
 
     def cached(whole: nn.Module, example: Any, *, training: bool = True, **like: Any) -> Traced:
@@ -259,11 +259,11 @@ def one_trace(*model: Any) -> Iterator[None]:
                 known[key] = original(whole, example, training=training, **like)
             return known[key]
 
-    convoy.execute.module.trace = cached  # type: ignore[assignment]
+    convoy.runtime.module.trace = cached  # type: ignore[assignment]
     try:
         yield
     finally:
-        convoy.execute.module.trace = original  # type: ignore[assignment]
+        convoy.runtime.module.trace = original  # type: ignore[assignment]
 
 
 def mixed(net: str, reduce: Any = "ring") -> Plan:

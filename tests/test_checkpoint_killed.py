@@ -21,8 +21,8 @@ from convoy.checkpoint.folder import checkpoints
 from convoy.comm.group import Group
 from convoy.errors import DeviceLostError, InputError
 from convoy.execute.data import Loader
-from convoy.execute.module import Distributed
 from convoy.plan.presets import Speeds
+from convoy.runtime.module import Distributed
 from tests import nets
 from tests.one_device import EXACT, OPTIMIZERS, Training, by_name, loss_of
 from tests.ranks import on_processes

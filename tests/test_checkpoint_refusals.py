@@ -18,8 +18,8 @@ from convoy.checkpoint.disk import Sink
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError
-from convoy.execute.module import Distributed
 from convoy.plan.presets import Speeds
+from convoy.runtime.module import Distributed
 from tests import nets
 from tests.one_device import Training, by_name, loss_of, one_trace, part
 from tests.ranks import on_processes

@@ -11,7 +11,6 @@ from convoy.cost.catalogue import fleet_of, read_catalogue
 from convoy.cost.energy import Energy, Power, energy_of, least_energy, power_of
 from convoy.cost.memory import DeviceMemory, _buffers_bytes, memory_of, update_s_per_entry
 from convoy.errors import InputError, PlanError
-from convoy.execute.module import Distributed
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.nets.untraced import Stack
 from convoy.model.tracing import trace
@@ -20,6 +19,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Move
 from convoy.plan.strategy import One
+from convoy.runtime.module import Distributed
 from convoy.sharding.layout import local_shape
 from convoy.simulator.simulate import Timeline
 

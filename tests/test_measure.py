@@ -19,7 +19,6 @@ from convoy.cost.measurement import Measurement, read_fleet_file
 from convoy.cost.size import LocalSize, whole_size
 from convoy.cost.table import LayerPoint, layer_times
 from convoy.errors import DeviceLostError, InputError, MismatchError
-from convoy.execute.clock import Clock
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.measure import overheads, repeats
 from convoy.measure.command import MeasureJob, run_measure
@@ -36,6 +35,7 @@ from convoy.model.tracing import Traced, trace, without_in_place
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.report.measured import show
+from convoy.runtime.clock import Clock
 from convoy.simulator.simulate import simulate
 from tests import nets
 from tests.ranks import on_processes

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from convoy.comm.group import CountedGroup, Group, Message, Pending
 from convoy.comm.threads import run_on_threads
-from convoy.execute.move import Landing, run_move, run_rounds
+from convoy.runtime.exchange import Landing, run_move, run_rounds
 from convoy.sharding import redistribute
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual

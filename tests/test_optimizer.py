@@ -13,10 +13,10 @@ import convoy
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
-from convoy.execute.module import Distributed
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
+from convoy.runtime.module import Distributed
 
 SPEEDS = Speeds((3.0, 1.0, 2.0))
 EXACT = 1e-10

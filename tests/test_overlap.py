@@ -15,10 +15,10 @@ from torch import nn
 from convoy.api import distribute
 from convoy.comm.group import Group, Message, Pending
 from convoy.comm.threads import run_on_threads
-from convoy.execute.module import Distributed
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Filter, One, Strategy
+from convoy.runtime.module import Distributed
 
 Happened = list[tuple[str, ...]]
 

@@ -15,11 +15,11 @@ import convoy.plan.steps
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
-from convoy.execute.module import Distributed
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, Speeds
 from convoy.plan.steps import SumGradients
 from convoy.plan.strategy import Batch
+from convoy.runtime.module import Distributed
 from tests import nets
 from tests.one_device import (
     EXACT,

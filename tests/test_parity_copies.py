@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
-from convoy.execute.module import Distributed
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.strategy import Batch
+from convoy.runtime.module import Distributed
 from convoy.sharding.layout import Replicated
 from tests import nets
 from tests.one_device import (

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
-from convoy.execute.module import Distributed
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.strategy import Batch, Filter, One
+from convoy.runtime.module import Distributed
 from convoy.sharding.shares import even
 from tests import nets
 from tests.one_device import (

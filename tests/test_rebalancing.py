@@ -24,9 +24,7 @@ from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.execute.data import Loader
-from convoy.execute.module import Distributed
 from convoy.execute.rebalancing import Rebalancer
-from convoy.execute.reshare import reshare
 from convoy.execute.train import EpochResult, Evaluation, History, Training, fit
 from convoy.job import _teller
 from convoy.plan.plan import Plan
@@ -35,6 +33,8 @@ from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.report.log import RunLog
 from convoy.report.pace import Pace
 from convoy.report.screen import Screen
+from convoy.runtime.module import Distributed
+from convoy.runtime.reshard import reshare
 from convoy.sharding.layout import Partial, box, entries
 from tests import nets
 from tests.one_device import EXACT, by_name, graph_of, mixed, one_trace

@@ -18,12 +18,12 @@ import convoy
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError, PlanError
-from convoy.execute.module import Distributed
-from convoy.execute.reshare import reshare
 from convoy.plan.coupling import bonds, reshared
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
 from convoy.plan.strategy import Batch, Filter
+from convoy.runtime.module import Distributed
+from convoy.runtime.reshard import reshare
 from tests import nets
 from tests.one_device import (
     EXACT,

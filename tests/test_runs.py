@@ -13,8 +13,6 @@ from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.cost.costs import Costs
 from convoy.cost.overhead import Overheads
-from convoy.execute.module import Distributed
-from convoy.execute.precision import UnderAutocast, compute_in
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import trace
 from convoy.plan.fusion import runs
@@ -22,6 +20,8 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute, Step, StepList, Value
 from convoy.plan.strategy import Batch, Filter, One
+from convoy.runtime.module import Distributed
+from convoy.runtime.precision import UnderAutocast, compute_in
 from convoy.sharding.layout import OnOne
 from convoy.simulator.events import Work
 from convoy.simulator.price import programs

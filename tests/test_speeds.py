@@ -13,10 +13,10 @@ import convoy.measure.layers
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError
-from convoy.execute.clock import Clock
 from convoy.measure.layers import DeviceTimes, LayerTime, given_speeds, measure_layers, measure_speeds, speeds_of
 from convoy.model.tracing import Traced, trace
 from convoy.plan.presets import Speeds
+from convoy.runtime.clock import Clock
 from tests import nets
 
 CPU = torch.device("cpu")

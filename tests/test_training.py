@@ -20,11 +20,8 @@ import convoy
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
-from convoy.execute.average import WeightAverage
 from convoy.execute.data import Loader
-from convoy.execute.module import Distributed
 from convoy.execute.rebalancing import Rebalancer
-from convoy.execute.reshare import reshare
 from convoy.execute.schedule import ONE_CYCLE_END, SCHEDULES, Schedule, build_schedule
 from convoy.execute.train import (
     AUXILIARY,
@@ -39,6 +36,9 @@ from convoy.execute.train import (
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch
 from convoy.report.pace import Pace
+from convoy.runtime.average import WeightAverage
+from convoy.runtime.module import Distributed
+from convoy.runtime.reshard import reshare
 from tests import nets
 from tests.one_device import EXACT, UNEVEN, by_name, graph_of, mixed, one_trace
 

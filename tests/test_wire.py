@@ -13,14 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import convoy.execute.move
+import convoy.runtime.exchange
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.cost.memory import memory_of
 from convoy.cost.overhead import Handling, handling
 from convoy.errors import InputError
-from convoy.execute.module import Distributed
-from convoy.execute.move import run_move
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
@@ -30,6 +28,8 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import Move, ShareStatistics, StepList, SumGradients, Value, traffic
 from convoy.planner.planner import candidates
+from convoy.runtime.exchange import run_move
+from convoy.runtime.module import Distributed
 from convoy.sharding.comm_dtype import Wire, wire_named, wire_of
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.sharding.redistribute import Transfer
@@ -151,13 +151,13 @@ def test_a_large_direct_sum_is_rounded_once_and_copied(readers: tuple[int, ...])
 def test_what_goes_to_several_is_narrowed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four devices each sends three parts of its summand, and then its part of the sum to three: four, not six."""
     narrowed: list[int] = []
-    original = convoy.execute.move._span_on_wire
+    original = convoy.runtime.exchange._span_on_wire
 
     def counted(flat: Tensor, t: Transfer, dtype: torch.dtype) -> Tensor:
         narrowed.append(t.sender)
         return original(flat, t, dtype)
 
-    monkeypatch.setattr(convoy.execute.move, "_span_on_wire", counted)
+    monkeypatch.setattr(convoy.runtime.exchange, "_span_on_wire", counted)
     everyone = (0, 1, 2, 3)
     moved([Case(Partial(everyone), Replicated(everyone), (20_000,), "direct")])
     assert sorted(narrowed) == sorted(everyone * 4)

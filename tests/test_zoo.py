@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
-from convoy.execute.module import Distributed
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
@@ -23,6 +22,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Compute
 from convoy.planner.planner import candidates, plan_auto
+from convoy.runtime.module import Distributed
 from convoy.sharding.layout import holders
 from convoy.study.fleets import costs_of
 from tests import zoo

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import convoy.execute.module
+import convoy.runtime.module
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
-from convoy.execute.module import Distributed
 from convoy.model.nets import build_net
 from convoy.model.tracing import Traced
 from convoy.plan.plan import Plan
+from convoy.runtime.module import Distributed
 from tests.odd_nets import Thinking, UNet
 from tests.one_device import one_trace, part
 from tests.plain_nets import CLASSES
@@ -112,7 +112,7 @@ def build(name: str) -> nn.Module:
 def traced(name: str, model: nn.Module) -> Traced:
     """A model is traced once for all tests."""
     with one_trace("zoo", name):
-        return convoy.execute.module.trace(model, batches(name, model)[0][0][:2])
+        return convoy.runtime.module.trace(model, batches(name, model)[0][0][:2])
 
 
 def batches(name: str, model: nn.Module) -> list[tuple[Tensor, Tensor]]:

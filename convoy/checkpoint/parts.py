@@ -13,9 +13,9 @@ from torch.optim.optimizer import Optimizer
 from convoy.checkpoint.tensors import Spec
 from convoy.comm.group import AloneGroup, Group
 from convoy.errors import InputError
-from convoy.execute.module import Distributed
-from convoy.execute.move import run_move
-from convoy.execute.optimizer import described
+from convoy.runtime.exchange import run_move
+from convoy.runtime.module import Distributed
+from convoy.runtime.optimizer import described
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, box
 from convoy.sharding.redistribute import schedule
 

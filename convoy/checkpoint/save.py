@@ -28,7 +28,7 @@ from convoy.checkpoint.tensors import Spec, Stream, file_order, write_tensors
 from convoy.checkpoint.values import encode
 from convoy.comm.agreement import agree_on
 from convoy.errors import InputError
-from convoy.execute.average import WeightAverage
+from convoy.runtime.average import WeightAverage
 
 KEEP = 3
 

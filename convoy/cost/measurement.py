@@ -55,7 +55,7 @@ class Measurement:
         layer: points of every layer on every device. Those with all inputs fill a rectangle of samples x outputs;
             those with fewer inputs fill a rectangle of samples x inputs, with all outputs.
         link, host: spreads and common rates, where there was a network to measure.
-        precision: what the layers computed in; see `convoy.execute.precision`.
+        precision: what the layers computed in; see `convoy.runtime.precision`.
 
     Raises:
         InputError: a device, host or layer is missing, unknown or there twice; points that fill no rectangle.

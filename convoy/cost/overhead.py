@@ -72,7 +72,7 @@ def copy_of(count: int) -> Handling:
 
 
 def handling(step: Exchange, device: int) -> list[tuple[Handling, Handling]]:
-    """What a device does before and after the messages of each round of a step, as `convoy.execute.move` does it.
+    """What a device does before and after the messages of each round of a step, as `convoy.runtime.exchange` does it.
 
     A cut that is one block of memory is sent, and received into, as it lies; any other is copied into a block or out of
     one. What is added arrives beside the tensor, in memory that a sum uses again for each of its rounds, and a sum of

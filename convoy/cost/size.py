@@ -17,7 +17,7 @@ class LocalSize:
         outputs: filters or features that it computes; all, where the layer is not split by filter.
         inputs: input channels or features that it sums over; all, where the layer is not split by channel.
         shares_statistics: the samples are a part of a batch that is normalised as a whole: a batch norm then runs in steps
-            of its own around an exchange (`convoy.execute.batch_norm`), at another speed.
+            of its own around an exchange (`convoy.runtime.batch_norm`), at another speed.
     """
 
     samples: int

@@ -11,7 +11,7 @@ from convoy.data.augment import Augment
 from convoy.data.datasets import targets_of
 from convoy.data.draws import own_random_numbers, reseed
 from convoy.errors import ConvoyError, DataError, InputError
-from convoy.execute.module import Distributed
+from convoy.runtime.module import Distributed
 from convoy.sharding.layout import box
 
 

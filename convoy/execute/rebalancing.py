@@ -12,9 +12,9 @@ from convoy.adapt import rebalance
 from convoy.adapt.autotune import Trial
 from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare
 from convoy.comm.group import Message, Pending
-from convoy.execute.module import Distributed
-from convoy.execute.reshare import reshare
 from convoy.plan.plan import Plan
+from convoy.runtime.module import Distributed
+from convoy.runtime.reshard import reshare
 
 
 class Rebalancer:

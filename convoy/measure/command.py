@@ -13,7 +13,6 @@ from convoy.cost.measurement import read_fleet_file
 from convoy.data import Splits, load
 from convoy.data import check as check_data
 from convoy.errors import ConvoyError, InputError
-from convoy.execute.precision import check_kinds
 from convoy.files import write_whole
 from convoy.fleet import Fleet
 from convoy.measure.partial import unfinished
@@ -21,6 +20,7 @@ from convoy.measure.run import BUDGET_S, measure_job
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.report.measured import Watch, show
+from convoy.runtime.precision import check_kinds
 
 
 @dataclass(frozen=True, slots=True)

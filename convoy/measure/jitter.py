@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from convoy.comm.group import Group, Message
-from convoy.execute.clock import Clock
 from convoy.measure.repeats import STRETCH_S, Now, device_now, typical
+from convoy.runtime.clock import Clock
 
 PIECE_STRETCHES = 2
 """Of computing between two exchanges: 40 ms with the usual stretch, about as long as a layer of a benchmark's nets."""

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from convoy.comm.environment import finish
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError
-from convoy.execute.clock import Clock
-from convoy.execute.compute import Arithmetic, arithmetic
-from convoy.execute.precision import agree_on, lowered
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import Traced, without_in_place
 from convoy.plan.presets import Speeds
+from convoy.runtime.clock import Clock
+from convoy.runtime.kernels import Arithmetic, arithmetic
+from convoy.runtime.precision import agree_on, lowered
 
 BURST_S = 0.02
 """A run that is shorter is repeated for this long: twice the period of a processor quota."""
@@ -62,7 +62,7 @@ def measure_layers(
         batch: the global batch; sizes of an eighth, a quarter and a half of it are timed.
         clock: its slow-down counts.
         repeats: the median of so many rounds, after a run that is not counted; fewer where they take long.
-        precision: what the layers compute in; see `convoy.execute.precision`.
+        precision: what the layers compute in; see `convoy.runtime.precision`.
     """
     local = without_in_place(copy.deepcopy(model)).to(device)
     sizes = sorted({max(2, batch // 8), max(2, batch // 4), max(2, batch // 2)})

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from convoy.cost.size import LocalSize, whole_size
-from convoy.execute.batch_norm import GlobalBatchNorm
-from convoy.execute.compute import Arithmetic, Gradients, arithmetic
-from convoy.execute.precision import lowered
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import Traced
 from convoy.plan.steps import Part
 from convoy.plan.strategy import feature_axis
+from convoy.runtime.batch_norm import GlobalBatchNorm
+from convoy.runtime.kernels import Arithmetic, Gradients, arithmetic
+from convoy.runtime.precision import lowered
 from convoy.sharding.layout import Shape
 
 
@@ -90,7 +90,7 @@ def piece(
         size: how much of the layer; a multiple of its `granule`.
         wants: which inputs need a gradient.
         backward: whether a gradient comes to this layer.
-        precision: what it computes in; see `convoy.execute.precision`.
+        precision: what it computes in; see `convoy.runtime.precision`.
     """
     operation = traced.operations[layer.name]
     with _sliced(model, layer, operation.target, size):

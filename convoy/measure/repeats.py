@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from convoy.comm.environment import finish
-from convoy.execute.clock import Clock
 from convoy.measure.pieces import Piece
+from convoy.runtime.clock import Clock
 
 Now = Callable[[], float]
 

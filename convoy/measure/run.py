@@ -23,8 +23,6 @@ from convoy.cost.overhead import Overheads
 from convoy.cost.size import LocalSize
 from convoy.cost.table import DeviceCosts, LayerPoint
 from convoy.errors import MismatchError
-from convoy.execute.clock import Clock
-from convoy.execute.precision import agree_on
 from convoy.fleet import Fleet
 from convoy.measure.describe import Own, describe, fit, fleet_of, host_indices, spreads, with_wire
 from convoy.measure.jitter import measure_jitter
@@ -35,6 +33,8 @@ from convoy.measure.repeats import STRETCH_S, Now, quota_now, time_update
 from convoy.measure.tables import Bench, Point, allowances
 from convoy.measure.wanted import wanted
 from convoy.model.tracing import Traced
+from convoy.runtime.clock import Clock
+from convoy.runtime.precision import agree_on
 
 GRID_PART = 2 / 3
 """The part of the layers' seconds that goes to the grids; the rest is for the sizes that plans have."""
@@ -77,7 +77,7 @@ def measure_job(
         slowdown: this device plays one that is so many times slower at computing.
         partial: where device 0 keeps finished layers, and finds those of an earlier run that was cut off. It is removed
             at the end.
-        precision: what the layers compute in; see `convoy.execute.precision`.
+        precision: what the layers compute in; see `convoy.runtime.precision`.
         stretch_s: see `convoy.measure.repeats.time_piece`.
 
     Raises:

@@ -9,7 +9,6 @@ from torch import nn
 
 from convoy.cost.compute import shape_s
 from convoy.cost.size import LocalSize, whole_size
-from convoy.execute.clock import Clock
 from convoy.measure.pieces import SharedStatistics, granule, piece
 from convoy.measure.repeats import ROUNDS, STRETCH_S, Now, Times, device_now, time_piece
 from convoy.model.graph import Graph, Layer
@@ -19,6 +18,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import One
+from convoy.runtime.clock import Clock
 
 DIVISORS = (16, 8, 4, 2, 1)
 POINT_LIMIT_S = 1.5
@@ -72,7 +72,7 @@ class Bench:
         clock: its slow-down counts.
         now: reads seconds; None: this process's clock.
         stretch_s: see `time_piece`.
-        precision: what the layers compute in; see `convoy.execute.precision`.
+        precision: what the layers compute in; see `convoy.runtime.precision`.
     """
 
     def __init__(

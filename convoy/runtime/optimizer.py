@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from convoy.errors import InputError
-from convoy.execute.module import Distributed
+from convoy.runtime.module import Distributed
 
 ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.SGD,

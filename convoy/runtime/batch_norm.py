@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import InputError
-from convoy.execute.compute import Gradients, named
 from convoy.model.graph import Layer
+from convoy.runtime.kernels import Gradients, named
 
 
 class GlobalBatchNorm:

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.group import Group
-from convoy.execute.batch_norm import GlobalBatchNorm, Normalisation
-from convoy.execute.clock import Clock
-from convoy.execute.compute import Arithmetic, arithmetic, detached, gradients_of, or_zeros, widened, with_gradients
-from convoy.execute.gradients import Found, Sums
-from convoy.execute.move import Flights, Landing, run_move, start_move
-from convoy.execute.script import Line, RunLine, Script
 from convoy.model.graph import Layer
 from convoy.model.tracing import Traced, bind
 from convoy.plan.fusion import Run
 from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, SumGradients, Value
+from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
+from convoy.runtime.clock import Clock
+from convoy.runtime.exchange import Flights, Landing, run_move, start_move
+from convoy.runtime.gradients import Found, Sums
+from convoy.runtime.kernels import Arithmetic, arithmetic, detached, gradients_of, or_zeros, widened, with_gradients
+from convoy.runtime.script import Line, RunLine, Script
 from convoy.sharding.layout import Replicated, Split, dual, local_shape
 from convoy.sharding.redistribute import chunks
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from convoy.comm.group import Group, Message, Pending
-from convoy.execute.clock import Clock
+from convoy.runtime.clock import Clock
 from convoy.sharding.comm_dtype import Wire, rounds_copies, wire_of
 from convoy.sharding.layout import Box, Layout, Partial, Shape, box, covers, local_shape
 from convoy.sharding.redistribute import Round, Schedule, Transfer

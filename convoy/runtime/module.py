@@ -13,11 +13,6 @@ from convoy._version import __version__
 from convoy.comm.agreement import agree_on
 from convoy.comm.group import Group
 from convoy.errors import InputError
-from convoy.execute.clock import Clock
-from convoy.execute.executor import Executor
-from convoy.execute.gradients import global_norm
-from convoy.execute.move import run_move
-from convoy.execute.script import Script, script
 from convoy.model.graph import Parameter
 from convoy.model.operation import Ref
 from convoy.model.tracing import Traced, trace, without_in_place
@@ -25,6 +20,11 @@ from convoy.plan.evaluation import misplaced, pin
 from convoy.plan.lower import lower, parameter_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList
+from convoy.runtime.clock import Clock
+from convoy.runtime.exchange import run_move
+from convoy.runtime.executor import Executor
+from convoy.runtime.gradients import global_norm
+from convoy.runtime.script import Script, script
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, box, holders, local_shape
 from convoy.sharding.redistribute import schedule
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.group import Group, Message
-from convoy.execute.move import Landing, run_rounds
 from convoy.plan.steps import SumGradients
+from convoy.runtime.exchange import Landing, run_rounds
 
 SUM_LANE = 1
 

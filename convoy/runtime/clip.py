@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from convoy.execute.module import Distributed
+from convoy.runtime.module import Distributed
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, unknown_name
-from convoy.execute.compute import Arithmetic, Convolution, FullyConnected, Gradients, widened
-from convoy.execute.gradients import share_numbers
-from convoy.execute.module import Distributed
 from convoy.model.graph import Graph
 from convoy.plan.steps import Part
+from convoy.runtime.gradients import share_numbers
+from convoy.runtime.kernels import Arithmetic, Convolution, FullyConnected, Gradients, widened
+from convoy.runtime.module import Distributed
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What layers compute in; None: in the type that the model has."""

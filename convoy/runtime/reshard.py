@@ -11,10 +11,10 @@ from torch.optim.optimizer import Optimizer
 
 from convoy.comm.agreement import agree_on
 from convoy.errors import InputError
-from convoy.execute.module import Distributed
-from convoy.execute.move import Moving, start_move
-from convoy.execute.optimizer import ELEMENTWISE, described, mark_pieces
 from convoy.plan.plan import Plan
+from convoy.runtime.exchange import Moving, start_move
+from convoy.runtime.module import Distributed
+from convoy.runtime.optimizer import ELEMENTWISE, described, mark_pieces
 from convoy.sharding.layout import Layout, box, holders, local_shape
 from convoy.sharding.redistribute import schedule
 
