@@ -29,7 +29,7 @@ from benchmarks.runners import UNCOUNTED_STEPS, Batches, sgd
 from benchmarks.tuning import Setting, Trial, tune, tune_even
 from convoy.comm.group import Group
 from convoy.data import Images
-from convoy.execute.data import Loader
+from convoy.train.loader import Loader
 
 TRIAL_S = 0.6
 """About the seconds of the steps that are timed in one trial of the search."""

@@ -39,7 +39,6 @@ from convoy.api import distribute, loader
 from convoy.comm.group import Group
 from convoy.comm.processes import join
 from convoy.execute.launch import launch_local
-from convoy.execute.rebalancing import Rebalancer
 from convoy.files import write_whole
 from convoy.measure.layers import measure_speeds
 from convoy.model.nets import build_net
@@ -48,6 +47,7 @@ from convoy.plan.coupling import bonds, shares_of
 from convoy.plan.plan import Plan
 from convoy.plan.presets import named_plan
 from convoy.runtime.clock import Clock
+from convoy.train.controller import Rebalancer
 
 RESULTS = Path(__file__).parent / "results" / "rebalance.json"
 CLASSES = 10

@@ -17,10 +17,10 @@ from convoy.adapt.autotune import Trial
 from convoy.api import distribute
 from convoy.comm.group import Group
 from convoy.data import Images
-from convoy.execute.data import Loader
-from convoy.execute.rebalancing import Rebalancer
 from convoy.plan.plan import Plan
 from convoy.sharding.layout import box
+from convoy.train.controller import Rebalancer
+from convoy.train.loader import Loader
 
 UNCOUNTED_STEPS = 2
 """Before a turn that all devices take together: after the first, DDP orders its buckets anew, as the gradients came."""
@@ -64,7 +64,7 @@ def endless(loader: Loader) -> Batches:
 
 
 def train_steps(model: nn.Module, optimizer: Optimizer, batches: Batches, steps: int) -> float:
-    """The steps of `convoy.execute.train.fit`; the loss of the first."""
+    """The steps of `convoy.train.loop.fit`; the loss of the first."""
     first = 0.0
     for step in range(steps):
         x, y = next(batches)

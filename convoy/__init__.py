@@ -28,7 +28,7 @@ _HOMES = {
     "GradScaler": "convoy.runtime.precision",
     "WeightAverage": "convoy.runtime.average",
     "reshare": "convoy.runtime.reshard",
-    "Rebalancer": "convoy.execute.rebalancing",
+    "Rebalancer": "convoy.train.controller",
     "full_optimizer_state": "convoy.runtime.optimizer",
     "ELEMENTWISE": "convoy.runtime.optimizer",
     "Checkpointer": "convoy.checkpoint",
@@ -51,13 +51,13 @@ if TYPE_CHECKING:
     from convoy.checkpoint import Checkpointer, Progress, load_checkpoint, save_checkpoint
     from convoy.comm.processes import join
     from convoy.errors import ConvoyError, DataError, DeviceLostError, InputError, MismatchError, PlanError
-    from convoy.execute.rebalancing import Rebalancer
     from convoy.plan.plan import Plan
     from convoy.runtime.average import WeightAverage
     from convoy.runtime.clip import clip_grad_norm_
     from convoy.runtime.optimizer import ELEMENTWISE, full_optimizer_state
     from convoy.runtime.precision import GradScaler
     from convoy.runtime.reshard import reshare
+    from convoy.train.controller import Rebalancer
 
 
 def __getattr__(name: str) -> Any:

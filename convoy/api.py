@@ -12,7 +12,6 @@ from convoy.auto import BUDGET_S, choose
 from convoy.comm.group import Group
 from convoy.data.augment import read_augment
 from convoy.errors import InputError, PlanError
-from convoy.execute.data import Loader
 from convoy.measure.layers import given_speeds, measure_speeds
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
@@ -24,6 +23,7 @@ from convoy.runtime.precision import compute_in
 from convoy.settings import AUTO
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.redistribute import Sum
+from convoy.train.loader import Loader
 
 
 def make_plan(

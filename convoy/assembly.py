@@ -9,14 +9,14 @@ from convoy.checkpoint import Checkpointer
 from convoy.data import Splits
 from convoy.data.augment import Augment, read_augment
 from convoy.errors import InputError
-from convoy.execute.data import Loader
-from convoy.execute.schedule import Schedule, build_schedule
-from convoy.execute.train import Recipe, Training, build_optimizer
 from convoy.report.screen import Screen
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import GradScaler
 from convoy.settings import Settings
+from convoy.train.loader import Loader
+from convoy.train.loop import Recipe, Training, build_optimizer
+from convoy.train.lr import Schedule, build_schedule
 
 
 def build_loaders(settings: Settings, splits: Splits, part: Distributed | None) -> tuple[Loader, Loader]:

@@ -20,8 +20,6 @@ from convoy.comm.group import Group
 from convoy.comm.processes import join
 from convoy.data import Splits
 from convoy.errors import MismatchError
-from convoy.execute.rebalancing import Rebalancer
-from convoy.execute.train import History, Observer, Training, fit
 from convoy.files import write_whole
 from convoy.inputs import build_model, check, check_outputs, example_of, load_images
 from convoy.measure.layers import given_speeds, measure_speeds
@@ -43,6 +41,8 @@ from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import mark_pieces
 from convoy.runtime.precision import UnderAutocast, compute_in
 from convoy.settings import AUTO, Settings, key_of
+from convoy.train.controller import Rebalancer
+from convoy.train.loop import History, Observer, Training, fit
 
 
 def run_device(run: Run) -> None:

@@ -136,11 +136,11 @@ class Settings(BaseModel):
         "sees the part).",
         ge=1,
     )
-    optimizer: Annotated[str, one_of("convoy.execute.train:OPTIMIZERS")] = _step("sgd", "sgd, adam or adamw.")
+    optimizer: Annotated[str, one_of("convoy.train.loop:OPTIMIZERS")] = _step("sgd", "sgd, adam or adamw.")
     lr: float = _step(0.01, "Learning rate; the highest one of a schedule.", gt=0)
     momentum: float = _step(0.9, "Momentum of sgd.", ge=0)
     weight_decay: float = _step(0.0, "Weight decay.", ge=0)
-    schedule: Annotated[str, one_of("convoy.execute.schedule:SCHEDULES")] = _step(
+    schedule: Annotated[str, one_of("convoy.train.lr:SCHEDULES")] = _step(
         "constant",
         "How the learning rate changes: constant, cosine (down to 0), step (multiplied by --drop-factor after every "
         "--drop-epochs), one-cycle (up from 1/25, then down to nearly 0).",

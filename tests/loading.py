@@ -12,11 +12,11 @@ import convoy
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.data import Images
-from convoy.execute.data import Loader
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
+from convoy.train.loader import Loader
 
 SAMPLES = 23
 SHAPE = (1, 2, 2)

@@ -22,9 +22,9 @@ from benchmarks.tuning import Setting, Trial, tune, tune_even
 from benchmarks.worker import WorkerJob, run_fleet
 from convoy.comm.group import Group
 from convoy.data import Images
-from convoy.execute.data import Loader
 from convoy.model.nets import build_net
 from convoy.sharding.shares import Shares
+from convoy.train.loader import Loader
 from tests.ranks import on_processes
 
 STEPS = 3

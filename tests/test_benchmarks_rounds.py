@@ -25,10 +25,10 @@ from benchmarks.worker import WorkerJob, run_fleet
 from convoy.comm.group import AloneGroup, Group
 from convoy.comm.threads import run_on_threads
 from convoy.data import Images
-from convoy.execute.data import Loader
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.train.loader import Loader
 from tests.ranks import on_processes
 
 CPU = torch.device("cpu")

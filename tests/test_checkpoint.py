@@ -21,12 +21,12 @@ from convoy.checkpoint.tensors import Spec, Stream, file_order, write_tensors
 from convoy.checkpoint.values import decode, encode
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
-from convoy.execute.data import Loader
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import full_optimizer_state
+from convoy.train.loader import Loader
 from tests import nets
 from tests.one_device import EXACT, OPTIMIZERS, Training, by_name, loss_of, mixed, one_trace, part
 

@@ -20,9 +20,9 @@ from convoy.checkpoint import Checkpointer, Progress, latest, load_checkpoint, s
 from convoy.checkpoint.folder import checkpoints
 from convoy.comm.group import Group
 from convoy.errors import DeviceLostError, InputError
-from convoy.execute.data import Loader
 from convoy.plan.presets import Speeds
 from convoy.runtime.module import Distributed
+from convoy.train.loader import Loader
 from tests import nets
 from tests.one_device import EXACT, OPTIMIZERS, Training, by_name, loss_of
 from tests.ranks import on_processes

@@ -25,13 +25,13 @@ import convoy.job  # noqa: F401 - likewise
 from convoy import cli
 from convoy.data import load
 from convoy.errors import DeviceLostError, InputError
-from convoy.execute.train import EpochResult, Evaluation, History
 from convoy.plan.explain import LayerRow
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
 from convoy.plan.strategy import Batch
 from convoy.report.log import RunLog
 from convoy.report.screen import Screen
+from convoy.train.loop import EpochResult, Evaluation, History
 from tests.ranks import PLACE, ROOT, on_processes
 
 load("digits")  # imports scikit-learn, likewise

@@ -8,7 +8,7 @@ import convoy
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
-from convoy.execute.data import Loader
+from convoy.train.loader import Loader
 from tests.loading import SAMPLES, SHAPE, Plain, net, part_of, plan_of, read, read_on_devices
 
 # ------------------------------------------------------------------------------------------------------- the order

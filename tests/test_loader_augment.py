@@ -12,9 +12,9 @@ from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.data import Images, Samples, load
 from convoy.data.augment import Augment, read_augment
-from convoy.execute.data import Loader
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
+from convoy.train.loader import Loader
 from tests.loading import Plain
 from tests.made_up import plain_image, write_images
 

@@ -15,8 +15,8 @@ import convoy
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import DataError
-from convoy.execute.data import Loader
 from convoy.plan.plan import Plan
+from convoy.train.loader import Loader
 from tests.loading import DATASETS, SHAPE, Plain, WithTargets, image, net, part_of, plan_of, read
 from tests.made_up import plain_image
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import convoy
 from convoy.errors import DataError
-from convoy.execute.data import Loader
+from convoy.train.loader import Loader
 from tests.loading import Plain, image, part_of, plan_of, read
 
 WAIT_S = 20.0

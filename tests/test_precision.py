@@ -15,10 +15,10 @@ import convoy
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError
-from convoy.execute.data import Loader
-from convoy.execute.train import Training, fit
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import PRECISIONS, GradScaler, UnderAutocast, compute_in
+from convoy.train.loader import Loader
+from convoy.train.loop import Training, fit
 from tests import nets
 from tests.one_device import by_name, mixed, one_trace
 

@@ -23,9 +23,6 @@ from convoy import cli
 from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
-from convoy.execute.data import Loader
-from convoy.execute.rebalancing import Rebalancer
-from convoy.execute.train import EpochResult, Evaluation, History, Training, fit
 from convoy.job import _teller
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute
@@ -36,6 +33,9 @@ from convoy.report.screen import Screen
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshare
 from convoy.sharding.layout import Partial, box, entries
+from convoy.train.controller import Rebalancer
+from convoy.train.loader import Loader
+from convoy.train.loop import EpochResult, Evaluation, History, Training, fit
 from tests import nets
 from tests.one_device import EXACT, by_name, graph_of, mixed, one_trace
 from tests.ranks import PLACE

@@ -17,7 +17,6 @@ from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
 from convoy.comm.group import AloneGroup
 from convoy.data import load
 from convoy.errors import InputError
-from convoy.execute.train import EpochResult, Evaluation
 from convoy.job import _teller
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
@@ -33,6 +32,7 @@ from convoy.report.screen import Screen
 from convoy.run_file import settle
 from convoy.runtime.clock import Clock
 from convoy.settings import Settings
+from convoy.train.loop import EpochResult, Evaluation
 from tests.one_device import by_name, graph_of
 from tests.ranks import PLACE, on_processes
 

@@ -16,9 +16,9 @@ from torch.utils.data import TensorDataset
 
 from convoy import cli
 from convoy.checkpoint import Checkpointer
-from convoy.execute.data import Loader
-from convoy.execute.train import Training, fit
 from convoy.report.log import RunLog
+from convoy.train.loader import Loader
+from convoy.train.loop import Training, fit
 from tests.ranks import PLACE, ROOT
 
 HOW = [

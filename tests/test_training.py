@@ -20,10 +20,15 @@ import convoy
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
-from convoy.execute.data import Loader
-from convoy.execute.rebalancing import Rebalancer
-from convoy.execute.schedule import ONE_CYCLE_END, SCHEDULES, Schedule, build_schedule
-from convoy.execute.train import (
+from convoy.plan.plan import Plan
+from convoy.plan.strategy import Batch
+from convoy.report.pace import Pace
+from convoy.runtime.average import WeightAverage
+from convoy.runtime.module import Distributed
+from convoy.runtime.reshard import reshare
+from convoy.train.controller import Rebalancer
+from convoy.train.loader import Loader
+from convoy.train.loop import (
     AUXILIARY,
     EpochResult,
     Evaluation,
@@ -33,12 +38,7 @@ from convoy.execute.train import (
     classification_loss,
     fit,
 )
-from convoy.plan.plan import Plan
-from convoy.plan.strategy import Batch
-from convoy.report.pace import Pace
-from convoy.runtime.average import WeightAverage
-from convoy.runtime.module import Distributed
-from convoy.runtime.reshard import reshare
+from convoy.train.lr import ONE_CYCLE_END, SCHEDULES, Schedule, build_schedule
 from tests import nets
 from tests.one_device import EXACT, UNEVEN, by_name, graph_of, mixed, one_trace
 
@@ -514,7 +514,7 @@ def told(
 ) -> tuple[list[Any], History]:
     """What an observer is told in epochs of three steps, where tests find these accuracies."""
     found = iter(accuracies)
-    monkeypatch.setattr("convoy.execute.train.accuracy", lambda *_: next(found))
+    monkeypatch.setattr("convoy.train.loop.accuracy", lambda *_: next(found))
     model, noted = nets.build("two-conv"), Noted()
     train = Loader(Samples(), 20 // recipe.accumulate)
     training = Training(model, torch.optim.SGD(model.parameters(), lr=0.01), recipe)

@@ -13,9 +13,6 @@ from convoy.adapt.autotune import HOPELESS, Trial, observe
 from convoy.adapt.rebalance import Keep, Reshare
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
-from convoy.execute.data import Loader
-from convoy.execute.rebalancing import Rebalancer
-from convoy.execute.train import History, Training, fit
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
@@ -25,6 +22,9 @@ from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.planner.planner import FEWER, REACH, TRIED, Candidate, candidates, worth_trying
 from convoy.sharding.layout import Layout, Replicated, Split
+from convoy.train.controller import Rebalancer
+from convoy.train.loader import Loader
+from convoy.train.loop import History, Training, fit
 from tests import nets
 from tests.one_device import EXACT, graph_of, one_trace
 from tests.test_planner import costs_of

@@ -16,7 +16,6 @@ from convoy.comm.group import AloneGroup, Arrived, CountedGroup, Message, Pendin
 from convoy.cost.overhead import FRESH_BYTES, Overheads
 from convoy.cost.size import whole_size
 from convoy.data.images import Images
-from convoy.execute.data import Loader
 from convoy.measure.pieces import piece
 from convoy.measure.repeats import Now, repeated, time_piece, typical
 from convoy.model.tracing import trace
@@ -26,6 +25,7 @@ from convoy.runtime.clock import Clock
 from convoy.runtime.exchange import run_move
 from convoy.runtime.module import Distributed
 from convoy.sharding.layout import Replicated, Split
+from convoy.train.loader import Loader
 
 LAYERS = (1, 33)
 """Activations in the two nets whose difference is the cost of a layer."""
@@ -95,7 +95,7 @@ def _chain(activations: int) -> nn.Module:
 
 
 def _training(activations: int, device: torch.device) -> Callable[[], object]:
-    """One step of a training loop like `convoy.execute.train.fit`."""
+    """One step of a training loop like `convoy.train.loop.fit`."""
     images = Images(
         torch.zeros(1024 * BATCH, 1, 1, 1, dtype=torch.uint8), torch.zeros(1024 * BATCH, dtype=torch.int64), 2,
         (0.5,), (0.5,),

@@ -5,9 +5,9 @@ import time
 from dataclasses import dataclass
 
 from convoy.comm.group import Group
-from convoy.execute.train import EpochResult, Evaluation
 from convoy.report.log import RunLog
 from convoy.runtime.clock import Clock
+from convoy.train.loop import EpochResult, Evaluation
 
 
 @dataclass(frozen=True, slots=True)

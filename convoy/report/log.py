@@ -16,10 +16,10 @@ import torch
 from convoy._version import __version__
 from convoy.adapt.rebalance import Reshare
 from convoy.errors import InputError
-from convoy.execute.train import EpochResult, Evaluation, Observer
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
 from convoy.report.lines import plan_fields
+from convoy.train.loop import EpochResult, Evaluation, Observer
 
 
 class RunLog:

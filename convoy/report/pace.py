@@ -3,8 +3,8 @@
 import statistics
 import time
 
-from convoy.execute.train import EpochResult, Evaluation
 from convoy.report.course import LEAST_STEPS
+from convoy.train.loop import EpochResult, Evaluation
 
 
 class Pace:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from convoy.errors import InputError
 
 if TYPE_CHECKING:  # settings are checked here, and --help needs no torch
-    from convoy.execute.train import EpochResult, Evaluation
+    from convoy.train.loop import EpochResult, Evaluation
 
 
 def checked_folder(folder: Path) -> Path:

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from convoy.execute.train import EpochResult, Evaluation, History
 from convoy.plan.explain import LayerRow
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
 from convoy.report.numbers import in_bytes
+from convoy.train.loop import EpochResult, Evaluation, History
 
 LINE_EVERY_S = 10.0
 """Where there is no terminal, a line of progress this often."""

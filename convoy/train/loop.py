@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from convoy.checkpoint import Checkpointer, Progress
 from convoy.errors import unknown_name
-from convoy.execute.data import Loader
-from convoy.execute.rebalancing import Rebalancer
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.clip import clip_grad_norm_
 from convoy.runtime.precision import GradScaler
+from convoy.train.controller import Rebalancer
+from convoy.train.loader import Loader
 
 
 @dataclass(frozen=True, slots=True)
