@@ -29,10 +29,10 @@ from benchmarks.score import middle_spread
 from convoy.comm.group import AloneGroup
 from convoy.comm.malloc import keep_freed_memory
 from convoy.files import write_whole
-from convoy.measure.overheads import measure_overheads
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
+from convoy.profile.overheads import measure_overheads
 from convoy.runtime.module import Distributed
 
 RESULTS = Path(__file__).parent / "results" / "overhead.json"

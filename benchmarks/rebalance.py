@@ -40,12 +40,12 @@ from convoy.comm.group import Group
 from convoy.comm.processes import join
 from convoy.execute.launch import launch_local
 from convoy.files import write_whole
-from convoy.measure.layers import measure_speeds
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.coupling import bonds, shares_of
 from convoy.plan.plan import Plan
 from convoy.plan.presets import named_plan
+from convoy.profile.layers import measure_speeds
 from convoy.runtime.clock import Clock
 from convoy.train.controller import Rebalancer
 

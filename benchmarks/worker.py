@@ -42,12 +42,12 @@ from convoy.data import Images, load
 from convoy.errors import ConvoyError, InputError
 from convoy.files import write_whole
 from convoy.fleet import Fleet
-from convoy.measure.run import measure_job
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import Traced, trace
 from convoy.plan.plan import Plan
 from convoy.planner.predict import Outlook, prospect
+from convoy.profile.job import measure_job
 from convoy.report.timeline import draw
 
 GROUP_LIMIT_S = 900.0

@@ -12,10 +12,10 @@ from convoy.auto import BUDGET_S, choose
 from convoy.comm.group import Group
 from convoy.data.augment import read_augment
 from convoy.errors import InputError, PlanError
-from convoy.measure.layers import given_speeds, measure_speeds
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import named_plan
+from convoy.profile.layers import given_speeds, measure_speeds
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import mark_pieces

@@ -10,13 +10,13 @@ from convoy.comm.group import Group
 from convoy.cost.measurement import Measurement, read_fleet_file
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.fleet import Fleet
-from convoy.measure.run import Progress, measure_job
 from convoy.model.graph import Graph
 from convoy.model.tracing import Traced
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
 from convoy.planner.planner import Candidate
 from convoy.planner.predict import Outlook, choices, prospect
+from convoy.profile.job import Progress, measure_job
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.redistribute import Sum
 

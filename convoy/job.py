@@ -22,12 +22,12 @@ from convoy.data import Splits
 from convoy.errors import MismatchError
 from convoy.files import write_whole
 from convoy.inputs import build_model, check, check_outputs, example_of, load_images
-from convoy.measure.layers import given_speeds, measure_speeds
 from convoy.model.tracing import Traced, trace
 from convoy.plan.explain import layer_rows, step_lines, work_shares
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.planner.predict import working
+from convoy.profile.layers import given_speeds, measure_speeds
 from convoy.report.beginning import Beginning, open_log
 from convoy.report.busy import Busy
 from convoy.report.log import All, RunLog

@@ -20,11 +20,11 @@ from convoy.cost.measurement import Measurement
 from convoy.cost.memory import memory_of
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.forecast import forecast
-from convoy.measure.run import measure_job
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.planner.predict import working
+from convoy.profile.job import measure_job
 from convoy.report.pace import Pace
 from convoy.sharding.layout import local_shape
 from tests.ranks import on_processes

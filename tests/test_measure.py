@@ -20,20 +20,21 @@ from convoy.cost.size import LocalSize, whole_size
 from convoy.cost.table import LayerPoint, layer_times
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.fleet import Card, Device, Fleet, Host
-from convoy.measure import overheads, repeats
 from convoy.measure.command import MeasureJob, run_measure
-from convoy.measure.describe import Own, fit, fleet_of, host_indices, spreads, with_wire
-from convoy.measure.layers import measure_speeds
-from convoy.measure.links import WireTimes, measure_links, meetings, processor_share
-from convoy.measure.partial import Partial
-from convoy.measure.pieces import Piece, SharedStatistics, granule, piece
-from convoy.measure.repeats import Times, time_piece
-from convoy.measure.run import measure_job
-from convoy.measure.tables import Axes, Bench, Guess, Point, allowances, choose_axes, cost_s, full_axes
 from convoy.model.graph import Layer
 from convoy.model.tracing import Traced, trace, without_in_place
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.profile import overheads
+from convoy.profile import timing as repeats
+from convoy.profile.describe import Own, fit, fleet_of, host_indices, spreads, with_wire
+from convoy.profile.job import measure_job
+from convoy.profile.layers import measure_speeds
+from convoy.profile.links import WireTimes, measure_links, meetings, processor_share
+from convoy.profile.pieces import Piece, SharedStatistics, granule, piece
+from convoy.profile.resume import Partial
+from convoy.profile.tables import Axes, Bench, Guess, Point, allowances, choose_axes, cost_s, full_axes
+from convoy.profile.timing import Times, time_piece
 from convoy.report.measured import show
 from convoy.runtime.clock import Clock
 from convoy.simulator.simulate import simulate
@@ -138,7 +139,7 @@ def test_a_batch_norm_is_timed_as_it_runs_alone_and_with_others(monkeypatch: pyt
         timed.append((type(part.run).__name__, part.samples))
         return Times(1.0, 1.0, 0.0)
 
-    monkeypatch.setattr("convoy.measure.tables.time_piece", note)
+    monkeypatch.setattr("convoy.profile.tables.time_piece", note)
     bench = quick_bench(model, traced)
     layer = next(layer for layer in traced.graph.layers.values() if layer.statistics)
     points = bench.measure(layer.name, allowance_s=100.0, point_limit_s=1e9)

@@ -7,8 +7,8 @@ import torch
 
 from convoy.comm.group import AloneGroup, Group
 from convoy.comm.threads import run_on_threads
-from convoy.measure import jitter
-from convoy.measure.jitter import Pieces, jitter_of, measure_jitter
+from convoy.profile import jitter
+from convoy.profile.jitter import Pieces, jitter_of, measure_jitter
 from convoy.runtime.clock import Clock
 
 CPU = torch.device("cpu")

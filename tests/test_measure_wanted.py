@@ -13,10 +13,6 @@ from convoy.cost.measurement import Measurement
 from convoy.cost.overhead import Overheads
 from convoy.cost.size import LocalSize, local_size
 from convoy.cost.table import LayerPoint, layer_times
-from convoy.measure.repeats import Times
-from convoy.measure.run import measure_job
-from convoy.measure.tables import Bench
-from convoy.measure.wanted import wanted
 from convoy.model.graph import Layer
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
@@ -25,6 +21,10 @@ from convoy.plan.presets import PLANS, named_plan
 from convoy.plan.steps import Compute
 from convoy.planner.planner import candidates
 from convoy.planner.predict import Outlook
+from convoy.profile.job import measure_job
+from convoy.profile.sizes import wanted
+from convoy.profile.tables import Bench
+from convoy.profile.timing import Times
 
 LAYER = trace(build_net("two-conv:4:6", (3, 16, 16), 10), torch.zeros(2, 3, 16, 16)).graph["0"]
 
@@ -132,9 +132,9 @@ def measured() -> list[Measurement]:
     traced = trace(model, torch.zeros(2, *IMAGE))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("convoy.measure.run.Bench", Synthetic)
+        patch.setattr("convoy.profile.job.Bench", Synthetic)
         # It trains on one device, and torch's hooks on gradients want a process each for that.
-        patch.setattr("convoy.measure.run.measure_overheads", lambda *_: Overheads())
+        patch.setattr("convoy.profile.job.measure_overheads", lambda *_: Overheads())
 
         def work(group: Group) -> Measurement:
             return measure_job(

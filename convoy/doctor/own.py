@@ -17,7 +17,7 @@ from convoy.comm.environment import Place, is_loopback, own_address, pick_device
 from convoy.doctor.facts import Checkup, Gpu, Interface, Reach
 from convoy.doctor.knock import knock
 from convoy.errors import InputError
-from convoy.measure.describe import describe
+from convoy.profile.describe import describe
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 PREFIXES = ("NCCL_",)

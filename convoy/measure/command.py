@@ -15,10 +15,10 @@ from convoy.data import check as check_data
 from convoy.errors import ConvoyError, InputError
 from convoy.files import write_whole
 from convoy.fleet import Fleet
-from convoy.measure.partial import unfinished
-from convoy.measure.run import BUDGET_S, measure_job
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
+from convoy.profile.job import BUDGET_S, measure_job
+from convoy.profile.resume import unfinished
 from convoy.report.measured import Watch, show
 from convoy.runtime.precision import check_kinds
 

@@ -16,11 +16,11 @@ from convoy.comm.group import AloneGroup, Arrived, CountedGroup, Message, Pendin
 from convoy.cost.overhead import FRESH_BYTES, Overheads
 from convoy.cost.size import whole_size
 from convoy.data.images import Images
-from convoy.measure.pieces import piece
-from convoy.measure.repeats import Now, repeated, time_piece, typical
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Move, Value
+from convoy.profile.pieces import piece
+from convoy.profile.timing import Now, repeated, time_piece, typical
 from convoy.runtime.clock import Clock
 from convoy.runtime.exchange import run_move
 from convoy.runtime.module import Distributed

@@ -24,15 +24,15 @@ from convoy.cost.size import LocalSize
 from convoy.cost.table import DeviceCosts, LayerPoint
 from convoy.errors import MismatchError
 from convoy.fleet import Fleet
-from convoy.measure.describe import Own, describe, fit, fleet_of, host_indices, spreads, with_wire
-from convoy.measure.jitter import measure_jitter
-from convoy.measure.links import Traffic, WireTimes, measure_links, processor_share
-from convoy.measure.overheads import measure_overheads
-from convoy.measure.partial import Partial, Rows
-from convoy.measure.repeats import STRETCH_S, Now, quota_now, time_update
-from convoy.measure.tables import Bench, Point, allowances
-from convoy.measure.wanted import wanted
 from convoy.model.tracing import Traced
+from convoy.profile.describe import Own, describe, fit, fleet_of, host_indices, spreads, with_wire
+from convoy.profile.jitter import measure_jitter
+from convoy.profile.links import Traffic, WireTimes, measure_links, processor_share
+from convoy.profile.overheads import measure_overheads
+from convoy.profile.resume import Partial, Rows
+from convoy.profile.sizes import wanted
+from convoy.profile.tables import Bench, Point, allowances
+from convoy.profile.timing import STRETCH_S, Now, quota_now, time_update
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on
 
@@ -78,7 +78,7 @@ def measure_job(
         partial: where device 0 keeps finished layers, and finds those of an earlier run that was cut off. It is removed
             at the end.
         precision: what the layers compute in; see `convoy.runtime.precision`.
-        stretch_s: see `convoy.measure.repeats.time_piece`.
+        stretch_s: see `convoy.profile.timing.time_piece`.
 
     Raises:
         InputError: a fleet that is not this job's; a precision that a device or the model does not have.

@@ -15,7 +15,7 @@ import torch
 from convoy.cost.table import HostRates, LinkSpread
 from convoy.errors import InputError
 from convoy.fleet import KINDS, Card, Device, Fleet, Host, Link
-from convoy.measure.links import PairLink, WireTimes
+from convoy.profile.links import PairLink, WireTimes
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from convoy.comm.group import Group
-from convoy.measure.repeats import spread_of, typical
-from convoy.measure.wire import ACK_BYTES, CARD_REPEATS, SIZES, Stage, Wire
+from convoy.profile.messages import ACK_BYTES, CARD_REPEATS, SIZES, Stage, Wire
+from convoy.profile.timing import spread_of, typical
 
 PAIR_S = 1.0
 SHARE_S = 0.2

@@ -9,8 +9,6 @@ from torch import nn
 
 from convoy.cost.compute import shape_s
 from convoy.cost.size import LocalSize, whole_size
-from convoy.measure.pieces import SharedStatistics, granule, piece
-from convoy.measure.repeats import ROUNDS, STRETCH_S, Now, Times, device_now, time_piece
 from convoy.model.graph import Graph, Layer
 from convoy.model.operation import Operation
 from convoy.model.tracing import Traced, without_in_place
@@ -18,6 +16,8 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import One
+from convoy.profile.pieces import SharedStatistics, granule, piece
+from convoy.profile.timing import ROUNDS, STRETCH_S, Now, Times, device_now, time_piece
 from convoy.runtime.clock import Clock
 
 DIVISORS = (16, 8, 4, 2, 1)

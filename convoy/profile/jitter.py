@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from convoy.comm.group import Group, Message
-from convoy.measure.repeats import STRETCH_S, Now, device_now, typical
+from convoy.profile.timing import STRETCH_S, Now, device_now, typical
 from convoy.runtime.clock import Clock
 
 PIECE_STRETCHES = 2
@@ -55,7 +55,7 @@ def measure_jitter(
     Args:
         clock: of this device; its slow-down counts.
         exchange_s: the price at rest of an exchange in which each device sends a few bytes to all others.
-        stretch_s: see `convoy.measure.repeats.time_piece`.
+        stretch_s: see `convoy.profile.timing.time_piece`.
         now: reads the wall's seconds.
 
     Raises:
