@@ -115,7 +115,7 @@ def test_a_plan_file_that_does_not_fit(
 ) -> None:
     edit, options, words = BAD_PLANS[case]
     plan_file.write_text(edit(json.loads(plan_file.read_text())))
-    for step in ("convoy.execute.launch.launch_local", "convoy.job.measure_speeds", "convoy.job.fit"):
+    for step in ("convoy.launch.local.launch_local", "convoy.job.measure_speeds", "convoy.job.fit"):
         monkeypatch.setattr(step, lambda *_, **__: pytest.fail("it went on"))
     status = convoy_in_process(monkeypatch, ["train", *TINY, *options, "--plan", str(plan_file)])
     refusal = capsys.readouterr().err
@@ -222,7 +222,7 @@ def test_bad_input_is_told_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One line with the value, the rule and the remedy; status 2; nothing measured, trained, started or written."""
-    for step in ("convoy.execute.launch.launch_local", "convoy.job.measure_speeds", "convoy.job.fit"):
+    for step in ("convoy.launch.local.launch_local", "convoy.job.measure_speeds", "convoy.job.fit"):
         monkeypatch.setattr(step, lambda *_, **__: pytest.fail("it went on"))
     (tmp_path / "EMPTY").mkdir()
     places = {"EMPTY": str(tmp_path / "EMPTY"), "NOWHERE": str(tmp_path / "NOWHERE"), "CORRUPT": str(corrupt_cifar10)}
@@ -294,11 +294,11 @@ def test_the_status_of_a_failed_demo_is_that_of_its_training(
         assert devices == ("cpu",) * 4
         return 2
 
-    monkeypatch.setattr("convoy.execute.launch.launch_local", fail)
+    monkeypatch.setattr("convoy.launch.local.launch_local", fail)
     assert convoy_in_process(monkeypatch, ["demo", "--epochs", "1"]) == 2
     assert capsys.readouterr().out.startswith("$ convoy " + " ".join(started[0]))
     assert started[0][:3] == ["train", "--data", "digits"]
-    monkeypatch.setattr("convoy.execute.launch.launch_local", lambda *_, **__: 0)
+    monkeypatch.setattr("convoy.launch.local.launch_local", lambda *_, **__: 0)
     assert convoy_in_process(monkeypatch, ["demo"]) == 0
     assert convoy_in_process(monkeypatch, ["demo", "--plan", "fastest"]) == 2
 
@@ -330,7 +330,7 @@ def test_the_devices_of_this_machine(
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: apple)
-    monkeypatch.setattr("convoy.execute.launch.launch_local", lambda _, devices, **__: started.extend(devices) or 0)
+    monkeypatch.setattr("convoy.launch.local.launch_local", lambda _, devices, **__: started.extend(devices) or 0)
     monkeypatch.setattr("convoy.job.run_device", lambda _: started.append("alone"))
     assert convoy_in_process(monkeypatch, ["train", *TINY, *(["--devices", given] if given else [])]) == 0
     assert started == expected

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from convoy.errors import DeviceLostError, InputError
-from convoy.execute.endings import Ending, judge
-from convoy.execute.launch import launch_local
+from convoy.launch.exit_status import Ending, judge
+from convoy.launch.local import launch_local
 from tests.ranks import ROOT
 
 QUICK = (sys.executable, "-S", "-c")
@@ -26,7 +26,7 @@ PRELUDE = "import os, signal, sys, time\nRANK = int(os.environ['RANK'])\n"
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convoy.execute.crew.TERMINATE_S", 0.5)
+    monkeypatch.setattr("convoy.launch.processes.TERMINATE_S", 0.5)
 
 
 def launch(script: str, devices: Sequence[str] = ("cpu", "cpu"), **options: float) -> int:
@@ -245,7 +245,7 @@ def test_errors_that_the_terminal_has_not_seen_are_told(endings: list[Ending], s
 
 LAUNCHER = """
 import sys
-from convoy.execute.launch import launch_local
+from convoy.launch.local import launch_local
 status = launch_local([sys.argv[1]], ["cpu"] * 2, command=(sys.executable, "-c"), timeout_s=1)
 print("status", status, flush=True)
 """

@@ -16,11 +16,11 @@ from convoy import cli
 from convoy.comm.environment import is_own
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host, read_fleet
-from convoy.launch import lines
+from convoy.launch import protocol as lines
+from convoy.launch.agent import meeting_point
 from convoy.launch.command import train_on_fleet
-from convoy.launch.far import meeting_point
-from convoy.launch.post import line_to_paste, posts
-from convoy.launch.run import startable
+from convoy.launch.fleet import startable
+from convoy.launch.host_job import line_to_paste, posts
 from convoy.launch.ssh import far_command, remedy, ssh_call, ssh_program
 from convoy.run_file import settle
 from tests.ranks import PLACE
@@ -121,7 +121,7 @@ def test_ssh_is_called_so_that_it_cannot_wait_or_ask() -> None:
     assert call[:3] == ["ssh", "-F", "lab config"]
     assert {"BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5"} <= set(call)
     assert call[-7:-1] == ["-l", "ann", "-p", "2222", "--", "10.0.0.1"]
-    assert call[-1] == "cd 'my nets' && exec /usr/bin/python3 -m convoy.launch.far"
+    assert call[-1] == "cd 'my nets' && exec /usr/bin/python3 -m convoy.launch.agent"
     assert ssh_program({}) == ["ssh"]
     with pytest.raises(InputError, match=r"CONVOY_SSH=\"ssh 'x\": no command line"):
         ssh_program({"CONVOY_SSH": "ssh 'x"})

@@ -73,7 +73,7 @@ def measure(
     if one_of_job or len(known) == 1:
         run_measure(job)
         return
-    from convoy.execute.launch import launch_local
+    from convoy.launch.local import launch_local
 
     raise typer.Exit(launch_local(sys.argv[1:], known, port=port))
 

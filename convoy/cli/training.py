@@ -44,8 +44,8 @@ def train(
 
         run_device(settled)
         return
-    from convoy.execute.launch import launch_local
     from convoy.inputs import rehearse
+    from convoy.launch.local import launch_local
 
     rehearse(settled.settings)
     raise typer.Exit(launch_local(sys.argv[1:], devices, port=settled.settings.port))

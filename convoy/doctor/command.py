@@ -19,8 +19,8 @@ from convoy.doctor.job import examine_alone, examine_job
 from convoy.doctor.own import check_up
 from convoy.doctor.report import show, tell, verdict
 from convoy.errors import InputError
-from convoy.execute.endings import ERROR_STATUS
 from convoy.files import write_whole
+from convoy.launch.exit_status import ERROR_STATUS
 from convoy.report.screen import FILE_WIDTH, Screen
 
 FOUND_ERRORS = 1
@@ -53,7 +53,7 @@ def run_doctor(fleet_file: Path | None, json_file: Path | None, wait_s: float, c
     if place is None and fleet_file is not None:
         # What examines a machine alone should need little.
         from convoy.doctor.remote import examine_fleet
-        from convoy.launch.run import startable
+        from convoy.launch.fleet import startable
 
         if startable(fleet_file) is None or case.fleet is None:
             raise InputError(

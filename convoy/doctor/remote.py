@@ -15,7 +15,7 @@ from convoy.doctor.case import CASE, Case
 from convoy.doctor.facts import Finding, to_text
 from convoy.errors import ConvoyError
 from convoy.fleet import Fleet, Host
-from convoy.launch.run import run_on_fleet
+from convoy.launch.fleet import run_on_fleet
 from convoy.launch.ssh import CONNECT_S, remedy, ssh_call, ssh_program
 
 VISIT_S = CONNECT_S + 10.0

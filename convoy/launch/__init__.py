@@ -3,7 +3,7 @@
 ::
 
     here                                         on each host, over ssh (or beside, on this machine)
-    run.py   run_on_fleet                        far.py   python -m convoy.launch.far
+    run.py   run_on_fleet                        far.py   python -m convoy.launch.agent
       │  check: what is there? ───────────────►    its version, its address, digests of the command's files
       │  meet ────────────────► (host 0 only)      the address on its route to the others, a free port
       │  start ───────────────────────────────►    one process per device

@@ -10,8 +10,8 @@ from convoy.comm.environment import is_loopback, is_own, resolve, route_to
 from convoy.errors import InputError
 from convoy.fleet import Fleet
 from convoy.inputs import check
-from convoy.launch.post import line_to_paste, posts
-from convoy.launch.run import run_on_fleet, startable
+from convoy.launch.fleet import run_on_fleet, startable
+from convoy.launch.host_job import line_to_paste, posts
 from convoy.plan.presets import PLANS
 from convoy.run_file import Run
 from convoy.settings import AUTO, key_of

@@ -1,4 +1,4 @@
-"""The far side of a start: `python -m convoy.launch.far` runs on each host of a fleet, and is told what to do line by line.
+"""The far side of a start: `python -m convoy.launch.agent` runs on each host of a fleet, and is told what to do line by line.
 
 Its devices end when they are told to, when its input ends (ssh was cut off, or who started it is gone), and after a
 minute of silence.
@@ -17,10 +17,10 @@ from pathlib import Path
 from convoy._version import __version__
 from convoy.comm.environment import resolve, route_to
 from convoy.errors import ConvoyError, InputError
-from convoy.execute.crew import CONVOY_COMMAND, TERMINATE_S, Crew, Part
-from convoy.execute.endings import Ending
-from convoy.launch import lines
-from convoy.launch.lines import Message, line
+from convoy.launch import protocol as lines
+from convoy.launch.exit_status import Ending
+from convoy.launch.processes import CONVOY_COMMAND, TERMINATE_S, Crew, Part
+from convoy.launch.protocol import Message, line
 
 
 class Far:

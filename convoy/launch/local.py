@@ -7,8 +7,8 @@ from contextlib import suppress
 
 from convoy.comm.rendezvous import host_store
 from convoy.errors import InputError
-from convoy.execute.crew import CONVOY_COMMAND, INTERRUPTED_STATUS, Crew, Part
-from convoy.execute.endings import judge
+from convoy.launch.exit_status import judge
+from convoy.launch.processes import CONVOY_COMMAND, INTERRUPTED_STATUS, Crew, Part
 
 
 def launch_local(

@@ -12,13 +12,13 @@ from types import TracebackType
 from convoy._version import __version__
 from convoy.comm.environment import is_own
 from convoy.errors import DeviceLostError, InputError, MismatchError
-from convoy.execute.crew import INTERRUPTED_STATUS, TERMINATE_S
-from convoy.execute.endings import Ending, judge
 from convoy.fleet import Fleet, read_fleet
-from convoy.launch.far import digest
-from convoy.launch.lines import BEAT_S, Message
-from convoy.launch.link import Link
-from convoy.launch.post import Post, posts
+from convoy.launch.agent import digest
+from convoy.launch.exit_status import Ending, judge
+from convoy.launch.host import Link
+from convoy.launch.host_job import Post, posts
+from convoy.launch.processes import INTERRUPTED_STATUS, TERMINATE_S
+from convoy.launch.protocol import BEAT_S, Message
 from convoy.launch.ssh import far_command, remedy, ssh_call, ssh_program
 
 ANSWER_S = 60.0
@@ -134,7 +134,7 @@ class _Hosts:
         if not is_own(str(host.address)):
             command = ssh_call(ssh_program(os.environ), host, far_command(host, sys.executable, here))
             return Link(post, command, self._inbox)
-        command = [host.python or sys.executable, "-m", "convoy.launch.far"]
+        command = [host.python or sys.executable, "-m", "convoy.launch.agent"]
         folder = str(Path.home() / host.folder) if host.folder else here
         speech = (os.dup(1), os.dup(2)) if 0 in post.ranks else None
         try:

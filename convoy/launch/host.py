@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from convoy.errors import InputError
-from convoy.launch import lines
-from convoy.launch.lines import Message
-from convoy.launch.post import Post
+from convoy.launch import protocol as lines
+from convoy.launch.host_job import Post
+from convoy.launch.protocol import Message
 
 KEPT_LINES = 20
 _LAST_WORDS_S = 1.0

@@ -14,7 +14,7 @@ from typing import IO
 
 from convoy.comm.launch_env import PLACE_NAMES
 from convoy.errors import InputError
-from convoy.execute.endings import Ending
+from convoy.launch.exit_status import Ending
 
 CONVOY_COMMAND = (sys.executable, "-m", "convoy")
 INTERRUPTED_STATUS = 130
