@@ -13,9 +13,9 @@ from benchmarks.hardware import Ground, ground
 from benchmarks.results import FleetResult, newest, read_result, still_to_run
 from benchmarks.worker import JOB, WorkerJob
 from convoy.data import load
+from convoy.emulate import rehearse
 from convoy.errors import InputError
 from convoy.files import write_whole
-from convoy.rehearse import rehearse
 
 SHOWN_DATA = "D"
 
@@ -88,7 +88,7 @@ def run(drive: Drive) -> int:
     """Run every fleet that is asked for; the status of the first that failed, after all had their turn.
 
     Raises:
-        InputError: see `Drive.check` and `convoy.rehearse.rehearse`.
+        InputError: see `Drive.check` and `convoy.emulate.rehearse`.
     """
     drive.check()
     drive.output.mkdir(parents=True, exist_ok=True)

@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from convoy.rehearse import namespaces
-from convoy.rehearse.names import RunName
+from convoy.emulate import namespaces
+from convoy.emulate.names import RunName
 from tests.ranks import PLACE
 
 PRIVILEGES = Path("/run/sshd")

@@ -19,10 +19,10 @@ from convoy.doctor.diagnose import diagnose
 from convoy.doctor.facts import Examination, Finding, Reach
 from convoy.doctor.job import examine_job
 from convoy.doctor.own import check_up
+from convoy.emulate import namespaces, shaping
+from convoy.emulate.names import RunName
+from convoy.emulate.programs import call
 from convoy.fleet import Card
-from convoy.rehearse import namespaces, shaping
-from convoy.rehearse.names import RunName
-from convoy.rehearse.programs import call
 from tests.ranks import on_processes
 
 PORT = 29_511

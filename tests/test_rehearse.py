@@ -20,11 +20,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from convoy.emulate import cgroups, crew, leftovers, namespaces, rehearse, run, shaping
+from convoy.emulate.interrupts import Interrupts
+from convoy.emulate.names import RunName
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host, Link
-from convoy.rehearse import cgroups, crew, leftovers, namespaces, rehearse, run, shaping
-from convoy.rehearse.interrupts import Interrupts
-from convoy.rehearse.names import RunName
 
 ROOT = Path(__file__).parent.parent
 HANG_S = 30.0
@@ -364,7 +364,7 @@ def test_nothing_stays_when_the_reader_of_the_output_goes_away() -> None:
 REHEARSE = """
 import sys
 from convoy.fleet import Device, Fleet, Host, Card
-from convoy.rehearse import rehearse
+from convoy.emulate import rehearse
 devices = Device("a-cpu", "a", "cpu", 0.4), Device("b-cpu", "b", "cpu", 0.4)
 fleet = Fleet((Host("a"), Host("b")), devices, Card(125e6, 125e6, 0))
 sys.exit(rehearse(fleet, ["sh", "-c", sys.argv[1]], timeout_s=60))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from convoy.rehearse import namespaces
-from convoy.rehearse.names import RunName
+from convoy.emulate import namespaces
+from convoy.emulate.names import RunName
 from tests.lab import why_not
 from tests.ranks import PLACE, ROOT
 from tests.test_cli import TINY, assert_close, results

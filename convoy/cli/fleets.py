@@ -137,8 +137,8 @@ def rehearse(
 
     Example: convoy rehearse benchmarks/fleets/mixed4.toml -- convoy train --plan hybrid
     """
+    from convoy.emulate import rehearse as run
     from convoy.fleet import read_fleet
-    from convoy.rehearse import rehearse as run
 
     program = command[1:] if command[0] == "--" else command
     if not program:

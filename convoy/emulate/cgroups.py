@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from convoy.emulate.names import RunName
+from convoy.emulate.programs import call
 from convoy.errors import InputError
-from convoy.rehearse.names import RunName
-from convoy.rehearse.programs import call
 
 _MEMBERS = "cgroup.procs"
 # A short period spreads the pauses evenly over a training step. The kernel takes quotas of 1 ms or more only.

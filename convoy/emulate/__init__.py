@@ -4,6 +4,6 @@
 fleet. It needs Linux and root, and it leaves nothing behind.
 """
 
-from convoy.rehearse.run import rehearse
+from convoy.emulate.run import rehearse
 
 __all__ = ["rehearse"]

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from convoy.rehearse import cgroups, namespaces
-from convoy.rehearse.names import RunName
-from convoy.rehearse.programs import call
+from convoy.emulate import cgroups, namespaces
+from convoy.emulate.names import RunName
+from convoy.emulate.programs import call
 
 _KINDS = ("cgroup", "cgroup2")
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from convoy.emulate.names import RunName
+from convoy.emulate.programs import call
 from convoy.errors import InputError
-from convoy.rehearse.names import RunName
-from convoy.rehearse.programs import call
 
 NIC = "eth0"
 _BRIDGE = "br0"

@@ -11,12 +11,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from convoy.emulate import cgroups, leftovers, namespaces, programs, shaping
+from convoy.emulate.crew import Crew, Launch
+from convoy.emulate.interrupts import Interrupts
+from convoy.emulate.names import RunName
 from convoy.errors import InputError
 from convoy.fleet import Fleet
-from convoy.rehearse import cgroups, leftovers, namespaces, programs, shaping
-from convoy.rehearse.crew import Crew, Launch
-from convoy.rehearse.interrupts import Interrupts
-from convoy.rehearse.names import RunName
 
 TIMED_OUT = 124  # the status that timeout(1) gives
 

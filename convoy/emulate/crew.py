@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
-from convoy.rehearse import cgroups
-from convoy.rehearse.programs import find
+from convoy.emulate import cgroups
+from convoy.emulate.programs import find
 
 _CHUNK_BYTES = 65_536
 _TAIL_BYTES = 16_384

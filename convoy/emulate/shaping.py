@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from convoy.emulate.namespaces import NIC, Port, Wiring
+from convoy.emulate.programs import call
 from convoy.fleet import Card
-from convoy.rehearse.namespaces import NIC, Port, Wiring
-from convoy.rehearse.programs import call
 
 # What may pass at once, in seconds of the link. Shorter, and the timer's jitter costs throughput; longer, and small
 # messages pass unshaped.
