@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from convoy.auto import BUDGET_S, choose
 from convoy.comm.group import Group
+from convoy.config.settings import AUTO
 from convoy.data.augment import read_augment
 from convoy.errors import InputError, PlanError
 from convoy.model.tracing import trace
@@ -20,7 +21,6 @@ from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import mark_pieces
 from convoy.runtime.precision import compute_in
-from convoy.settings import AUTO
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.redistribute import Sum
 from convoy.train.loader import Loader

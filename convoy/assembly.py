@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from convoy.checkpoint import Checkpointer
+from convoy.config.settings import Settings
 from convoy.data import Splits
 from convoy.data.augment import Augment, read_augment
 from convoy.errors import InputError
@@ -13,7 +14,6 @@ from convoy.report.screen import Screen
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import GradScaler
-from convoy.settings import Settings
 from convoy.train.loader import Loader
 from convoy.train.loop import Recipe, Training, build_optimizer
 from convoy.train.lr import Schedule, build_schedule

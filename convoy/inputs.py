@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from convoy.auto import read_times
+from convoy.config.settings import AUTO, Settings
 from convoy.data import Splits, load
 from convoy.data import check as check_data
 from convoy.errors import InputError, unknown_name
@@ -15,7 +16,6 @@ from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.runtime.precision import check_kinds
-from convoy.settings import AUTO, Settings
 
 
 def load_images(settings: Settings) -> Splits:

@@ -18,6 +18,8 @@ from convoy.auto import Chosen, choose
 from convoy.checkpoint import Progress
 from convoy.comm.group import Group
 from convoy.comm.processes import join
+from convoy.config.run_file import Run, to_toml
+from convoy.config.settings import AUTO, Settings, key_of
 from convoy.data import Splits
 from convoy.errors import MismatchError
 from convoy.files import write_whole
@@ -35,12 +37,10 @@ from convoy.report.pace import Pace
 from convoy.report.place import Place, check_place, make_place
 from convoy.report.scalars import Scalars
 from convoy.report.screen import DeviceUse, Screen
-from convoy.run_file import Run, to_toml
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import mark_pieces
 from convoy.runtime.precision import UnderAutocast, compute_in
-from convoy.settings import AUTO, Settings, key_of
 from convoy.train.controller import Rebalancer
 from convoy.train.loop import History, Observer, Training, fit
 

@@ -1,6 +1,6 @@
 """Directives whose content is read from the code while the pages are built, so that it cannot go stale.
 
-`{settings}`      the settings of a training, from `convoy.settings`
+`{settings}`      the settings of a training, from `convoy.config.settings`
 `{commands}`      the verbs of the command line with their options, from typer's own description of them
 `{builtin-nets}`  the networks that Convoy builds, from `convoy.model.nets.builtin`
 """
@@ -17,8 +17,8 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from convoy.cli import app as command_line
+from convoy.config.settings import FIELDS, key_of, panel, rule_of
 from convoy.model.nets.builtin import NETS
-from convoy.settings import FIELDS, key_of, panel, rule_of
 
 
 def settings_markdown() -> str:

@@ -22,8 +22,8 @@ import typer
 from PIL import Image
 
 from convoy.cli import app, main
+from convoy.config.settings import FIELDS, key_of
 from convoy.data.cifar import CIFAR10
-from convoy.settings import FIELDS, key_of
 from docs import figures_plans, figures_step
 from docs.from_code import commands_markdown, settings_markdown
 from tests.made_up import write_cifar, write_images

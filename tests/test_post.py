@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from convoy import cli
 from convoy.comm.environment import is_own
+from convoy.config.run_file import settle
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host, read_fleet
 from convoy.launch import protocol as lines
@@ -22,7 +23,6 @@ from convoy.launch.command import train_on_fleet
 from convoy.launch.fleet import startable
 from convoy.launch.host_job import line_to_paste, posts
 from convoy.launch.ssh import far_command, remedy, ssh_call, ssh_program
-from convoy.run_file import settle
 from tests.ranks import PLACE
 from tests.test_cli import TINY, convoy_in_process
 

@@ -15,6 +15,8 @@ import convoy.job  # noqa: F401 - before the first look at open files
 from convoy import cli
 from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
 from convoy.comm.group import AloneGroup
+from convoy.config.run_file import settle
+from convoy.config.settings import Settings
 from convoy.data import load
 from convoy.errors import InputError
 from convoy.job import _teller
@@ -29,9 +31,7 @@ from convoy.report.page import write_report
 from convoy.report.place import make_place
 from convoy.report.reading import read_log
 from convoy.report.screen import Screen
-from convoy.run_file import settle
 from convoy.runtime.clock import Clock
-from convoy.settings import Settings
 from convoy.train.loop import EpochResult, Evaluation
 from tests.one_device import by_name, graph_of
 from tests.ranks import PLACE, on_processes

@@ -22,9 +22,9 @@ from convoy.cli.options import (
     numbers_of,
 )
 from convoy.cli.top import app, in_job
+from convoy.config.option_types import device_names
+from convoy.config.settings import FIELDS
 from convoy.errors import InputError
-from convoy.notation import device_names
-from convoy.settings import FIELDS
 
 
 @app.command()

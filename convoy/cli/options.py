@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from convoy.config.option_types import numbers
+from convoy.config.settings import FIELDS, key_of, kind_of, panel
 from convoy.errors import InputError
-from convoy.notation import numbers
-from convoy.settings import FIELDS, key_of, kind_of, panel
 
 
 def _meaning(name: str) -> Any:

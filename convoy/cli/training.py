@@ -29,7 +29,7 @@ def train(
 
     Example: convoy train --data cifar10 --data-dir D --net two-conv:150:800 --plan master --devices 4 --batch 64 --epochs 2
     """
-    from convoy.run_file import settle
+    from convoy.config.run_file import settle
 
     one_of_job = in_job()
     settled = settle(run, {name: value for name, value in given.items() if value is not None})

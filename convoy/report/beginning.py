@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from convoy.auto import Chosen
+from convoy.config.run_file import Run, to_toml
 from convoy.files import write_whole
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
@@ -13,7 +14,6 @@ from convoy.planner.predict import Outlook, prospect
 from convoy.report.lines import fleet_fields, prediction_fields
 from convoy.report.log import RunLog
 from convoy.report.place import Place
-from convoy.run_file import Run, to_toml
 
 
 @dataclass(frozen=True, slots=True)

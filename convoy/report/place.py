@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from convoy.config.settings import Settings
 from convoy.errors import InputError
 from convoy.report.reading import LOG_NAME
-from convoy.settings import Settings
 
 RUNS = "runs"
 

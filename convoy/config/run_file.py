@@ -22,8 +22,8 @@ from typing import Any
 import tomlkit
 from pydantic import ValidationError
 
+from convoy.config.settings import FIELDS, Settings, key_of, panel, rule_of
 from convoy.errors import InputError
-from convoy.settings import FIELDS, Settings, key_of, panel, rule_of
 
 _NAMES = {key_of(name): name for name in FIELDS}
 

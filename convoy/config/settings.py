@@ -10,7 +10,16 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-from convoy.notation import File, Numbers, checked_augment, checked_data, device_names, devices_text, one_of, wire_text
+from convoy.config.option_types import (
+    File,
+    Numbers,
+    checked_augment,
+    checked_data,
+    device_names,
+    devices_text,
+    one_of,
+    wire_text,
+)
 from convoy.plan.presets import PLANS
 from convoy.report.scalars import checked_folder
 from convoy.sharding.comm_dtype import Wire
