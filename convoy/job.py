@@ -30,13 +30,13 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.planner.predict import working
 from convoy.profile.layers import given_speeds, measure_speeds
-from convoy.report.beginning import Beginning, open_log
-from convoy.report.busy import Busy
-from convoy.report.log import All, RunLog
-from convoy.report.pace import Pace
-from convoy.report.place import Place, check_place, make_place
-from convoy.report.scalars import Scalars
 from convoy.report.screen import DeviceUse, Screen
+from convoy.runlog.directory import Place, check_place, make_place
+from convoy.runlog.header import Beginning, open_log
+from convoy.runlog.step_timer import Pace
+from convoy.runlog.tensorboard import Scalars
+from convoy.runlog.utilization import Busy
+from convoy.runlog.writer import All, RunLog
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import mark_pieces

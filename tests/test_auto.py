@@ -25,7 +25,7 @@ from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.planner.predict import working
 from convoy.profile.job import measure_job
-from convoy.report.pace import Pace
+from convoy.runlog.step_timer import Pace
 from convoy.sharding.layout import local_shape
 from tests.ranks import on_processes
 from tests.test_cli import QUIET, TINY, assert_close, results
@@ -200,7 +200,7 @@ def test_speeds_and_auto_exclude_each_other() -> None:
 def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps end at 10, 11, 13 (a small batch), 14, 17: whole ones took 1, 1 and 3 s; the first of an epoch is not known."""
     ends = iter([10.0, 11.0, 13.0, 14.0, 17.0, 30.0, 32.0])
-    monkeypatch.setattr("convoy.report.pace.time.perf_counter", lambda: next(ends))
+    monkeypatch.setattr("convoy.runlog.step_timer.time.perf_counter", lambda: next(ends))
     pace = Pace(8)
     assert pace.step_s is None
     for samples in (8, 8, 4, 8, 8):
@@ -218,7 +218,7 @@ def test_what_a_changed_plan_takes_is_told_by_itself_once_there_are_enough_steps
 ) -> None:
     """By the first plan a step takes 3 s, by the second 1 s; one in which the weights travelled takes 20 s, and is none."""
     now = [0.0]
-    monkeypatch.setattr("convoy.report.pace.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("convoy.runlog.step_timer.time.perf_counter", lambda: now[0])
     pace = Pace(8)
 
     def steps(*seconds: float) -> None:

@@ -29,8 +29,8 @@ from convoy.plan.explain import LayerRow
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
 from convoy.plan.strategy import Batch
-from convoy.report.log import RunLog
 from convoy.report.screen import Screen
+from convoy.runlog.writer import RunLog
 from convoy.train.loop import EpochResult, Evaluation, History
 from tests.ranks import PLACE, ROOT, on_processes
 

@@ -27,9 +27,9 @@ from convoy.job import _teller
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, One
-from convoy.report.log import RunLog
-from convoy.report.pace import Pace
 from convoy.report.screen import Screen
+from convoy.runlog.step_timer import Pace
+from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshare
 from convoy.sharding.layout import Partial, box, entries

@@ -22,15 +22,15 @@ from convoy.errors import InputError
 from convoy.job import _teller
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
-from convoy.report.busy import Busy
-from convoy.report.lines import plan_fields
-from convoy.report.log import RunLog
 from convoy.report.numbers import seconds
-from convoy.report.pace import Pace
 from convoy.report.page import write_report
-from convoy.report.place import make_place
-from convoy.report.reading import read_log
 from convoy.report.screen import Screen
+from convoy.runlog.directory import make_place
+from convoy.runlog.reader import read_log
+from convoy.runlog.step_timer import Pace
+from convoy.runlog.utilization import Busy
+from convoy.runlog.values import plan_fields
+from convoy.runlog.writer import RunLog
 from convoy.runtime.clock import Clock
 from convoy.train.loop import EpochResult, Evaluation
 from tests.one_device import by_name, graph_of
@@ -227,7 +227,7 @@ def test_tests_and_the_first_step_after_them_count_for_no_device(
 ) -> None:
     """Worked out by hand: a clock that is set, two steps of 2 s, a test of 100 s, two of which one counts."""
     now_s = 0.0
-    monkeypatch.setattr("convoy.report.busy.time.perf_counter", lambda: now_s)
+    monkeypatch.setattr("convoy.runlog.utilization.time.perf_counter", lambda: now_s)
     clock = Clock(torch.device("cpu"))
     with RunLog(tmp_path / "log") as log:
         busy = Busy(AloneGroup(torch.device("cpu")), clock, log)

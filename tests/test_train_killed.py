@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from convoy import cli
 from convoy.checkpoint import Checkpointer
-from convoy.report.log import RunLog
+from convoy.runlog.writer import RunLog
 from convoy.train.loader import Loader
 from convoy.train.loop import Training, fit
 from tests.ranks import PLACE, ROOT

@@ -22,7 +22,7 @@ from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch
-from convoy.report.pace import Pace
+from convoy.runlog.step_timer import Pace
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshare

@@ -21,7 +21,7 @@ from convoy.config.option_types import (
     wire_text,
 )
 from convoy.plan.presets import PLANS
-from convoy.report.scalars import checked_folder
+from convoy.runlog.tensorboard import checked_folder
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.redistribute import Sum
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from convoy._version import __version__
 from convoy.files import write_whole
-from convoy.report.course import limit_samples_per_s, measured_samples_per_s, measured_step_s
 from convoy.report.markup import Markup, joined, tag
 from convoy.report.numbers import percent, plain, seconds
 from convoy.report.page_curves import curves_section, rate_section
@@ -15,7 +14,8 @@ from convoy.report.page_devices import devices_section, shares_section, train_ti
 from convoy.report.page_parts import details, device_names, section, table
 from convoy.report.page_plan import plan_section
 from convoy.report.page_step import step_section
-from convoy.report.reading import Record, log_of, read_log
+from convoy.runlog.metrics import limit_samples_per_s, measured_samples_per_s, measured_step_s
+from convoy.runlog.reader import Record, log_of, read_log
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """What a browser may do with the page: show it. No program, no network."""

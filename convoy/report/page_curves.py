@@ -1,11 +1,11 @@
 """How the training went: loss, accuracy, learning rate, and samples/s beside what was predicted and what is possible."""
 
 from convoy.report.chart import Chart, Curve, Level, draw
-from convoy.report.course import limit_samples_per_s, rates, smooth_losses, span_of, width_of
 from convoy.report.markup import Markup, tag
 from convoy.report.numbers import percent, plain, whole_percent
 from convoy.report.page_parts import details, missing, section, table
-from convoy.report.reading import Record
+from convoy.runlog.metrics import limit_samples_per_s, rates, smooth_losses, span_of, width_of
+from convoy.runlog.reader import Record
 
 
 def curves_section(record: Record) -> Markup:

@@ -5,7 +5,7 @@ import itertools
 from convoy.report.markup import Markup, tag
 from convoy.report.numbers import percent, plain, seconds
 from convoy.report.page_parts import chip, colour, details, device_key, device_names, missing, section, table
-from convoy.report.reading import Record
+from convoy.runlog.reader import Record
 
 WIDTH, HEIGHT = 1000.0, 300.0
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from convoy.report.markup import Markup, tag
-from convoy.report.reading import Record
+from convoy.runlog.reader import Record
 
 COLOURS = 8
 """Devices beyond so many take the same colours again, hatched."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from convoy.report.markup import Markup, joined, tag
 from convoy.report.numbers import in_bytes, percent
 from convoy.report.page_parts import colour, details, device_key, device_names, missing, section
-from convoy.report.reading import Record
-from convoy.report.rows import LayerLine, MoveRow, PlanLine, PlanRow, ReshareLine
+from convoy.runlog.reader import Record
+from convoy.runlog.schema import LayerLine, MoveRow, PlanLine, PlanRow, ReshareLine
 
 SHOWN_ROWS = 20
 """A net of more rows is shown as stretches of layers with the same shares; the rows are folded."""

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from convoy.report.markup import Markup, tag
 from convoy.report.numbers import percent, plain, seconds, ticks, unit_of
 from convoy.report.page_parts import chip, missing, section
-from convoy.report.reading import Record
-from convoy.report.rows import PredictionLine
 from convoy.report.spans import KINDS, spans
+from convoy.runlog.reader import Record
+from convoy.runlog.schema import PredictionLine
 
 WIDTH, LANE = 1000.0, 10.0
 """Of a device's drawing, and the height of each of its three rows."""

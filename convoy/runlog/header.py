@@ -11,9 +11,9 @@ from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
 from convoy.planner.predict import Outlook, prospect
-from convoy.report.lines import fleet_fields, prediction_fields
-from convoy.report.log import RunLog
-from convoy.report.place import Place
+from convoy.runlog.directory import Place
+from convoy.runlog.values import fleet_fields, prediction_fields
+from convoy.runlog.writer import RunLog
 
 
 @dataclass(frozen=True, slots=True)

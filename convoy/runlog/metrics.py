@@ -3,7 +3,7 @@
 import statistics
 
 from convoy.report.numbers import smoothed
-from convoy.report.reading import Record
+from convoy.runlog.reader import Record
 
 LEAST_STEPS = 5
 """So few steps after a change of shares tell no pace of their own."""

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 
 from convoy.comm.group import Group
-from convoy.report.log import RunLog
+from convoy.runlog.writer import RunLog
 from convoy.runtime.clock import Clock
 from convoy.train.loop import EpochResult, Evaluation
 

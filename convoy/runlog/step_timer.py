@@ -3,7 +3,7 @@
 import statistics
 import time
 
-from convoy.report.course import LEAST_STEPS
+from convoy.runlog.metrics import LEAST_STEPS
 from convoy.train.loop import EpochResult, Evaluation
 
 

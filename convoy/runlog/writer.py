@@ -18,7 +18,7 @@ from convoy.adapt.rebalance import Reshare
 from convoy.errors import InputError
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
-from convoy.report.lines import plan_fields
+from convoy.runlog.values import plan_fields
 from convoy.train.loop import EpochResult, Evaluation, Observer
 
 

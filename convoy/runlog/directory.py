@@ -14,7 +14,7 @@ from pathlib import Path
 
 from convoy.config.settings import Settings
 from convoy.errors import InputError
-from convoy.report.reading import LOG_NAME
+from convoy.runlog.reader import LOG_NAME
 
 RUNS = "runs"
 

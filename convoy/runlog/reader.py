@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from convoy.errors import InputError
-from convoy.report.rows import (
+from convoy.runlog.schema import (
     KNOWN,
     LINE,
     BusyLine,
