@@ -10,11 +10,11 @@ import pytest
 
 from convoy.errors import InputError
 from convoy.report.chart import MOST_POINTS, Chart, Curve, draw, thinned
+from convoy.report.intervals import KINDS, Row, Span, kind_of, spans
 from convoy.report.markup import Markup, tag
 from convoy.report.numbers import in_bytes, plain, seconds, smoothed, ticks
 from convoy.report.page import page_of, write_report
 from convoy.report.page_plan import bands
-from convoy.report.spans import KINDS, Row, Span, kind_of, spans
 from convoy.runlog.metrics import measured_samples_per_s, measured_step_s, rates
 from convoy.runlog.reader import log_of, read_log
 from convoy.runlog.schema import LayerLine

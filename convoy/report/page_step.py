@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from convoy.report.intervals import KINDS, spans
 from convoy.report.markup import Markup, tag
 from convoy.report.numbers import percent, plain, seconds, ticks, unit_of
 from convoy.report.page_parts import chip, missing, section
-from convoy.report.spans import KINDS, spans
 from convoy.runlog.reader import Record
 from convoy.runlog.schema import PredictionLine
 

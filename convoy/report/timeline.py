@@ -11,8 +11,8 @@ from typing import Any
 
 from convoy.errors import InputError
 from convoy.report.drawing import new_figure, save
+from convoy.report.intervals import KINDS, kind_of
 from convoy.report.numbers import unit_of
-from convoy.report.spans import KINDS, kind_of
 from convoy.simulator.events import Activity, Event, Timeline
 
 Trace = dict[str, Any]
