@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from convoy.auto import BUDGET_S, choose
+from convoy.app.auto import BUDGET_S, choose
 from convoy.comm.group import Group
 from convoy.config.settings import AUTO
 from convoy.data.augment import read_augment

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from convoy.api import distribute, make_plan, make_plans
-from convoy.auto import Chosen, choose
+from convoy.app.auto import Chosen, choose
+from convoy.app.plan import forecast
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.cost.measurement import Measurement
 from convoy.cost.memory import memory_of
 from convoy.errors import InputError, MismatchError, PlanError
-from convoy.forecast import forecast
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan

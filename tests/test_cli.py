@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch._dynamo  # every optimizer imports it; the nursery imports this file, so that the devices forked from it have it
 
-import convoy.job  # noqa: F401 - likewise
+import convoy.app.train  # noqa: F401 - likewise
 from convoy import cli
 from convoy.data import load
 from convoy.errors import DeviceLostError, InputError
@@ -115,7 +115,7 @@ def test_a_plan_file_that_does_not_fit(
 ) -> None:
     edit, options, words = BAD_PLANS[case]
     plan_file.write_text(edit(json.loads(plan_file.read_text())))
-    for step in ("convoy.launch.local.launch_local", "convoy.job.measure_speeds", "convoy.job.fit"):
+    for step in ("convoy.launch.local.launch_local", "convoy.app.train.measure_speeds", "convoy.app.train.fit"):
         monkeypatch.setattr(step, lambda *_, **__: pytest.fail("it went on"))
     status = convoy_in_process(monkeypatch, ["train", *TINY, *options, "--plan", str(plan_file)])
     refusal = capsys.readouterr().err
@@ -222,7 +222,7 @@ def test_bad_input_is_told_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One line with the value, the rule and the remedy; status 2; nothing measured, trained, started or written."""
-    for step in ("convoy.launch.local.launch_local", "convoy.job.measure_speeds", "convoy.job.fit"):
+    for step in ("convoy.launch.local.launch_local", "convoy.app.train.measure_speeds", "convoy.app.train.fit"):
         monkeypatch.setattr(step, lambda *_, **__: pytest.fail("it went on"))
     (tmp_path / "EMPTY").mkdir()
     places = {"EMPTY": str(tmp_path / "EMPTY"), "NOWHERE": str(tmp_path / "NOWHERE"), "CORRUPT": str(corrupt_cifar10)}
@@ -331,7 +331,7 @@ def test_the_devices_of_this_machine(
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: apple)
     monkeypatch.setattr("convoy.launch.local.launch_local", lambda _, devices, **__: started.extend(devices) or 0)
-    monkeypatch.setattr("convoy.job.run_device", lambda _: started.append("alone"))
+    monkeypatch.setattr("convoy.app.train.run_device", lambda _: started.append("alone"))
     assert convoy_in_process(monkeypatch, ["train", *TINY, *(["--devices", given] if given else [])]) == 0
     assert started == expected
 
@@ -340,7 +340,7 @@ def test_a_device_named_by_the_environment_is_the_one(monkeypatch: pytest.Monkey
     started: list[str] = []
     monkeypatch.setenv("CONVOY_DEVICE", "cpu")
     monkeypatch.setattr("convoy.comm.environment.local_devices", lambda: ("cuda:0", "cuda:1", "cpu"))
-    monkeypatch.setattr("convoy.job.run_device", lambda _: started.append("alone"))
+    monkeypatch.setattr("convoy.app.train.run_device", lambda _: started.append("alone"))
     assert convoy_in_process(monkeypatch, ["train", *TINY]) == 0
     assert started == ["alone"]
 

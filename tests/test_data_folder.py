@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from convoy.app.measure import MeasureJob
 from convoy.data import Samples, load
 from convoy.data.files import Files
 from convoy.data.folder import list_folder
 from convoy.errors import DataError, InputError
-from convoy.measure.command import MeasureJob
 from tests.made_up import assert_says, plain_image, write_images
 
 CLASSES = ("ant", "bee", "cat")

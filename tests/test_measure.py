@@ -13,6 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from convoy.app.measure import MeasureJob, run_measure
 from convoy.comm.group import AloneGroup, Arrived, Group, Message, Pending
 from convoy.comm.threads import run_on_threads
 from convoy.cost.measurement import Measurement, read_fleet_file
@@ -20,7 +21,6 @@ from convoy.cost.size import LocalSize, whole_size
 from convoy.cost.table import LayerPoint, layer_times
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.fleet import Card, Device, Fleet, Host
-from convoy.measure.command import MeasureJob, run_measure
 from convoy.model.graph import Layer
 from convoy.model.tracing import Traced, trace, without_in_place
 from convoy.plan.lower import lower
@@ -764,7 +764,7 @@ def test_an_interruption_leaves_the_older_file(tmp_path: Path, monkeypatch: pyte
 
     output = tmp_path / "fleet.toml"
     output.write_text("older")
-    monkeypatch.setattr("convoy.measure.command.measure_job", interrupt)
+    monkeypatch.setattr("convoy.app.measure.measure_job", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run_measure(job_of(output, devices=("cpu",), slowdown=(1.0,)))
     assert output.read_text() == "older"
@@ -783,7 +783,7 @@ def test_whoever_is_cut_off_learns_that_nothing_measured_is_lost(
             rows.add(layer, [[[1, 2, 3, 0.1, 0.2, 0.0, 0]]])
         raise error
 
-    monkeypatch.setattr("convoy.measure.command.measure_job", cut_off)
+    monkeypatch.setattr("convoy.app.measure.measure_job", cut_off)
     for layers in ([], ["conv1", "conv2"]):
         kept[:] = layers
         with pytest.raises(type(error)):

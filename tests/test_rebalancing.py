@@ -21,9 +21,9 @@ from torch.utils.data import Dataset
 import convoy
 from convoy import cli
 from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
+from convoy.app.train import _teller
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
-from convoy.job import _teller
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, One

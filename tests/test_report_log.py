@@ -11,15 +11,15 @@ import pytest
 import torch
 from rich.console import Console
 
-import convoy.job  # noqa: F401 - before the first look at open files
+import convoy.app.train  # noqa: F401 - before the first look at open files
 from convoy import cli
 from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
+from convoy.app.train import _teller
 from convoy.comm.group import AloneGroup
 from convoy.config.run_file import settle
 from convoy.config.settings import Settings
 from convoy.data import load
 from convoy.errors import InputError
-from convoy.job import _teller
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.report.numbers import seconds
@@ -112,7 +112,7 @@ def test_a_place_that_cannot_be_written_is_told_before_the_training(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CONVOY_RUNS", str(tmp_path / "file"))
-    monkeypatch.setattr("convoy.job.fit", lambda *_, **__: pytest.fail("it went on"))
+    monkeypatch.setattr("convoy.app.train.fit", lambda *_, **__: pytest.fail("it went on"))
     assert train(monkeypatch, *TINY) == 2
     assert re.search(r"cannot make the folder .*file cannot be written; give --log FILE, or", capsys.readouterr().err)
 
@@ -276,7 +276,7 @@ def test_tensorboard_reads_back_what_was_trained(tmp_path: Path, monkeypatch: py
 def test_tensorboard_that_is_missing_is_told_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("convoy.job.run_device", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr("convoy.app.train.run_device", lambda *_: pytest.fail("it started"))
     file = tmp_path / "file"
     file.write_text("")
     assert train(monkeypatch, *TINY, "--tensorboard", str(file)) == 2

@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from convoy import cli
+from convoy.app.inputs import check
 from convoy.config.run_file import settle, to_toml
 from convoy.config.settings import FIELDS, Settings, key_of, kind_of, panel, rule_of
 from convoy.errors import InputError
-from convoy.inputs import check
 from tests.ranks import PLACE, ROOT
 
 RUN = """\

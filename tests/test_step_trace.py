@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from convoy import cli
+from convoy.app.simulate import run_step
 from convoy.errors import InputError
 from convoy.model.nets.untraced import graph_of
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.simulator.simulate import simulate
 from convoy.study.fleets import costs_of, make_plan
-from convoy.study.step import run_step
 from tests.test_planner_memory import fleet
 
 NET = "two-conv:4:6"

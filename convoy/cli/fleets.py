@@ -57,7 +57,7 @@ def measure(
     Run it on all devices at once: here over local processes, over the hosts of a fleet file by ssh, under torchrun, srun or
     mpirun, or under convoy rehearse.
     """
-    from convoy.measure.command import MeasureJob, run_measure
+    from convoy.app.measure import MeasureJob, run_measure
 
     one_of_job = in_job()
     if not one_of_job and (fleet is not None or print_lines):
@@ -107,7 +107,7 @@ def plan(
 
     Example: convoy plan two-conv:150:800 --batch 256 --fleet fleet.toml -o plan.json
     """
-    from convoy.forecast import forecast
+    from convoy.app.plan import forecast
 
     forecast(
         net,

@@ -40,7 +40,7 @@ def simulate(
 
         run_study(output, net, draw=figures, published=published, say=print)
         return
-    from convoy.study.step import run_step
+    from convoy.app.simulate import run_step
 
     run_step(output, net, fleet, plan, batch, image_of(image), classes, draw=figures, say=print)
 

@@ -40,11 +40,11 @@ def train(
             raise typer.Exit(train_on_fleet(settled, fleet, print_lines))
     devices = settled.settings.device_names
     if one_of_job or len(devices) == 1:
-        from convoy.job import run_device
+        from convoy.app.train import run_device
 
         run_device(settled)
         return
-    from convoy.inputs import rehearse
+    from convoy.app.inputs import rehearse
     from convoy.launch.local import launch_local
 
     rehearse(settled.settings)

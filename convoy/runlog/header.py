@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from convoy.auto import Chosen
+from convoy.app.auto import Chosen
 from convoy.config.run_file import Run, to_toml
 from convoy.files import write_whole
 from convoy.model.graph import Graph

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from convoy.auto import read_times
+from convoy.app.auto import read_times
 from convoy.config.settings import AUTO, Settings
 from convoy.data import Splits, load
 from convoy.data import check as check_data

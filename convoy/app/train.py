@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from convoy.adapt.rebalance import Decision, Reshare
-from convoy.assembly import build_keeper, build_loaders, build_training
-from convoy.auto import Chosen, choose
+from convoy.app.assembly import build_keeper, build_loaders, build_training
+from convoy.app.auto import Chosen, choose
+from convoy.app.inputs import build_model, check, check_outputs, example_of, load_images
 from convoy.checkpoint import Progress
 from convoy.comm.group import Group
 from convoy.comm.processes import join
@@ -23,7 +24,6 @@ from convoy.config.settings import AUTO, Settings, key_of
 from convoy.data import Splits
 from convoy.errors import MismatchError
 from convoy.files import write_whole
-from convoy.inputs import build_model, check, check_outputs, example_of, load_images
 from convoy.model.tracing import Traced, trace
 from convoy.plan.explain import layer_rows, step_lines, work_shares
 from convoy.plan.plan import Plan
