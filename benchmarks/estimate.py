@@ -10,7 +10,7 @@ from benchmarks.worker import WorkerJob
 from convoy.fleet import Fleet
 from convoy.model.nets.untraced import graph_of
 from convoy.plan.presets import PLANS
-from convoy.study.fleets import costs_of
+from studies.fleets import costs_of
 
 FLOP_PER_CORE_S = 80e9
 BYTES_PER_CORE_S = 10e9

@@ -28,8 +28,8 @@ from convoy.model.graph import Graph
 from convoy.model.nets.untraced import graph_of
 from convoy.model.tracing import trace
 from convoy.planner.planner import candidates
-from convoy.study.fleets import costs_of
-from convoy.study.sweep import BASE, PLANS, points_at, sweep
+from studies.fleets import costs_of
+from studies.sweep import BASE, PLANS, points_at, sweep
 
 RESULTS = Path(__file__).parent / "results" / "planning.json"
 COMMAND = "python -m benchmarks.planning"

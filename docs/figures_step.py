@@ -14,8 +14,8 @@ from convoy.plan.lower import lower
 from convoy.plan.presets import named_plan
 from convoy.simulator.events import Activity, Event, Timeline
 from convoy.simulator.simulate import simulate
-from convoy.study.fleets import costs_of, speeds_of
 from docs.drawing import Drawing, write
+from studies.fleets import costs_of, speeds_of
 
 FOLDER = Path(__file__).parent / "figures"
 

@@ -17,7 +17,7 @@ from convoy.plan.strategy import Channel, Filter
 from convoy.planner.planner import candidates, plan_auto, solo_speeds
 from convoy.planner.predict import Outlook, prospects
 from convoy.simulator.simulate import Costs, simulate
-from convoy.study.fleets import costs_of
+from studies.fleets import costs_of
 
 GIGABIT = Card(125e6, 125e6, 1e-4)
 

@@ -14,7 +14,7 @@ from convoy.model.nets.untraced import graph_of
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.simulator.simulate import simulate
-from convoy.study.fleets import costs_of, make_plan
+from studies.fleets import costs_of, make_plan
 from tests.test_planner_memory import fleet
 
 NET = "two-conv:4:6"

@@ -28,12 +28,12 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.report import timeline as pictures
 from convoy.sharding.layout import Partial
 from convoy.simulator.simulate import Costs, Event, Timeline, simulate
-from convoy.study import figures, figures_fleets, fleets, published
-from convoy.study.__main__ import main
-from convoy.study.closed_form import plan_times, times_of
-from convoy.study.points import Points
-from convoy.study.sweep import AXES, BASE, PLANS, along, crossover, five_axes, points_at, rows_of, sweep, write_csv
-from convoy.study.terms import ByUnits, Work, named_terms, terms_of
+from studies import figures, figures_fleets, fleets, published
+from studies.__main__ import main
+from studies.closed_form import plan_times, times_of
+from studies.points import Points
+from studies.sweep import AXES, BASE, PLANS, along, crossover, five_axes, points_at, rows_of, sweep, write_csv
+from studies.terms import ByUnits, Work, named_terms, terms_of
 
 FLOP_PER_S, MEMORY, LINK, LATENCY_S = 100e9, 20e9, 125e6, 1e-4
 GIGABIT = Card(LINK, LINK, LATENCY_S)
@@ -522,7 +522,7 @@ def test_the_figures_are_drawn(tmp_path):
 
 
 def test_the_whole_study_without_pictures(tmp_path):
-    from convoy.study.run import run_study
+    from studies.run import run_study
 
     said: list[str] = []
     paths = run_study(tmp_path / "new", "two-conv:4:6", draw=False, published=False, say=said.append)

@@ -24,7 +24,7 @@ from convoy.plan.steps import Compute
 from convoy.planner.planner import candidates, plan_auto
 from convoy.runtime.module import Distributed
 from convoy.sharding.layout import holders
-from convoy.study.fleets import costs_of
+from studies.fleets import costs_of
 from tests import zoo
 from tests.calls import last
 from tests.odd_nets import Thinking

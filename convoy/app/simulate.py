@@ -16,7 +16,7 @@ from convoy.report.numbers import in_bytes
 from convoy.report.timeline import draw as draw_timeline
 from convoy.report.timeline import write_chrome_trace
 from convoy.simulator.simulate import Costs
-from convoy.study.fleets import costs_of, speeds_of
+from studies.fleets import costs_of, speeds_of
 
 
 def run_step(

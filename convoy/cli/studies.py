@@ -36,7 +36,7 @@ def simulate(
     Example: convoy simulate -o step --net two-conv:150:800 --fleet fleet.toml --plan hybrid --batch 256
     """
     if fleet is None:
-        from convoy.study.run import run_study
+        from studies.run import run_study
 
         run_study(output, net, draw=figures, published=published, say=print)
         return

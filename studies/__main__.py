@@ -1,16 +1,16 @@
-"""`python -m convoy.study DIR [NET]`: the whole study into a folder."""
+"""`python -m studies DIR [NET]`: the whole study into a folder."""
 
 import sys
 from pathlib import Path
 
 from convoy.errors import ConvoyError
-from convoy.study.run import run_study
+from studies.run import run_study
 
 
 def main(arguments: list[str]) -> int:
     if not 1 <= len(arguments) <= 2 or arguments[0].startswith("-"):
         print(
-            "usage: python -m convoy.study DIR [NET]   e.g. python -m convoy.study figures alexnet:4096",
+            "usage: python -m studies DIR [NET]   e.g. python -m studies figures alexnet:4096",
             file=sys.stderr,
         )
         return 2

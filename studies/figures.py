@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from convoy.cost.collectives import Floats, Numbers
 from convoy.model.graph import Graph
 from convoy.report.drawing import PLAN_LOOKS, legend, log2_axis, look, new_figure, plain, save
-from convoy.study.points import Points
-from convoy.study.sweep import AXES, BASE, PLANS, Sweep, along, crossover, five_axes, points_at, sweep
+from studies.collectives import Floats, Numbers
+from studies.points import Points
+from studies.sweep import AXES, BASE, PLANS, Sweep, along, crossover, five_axes, points_at, sweep
 
 LINKS = (125e6, 1.25e9, 12.5e9)
 """1, 10 and 100 Gbit/s, in bytes/s."""

@@ -7,7 +7,7 @@ What is assumed, besides the plan itself:
   ceil(B/p) samples, sets the pace. Nothing else of a layer's time depends on its size: no cache, no kernel launch.
 - Each step waits for the one before, on every device: nothing overlaps (as in `convoy.simulator.simulate`). With `overlap` gradient sums
   hide behind all of backward's arithmetic, the best that any overlap could do.
-- A round of messages takes one latency, and the bytes of the fullest card; sums take their formula (`cost/collectives.py`).
+- A round of messages takes one latency, and the bytes of the fullest card; sums take their formula (`studies/collectives.py`).
 - `message_s` is what a device spends on each message that it sends or receives (LogP's overhead). The replay has no such cost;
   it matters when hundreds of devices exchange directly.
 - Adding what arrives, the loss, and loading images cost nothing. The optimizer moves its numbers through memory once.
@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from convoy.cost import collectives
-from convoy.cost.collectives import Floats, Numbers
 from convoy.cost.compute import SHARED_PASSES
 from convoy.cost.memory import optimizer_named
 from convoy.model.graph import Graph
 from convoy.sharding.redistribute import Sum
-from convoy.study.points import Points
-from convoy.study.terms import (
+from studies import collectives
+from studies.collectives import Floats, Numbers
+from studies.points import Points
+from studies.terms import (
     AtMaster,
     ByBatch,
     ByUnits,

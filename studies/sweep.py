@@ -11,13 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from convoy.cost.collectives import Floats, Numbers
 from convoy.cost.energy import Power
 from convoy.errors import InputError
 from convoy.model.graph import Graph
 from convoy.sharding.redistribute import Sum
-from convoy.study.closed_form import StepTimes, plan_times
-from convoy.study.points import Points
+from studies.closed_form import StepTimes, plan_times
+from studies.collectives import Floats, Numbers
+from studies.points import Points
 
 PLANS = ("data", "model", "hybrid", "master")
 """Plans with a closed form. On equal devices data-by-speed is data; auto has none, see `fleets.py`."""

@@ -7,8 +7,8 @@ from typing import Self
 
 import numpy as np
 
-from convoy.cost.collectives import Floats, Numbers
 from convoy.errors import InputError
+from studies.collectives import Floats, Numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ import numpy as np
 from convoy.cost.catalogue import DeviceClass, read_catalogue
 from convoy.model.graph import Graph
 from convoy.report.drawing import PLAN_LOOKS, legend, new_figure, plain, save
-from convoy.study.fleets import Replayed
-from convoy.study.points import Points
-from convoy.study.published import Published
-from convoy.study.sweep import sweep
+from studies.fleets import Replayed
+from studies.points import Points
+from studies.published import Published
+from studies.sweep import sweep
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000")
 

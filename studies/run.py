@@ -11,9 +11,9 @@ from convoy.fleet import Card
 from convoy.model.graph import Graph
 from convoy.model.nets.untraced import graph_of
 from convoy.plan.presets import PLANS
-from convoy.study import figures, figures_fleets, fleets
-from convoy.study.published import CPUS, GPUS, summary, table
-from convoy.study.sweep import AXES, BASE, five_axes, points_at, rows_of, sweep, write_csv
+from studies import figures, figures_fleets, fleets
+from studies.published import CPUS, GPUS, summary, table
+from studies.sweep import AXES, BASE, five_axes, points_at, rows_of, sweep, write_csv
 
 Say = Callable[[str], object]
 
