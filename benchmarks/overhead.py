@@ -3,8 +3,7 @@
     python -m benchmarks.overhead [--results FILE]
 
 One device, one thread, the same steps (loss, backward, SGD with momentum) in plain PyTorch and in Convoy, in turns: with the
-layers as one run (`convoy.plan.fusion`), as a device alone computes them, and one by one, as they are computed where others share the
-work. Beside it, what `convoy measure` finds for this machine: the seconds that predictions charge.
+layers as one run (`convoy.plan.fusion`), as a device alone computes them, and one by one, as where others share the work. Beside it, what `convoy measure` finds for this machine: the seconds that predictions charge.
 Writes results/overhead.json.
 """
 
@@ -28,7 +27,7 @@ from benchmarks.hardware import stamp
 from benchmarks.score import middle_spread
 from convoy.comm.group import AloneGroup
 from convoy.comm.malloc import keep_freed_memory
-from convoy.files import write_whole
+from convoy.config.files import write_whole
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan

@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.hardware import stamp
-from convoy.files import write_whole
+from convoy.config.files import write_whole
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph
 from convoy.model.nets.untraced import graph_of

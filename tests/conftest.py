@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # so that test modules, and the processes they start, find the package `tests`
 
-from tests import ranks  # noqa: E402
+from tests.support.processes import free_port as unused_port  # noqa: E402
+from tests.support.processes import nursery_pid, stop_nursery  # noqa: E402
 
 # Started with `&` by a shell, or under nohup, this process ignores Ctrl-C, and so would all that the tests start to interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -65,7 +66,7 @@ def belongings() -> Belongings:
     here = psutil.Process()
     processes = set()
     for child in here.children(recursive=True):
-        if child.pid == ranks.nursery_pid():
+        if child.pid == nursery_pid():
             continue
         try:
             processes.add(f"{child.pid} {' '.join(child.cmdline())[:200]}")
@@ -105,10 +106,10 @@ def nothing_left_behind() -> Iterator[None]:
 def no_nursery_left() -> Iterator[None]:
     """End, with the test session, the process that the devices of tests are forked from."""
     yield
-    ranks.stop_nursery()
+    stop_nursery()
 
 
 @pytest.fixture
 def free_port() -> int:
     """A port of 127.0.0.1 on which nobody listens."""
-    return ranks.free_port()
+    return unused_port()

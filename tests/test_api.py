@@ -20,8 +20,8 @@ from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.plan.strategy import Batch
-from tests import nets
-from tests.ranks import PLACE, ROOT, on_processes
+from tests.support import nets
+from tests.support.processes import PLACE, ROOT, on_processes
 
 EXAMPLE = ROOT / "examples" / "four_lines.py"
 X = torch.zeros(1, 3, 8, 8, dtype=torch.float64)

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import convoy
-from tests.ranks import ROOT
+from tests.support.processes import ROOT
 
 HEAVY = ("torch", "numpy", "rich", "typer", "pydantic", "tomlkit", "psutil", "sklearn", "scipy")
 

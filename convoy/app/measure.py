@@ -9,11 +9,11 @@ from rich.console import Console
 from torch import nn
 
 from convoy.comm.processes import join
+from convoy.config.files import write_whole
 from convoy.cost.measurement import read_fleet_file
 from convoy.data import Splits, load
 from convoy.data import check as check_data
 from convoy.errors import ConvoyError, InputError
-from convoy.files import write_whole
 from convoy.fleet import Fleet
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
+from convoy.config.files import write_whole
 from convoy.cost.measurement import Measurement
 from convoy.errors import InputError
-from convoy.files import write_whole
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.planner.predict import Outlook, fewer_and_more, prospects

@@ -19,11 +19,11 @@ from convoy.app.inputs import build_model, check, check_outputs, example_of, loa
 from convoy.checkpoint import Progress
 from convoy.comm.group import Group
 from convoy.comm.processes import join
+from convoy.config.files import write_whole
 from convoy.config.run_file import Run, to_toml
 from convoy.config.settings import AUTO, Settings, key_of
 from convoy.data import Splits
 from convoy.errors import MismatchError
-from convoy.files import write_whole
 from convoy.model.tracing import Traced, trace
 from convoy.plan.explain import layer_rows, step_lines, work_shares
 from convoy.plan.plan import Plan

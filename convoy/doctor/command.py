@@ -12,6 +12,7 @@ from rich.console import Console
 
 from convoy.comm.environment import Place, read_place
 from convoy.comm.processes import watch_parent
+from convoy.config.files import write_whole
 from convoy.doctor.case import CASE, Case, case_of
 from convoy.doctor.diagnose import diagnose
 from convoy.doctor.facts import Examination, Finding, Pace, from_text
@@ -19,7 +20,6 @@ from convoy.doctor.job import examine_alone, examine_job
 from convoy.doctor.own import check_up
 from convoy.doctor.report import show, tell, verdict
 from convoy.errors import InputError
-from convoy.files import write_whole
 from convoy.launch.exit_status import ERROR_STATUS
 from convoy.report.screen import FILE_WIDTH, Screen
 

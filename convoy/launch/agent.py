@@ -17,7 +17,7 @@ from pathlib import Path
 from convoy._version import __version__
 from convoy.comm.environment import resolve, route_to
 from convoy.errors import ConvoyError, InputError
-from convoy.launch import protocol as lines
+from convoy.launch import protocol
 from convoy.launch.exit_status import Ending
 from convoy.launch.processes import CONVOY_COMMAND, TERMINATE_S, Crew, Part
 from convoy.launch.protocol import Message, line
@@ -121,13 +121,13 @@ class Far:
     def _next(self) -> Message | None:
         """The next order; None when there will be none."""
         try:
-            return self._inbox.get(timeout=lines.SILENCE_S)
+            return self._inbox.get(timeout=protocol.SILENCE_S)
         except queue.Empty:
             return None
 
     def _read(self, orders: int) -> None:
-        for text in lines.lines(orders):
-            if (order := lines.message(text)) is not None:
+        for text in protocol.lines(orders):
+            if (order := protocol.message(text)) is not None:
                 self._inbox.put(order)
         self._inbox.put(None)
 

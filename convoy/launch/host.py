@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from convoy.errors import InputError
-from convoy.launch import protocol as lines
+from convoy.launch import protocol
 from convoy.launch.host_job import Post
 from convoy.launch.protocol import Message
 
@@ -79,7 +79,7 @@ class Link:
         """Say something to the far side. If it is gone, nothing happens here: its messages end too."""
         assert self._process.stdin is not None
         with suppress(OSError):
-            os.write(self._process.stdin.fileno(), lines.line(what, **fields))
+            os.write(self._process.stdin.fileno(), protocol.line(what, **fields))
 
     def hang_up(self) -> None:
         """No more will be said; the far side then ends its devices, and itself."""
@@ -102,8 +102,8 @@ class Link:
 
     def _read(self, inbox: "queue.SimpleQueue[tuple[Link, Message | None]]") -> None:
         assert self._process.stdout is not None
-        for text in lines.lines(self._process.stdout.fileno()):
-            found = lines.message(text)
+        for text in protocol.lines(self._process.stdout.fileno()):
+            found = protocol.message(text)
             if found is None:
                 self._noise.append(text.decode(errors="replace").rstrip())
             else:
@@ -116,5 +116,5 @@ class Link:
 
     def _keep_noise(self) -> None:
         assert self._process.stderr is not None
-        for text in lines.lines(self._process.stderr.fileno()):
+        for text in protocol.lines(self._process.stderr.fileno()):
             self._noise.append(text.decode(errors="replace").rstrip())

@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from convoy._version import __version__
-from convoy.files import write_whole
+from convoy.config.files import write_whole
 from convoy.report.markup import Markup, joined, tag
 from convoy.report.numbers import percent, plain, seconds
 from convoy.report.page_curves import curves_section, rate_section

@@ -5,8 +5,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from convoy.app.auto import Chosen
+from convoy.config.files import write_whole
 from convoy.config.run_file import Run, to_toml
-from convoy.files import write_whole
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds

@@ -1,4 +1,4 @@
-"""The effect around `trial.py` and `rebalance.py`: after each step the devices tell what it took, and change plans."""
+"""The effect around `autotune.py` and `rebalance.py`: after each step the devices tell what it took, and change plans."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from convoy.adapt import autotune as trial
-from convoy.adapt import rebalance
+from convoy.adapt import autotune, rebalance
 from convoy.adapt.autotune import Trial
 from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare
 from convoy.comm.group import Message, Pending
@@ -20,7 +19,7 @@ from convoy.runtime.reshard import reshare
 class Rebalancer:
     """Keeps the plan of a model right while it trains. Every device has one, and calls it after every step.
 
-    Where it is given other plans, it first trains a few steps by each in turn, and goes on with the fastest (`trial.py`). Then
+    Where it is given other plans, it first trains a few steps by each in turn, and goes on with the fastest (`autotune.py`). Then
     it keeps the shares of that plan right. Either way the trajectory is that of one device.
 
     Every `every` steps the devices exchange one small message each, eight bytes per layer and step, which travels during the
@@ -109,7 +108,7 @@ class Rebalancer:
         for step in table.permute(1, 2, 0).tolist():
             if self.state is None:
                 # Devices leave a step one after another, and end it as one: the mean is as long as the step.
-                self.trial, self.decision = trial.observe(self.trial, sum(step[0]) / len(step[0]))
+                self.trial, self.decision = autotune.observe(self.trial, sum(step[0]) / len(step[0]))
             else:
                 self.state, self.decision = rebalance.observe(self.state, dict(zip(self._layers, step, strict=True)))
             decided = self.state is None and self.trial.is_over

@@ -1,0 +1,339 @@
+"""Plan `auto` in a running job: the devices are measured, one plans, all train by its plan like one device."""
+
+import copy
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from convoy.api import distribute, make_plan, make_plans
+from convoy.app.auto import Chosen, choose
+from convoy.app.plan import forecast
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
+from convoy.cost.measurement import Measurement
+from convoy.cost.memory import memory_of
+from convoy.errors import InputError, MismatchError, PlanError
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
+from convoy.plan.plan import Plan
+from convoy.planner.predict import working
+from convoy.profile.job import measure_job
+from convoy.runlog.step_timer import Pace
+from convoy.sharding.layout import local_shape
+from tests.app.test_cli import QUIET, TINY, assert_close, results
+from tests.support.processes import on_processes
+
+BATCH = 12
+SHAPE = (3, 8, 8)
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(3)
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 16, 5)]
+    return nn.Sequential(*layers).double()
+
+
+NET = _net()
+"""Made once: threads that each seeded and drew would take numbers from one another."""
+
+
+def net() -> nn.Module:
+    return copy.deepcopy(NET)
+
+
+def example() -> torch.Tensor:
+    return torch.zeros(2, *SHAPE, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def measured() -> Measurement:
+    """Two processes, measured for a moment."""
+    return Measurement.from_toml(on_processes(2, "tests.app.test_auto:measure", limit_s=100)[0])
+
+
+def measure(group: Group) -> str:
+    model = net()
+    times = {"budget_s": 0.5, "links_budget_s": 0.2, "stretch_s": 0.002}
+    return measure_job(group, trace(model, example()), model, BATCH, net="small", **times).to_toml()
+
+
+def timed(measured: Measurement, *factors: float) -> Measurement:
+    """The same fleet with layer times in proportion to the layer's size, in seconds: what a wire takes is nothing beside."""
+    names = [device.name for device in measured.fleet.devices]
+    rows = []
+    for p in measured.layer:
+        seconds = 1e-5 * p.samples * p.outputs * p.inputs * factors[names.index(p.device)]
+        rows.append(replace(p, forward_s=seconds, backward_s=2 * seconds))
+    return replace(measured, layer=tuple(rows))
+
+
+def trained(group: Group, plan: Plan) -> list[torch.Tensor]:
+    """Weights after four steps of one batch each."""
+    part = distribute(net(), plan, group, example())
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        x, y = batch(step)
+        (layout,) = part.input_layouts(BATCH)
+        mine = piece(x, layout, group.device)
+        loss = nn.functional.cross_entropy(part(mine, batch=BATCH), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return list(part.full_state_dict().values())
+
+
+def piece(x: torch.Tensor, layout: Any, device: int) -> torch.Tensor:
+    from convoy.sharding.layout import box
+
+    here = box(layout, device, tuple(x.shape))
+    if here is None:
+        return x.new_empty(local_shape(layout, device, tuple(x.shape)))
+    return x[tuple(slice(start, stop) for start, stop in here)].contiguous()
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(BATCH, *SHAPE, dtype=torch.float64, generator=generator)
+    return x, torch.randint(0, 5, (BATCH,), generator=generator)
+
+
+def alone() -> list[torch.Tensor]:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        x, y = batch(step)
+        loss = nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return list(model.state_dict().values())
+
+
+def assert_like_one_device(weights: list[torch.Tensor]) -> None:
+    for found, expected in zip(weights, alone(), strict=True):
+        assert (found - expected).abs().max() < 1e-10
+
+
+@pytest.mark.slow
+def test_make_plan_measures_and_trains_like_one_device() -> None:
+    rows = on_processes(2, "tests.app.test_auto:plan_and_train", limit_s=100)
+    assert rows[0][0] == rows[1][0]
+    for _, weights in rows:
+        assert_like_one_device([torch.tensor(each, dtype=torch.float64) for each in weights])
+
+
+def plan_and_train(group: Group) -> tuple[str, list[Any]]:
+    plan = make_plan("auto", net(), example(), BATCH, group, budget_s=0.2)
+    assert sum(group.sent_bytes) == 0, "what measuring sent does not count"
+    return plan.to_json(), [weights.tolist() for weights in trained(group, plan)]
+
+
+@pytest.mark.parametrize(("factors", "workers"), [((1.0, 1.5), {0, 1}), ((1.0, 1e3), {0}), ((1e3, 1.0), {1})])
+def test_a_file_of_times_decides_who_works(
+    measured: Measurement, tmp_path: Path, factors: tuple[float, float], workers: set[int]
+) -> None:
+    """Slow layers beside a fast wire: both work. One device far slower: it gets nothing, joins all the same."""
+    file = tmp_path / "fleet.toml"
+    file.write_text(timed(measured, *factors).to_toml())
+    graph = trace(net(), example()).graph
+
+    def work(group: Group) -> tuple[Plan, list[torch.Tensor]]:
+        # Only device 0 has the file.
+        own = file if group.device == 0 else tmp_path / "nowhere.toml"
+        plan = make_plan("auto", net(), example(), BATCH, group, fleet=own)
+        return plan, trained(group, plan)
+
+    rows = run_on_threads(2, work)
+    assert rows[0][0] == rows[1][0]
+    last = graph.outputs[0]
+    # The outputs go to everybody, so the last layer may be summed over devices whatever they compute.
+    assert workers <= working(rows[0][0], graph)
+    batchwise = [s.shares for name, s in rows[0][0].layers.items() if name != last and hasattr(s, "shares")]
+    for shares in batchwise:
+        assert {d for d, n in enumerate(shares) if n} <= workers
+    for _, weights in rows:
+        assert_like_one_device(weights)
+
+
+def refused(file: Path, devices: int, model: nn.Module, x: torch.Tensor) -> None:
+    run_on_threads(devices, lambda group: choose(group, trace(model, x), model, BATCH, net="n", file=file))
+
+
+def test_a_file_of_another_fleet_or_model_is_refused(measured: Measurement, tmp_path: Path) -> None:
+    file = tmp_path / "fleet.toml"
+    file.write_text(measured.to_toml())
+    with pytest.raises(InputError, match=r"has 2 devices, this job has 3: start as many"):
+        refused(file, 3, net(), example())
+    other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5)).double()
+    with pytest.raises(MismatchError, match="measure this model"):
+        refused(file, 2, other, example())
+    with pytest.raises(InputError, match="cannot be read"):
+        refused(tmp_path / "none.toml", 2, net(), example())
+    file.write_text(replace(measured, precision="bf16").to_toml())
+    with pytest.raises(
+        MismatchError, match=r"in bf16, this job computes in float32.* measure with --precision float32"
+    ):
+        refused(file, 2, net(), example())
+
+
+def test_a_fleet_without_room_is_refused_on_every_device(measured: Measurement, tmp_path: Path) -> None:
+    devices = tuple(replace(device, memory_bytes=1000) for device in measured.fleet.devices)
+    small = replace(measured, fleet=replace(measured.fleet, devices=devices))
+    file = tmp_path / "fleet.toml"
+    file.write_text(small.to_toml())
+    with pytest.raises(PlanError, match=r"fits the devices' memory.* of 0\.001 MB"):
+        refused(file, 2, net(), example())
+
+
+def test_speeds_and_auto_exclude_each_other() -> None:
+    with pytest.raises(InputError, match="leave speeds out"):
+        run_on_threads(1, lambda g: make_plan("auto", net(), example(), BATCH, g, speeds=(1.0,)))
+
+
+def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps end at 10, 11, 13 (a small batch), 14, 17: whole ones took 1, 1 and 3 s; the first of an epoch is not known."""
+    ends = iter([10.0, 11.0, 13.0, 14.0, 17.0, 30.0, 32.0])
+    monkeypatch.setattr("convoy.runlog.step_timer.time.perf_counter", lambda: next(ends))
+    pace = Pace(8)
+    assert pace.step_s is None
+    for samples in (8, 8, 4, 8, 8):
+        pace.step(0, 0.5, samples)
+    assert pace.seconds == [1.0, 1.0, 3.0]
+    pace.epoch(0, None)  # type: ignore[arg-type]
+    pace.step(1, 0.5, 8)
+    pace.step(1, 0.5, 8)
+    assert pace.step_s == 1.5
+    assert "1.8 s a step; measured: 1.5 s, the median of 4 steps; the prediction is +20.0% off" in pace.beside(1.8)
+
+
+def test_what_a_changed_plan_takes_is_told_by_itself_once_there_are_enough_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the first plan a step takes 3 s, by the second 1 s; one in which the weights travelled takes 20 s, and is none."""
+    now = [0.0]
+    monkeypatch.setattr("convoy.runlog.step_timer.time.perf_counter", lambda: now[0])
+    pace = Pace(8)
+
+    def steps(*seconds: float) -> None:
+        for each in seconds:
+            now[0] += each
+            pace.step(0, 0.5, 8)
+
+    steps(*[3.0] * 7)
+    pace.restart()
+    steps(20.0, 1.0, 1.0, 1.0, 1.0)
+    assert pace.step_s == 3.0, "four steps tell too little"
+    steps(1.0)
+    assert pace.step_s == 1.0
+    assert "the median of 5 steps" in pace.beside(1.0)
+
+
+def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first(
+    measured: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "convoy.planner.planner.REACH", 1e3
+    )  # any plan with fewer messages: here the fastest device alone at least
+    file = tmp_path / "fleet.toml"
+    file.write_text(timed(measured, 1.0, 1.5).to_toml())
+
+    def work(group: Group) -> tuple[list[Plan], Plan, Chosen]:
+        chosen = choose(group, trace(net(), example()), net(), BATCH, net="small", file=file)
+        plans = make_plans(net(), example(), BATCH, group, fleet=file)
+        return plans, make_plan("auto", net(), example(), BATCH, group, fleet=file), chosen
+
+    (plans, plan, chosen), (others, other, elsewhere) = run_on_threads(2, work)
+    assert len(plans) > 1
+    assert plans == others
+    assert plan == other == plans[0] == chosen.plan
+    assert [each.plan for each in chosen.others] == plans[1:] == [each.plan for each in elsewhere.others]
+    assert chosen.predicted_s(plans[0]) == chosen.step_s
+    for each in chosen.others:
+        assert chosen.predicted_s(each.plan) == each.step_s > chosen.step_s
+        assert each.plan.name == "auto"
+    assert chosen.predicted_s(replace(plan, batch=BATCH + 1)) is None
+
+
+def measure_tiny(group: Group) -> str:
+    """The net of `tests.app.test_cli.TINY` on digits."""
+    model = build_net("two-conv:4:6", (1, 8, 8), 10)
+    traced = trace(model, torch.zeros(1, 1, 8, 8))
+    times = {"budget_s": 0.5, "links_budget_s": 0.2, "stretch_s": 0.002}
+    return measure_job(group, traced, model, 32, net="two-conv:4:6", **times).to_toml()
+
+
+def assert_trains(tmp_path: Path, *options: str) -> None:
+    plan = tmp_path / "plan.json"
+    options = ("--devices", "2", "--plan", "auto", "--compare", "--save-plan", str(plan), *options)
+    command = [sys.executable, "-m", "convoy", "train", *TINY, "--epochs", "2", *options]
+    done = subprocess.run(command, cwd=tmp_path, env=QUIET, capture_output=True, text=True, timeout=110)
+    assert (done.stderr, done.returncode) == ("", 0)
+    together, alone_ = results(done.stdout)[:2], results(done.stdout)[2:]
+    assert_close(together, alone_)
+    assert "Plan auto: batch 32" in done.stdout
+    assert re.search(r"Predicted: \S+ s a step; measured: \S+ s, the median of 2 steps", done.stdout)
+    assert Plan.load(plan).devices == 2
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Measurement:
+    return Measurement.from_toml(on_processes(2, "tests.app.test_auto:measure_tiny", limit_s=100)[0])
+
+
+def test_train_by_a_measured_file_as_a_person_starts_it(tiny: Measurement, tmp_path: Path) -> None:
+    """Plans, predicts, trains, and says at the end how good the prediction was."""
+    file = tmp_path / "fleet.toml"
+    file.write_text(tiny.to_toml())
+    assert_trains(tmp_path, "--fleet", str(file))
+
+
+def test_the_forecast_marks_what_does_not_fit(
+    tiny: Measurement, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Device 0 has room for nothing but what it receives; watts for both."""
+    monkeypatch.setenv("COLUMNS", "200")  # in 80 a long number elsewhere breaks the heading that is looked for
+    first, second = tiny.fleet.devices
+    devices = (
+        replace(first, memory_bytes=20_000, idle_w=1.0, busy_w=9.0),
+        replace(second, memory_bytes=10**9, idle_w=1.0, busy_w=2.0),
+    )
+    file, plan = tmp_path / "fleet.toml", tmp_path / "plan.json"
+    file.write_text(replace(tiny, fleet=replace(tiny.fleet, devices=devices)).to_toml())
+    forecast("two-conv:4:6", (1, 8, 8), 10, 32, file, plan)
+    said = capsys.readouterr().out
+    assert f"! data does not fit: {first.name} needs" in said
+    assert "! auto" not in said
+    assert "Plan auto, device by device" in said
+    assert "J/image" in said
+    saved = Plan.load(plan)
+    graph = trace(build_net("two-conv:4:6", (1, 8, 8), 10), torch.zeros(1, 1, 8, 8)).graph
+    assert memory_of(saved, graph)[0].total_bytes <= 20_000
+    forecast("two-conv:4:6", (1, 8, 8), 10, 32, file, None, least_energy_s=1e3)
+    with pytest.raises(PlanError, match="the fastest takes"):
+        forecast("two-conv:4:6", (1, 8, 8), 10, 32, file, None, least_energy_s=1e-9)
+
+
+def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> None:
+    """`convoy plan --wire bf16`: every plan is predicted so, and the file says so."""
+    file, plan = tmp_path / "fleet.toml", tmp_path / "plan.json"
+    file.write_text(tiny.to_toml())
+    command = [sys.executable, "-m", "convoy", "plan", "two-conv:4:6", "--image", "1,8,8", "--batch", "32"]
+    command += ["--fleet", str(file), "-o", str(plan), "--wire"]
+    done = subprocess.run([*command, "bf16"], env=QUIET, capture_output=True, text=True, timeout=60)
+    assert (done.stderr, done.returncode) == ("", 0)
+    assert Plan.load(plan).wire == "inexact-bf16"
+    with pytest.raises(InputError, match="unknown wire format 'fp8'"):
+        forecast("two-conv:4:6", (1, 8, 8), 10, 32, file, None, wire="fp8")
+
+
+@pytest.mark.slow
+def test_train_by_auto_as_a_person_starts_it(tmp_path: Path) -> None:
+    """As above, after measuring."""
+    assert_trains(tmp_path, "--slowdown", "1,3", "--budget", "1")

@@ -1,0 +1,314 @@
+"""The benchmarks: who trains, in which rounds, what is timed, and a whole small run."""
+
+import itertools
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import worker
+from benchmarks.configurations import ALONE, SETS, Case
+from benchmarks.hardware import Ground
+from benchmarks.page import Paper, validation_page
+from benchmarks.predictions import Prediction, Predictions, rows_of
+from benchmarks.quiet import others_share, read, share
+from benchmarks.reference import Reference
+from benchmarks.results import Row, Where, read_result
+from benchmarks.rounds import Turn, run_rounds, timed
+from benchmarks.runners import UNCOUNTED_STEPS, AloneRunner, ConvoyRunner, Spent, sgd, train_steps
+from benchmarks.score import error, error_at_measured_speed
+from benchmarks.worker import WorkerJob, run_fleet
+from convoy.comm.group import AloneGroup, Group
+from convoy.comm.threads import run_on_threads
+from convoy.data import Images
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
+from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.train.loader import Loader
+from tests.support.processes import on_processes
+
+CPU = torch.device("cpu")
+QUICK_S = 1e-4  # of a stretch: these tests look at everything but the precision
+GROUND = Ground("a processor", 2, "Linux 6", "3.11", "2.13", "0.1", "abc")
+
+
+def row(plan: str, predicted_s: float | None, *rounds_s: float, fleet: str = "f", batch: int = 8, **other: Any) -> Row:
+    return Row(fleet, "net", batch, plan, other.pop("device", None), predicted_s, other.pop("strategies", {}), 3,
+               rounds_s, **other)  # fmt: skip
+
+
+# --- runners and rounds ----------------------------------------------------------------------------------------------
+
+
+def images(count: int = 40) -> Images:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randint(0, 256, (count, 3, 8, 8), dtype=torch.uint8, generator=generator)
+    return Images(x, torch.arange(count) % 10, 10, (0.5,) * 3, (0.3,) * 3)
+
+
+def plain_losses(net: str, batch: int, steps: int) -> list[float]:
+    model = build_net(net, (3, 8, 8), 10)
+    optimizer, batches = sgd(model), iter(Loader(images(), batch))
+    return [train_steps(model, optimizer, batches, 1) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("net", ["two-conv:4:8", "resnet:8:4"])
+def test_every_turn_of_a_plan_is_the_run_of_one_device_from_the_start(net: str, plan: str) -> None:
+    model = build_net(net, (3, 8, 8), 10)
+    graph = trace(model, torch.zeros(1, 3, 8, 8)).graph
+    made = named_plan(plan, graph, 8, Speeds((3.0, 1.0)))
+
+    def work(group: Group) -> list[tuple[float | None, float, int]]:
+        runner = ConvoyRunner(model, made, group, images(), 8)
+        turns = []
+        for _ in range(2):
+            first = runner.wake()
+            next_loss = train_steps(runner._part, runner._optimizer, runner._batches, 1)
+            runner.train(2)
+            runner.rest()
+            turns.append((first, next_loss, sum(p.numel() for p in runner._part.parameters())))
+        return turns
+
+    losses = plain_losses(net, 8, UNCOUNTED_STEPS + 1)
+    for turns in run_on_threads(2, work):
+        for first, next_loss, kept in turns:
+            assert [first, next_loss] == pytest.approx([losses[0], losses[-1]], rel=1e-5)
+            assert kept == 0, "a resting runner holds no weights"
+
+
+def test_one_device_trains_alone_while_the_others_rest() -> None:
+    model = build_net("two-conv:4:8", (3, 8, 8), 10)
+    runner = AloneRunner(model, images(), 8, step_s=0.1)
+    for _ in range(2):
+        assert runner.wake() == pytest.approx(plain_losses("two-conv:4:8", 8, 1)[0])
+        runner.train(2)
+        runner.rest()
+    idle = AloneRunner(None, images(), 8, step_s=0.1)
+    assert idle.wake() is None
+    idle.train(1000)
+    slow = AloneRunner(model, images(), 8, step_s=8.0)
+    assert slow.wake() is None, "the loss of 2 samples of 8 is not that of the batch"
+
+
+class Clocked:
+    """A runner that takes a known time, and keeps what happened to it."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self.story: list[str] = []
+
+    def wake(self) -> float | None:
+        self.story.append("wake")
+        return None
+
+    def train(self, steps: int) -> Spent:
+        self.story.append(f"train {steps}")
+        time.sleep(steps * self.step_s)
+        return None
+
+    def rest(self) -> None:
+        self.story.append("rest")
+
+
+def test_a_step_is_that_of_the_slowest_device() -> None:
+    def work(group: Group) -> float:
+        return timed(group, Turn((row("data", 1.0),), Clocked(0.05 * group.device))).rows_s[0]
+
+    first, second = run_on_threads(2, work)
+    assert first == second
+    assert 0.05 <= first < 2.0
+
+
+def test_devices_that_train_alone_at_the_same_time_have_a_row_each() -> None:
+    """The slow one takes 2 steps, the fast one 8; each row has the time and the loss of its own device."""
+
+    class Own(Clocked):
+        def wake(self) -> float | None:
+            return self.step_s
+
+    def work(group: Group) -> tuple[Row, ...]:
+        rows = tuple(replace(row(ALONE, 1.0, device=d), steps=steps) for d, steps in ((0, 2), (1, 8)))
+        return run_rounds(group, [Turn(rows, Own((0.04, 0.01)[group.device]))], 2, lambda _: None)
+
+    found, other = run_on_threads(2, work)
+    assert found == other
+    assert [each.loss for each in found] == [0.04, 0.01]
+    assert found[0].median_s >= 0.04 > found[1].median_s >= 0.01
+
+
+def test_clocks_tell_where_the_time_of_a_step_goes() -> None:
+    """Three rounds, in which a step takes device 0 one, two and three seconds of computing, and device 1 half of that."""
+
+    class Clockwork(Clocked):
+        rounds = 0
+
+        def train(self, steps: int) -> tuple[float, float]:
+            self.rounds += 1
+            return steps * self.rounds * self.step_s, steps * 0.5
+
+    def work(group: Group) -> Row:
+        turn = Turn((row("auto", 1.0),), Clockwork((1.0, 0.5)[group.device]))
+        return run_rounds(group, [turn], 3, lambda _: None)[0]
+
+    found, _ = run_on_threads(2, work)
+    assert found.seen == Where((2.0, 1.0), (0.5, 0.5))
+
+
+def test_a_case_ends_after_its_limit_with_two_rounds_at_least() -> None:
+    said: list[str] = []
+    turns = [Turn((row("data", 1.0),), Clocked(0.02))]
+    (found,) = run_rounds(AloneGroup(CPU), turns, 5, said.append, limit_s=0.001)
+    assert len(found.rounds_s) == 2
+    assert said[-1].endswith("2 rounds of 5")
+
+
+def test_rounds_go_over_all_configurations_in_turn() -> None:
+    story: list[str] = []
+
+    class Telling(Clocked):
+        def __init__(self, name: str, step_s: float = 0.0) -> None:
+            super().__init__(step_s)
+            self.name = name
+
+        def wake(self) -> float | None:
+            story.append(self.name)
+            return 1.5 if self.name == "a" else None
+
+    # 3 steps of 10 ms are above 1 ms, so c stops after the two rounds that all get.
+    turns = [Turn((row("data", 1.0),), Telling("a")), Turn((row("model", 1.0),), Telling("b"), most_s=60.0)]
+    turns.append(Turn((row("one-device", 1.0),), Telling("c", 0.01), most_s=0.001))
+    rows = run_rounds(AloneGroup(CPU), turns, 3, lambda _: None)
+    assert "".join(story) == "abcabcab"
+    assert [len(each.rounds_s) for each in rows] == [3, 3, 2]
+    assert [each.loss for each in rows] == [1.5, None, None]
+    assert rows[2].median_s >= 0.01
+
+
+def test_a_round_has_steps_enough_and_devices_alone_are_busy_as_long_as_the_slowest() -> None:
+    where = Where((0.2, 0.2), (0.1, 0.1))
+    plans = {"data": Prediction(a_plan().to_json(), 0.3, where, 0.05, "computing on a")}
+    case = Case("f", "net", 8, (ALONE, "one-device", "ddp-even", "data"))
+    rows = rows_of(case, Predictions(plans, (0.5, 2.0), 1.0), round_s=1.0)
+    found = [(each.plan, each.device, each.predicted_s, each.steps) for each in rows]
+    assert found == [
+        (ALONE, 0, 0.5, 4), (ALONE, 1, 2.0, 1), ("one-device", 0, 0.5, 2), ("one-device", 1, 2.0, 1),
+        ("ddp-even", None, None, 3), ("data", None, 0.3, 4),
+    ]  # fmt: skip
+    assert (rows[-1].foreseen, rows[-1].card_s, rows[-1].bound) == (where, 0.05, "computing on a")
+
+
+def a_plan() -> Any:
+    graph = trace(build_net("two-conv:4:8", (3, 8, 8), 10), torch.zeros(1, 3, 8, 8)).graph
+    return named_plan("data", graph, 8, Speeds((3.0, 1.0)))
+
+
+def test_what_others_take_is_what_is_left() -> None:
+    # Two cores for 10 s, 12 s of them busy, 7 s of those our own.
+    assert share(12.0, 7.0, 10.0, 2) == pytest.approx(0.25)
+    assert share(6.9, 7.0, 10.0, 2) == 0, "clocks tick in hundredths"
+    begin = read()
+    end = begin.wall_s + 0.2
+    while time.perf_counter() < end:
+        pass
+    now = read()
+    assert now.own_s - begin.own_s > 0
+    assert now.busy_s >= begin.busy_s
+    assert 0 <= others_share(AloneGroup(CPU), begin) <= 1.1
+
+
+# --- the worker, on real processes -----------------------------------------------------------------------------------
+
+
+SMOKE = "straggler2.two-conv-4-8.8.json"
+
+
+def worker_job(folder: str, name: str = "smoke") -> WorkerJob:
+    series = tuple(each for each in SETS[name] if each.fleet == "straggler2")
+    return WorkerJob(
+        set=name, fleet="straggler2", series=series, output=Path(folder), measurements=Path(folder) / "measured",
+        data_dir=None, rounds=2, round_s=0.01, alone_s=1.0, budget_s=0.2, links_budget_s=0.5, tuning_s=0.5, case_s=60.0,
+        ground=GROUND, command="it",
+    )  # fmt: skip
+
+
+def run_smoke(group: Group, folder: str) -> list[str]:
+    """Twice, so that the second finds the work of the first; beside the file it leaves what stood there before the runs."""
+    said: list[str] = []
+    real, measure = worker.run_rounds, worker.measure_job
+
+    def run_rounds_after_a_look(*arguments: Any) -> tuple[Row, ...]:
+        if group.device == 0:
+            (Path(folder) / "before").write_text((Path(folder) / SMOKE).read_text())
+        return real(*arguments)
+
+    worker.run_rounds = run_rounds_after_a_look
+    worker.measure_job = partial(measure, stretch_s=QUICK_S)
+    try:
+        run_fleet(group, worker_job(folder), None, said.append)
+        run_fleet(group, worker_job(folder), None, said.append)
+    finally:
+        worker.run_rounds, worker.measure_job = real, measure
+    return said
+
+
+def test_a_whole_run_is_predicted_first_then_measured_then_not_repeated(tmp_path: Path) -> None:
+    (tmp_path / "measured").mkdir()
+    said, _ = on_processes(2, "tests.benchmarks.test_benchmarks_rounds:run_smoke", str(tmp_path))
+    before = read_result(tmp_path / "before")
+    (net,) = before.nets.values()
+    assert [(r.plan, r.rounds_s) for r in net.rows] == [("data", ()), ("auto", ())]
+    assert all(r.predicted_s and r.predicted_s > 0 for r in net.rows)
+    assert net.finished == ""
+    assert before.measured_rows() == ()
+
+    assert said[-1] == "two-conv:4:8: was done before"
+    assert said.count("two-conv:4:8: measuring") == 1
+    result = read_result(tmp_path / SMOKE)
+    rows = result.measured_rows()
+    assert [(r.fleet, r.net, r.batch, r.plan) for r in rows] == [
+        ("straggler2", "two-conv:4:8", 8, "data"), ("straggler2", "two-conv:4:8", 8, "auto"),
+    ]  # fmt: skip
+    assert all(len(r.rounds_s) == 2 and min(r.rounds_s) > 0 for r in rows)
+    assert all(len(r.drifts) == 2 and min(r.drifts) > 0 for r in rows)
+    for each in rows:
+        assert each.foreseen is not None
+        assert each.seen is not None
+        assert max(each.foreseen.compute_s) <= each.predicted_s
+        assert 0 < max(each.seen.compute_s) < each.rounds_s[0] + each.rounds_s[1]
+        assert each.bound
+    assert rows[0].loss == pytest.approx(rows[1].loss, rel=1e-5)
+    assert rows[0].strategies["*"] == "batch(4,4)"
+    assert result.nets["two-conv:4:8"].solo_s[8] > (0, 0)
+    assert "two-conv:4:8" in validation_page(Paper([result], None))
+    assert (tmp_path / "measured" / "straggler2.two-conv-4-8.toml").exists()
+    predicted = [replace(r, rounds_s=(), drifts=(), loss=None, seen=None) for r in rows]
+    assert predicted == list(net.rows), "the runs change no prediction"
+
+
+def test_a_round_is_seen_at_the_speed_of_the_measuring() -> None:
+    """Predicted 2 s; rounds of 2, 3 and 5 s, on a machine that was 1, 1.5 and 2 times as slow: 2, 2 and 2.5 s then."""
+    row = Row("f", "n", 1, "data", None, 2.0, {}, 1, (2.0, 3.0, 5.0), drifts=(1.0, 1.5, 2.0))
+    assert (error(row), error_at_measured_speed(row)) == (pytest.approx(-1 / 3), 0.0)
+    assert error_at_measured_speed(replace(row, drifts=())) == pytest.approx(-1 / 3)
+
+
+def test_the_reference_tells_how_much_slower_the_devices_are() -> None:
+    """A clock on which every look takes 0.25 s: one calculation lies between the looks at 0.25 and 0.5, so it counts 0.5 s.
+
+    The bases are 0.125 and 0.25 s, in the mean of two readings: now it takes 4 and 2 times as long.
+    """
+
+    def work(group: Group) -> tuple[list[float], float, float]:
+        ticks = itertools.count()
+        reference = Reference(group, now=lambda: 0.25 * next(ticks), stretch_s=0.2)
+        none = reference.drift()
+        found = reference.read()
+        reference.rebase([0.0625, 0.125], [0.1875, 0.375])
+        return found, none, reference.drift()
+
+    assert run_on_threads(2, work, timeout_s=20.0) == [([0.5, 0.5], 1.0, 3.0)] * 2

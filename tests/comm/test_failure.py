@@ -1,0 +1,182 @@
+"""Whoever dies, freezes, leaves or strays is named by all survivors, and the messages tell these apart."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from convoy.comm.failure import Answer, Note, Silence, find_lost
+from convoy.comm.group import Group, Message
+from convoy.comm.processes import join
+from convoy.errors import MismatchError
+from tests.comm.test_group import say
+from tests.support.processes import on_processes
+
+
+def lose_by_signal(group: Group, number: int) -> list[Any]:
+    """0 waits for 1, 1 waits for 2, 3 waits for a text of all; 2 is hit by a signal while they wait."""
+    group.agree("all are here", "")
+    if group.device == 2:
+        time.sleep(0.3)
+        os.kill(os.getpid(), number)
+        time.sleep(30)
+    if group.device == 3:
+        return say(group, lambda: group.agree("never", ""))
+    first = say(group, lambda: group.exchange([], [Message(group.device + 1, torch.zeros(1))]))
+    assert first == say(group, lambda: group.exchange([Message(2, torch.zeros(1))], []))
+    return first
+
+
+def test_all_survivors_name_a_killed_device() -> None:
+    reports = on_processes(4, "tests.comm.test_failure:lose_by_signal", int(signal.SIGKILL))
+    assert reports[2] is None
+    for device in (0, 1, 3):
+        assert reports[device][0] == 2, reports
+        assert "device 2 (host" in reports[device][1]
+        assert "without a word" in reports[device][1]
+
+
+def test_all_survivors_name_a_frozen_device() -> None:
+    reports = on_processes(4, "tests.comm.test_failure:lose_by_signal", int(signal.SIGSTOP), timeout_s=2.0)
+    assert reports[2] is None
+    for device in (0, 1, 3):
+        assert reports[device][0] == 2, reports
+        assert "frozen" in reports[device][1]
+
+
+def have_bad_days(device: int) -> list[Any]:
+    """Several groups one after another on the same processes, each with another trouble."""
+    reports = []
+    here = torch.zeros(1)
+
+    with join("cpu", timeout_s=20) as group:  # device 2 raises; 0 waits for 1, 1 waits for 2
+        if device == 2:
+            group.start([], [Message(0, torch.zeros(1))])  # nobody will ever wait for this one
+            group.close(ValueError("no such image"))
+            reports.append([])
+        else:
+            reports.append(say(group, lambda: group.exchange([], [Message(device + 1, here)])))
+
+    with join("cpu", timeout_s=20) as group:  # 1 waits for 2, 2 for 1, 0 for 1
+        group.timeout_s = 0.5
+        peer = {0: 1, 1: 2, 2: 1}[device]
+        reports.append(say(group, lambda: group.exchange([], [Message(peer, here)])))
+
+    with join("cpu", timeout_s=20) as group:  # 1 computes for long; 2 waits for it, and 0 for 2
+        group.timeout_s = 0.5
+        if device == 1:
+            time.sleep(1.5)
+            reports.append([])
+        else:
+            reports.append(say(group, lambda: group.exchange([], [Message({0: 2, 2: 1}[device], here)])))
+
+    with join("cpu", timeout_s=20) as group:  # 1 sends more than 0 expects: gloo alone would end the process
+        group.timeout_s = 0.5
+        if device == 1:
+            reports.append(say(group, lambda: group.exchange([Message(0, torch.ones(8))], [Message(0, here)])))
+        elif device == 0:
+            reports.append(say(group, lambda: group.exchange([], [Message(1, torch.zeros(4))])))
+        else:
+            reports.append([])
+
+    with join("cpu", timeout_s=20) as group:  # 0 still waits for 1, which has finished
+        if device == 0:
+            reports.append(say(group, lambda: group.exchange([], [Message(1, here)])))
+        else:
+            group.timeout_s = 0.5  # bounds the farewell too
+            reports.append([])
+
+    with join("cpu", timeout_s=20) as group:
+        try:
+            group.agree("this" if device else "that", "")
+        except MismatchError as error:
+            reports.append(str(error))
+
+    with join("cpu", timeout_s=20) as group:
+        try:
+            if device == 0:
+                group.agree("this", "")
+            reports.append("no error")
+        except MismatchError as error:
+            reports.append(str(error))
+
+    with join("cpu", timeout_s=20) as group:  # and after all that everything is well again
+        reports.append(list(group.agree("end", str(device))))
+    return reports
+
+
+def test_troubles_are_told_apart() -> None:
+    raised, circle, slow, sizes, finished, topics, alone, end = zip(
+        *on_processes(3, "tests.comm.test_failure:have_bad_days", joined=False), strict=True
+    )
+    for device in (0, 1):
+        assert raised[device][0] == 2, raised
+        assert "ValueError: no such image" in raised[device][1]
+    for device in (0, 1, 2):
+        assert circle[device][0] in (1, 2), circle
+        assert "circle" in circle[device][1]
+    for device in (0, 2):
+        assert slow[device][0] == 1, slow
+        assert "alive" in slow[device][1]
+    for device in (0, 1):
+        assert "do not run the same steps" in sizes[device][1], sizes
+    assert finished[0][0] == 1, finished
+    assert "had ended its work" in finished[0][1]
+    assert all("'this'" in text and "'that'" in text for text in topics), topics
+    assert "device 0 is at 'this' while device 1 is at 'the end of its work'" in alone[0]
+    assert list(end) == [["0", "1", "2"]] * 3
+
+
+@dataclass(frozen=True)
+class LateNote:
+    """A note that is still on the way: it is here only for those who wait a moment."""
+
+    note: Note
+
+
+Said = Answer | Silence | Note | LateNote
+
+
+class StoryDoors:
+    """What the doors of devices say in a story."""
+
+    def __init__(self, story: dict[int, Said]) -> None:
+        self.story = story
+
+    def knock(self, device: int) -> Answer | Silence:
+        said = self.story[device]
+        return said if isinstance(said, (Answer, Silence)) else Silence.DEAD
+
+    def note_from(self, device: int, timeout_s: float) -> Note | None:
+        said = self.story[device]
+        if isinstance(said, LateNote) and timeout_s > 0:
+            return said.note
+        return said if isinstance(said, Note) else None
+
+
+@pytest.mark.parametrize(
+    ("story", "timed_out", "lost", "words"),
+    [
+        ({1: Silence.DEAD}, False, 1, "without a word"),
+        ({1: Silence.FROZEN}, True, 1, "sent nothing for 60 s, and its process exists but does not answer"),
+        ({1: Silence.UNREACHABLE}, True, 1, "cable"),
+        ({1: Answer(2), 2: Answer(3), 3: Silence.DEAD}, True, 3, "without a word"),
+        ({1: Answer(2), 2: Answer(3), 3: Silence.FROZEN}, False, 3, "frozen"),
+        ({1: Answer(2), 2: Note(2, 3, "was lost: a story")}, True, 3, "a story"),
+        ({1: Answer(2), 2: LateNote(Note(2, 3, "was lost: a story"))}, True, 3, "a story"),
+        ({1: LateNote(Note(1, 1, "left because of its own error"))}, False, 1, "own error"),
+        ({1: Note(1, 1, "left because of its own error")}, False, 1, "own error"),
+        ({1: Answer(2), 2: Answer(None)}, True, 2, "alive but sent nothing"),
+        ({1: Answer(None)}, False, 1, "went on after an error"),
+        ({1: Answer(2), 2: Answer(done=True)}, True, 2, "had ended its work"),
+        ({1: Answer(0)}, True, 1, r"0 -> 1 -> 0"),
+    ],
+)
+def test_the_root_of_a_loss_is_found(story: dict[int, Said], timed_out: bool, lost: int, words: str) -> None:
+    verdict = find_lost(StoryDoors(story), me=0, peer=1, timed_out=timed_out, limit_s=60.0)
+    assert verdict.device == lost
+    assert words in verdict.cause

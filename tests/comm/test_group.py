@@ -1,0 +1,340 @@
+"""The contract of a group, on threads and on processes: messages of every kind, counters, agreement, and losses."""
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from convoy.comm import environment
+from convoy.comm.group import AloneGroup, Group, Message
+from convoy.comm.processes import join
+from convoy.comm.threads import run_on_threads
+from convoy.errors import DeviceLostError, InputError, MismatchError
+from tests.support.processes import on_processes
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+]
+
+
+def say(group: Group, work: Callable[[], object]) -> list[Any]:
+    """What a device reports about a failure: [lost device, message], or ["no error"]."""
+    try:
+        work()
+    except DeviceLostError as error:
+        return [error.device, str(error)]
+    return ["no error", group.device]
+
+
+# -------------------------------------------------------------------------------------------------------- messages
+
+
+def use_both_lanes(group: Group) -> list[list[float]]:
+    """Even devices start lane 1 first, odd ones lane 0; same peers, shapes and dtypes: only the lane tells them apart."""
+    peer = group.device ^ 1
+    order = (1, 0) if group.device % 2 == 0 else (0, 1)
+    arrived = {lane: torch.full((5,), -1.0) for lane in order}
+    waits = {}
+    seen = []
+    for number in range(3):
+        for lane in order:
+            sent = torch.full((5,), 100.0 * number + 10 * group.device + lane)
+            waits[lane] = group.start([Message(peer, sent)], [Message(peer, arrived[lane])], lane)
+            if lane == order[1]:
+                for each in order:
+                    waits[each].wait()
+                    seen.append(sorted(set(arrived[each].tolist())))
+    with pytest.raises(InputError, match="lane 2: this group has 2"):
+        group.start([], [], lane=2)
+    return seen
+
+
+def test_lanes_know_nothing_of_each_other() -> None:
+    def expected(device: int) -> list[list[float]]:
+        order = (1, 0) if device % 2 == 0 else (0, 1)
+        return [[100.0 * number + 10 * (device ^ 1) + lane] for number in range(3) for lane in order]
+
+    assert run_on_threads(4, use_both_lanes, timeout_s=20.0) == [expected(device) for device in range(4)]
+    assert on_processes(2, "tests.comm.test_group:use_both_lanes", limit_s=60) == [expected(0), expected(1)]
+
+
+def wait_for_the_last_only(group: Group) -> list[float]:
+    """Device 1 is late each time: what device 0 started and dropped still lies on its side."""
+    peer, arrived = group.device ^ 1, torch.zeros(4000)
+    for number in range(3):
+        time.sleep(0.1 * group.device)
+        group.start([Message(peer, torch.full((4000,), float(number)))], [Message(peer, torch.zeros(4000))])
+        gc.collect()
+    group.exchange([Message(peer, torch.full((4000,), 9.0 + group.device))], [Message(peer, arrived)])
+    return arrived.unique().tolist()
+
+
+def test_what_nobody_waits_for_travels_all_the_same() -> None:
+    """A rebalancer sends its seconds after a step and takes them after the next. After its last step nobody did: gloo forgot
+    these messages on one side, and the first move of the next training waited for ever."""
+    assert run_on_threads(2, wait_for_the_last_only, timeout_s=20.0) == [[10.0], [9.0]]
+    assert on_processes(2, "tests.comm.test_group:wait_for_the_last_only", limit_s=60) == [[10.0], [9.0]]
+
+
+def pattern(sender: int, receiver: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor only this pair exchanges; small whole numbers are exact in every dtype."""
+    return ((torch.arange(size) * 7 + 3 * sender + 5 * receiver) % 64).to(dtype)
+
+
+def send_every_dtype(group: Group) -> int:
+    """All pairs, both ways, every dtype, sizes that differ by pair; one call."""
+    peers = [peer for peer in range(group.devices) if peer != group.device]
+    size = {(a, b): 1 + 1000 * a + 17 * b for a in range(group.devices) for b in range(group.devices)}
+    sends = [
+        Message(peer, pattern(group.device, peer, size[group.device, peer], dtype))
+        for peer in peers
+        for dtype in DTYPES
+    ]
+    receives = [Message(peer, torch.zeros(size[peer, group.device], dtype=dtype)) for peer in peers for dtype in DTYPES]
+    group.exchange(sends, receives)
+    for message in receives:
+        expected = pattern(message.peer, group.device, message.tensor.numel(), message.tensor.dtype)
+        assert torch.equal(message.tensor, expected)
+    return len(receives)
+
+
+def keep_many_outstanding(group: Group) -> None:
+    """20 calls, three messages of different shapes each, waited for in an order of this device's own."""
+    peers = [peer for peer in range(group.devices) if peer != group.device]
+    started = []
+    for call in range(20):
+        sends = [
+            Message(peer, torch.full((call % 4, part + 1), float(100 * call + 10 * part + group.device)))
+            for part in range(3)
+            for peer in peers
+        ]
+        receives = [Message(peer, torch.full((call % 4, part + 1), -1.0)) for part in range(3) for peer in peers]
+        started.append((call, receives, group.start(sends, receives)))
+    order = started[::-1] if group.device % 2 else started[1::2] + started[::2]
+    for call, receives, pending in order:
+        pending.wait()
+        pending.wait()
+        for index, message in enumerate(receives):
+            part = index // len(peers)
+            expected = torch.full((call % 4, part + 1), float(100 * call + 10 * part + message.peer))
+            assert torch.equal(message.tensor, expected)
+
+
+def leave_out_empty_messages(group: Group) -> None:
+    """Messages of no elements take no number on the way, so those after them still arrive where they belong."""
+    right, left = (group.device + 1) % group.devices, (group.device - 1) % group.devices
+    before = group.sent_bytes[right]
+    got = torch.zeros(2)
+    empty, own = torch.empty(0, 5), torch.full((2,), 4.0 + group.device)
+    group.start([Message(right, empty)], [Message(left, empty)]).wait()
+    group.exchange([Message(right, empty), Message(right, own)], [Message(left, empty), Message(left, got)])
+    assert got.tolist() == [4.0 + left] * 2
+    assert group.sent_bytes[right] - before == 8
+
+
+def count_bytes(group: Group) -> None:
+    """Device 0 sends 10 float64 to device 1, which sends 3 int16 back; nothing else is counted."""
+    group.clear_counters()
+    group.agree("something", "x" * 1000)
+    if group.device == 0:
+        group.exchange([Message(1, torch.ones(2, 5, dtype=torch.float64))], [Message(1, torch.zeros(3).short())])
+    elif group.device == 1:
+        group.exchange([Message(0, torch.ones(3).short())], [Message(0, torch.zeros(2, 5, dtype=torch.float64))])
+    expected = {0: [0, 80], 1: [6, 0]}.get(group.device, [0, 0])
+    assert group.sent_bytes == expected + [0] * (group.devices - 2)
+    group.clear_counters()
+    assert group.sent_bytes == [0] * group.devices
+
+
+def agree_on_texts(group: Group) -> None:
+    for turn in range(3):
+        texts = group.agree("plan", f"{turn} by {group.device} é" * (1 + 500 * group.device))
+        assert list(texts) == [f"{turn} by {device} é" * (1 + 500 * device) for device in range(group.devices)]
+    assert group.agree("nothing", "") == ("",) * group.devices
+
+
+def messages_arrive(group: Group) -> int:
+    """Everything above on one group, so that it starts once."""
+    received = send_every_dtype(group)
+    keep_many_outstanding(group)
+    count_bytes(group)
+    agree_on_texts(group)
+    leave_out_empty_messages(group)
+    return received
+
+
+def wait_for_the_late(group: Group, late_s: float) -> list[float]:
+    """Device 1 waits on both lanes, the second on a thread as sums do; seconds that passed, and those of its processor."""
+    group.agree("both are here", "")
+    if group.device == 0:
+        time.sleep(late_s)
+        group.start([Message(1, torch.ones(4))], []).wait()
+        group.start([Message(1, torch.ones(4))], [], 1).wait()
+        return []
+    pending = [group.start([], [Message(0, torch.zeros(4))], lane) for lane in (0, 1)]
+    start_s, start_processor_s = time.monotonic(), time.process_time()
+    sums = threading.Thread(target=pending[1].wait)
+    sums.start()
+    pending[0].wait()
+    sums.join()
+    return [time.monotonic() - start_s, time.process_time() - start_processor_s]
+
+
+def test_waiting_takes_no_processor() -> None:
+    """On a device of one core, whoever waits busily takes from whoever computes. Threads of the exchange count as well."""
+    _, (passed_s, processor_s) = on_processes(2, "tests.comm.test_group:wait_for_the_late", 1.5, limit_s=60)
+    assert passed_s > 0.5
+    assert processor_s < 0.2 * passed_s, "one thread that asks again and again takes all of it"
+
+
+@pytest.mark.parametrize("devices", [2, 3])
+def test_messages_arrive_on_threads(devices: int) -> None:
+    assert run_on_threads(devices, messages_arrive) == [(devices - 1) * len(DTYPES)] * devices
+
+
+@pytest.mark.parametrize(("devices", "staged"), [(2, False), (3, True)])
+def test_messages_arrive_on_processes(devices: int, staged: bool) -> None:
+    received = on_processes(devices, "tests.comm.test_group:messages_arrive", staged=staged)
+    assert received == [(devices - 1) * len(DTYPES)] * devices
+
+
+def send_from_gpu(device: int, own_gpu: bool) -> list[float]:
+    with join(f"cuda:{device if own_gpu else 0}", timeout_s=30) as group:
+        mine = torch.full((1000,), float(device), device=group.torch_device)
+        theirs = torch.full((1000,), -1.0, device=group.torch_device)
+        mine += 10  # still under way on the GPU when the message starts
+        group.exchange([Message(1 - device, mine)], [Message(1 - device, theirs)])
+        return [float(theirs.min()), float(theirs.max())]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("own_gpu", [False, True], ids=["gloo, one GPU shared", "NCCL, a GPU each"])
+def test_messages_arrive_on_gpus(own_gpu: bool) -> None:
+    needed = 2 if own_gpu else 1
+    if torch.cuda.device_count() < needed:
+        pytest.skip(f"needs {needed} NVIDIA GPU(s): this machine has {torch.cuda.device_count()}")
+    assert on_processes(2, "tests.comm.test_group:send_from_gpu", own_gpu, joined=False) == [[11.0, 11.0], [10.0, 10.0]]
+
+
+@pytest.mark.parametrize("peer", [1, 2, -1])
+def test_a_message_needs_another_device(peer: int) -> None:
+    def work(group: Group) -> None:
+        if group.device == 1:
+            with pytest.raises(InputError, match="another device"):
+                group.start([Message(peer, torch.ones(1))], [])
+            assert group.sent_bytes == [0, 0]
+
+    run_on_threads(2, work)
+
+
+def test_a_message_is_contiguous() -> None:
+    def work(group: Group) -> None:
+        with pytest.raises(InputError, match="contiguous"):
+            group.start([Message(1 - group.device, torch.ones(3, 2).t())], [])
+
+    run_on_threads(2, work)
+
+
+def test_a_sent_tensor_may_change_once_the_call_has_been_waited_for() -> None:
+    def work(group: Group) -> None:
+        tensor, got = torch.ones(4), torch.zeros(4)
+        if group.device == 0:
+            group.exchange([Message(1, tensor)], [])
+            tensor.zero_()
+            group.agree("the tensor has changed", "")
+        else:
+            group.agree("the tensor has changed", "")
+            group.exchange([], [Message(0, got)])
+            assert got.tolist() == [1.0] * 4
+
+    run_on_threads(2, work)
+
+
+def test_a_group_of_one_needs_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in environment.PLACE_NAMES:
+        monkeypatch.delenv(name, raising=False)
+    with join("cpu") as group:
+        assert isinstance(group, AloneGroup)
+        assert (group.device, group.devices, group.agree("plan", "x")) == (0, 1, ("x",))
+        group.exchange([], [])
+        with pytest.raises(InputError, match="another device"):
+            group.start([Message(0, torch.ones(1))], [])
+    with pytest.raises(InputError, match="closed"):
+        group.exchange([], [])
+
+
+# ---------------------------------------------------------------------------------------------- losses, on threads
+
+
+def test_the_first_cause_is_raised_and_the_others_are_told() -> None:
+    told: dict[int, list[Any]] = {}
+
+    def work(group: Group) -> None:
+        if group.device == 2:
+            raise ValueError("no such image")
+        waits = group.start([], [Message((group.device + 1) % 3, torch.zeros(1))])
+        told[group.device] = say(group, waits.wait)
+        assert told[group.device] == say(group, lambda: group.agree("later", ""))  # broken for good
+
+    begin_s = time.monotonic()
+    with pytest.raises(ValueError, match="no such image"):
+        run_on_threads(3, work, timeout_s=20)
+    assert time.monotonic() - begin_s < 10
+    assert [told[device][0] for device in (0, 1)] == [2, 2]
+    assert "no such image" in told[0][1]
+
+
+def test_threads_that_wait_too_long_name_the_silent_one() -> None:
+    release = threading.Event()
+
+    def work(group: Group) -> list[Any]:
+        if group.device == 1:
+            release.wait(10)
+            return []
+        report = say(group, lambda: group.exchange([], [Message(1, torch.zeros(1))]))
+        release.set()
+        return report
+
+    lost = run_on_threads(2, work, timeout_s=0.2)[0]
+    assert lost[0] == 1
+    assert "0.2 s" in lost[1]
+
+
+def test_threads_that_had_finished_are_named() -> None:
+    def work(group: Group) -> list[Any]:
+        return say(group, lambda: group.exchange([], [Message(1, torch.zeros(1))])) if group.device == 0 else []
+
+    lost = run_on_threads(2, work, timeout_s=20)[0]
+    assert lost[0] == 1
+    assert "finished" in lost[1]
+
+
+def test_unequal_sizes_on_both_sides_are_an_error() -> None:
+    def work(group: Group) -> None:
+        group.exchange([Message(1 - group.device, torch.ones(3))], [Message(1 - group.device, torch.zeros(4))])
+
+    with pytest.raises(MismatchError, match="3 elements"):
+        run_on_threads(2, work, timeout_s=5)
+
+
+@pytest.mark.parametrize("texts", [("plan", "plan"), ("plan", "speeds")])
+def test_devices_at_different_topics_are_an_error(texts: tuple[str, str]) -> None:
+    def work(group: Group) -> tuple[str, ...]:
+        return group.agree(texts[group.device], "x")
+
+    if texts[0] == texts[1]:
+        assert run_on_threads(2, work) == [("x", "x")] * 2
+    else:
+        with pytest.raises(MismatchError, match="'plan'"):
+            run_on_threads(2, work)

@@ -1,0 +1,167 @@
+"""How processes meet: every way in which it can fail, and the address that each one chooses."""
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from convoy.comm import environment, rendezvous
+from convoy.comm.group import Message
+from convoy.comm.processes import join
+from convoy.comm.rendezvous import Greeting, check_greetings
+from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError
+from tests.support.processes import on_processes
+
+
+def meet_badly(device: int) -> list[Any]:
+    """Joins that fail: a device that never comes, other versions, a place taken twice."""
+    reports: list[Any] = []
+    world = dict(os.environ)
+
+    os.environ["WORLD_SIZE"] = "4"
+    reports.append(say_join(timeout_s=30.0 if device else 0.7))  # one gives up, all know
+    os.environ.update(world)
+
+    if device == 2:
+        rendezvous.__version__ = "9.9.9"
+    reports.append(say_join())
+    rendezvous.__version__ = "0.1.0"
+
+    os.environ["RANK"] = str(min(device, 1))
+    reports.append(say_join(timeout_s=1.0))
+    os.environ.update(world)
+    reports.append(say_join())
+    return reports
+
+
+def say_join(timeout_s: float = 10.0) -> list[str]:
+    try:
+        with join("cpu", timeout_s=timeout_s):
+            return ["joined"]
+    except ConvoyError as error:
+        return [type(error).__name__, str(error)]
+
+
+def test_a_meeting_that_fails_says_why() -> None:
+    absent, versions, twice, well = zip(
+        *on_processes(3, "tests.comm.test_rendezvous:meet_badly", joined=False), strict=True
+    )
+    for kind, text in absent:
+        assert kind == "DeviceLostError"
+        assert text.startswith("device 3 of 4 did not come")
+    for kind, text in versions:
+        assert kind == "MismatchError"
+        assert "9.9.9 on device 2 (host" in text
+    kinds = [report[0] for report in twice]
+    assert sorted(kinds[1:]) == ["DeviceLostError", "InputError"], twice
+    assert any("two processes claim to be device 1" in report[1] for report in twice)
+    assert list(well) == [["joined"]] * 3
+
+
+def be_beside_torch(device: int, torch_first: bool) -> int:
+    """The script has a process group of its own, made before or after joining."""
+    if torch_first:
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
+    with join("cpu", timeout_s=10) as group:
+        if not torch_first:
+            torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=20))
+        total, got = torch.full((1,), device + 1), torch.zeros(1)
+        torch.distributed.all_reduce(total)
+        group.exchange([Message(1 - device, torch.full((1,), float(device)))], [Message(1 - device, got)])
+        torch.distributed.destroy_process_group()
+    return int(total) * 10 + int(got)
+
+
+@pytest.mark.parametrize("torch_first", [True, False])
+def test_a_script_may_have_a_process_group_of_its_own(torch_first: bool) -> None:
+    assert on_processes(2, "tests.comm.test_rendezvous:be_beside_torch", torch_first, joined=False) == [31, 30]
+
+
+def set_place(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
+    for name in (
+        *environment.PLACE_NAMES,
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "GLOO_SOCKET_IFNAME",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_port_in_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        set_place(monkeypatch, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        with pytest.raises(InputError, match=f"port {port}: Address already in use.*another port"):
+            join("cpu", timeout_s=5)
+
+
+def test_an_unreachable_master_is_named(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
+    set_place(monkeypatch, RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port))
+    with pytest.raises(DeviceLostError, match=f"nobody listens at 127.0.0.1 port {free_port}") as caught:
+        join("cpu", timeout_s=0.5)
+    assert caught.value.device == 0
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}, "no RANK"),
+        ({"RANK": "1"}, "no WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK='2'.*from 0 to 1"),
+        ({"RANK": "0", "WORLD_SIZE": "x", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "WORLD_SIZE='x'"),
+    ],
+)
+def test_half_a_place_is_an_error(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], words: str) -> None:
+    set_place(monkeypatch, **variables)
+    with pytest.raises(InputError, match=words):
+        join("cpu")
+
+
+def test_a_device_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(InputError, match=r"'gpu0'.*choose cpu"):
+        join("gpu0")
+
+
+def test_gloo_interfaces_are_listed_when_one_is_unknown() -> None:
+    with pytest.raises(InputError, match=r"has no such interface, it has .*lo"):
+        environment.own_address("127.0.0.1", 1, {"GLOO_SOCKET_IFNAME": "^lo"})
+    assert environment.own_address("127.0.0.1", 1, {"GLOO_SOCKET_IFNAME": "lo"}) == "127.0.0.1"
+
+
+def test_addresses_follow_the_route() -> None:
+    assert environment.own_address("127.0.0.1", 1, {}) == "127.0.0.1"
+    assert environment.reachable_address("127.0.0.1", ["127.0.0.1", "127.0.1.1"]) == "127.0.0.1"
+    assert environment.reachable_address("192.0.2.7", ["127.0.0.1", "192.0.2.7"]) == "192.0.2.7"
+
+
+def test_a_device_that_only_knows_loopback_follows_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian maps a machine's own name to loopback, so on that machine the route to MASTER_ADDR says nothing."""
+    asked = []
+    monkeypatch.setattr(place, "route_to", lambda host, _: asked.append(host) or f"the way to {host}")
+    assert environment.reachable_address("127.0.1.1", ["127.0.1.1", "10.0.0.2", "10.0.0.3"]) == "the way to 10.0.0.2"
+    assert environment.reachable_address("fd00::3", ["10.0.0.1", "fd00::3"]) == "the way to 10.0.0.1"
+    assert asked == ["10.0.0.2", "10.0.0.1"]
+
+
+def test_a_master_that_others_cannot_reach_is_refused(monkeypatch: pytest.MonkeyPatch, free_port: int) -> None:
+    here = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1"}
+    set_place(monkeypatch, **here, MASTER_ADDR="localhost", MASTER_PORT=str(free_port))
+    with pytest.raises(InputError, match=r"MASTER_ADDR=localhost is (127.0.0.1|::1) on this machine"):
+        join("cpu", timeout_s=5)
+
+
+GREETING = Greeting(device="cpu", name="x", host="lab1", address="10.0.0.1", devices="2", convoy="1.0", torch="2.13")
+
+
+def test_greetings_of_other_versions_are_read() -> None:
+    assert Greeting.from_text('{"convoy": "2.0", "colour": "red"}') == Greeting(convoy="2.0")
+    assert Greeting.from_text("no JSON") == Greeting()
+    check_greetings([GREETING, GREETING])
+    with pytest.raises(MismatchError, match=r"torch: 2.13 on most, but 2.12 on device 1 \(host lab2, cpu\)"):
+        check_greetings([GREETING, Greeting("cpu", "x", "lab2", "a", "2", "1.0", "2.12"), GREETING])

@@ -1,0 +1,77 @@
+"""What a move sends and receives by formula, held against the transfers that are run."""
+
+import numpy as np
+import pytest
+
+from convoy.cost.traffic import Loads, loads, sum_loads
+from convoy.sharding.layout import Layout, Partial, Replicated, Shape, entries
+from convoy.sharding.redistribute import Reduce, Schedule, schedule, sum_in_segments
+from tests.support.local_pieces import DEVICES, every_layout
+
+REDUCES: tuple[Reduce, ...] = ("ring", "butterfly", "direct", "star")
+
+
+def counted(plan: Schedule) -> Loads:
+    """The same, transfer by transfer."""
+    sent, received = np.zeros(DEVICES), np.zeros(DEVICES)
+    rounds = 0
+    for transfers in plan.rounds:
+        travelling = [t for t in transfers if t.sender != t.receiver and entries(t.box)]
+        rounds += bool(travelling)
+        for t in travelling:
+            sent[t.sender] += entries(t.box)
+            received[t.receiver] += entries(t.box)
+    return Loads(sent, received, rounds)
+
+
+def assert_same(formula: Loads, plan: Schedule, case: str) -> None:
+    found = counted(plan)
+    assert formula.sent.tolist() == pytest.approx(found.sent.tolist()), case
+    assert formula.received.tolist() == pytest.approx(found.received.tolist()), case
+    if found.rounds:
+        assert formula.rounds == found.rounds, case
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("shape", [(10, 6), (10, 6, 300)], ids=str)
+def test_the_formula_sends_what_the_schedule_sends(shape: Shape, reduce: Reduce) -> None:
+    """60 entries, which `direct` sums in one round, and 18,000, for which it takes two; both divide by 2, 3 and 4."""
+    every: list[Layout] = every_layout((10, 6))
+    for src in every:
+        for dst in every:
+            case = f"{src} -> {dst} of {shape}, {reduce}"
+            assert_same(loads(src, dst, shape, DEVICES, reduce), schedule(src, dst, shape, reduce), case)
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("n", [12, 24_000])
+def test_gradients_are_summed_in_rounds_by_formula_too(n: int, reduce: Reduce) -> None:
+    for members in [(0, 1, 2, 3), (0, 2, 3), (1, 3)]:
+        formula = sum_loads(members, members, float(n), DEVICES, reduce)
+        assert_same(formula, sum_in_segments(members, n, reduce, 1), f"{members}, {reduce}")
+
+
+@pytest.mark.parametrize(
+    ("have", "want", "n", "rounds"),
+    [
+        # A reader receives from fifteen others, though it sends to one only.
+        (tuple(range(16)), (0, 1), 1092, 1),
+        (tuple(range(16)), (0, 1), 1093, 3),
+        # One reader: what arrives there counts.
+        ((0, 1, 2), (1,), 8192, 1),
+        ((0, 1, 2), (1,), 8193, 2),
+        # Readers that hold no summand.
+        ((0, 1), (2, 3), 8192, 1),
+        ((0, 1), (2, 3), 8193, 3),
+    ],
+)
+def test_no_device_sends_or_receives_much_in_one_round(
+    have: tuple[int, ...], want: tuple[int, ...], n: int, rounds: int
+) -> None:
+    plan = schedule(Partial(have), Replicated(want), (n,), "direct")
+    assert plan.in_place == (rounds > 1)
+    if rounds == 1:
+        others = [t for t in plan.rounds[0] if t.sender != t.receiver]
+        for device in {*have, *want}:
+            assert sum(entries(t.box) for t in others if t.sender == device) <= 16_384
+            assert sum(entries(t.box) for t in others if t.receiver == device) <= 16_384

@@ -1,0 +1,321 @@
+"""The pages: every snippet is run, every command exists, every quoted message is one that the code says."""
+
+import ast
+import contextlib
+import doctest
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from PIL import Image
+
+from convoy.cli import app, main
+from convoy.config.settings import FIELDS, key_of
+from convoy.data.cifar import CIFAR10
+from docs import figures_plans, figures_step
+from docs.from_code import commands_markdown, settings_markdown
+from tests.support.data_files import write_cifar, write_images
+from tests.support.doc_snippets import Block, PageError, blocks_of
+from tests.support.processes import PLACE, ROOT
+
+DOCS = ROOT / "docs"
+MADE = ("accuracy.md", "benchmarks.md", "validation.md", "study.md")
+"""Pages of results, with the commands that gave them: those take hours."""
+
+PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if page.name not in MADE)]
+LIMIT_S = 100.0
+"""Of one command."""
+
+SHOWN = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+MY_MODULE = """
+import torch
+from torch import nn
+
+
+def build():
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.rand(1, 8, 8, generator=generator), number % 2) for number in range(64)]
+
+
+def net(image, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(image[0] * image[1] * image[2], classes))
+"""
+
+
+def title(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+# ------------------------------------------------------------------------------------------------- running the snippets
+
+
+@pytest.fixture(scope="session")
+def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages call D: CIFAR-10's files in full size, with made-up images."""
+    folder = tmp_path_factory.mktemp("cifar10")
+    write_cifar(CIFAR10, folder)
+    return folder
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with what the pages take for granted: pictures of pets, a module of one's own, the examples; and `convoy`,
+    `torchrun` and `python` are commands."""
+    for name in (*PLACE, "CONVOY_DEVICE", "CONVOY_FLEET", "COLUMNS", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    programs, folder = tmp_path / "programs", tmp_path / "page"
+    programs.mkdir()
+    for name, module in (("convoy", "-m convoy"), ("torchrun", "-m torch.distributed.run"), ("python", "")):
+        (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {module} "$@"\n')
+        (programs / name).chmod(0o755)
+    (folder / "my_package").mkdir(parents=True)
+    (folder / "my_package" / "my_module.py").write_text(MY_MODULE)
+    for linked in ("examples", "benchmarks"):
+        (folder / linked).symlink_to(ROOT / linked)
+    x_NHWC = np.random.default_rng(0).integers(0, 256, (20, 64, 64, 3), dtype=np.uint8)
+    pets = [f"{kind}/{number}.png" for kind in ("cat", "dog") for number in range(10)]
+    write_images(folder / "pets", {name: Image.fromarray(x) for name, x in zip(pets, x_NHWC, strict=True)})
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    modules = set(sys.modules)
+    monkeypatch.syspath_prepend(str(folder))
+    with contextlib.chdir(folder):
+        yield folder
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
+            del sys.modules[name]
+
+
+def play(page: Path, *, slow: bool) -> None:
+    """Run the blocks of a page in order; slow ones only if asked for."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks_of(page):
+        if block.not_run or (block.slow and not slow):
+            continue
+        if block.part_of:
+            assert block.text.strip() in (ROOT / block.part_of).read_text(), f"{block.place} is not in {block.part_of}"
+        elif block.file:
+            Path(block.file).write_text(block.text)
+        else:
+            _play(block, names)
+
+
+def _play(block: Block, names: dict[str, Any]) -> None:
+    match block.language:
+        case "python":
+            # Padded, so that a traceback shows the line of the page.
+            exec(compile("\n" * block.line + block.text, block.page, "exec"), names)
+        case "pycon":
+            _show(block, names)
+        case "toml":
+            tomllib.loads(block.text)
+        case "json":
+            json.loads(block.text)
+        case "console" | "bash":
+            for command, printed in block.commands():
+                _run(block, command, printed)
+
+
+def _show(block: Block, names: dict[str, Any]) -> None:
+    test = doctest.DocTestParser().get_doctest(block.text, names, block.place, block.page, block.line)
+    told = io.StringIO()
+    result = doctest.DocTestRunner(optionflags=SHOWN).run(test, out=told.write, clear_globs=False)
+    names.update(test.globs)
+    assert result.attempted, f"{block.place}: nothing to run after >>>"
+    assert not result.failed, told.getvalue()
+
+
+def _run(block: Block, command: str, printed: str) -> None:
+    status, out, err = _bash(command) if _needs_a_shell(command) else _here(shlex.split(command))
+    assert status == 0, f"{block.place}: {command}\n{out}{err}"
+    shown = not printed or doctest.OutputChecker().check_output(printed, out, SHOWN)
+    assert shown, f"{block.place}: {command}\nprinted\n{out}"
+
+
+def _needs_a_shell(command: str) -> bool:
+    """Whether a command is more than one call of convoy that stays in its process. That one needs no second import of torch."""
+    several = "--devices" in command or command.startswith("convoy demo")
+    return not command.startswith("convoy ") or several or bool(re.search(r"[;|&<>$#\n]", command))
+
+
+def _here(words: list[str]) -> tuple[int, str, str]:
+    """As `_bash`, for a call of convoy."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return int(ended.value.code or 0), out.getvalue(), err.getvalue()
+
+
+def _bash(command: str) -> tuple[int, str, str]:
+    """Exit status, output and errors of a command; all of it is ended where it takes too long."""
+    process = subprocess.Popen(
+        ["bash", "-ec", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise
+    return process.returncode, out, err
+
+
+def prepared(page: Path, request: pytest.FixtureRequest, *, slow: bool) -> None:
+    """CIFAR-10's files are large: they are made for pages that train on them."""
+    blocks = [block for block in blocks_of(page) if slow or not block.slow]
+    if any("--data-dir D" in block.text for block in blocks):
+        Path("D").symlink_to(request.getfixturevalue("cifar"))
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("page", PAGES, ids=title)
+def test_snippets(page: Path, request: pytest.FixtureRequest) -> None:
+    prepared(page, request, slow=False)
+    play(page, slow=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize("page", [page for page in PAGES if "<!-- slow -->" in page.read_text()], ids=title)
+def test_snippets_slow_ones_too(page: Path, request: pytest.FixtureRequest) -> None:
+    prepared(page, request, slow=True)
+    play(page, slow=True)
+
+
+def test_most_snippets_are_run() -> None:
+    blocks = [block for page in PAGES for block in blocks_of(page) if block.language != "text"]
+    left_out = [block.place for block in blocks if block.not_run]
+    assert len(blocks) > 40
+    assert len(left_out) < 0.2 * len(blocks), left_out
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("```\nconvoy train\n```\n", "a block in ''"),
+        ("```sh\nconvoy train\n```\n", "a block in 'sh'"),
+        ("<!-- not run: too lazy -->\n```console\n$ convoy train\n```\n", "the reasons are"),
+        ("<!-- slwo -->\n```console\n$ convoy train\n```\n", "means nothing"),
+        ("<!-- slow -->\n\n```console\n$ convoy train\n```\n", "directly before no block"),
+        ("<!-- smaller: --batch 9 => --batch 1 -->\n```console\n$ convoy train\n```\n", "is not there"),
+        ("```text\nconvoy train\n```\n", "a command in a text block"),
+    ],
+)
+def test_a_block_that_nobody_could_run_is_found(source: str, says: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(source)
+    with pytest.raises(PageError, match=re.escape(says)):
+        blocks_of(page)
+
+
+@pytest.mark.parametrize(
+    ("source", "fails"),
+    [
+        ("```python\n1 / 0\n```\n", ZeroDivisionError),
+        ("```pycon\n>>> 1 + 1\n3\n```\n", AssertionError),
+        ("```pycon\n1 + 1\n```\n", AssertionError),
+        ("```console\n$ false\n```\n", AssertionError),
+        ("```console\n$ echo one\ntwo\n```\n", AssertionError),
+        ("```toml\nbatch = \n```\n", tomllib.TOMLDecodeError),
+        ("<!-- part of: examples/four_lines.py -->\n```python\nnot there\n```\n", AssertionError),
+    ],
+)
+def test_a_snippet_that_fails_is_found(source: str, fails: type[Exception], tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"Text.\n\n{source}")
+    with pytest.raises(fails):
+        play(page, slow=False)
+
+
+def test_what_varies_in_an_output_is_left_open(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```pycon\n>>> 1 + 1\n2\n```\n\n```console\n$ echo one; echo 2.5 s\none\n... s\n```\n")
+    play(page, slow=False)
+
+
+# --------------------------------------------------------------------------------------------------- commands, messages
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Every call of convoy on any page, also of those that are not run: place and arguments."""
+    for page in PAGES:
+        for block in (block for block in blocks_of(page) if block.is_shell):
+            text = "\n".join(command for command, _ in block.commands()).replace("\\\n", " ")
+            for line in text.splitlines():
+                words = shlex.split(line, comments=True)
+                for start in (index + 1 for index, word in enumerate(words) if word == "convoy"):
+                    stop = words.index("--", start) if "--" in words[start:] else len(words)
+                    yield block.place, words[start:stop]
+
+
+def test_every_command_line_is_one_that_convoy_takes() -> None:
+    """A renamed option is found without running anything."""
+    top: Any = typer.main.get_command(app)
+    seen = set()
+    for place, words in commands():
+        verb, *rest = words
+        seen.add(verb)
+        try:
+            top.commands[verb].make_context(verb, [*rest, "--", "true"] if verb == "rehearse" else rest)
+        except typer.Exit:
+            continue  # --help
+        except Exception as error:
+            raise AssertionError(f"{place}: convoy {' '.join(words)}: {error}") from None
+    assert seen >= {"train", "demo", "measure", "plan", "simulate", "rehearse"}
+
+
+def spoken() -> list[str]:
+    """Every text in the sources, with … where something is put in."""
+    texts = []
+    for path in (ROOT / "convoy").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return texts
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    quoted = re.findall(r"^### `(.*)`$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), re.M)
+    texts = spoken()
+    for message in quoted:
+        pattern = re.compile(".*".join(re.escape(part.strip()) for part in message.split("…")), re.S)
+        assert any(pattern.search(text) for text in texts), f"troubleshooting.md quotes {message!r}: no code says so"
+    assert len(quoted) > 30
+
+
+# ----------------------------------------------------------------------------------------------- what is made from code
+
+
+def test_the_figures_are_those_that_the_code_draws() -> None:
+    for name, drawing in (figures_plans.figures() | figures_step.figures()).items():
+        drawn = (DOCS / "figures" / name).read_text(encoding="utf-8")
+        assert drawn == drawing.to_svg(), f"{name} is not what the code draws now: make docs"
+
+
+def test_all_settings_and_commands_are_told() -> None:
+    settings, told = settings_markdown(), commands_markdown()
+    assert all(f"| `{key_of(name)}` |" in settings for name in FIELDS)
+    top: Any = typer.main.get_command(app)
+    for name, verb in top.commands.items():
+        assert f"## `convoy {name}`" in told
+        own = [each for each in verb.params if each.name not in FIELDS or name != "train"]
+        assert all(f"`{each.opts[0]}`" in told for each in own if each.opts[0].startswith("--"))

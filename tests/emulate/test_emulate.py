@@ -1,0 +1,623 @@
+"""Rehearsals: what the command meets on its host, and that nothing is left behind."""
+
+import fcntl
+import io
+import json
+import math
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from convoy.emulate import cgroups, crew, leftovers, namespaces, rehearse, run, shaping
+from convoy.emulate.interrupts import Interrupts
+from convoy.emulate.names import RunName
+from convoy.errors import InputError
+from convoy.fleet import Card, Device, Fleet, Host, Link
+
+ROOT = Path(__file__).parent.parent.parent
+HANG_S = 30.0
+FAST = Card(125e6, 125e6, 5e-5)
+
+
+def _why_not() -> str:
+    if platform.system() != "Linux":
+        return "needs Linux"
+    if os.geteuid() != 0:
+        return "needs root"
+    missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
+    return f"needs {', '.join(missing)}" if missing else ""
+
+
+def needs_root(function: Callable[..., None]) -> Callable[..., None]:
+    marked = pytest.mark.root(pytest.mark.usefixtures("untouched_machine")(function))
+    return pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "can run")(marked)
+
+
+def fleet_of(cores: Sequence[float | None], network: Card = FAST) -> Fleet:
+    hosts = tuple(Host("abcdefgh"[index]) for index in range(len(cores)))
+    devices = (Device(f"{host.name}-cpu", host.name, "cpu", each) for host, each in zip(hosts, cores, strict=True))
+    return Fleet(hosts, tuple(devices), network)
+
+
+def python(program: str) -> list[str]:
+    return [sys.executable, "-c", program]
+
+
+def machine() -> dict[str, object]:
+    """What a rehearsal could leave on this machine; what belongs to other living rehearsals is not counted."""
+    routes = [subprocess.check_output(["ip", "-json", *family, "route"], text=True) for family in ([], ["-6"])]
+    cards = json.loads(subprocess.check_output(["ip", "-json", "address"], text=True))
+    controller = cgroups.mounted_controller(Path("/proc/mounts").read_text())
+    mounts = [Path(line.split()[1]).name for line in Path("/proc/mounts").read_text().splitlines()]
+    return {
+        "cards": [(card["ifname"], card["flags"], card["addr_info"]) for card in cards],
+        "routes": routes,
+        "namespaces": ours(namespaces.namespaces()),
+        "groups": ours(path.name for path in controller.root.iterdir()) if controller else [],
+        "mounts": ours(mounts),
+        "files": len(list(Path("/proc/self/fd").iterdir())),
+    }
+
+
+def ours(names: Iterable[str]) -> list[str]:
+    runs = ((name, RunName.parse(name)) for name in names)
+    return sorted(name for name, each in runs if each and (each.pid == os.getpid() or not each.alive()))
+
+
+@pytest.fixture
+def untouched_machine() -> Iterator[None]:
+    # The orphans that one test makes on purpose would be removed by the rehearsals of another run of the tests.
+    with (Path(tempfile.gettempdir()) / "convoy-rehearse-tests.lock").open("w") as lock:
+        assert eventually(lambda: locked(lock.fileno())), "another run of these tests holds the lock"
+        leftovers.remove(leftovers.find())
+        before = machine()
+        yield
+        assert machine() == before
+
+
+def locked(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def eventually(what: Callable[[], bool]) -> bool:
+    end_s = time.monotonic() + HANG_S
+    while not what():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+# --- what the command meets ---------------------------------------------------------------------------------------
+
+MEETING = """
+import json, os, pathlib, subprocess, sys
+def ask(*words): return json.loads(subprocess.check_output(words))
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME",
+         "OMP_NUM_THREADS", "CONVOY_DEVICE", "CONVOY_SLOWDOWN", "CONVOY_FLEET"]
+seen = {"environment": {name: os.environ.get(name) for name in names},
+        "port": int(os.environ["MASTER_PORT"]),
+        "cards": {card["ifname"]: [each["local"] for each in card["addr_info"]] for card in ask("ip", "-j", "address")},
+        "states": {card["ifname"]: card["flags"] for card in ask("ip", "-j", "address")},
+        "rate": [each["options"]["rate"] for each in ask("tc", "-j", "qdisc", "show", "dev", "eth0")]}
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(json.dumps(seen))
+print("I am", os.environ["RANK"])
+"""
+
+
+@needs_root
+def test_every_device_meets_its_host_and_torchruns_environment(tmp_path: Path) -> None:
+    fleet = Fleet(
+        hosts=(Host("a", card=Card(12.5e6, 25e6, 5e-5)), Host("b")),
+        devices=(
+            Device("b-cpu", "b", "cpu", cores=1.2),
+            Device("a-cpu", "a", "cpu", cores=0.3),
+            Device("b-gpu", "b", "cuda", slowdown=2.0),
+        ),
+        network=FAST,
+    )
+    output = io.StringIO()
+    fleet_path = tmp_path / "fleet.toml"
+    command = [*python(MEETING), str(tmp_path)]
+    assert rehearse(fleet, command, timeout_s=HANG_S, output=output, fleet_path=fleet_path) == 0
+    assert "I am 0\n" in output.getvalue()
+    assert "I am 1" not in output.getvalue()
+    seen = [json.loads((tmp_path / str(index)).read_text()) for index in range(3)]
+    shared = {
+        "WORLD_SIZE": "3",
+        "MASTER_ADDR": "10.77.0.2",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "CONVOY_FLEET": str(fleet_path),
+    }
+    own = ["RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "CONVOY_DEVICE", "CONVOY_SLOWDOWN"]
+    values = [
+        ("0", "0", "2", "2", "cpu", "1.0"),
+        ("1", "0", "1", "1", "cpu", "1.0"),
+        ("2", "1", "2", os.environ.get("OMP_NUM_THREADS"), "cuda", "2.0"),
+    ]
+    for index, (mine, address, rate) in enumerate(
+        zip(values, ("10.77.0.2", "10.77.0.1", "10.77.0.2"), (125_000_000, 12_500_000, 125_000_000), strict=True)
+    ):
+        assert seen[index]["environment"] == shared | dict(zip(own, mine, strict=True))
+        assert seen[index]["port"] > 0
+        assert seen[index]["cards"]["eth0"] == [address]
+        assert set(seen[index]["cards"]) <= {"lo", "eth0"} | _tunnels_of_the_kernel()
+        assert "UP" in seen[index]["states"]["lo"]
+        assert seen[index]["rate"] == [rate]
+
+
+def _tunnels_of_the_kernel() -> set[str]:
+    """Cards that a kernel puts into every new namespace by itself (sit0, tunl0, ...)."""
+    name = RunName.mine().of("probe")
+    subprocess.run(["ip", "netns", "add", name], check=True)
+    try:
+        listed = subprocess.check_output(["ip", "-json", "-netns", name, "link"], text=True)
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=True)
+    return {card["ifname"] for card in json.loads(listed)}
+
+
+# Device 1 sends to device 0, then device 0 to device 1. The receiver takes the time from first to last byte.
+TRAFFIC = """
+import os, pathlib, socket, sys, time
+mine, size = int(os.environ["RANK"]), int(sys.argv[1])
+def connected():
+    for _ in range(200):
+        try: return socket.create_connection((os.environ["MASTER_ADDR"], 5000), timeout=20)
+        except OSError: time.sleep(0.05)
+if mine == 0:
+    with socket.create_server((os.environ["MASTER_ADDR"], 5000)) as server: peer = server.accept()[0]
+else: peer = connected()
+peer.settimeout(20)
+for receiver in (0, 1):
+    if mine != receiver:
+        peer.sendall(bytes(size)); peer.recv(1)
+    else:
+        left = size - len(peer.recv(1)); start_s = time.perf_counter()
+        while left: left -= len(peer.recv(min(left, 1 << 20)))
+        pathlib.Path(sys.argv[2], str(receiver)).write_text(str(time.perf_counter() - start_s))
+        peer.sendall(b"x")
+peer.close()
+"""
+
+
+def transfer_s(folder: Path, network: Card, size_bytes: int, first: Card | None = None) -> list[float]:
+    """Seconds that a transfer to device 0, and one to device 1, takes."""
+    fleet = fleet_of([None, None], network)
+    if first is not None:
+        fleet = replace(fleet, hosts=(replace(fleet.hosts[0], card=first), fleet.hosts[1]))
+    command = [*python(TRAFFIC), str(size_bytes), str(folder)]
+    assert rehearse(fleet, command, timeout_s=HANG_S, output=io.StringIO()) == 0
+    return [float((folder / str(index)).read_text()) for index in (0, 1)]
+
+
+@needs_root
+def test_traffic_crosses_at_the_cards_rate(tmp_path: Path) -> None:
+    # 4 MB at 12.5 MB/s are 0.32 s; a bucket can be late on a busy machine, it cannot be early.
+    for seconds in transfer_s(tmp_path, Card(12.5e6, 12.5e6, 0), 4_000_000):
+        assert 0.3 < seconds < 1.5
+
+
+@needs_root
+def test_sending_and_receiving_have_rates_of_their_own(tmp_path: Path) -> None:
+    slow_in = transfer_s(tmp_path, FAST, 2_000_000, first=Card(125e6, 5e6, 0))
+    assert slow_in[0] > 0.35
+    assert slow_in[1] < slow_in[0] / 2
+    slow_out = transfer_s(tmp_path, FAST, 2_000_000, first=Card(5e6, 125e6, 0))
+    assert slow_out[1] > 0.35
+    assert slow_out[0] < slow_out[1] / 2
+
+
+BUSY = """
+import os, pathlib, sys, time
+start_s, own_s = time.monotonic(), time.process_time()
+while time.monotonic() < start_s + 1.5: pass
+obtained = (time.process_time() - own_s) / (time.monotonic() - start_s)
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(obtained))
+"""
+
+
+@needs_root
+def test_a_device_gets_its_cores_and_no_more(tmp_path: Path) -> None:
+    # Never more than the quota and a period's remainder. On a busy machine it may be less: three tries for the ratio.
+    for _ in range(3):
+        command = [*python(BUSY), str(tmp_path)]
+        assert rehearse(fleet_of([0.8, 0.1]), command, timeout_s=HANG_S, output=io.StringIO()) == 0
+        fast, slow = (float((tmp_path / str(index)).read_text()) for index in (0, 1))
+        assert slow < 0.15
+        assert fast < 0.9
+        if fast > 1.5 * slow > 0.03:
+            return
+    pytest.fail(f"0.8 cores gave {fast:.2f} processor seconds a second, 0.1 cores gave {slow:.2f}")
+
+
+@needs_root
+def test_one_host_alone_needs_no_network() -> None:
+    fleet = Fleet((Host("here"),), (Device("cpu", "here", "cpu", cores=0.5),))
+    assert rehearse(fleet, ["true"], timeout_s=HANG_S, output=io.StringIO()) == 0
+
+
+# --- how it ends --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_GRACE_S", 0.3)
+    monkeypatch.setattr(run, "_TERMINATE_S", 0.3)
+
+
+@needs_root
+def test_the_first_failure_gives_the_status_and_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # Device 1 is the cause, device 2 fails in its wake with another status, device 0 would go on for ever.
+    monkeypatch.setattr(run, "_GRACE_S", 1.0)
+    script = f"""
+for line in $(seq 50); do echo line $line of $RANK; done
+case $RANK in
+0) sleep 600;;
+1) echo the cause >&2; touch {tmp_path}/gone; exit 3;;
+2) until [ -e {tmp_path}/gone ]; do sleep 0.02; done; sleep 0.2; exit 9;;
+esac
+"""
+    output = io.StringIO()
+    assert rehearse(fleet_of([0.4] * 3), ["sh", "-c", script], timeout_s=HANG_S, output=output) == 3
+    text = output.getvalue()
+    assert "device 1 (b-cpu on host b) ended with status 3\n" in text
+    assert "rehearse: b: line 50 of 1\nrehearse: b: the cause\n" in text
+    assert "line 20 of 1\n" not in text, "only the last lines"
+    assert "device 2 (c-cpu on host c) ended with status 9\n" in text
+    assert text.index("device 1 (") < text.index("device 2 (")
+    assert "device 0 (" not in text, "it was ended by us"
+
+
+@needs_root
+@pytest.mark.usefixtures("short_grace")
+def test_a_process_that_is_killed_counts_as_a_failure() -> None:
+    command = ["sh", "-c", "if [ $RANK = 1 ]; then kill -9 $$; fi; sleep 600"]
+    assert rehearse(fleet_of([0.4] * 2), command, timeout_s=HANG_S, output=io.StringIO()) == 128 + 9
+
+
+@needs_root
+@pytest.mark.usefixtures("short_grace")
+def test_time_runs_out_even_for_processes_that_will_not_go(tmp_path: Path) -> None:
+    command = ["sh", "-c", f"trap '' TERM; sleep 600 & echo $! $$ > {tmp_path}/$RANK; echo stuck; wait; sleep 600"]
+    output = io.StringIO()
+    assert rehearse(fleet_of([0.4] * 2), command, timeout_s=1.0, output=output) == run.TIMED_OUT
+    assert "device 1 (b-cpu on host b) was still running after 1 s\nrehearse: b: stuck\n" in output.getvalue()
+    pids = [int(pid) for index in (0, 1) for pid in (tmp_path / str(index)).read_text().split()]
+    assert len(pids) == 4
+    assert not any(alive(pid) for pid in pids)
+
+
+@needs_root
+def test_a_child_left_behind_by_the_command_is_ended(tmp_path: Path) -> None:
+    command = ["sh", "-c", f"sleep 600 & echo $! > {tmp_path}/$RANK"]
+    assert rehearse(fleet_of([0.4] * 2), command, timeout_s=HANG_S, output=io.StringIO()) == 0
+    assert not any(alive(int((tmp_path / str(index)).read_text())) for index in (0, 1))
+
+
+@needs_root
+def test_the_last_words_of_a_process_are_heard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Slow(io.StringIO):
+        def write(self, text: str) -> int:
+            time.sleep(0.001)
+            return super().write(text)
+
+    monkeypatch.setattr(crew, "_CHUNK_BYTES", 100)  # so that much is unread when the process ends
+    monkeypatch.setattr(crew, "_LAST_CHUNKS", 1000)
+    output = Slow()
+    words = "".join(f"word {number} é\n" for number in range(3000))
+    (tmp_path / "words").write_text(words, encoding="utf-8")
+    assert rehearse(fleet_of([0.5]), ["cat", str(tmp_path / "words")], timeout_s=HANG_S, output=output) == 0
+    assert output.getvalue() == words
+
+
+@needs_root
+@pytest.mark.usefixtures("short_grace")
+def test_of_a_talkative_device_only_the_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crew, "_TAIL_BYTES", 12)
+    output = io.StringIO()
+    script = "[ $RANK = 0 ] || { echo a long story; echo short; exit 3; }"
+    assert rehearse(fleet_of([0.4] * 2), ["sh", "-c", script], timeout_s=HANG_S, output=output) == 3
+    assert output.getvalue().endswith("status 3\nrehearse: b: story\nrehearse: b: short\n")
+
+
+@needs_root
+def test_nothing_stays_when_the_machine_refuses_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shaping, "bucket", lambda _: shaping.Bucket(1_000_000, 0, 65_536))
+    with pytest.raises(InputError, match=r"`tc .* burst 0b .*` ended with status \d+: .*burst"):
+        rehearse(fleet_of([0.4] * 2), ["true"], timeout_s=HANG_S, output=io.StringIO())
+
+
+@needs_root
+def test_nothing_stays_when_the_reader_of_the_output_goes_away() -> None:
+    class Gone(io.StringIO):
+        def write(self, _text: str) -> int:
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        rehearse(fleet_of([0.4] * 2), ["sh", "-c", "echo hello; sleep 600"], timeout_s=HANG_S, output=Gone())
+
+
+REHEARSE = """
+import sys
+from convoy.fleet import Device, Fleet, Host, Card
+from convoy.emulate import rehearse
+devices = Device("a-cpu", "a", "cpu", 0.4), Device("b-cpu", "b", "cpu", 0.4)
+fleet = Fleet((Host("a"), Host("b")), devices, Card(125e6, 125e6, 0))
+sys.exit(rehearse(fleet, ["sh", "-c", sys.argv[1]], timeout_s=60))
+"""
+
+
+def start_and_wait(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A rehearsal in a process of its own whose command is running; the ids of the command's processes."""
+    command = f"sleep 600 & echo $! $$ > {folder}/$RANK.new; echo ready; mv {folder}/$RANK.new {folder}/$RANK; wait"
+    process = subprocess.Popen(
+        [*python(REHEARSE), command], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n", "the first device writes to the rehearsal's own output"
+    files = [folder / "0", folder / "1"]
+    assert eventually(lambda: all(file.exists() for file in files))
+    return process, [int(pid) for file in files for pid in file.read_text().split()]
+
+
+@needs_root
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_cleanly(signum: signal.Signals, tmp_path: Path) -> None:
+    process, pids = start_and_wait(tmp_path)
+    assert all(alive(pid) for pid in pids)
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=HANG_S)
+    assert process.returncode == 128 + signum
+    assert errors == f"rehearse: ended by {signum.name}\n"
+    assert not any(alive(pid) for pid in pids)
+
+
+@needs_root
+def test_a_signal_while_the_hosts_are_made_is_heeded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def shape_and_signal(*_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(shaping, "shape", shape_and_signal)
+    command = ["touch", str(tmp_path / "started")]
+    assert rehearse(fleet_of([0.4] * 2), command, timeout_s=HANG_S, output=io.StringIO()) == 128 + signal.SIGINT
+    assert not (tmp_path / "started").exists()
+
+
+@needs_root
+def test_the_next_rehearsal_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+    process, pids = start_and_wait(tmp_path)
+    process.kill()
+    process.wait(HANG_S)
+    for pipe in (process.stdout, process.stderr):  # not read to their end: the first device still holds them
+        assert pipe is not None
+        pipe.close()
+    assert all(alive(pid) for pid in pids), "nobody was there to end them"
+    found = leftovers.find()
+    assert [run.pid for run in map(RunName.parse, (group.name for group in found.groups)) if run] == [process.pid]
+    assert sorted(name.rsplit("-", 1)[1] for name in found.namespaces) == ["_switch", "a", "b"]
+    output = io.StringIO()
+    assert rehearse(fleet_of([0.4] * 2), ["true"], timeout_s=HANG_S, output=output) == 0
+    assert f"removed what was left behind by killed rehearsals (process {process.pid}): 3 network" in output.getvalue()
+    assert not any(alive(pid) for pid in pids)
+
+
+@needs_root
+def test_a_living_rehearsal_is_left_alone(tmp_path: Path) -> None:
+    process, pids = start_and_wait(tmp_path)
+    try:
+        output = io.StringIO()
+        assert rehearse(fleet_of([0.4] * 2), ["true"], timeout_s=HANG_S, output=output) == 0
+        assert output.getvalue() == ""
+        assert all(alive(pid) for pid in pids)
+    finally:
+        process.terminate()
+        process.communicate(timeout=HANG_S)
+
+
+@needs_root
+def test_a_controller_that_is_not_mounted_is_mounted_for_the_run() -> None:
+    name = RunName.mine()
+    with cgroups.cpu_controller(name, mounts="proc /proc proc rw 0 0\n") as controller:
+        assert controller.root.is_mount()
+        with cgroups.groups(controller, name, [0.5, None]) as groups:
+            assert all(group.is_dir() for group in groups)
+            assert controller.root in groups[0].parents
+    assert not controller.root.exists()
+
+
+@needs_root
+def test_a_mount_of_a_killed_rehearsal_is_removed(tmp_path: Path) -> None:
+    dead = RunName(pid=1, started=10**12)  # process 1 is alive, but it did not start then
+    folder = tmp_path / dead.of("cgroup")
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "cgroup2", "none", str(folder)], check=True)
+    try:
+        found = leftovers.find()
+        assert found.mounts == (folder,)
+        leftovers.remove(found)
+        assert not folder.exists()
+    finally:
+        if folder.exists():
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.slow
+@needs_root
+def test_torch_meets_over_gloo() -> None:
+    program = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.full((1000,), float(dist.get_rank() + 1))
+dist.all_reduce(x)
+print(x.unique().tolist())
+dist.destroy_process_group()
+"""
+    output = io.StringIO()
+    assert rehearse(fleet_of([0.9, 0.9]), python(program), timeout_s=60, output=output) == 0
+    assert "[3.0]\n" in output.getvalue()
+
+
+# --- what cannot run ----------------------------------------------------------------------------------------------
+
+
+def refuse(message: str, fleet: Fleet | None = None, command: Sequence[str] = ("true",), timeout_s: float = 1) -> None:
+    with pytest.raises(InputError, match=message):
+        rehearse(fleet or fleet_of([0.5, 0.5]), command, timeout_s=timeout_s, output=io.StringIO())
+
+
+def test_bad_calls_are_refused() -> None:
+    refuse("the command is empty: give", command=[])
+    refuse("command 'no-such-program' is not on this machine", command=["no-such-program"])
+    refuse("timeout_s = 0: must be", timeout_s=0)
+    refuse("timeout_s = inf: must be", timeout_s=float("inf"))
+
+
+def test_a_machine_that_cannot_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "system", lambda: "Linux")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(platform, "system", lambda: "Darwin")
+        refuse("this is Darwin: use a Linux machine")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: 1000)
+        refuse("this is user 1000: run it with sudo")
+    which = shutil.which
+    monkeypatch.setattr(shutil, "which", lambda name, **more: None if name == "tc" else which(name, **more) or name)
+    refuse(r"program 'tc' is not on this machine: .* install iproute2")
+
+
+@needs_root
+def test_fleets_that_no_machine_can_emulate_are_refused() -> None:
+    refuse("cores = 0.0005: the smallest quota is 0.001 cores", fleet_of([0.5, 0.0005]))
+    hosts = tuple(Host(f"h{index}") for index in range(255))
+    devices = tuple(Device(host.name, host.name, "cpu") for host in hosts)
+    refuse("255 hosts: .* 254", Fleet(hosts, devices, FAST))
+
+
+# --- the parts, without a machine ---------------------------------------------------------------------------------
+
+
+def test_what_a_rehearsal_cannot_show_is_said() -> None:
+    fleet = fleet_of([0.8, 0.2])
+    assert run.caveats(fleet, machine_cores=1) == []
+    assert run.caveats(fleet_of([0.8, 0.4]), machine_cores=1) == [
+        "the fleet asks for 1.2 cores, this machine has 1: devices will run too slowly"
+    ]
+    assert "without a limit" in run.caveats(fleet_of([0.8, None]), machine_cores=1)[0]
+    assert "0.002 s is not imposed" in run.caveats(fleet_of([0.8, 0.2], Card(1e6, 1e6, 2e-3)), 1)[0]
+    assert "1 measured links" in run.caveats(replace(fleet, links=(Link("a", "b", 1e6, 0),)), 1)[0]
+    slow = replace(fleet, devices=(fleet.devices[0], replace(fleet.devices[1], slowdown=3.0)))
+    assert "slowdown of b-cpu is passed on" in run.caveats(slow, 1)[0]
+
+
+@pytest.mark.parametrize(
+    ("cores", "quota_us", "period_us"),
+    [(0.45, 4500, 10_000), (1.2, 12_000, 10_000), (0.1, 1000, 10_000), (0.08, 1000, 12_500), (0.001, 1000, 1_000_000)],
+)
+def test_quotas_respect_the_kernels_least(cores: float, quota_us: int, period_us: int) -> None:
+    assert cgroups.quota(cores) == cgroups.Quota(quota_us, period_us)
+
+
+def test_version_2_quotas_are_written_as_the_kernel_reads_them(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "run", tmp_path / "run" / "0"):
+        folder.mkdir(exist_ok=True)
+        (folder / "cgroup.subtree_control").touch()
+    (tmp_path / "cgroup.controllers").write_text("cpuset cpu io\n")
+    (tmp_path / "run" / "0" / "cpu.max").touch()
+    mounts = f"cgroup2 {tmp_path} cgroup2 rw 0 0\n"
+    controller = cgroups.mounted_controller(mounts)
+    assert controller == cgroups.CpuController(2, tmp_path)
+    cgroups._delegate_cpu(controller.root, tmp_path / "run")
+    cgroups._limit(controller, tmp_path / "run" / "0", cgroups.quota(0.45))
+    assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
+    assert (tmp_path / "run" / "cgroup.subtree_control").read_text() == "+cpu"
+    assert (tmp_path / "run" / "0" / "cpu.max").read_text() == "4500 10000"
+    with pytest.raises(InputError, match=r"cpu\.max \(No such file"):
+        cgroups._limit(controller, tmp_path / "run", cgroups.quota(0.45))
+
+
+def test_the_controller_is_found_among_mounts(tmp_path: Path) -> None:
+    (tmp_path / "cgroup.controllers").write_text("cpuset io\n")
+    without = f"cgroup2 {tmp_path} cgroup2 rw 0 0\ncgroup /c/acct cgroup rw,cpuacct 0 0\n"
+    assert cgroups.mounted_controller(without) is None
+    version_1 = cgroups.mounted_controller(without + "cgroup /c/cpu,cpuacct cgroup rw,cpu,cpuacct 0 0\n")
+    assert version_1 == cgroups.CpuController(1, Path("/c/cpu,cpuacct"))
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e3, 1e5, 12.5e6, 50e6, 125e6, 1.25e9, 5e9])
+def test_a_bucket_holds_a_whole_packet(bytes_per_s: float) -> None:
+    """The story: 62,500 bytes at 1 Gbit/s were less than a 64 KiB packet. The kernel cut every packet up in the
+    processor, and a ring of four hosts reached half the rate, though one transfer alone reached all of it."""
+    bucket = shaping.bucket(bytes_per_s)
+    assert bucket is not None
+    assert bucket.rate_bit_per_s == 8 * bytes_per_s
+    frames = math.ceil(bucket.packet_bytes / 1448)
+    assert frames >= 2
+    assert bucket.burst_bytes >= bucket.packet_bytes + 66 * frames
+    assert bucket.burst_bytes <= max(1e-3 * bytes_per_s, 6000), "a millisecond of the link, or a few frames"
+
+
+def test_what_no_cable_carries_is_not_held_back() -> None:
+    assert shaping.bucket(1e12) is None
+
+
+def test_names_tell_the_living_from_the_dead() -> None:
+    mine = RunName.mine()
+    assert mine.pid == os.getpid()
+    assert RunName.parse(mine.of("host-1.lan")) == RunName.parse(str(mine)) == mine
+    assert mine.alive()
+    assert not replace(mine, started=mine.started + 1).alive(), "the id was given to another process"
+    assert RunName.parse("convoy") is RunName.parse("convoy-1-host") is RunName.parse("my-convoy-1-2") is None
+    child = subprocess.Popen(["true"])
+    name = RunName(child.pid, mine.started)
+    assert eventually(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
+    assert not name.alive()
+    child.wait(HANG_S)
+    assert not name.alive()
+
+
+def test_signals_are_noted_and_the_old_handlers_come_back() -> None:
+    before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
+    with Interrupts() as interrupts:
+        assert interrupts.caught is None
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.caught is signal.SIGTERM, "the first one counts"
+    assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_outside_the_main_thread_signals_are_left_alone() -> None:
+    caught: list[object] = []
+
+    def enter() -> None:
+        with Interrupts() as interrupts:
+            caught.append(interrupts.caught)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join(HANG_S)
+    assert caught == [None]

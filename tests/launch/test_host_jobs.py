@@ -1,0 +1,290 @@
+"""Fleets to be started, as values: who starts what, the lines to paste, what ssh's complaints mean, which options travel."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from convoy import cli
+from convoy.comm.environment import is_own
+from convoy.config.run_file import settle
+from convoy.errors import InputError
+from convoy.fleet import Card, Device, Fleet, Host, read_fleet
+from convoy.launch import protocol
+from convoy.launch.agent import meeting_point
+from convoy.launch.command import train_on_fleet
+from convoy.launch.fleet import startable
+from convoy.launch.host_job import line_to_paste, posts
+from convoy.launch.ssh import far_command, remedy, ssh_call, ssh_program
+from tests.app.test_cli import TINY, convoy_in_process
+from tests.support.processes import PLACE
+
+FLEET = Fleet(
+    hosts=(Host("cellar", "10.0.0.2"), Host("attic", "10.0.0.1")),
+    devices=(
+        Device("a-gpu", "attic", "cuda"),
+        Device("c-cpu", "cellar", "cpu", cores=2.5, slowdown=2.0),
+        Device("a-cpu", "attic", "cpu"),
+        Device("a-gpu2", "attic", "cuda"),
+        Device("c-cpu2", "cellar", "cpu"),
+    ),
+    network=Card(1e8, 1e8, 1e-4),
+)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*PLACE, "CONVOY_DEVICE", "CONVOY_SSH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# -------------------------------------------------------------------------------------------------------- who, and what
+
+
+def test_hosts_get_their_devices_and_that_of_device_0_comes_first() -> None:
+    attic, cellar = posts(FLEET)
+    assert (attic.host.name, attic.ranks, attic.names) == ("attic", (0, 2, 3), ("cuda:0", "cpu", "cuda:1"))
+    assert (cellar.host.name, cellar.ranks, cellar.names) == ("cellar", (1, 4), ("cpu", "cpu"))
+    assert cellar.own == ({"OMP_NUM_THREADS": "3", "CONVOY_SLOWDOWN": "2.0"}, {})
+    assert attic.title(3) == "host attic, cuda:1"
+
+
+def test_a_line_to_paste_starts_what_it_says(tmp_path: Path) -> None:
+    """A shell runs it, with a Python that writes down what it was told."""
+    folder, python = tmp_path / "ann's folder", tmp_path / "ann's python"
+    folder.mkdir()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CONVOY_DEVICE")
+    write = f"""
+import json, os, sys
+own = [os.environ[name] for name in {(*names, "OMP_NUM_THREADS")!r}] + [os.environ.get("CONVOY_SLOWDOWN")]
+with open("told." + os.environ["RANK"], "w") as file:
+    json.dump([own, sys.argv[1:]], file)
+sys.exit(3 * (os.environ["RANK"] == "1"))
+"""
+    program = tmp_path / "write.py"
+    program.write_text(write)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
+    python.chmod(0o755)
+    words = ["train", "--data", "folder:it's $HOME", "--net", "two-conv:4:6"]
+    line = line_to_paste(
+        posts(FLEET)[1], words, total=5, address="10.0.0.1", port=4000, python=str(python), folder=str(folder)
+    )
+    assert "\n" not in line
+    assert subprocess.run(["sh", "-c", line], cwd="/", timeout=60, check=False).returncode == 3, (
+        "that of its first device"
+    )
+    cores = os.cpu_count() or 1
+    expected = {
+        1: ["1", "5", "0", "2", "10.0.0.1", "4000", "cpu", "3", "2.0"],
+        4: ["4", "5", "1", "2", "10.0.0.1", "4000", "cpu", str((cores + 1) // 2), None],
+    }
+    for rank, own in expected.items():
+        assert json.loads((folder / f"told.{rank}").read_text()) == [own, ["-m", "convoy", *words]]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "expected"),
+    [((None, None), "none"), (("10.0.0.1", "b"), "all"), (("10.0.0.1", None), "hosts b have no address")],
+)
+def test_only_hosts_with_addresses_are_started(
+    addresses: tuple[str | None, str | None], expected: str, tmp_path: Path
+) -> None:
+    hosts = tuple(Host(name, address) for name, address in zip("ab", addresses, strict=True))
+    devices = (Device("a0", "a", "cpu"), Device("b0", "b", "cpu"))
+    path = tmp_path / "fleet.toml"
+    path.write_text(Fleet(hosts, devices, Card(1e8, 1e8, 1e-4)).to_toml())
+    if expected == "none":
+        assert startable(path) is None
+    elif expected == "all":
+        assert startable(path) == read_fleet(path)
+    else:
+        with pytest.raises(InputError, match=f"{expected}.*or none"):
+            startable(path)
+    assert startable(None) is None
+
+
+# ---------------------------------------------------------------------------------------------------------------- ssh
+
+
+def test_ssh_is_called_so_that_it_cannot_wait_or_ask() -> None:
+    host = Host("a", "10.0.0.1", user="ann", ssh_port=2222, folder="my nets")
+    call = ssh_call(
+        ssh_program({"CONVOY_SSH": "ssh -F 'lab config'"}), host, far_command(host, "/usr/bin/python3", "/x")
+    )
+    assert call[:3] == ["ssh", "-F", "lab config"]
+    assert {"BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5"} <= set(call)
+    assert call[-7:-1] == ["-l", "ann", "-p", "2222", "--", "10.0.0.1"]
+    assert call[-1] == "cd 'my nets' && exec /usr/bin/python3 -m convoy.launch.agent"
+    assert ssh_program({}) == ["ssh"]
+    with pytest.raises(InputError, match=r"CONVOY_SSH=\"ssh 'x\": no command line"):
+        ssh_program({"CONVOY_SSH": "ssh 'x"})
+
+
+@pytest.mark.parametrize(
+    ("words", "cure"),
+    [
+        ("ann@a: Permission denied (publickey).", "ssh-copy-id ann@10.0.0.1"),
+        ("No RSA host key is known for 10.0.0.1\nHost key verification failed.", "connect once by hand"),
+        (
+            "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
+            "ssh-keygen -R 10.0.0.1",
+        ),
+        ("ssh: Could not resolve hostname a: Name or service not known", "add a Host to ~/.ssh/config"),
+        ("ssh: connect to host a port 2222: Connection timed out", "whether the machine is on"),
+        ("ssh: connect to host a port 2222: No route to host", "ssh -p 2222 ann@10.0.0.1"),
+        ("Timeout, server 10.0.0.1 not responding.\nConnection closed", "whether the machine is on"),
+        ("bash: line 1: /opt/python: No such file or directory", "/opt/python cannot be run there"),
+        ("sh: 1: exec: /opt/python: not found", "/opt/python cannot be run there"),
+        ("bash: line 1: /opt/python: Permission denied", "/opt/python cannot be run there"),
+        ("/opt/python: Error while finding module specification (ModuleNotFoundError: No module named 'convoy')", "no Convoy"),
+        ("bash: line 1: cd: /srv/x: No such file or directory", "the folder /home/me is not there"),
+        ("sh: 1: cd: can't cd to /srv/x", "the folder /home/me is not there"),
+        ("zsh:cd:1: no such file or directory: /srv/x", "the folder /home/me is not there"),
+        ("something that nobody has seen", "try it by hand: ssh -p 2222 ann@10.0.0.1"),
+    ],
+)  # fmt: skip
+def test_what_ssh_and_a_shell_say_has_a_cure(words: str, cure: str) -> None:
+    host = Host("a", "10.0.0.1", user="ann", ssh_port=2222, python="/opt/python")
+    assert cure in remedy(host, words, "/usr/bin/python3", "/home/me")
+
+
+def test_what_a_login_shell_prints_is_no_message() -> None:
+    assert protocol.message(b"Welcome!") is None
+    assert protocol.message(b'{"name": "value"}') is None
+    assert protocol.message(b"42") is None
+    assert protocol.message(protocol.line("here", version="1").strip()) == {"convoy": "here", "version": "1"}
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\n"), max_size=9), max_size=9))
+def test_lines_arrive_as_they_were_sent(texts: list[str]) -> None:
+    """Whatever is in them, and however they are cut on the way."""
+    read_end, write_end = os.pipe()
+    try:
+        sent = b"".join(text.encode(errors="replace") + b"\n" for text in texts)
+        os.write(write_end, sent + b"the last has no end")
+        os.close(write_end)
+        assert b"".join(each + b"\n" for each in protocol.lines(read_end)) == sent + b"the last has no end\n"
+    finally:
+        os.close(read_end)
+
+
+# ---------------------------------------------------------------------------------------------------------- addresses
+
+
+def test_which_addresses_are_this_machines() -> None:
+    assert is_own("127.0.0.1")
+    assert is_own("localhost")
+    assert not is_own("192.0.2.1"), "an address for examples"
+    assert not is_own("no-such-name.invalid"), "perhaps a name that only ssh knows"
+
+
+def test_the_meeting_point_is_on_the_route_and_free() -> None:
+    host, port = meeting_point(["127.0.0.1"], "x", None)
+    assert host == "127.0.0.1"
+    assert port > 0
+    assert meeting_point([], "127.0.0.1", None)[0] == "127.0.0.1", "one host alone"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        with pytest.raises(InputError, match=rf"cannot meet at 127.0.0.1 port {taken}: Address already in use.*--port"):
+            meeting_point(["127.0.0.1"], "x", taken)
+
+
+# -------------------------------------------------------------------------------------------------------- the command
+
+
+def test_all_settings_travel_as_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the run file and the command line have said is said to every device, so that it settles on the same."""
+    run = tmp_path / "run.toml"
+    run.write_text(
+        'net = "two-conv:4:6"\nslowdown = [1, 1, 2, 4, 1.5]\nrebalance = true\nclip-norm = 1e-3\nfleet = "f.toml"\n'
+    )
+    settled = settle(run, {"compare": False, "data_dir": Path("it's there"), "plan": "hybrid"})
+    told: list[Any] = []
+    monkeypatch.setattr("convoy.launch.command.run_on_fleet", lambda *given, **named: told.append((given, named)) or 0)
+    assert train_on_fleet(settled, FLEET, False) == 0
+    (((fleet, argv), named),) = told
+    assert fleet == FLEET
+    assert named == {"port": None, "files": []}
+    given: list[Any] = []
+    monkeypatch.setattr("convoy.app.train.run_device", given.append)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "5")):
+        monkeypatch.setenv(name, value)
+    cli.app(args=list(argv), standalone_mode=False)
+    assert given[0].settings == settled.settings.model_copy(update={"fleet": None}), "the file has started the fleet"
+
+
+def test_files_that_the_devices_read_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr("convoy.launch.command.run_on_fleet", lambda _, argv, **named: told.append((argv, named)) or 0)
+    settled = settle(None, {"plan": "auto", "fleet": Path("fleet.toml"), "port": 4000})
+    assert train_on_fleet(settled, FLEET, False) == 0
+    assert told == [
+        (
+            ["train", "--plan", "auto", "--fleet", "fleet.toml", "--port", "4000"],
+            {"port": 4000, "files": [Path("fleet.toml")]},
+        )
+    ]
+
+
+@pytest.fixture
+def fleet_file(tmp_path: Path) -> Path:
+    path = tmp_path / "fleet.toml"
+    path.write_text(FLEET.to_toml())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["train", *TINY, "--devices", "2"], "--devices with a fleet of hosts: the file names its 5 devices"),
+        (
+            ["train", *TINY, "--slowdown", "1,2"],
+            "--slowdown 1,2: give one factor of 1 or more for each of the 5 devices",
+        ),
+        (["train", *TINY, "--plan", "hybrd"], "unknown plan 'hybrd'"),
+        (["measure", "-o", "x.toml", "--devices", "2"], "--devices with a fleet of hosts"),
+    ],
+)
+def test_options_that_do_not_go_with_a_fleet(
+    argv: list[str], words: str, fleet_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("convoy.launch.command.run_on_fleet", lambda *_, **__: pytest.fail("it went on"))
+    assert convoy_in_process(monkeypatch, [*argv, "--fleet", str(fleet_file)]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", [["train"], ["measure", "-o", "x.toml"]])
+def test_lines_without_hosts(
+    verb: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert convoy_in_process(monkeypatch, [*verb, "--print"]) == 2
+    assert "--print without hosts: give --fleet FILE" in capsys.readouterr().err
+
+
+def test_measuring_is_started_with_the_same_words(
+    fleet_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["measure", "--fleet", str(fleet_file), "-o", "out.toml", "--budget", "3"]
+    told: list[Any] = []
+    monkeypatch.setattr("convoy.launch.command.run_on_fleet", lambda _, argv, **named: told.append((argv, named)) or 0)
+    assert convoy_in_process(monkeypatch, argv) == 0
+    assert told == [(argv, {"port": None, "files": [fleet_file]})]
+    assert capsys.readouterr().out == "Device 0 is on host attic: files that the job writes lie there.\n"
+
+
+def test_in_a_job_a_fleet_file_starts_nothing(fleet_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same command under torchrun is one of its processes."""
+    given: list[Any] = []
+    monkeypatch.setattr("convoy.app.train.run_device", given.append)
+    monkeypatch.setattr("convoy.launch.command.run_on_fleet", lambda *_, **__: pytest.fail("it started a fleet"))
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "5")):
+        monkeypatch.setenv(name, value)
+    assert convoy_in_process(monkeypatch, ["train", *TINY, "--plan", "auto", "--fleet", str(fleet_file)]) == 0
+    assert len(given) == 1

@@ -1,0 +1,313 @@
+"""Starting the devices of one machine: what they are told, how their ends are reported, and that nothing stays."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from convoy.errors import DeviceLostError, InputError
+from convoy.launch.exit_status import Ending, judge
+from convoy.launch.local import launch_local
+from tests.support.processes import ROOT
+
+QUICK = (sys.executable, "-S", "-c")
+"""A device that needs no torch starts at once."""
+
+PRELUDE = "import os, signal, sys, time\nRANK = int(os.environ['RANK'])\n"
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("convoy.launch.processes.TERMINATE_S", 0.5)
+
+
+def launch(script: str, devices: Sequence[str] = ("cpu", "cpu"), **options: float) -> int:
+    return launch_local([PRELUDE + script], devices, command=QUICK, **options)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------- devices that end well
+
+TRAIN = """
+import json, os, sys, torch
+from convoy.comm.group import Message
+from convoy.comm.processes import join
+
+group = join(timeout_s=30)
+got = torch.zeros(2)
+peer = 1 - group.device
+group.exchange([Message(peer, torch.full((2,), group.device + 1.0))], [Message(peer, got)])
+told = group.agree("device", os.environ["CONVOY_DEVICE"])
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "TOPIC")
+report = [got.tolist(), list(told), str(group.torch_device), {name: os.environ[name] for name in names}]
+with open(f"{sys.argv[1]}/{group.device}", "w") as file:
+    json.dump(report, file)
+print("device", group.device, "is done")
+"""
+
+
+def test_devices_meet_and_leave_without_a_word(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing is closed by the script, warnings are errors, and yet the interpreters end silently."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    status = launch_local(
+        [str(tmp_path)],
+        ["cpu", "cpu:0"],
+        command=(sys.executable, "-W", "error", str(script)),
+        environment={"TOPIC": "ships", "PYTHONPATH": str(ROOT)},
+    )
+    assert status == 0
+    reports = [json.loads((tmp_path / str(device)).read_text()) for device in range(2)]
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    for device, (got, told, torch_device, variables) in enumerate(reports):
+        assert got == [2.0 - device] * 2
+        assert told == ["cpu", "cpu:0"]
+        assert torch_device == told[device]
+        expected = [str(device), str(device), "2", "2", os.environ.get("OMP_NUM_THREADS", threads), "ships"]
+        assert list(variables.values()) == expected
+    output = capfd.readouterr()
+    assert output.out == "device 0 is done\n"
+    assert output.err == ""
+
+
+STUMBLE = """
+import os, sys, torch
+from convoy.errors import DeviceLostError
+from convoy.comm.group import Message
+from convoy.comm.processes import join
+
+group = join(timeout_s=30)
+if group.device == 1:
+    raise ValueError("no such image")
+try:
+    group.exchange([], [Message(1, torch.zeros(1))])
+except DeviceLostError as error:
+    with open(sys.argv[1], "w") as file:
+        file.write(str(error))
+    sys.exit(2)
+"""
+
+
+def test_a_script_that_ends_with_an_error_tells_the_others(tmp_path: Path) -> None:
+    """It closes nothing itself, so the error is told as the interpreter ends."""
+    script, told = tmp_path / "train.py", tmp_path / "told"
+    script.write_text(STUMBLE)
+    with pytest.raises(DeviceLostError, match=r"(?s)device 1 \(cpu\) ended with exit status 1.*no such image$"):
+        launch_local(
+            [str(told)], ["cpu", "cpu"], command=(sys.executable, str(script)), environment={"PYTHONPATH": str(ROOT)}
+        )
+    assert "left because of its own error: ValueError: no such image" in told.read_text()
+
+
+def test_one_device_needs_no_store_and_no_other() -> None:
+    assert launch("assert RANK == 0", ["cpu"]) == 0
+
+
+# ---------------------------------------------------------------------------------------------- devices that do not
+
+
+def test_a_killed_device_is_named_and_the_others_end() -> None:
+    """The other one, which would wait for a minute, is ended."""
+    begin_s = time.monotonic()
+    with pytest.raises(
+        DeviceLostError, match=r"device 1 \(cpu:0\) was killed by SIGKILL.*\n  short of breath"
+    ) as caught:
+        launch(
+            "if RANK == 0: time.sleep(60)\n"
+            "print('short of breath', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)",
+            ["cpu", "cpu:0"],
+            timeout_s=0.3,
+        )
+    assert caught.value.device == 1
+    assert time.monotonic() - begin_s < 30
+
+
+def test_a_device_that_ignores_the_polite_signal_ends_too() -> None:
+    with pytest.raises(DeviceLostError, match=r"device 0 \(cpu\) ended with exit status 7. Its own output is above"):
+        launch(
+            "if RANK == 0: time.sleep(0.5); sys.exit(7)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)",
+            timeout_s=0.2,
+        )
+
+
+def test_a_stopped_device_ends_too(capfd: pytest.CaptureFixture[str]) -> None:
+    """Device 2 froze; the others found out and left, and their message is shown although device 0 said nothing."""
+    status = launch(
+        "if RANK == 2: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "time.sleep(0.3)\n"
+        "if RANK == 0: time.sleep(60)\n"
+        "print('error: device 2 (host a, cpu) was lost: frozen', file=sys.stderr); sys.exit(2)",
+        ["cpu"] * 4,
+        timeout_s=0.5,
+    )
+    assert status == 2
+    assert capfd.readouterr().err == "error: device 2 (host a, cpu) was lost: frozen\n"
+
+
+def test_only_the_last_lines_of_a_crash_are_kept() -> None:
+    with pytest.raises(DeviceLostError) as caught:
+        launch(
+            "if RANK == 0: time.sleep(60)\nfor n in range(5000): print('line', n, file=sys.stderr)\n1 / 0", timeout_s=0
+        )
+    text = str(caught.value)
+    assert caught.value.device == 1
+    assert text.endswith("ZeroDivisionError: division by zero")
+    assert "line 4999" in text
+    assert len(text.splitlines()) < 40
+
+
+def test_an_error_that_all_meet_is_told_once(capfd: pytest.CaptureFixture[str]) -> None:
+    assert launch("print('error: no such plan: fast', file=sys.stderr); sys.exit(2)", ["cpu"] * 4) == 2
+    assert capfd.readouterr().err == "error: no such plan: fast\n"
+
+
+def test_a_command_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(InputError, match="no-such-program"):
+        launch_local([], ["cpu", "cpu"], command=("no-such-program",))
+
+
+def test_no_devices_are_an_error() -> None:
+    with pytest.raises(InputError, match="no devices"):
+        launch_local([], [])
+
+
+def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(InputError, match=rf"127.0.0.1 port {port}: Address already in use.*another port"):
+            launch(f"open('{tmp_path}/started', 'w')", port=port)
+    assert not list(tmp_path.iterdir())
+
+
+def ending(device: int, status: int, *lines: str, stopped: bool = False) -> Ending:
+    return Ending(device, "cpu", status, stopped, lines)
+
+
+LOST_2 = "error: device 2 (host a, cpu) left because of its own error: DataError: no such image"
+TRACE_2 = "convoy.errors.DeviceLostError: device 2 (host a, cpu) was lost: it is frozen"
+
+
+@pytest.mark.parametrize(
+    ("endings", "lost", "words"),
+    [
+        # A signal outranks errors, even those that came first.
+        ([ending(0, 2), ending(1, 2, LOST_2), ending(2, -9, "x"), ending(3, -15, stopped=True)], 2, "SIGKILL"),
+        ([ending(0, 2), ending(1, -11)], 1, "SIGSEGV. It left no error output"),
+        ([ending(1, 1, "OSError: the connection closed"), ending(2, -9)], 2, "SIGKILL"),
+        # A crash outranks errors; scripts without Convoy's command end with a traceback when another is lost.
+        ([ending(1, 1, TRACE_2), ending(2, 1, "ValueError: x"), ending(0, 1)], 2, "ValueError: x"),
+        ([ending(1, 1, TRACE_2), ending(0, 1)], 0, "exit status 1. Its own output is above"),
+        ([ending(1, 1, TRACE_2), ending(2, -9, stopped=True), ending(3, 1, TRACE_2)], 2, "frozen"),
+    ],
+)
+def test_the_first_cause_is_found_among_the_endings(endings: list[Ending], lost: int, words: str) -> None:
+    outcome = judge(endings)
+    assert outcome.lost is not None
+    assert outcome.lost.device == lost
+    assert words in str(outcome.lost)
+
+
+@pytest.mark.parametrize(
+    ("endings", "status", "lines"),
+    [
+        ([ending(0, 0), ending(1, 0)], 0, []),
+        # Device 0's own words are on the terminal already.
+        ([ending(0, 2)], 2, []),
+        ([ending(1, 2, "error: no plan"), ending(0, 2)], 2, []),
+        (
+            [ending(2, 2, "error: no such image"), ending(1, 2, LOST_2), ending(0, 2)],
+            2,
+            ["device 2 (cpu): no such image"],
+        ),
+        # Device 0 was ended, or ended well.
+        ([ending(2, 2, "error: no image"), ending(0, -15, stopped=True)], 2, ["error on device 2 (cpu): no image"]),
+        ([ending(1, 2, "noise", "error: a", "b"), ending(2, 2, "error: a", "b")], 2, ["error: a\nb"]),
+        ([ending(1, 2, "Usage: convoy")], 2, ["error on device 1 (cpu): Usage: convoy"]),
+    ],
+)
+def test_errors_that_the_terminal_has_not_seen_are_told(endings: list[Ending], status: int, lines: list[str]) -> None:
+    outcome = judge(endings)
+    assert outcome.lost is None
+    assert outcome.status == status
+    assert len(outcome.lines) == len(lines)
+    for line, words in zip(outcome.lines, lines, strict=True):
+        assert words in line
+
+
+# ------------------------------------------------------------------------------- the end of the launcher itself
+
+LAUNCHER = """
+import sys
+from convoy.launch.local import launch_local
+status = launch_local([sys.argv[1]], ["cpu"] * 2, command=(sys.executable, "-c"), timeout_s=1)
+print("status", status, flush=True)
+"""
+
+SLEEPER = """
+import os, sys, time
+if os.environ["HOW"] == "watched":
+    from convoy.comm.processes import watch_parent
+    watch_parent()
+if os.environ["HOW"] == "stubborn" and os.environ["RANK"] == "1":
+    import signal
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+open(os.path.join(os.environ["FOLDER"], str(os.getpid())), "w").close()
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def end_launcher(folder: Path, how: str, end: Callable[[int], None]) -> tuple[int, str, str]:
+    """Start a launcher in a session of its own, end it somehow, and see its devices go; status, output, errors."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, SLEEPER],
+        cwd=ROOT,
+        env={**os.environ, "FOLDER": str(folder), "HOW": how},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        wait_for(lambda: len(list(folder.iterdir())) == 2)
+        devices = [psutil.Process(int(path.name)) for path in folder.iterdir()]
+        end(launcher.pid)
+        output, errors = launcher.communicate(timeout=30)
+        _, alive = psutil.wait_procs(devices, timeout=10)
+        assert not alive
+        return launcher.returncode, output, errors
+    finally:
+        for process in [launcher, *psutil.Process().children(recursive=True)]:
+            if process.pid == launcher.pid and launcher.poll() is None:
+                os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait()
+
+
+def wait_for(done: Callable[[], bool], limit_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not done():
+        assert time.monotonic() < deadline_s, "the devices did not start"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("how", ["polite", "stubborn"])
+def test_after_ctrl_c_no_device_stays(tmp_path: Path, how: str) -> None:
+    """Ctrl-C reaches the launcher and its devices at once; one device may not listen to it."""
+    status, output, errors = end_launcher(tmp_path, how, lambda pid: os.killpg(pid, signal.SIGINT))
+    assert (status, output) == (0, "status 130\n")
+    assert errors == ""
+
+
+def test_when_the_launcher_is_killed_its_devices_end(tmp_path: Path) -> None:
+    status, _, errors = end_launcher(tmp_path, "watched", lambda pid: os.kill(pid, signal.SIGKILL))
+    assert status == -signal.SIGKILL
+    assert "the launcher of this device is gone" in errors

@@ -1,0 +1,394 @@
+"""Fleets that are started over a real ssh: what their devices are told, what goes wrong, and that nothing stays anywhere.
+
+Host attic starts the fleet in most tests, so that one host is this machine; cellar is reached by ssh. In some tests a third
+machine, desk, starts both.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.app.test_cli import TINY, results
+from tests.support.ssh_hosts import Lab, eventually, lab, why_not
+
+pytestmark = [
+    pytest.mark.root,
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "can run"),
+]
+
+FLEET = """
+[network]
+send_bytes_per_s = 125e6
+receive_bytes_per_s = 125e6
+latency_s = 5e-5
+
+[[host]]
+name = "attic"
+address = "10.77.0.2"
+{attic}
+
+[[host]]
+name = "cellar"
+address = "10.77.0.3"
+{cellar}
+
+[[device]]
+name = "attic-0"
+host = "attic"
+kind = "cpu"
+
+[[device]]
+name = "cellar-0"
+host = "cellar"
+kind = "cpu"
+cores = 1.5
+slowdown = 2
+
+[[device]]
+name = "attic-1"
+host = "attic"
+kind = "cpu"
+"""
+
+QUICK = """#!/bin/sh
+exec {python} -c '
+import sys
+from convoy.launch import far, lines
+far.CONVOY_COMMAND = (sys.executable, "-S", "-c")
+lines.SILENCE_S = 3.0
+{more}
+sys.exit(far.Far(0, 1).serve())
+'
+"""
+"""A host's Python whose devices are scripts that need no torch."""
+
+LAUNCH = """
+import sys
+from pathlib import Path
+from convoy.errors import ConvoyError
+from convoy.fleet import read_fleet
+from convoy.launch import run
+run.BEAT_S = 0.5
+fleet, script, *files = sys.argv[1:]
+try:
+    status = run.run_on_fleet(read_fleet(Path(fleet)), [script], files=list(map(Path, files)), grace_s=1.0)
+except ConvoyError as error:
+    print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    status = 2
+sys.exit(status)
+"""
+
+PRELUDE = """
+import os, signal, sys, time
+RANK = int(os.environ["RANK"])
+def here():
+    with open(f"{FOLDER}/{RANK}.new", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(f"{FOLDER}/{RANK}.new", f"{FOLDER}/{RANK}")
+"""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    with lab(tmp_path_factory.mktemp("lab"), ["desk", "attic", "cellar"]) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nobody_left(hosts: Lab) -> Iterator[None]:
+    """Every test ends with nothing but ssh servers on all hosts."""
+    yield
+    assert eventually(lambda: not hosts.at_work()), f"still at work: {hosts.at_work()}"
+
+
+def python_of(folder: Path, name: str = "quick", more: str = "") -> str:
+    path = folder / name
+    path.write_text(QUICK.format(python=sys.executable, more=more))
+    path.chmod(0o755)
+    return f'python = "{path}"'
+
+
+def fleet_file(folder: Path, attic: str, cellar: str) -> Path:
+    path = folder / "fleet.toml"
+    path.write_text(FLEET.format(attic=attic, cellar=cellar))
+    return path
+
+
+def quick_fleet(folder: Path) -> Path:
+    return fleet_file(folder, python_of(folder), python_of(folder))
+
+
+def launching(fleet: Path, script: str, *files: str) -> list[str]:
+    prelude = f"FOLDER = {str(fleet.parent)!r}\n{PRELUDE}"
+    return [sys.executable, "-c", LAUNCH, str(fleet), prelude + script, *files]
+
+
+# ------------------------------------------------------------------------------------------------ what devices are told
+
+
+@pytest.mark.parametrize("start", ["attic", "desk"])
+def test_every_device_of_the_file_runs_on_its_host(hosts: Lab, tmp_path: Path, start: str) -> None:
+    """Device 0 speaks as it would here, wherever it is; the others keep still."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "CONVOY_DEVICE")
+    script = f"""
+import json, subprocess
+cards = subprocess.check_output(["ip", "-json", "-4", "address", "show", "dev", "eth0"])
+told = {{name: os.environ.get(name) for name in {(*names, "MASTER_PORT", "OMP_NUM_THREADS", "CONVOY_SLOWDOWN")!r}}}
+told |= {{"folder": os.getcwd(), "address": json.loads(cards)[0]["addr_info"][0]["local"]}}
+with open(f"{tmp_path}/told.{{RANK}}", "w") as file:
+    json.dump(told, file)
+print("device", RANK, "läuft")
+print("careful", RANK, file=sys.stderr)
+"""
+    status, output, errors = hosts.run(start, launching(quick_fleet(tmp_path), script))
+    assert (status, output, errors) == (0, "device 0 läuft\n", "careful 0\n")
+    told = [json.loads((tmp_path / f"told.{rank}").read_text()) for rank in range(3)]
+    attic, cellar = "10.77.0.2", "10.77.0.3"
+    assert [[row[name] for name in names] for row in told] == [
+        ["0", "3", "0", "2", attic, "cpu"],
+        ["1", "3", "0", "1", attic, "cpu"],
+        ["2", "3", "1", "2", attic, "cpu"],
+    ]
+    assert [row["address"] for row in told] == [attic, cellar, attic]
+    assert (told[1]["OMP_NUM_THREADS"], told[1]["CONVOY_SLOWDOWN"]) == ("2", "2.0")
+    assert told[0]["CONVOY_SLOWDOWN"] is None
+    assert {row["folder"] for row in told} == {str(hosts.folder)}, "the folder that the command was given in"
+    assert len({row["MASTER_PORT"] for row in told}) == 1
+
+
+def test_folder_and_python_of_a_host(hosts: Lab, tmp_path: Path) -> None:
+    """Blanks and quotes in a path are no trouble."""
+    folder = tmp_path / "ann's $HOME folder"
+    folder.mkdir()
+    python = python_of(folder)
+    fleet = fleet_file(tmp_path, f'{python}\nfolder = "{folder}"', f'{python}\nfolder = "{folder}"')
+    script = "open(f'told.{RANK}', 'w').close()"
+    assert hosts.run("attic", launching(fleet, script)) == (0, "", "")
+    assert sorted(path.name for path in folder.glob("told.*")) == ["told.0", "told.1", "told.2"]
+
+
+# --------------------------------------------------------------------------------------------------- what goes wrong
+
+
+TROUBLES: dict[str, tuple[str, str, list[str]]] = {
+    # case: configuration of ssh, what cellar's section says, what is told
+    "wrong key": ("wrong-key", "", ["Permission denied (publickey)", "ssh-copy-id 10.77.0.3"]),
+    "unknown host key": ("unknown-host", "", ["Host key verification failed", "connect once by hand", "ssh 10.77.0.3"]),
+    "changed host key": ("changed-host", "", ["is another one than before", "ssh-keygen -R 10.77.0.3"]),
+    "nobody listens": ("client", "ssh_port = 2222", ["Connection refused", "see whether", "ssh -p 2222 10.77.0.3"]),
+    "no Python": ("client", 'python = "/no/python"', ["/no/python cannot be run there", "`python` in its [[host]]"]),
+    "no Convoy": ("client", "BARE", ["No module named", "has no Convoy: install it there"]),
+    "no folder": ("client", 'folder = "/no/folder"', ["the folder /no/folder is not there"]),
+    "another user": ("client", 'user = "nobody-of-that-name"', ["Permission denied", "nobody-of-that-name@10.77.0.3"]),
+}
+
+
+@pytest.mark.parametrize("case", TROUBLES)
+def test_a_host_that_cannot_be_used_is_told_with_the_cure(case: str, hosts: Lab, tmp_path: Path) -> None:
+    """One line, and nothing has been started, on no host."""
+    ssh, section, words = TROUBLES[case]
+    if section == "BARE":
+        bare = tmp_path / "bare"
+        bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+        bare.chmod(0o755)
+        section = f'python = "{bare}"'
+    fleet = fleet_file(
+        tmp_path, python_of(tmp_path), section if "python" in section else f"{section}\n{python_of(tmp_path)}"
+    )
+    status, output, errors = hosts.run("attic", launching(fleet, "here()"), ssh)
+    assert (status, output) == (2, "")
+    assert errors.startswith("InputError: host cellar (10.77.0.3): ssh ended with status ")
+    assert len(errors.splitlines()) == 1
+    for word in words:
+        assert word in errors
+    assert not (tmp_path / "0").exists()
+
+
+def test_all_hosts_with_troubles_are_told_at_once(hosts: Lab, tmp_path: Path) -> None:
+    """A name that nobody knows, and a machine that is not there."""
+    fleet = fleet_file(tmp_path, python_of(tmp_path), python_of(tmp_path))
+    text = fleet.read_text().replace("10.77.0.2", "attic.invalid").replace("10.77.0.3", "10.77.0.99")
+    fleet.write_text(text)
+    status, _, errors = hosts.run("desk", launching(fleet, "here()"))
+    assert status == 2
+    first, second = errors.splitlines()
+    assert "host attic (attic.invalid): ssh ended with status 255" in first
+    assert "correct its address in the fleet file" in first
+    assert "host cellar (10.77.0.99): ssh ended with status 255" in second
+    assert "see whether the machine is on" in second
+
+
+def test_another_version_of_convoy(hosts: Lab, tmp_path: Path) -> None:
+    older = python_of(tmp_path, "older", 'far.__version__ = "0.0.1"')
+    status, _, errors = hosts.run("attic", launching(fleet_file(tmp_path, python_of(tmp_path), older), "here()"))
+    assert status == 2
+    assert re.match(r"MismatchError: .* here, but 0.0.1 on host cellar \(10.77.0.3\). Install the same", errors)
+
+
+def test_a_file_that_a_host_has_not(hosts: Lab, tmp_path: Path) -> None:
+    """One is missing there, one is another."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    for name in ("plan.json", "same.json", "times.toml"):
+        (tmp_path / "here" / name).write_text("here")
+    (tmp_path / "there" / "same.json").write_text("here")
+    (tmp_path / "there" / "times.toml").write_text("of yesterday")
+    python = python_of(tmp_path)
+    attic, cellar = (f'{python}\nfolder = "{tmp_path / name}"' for name in ("here", "there"))
+    fleet = fleet_file(tmp_path, attic, cellar)
+    command = launching(fleet, "here()", "plan.json", "same.json", "times.toml")
+    command[2] = f"import os; os.chdir({str(tmp_path / 'here')!r})\n{command[2]}"
+    status, _, errors = hosts.run("attic", command)
+    assert status == 2
+    first, second = errors.splitlines()
+    assert f"host cellar (10.77.0.3): plan.json is not there, in {tmp_path / 'there'}: all hosts need it" in first
+    assert "times.toml is another file there" in second
+    assert not (tmp_path / "0").exists()
+
+
+def test_an_error_of_a_device_elsewhere_is_told(hosts: Lab, tmp_path: Path) -> None:
+    script = "if RANK != 1: time.sleep(60)\nprint('error: no such image', file=sys.stderr); sys.exit(2)"
+    status, output, errors = hosts.run("attic", launching(quick_fleet(tmp_path), script))
+    assert (status, output) == (2, "")
+    assert errors == "error on device 1 (host cellar, cpu): no such image\n"
+
+
+def pids(folder: Path) -> list[int]:
+    """Of the three devices, once they have all started."""
+    files = [folder / str(rank) for rank in range(3)]
+    assert eventually(lambda: all(file.exists() for file in files)), "the devices did not start"
+    return [int(file.read_text()) for file in files]
+
+
+WAIT = "here()\ntime.sleep(60)"
+STUBBORN = "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT
+
+
+@pytest.mark.parametrize(("start", "rank"), [("attic", 1), ("desk", 0)])
+def test_a_device_that_is_killed_ends_all(hosts: Lab, tmp_path: Path, start: str, rank: int) -> None:
+    """And is named; also where the others would not listen to anything polite."""
+    with hosts.on(start, launching(quick_fleet(tmp_path), STUBBORN)) as launcher:
+        os.kill(pids(tmp_path)[rank], signal.SIGKILL)
+        _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 2
+    host = "cellar" if rank == 1 else "attic"
+    assert errors.startswith(f"DeviceLostError: device {rank} (host {host}, cpu) was killed by SIGKILL")
+
+
+@pytest.mark.parametrize("start", ["attic", "desk"])
+@pytest.mark.parametrize("script", [WAIT, STUBBORN], ids=["polite", "stubborn"])
+def test_after_ctrl_c_nothing_stays_on_any_host(hosts: Lab, tmp_path: Path, start: str, script: str) -> None:
+    with hosts.on(start, launching(quick_fleet(tmp_path), script)) as launcher:
+        pids(tmp_path)
+        os.killpg(launcher.pid, signal.SIGINT)
+        output, errors = launcher.communicate(timeout=60)
+    assert (launcher.returncode, output) == (130, "")
+    assert "/convoy/" not in errors, "no traceback of ours; a device's own may be there"
+
+
+def test_when_the_starting_process_is_killed_nothing_stays(hosts: Lab, tmp_path: Path) -> None:
+    with hosts.on("attic", launching(quick_fleet(tmp_path), WAIT)) as launcher:
+        pids(tmp_path)
+        launcher.kill()
+        launcher.communicate(timeout=60)
+
+
+def test_a_cable_that_is_pulled_ends_all(hosts: Lab, tmp_path: Path) -> None:
+    """Here ssh notices; there the silence does, since no word can tell it."""
+    # What a person gives ssh counts before what Convoy gives it.
+    impatient = f"CONVOY_SSH=ssh -o ServerAliveInterval=1 -F {hosts.folder / 'client'}"
+    with hosts.on("attic", ["env", impatient, *launching(quick_fleet(tmp_path), WAIT)]) as launcher:
+        pids(tmp_path)
+        with hosts.cable_pulled("cellar"):
+            _, errors = launcher.communicate(timeout=60)
+            assert eventually(lambda: not hosts.at_work(), 60), "the silent host has not ended its device"
+    assert launcher.returncode == 2
+    assert re.match(r"DeviceLostError: device 1 \(host cellar, cpu\) was lost with its host: ssh ended", errors)
+
+
+# ------------------------------------------------------------------------------------------------- the real command
+
+
+def convoy(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "convoy", *argv]
+
+
+def assert_as_one_device(output: str, training: str) -> None:
+    """What was printed is of this training, and of one device beside it (--compare): the same numbers."""
+    assert training in output
+    together, alone = results(output)
+    assert together[1] == alone[1]
+    assert together[0] == pytest.approx(alone[0], abs=1.5e-4), "the last digit"
+    (apart,) = re.findall(r"Loss curves over 3 steps: at most (\S+) apart", output)
+    assert float(apart) < 1e-4
+
+
+def test_a_fleet_trains_as_one_device_does(hosts: Lab, tmp_path: Path) -> None:
+    """Two devices on one host, one on the other; settings from a run file and the command line."""
+    fleet = fleet_file(tmp_path, "", "")
+    run = tmp_path / "run.toml"
+    run.write_text(f'fleet = "{fleet}"\nplan = "master"\nspeeds = [2, 1, 1]\nrebalance = true\n')
+    status, output, errors = hosts.run("attic", convoy("train", str(run), *TINY, "--compare"), limit_s=110)
+    assert (status, errors) == (0, "")
+    assert_as_one_device(output, "Training on 3 devices, plan master")
+
+
+@pytest.mark.slow
+def test_the_lines_to_paste_do_the_same(hosts: Lab, tmp_path: Path) -> None:
+    """Each is pasted in a shell on its host, in another folder."""
+    fleet = fleet_file(tmp_path, "", f'folder = "{tmp_path}"')
+    options = ["--plan", "data", "--speeds", "2,1,1", "--fleet", str(fleet), "--port", "29876", "--compare"]
+    status, output, errors = hosts.run("attic", convoy("train", *TINY, *options, "--print"))
+    assert (status, errors) == (0, "")
+    heading, attic, other, cellar = output.splitlines()
+    assert (heading, other) == ("# on host attic (10.77.0.2)", "# on host cellar (10.77.0.3)")
+    with hosts.on("cellar", ["sh", "-c", f"cd /; {cellar}"]) as behind:
+        status, output, errors = hosts.run("attic", ["bash", "-c", f"cd /; {attic}"], limit_s=110)
+        silent = behind.communicate(timeout=60)
+    assert (status, errors) == (0, "")
+    assert (behind.returncode, *silent) == (0, "", "")
+    assert_as_one_device(output, "Training on 3 devices, plan data")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_fleet_is_measured_and_planned_for(hosts: Lab, tmp_path: Path) -> None:
+    fleet, measured = fleet_file(tmp_path, "", ""), tmp_path / "measured.toml"
+    options = ["--fleet", str(fleet), "--net", "two-conv:4:6", "--batch", "32", "--budget", "1"]
+    status, output, errors = hosts.run("attic", convoy("measure", *options, "-o", str(measured)), limit_s=110)
+    assert (status, errors) == (0, "")
+    assert 'address = "10.77.0.3"' in measured.read_text()
+    status, output, errors = hosts.run(
+        "attic", convoy("train", *TINY, "--plan", "auto", "--fleet", str(measured)), limit_s=110
+    )
+    assert (status, errors) == (0, "")
+    assert "Predicted:" in output
+
+
+# ------------------------------------------------------------------------------------------------- the real doctor
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_doctor_visits_every_host_over_ssh_and_names_the_one_that_is_gone(hosts: Lab, tmp_path: Path) -> None:
+    """First all are there: versions, clocks, links and speeds of both. Then nothing comes from cellar, and nobody is told."""
+    fleet, found = fleet_file(tmp_path, "", f'folder = "{tmp_path}"'), tmp_path / "found.json"
+    examine = convoy("doctor", "--fleet", str(fleet), "--json", str(found), "--wait", "20")
+    status, output, errors = hosts.run("attic", examine, limit_s=110)
+    assert status == 0, output + errors
+    facts = json.loads(found.read_text())
+    assert not [each for each in facts["findings"] if each["severity"] == "error"]
+    assert {"attic", "cellar"} <= set(re.findall(r"\b(attic|cellar)\b", output))
+    with hosts.cable_pulled("cellar"):
+        status, output, errors = hosts.run("attic", examine, limit_s=110)
+    assert status == 1
+    gone = [each for each in json.loads(found.read_text())["findings"] if each["severity"] == "error"]
+    assert any("cellar at 10.77.0.3 cannot be used" in each["what"] for each in gone), gone
+    assert all(each["cure"] for each in gone)
+    assert "cellar at 10.77.0.3" in output + errors

@@ -1,0 +1,118 @@
+"""trace: the user's model is left alone, and examples that cannot be are refused."""
+
+import copy
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from convoy.errors import InputError
+from convoy.model.graph import Graph
+from convoy.model.tracing import trace
+from tests.support import nets
+from tests.support.traced_models import Calls, layers_of
+
+# --- the user's model ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*nets.NETS])
+def test_the_model_is_left_as_it_was(name: str) -> None:
+    model = nets.build(name)
+    next(model.modules()).train()
+    model.register_forward_hook(lambda *_: None)
+    before = copy.deepcopy(model.state_dict())
+    modes = [m.training for m in model.modules()]
+    attributes = {n: sorted(vars(m)) for n, m in model.named_modules()}
+    gradients = [p.grad for p in model.parameters()]
+    state, own = torch.get_rng_state(), random.getstate()
+    for training in (True, False):
+        trace(model, torch.zeros(2, *nets.shape_of(model), dtype=torch.float64), training=training)
+    assert torch.equal(state, torch.get_rng_state())
+    assert own == random.getstate()
+    assert [m.training for m in model.modules()] == modes
+    assert {n: sorted(vars(m)) for n, m in model.named_modules()} == attributes
+    assert [p.grad for p in model.parameters()] == gradients
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+def test_a_model_in_evaluation_mode_is_traced_in_the_mode_asked_for() -> None:
+    model = nets.ResNet().eval()
+    assert layers_of(model)["bn1"].statistics
+    assert not model.training
+    assert not layers_of(model, training=False)["bn1"].statistics
+
+
+def test_a_module_frozen_by_hand_stays_frozen() -> None:
+    layers = layers_of(nets.FrozenNorm())
+    assert (layers["frozen"].statistics, layers["live"].statistics) == (False, True)
+
+
+def test_tracing_works_without_gradients_around_it() -> None:
+    with torch.no_grad():
+        layers = layers_of(nets.TwoConv())
+    assert all(layer.differentiable for layer in layers.values())
+
+
+def test_other_threads_may_run_models_while_one_is_traced() -> None:
+    """torch.fx patches nn.Module for every thread: another thread's forward ended up in the trace, and failed."""
+    bystander, x = nets.build("resnet", dtype=torch.float32), torch.zeros(4, 3, 8, 8)
+    expected, found = bystander(x), []
+
+    def run_the_other() -> None:
+        try:
+            found.append(torch.equal(bystander(x), expected))
+        except BaseException as error:
+            found.append(error)
+
+    def meanwhile(_: nn.Module, y: Tensor) -> Tensor:
+        thread = threading.Thread(target=run_the_other)
+        thread.start()
+        thread.join(30)
+        return y.relu()
+
+    assert list(layers_of(Calls(meanwhile))) == ["x", "conv", "relu"]
+    assert found
+    assert all(entry is True for entry in found)
+
+
+# --- examples that cannot be -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("example", [[], torch.tensor(1.0), [torch.zeros(2, 3), torch.tensor(0)]])
+def test_an_example_is_a_batch(example: Any) -> None:
+    with pytest.raises(InputError, match="the example must be a batch"):
+        trace(nets.TwoConv(), example)
+
+
+def test_a_model_that_does_not_run_on_the_example() -> None:
+    with pytest.raises(InputError, match="TwoConv does not run on the example"):
+        trace(nets.TwoConv(), torch.zeros(2, 3, 9, 20))
+    with pytest.raises(InputError, match="TwoConv does not run on the example"):
+        trace(nets.TwoConv(), torch.zeros(2, 3, 8, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda _, x: x.sum(), "first axis is not the batch"),
+        (lambda *_: 5, "returns int"),
+        (lambda _, x: (x, x.size(0)), "returns tuple"),
+        (lambda _, x: x.flatten(1) @ x.flatten(1).t(), "first axis is not the batch"),
+        (lambda *_: None, "returns NoneType"),
+    ],
+)
+def test_what_a_model_may_not_return(function: Callable[..., Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        trace(Calls(function), torch.zeros(2, 3, 8, 8))
+
+
+def test_unknown_layer_names_list_the_known_ones() -> None:
+    graph: Graph = trace(nets.TwoConv(), torch.zeros(2, 3, 8, 8)).graph
+    with pytest.raises(InputError, match="no layer 'conv9': its layers are x, conv1"):
+        graph["conv9"]

@@ -1,0 +1,217 @@
+"""trace: samples that depend on each other, sizes that follow the batch, and what must stay whole."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convoy.errors import InputError
+from convoy.model.tracing import evaluate, trace, without_in_place
+from tests.support import nets
+from tests.support.traced_models import Calls, last, layers_of
+
+# --- what depends on the batch ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (lambda _, x: x / x.size(0), "depends on the others"),
+        (lambda _, x: x.flip(0), "depends on the others"),
+        (lambda _, x: F.softmax(x, 0), "depends on the others"),
+        (lambda _, x: x.new_zeros(x.size(0), 4) + torch.arange(x.size(0)).view(-1, 1), ""),
+        (lambda _, x: F.batch_norm(x, None, None, training=True), "depends on the others"),
+    ],
+)
+def test_layers_that_look_at_other_samples_run_whole(function: Callable[..., Any], reason: str) -> None:
+    whole = [layer for layer in layers_of(Calls(function)).values() if not layer.per_sample]
+    assert whole
+    assert reason in whole[0].reason
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda _, x: x * (x.size(0) // 2),
+        lambda _, x: x * (x.size(0) + 1),
+        lambda _, x: x * (x.size(0) > 1),
+        lambda m, x: x + (m.scale * x.size(0)).view(4, 1, 1),
+        lambda _, x: x - x.mean(0, keepdim=True),
+    ],
+)
+def test_arithmetic_with_the_batch_size_keeps_the_model_whole(function: Callable[..., Any]) -> None:
+    """`n // 2` is 1 for both batches of a trace: it became the constant 1 for every batch."""
+    graph = trace(Calls(function), torch.zeros(2, 3, 8, 8)).graph
+    assert list(graph.layers) == ["input", "model"]
+    assert not graph["model"].per_sample
+
+
+def test_a_first_axis_that_is_not_the_batch_keeps_the_model_whole() -> None:
+    graph = trace(Calls(lambda _, x: x.view(x.size(0) * 2, -1).view(x.size(0), -1)), torch.zeros(2, 3, 8, 8)).graph
+    assert list(graph.layers) == ["input", "model"]
+    assert "first axis of view is not the batch" in graph["model"].reason
+    assert graph["model"].per_sample
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda _, x: x.view(x.size(0), x.size(1) * 64),
+        lambda _, x: x.view(x.shape[:1] + (-1,)),  # noqa: RUF005 - torch.fx cannot unpack a shape
+    ],
+)
+def test_sizes_that_follow_the_batch_in_proportion_are_no_obstacle(function: Callable[..., Any]) -> None:
+    assert last(function).kind == "flatten"
+
+
+def test_an_opaque_layer_is_judged_in_the_mode_it_runs_in() -> None:
+    """It was judged in evaluation mode, where this one is innocent; in training its samples depend on each other."""
+    model = nets.DependentSamples(only_training=True)
+    training, evaluation = layers_of(model)["centre"], layers_of(model, training=False)["centre"]
+    assert not training.per_sample
+    assert "depends on the others" in training.reason
+    assert evaluation.per_sample
+
+
+def test_a_layer_that_writes_into_its_buffers_runs_whole() -> None:
+    layer = layers_of(nets.Noting())["average"]
+    assert (layer.kind, layer.per_sample) == ("opaque", False)
+    assert "notes in its buffers" in layer.reason
+
+
+def test_a_subclass_of_batch_norm_is_no_batch_norm() -> None:
+    layer = layers_of(nets.OwnNorms())["norm"]
+    assert (layer.kind, layer.per_sample) == ("opaque", False)
+    assert "OwnNorm looks at the whole batch" in layer.reason
+
+
+def test_a_batch_norm_hidden_in_python_runs_whole_until_it_is_frozen() -> None:
+    class Hidden(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = nn.BatchNorm2d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.bn(x) if float(x.detach().sum()) < 1e9 else x
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), Hidden())
+    assert "BatchNorm2d looks at the whole batch" in layers_of(model)["1"].reason
+    model[1].bn.eval()
+    assert layers_of(model)["1"].per_sample
+
+
+def test_random_layers_are_known() -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + (torch.randn_like(x) if self.training and float(x.detach().sum()) < 1e9 else 0)
+
+    layers = layers_of(nets.Dropouts())
+    assert {name for name, layer in layers.items() if layer.random} == {"drop2d", "dropout", "drop"}
+    assert not any(layer.random for layer in layers_of(nets.Dropouts(), training=False).values())
+    noisy = layers_of(nn.Sequential(Noisy()))["0"]
+    assert (noisy.random, noisy.per_sample) == (True, True)
+    with_dropout = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+    opaque = layers_of(nn.Sequential(with_dropout), shape=(3, 8))
+    assert all(layer.per_sample for layer in opaque.values())
+
+
+# --- opaque layers ---------------------------------------------------------------------------------------------------
+
+
+def test_reasons_name_what_is_opaque_and_why() -> None:
+    inner = layers_of(nets.OpaquePerSample())["inner"]
+    assert (inner.kind, inner.per_sample, inner.reason) == ("opaque", True, "no rule splits the channels of PerSample")
+    assert set(inner.parameters) == {f"{m}.{p}" for m in ("bright", "dark", "never") for p in ("weight", "bias")}
+    assert inner.parameters["dark.weight"].key == "inner.dark.weight"
+    whole = layers_of(nets.OpaqueWhole())
+    assert list(whole) == ["input", "model"]
+    assert whole["model"].reason.startswith("torch.fx cannot trace it: ")
+    assert whole["model"].per_sample
+
+
+def test_flop_of_an_opaque_layer_are_counted() -> None:
+    class Stubborn(nn.Conv2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.detach().sum().item() < 1e9 else x
+
+    assert layers_of(nn.Sequential(Stubborn(3, 4, 1)))["0"].flop == 2 * 4 * 3 * 64
+
+
+def test_hooks_make_a_layer_opaque() -> None:
+    """The executor computes convolutions by itself: what hung on them from outside was left out."""
+    layers = layers_of(nets.Hooked())
+    assert [(name, layers[name].kind, layers[name].per_sample) for name in ("conv1", "conv2", "fc")] == [
+        ("conv1", "opaque", True),
+        ("conv2", "opaque", True),
+        ("fc", "linear", True),
+    ]
+    assert "parametrizations.weight.original0" in layers["conv2"].parameters
+
+
+def test_a_backward_of_ones_own_keeps_the_model_whole() -> None:
+    """torch.fx traced through the forward of an autograd.Function: its gradients were those of autograd."""
+    graph = trace(nets.OwnBackward(), torch.zeros(2, 3, 8, 8)).graph
+    assert list(graph.layers) == ["input", "model"]
+    assert graph["model"].reason.startswith("its trace gives other gradients")
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_a_model_that_cannot_be_copied() -> None:
+    model = nn.Sequential(torch.nn.utils.weight_norm(nn.Conv2d(3, 4, 1)))
+    with pytest.raises(InputError, match=r"Sequential cannot be copied .*parametrizations has forms"):
+        trace(model, torch.zeros(2, 3, 8, 8))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda _, x: x.view_as(x).relu_() + x,  # a view of x is overwritten: x changes under another name
+        lambda _, x: x.zero_(),
+        lambda _, x: x.transpose_(2, 3)[:, :, :4],
+    ],
+)
+def test_in_place_work_that_a_trace_cannot_hold_keeps_the_model_whole(function: Callable[..., Any]) -> None:
+    assert list(layers_of(Calls(function))) == ["input", "model"]
+
+
+def test_an_in_place_sum_of_numbers_leaves_the_old_number_alone() -> None:
+    def widths(_: nn.Module, x: Tensor) -> Tensor:
+        n = x.size(1)
+        total = n
+        total += 3
+        return x.view(x.size(0), n, -1) * total
+
+    traced = trace(model := Calls(widths), torch.zeros(2, 3, 8, 8))
+    x = torch.randn(5, 3, 8, 8)
+    assert torch.equal(evaluate(model, traced, [x]), model(x))
+
+
+def test_outputs_keep_their_form() -> None:
+    class Forms(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return {"a": x.relu(), "b": [x, x.relu()]}
+
+    traced = trace(Forms(), torch.zeros(2, 3))
+    x = torch.randn(4, 3)
+    found = evaluate(Forms(), traced, [x])
+    assert torch.equal(found["a"], x.relu())
+    assert torch.equal(found["b"][0], x)
+    chunks = trace(Calls(lambda _, x: x.chunk(2, 1)), torch.zeros(2, 3, 8, 8))
+    assert len(chunks.graph.outputs) == 2
+
+
+@pytest.mark.parametrize("name", nets.NETS)
+def test_a_trace_computes_what_the_model_computes(name: str) -> None:
+    """On another batch size than those the trace saw."""
+    model = nets.build(name)
+    x = torch.randn(7, *nets.shape_of(model), dtype=torch.float64)
+    for training in (True, False):
+        traced = trace(model, x[:2], training=training)
+        expected = copy.deepcopy(model).train(training)(x.clone())
+        found = evaluate(without_in_place(copy.deepcopy(model).train(training)), traced, [x])
+        first = expected[0] if isinstance(expected, tuple) else expected
+        assert torch.allclose(found[0] if isinstance(found, tuple) else found, first, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,250 @@
+"""Models people use, untouched: planned for unequal devices, explained, and trained as on one device (float64, to 1e-10).
+
+The fleet is described, not measured. One of its devices is so slow that no plan should give it work, so that shares of zero
+are part of every test. The largest models are marked slow.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
+from convoy.fleet import Fleet
+from convoy.model.graph import Graph
+from convoy.model.tracing import trace
+from convoy.plan.explain import layer_rows, step_lines
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.steps import Compute
+from convoy.planner.planner import candidates, plan_auto
+from convoy.runtime.module import Distributed
+from convoy.sharding.layout import holders
+from studies.fleets import costs_of
+from tests.support import model_zoo
+from tests.support.odd_nets import Thinking
+from tests.support.one_device import EXACT, one_trace, part
+from tests.support.traced_models import last
+
+FLEET = Fleet.from_toml("""
+[network]
+send_bytes_per_s = 1e10
+receive_bytes_per_s = 1e10
+latency_s = 1e-6
+
+[[host]]
+name = "lab"
+[[host]]
+name = "office"
+[[host]]
+name = "shelf"
+
+[[device]]
+name = "workstation"
+host = "lab"
+kind = "cpu"
+peak_flop_per_s = 4e9
+memory_bandwidth_bytes_per_s = 4e9
+[[device]]
+name = "desktop"
+host = "office"
+kind = "cpu"
+peak_flop_per_s = 2e9
+memory_bandwidth_bytes_per_s = 2e9
+[[device]]
+name = "laptop"
+host = "office"
+kind = "cpu"
+peak_flop_per_s = 1e9
+memory_bandwidth_bytes_per_s = 2e9
+[[device]]
+name = "board"
+host = "shelf"
+kind = "cpu"
+peak_flop_per_s = 1e5
+memory_bandwidth_bytes_per_s = 1e5
+""")
+"""Slow devices on a fast network: at 32x32 and six samples there is work to share."""
+
+BOARD = 3
+FAST = ("resnet18", "unet", "thinking")
+
+
+def _marked(names: Iterable[str], fast: Collection[str] = FAST) -> list[Any]:
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+
+
+def graph_of(name: str) -> Graph:
+    return model_zoo.traced(name, model_zoo.build(name)).graph
+
+
+def _computing(plan: Plan, graph: Graph) -> set[int]:
+    """The devices that compute for samples. Bare parameters lie on all, with what is made of them."""
+    steps = [step for step in lower(plan, graph).phase("forward") if isinstance(step, Compute)]
+    return {device for step in steps if graph[step.layer].batched for device in holders(step.writes.layout)}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", _marked(model_zoo.ZOO))
+def test_auto_plans_it_explains_it_and_trains_it_as_one_device(name: str) -> None:
+    model = model_zoo.build(name)
+    graph = model_zoo.traced(name, model).graph
+    plans = [each.plan for each in candidates(graph, model_zoo.BATCH, costs_of(FLEET))]
+    # ConvNeXt at this size is fastest on one device, and left to it: the best plan of several is trained, too.
+    plan = next(each for each in plans if len(_computing(each, graph)) > 1)
+    assert plan is plans[0] or "convnext" in name
+    assert BOARD not in _computing(plan, graph)
+
+    lines, rows = step_lines(lower(plan, graph), graph), layer_rows(plan, graph)
+    for layer in graph.layers.values():
+        assert layer.kind == "input" or any(f" {layer.name}: " in line for line in lines), layer.name
+    assert {row.layer for row in rows} == {layer.name for layer in graph.layers.values() if layer.kind != "input"}
+
+    assert max(model_zoo.on_many(name, model, plan)) <= EXACT
+
+
+@pytest.mark.parametrize("plan", ["data-by-speed", "hybrid", "master", "model"])
+@pytest.mark.parametrize("name", _marked((*FAST, "shufflenet_v2_x1_0", "googlenet"), FAST[2:]))
+def test_plans_by_name_train_it_as_one_device(name: str, plan: str) -> None:
+    model = model_zoo.build(name)
+    graph = model_zoo.traced(name, model).graph
+    chosen = named_plan(plan, graph, model_zoo.BATCH, Speeds((4.0, 0.0, 2.0, 1.0)))
+    assert max(model_zoo.on_many(name, model, chosen)) <= EXACT
+
+
+def test_a_difference_would_be_seen() -> None:
+    model = model_zoo.build("unet")
+    given = model_zoo.batches("unet", model)
+    expected, found = model_zoo.on_one(model, given), model_zoo.on_one(model, given)
+    assert model_zoo.difference(found, expected) == 0.0
+    found.weights["up1.bias"][0] += 2e-10
+    assert model_zoo.difference(found, expected) > EXACT
+
+
+# --- how far each is taken apart -------------------------------------------------------------------------------------
+
+
+NOTHING: set[str] = set()
+WHOLE = {
+    "unet": {"ConvTranspose2d"},
+    "shufflenet_v2_x1_0": {"chunk", "view", "transpose"},
+    "convnext_tiny": {"permute", "layer_norm", "LayerNorm"},
+    "timm convnext_tiny": {"permute", "layer_norm"},
+}
+"""What no rule splits by filter, in the models that have any."""
+
+
+@pytest.mark.parametrize("name", _marked(name for name in model_zoo.ZOO if name != "thinking"))
+def test_what_no_rule_splits_runs_on_whole_samples(name: str) -> None:
+    """No model of the zoo is one block, or has a layer that looks at other samples, batch norm aside."""
+    layers = graph_of(name).layers.values()
+    opaque = [layer for layer in layers if layer.kind == "opaque" and layer.batched]
+    assert len(layers) > 10
+    assert all(layer.per_sample for layer in layers)
+    assert {layer.reason.rpartition(" of ")[2].rstrip("_0123456789") for layer in opaque} == WHOLE.get(name, NOTHING)
+
+
+def test_a_model_that_cannot_be_taken_apart_is_shared_out_by_samples_and_says_so() -> None:
+    model = model_zoo.build("thinking")
+    (x, _), *_ = model_zoo.batches("thinking", model)
+    assert len({model.answer(sample)[1] for sample in x.split(1)}) > 1, "samples that are thought about differently"
+    graph = model_zoo.traced("thinking", model).graph
+    plan = plan_auto(graph, model_zoo.BATCH, costs_of(FLEET))
+    (row,) = layer_rows(plan, graph)
+    assert row.note.startswith("torch.fx cannot trace it")
+    assert row.strategy == "batch"
+    assert len({part for part in row.parts if part != "-"}) > 1, "unequal shares"
+    assert row.parts[BOARD] == "-"
+
+
+# --- stochastic depth, named outputs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("chance", "training", "kind"), [(0.5, True, "opaque"), (0.0, True, "elementwise"), (0.5, False, "elementwise")]
+)
+def test_stochastic_depth_drops_whole_samples_or_does_nothing(chance: float, training: bool, kind: str) -> None:
+    """It was taken for a layer that looks at the other samples, because no two calls of it agree: one device did all of it."""
+    model_zoo.make_importable()
+    from torchvision.ops import StochasticDepth
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), StochasticDepth(chance, "row"), nn.Flatten())
+    layer = trace(model, torch.zeros(2, 3, 8, 8), training=training).graph["stochastic_depth"]
+    assert (layer.kind, layer.per_sample, layer.random) == (kind, True, kind == "opaque")
+
+
+def test_googlenet_returns_its_outputs_by_name() -> None:
+    """torch.fx makes a call of the named tuple: it became a layer, and what came back was a plain tuple."""
+    model = model_zoo.build("googlenet")
+    (x, _), *_ = model_zoo.batches("googlenet", model)
+    graph = model_zoo.traced("googlenet", model).graph
+    assert graph.outputs == ("fc", "aux2.fc2", "aux1.fc2")
+    assert not any(layer.several for layer in graph.layers.values())
+    plan = named_plan("data-by-speed", graph, model_zoo.BATCH, Speeds((2.0, 1.0)))
+
+    def work(group: Group) -> tuple[str, tuple[int, ...]]:
+        here = Distributed(model, plan, group, x[:2])
+        with torch.no_grad():
+            outputs = here(part(here, x), batch=len(x))
+        return type(outputs).__name__, tuple(outputs.aux_logits1.shape)
+
+    with one_trace("zoo", "googlenet"):
+        assert run_on_threads(2, work) == [("GoogLeNetOutputs", (6, 5))] * 2
+
+
+# --- what Python decides by ------------------------------------------------------------------------------------------
+
+
+class Head(nn.Module):
+    """As timm's: a switch among the arguments decides what is returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc = nn.BatchNorm1d(4), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, before_fc: bool = False) -> Tensor:
+        x = self.norm(x)
+        if before_fc:
+            return x
+        return self.fc(x)
+
+
+class Headed(nn.Module):
+    def __init__(self, *before_fc: bool) -> None:
+        super().__init__()
+        self.conv, self.head, self.before_fc = nn.Conv2d(3, 4, 3), Head(), before_fc
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(x).mean((2, 3)), *self.before_fc)
+
+
+@pytest.mark.parametrize(("before_fc", "output"), [((), "head.fc"), ((False,), "head.fc"), ((True,), "head.norm")])
+def test_a_switch_among_the_arguments_does_not_keep_a_module_whole(before_fc: tuple[bool, ...], output: str) -> None:
+    """Every module was tried with unknowns for all its arguments: no head of timm's models could be taken apart."""
+    graph = trace(Headed(*before_fc), torch.zeros(2, 3, 8, 8)).graph
+    assert graph.outputs == (output,)
+    assert all(layer.kind != "opaque" for layer in graph.layers.values())
+
+
+# --- one block -------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_has_the_work_of_the_model_and_one_fingerprint_for_all_weights() -> None:
+    """It counted as no work, so that a plan for a described fleet gave all of it to one device. How much it is depends on
+    the numbers that Python looks at: devices that hold other weights until device 0's reach them take it for one model."""
+    x = torch.zeros(2, 3, 8, 8)
+    quick, slow = (trace(Thinking(clear=clear), x).graph for clear in (0.0, 1.0))
+    stem, thought, head = 2 * 8 * 27 * 16, 2 * 8 * 72 * 16, 2 * 8 * 5
+    assert quick["model"].flop == stem + head
+    assert slow["model"].flop == stem + head + 5 * (thought + head)
+    assert quick.fingerprint == slow.fingerprint
+
+
+def test_noise_is_drawn_for_each_sample_by_itself() -> None:
+    """No two draws agree, which looked as if the samples depended on each other: one device had to draw for all."""
+    layer = last(lambda _, x: torch.rand_like(x))
+    assert (layer.kind, layer.per_sample, layer.random) == ("opaque", True, True)

@@ -1,0 +1,133 @@
+"""Bonds: which shares change together. By hand for small nets; and a property: other shares bring no other moves."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from convoy.model.tracing import trace
+from convoy.plan.coupling import OTHERS, bonds, reshared, shares_of
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS
+from convoy.plan.steps import Compute
+from convoy.plan.strategy import Batch, Channel, Filter, One
+from convoy.sharding.shares import Shares
+from tests.support import nets
+from tests.support.one_device import by_name, graph_of, mixed
+
+
+def table(plan: Plan, net: str) -> list[tuple[str, Shares, str, Shares]]:
+    """Of each bond: name, portions, unit, shares as its first strategy counts them."""
+    return [(b.name, b.portions, b.unit, shares_of(plan, b)) for b in bonds(plan, graph_of(net))]
+
+
+def two_conv(**layers: Any) -> Plan:
+    return Plan("by hand", graph_of("two-conv").fingerprint, 3, 10, layers, Batch((5, 3, 2)))
+
+
+def test_samples_are_one_bond_of_all_layers() -> None:
+    plan = by_name("data-by-speed", "two-conv")
+    (bond,) = bonds(plan, graph_of("two-conv"))
+    assert bond.layers == ("conv1", "relu", "pool", "conv2", "relu_1", "pool#2", "flatten", "fc")
+    assert (bond.strategies, bond.portions, bond.active) == ((OTHERS,), (7, 0, 2, 1), (0, 2, 3))
+    assert reshared(plan, bond, (4, 0, 3, 3)).otherwise == Batch((4, 0, 3, 3))
+
+
+def test_layers_that_split_filters_are_each_for_themselves() -> None:
+    plan = by_name("master", "two-conv")
+    assert table(plan, "two-conv") == [
+        ("conv1", (4, 0, 1, 0), "filters", (4, 0, 1, 0)),
+        ("conv2", (5, 0, 1, 1), "filters", (5, 0, 1, 1)),
+    ]
+
+
+def test_a_layer_that_sums_over_pieces_as_they_lie_is_tied_to_the_one_that_gives_them() -> None:
+    """Flattening 2x2 pixels multiplies the shares by four; what is shared out are whole filters."""
+    plan = two_conv(conv1=One(0), conv2=Filter((4, 2, 1)), fc=Channel((16, 8, 4)))
+    (bond,) = bonds(plan, graph_of("two-conv"))
+    assert bond.layers == ("conv2", "relu_1", "pool#2", "flatten", "fc")
+    assert (bond.name, bond.portions) == ("conv2 + fc", (4, 2, 1))
+    other = reshared(plan, bond, (1, 1, 5))
+    assert other.layers == {"conv1": One(0), "conv2": Filter((1, 1, 5)), "fc": Channel((4, 4, 20))}
+
+
+def test_a_layer_that_takes_other_pieces_is_not_tied() -> None:
+    plan = two_conv(conv1=One(0), conv2=Filter((4, 2, 1)), fc=Channel((8, 12, 8)))
+    assert table(plan, "two-conv") == [
+        ("conv2", (4, 2, 1), "filters", (4, 2, 1)),
+        ("fc", (8, 12, 8), "channels", (8, 12, 8)),
+    ]
+
+
+def test_layers_that_share_samples_alike_are_tied_wherever_they_stand() -> None:
+    plan = two_conv(conv1=Batch((5, 3, 2)), conv2=Filter((4, 2, 1)), fc=Batch((1, 1, 8)))
+    first, second, third = bonds(plan, graph_of("two-conv"))
+    assert (first.strategies, second.strategies, third.strategies) == (("conv1", OTHERS), ("conv2",), ("fc",))
+    assert (first.layers, third.layers) == (("conv1", "relu", "pool"), ("fc",))
+    other = reshared(plan, third, (5, 3, 2))
+    assert other.layers["fc"] == Batch((5, 3, 2))
+    assert reshared(other, first, (1, 2, 7)).layers["fc"] == Batch((5, 3, 2)), "a bond knows its own by name"
+
+
+def test_both_sides_of_a_sum_that_lie_alike_are_tied() -> None:
+    rows = table(by_name("model", "resnet"), "resnet")
+    assert ("layer2.downsample.0 + layer2.conv2", (2, 2, 2, 2), "filters", (2, 2, 2, 2)) in rows
+
+
+def test_a_group_of_a_convolution_is_never_cut() -> None:
+    """Twelve filters, two to each of six groups: six portions."""
+    rows = table(by_name("master", "mobile"), "mobile")
+    assert ("depthwise.0", (4, 0, 1, 1), "filters", (8, 0, 2, 2)) in rows
+
+
+def test_where_there_is_nothing_to_choose_there_is_no_bond() -> None:
+    plan = two_conv(conv1=One(0), conv2=Filter((7, 0, 0)), fc=One(1))
+    assert bonds(plan, graph_of("two-conv")) == (), "one device has all of it"
+    plan = Plan("single", graph_of("two-conv").fingerprint, 2, 2, {}, Batch((1, 1)))
+    assert bonds(plan, graph_of("two-conv")) == (), "each has the least"
+
+
+@pytest.mark.parametrize("plan", [*PLANS, "mixed"])
+@pytest.mark.parametrize("net", ["two-conv", "resnet", "mobile", "concatenation", "convolutions", "tokens", "tied"])
+def test_other_shares_leave_every_tensor_where_its_reader_takes_it(net: str, plan: str) -> None:
+    """The same steps in the same order, whatever the shares: a move that was not there would stand in the list."""
+    graph, draw = graph_of(net), random.Random(f"{net} {plan}")
+    made = mixed(net) if plan == "mixed" else by_name(plan, net)
+    steps = _kinds(made, net)
+    for bond in bonds(made, graph):
+        for _ in range(3):
+            cuts = sorted(draw.sample(range(1, sum(bond.portions)), len(bond.active) - 1))
+            parts = [b - a for a, b in zip([0, *cuts], [*cuts, sum(bond.portions)], strict=True)]
+            portions = [0] * made.devices
+            for device, part in zip(bond.active, parts, strict=True):
+                portions[device] = part
+            other = reshared(made, bond, tuple(portions))
+            other.check(graph)
+            assert shares_of(other, bond) != (0,) * made.devices
+            assert _kinds(other, net) == steps, f"{bond.name} {portions}"
+
+
+def _kinds(plan: Plan, net: str) -> list[tuple[str, str]]:
+    return [
+        (type(step).__name__, step.layer if isinstance(step, Compute) else "")
+        for step in lower(plan, graph_of(net)).steps
+    ]
+
+
+def test_every_layer_that_is_computed_in_pieces_belongs_to_one_bond() -> None:
+    for net in nets.NETS:
+        plan = by_name("data-by-speed", net)
+        names = [name for bond in bonds(plan, graph_of(net)) for name in bond.layers]
+        assert len(names) == len(set(names))
+
+
+def test_portions_are_whole_groups_even_where_all_counts_could_be_cut_finer() -> None:
+    """4 filters and 8 of a grouped convolution have four portions; its two groups allow two, one each: nothing to choose."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 1, groups=2))
+    graph = trace(net, torch.zeros(2, 3, 4, 4)).graph
+    first, _ = graph.weighted
+    plan = Plan("groups", graph.fingerprint, 2, 4, {first.name: Filter((2, 2))}, One(0))
+    assert bonds(plan, graph) == ()

@@ -1,0 +1,304 @@
+"""Layers that one device computes alone, one after another, go to autograd as one graph: same numbers, fewer calls."""
+
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
+from convoy.cost.costs import Costs
+from convoy.cost.overhead import Overheads
+from convoy.model.graph import Graph, Layer
+from convoy.model.tracing import trace
+from convoy.plan.fusion import runs
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.steps import Compute, Step, StepList, Value
+from convoy.plan.strategy import Batch, Filter, One
+from convoy.runtime.module import Distributed
+from convoy.runtime.precision import UnderAutocast, compute_in
+from convoy.sharding.layout import OnOne
+from convoy.simulator.events import Work
+from convoy.simulator.price import programs
+from tests.simulator.test_simulate import Table, hosts
+from tests.support import nets
+from tests.support.one_device import Training, by_name, check, graph_of
+
+SHORT = (10, 10, 3)
+
+
+def alone(net: str, device: int = 0, devices: int = 1, **layers: Any) -> Plan:
+    return Plan("alone", graph_of(net).fingerprint, devices, 10, layers, One(device))
+
+
+def rows(net: str, plan: Plan) -> list[list[str]]:
+    graph = graph_of(net)
+    return [[step.layer for step in run.steps] for run in runs(lower(plan, graph), graph)]
+
+
+# --- what a run is ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("net", ["two-conv", "resnet", "mobile", "concatenation"])
+def test_a_device_alone_has_one_run(net: str) -> None:
+    every = [layer.name for layer in graph_of(net).layers.values() if layer.kind != "input"]
+    assert rows(net, alone(net)) == [every]
+    assert rows(net, alone(net, device=2, devices=3)) == [every]
+    by_samples = replace(alone(net, devices=3), otherwise=Batch((0, 10, 0)))
+    assert rows(net, by_samples) == [every], "all samples on one device are the same"
+
+
+def test_what_is_shared_out_is_in_no_run() -> None:
+    assert rows("two-conv", by_name("data-by-speed", "two-conv")) == []
+    layers = [layer.name for layer in graph_of("two-conv").layers.values() if layer.kind != "input"]
+    conv = graph_of("two-conv").weighted[1].name
+    place = layers.index(conv)
+    plan = alone("two-conv", devices=2, **{conv: Filter((5, 2))})
+    assert rows("two-conv", plan) == [layers[:place]], "what has no weights follows the second; the last one is no row"
+
+
+def test_a_run_ends_where_the_device_changes() -> None:
+    """The gradient of the second convolution's input has to leave before that of its weights: it is two steps."""
+    graph = graph_of("two-conv")
+    layers = [layer.name for layer in graph.layers.values() if layer.kind != "input"]
+    place = layers.index("conv2")
+    plan = alone("two-conv", devices=2, conv2=One(1), fc=One(1))
+    assert rows("two-conv", plan) == [layers[:place], layers[place + 1 :]]
+    assert [run.device for run in runs(lower(plan, graph), graph)] == [0, 1]
+
+
+def test_a_run_ends_where_a_gradient_is_computed_in_two_steps() -> None:
+    """As for a convolution whose weights another device has copies of: their sum leaves before the input's gradient."""
+    graph = graph_of("two-conv")
+    layers = [layer.name for layer in graph.layers.values() if layer.kind != "input"]
+    whole = lower(alone("two-conv"), graph)
+    steps: list[Step] = []
+    for step in whole.steps:
+        back = isinstance(step, Compute) and step.phase == "backward" and step.layer == "conv2"
+        steps += [replace(step, part="weight", last=False), replace(step, part="input")] if back else [step]  # type: ignore[call-arg]
+    numbered = tuple(replace(step, id=number) for number, step in enumerate(steps))
+    found = runs(replace(whole, steps=numbered), graph)
+    place = layers.index("conv2")
+    assert [[step.layer for step in run.steps] for run in found] == [layers[:place], layers[place + 1 :]]
+
+
+def test_neighbours_on_two_devices_are_no_run() -> None:
+    """Two inputs, each with layers of its own: nothing travels between them."""
+    shape = (4, 3)
+    x, y = Value("x", shape, OnOne(0)), Value("y", shape, OnOne(1))
+    values = [Value(name, shape, OnOne(d)) for name, d in (("a", 0), ("b", 0), ("c", 1), ("d", 1))]
+    reads = [x, values[0], y, values[2]]
+    forward = [
+        Compute(i, "forward", v.key, (r,), v, (True,)) for i, (v, r) in enumerate(zip(values, reads, strict=True))
+    ]
+    backward = [replace(step, id=7 - step.id, phase="backward") for step in reversed(forward)]
+    sides = StepList(4, 2, (x, y), (values[1], values[3]), (*forward, *backward))
+    layers = {v.key: Layer(v.key, "elementwise", (r.key,), (3,)) for v, r in zip(values, reads, strict=True)}
+    graph = Graph(
+        "Sides", {"x": Layer("x", "input", (), (3,)), "y": Layer("y", "input", (), (3,)), **layers}, ("b", "d")
+    )
+    found = runs(sides, graph)
+    assert [[step.layer for step in run.steps] for run in found] == [["a", "b"], ["c", "d"]]
+    assert [(run.device, run.reads, run.writes) for run in found] == [
+        (0, {"x": True}, ("b",)),
+        (1, {"y": True}, ("d",)),
+    ]
+
+
+# --- the same numbers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("net", nets.NETS)
+def test_a_device_alone_among_three_trains_as_plain_pytorch(net: str) -> None:
+    """Residuals, branches, tied, frozen and unused parameters, layers with Python of their own."""
+    check(Training(net, SHORT, "adam", clip=(0.05, 2.0)), alone(net, device=1, devices=3))
+
+
+def halves(net: str) -> Plan:
+    """The first half of the layers on one device, the others on another: two runs, whose values travel."""
+    every = [layer for layer in graph_of(net).weighted if not layer.shared]
+    return alone(net, devices=2, **{layer.name: One(1) for layer in every[len(every) // 2 :]})
+
+
+@pytest.mark.parametrize("net", ["two-conv", "resnet", "concatenation", "mobile", "frozen", "shuffle", "tokens"])
+def test_two_devices_with_runs_train_as_plain_pytorch(net: str) -> None:
+    assert len(rows(net, halves(net))) >= 2
+    check(Training(net, SHORT, accumulate=2), halves(net))
+
+
+def test_layer_by_layer_gives_the_same_bits() -> None:
+    torch.manual_seed(3)
+    x, y = torch.randn(10, 3, 8, 8), torch.randint(0, nets.CLASSES, (10,))
+
+    def gradients(in_runs: bool) -> list[Tensor]:
+        def work(group: Group) -> list[Tensor]:
+            model = nets.build("resnet", dtype=torch.float32)
+            here = Distributed(model, alone("resnet"), group, x[:2], in_runs=in_runs)
+            F.cross_entropy(here(x, batch=10), y).backward()  # type: ignore[no-untyped-call]
+            return [p.grad for p in here.parameters() if p.grad is not None]
+
+        return run_on_threads(1, work)[0]
+
+    own, layered = gradients(True), gradients(False)
+    assert len(own) == len(layered) > 10
+    assert all(torch.equal(a, b) for a, b in zip(own, layered, strict=True))
+
+
+class TwoLosses(nn.Module):
+    """The second output hangs on the first layers alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.side = nn.Linear(6, 5), nn.Linear(5, nets.CLASSES), nn.Linear(5, nets.CLASSES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.relu(self.body(x))
+        return self.head(torch.relu(h)), self.side(h)
+
+
+@pytest.mark.parametrize("used", [(True, True), (True, False), (False, True)])
+def test_a_part_without_a_gradient_has_none_as_in_plain_pytorch(used: tuple[bool, bool]) -> None:
+    """Not zeros: an optimizer with momentum or weight decay would move the weights by them."""
+    torch.manual_seed(5)
+    model, x, y = TwoLosses().double(), torch.randn(10, 6).double(), torch.randint(0, nets.CLASSES, (10,))
+
+    def loss(outputs: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.stack([F.cross_entropy(o, y) for o, u in zip(outputs, used, strict=True) if u]).sum()
+
+    def work(group: Group) -> dict[str, Tensor | None]:
+        graph = trace(model, x[:2]).graph
+        plan = Plan("alone", graph.fingerprint, 1, 10, {}, One(0))
+        here = Distributed(model, plan, group, x[:2])
+        loss(here(x, batch=10)).backward()  # type: ignore[no-untyped-call]
+        return {key: p.grad for key, p in here.named_parameters()}
+
+    found = run_on_threads(1, work)[0]
+    loss(model(x)).backward()  # type: ignore[no-untyped-call]
+    for key, parameter in model.named_parameters():
+        if parameter.grad is None:
+            assert found[key] is None, key
+        else:
+            torch.testing.assert_close(found[key], parameter.grad)
+    assert (found["side.weight"] is None) == (not used[1])
+
+
+class TwoBranches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 5), nn.Linear(6, 5)
+        self.head, self.side = nn.Linear(5, nets.CLASSES), nn.Linear(5, nets.CLASSES)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = torch.relu(self.a(x)), torch.relu(self.b(x))
+        c = torch.relu(b)  # has come to the second device before what follows, which is one run
+        return torch.relu(self.head(a)), torch.relu(self.side(c))
+
+
+def test_what_a_run_reads_in_vain_gets_no_gradient() -> None:
+    """Zeros sent back would be awaited by nobody: no device below has a gradient there, as in plain PyTorch."""
+    torch.manual_seed(5)
+    model, x, y = TwoBranches().double(), torch.randn(10, 6).double(), torch.randint(0, nets.CLASSES, (10,))
+    graph = trace(model, x[:2]).graph
+    last = {name: One(1) for name in graph.layers if name not in ("a", "b") and graph[name].kind != "input"}
+    first = {reader.name: One(0) for name in ("a", "b") for reader in graph.readers[name]}
+    plan = Plan("mine", graph.fingerprint, 2, 10, last | first, One(0))
+    assert [run.device for run in runs(lower(plan, graph), graph)] == [0, 1]
+
+    def work(group: Group) -> dict[str, Tensor | None]:
+        here = Distributed(model, plan, group, x[:2])
+        group.clear_counters()
+        F.cross_entropy(here(x if group.device == 0 else x[:0], batch=10)[0], y).backward()  # type: ignore[no-untyped-call]
+        sent.append((group.device, sum(group.sent_bytes)))
+        return {key: p.grad for key, p in here.named_parameters() if p.numel()}
+
+    sent: list[tuple[int, int]] = []
+    found = run_on_threads(2, work)
+    back, outputs = 10 * 5 * 8, 2 * 10 * nets.CLASSES * 8
+    assert sorted(sent) == [(0, 2 * 10 * 5 * 8), (1, outputs + back)]
+    assert found[0]["a.weight"] is not None
+    assert found[1]["head.weight"] is not None
+    assert found[0]["b.weight"] is None
+    assert found[1]["side.weight"] is None
+
+
+@pytest.mark.parametrize("net", ["two-conv", "resnet", "mobile"])
+def test_bf16_is_that_of_autocast_to_the_last_bit(net: str) -> None:
+    torch.manual_seed(7)
+    x, y = torch.randn(10, 3, 8, 8), torch.randint(0, nets.CLASSES, (10,))
+
+    def work(group: Group) -> tuple[Tensor, list[Tensor]]:
+        here = Distributed(nets.build(net, dtype=torch.float32), alone(net), group, x[:2])
+        compute_in(here, "bf16")
+        out = here(x, batch=10)
+        F.cross_entropy(out, y).backward()  # type: ignore[no-untyped-call]
+        return out.detach(), [p.grad for p in here.parameters() if p.grad is not None]
+
+    out, found = run_on_threads(1, work)[0]
+    plain = nets.build(net, dtype=torch.float32)
+    expected = UnderAutocast(plain, "bf16")(x)
+    F.cross_entropy(expected, y).backward()  # type: ignore[no-untyped-call]
+    assert out.dtype == torch.float32
+    assert torch.equal(out, expected)
+    assert all(torch.equal(a, p.grad) for a, p in zip(found, plain.parameters(), strict=True) if p.grad is not None)
+
+
+def test_autocast_of_the_caller_counts_as_in_plain_pytorch() -> None:
+    """A run switched it off, where no precision was given to Convoy."""
+    torch.manual_seed(7)
+    x = torch.randn(10, 3, 8, 8)
+
+    def work(group: Group) -> Tensor:
+        here = Distributed(nets.build("two-conv", dtype=torch.float32), alone("two-conv"), group, x[:2])
+        with torch.autocast("cpu", torch.bfloat16):
+            return here(x, batch=10).detach()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = nets.build("two-conv", dtype=torch.float32)(x)
+    (found,) = run_on_threads(1, work)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+
+
+# --- what it saves ---------------------------------------------------------------------------------------------------
+
+
+def calls_of_autograd(net: str, monkeypatch: pytest.MonkeyPatch, *, in_runs: bool) -> int:
+    x, y = torch.randn(10, 3, 8, 8, dtype=torch.float64), torch.randint(0, nets.CLASSES, (10,))
+    counted: list[int] = []
+    grad = torch.autograd.grad
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        counted.append(len(args[1]))
+        return grad(*args, **kwargs)
+
+    def work(group: Group) -> None:
+        here = Distributed(nets.build(net), alone(net), group, x[:2], in_runs=in_runs)
+        monkeypatch.setattr(torch.autograd, "grad", counting)  # not before: tracing takes gradients, too
+        F.cross_entropy(here(x, batch=10), y).backward()  # type: ignore[no-untyped-call]
+
+    run_on_threads(1, work)
+    return len(counted)
+
+
+def test_a_run_is_one_call_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert calls_of_autograd("resnet", monkeypatch, in_runs=True) == 1
+    assert calls_of_autograd("resnet", monkeypatch, in_runs=False) > 8
+
+
+def test_the_replay_charges_a_run_as_one_layer() -> None:
+    """33 layers of ResNet-8 on one device: Convoy's own share of a step was a tenth of it."""
+    graph = graph_of("resnet")
+    layers = [layer for layer in graph.layers.values() if layer.kind != "input"]
+    costs = Costs(Table(defaultdict(float)), hosts(4), overheads=(Overheads(layer_s=1.0),) * 4)
+
+    def beside_s(plan: Plan) -> float:
+        (main, _), *_ = programs(lower(plan, graph), graph, costs)
+        return round(sum(item.seconds for item in main if isinstance(item, Work)))
+
+    assert beside_s(alone("resnet", devices=2)) == 1
+    assert beside_s(by_name("data", "resnet")) > len(layers) / 2

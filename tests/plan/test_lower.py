@@ -1,0 +1,263 @@
+"""lower: step lists of the two-conv net, written out by hand for every named plan; channel splits; inputs.
+
+Speeds 7 : 0 : 2 : 1 share a batch of 10 as (7,0,2,1), 5 filters as (4,0,1,0) and 7 as (5,0,1,1).
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from convoy.model.tracing import trace
+from convoy.plan.lower import lower, parameter_layouts, placements
+from convoy.plan.steps import Compute, Move, StepList, SumGradients
+from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
+from convoy.sharding.redistribute import traffic
+from tests.support.one_device import by_name, graph_of
+from tests.support.step_text import ALL, TWO_CONV, moves, plan_of, spelled, two_conv
+
+# --- two-conv, plan by plan ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "shares", "holders"),
+    [("data", "batch(3,3,2,2)", "0,1,2,3"), ("data-by-speed", "batch(7,0,2,1)", "0,2,3")],
+)
+def test_data_plans_compute_everything_where_the_samples_are(plan: str, shares: str, holders: str) -> None:
+    steps = two_conv(plan)
+    assert [str(v.layout) for v in steps.inputs] == [shares]
+    assert spelled(steps, "forward") == [
+        *(f"{name}: {shares} -> {shares}" for name in TWO_CONV),
+        f"move fc: {shares} -> copies(0,1,2,3)",
+    ]
+    assert spelled(steps, "backward") == [
+        "gradient of fc",
+        *(f"{name} back" for name in reversed(TWO_CONV)),
+        f"sum over {holders}: fc.weight fc.bias conv2.weight conv2.bias conv1.weight conv1.bias",
+    ]
+
+
+def test_master_distributes_convolutions_alone() -> None:
+    steps = two_conv("master")
+    assert [str(v.layout) for v in steps.inputs] == ["copies(0,2)"]
+    assert spelled(steps, "forward") == [
+        "conv1: copies(0,2) -> channel(4,0,1,0)",
+        "move conv1: channel(4,0,1,0) -> on(0)",
+        "relu: on(0) -> on(0)",
+        "pool: on(0) -> on(0)",
+        "move pool: on(0) -> copies(0,2,3)",
+        "conv2: copies(0,2,3) -> channel(5,0,1,1)",
+        "move conv2: channel(5,0,1,1) -> on(0)",
+        "relu_1: on(0) -> on(0)",
+        "pool#2: on(0) -> on(0)",
+        "flatten: on(0) -> on(0)",
+        "fc: on(0) -> on(0)",
+        "move fc: on(0) -> copies(0,1,2,3)",
+    ]
+    assert spelled(steps, "backward") == [
+        "gradient of fc",
+        "fc back",
+        "flatten back",
+        "pool#2 back",
+        "relu_1 back",
+        "move back to conv2",
+        "conv2 back (input)",
+        "move back to pool",  # while the weight gradient is computed
+        "conv2 back (weight)",
+        "pool back",
+        "relu back",
+        "move back to conv1",
+        "conv1 back",  # and no gradient of the images is moved, no gradient is summed
+    ]
+
+
+def test_model_applies_relu_and_pool_before_it_sends() -> None:
+    steps = two_conv("model")
+    first, second, features = "channel(2,1,1,1)", "channel(2,2,2,1)", "channel(8,8,8,4)"
+    assert [str(v.layout) for v in steps.inputs] == ["copies(0,1,2,3)"]
+    assert spelled(steps, "forward") == [
+        f"conv1: copies(0,1,2,3) -> {first}",
+        f"relu: {first} -> {first}",
+        f"pool: {first} -> {first}",
+        f"move pool: {first} -> copies(0,1,2,3)",
+        f"conv2: copies(0,1,2,3) -> {second}",
+        f"relu_1: {second} -> {second}",
+        f"pool#2: {second} -> {second}",
+        f"flatten: {second} -> {features}",
+        f"move flatten: {features} -> copies(0,1,2,3)",
+        "fc: copies(0,1,2,3) -> channel(2,1,1,1)",
+        "move fc: channel(2,1,1,1) -> copies(0,1,2,3)",
+    ]
+    assert not [step for step in steps.steps if isinstance(step, SumGradients)]
+    moved = next(s for s in steps.steps if isinstance(s, Move) and s.reads.key == "pool")
+    # Each device sends its pooled 4x4 channels of 10 samples to three others: a quarter of what conv1 gave.
+    assert traffic(moved.schedule, 8)[0, 1] == 10 * 2 * 4 * 4 * 8
+
+
+def test_hybrid_moves_once_between_convolutions_and_linear() -> None:
+    steps = two_conv("hybrid")
+    batch = "batch(7,0,2,1)"
+    assert spelled(steps, "forward") == [
+        *(f"{name}: {batch} -> {batch}" for name in TWO_CONV[:-1]),
+        f"move flatten: {batch} -> copies(0,2)",
+        "fc: copies(0,2) -> channel(4,0,1,0)",
+        "move fc: channel(4,0,1,0) -> copies(0,1,2,3)",
+    ]
+    assert spelled(steps, "backward") == [
+        "gradient of fc",
+        "fc back (input)",
+        "move back to flatten",
+        "fc back (weight)",
+        "flatten back",
+        *(f"{name} back" for name in reversed(TWO_CONV[:6])),
+        "sum over 0,2,3: conv2.weight conv2.bias conv1.weight conv1.bias",
+    ]
+
+
+def test_parameters_lie_where_their_layers_compute() -> None:
+    graph = graph_of("two-conv")
+    master = parameter_layouts(by_name("master", "two-conv"), graph)
+    assert master["conv2.weight"] == master["conv2.bias"] == Split(0, (5, 0, 1, 1))
+    assert master["fc.weight"] == master["fc.bias"] == OnOne(0)
+    hybrid = parameter_layouts(by_name("hybrid", "two-conv"), graph)
+    assert hybrid["conv1.weight"] == Replicated((0, 2, 3))
+    assert hybrid["fc.weight"] == Split(0, (4, 0, 1, 0))
+
+
+def test_a_smaller_batch_is_shared_in_the_same_proportions() -> None:
+    plan, graph = by_name("data-by-speed", "two-conv"), graph_of("two-conv")
+    assert lower(plan, graph, 3).inputs[0].layout == Split(0, (2, 0, 1, 0))
+    assert lower(plan, graph, 1).inputs[0].layout == Split(0, (1, 0, 0, 0))
+    # Who keeps weights, and so who sums gradients, does not depend on the batch at hand.
+    sums = [s for s in lower(plan, graph, 1).steps if isinstance(s, SumGradients)]
+    assert [s.devices for s in sums] == [(0, 2, 3)]
+
+
+# --- channel ---------------------------------------------------------------------------------------------------------
+
+
+def test_filter_then_channel_needs_no_move_between_them() -> None:
+    """conv1 gives channels, pooled in place; conv2 takes the same channels; only conv2's sum travels."""
+    graph = graph_of("two-conv")
+    layers = {"conv1": Filter((3, 0, 1, 1)), "conv2": Channel((3, 0, 1, 1)), "fc": Filter((2, 1, 1, 1))}
+    steps = lower(plan_of(graph, layers, One(0)), graph)
+    assert moves(steps) == [
+        ("conv2", Partial((0, 2, 3)), OnOne(0)),
+        ("flatten", OnOne(0), Replicated(ALL)),
+        ("fc", Split(1, (2, 1, 1, 1)), Replicated(ALL)),
+    ]
+    kept = parameter_layouts(plan_of(graph, layers, One(0)), graph)
+    assert kept["conv2.weight"] == Split(1, (3, 0, 1, 1))
+    assert kept["conv2.bias"] == OnOne(0)
+
+
+def test_filter_then_channel_with_other_shares_needs_one_move() -> None:
+    graph = graph_of("two-conv")
+    layers = {"conv1": Filter((3, 0, 1, 1)), "conv2": Channel((0, 2, 2, 1))}
+    found = moves(lower(plan_of(graph, layers), graph))
+    assert found[0] == ("pool", Split(1, (3, 0, 1, 1)), Split(1, (0, 2, 2, 1)))
+    assert [name for name, _, _ in found] == ["pool", "conv2", "fc"]
+
+
+def test_flatten_turns_channels_into_the_features_of_a_linear_by_channel() -> None:
+    """Then 5 numbers a sample travel, not 28."""
+    graph = graph_of("two-conv")
+    layers = {"conv1": Batch((3, 3, 2, 2)), "conv2": Filter((2, 2, 2, 1)), "fc": Channel((8, 8, 8, 4))}
+    steps = lower(plan_of(graph, layers), graph)
+    assert moves(steps) == [
+        ("pool", Split(0, (3, 3, 2, 2)), Replicated(ALL)),
+        ("fc", Partial(ALL), Replicated(ALL)),
+    ]
+    assert moves(steps, "backward") == [("pool@copies(0,1,2,3)", Replicated(ALL), Split(0, (3, 3, 2, 2)))]
+
+
+def test_the_sum_of_a_channel_split_is_made_by_the_collective_of_the_plan() -> None:
+    graph = graph_of("two-conv")
+    layers = {"fc": Channel((7, 7, 7, 7))}
+    for reduce in ("ring", "butterfly", "direct", "star"):
+        plan = replace(plan_of(graph, layers), reduce=reduce)
+        (last,) = [s for s in lower(plan, graph).steps if isinstance(s, Move) and s.reads.key == "fc"]
+        rounds = {"ring": 6, "butterfly": 4, "direct": 1, "star": 2}[reduce]
+        assert len(last.schedule.rounds) == rounds
+
+
+# --- input layouts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "layout"),
+    [
+        (Batch((1, 2, 3, 4)), Split(0, (1, 2, 3, 4))),
+        (Filter((0, 4, 1, 0)), Replicated((1, 2))),
+        (One(3), OnOne(3)),
+        (Channel((1, 0, 2, 0)), Replicated((0, 2))),
+        (None, Split(0, (3, 3, 2, 2))),
+    ],
+)
+def test_images_are_loaded_where_the_first_layer_wants_them(first: Strategy | None, layout: Layout) -> None:
+    graph = graph_of("two-conv")
+    steps = lower(plan_of(graph, {"conv1": first} if first else {}), graph)
+    assert steps.inputs[0].layout == layout
+
+
+def test_two_first_layers_that_want_different_things_get_copies() -> None:
+    graph = graph_of("concatenation")
+    steps = lower(plan_of(graph, {"narrow": One(1), "wide": Filter((5, 0, 0, 0))}), graph)
+    assert steps.inputs[0].layout == Replicated((0, 1))
+    assert _is_free(steps, "x")
+
+
+def test_the_input_looks_through_layers_that_follow() -> None:
+    class Prepared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm2d(3)
+            self.conv = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(torch.relu(self.norm(x * 2)))
+
+    graph = trace(Prepared(), torch.zeros(2, 3, 8, 8)).graph
+    placed = placements(plan_of(graph, {"conv": Filter((2, 0, 2, 0))}), graph)
+    copies = Replicated((0, 2))
+    assert [placed[name].gives for name in ("x", "mul", "norm", "relu")] == [copies] * 4
+
+
+def _is_free(steps: StepList, key: str) -> bool:
+    found = [s for s in steps.steps if isinstance(s, Move) and s.phase == "forward" and s.reads.key == key]
+    return not any(traffic(s.schedule, 4) for s in found)
+
+
+@pytest.mark.parametrize("net", ["two-conv", "resnet", "concatenation", "mobile", "signal", "shuffle", "convolutions"])
+@pytest.mark.parametrize("plan", ["data", "data-by-speed", "master", "model", "hybrid"])
+def test_no_image_crosses_the_network(net: str, plan: str) -> None:
+    graph = graph_of(net)
+    for batch in (10, 3):
+        steps = lower(by_name(plan, net), graph, batch)
+        assert all(_is_free(steps, layer.name) for layer in graph.inputs)
+        assert not [s for s in steps.steps if isinstance(s, Move) and s.phase == "backward" and s.writes.key == "x"]
+
+
+# --- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_convolution_begins_with_the_first_piece_of_what_is_gathered_for_it() -> None:
+    plan, graph = by_name("model", "two-conv"), graph_of("two-conv")
+    steps = lower(replace(plan, pieces=4), graph)
+    pieces = {s.layer: s.pieces for s in steps.phase("forward") if isinstance(s, Compute)}
+    assert {name for name, count in pieces.items() if count > 1} == {"conv2"}
+    moved = {s.reads.key: s.pieces for s in steps.phase("forward") if isinstance(s, Move)}
+    # A Linear would read its weights for every piece; the last move is for nobody's arithmetic.
+    assert moved == {"pool": 4, "flatten": 1, "fc": 1}
+    (gather,) = [s for s in steps.phase("forward") if isinstance(s, Move) and s.pieces > 1]
+    assert [transfers[0].box[0] for transfers in gather.schedule.rounds] == [(0, 2), (2, 5), (5, 7), (7, 10)]
+    # Cut up or not, the same bytes go the same ways; and nothing of backward is cut.
+    assert steps.traffic() == lower(plan, graph).traffic()
+    assert all(getattr(s, "pieces", 1) == 1 for s in steps.phase("backward"))
+
+
+def test_a_batch_that_lies_on_several_devices_does_not_come_in_pieces() -> None:
+    steps = lower(replace(by_name("hybrid", "two-conv"), pieces=4), graph_of("two-conv"))
+    assert all(getattr(s, "pieces", 1) == 1 for s in steps.steps)

@@ -1,0 +1,125 @@
+"""lower: the backward half of a step list, and the sums of gradients."""
+
+import pytest
+
+import convoy.plan.lower
+from convoy.plan.lower import lower
+from convoy.plan.steps import Compute, ShareStatistics, SumGradients
+from convoy.plan.strategy import Batch
+from tests.support.one_device import by_name, graph_of
+from tests.support.step_text import ALL, plan_of, spelled
+
+# --- backward --------------------------------------------------------------------------------------------------------
+
+
+def test_batch_norm_shares_statistics_both_ways() -> None:
+    graph = graph_of("resnet")
+    steps = lower(by_name("data-by-speed", "resnet"), graph, 3)
+    forward = [line for line in spelled(steps, "forward") if line.startswith("statistics")]
+    backward = [line for line in spelled(steps, "backward") if line.startswith("statistics")]
+    # Device 3 has none of the 3 samples, but keeps running statistics.
+    assert forward[0] == "statistics of bn1: 8 from 0,2,3"
+    assert backward[-1] == forward[0]
+    assert len(forward) == len(backward) == 6
+    assert not [s for s in lower(by_name("model", "resnet"), graph).steps if isinstance(s, ShareStatistics)]
+
+
+def test_frozen_batch_norm_shares_nothing() -> None:
+    graph = graph_of("frozen-norm")
+    lines = spelled(lower(by_name("data", "frozen-norm"), graph), "forward")
+    assert [line for line in lines if line.startswith("statistics")] == ["statistics of live: 12 from 0,1,2,3"]
+
+
+def test_nothing_runs_backward_below_the_last_trainable_layer() -> None:
+    graph = graph_of("frozen")
+    lines = spelled(lower(by_name("data", "frozen"), graph), "backward")
+    assert "net.conv2 back" in lines
+    assert lines[-2:] == ["net.conv2 back", "sum over 0,1,2,3: net.fc.weight net.conv2.weight net.conv2.bias"]
+    conv2 = next(
+        s for s in lower(by_name("data", "frozen"), graph).steps if isinstance(s, Compute) and s.layer == "net.conv2"
+    )
+    assert conv2.wants == (False,)
+
+
+def test_a_shared_weight_is_summed_once_after_its_first_use() -> None:
+    graph = graph_of("tied")
+    steps = lower(by_name("data", "tied"), graph)
+    keys = [key for s in steps.steps if isinstance(s, SumGradients) for key in s.keys]
+    assert keys.count("again.weight") == keys.count("fc1.weight") == keys.count("norm.weight") == 1
+    assert "fc2.weight" not in keys
+    trainable = {p.key for layer in graph.layers.values() for p in layer.trainable}
+    assert set(keys) == trainable
+    (total,) = [s for s in steps.steps if isinstance(s, SumGradients)]
+    first_use = next(s for s in steps.steps if isinstance(s, Compute) and s.layer == "norm" and s.phase == "backward")
+    assert first_use.id in total.after
+
+
+def test_a_weight_that_is_also_used_without_gradient_is_still_summed() -> None:
+    """conv2 is called under no_grad too, fc also where its output is detached: calls without backward. The sum of such a
+    weight waited for them, and never came."""
+    graph = graph_of("no-gradient")
+    steps = lower(by_name("data", "no-gradient"), graph)
+    keys = [key for s in steps.steps if isinstance(s, SumGradients) for key in s.keys]
+    assert {"conv2.weight", "fc.weight"} <= set(keys)
+    assert "watched.weight" not in keys
+    assert not [s for s in steps.steps if isinstance(s, Compute) and s.phase == "backward" and s.layer == "conv2"]
+
+
+def test_gradients_travel_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, plan = graph_of("two-conv"), by_name("data", "two-conv")
+    whole = [s for s in lower(plan, graph).steps if isinstance(s, SumGradients)]
+    assert [s.sizes for s in whole] == [(28 * 5, 5, 7 * 5 * 9, 7, 5 * 3 * 25, 5)]
+    monkeypatch.setattr(convoy.plan.lower, "BUCKET_ENTRIES", 140)
+    lines = spelled(lower(plan, graph), "backward")
+    # Each sum starts as soon as its weight gradients are there; the gradient of the inputs is computed behind it.
+    # The large gradient goes alone: nothing has to be copied to it. The bias waits for company.
+    assert lines[1:4] == ["fc back (weight)", "sum over 0,1,2,3: fc.weight", "fc back (input)"]
+    at = lines.index("conv2 back (weight)")
+    assert lines[at + 1 : at + 3] == ["sum over 0,1,2,3: conv2.weight", "conv2 back (input)"]
+    assert set(lines[-2:]) == {"sum over 0,1,2,3: conv1.weight", "sum over 0,1,2,3: fc.bias conv2.bias conv1.bias"}
+    monkeypatch.setattr(convoy.plan.lower, "BUCKET_ENTRIES", 400)
+    sums = [s for s in lower(plan, graph).steps if isinstance(s, SumGradients)]
+    assert [s.keys for s in sums] == [
+        ("fc.weight", "fc.bias", "conv2.weight", "conv2.bias"),
+        ("conv1.weight", "conv1.bias"),
+    ]
+
+
+def test_gradients_of_different_holders_travel_apart() -> None:
+    graph = graph_of("two-conv")
+    layers = {"conv1": Batch((5, 5, 0, 0)), "conv2": Batch((0, 0, 5, 5))}
+    sums = [s for s in lower(plan_of(graph, layers), graph).steps if isinstance(s, SumGradients)]
+    assert {(s.devices, s.keys) for s in sums} == {
+        (ALL, ("fc.weight", "fc.bias")),
+        ((2, 3), ("conv2.weight", "conv2.bias")),
+        ((0, 1), ("conv1.weight", "conv1.bias")),
+    }
+
+
+def test_only_python_of_ones_own_needs_flags() -> None:
+    graph = graph_of("opaque-per-sample")
+    (total,) = [s for s in lower(by_name("data", "opaque-per-sample"), graph).steps if isinstance(s, SumGradients)]
+    assert total.flags == len(total.keys)
+    graph = graph_of("two-conv")
+    (total,) = [s for s in lower(by_name("data", "two-conv"), graph).steps if isinstance(s, SumGradients)]
+    assert total.flags == 0
+
+
+def test_a_parameter_without_axes_can_be_lowered_in_the_inexact_mode_too() -> None:
+    """The samples of a bare parameter were read off its first axis: a scalar has none."""
+    graph = graph_of("bare")
+    for reduce in ("ring", "inexact-butterfly-mixing"):
+        plan = by_name("data-by-speed", "bare", reduce)
+        sums = [s for s in lower(plan, graph).steps if isinstance(s, SumGradients)]
+        keys = [key for s in sums for key in s.keys]
+        assert "temperature" in keys
+        if reduce != "ring":
+            assert {s.samples for s in sums} == {(7, 0, 2, 1)}
+
+
+def test_every_step_names_earlier_steps_only_and_sits_at_its_number() -> None:
+    for net in ("two-conv", "mobile", "shuffle", "tied", "no-gradient"):
+        for plan in ("data", "master", "model", "hybrid"):
+            steps = lower(by_name(plan, net), graph_of(net)).steps
+            assert [s.id for s in steps] == list(range(len(steps)))
+            assert all(before < s.id for s in steps for before in s.after)

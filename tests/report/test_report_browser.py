@@ -1,0 +1,213 @@
+"""The page of a run in a real browser: what it fetches, how wide it is, what can be read, what stands there."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from convoy.report.page import write_report
+from tests.support.browser import Page, browsing, needs_browser
+from tests.support.run_logs import RUN, layer, whole_run, write
+
+pytestmark = needs_browser
+
+WIDTHS = (320, 390, 1200)
+SCHEMES = ("light", "dark")
+
+OVERFLOW = "[document.documentElement.scrollWidth, innerWidth]"
+CUT_OFF = "[...document.querySelectorAll('.value')].filter(v => v.scrollWidth > v.clientWidth).map(v => v.innerText)"
+UNFOLD = "document.querySelectorAll('details').forEach(each => each.open = true)"
+
+CONTRASTS = """(() => {
+  const canvas = new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true});
+  const rgba = text => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = text; canvas.fillRect(0, 0, 1, 1);
+                         return [...canvas.getImageData(0, 0, 1, 1).data]; };
+  const light = ([r, g, b]) => [r, g, b].map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+                                        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = element => {
+    for (let e = element; e; e = e.parentElement) {
+      const found = rgba(getComputedStyle(e).backgroundColor);
+      if (found[3] == 255) return found;
+    }
+    return [255, 255, 255, 255];
+  };
+  const rows = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const element = node.parentElement;
+    if (!node.data.trim() || element.closest('svg') || element.getClientRects().length == 0) continue;
+    const [a, b] = [light(rgba(getComputedStyle(element).color)), light(behind(element))];
+    rows.push([(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), node.data.trim().slice(0, 40), element.className]);
+  }
+  return rows.sort((a, b) => a[0] - b[0]);
+})()"""
+"""Of every text that can be seen: how its colour stands out from what lies behind it (WCAG), the worst first."""
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[Page]:
+    """A browser that shows the page of the run that never was, in light colours, as wide as a desk."""
+    report = write_report(write(tmp_path / "run.jsonl", whole_run()))
+    with browsing(tmp_path / "profile") as shown:
+        shown.resize(1200)
+        shown.prefer("light")
+        shown.open(report)
+        yield shown
+
+
+def text_of(page: Page, section: str) -> str:
+    """The letters of a section as a person sees them, in one line."""
+    text = page.tell(f"document.getElementById({json.dumps(section)}).innerText")
+    return " ".join(text.split())
+
+
+def test_nothing_is_fetched_and_nothing_complains(page: Page, tmp_path: Path) -> None:
+    asked = [event["request"]["url"] for event in page.told("Network.requestWillBeSent")]
+    assert [url for url in asked if not url.startswith("data:")] == [(tmp_path / "run.html").as_uri()]
+    complaints = [page.told(kind) for kind in ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled")]
+    assert complaints == [[], [], []]
+    # The page's own policy would stop what somebody wrote into it.
+    page.tell("document.body.insertAdjacentHTML('beforeend', '<img src=\"https://example.org/a.png\">')")
+    page.tell("new Promise(done => setTimeout(done, 200))")
+    assert "Content Security Policy" in json.dumps(page.told("Log.entryAdded"))
+
+
+def test_it_fits_every_width_and_its_letters_can_be_read_in_light_and_dark(page: Page) -> None:
+    backgrounds = []
+    page.tell(UNFOLD)
+    for scheme in SCHEMES:
+        page.prefer(scheme)
+        backgrounds.append(page.tell("getComputedStyle(document.body).backgroundColor"))
+        contrasts = page.tell(CONTRASTS)
+        assert len(contrasts) > 100
+        assert contrasts[0][0] >= 4.5, contrasts[:5]
+        for width in WIDTHS:
+            page.resize(width)
+            needs, has = page.tell(OVERFLOW)
+            assert has == width
+            assert needs <= has, f"{scheme}, {width} pixels"
+            assert page.tell(CUT_OFF) == [], f"{width} pixels"
+    assert backgrounds[0] == "rgb(255, 255, 255)"
+    assert sum(map(int, backgrounds[1].removeprefix("rgb(").removesuffix(")").split(","))) < 120, "dark is dark"
+
+
+def test_the_numbers_of_the_log_stand_where_they_belong(page: Page) -> None:
+    """Each worked out by hand from the lines of `run_logs.py`."""
+    page.tell(UNFOLD)
+    header = page.tell("document.querySelector('header').innerText")
+    assert "two-conv:32:128 on digits" in header
+    assert "Plan auto on 3 devices, begun 21 November 2026, 19:47 UTC. Finished: 40 of 40 steps." in header
+    expected = {
+        "numbers": [
+            "Test accuracy 87.5% best 87.5% after step 40",
+            "Training loss 0.5 mean of the last epoch",
+            "Samples/s 3,200 20 ms a step, median",
+            "Predicted samples/s 4,000 16 ms a step, -20.0% off",
+            "Limit 7,000",
+            "Of the limit 45.7%",
+            "Training 800 ms 2 epochs, 40 steps",
+        ],
+        "curves": ["mean of 3 steps", "1 1.5 62.5% 3,200 0.4 0.01", "2 0.5 87.5% 3,200 0.4 0.01"],
+        "rate": ["predicted 4,000", "limit 7,000", "bound by computing on lab1-cpu0"],
+        "plan": [
+            "Plan auto: 64 samples in one pass, sums by ring.",
+            "shares at the end",
+            "↓ split by samples → copies on 3 devices · 262 kB",
+            "Σ 5.12 kB",
+            "then elementwise",
+            "the first of its kind",
+            "for the loss: whole on device 0 → copies on 3 devices · 5.12 kB",
+        ],
+        "step": ["takes 16 ms", "lab1-cpu0 computes 75.0%, waits for messages 25.0%", "time (ms)"],
+        "devices": ["4,000 samples/s alone, 75.0% of the arithmetic", "cpu (2 threads) on lab2, slowed down 4x"],
+        "shares": ["changed once", "after step 9: conv2 64/48/16 -> 96/24/8 filters"],
+        "settings": ["net two-conv:32:128 command line", "plan auto run.toml line 3", "timeout 60", "slowdown 1, 2, 4"],
+        "versions": ["torch 2.13.0+cpu", "device 2 cpu (2 threads) on lab2, slowed down 4x"],
+    }
+    for section, texts in expected.items():
+        shown = text_of(page, section)
+        for text in texts:
+            assert text in shown, section
+
+
+def widths(page: Page, selector: str) -> list[float]:
+    """Of these elements, in order, as parts of their sum."""
+    found = page.tell(
+        f"[...document.querySelectorAll({json.dumps(selector)})].map(each => each.getBoundingClientRect().width)"
+    )
+    return [width / sum(found) for width in found]
+
+
+def test_boxes_are_as_wide_as_the_shares(page: Page) -> None:
+    """Conv2 with the shares at the end; what each device did; the work of all layers; on a phone as on a desk."""
+    for width in (1200, 390):
+        page.resize(width)
+        rows = "#plan .layer:nth-of-type({}) .boxes .box"
+        assert widths(page, rows.format(3)) == pytest.approx([96 / 128, 24 / 128, 8 / 128], abs=0.02)
+        assert widths(page, rows.format(4)) == [1.0]
+        assert widths(page, rows.format(5)) == pytest.approx([1 / 3] * 3, abs=0.02)
+        assert widths(page, "#plan .work .box") == pytest.approx([0.75, 0.1875, 0.0625], abs=0.02)
+        assert widths(page, "#devices .use:nth-of-type(2) .box") == pytest.approx([0.5, 0.3, 0.2], abs=0.02)
+
+
+RECTS = """(selector => [...document.querySelectorAll(selector)].map(each => {
+  const [box, all] = [each.getBoundingClientRect(), each.closest('svg').getBoundingClientRect()];
+  return [(box.left - all.left) / all.width, (box.right - all.left) / all.width,
+          (box.top - all.top) / all.height, (box.bottom - all.top) / all.height];
+}))"""
+
+
+def places(page: Page, selector: str) -> list[list[float]]:
+    """Left, right, top, bottom of drawn things, as parts of their drawing."""
+    found: list[list[float]] = page.tell(f"{RECTS}({json.dumps(selector)})")
+    return found
+
+
+def test_pictures_show_what_they_tell(page: Page) -> None:
+    """The spans of a step lie where the simulator put them; shares change at their step; levels lie in order."""
+    (left, right, *_), _, (last, end, *_) = places(page, "#step .track:nth-of-type(1) .span:not(.send)")
+    assert (left, right) == pytest.approx((0.0, 4 / 16), abs=0.01)
+    assert (last, end) == pytest.approx((14 / 16, 1.0), abs=0.01)
+    areas = places(page, "#shares .area")
+    assert [area[:2] for area in areas] == [pytest.approx([0, 0.25], abs=0.01)] * 3 + [pytest.approx([0.25, 1])] * 3
+    assert [area[3] - area[2] for area in areas] == pytest.approx([0.5, 0.375, 0.125, 0.75, 0.1875, 0.0625], abs=0.01)
+    top = {name: places(page, f"#rate svg .{name}")[0][2] for name in ("limit", "prediction", "main")}
+    assert 0 <= top["limit"] < top["prediction"] < top["main"] < 1, "7,000 above 4,000 above 3,200"
+    (curve,) = places(page, "#loss-title ~ polyline.main")
+    assert curve == pytest.approx([0.0, 39 / 40, 0.06 / 1.12, 1 - 0.06 / 1.12], abs=0.03)
+
+
+def test_names_that_are_long_or_look_like_markup(tmp_path: Path) -> None:
+    """Nets and devices are named by people: nothing of it may run, widen the page or be lost."""
+    evil = "<script>document.title='taken'</script>&amp;\"'"
+    rows: list[dict[str, Any]] = whole_run()
+    rows[0]["options"]["net"] = evil
+    rows[1]["devices"][0]["host"] = evil
+    rows[2]["plan"]["name"] = evil
+    rows[2]["layers"] = [layer("a_very_long_name." * 20, evil, "filter", ["1", "2", "3"], note=evil)]
+    rows[3]["names"][0] = evil
+    rows = [row for row in rows if row["what"] != "reshare"]
+    report = write_report(write(tmp_path / "run.jsonl", rows))
+    with browsing(tmp_path / "profile") as page:
+        page.resize(390)
+        page.open(report)
+        page.tell(UNFOLD)
+        assert page.tell("document.title") == f"{evil} on digits – Convoy"
+        assert page.tell("document.scripts.length") == 0
+        assert page.tell("document.querySelector('h1').innerText") == f"{evil} on digits"
+        for section in ("plan", "devices", "step", "settings"):
+            assert evil in text_of(page, section)
+        needs, has = page.tell(OVERFLOW)
+        assert needs <= has == 390
+
+
+def test_a_run_that_has_just_begun_is_a_page_too(tmp_path: Path) -> None:
+    with browsing(tmp_path / "profile") as page:
+        page.resize(390)
+        page.open(write_report(write(tmp_path / "run.jsonl", [RUN])))
+        assert page.told("Runtime.exceptionThrown") == []
+        assert "Not finished: 0 of 40 steps" in page.tell("document.querySelector('header').innerText")
+        needs, has = page.tell(OVERFLOW)
+        assert needs <= has == 390

@@ -1,0 +1,294 @@
+"""Every training tells what it did: where, in which lines, and what a page makes of them."""
+
+import io
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import convoy.app.train  # noqa: F401 - before the first look at open files
+from convoy import cli
+from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
+from convoy.app.train import _teller
+from convoy.comm.group import AloneGroup
+from convoy.config.run_file import settle
+from convoy.config.settings import Settings
+from convoy.data import load
+from convoy.errors import InputError
+from convoy.plan.explain import layer_rows, work_shares
+from convoy.plan.lower import lower
+from convoy.report.numbers import seconds
+from convoy.report.page import write_report
+from convoy.report.screen import Screen
+from convoy.runlog.directory import make_place
+from convoy.runlog.reader import read_log
+from convoy.runlog.step_timer import Pace
+from convoy.runlog.utilization import Busy
+from convoy.runlog.values import plan_fields
+from convoy.runlog.writer import RunLog
+from convoy.runtime.clock import Clock
+from convoy.train.loop import EpochResult, Evaluation
+from tests.support.one_device import by_name, graph_of
+from tests.support.processes import PLACE, on_processes
+
+load("digits")  # imports scikit-learn, likewise
+
+TINY = ["--net", "two-conv:4:6", "--limit", "80", "--batch", "32", "--speeds", "1"]
+"""Epochs of three steps: 32, 32, 16."""
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where trainings of this test make their folders."""
+    for name in (*PLACE, "CONVOY_DEVICE", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CONVOY_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+def train(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
+    """The exit status of a training in this process."""
+    monkeypatch.setattr(sys, "argv", ["convoy", "train", *argv])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def rows_of(log: Path, what: str = "") -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    return [row for row in rows if what in ("", row["what"])]
+
+
+# ------------------------------------------------------------------------------------------------------------- where
+
+
+def test_a_training_keeps_a_folder_without_being_asked(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its last words are the command that makes a page of it; its settings and its plan can be run again."""
+    assert train(monkeypatch, *TINY, "--plan", "master", "--seed", "7") == 0
+    (folder,) = runs.iterdir()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-\d\d\.\d\d\.\d\d-two-conv-4-6", folder.name)
+    assert sorted(path.name for path in folder.iterdir()) == ["log.jsonl", "plan.json", "run.toml"]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"A page of this run: convoy report {folder}"
+    assert settle(folder / "run.toml", {}).settings.seed == 7
+    again = ["--plan", str(folder / "plan.json"), "--log", str(tmp_path / "again.jsonl")]
+    assert train(monkeypatch, *TINY, "--seed", "7", *again) == 0
+    one, two = rows_of(folder / "log.jsonl", "step"), rows_of(tmp_path / "again.jsonl", "step")
+    assert [row["loss"] for row in one] == [row["loss"] for row in two]
+    assert list(runs.iterdir()) == [folder], "--log FILE makes no folder"
+
+
+def test_two_runs_of_one_moment_have_a_folder_each(runs: Path) -> None:
+    places = []
+    for _ in range(20):
+        place = make_place(Settings())
+        assert place is not None
+        places.append(place.folder)
+    assert len(set(places)) == 20 == len(list(runs.iterdir()))
+
+
+def test_no_log_where_none_is_wanted(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    try:
+        assert train(monkeypatch, *TINY, "--log", "none") == 0
+    finally:
+        monkeypatch.undo()
+    assert "convoy report" not in capsys.readouterr().out
+    assert not runs.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_told_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CONVOY_RUNS", str(tmp_path / "file"))
+    monkeypatch.setattr("convoy.app.train.fit", lambda *_, **__: pytest.fail("it went on"))
+    assert train(monkeypatch, *TINY) == 2
+    assert re.search(r"cannot make the folder .*file cannot be written; give --log FILE, or", capsys.readouterr().err)
+
+
+def test_a_run_that_goes_on_goes_on_in_the_log_beside_its_checkpoints(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed within a line, behind its last checkpoint: half a line is dropped, steps done twice count once."""
+    folder = tmp_path / "run"
+    keeping = [*TINY, "--checkpoint", str(folder), "--checkpoint-steps", "2"]
+    assert train(monkeypatch, *keeping, "--epochs", "1") == 0
+    assert not runs.exists()
+    log = folder / "log.jsonl"
+    log.write_text(
+        log.read_text() + '{"what": "step", "step": 3, "epoch": 1, "loss": 99.0, "samples": 32, "s": 9.0}\n{"what": "st'
+    )
+    assert read_log(log).is_cut
+    assert train(monkeypatch, *keeping, "--epochs", "2", "--resume") == 0
+    assert [row["from_step"] for row in rows_of(log, "run")] == [0, 3]
+    record = read_log(log)
+    assert [row.step for row in record.steps] == list(range(6))
+    assert all(row.loss is not None and row.loss < 9 for row in record.steps)
+    assert [epoch.epoch for epoch in record.epochs] == [0, 1]
+    assert [step for step, _ in record.changes] == [0, 3]
+
+
+# ------------------------------------------------------------------------------------------------------- which lines
+
+
+def test_a_job_tells_all_that_a_page_needs(tmp_path: Path) -> None:
+    """On two processes, with a plan that the planner chose: a prediction, its timeline, the fleet it was made for."""
+    fleet, folder = tmp_path / "fleet.toml", tmp_path / "run"
+    fleet.write_text(on_processes(2, "tests.app.test_auto:measure_tiny", limit_s=60)[0])
+    argv = ["--net", "two-conv:4:6", "--limit", "320", "--batch", "32", "--epochs", "2", "--rebalance"]
+    argv += ["--plan", "auto", "--fleet", str(fleet), "--checkpoint", str(folder)]
+    (printed,), silent = on_processes(2, "tests.app.test_cli:train_all", [argv], joined=False, limit_s=60)
+    assert silent == [""]
+    files = {path.name for path in folder.iterdir() if path.is_file()}
+    assert {"fleet.toml", "log.jsonl", "plan.json", "run.toml"} <= files
+    record = read_log(folder / "log.jsonl")
+    assert record.end is not None
+    assert not record.is_cut
+    assert record.fleet is not None
+    predicted = record.prediction
+    assert predicted is not None
+    shown = re.search(r"Predicted: ([\d.e-]+) s a step", printed)
+    assert shown is not None
+    assert f"{predicted.step_s:.4g}" == shown[1], "the screen and the log tell the same prediction"
+    assert predicted.limit_samples_per_s == pytest.approx(sum(row.samples_per_s or 0 for row in record.fleet.devices))
+    assert {device for device, *_ in predicted.events} <= {0, 1}
+    assert max(event[4] for event in predicted.events) <= predicted.one_pass.s * (1 + 1e-9)
+    assert [line.epoch for line in record.busy] == [0, 1]
+    for line in record.busy:
+        assert line.steps == 9
+        for device in range(2):
+            assert line.wall_s[device] > 0
+            assert line.compute_s[device] + line.exchange_s[device] <= line.wall_s[device]
+    timed = [s for s in record.seconds if s is not None]
+    assert len(timed) == 18, "the first step of each epoch is not timed"
+    assert all(0 < s < 60 for s in timed)
+    assert {row.lr for row in record.steps} == {0.01}
+    text = write_report(folder).read_text()
+    assert f"one pass of the batch takes {seconds(predicted.step_s)}" in text
+
+
+def test_what_a_plan_line_tells_is_what_the_table_shows() -> None:
+    """Moves and sums together are the bytes of the table, layer by layer."""
+    for name in ("master", "hybrid", "data", "model"):
+        plan, graph = by_name(name, "two-conv"), graph_of("two-conv")
+        fields, table = plan_fields(plan, graph), layer_rows(plan, graph)
+        last = sum(move["bytes"] for move in fields["outputs"])
+        for row, shown in zip(fields["layers"], table, strict=True):
+            assert (row["layer"], row["strategy"], tuple(row["parts"])) == (shown.layer, shown.strategy, shown.parts)
+            moved = sum(move["bytes"] for move in row["moves"]) + (last if row["layer"] == "fc" else 0)
+            assert moved + row["sum_bytes"] == shown.bytes_
+            assert row["sum_bytes"] >= 0
+        assert fields["work"] == work_shares(lower(plan, graph), graph)
+    summed = [row["sum_bytes"] > 0 for row in plan_fields(by_name("data", "two-conv"), graph)["layers"] if row["flop"]]
+    assert summed == [True] * 3, "every copy of a weight"
+    moves = {row["layer"]: row["moves"] for row in plan_fields(by_name("master", "two-conv"), graph)["layers"]}
+    assert [(move["from"], move["to"]) for move in moves["relu"]] == [("split by channels", "whole on device 0")]
+    assert [(move["from"], move["to"]) for move in moves["conv2"]] == [("whole on device 0", "copies on 3 devices")]
+
+
+def test_a_change_of_shares_is_told_with_what_follows_from_it(tmp_path: Path) -> None:
+    graph, plan = graph_of("two-conv"), by_name("data", "two-conv")
+    state = Balancer.start(plan, graph)
+    decision: Decision = Keep("nothing yet")
+    while not isinstance(decision, Reshare):
+        state, decision = observe(state, {"conv1": [0.9, 0.1, 0.1, 0.1]})
+    with RunLog(tmp_path / "log") as log:
+        log.run({})
+        log.plan(plan, graph)
+        _teller(Screen(visible=True, console=Console(file=io.StringIO())), Pace(8), log, lambda *_: None)(37, decision)
+    (step, before), (later, after) = read_log(tmp_path / "log").changes
+    assert (step, later) == (0, 38)
+    assert before.work == pytest.approx(work_shares(lower(plan, graph), graph))
+    assert after.work == pytest.approx(work_shares(lower(decision.plan, graph), graph))
+    assert after.work[0] < before.work[0]
+
+
+def test_the_learning_rate_of_a_step_is_that_before_its_schedule_went_on(tmp_path: Path) -> None:
+    rates = iter([0.1, 0.05, 0.025, 0.0])
+    with RunLog(tmp_path / "log", lr=lambda: next(rates)) as log:
+        for _ in range(3):
+            log.step(0, 1.0, 10)
+    assert [row["lr"] for row in rows_of(tmp_path / "log")] == [0.1, 0.05, 0.025]
+
+
+def test_tests_and_the_first_step_after_them_count_for_no_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Worked out by hand: a clock that is set, two steps of 2 s, a test of 100 s, two of which one counts."""
+    now_s = 0.0
+    monkeypatch.setattr("convoy.runlog.utilization.time.perf_counter", lambda: now_s)
+    clock = Clock(torch.device("cpu"))
+    with RunLog(tmp_path / "log") as log:
+        busy = Busy(AloneGroup(torch.device("cpu")), clock, log)
+        for kind, wall_s, compute_s, exchange_s in (
+            ("step", 5.0, 5.0, 0.0), ("step", 2.0, 1.0, 0.5), ("step", 2.0, 1.5, 0.25), ("test", 100.0, 90.0, 5.0),
+            ("step", 7.0, 3.0, 3.0), ("step", 2.0, 0.5, 1.0),
+        ):  # fmt: skip
+            now_s += wall_s
+            clock.compute_s += compute_s
+            clock.exchange_s += exchange_s
+            if kind == "step":
+                busy.step(0, 1.0, 10)
+            else:
+                busy.on_evaluation(Evaluation(0, 3, 0.5, ends_epoch=False), True)
+        busy.epoch(0, EpochResult(1.0, None, 1.0, 1.0, 0.1))
+        busy.epoch(1, EpochResult(1.0, None, 1.0, 1.0, 0.1))
+    first, second = rows_of(tmp_path / "log", "busy")
+    assert (first["steps"], first["wall_s"], first["compute_s"], first["exchange_s"]) == (3, [6.0], [3.0], [1.75])
+    assert (second["steps"], second["wall_s"]) == (0, [0.0]), "an epoch counts by itself"
+
+
+# ------------------------------------------------------------------------------------------------------- TensorBoard
+
+
+def test_tensorboard_reads_back_what_was_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log, board = tmp_path / "log", tmp_path / "deep" / "board"
+    schedule = ["--schedule", "step", "--drop-epochs", "1", "--epochs", "2"]
+    assert train(monkeypatch, *TINY, *schedule, "--log", str(log), "--tensorboard", str(board)) == 0
+    events = accumulator.EventAccumulator(str(board))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["accuracy", "learning rate", "loss", "samples per s"]
+
+    def told(name: str) -> list[tuple[int, Any]]:
+        return [(event.step, pytest.approx(event.value)) for event in events.Scalars(name)]
+
+    steps = rows_of(log, "step")
+    assert [(row["step"], row["loss"]) for row in steps] == told("loss")
+    assert [(row["step"], row["lr"]) for row in steps] == told("learning rate")
+    assert [row["lr"] for row in steps] == pytest.approx([0.01] * 3 + [0.001] * 3)
+    assert [(row["step"], row["accuracy"]) for row in rows_of(log, "evaluation")] == told("accuracy")
+    assert [event.step for event in events.Scalars("samples per s")] == [1, 2, 4, 5], "not the first after a test"
+    assert all(event.value > 0 for event in events.Scalars("samples per s"))
+
+
+def test_tensorboard_that_is_missing_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("convoy.app.train.run_device", lambda *_: pytest.fail("it started"))
+    file = tmp_path / "file"
+    file.write_text("")
+    assert train(monkeypatch, *TINY, "--tensorboard", str(file)) == 2
+    assert capsys.readouterr().err == f"error: --tensorboard {file}: give a folder: this is a file\n"
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert train(monkeypatch, *TINY, "--tensorboard", str(tmp_path)) == 2
+    assert capsys.readouterr().err == (
+        f"error: --tensorboard {tmp_path}: tensorboard is not installed: pip install 'convoy-train[tensorboard]', or leave "
+        "it out\n"
+    )
+
+
+def test_a_log_that_cannot_be_made_names_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot write the log .*: Is a directory"):
+        RunLog(tmp_path)

@@ -1,0 +1,429 @@
+"""The wire format inexact-bf16: what is rounded and what never is, copies that stay copies, bytes, prices, and training.
+
+bfloat16 holds 8 bits of precision: whole numbers up to 256, and every number to 2^-8 of itself.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import convoy.runtime.exchange
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
+from convoy.cost.memory import memory_of
+from convoy.cost.overhead import Handling, handling
+from convoy.errors import InputError
+from convoy.model.graph import Graph
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
+from convoy.plan.explain import layer_rows, step_lines
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.plan.steps import Move, ShareStatistics, StepList, SumGradients, Value, traffic
+from convoy.planner.planner import candidates
+from convoy.runtime.exchange import run_move
+from convoy.runtime.module import Distributed
+from convoy.sharding.comm_dtype import Wire, wire_named, wire_of
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
+from convoy.sharding.redistribute import Transfer
+from convoy.simulator.simulate import Costs, simulate
+from tests.cost.test_energy_memory import GRAPH as SMALL
+from tests.planner.test_planner import costs_of
+from tests.runtime.test_exchange import LIMIT_S, Case, check_outcomes, every_case, move_all, own_piece
+from tests.simulator.test_simulate import GRAPH, Table, hosts, spans
+from tests.support import nets
+from tests.support.local_pieces import DEVICES, every_layout
+from tests.support.one_device import (
+    OPTIMIZERS,
+    Labelled,
+    Training,
+    by_name,
+    graph_of,
+    loss_of,
+    one_trace,
+    part,
+    traffic_of,
+)
+from tests.support.processes import on_processes
+
+BF16: Wire = "inexact-bf16"
+ROUNDING = 2.0**-8
+SHAPE = (10, 6)
+
+
+def narrow(plan: Plan) -> Plan:
+    return replace(plan, wire=BF16)
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_person_may_write_it_short() -> None:
+    assert [wire_named(name) for name in ("exact", "inexact-bf16", "bf16")] == ["exact", BF16, BF16]
+
+
+def test_an_unknown_name_lists_the_choices() -> None:
+    with pytest.raises(InputError, match=r"^unknown wire format 'fp8': choose one of exact, inexact-bf16$"):
+        wire_named("fp8")
+
+
+def test_only_wide_floating_numbers_are_rounded() -> None:
+    dtypes = ("float64", "float32", "float16", "bfloat16", "int64", "uint8", "bool", "complex64")
+    assert [dtype for dtype in dtypes if wire_of(dtype, BF16) == BF16] == ["float64", "float32"]
+    assert {wire_of(dtype, "exact") for dtype in dtypes} == {"exact"}
+
+
+# --- moves -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "bytes_"), [("float64", 2), ("float32", 2), ("float16", 2), ("int64", 8)])
+def test_every_move_brings_what_bf16_holds_and_counts_its_bytes(dtype: str, bytes_: int) -> None:
+    """Small whole numbers, and sums of them, come through every move and collective as they are."""
+    cases = every_case(every_layout(SHAPE), SHAPE)
+    outcomes = run_on_threads(DEVICES, lambda group: move_all(group, cases, dtype, wire=BF16), LIMIT_S)
+    check_outcomes(cases, outcomes, dtype, bytes_)
+
+
+@pytest.mark.parametrize("whole", [torch.tensor([2**40 + 1]), torch.tensor([1 + 2**-10], dtype=torch.float16)], ids=str)
+def test_what_is_no_wide_floating_number_arrives_bit_for_bit(whole: Tensor) -> None:
+    """Labels, indices and half precision need more bits than bfloat16 has."""
+
+    def work(group: Group) -> Tensor:
+        case = Case(OnOne(0), Replicated((0, 1)), (1,))
+        return run_move(group, case.schedule, whole[: 1 - group.device], case.src, case.dst, case.shape, BF16)
+
+    for found in run_on_threads(2, work, LIMIT_S):
+        assert found.dtype == whole.dtype
+        assert torch.equal(found, whole)
+
+
+def moved(cases: Sequence[Case], summands: Any = None) -> list[list[Tensor]]:
+    """Random float32 numbers, or this row of summands, through each move with bf16 on the wire; by device."""
+
+    def work(group: Group) -> list[Tensor]:
+        results = []
+        for case in cases:
+            piece = own_piece(group, case.src, drawn(case.shape), np.random.default_rng(1)).float()
+            if summands is not None:
+                piece = torch.tensor([summands[group.device]], dtype=torch.float32)
+            results.append(run_move(group, case.schedule, piece, case.src, case.dst, case.shape, BF16))
+        return results
+
+    return run_on_threads(DEVICES, work, LIMIT_S)
+
+
+def drawn(shape: tuple[int, ...]) -> Any:
+    return np.random.default_rng(0).standard_normal(shape)
+
+
+def rounded(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
+
+
+def test_copies_are_equal_to_the_last_bit() -> None:
+    """Whoever sends copies keeps the rounded numbers too: the producer, the device that summed, holders that send nothing."""
+    every = every_case(every_layout(SHAPE), SHAPE)
+    cases = [case for case in every if isinstance(case.dst, Replicated) and any(case.schedule.rounds)]
+    sums = [case for case in cases if isinstance(case.src, Partial) and len(case.src.devices) > 1]
+    assert len(sums) > 50
+    whole = torch.from_numpy(drawn(SHAPE)).float()
+    for case, *results in zip(cases, *moved(cases), strict=True):
+        assert isinstance(case.dst, Replicated)
+        copies = [results[device] for device in case.dst.devices]
+        travels = any(t.sender != t.receiver for transfers in case.schedule.rounds for t in transfers)
+        assert all(torch.equal(copy, copies[0]) for copy in copies), str(case)
+        if case in sums:
+            # Four summands of size 3 or so, rounded on each of at most four ways.
+            if case.schedule.in_place:  # in one round the sum is made of what travelled, and travels no more
+                assert torch.equal(copies[0], rounded(copies[0])), str(case)
+            assert float((copies[0] - whole).abs().max()) < 4 * 4 * 4 * ROUNDING, str(case)
+        else:
+            assert torch.equal(copies[0], rounded(whole) if travels else whole), str(case)
+
+
+@pytest.mark.parametrize("readers", [(0, 1, 2, 3), (3, 1)], ids=str)
+def test_a_large_direct_sum_is_rounded_once_and_copied(readers: tuple[int, ...]) -> None:
+    """20,000 entries take two rounds: the sum travels, so its owner keeps what it sends."""
+    case = Case(Partial((0, 1, 2, 3)), Replicated(readers), (20_000,), "direct")
+    (*results,) = (row[0] for row in moved([case]))
+    copies = [results[device] for device in readers]
+    assert all(torch.equal(copy, copies[0]) for copy in copies)
+    assert torch.equal(copies[0], rounded(copies[0]))
+
+
+def test_what_goes_to_several_is_narrowed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four devices each sends three parts of its summand, and then its part of the sum to three: four, not six."""
+    narrowed: list[int] = []
+    original = convoy.runtime.exchange._span_on_wire
+
+    def counted(flat: Tensor, t: Transfer, dtype: torch.dtype) -> Tensor:
+        narrowed.append(t.sender)
+        return original(flat, t, dtype)
+
+    monkeypatch.setattr(convoy.runtime.exchange, "_span_on_wire", counted)
+    everyone = (0, 1, 2, 3)
+    moved([Case(Partial(everyone), Replicated(everyone), (20_000,), "direct")])
+    assert sorted(narrowed) == sorted(everyone * 4)
+
+
+def test_what_one_device_alone_holds_is_rounded_only_on_its_way() -> None:
+    """The first four rows stay where they are; the others arrive rounded. Of a sum, the own summand stays wide."""
+    shares = (4, 0, 6, 0)
+    kept, summed = Case(OnOne(0), Split(0, shares), SHAPE), Case(Partial((0, 2)), Split(0, shares), SHAPE)
+    by_device = moved([kept, summed])
+    whole = torch.from_numpy(drawn(SHAPE)).float()
+    assert torch.equal(by_device[0][0], whole[:4])
+    assert torch.equal(by_device[2][0], rounded(whole[4:]))
+    rng = np.random.default_rng(1)
+    other = torch.from_numpy(rng.standard_normal(SHAPE)).float()
+    first = torch.from_numpy(drawn(SHAPE) - other.double().numpy())
+    assert torch.allclose(by_device[0][1], first[:4].float() + rounded(other[:4]), rtol=0, atol=1e-6)
+
+
+def test_summands_are_added_in_full_width() -> None:
+    """256 + 1 + 1 + 1: added in bfloat16, where 256 + 1 is 256, it would stay 256, and a mean would be 65 or so.
+
+    On one device the sum is 259. As copies it is rounded once more: 258 and 260 are as near, and 260 has the even last bit.
+    """
+    everyone = (0, 1, 2, 3)
+    cases = [Case(Partial(everyone), OnOne(0), (1,)), Case(Partial(everyone), OnOne(2), (1,))]
+    cases.append(Case(Partial(everyone), Replicated(everyone), (1,), "star"))
+    by_device = moved(cases, (256.0, 1.0, 1.0, 1.0))
+    assert (by_device[0][0].item(), by_device[2][1].item()) == (259.0, 259.0)
+    assert [results[2].item() for results in by_device] == [260.0] * 4
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("net", ["two-conv", "resnet"])
+@pytest.mark.parametrize("plan", [*PLANS])
+def test_the_bytes_on_the_way_are_those_that_are_priced(plan: str, net: str) -> None:
+    """Numbers of 8 bytes travel in 2; only the statistics of batch norms travel as they are."""
+    exact, graph = by_name(plan, net), graph_of(net)
+    assert traffic_of(net, narrow(exact), 10) == lower(narrow(exact), graph).traffic(8)
+    before, after = lower(exact, graph), lower(narrow(exact), graph)
+    statistics = sum(sum(traffic(s, 8).values()) for s in after.steps if isinstance(s, ShareStatistics))
+    assert (statistics > 0) is (net == "resnet" and plan in ("data", "data-by-speed", "hybrid"))
+    assert 4 * (after.traffic(8).total() - statistics) == before.traffic(8).total() - statistics
+    assert 2 * (after.traffic(4).total() - statistics // 2) == before.traffic(4).total() - statistics // 2
+    assert after.traffic(2) == before.traffic(2)
+
+
+def test_integers_are_priced_as_they_are() -> None:
+    graph = graph_of("two-conv")
+    layers = {name: replace(layer, dtype="int64") if name == "pool" else layer for name, layer in graph.layers.items()}
+    steps = lower(narrow(by_name("model", "two-conv")), Graph(graph.model, layers, graph.outputs))
+    wires = {(s.reads.key.partition("@")[0], s.wire) for s in steps.steps if isinstance(s, Move)}
+    assert ("pool", "exact") in wires
+    assert {wire for name, wire in wires if name != "pool"} == {BF16}
+
+
+def test_a_bare_parameter_is_moved_as_it_is() -> None:
+    """What layers compute is rounded on its way; what has no batch axis is made of parameters and buffers alone."""
+    graph = graph_of("bare")
+    moves = [s for s in lower(narrow(by_name("model", "bare")), graph).steps if isinstance(s, Move)]
+    batched = {move: graph[move.reads.key.partition("@")[0]].batched for move in moves}
+    assert set(batched.values()) == {True, False}
+    assert all((move.wire == BF16) is batched[move] for move in moves)
+
+
+# --- prices ----------------------------------------------------------------------------------------------------------
+
+EVERYONE = Replicated((0, 1))
+SUM = SumGradients(0, ("a", "b"), (60, 40), 0, (0, 1), (), "ring", wire=BF16)
+
+
+def move(src: Layout, dst: Layout, phase: Any = "forward") -> Move:
+    """60 numbers: 5 samples, 3 channels, 2x2."""
+    shape = (5, 3, 2, 2)
+    return Move(0, phase, Value("a", shape, src), Value("b", shape, dst), "ring", wire=BF16)
+
+
+def test_a_message_takes_half_as_long() -> None:
+    """60 numbers of 4 bytes at 100 bytes/s after 0.5 s: 2.4 s, and 1.2 s as bfloat16."""
+    for wire, end_s in (("exact", 2.9), (BF16, 1.7)):
+        step = replace(move(OnOne(0), OnOne(1)), wire=wire)  # type: ignore[arg-type]
+        found = simulate(StepList(1, 2, (), (), (step,)), GRAPH, Costs(Table({}), hosts(2), itemsize=4))
+        assert spans(found, 0, "send") == [(0.5, end_s)]
+
+
+def test_copies_are_narrowed_once_and_widened_where_they_lie() -> None:
+    """Device 0 holds 40 numbers and narrows them; it writes those and the 20 that arrive into the 60 wide ones."""
+    step = move(Split(1, (2, 1)), EVERYONE)
+    assert handling(step, 0) == [(Handling(copied=40, made=(40,)), Handling(copied=60, made=(60, 20)))]
+    step = move(Split(0, (3, 2)), EVERYONE)
+    assert handling(step, 1) == [(Handling(copied=24, made=(24,)), Handling(copied=60, made=(60, 36)))]
+
+
+def test_a_producer_narrows_and_widens_its_own_copy() -> None:
+    step = move(OnOne(0), EVERYONE)
+    assert handling(step, 0) == [(Handling(copied=120, made=(60, 60)), Handling())]
+    assert handling(step, 1) == [(Handling(), Handling(copied=60, made=(60, 60)))]
+
+
+def test_on_its_way_to_one_owner_only_what_leaves_is_narrowed() -> None:
+    assert handling(move(OnOne(0), OnOne(1)), 0) == [(Handling(copied=60, made=(60,)), Handling())]
+    before, after = handling(move(EVERYONE, Split(1, (2, 1)), "backward"), 0)[0]
+    assert before == Handling(copied=20, made=(20,))
+    # Zeros, and the summand that arrived, widened.
+    assert after == Handling(copied=40 + 40, added=40 + 40, made=(40, 40, 40))
+
+
+def test_a_ring_of_two_casts_each_half_and_rounds_its_own() -> None:
+    """100 numbers are joined; a half leaves, a half is widened and added. Then the own half is rounded, and leaves."""
+    assert handling(SUM, 0) == [
+        (Handling(copied=100 + 50, made=(100, 50)), Handling(copied=50, added=50, made=(50,))),
+        (Handling(copied=50 + 50, made=(50,)), Handling(copied=50, made=(50,))),
+    ]
+
+
+def test_memory_by_hand() -> None:
+    """The net of test_energy_memory. 127 gradients in one wide tensor; in each round 63 and 64 narrow ones leave and land.
+
+    Of the master's plan the largest moves bring and fetch 128 narrow numbers; nothing wide has to stay for them.
+    """
+    rows = {
+        name: memory_of(narrow(named_plan(name, SMALL, 4, Speeds((1.0, 1.0)))), SMALL) for name in ("data", "master")
+    }
+    assert [row.exchange_bytes for row in rows["data"]] == [4 * 127 + 2 * 127] * 2
+    assert [row.exchange_bytes for row in rows["master"]] == [2 * 128] * 2
+
+
+def test_explain_names_it() -> None:
+    """What test_explain.py works out for the exact plan, in half the bytes."""
+    model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+    graph = trace(model, torch.zeros(1, 1, 2, 2)).graph
+    plan = narrow(named_plan("master", graph, 4, Speeds((3.0, 1.0))))
+    lines = step_lines(lower(plan, graph), graph)
+    assert lines[3] == "     1  move     0: channel(3,1) -> on(0)  (32 bytes in 1 round, inexact-bf16)  after 0"
+    assert "(nothing travels)" in lines[9]
+    assert sum(row.bytes_ for row in layer_rows(plan, graph)) == lower(plan, graph).traffic().total() == 32 + 32 + 16
+
+
+def test_the_planner_knows_it() -> None:
+    """On a slow wire: all plans that it looks at travel narrow, and a step is predicted as its replay."""
+    graph = trace(build_net("two-conv:50:100", (3, 32, 32), 10), torch.zeros(2, 3, 32, 32)).graph
+    costs = costs_of([88e9, 55e9, 33e9], 12.5e6)
+    found, exact = candidates(graph, 64, costs, wire=BF16), candidates(graph, 64, costs)
+    assert {each.plan.wire for each in found} == {BF16}
+    assert found[0].step_s == simulate(lower(found[0].plan, graph), graph, costs).step_s
+    assert found[0].step_s < exact[0].step_s
+
+
+# --- training --------------------------------------------------------------------------------------------------------
+
+TOLERANCE = ROUNDING / 2
+"""Of the losses of five steps, which are 1.6 or so; measured: 0.0011 at most."""
+
+SIZES = (10, 3, 10, 10, 10)
+
+
+@dataclass
+class Trained:
+    """What one device holds after training: the losses, its copies of parameters and buffers, the whole model."""
+
+    losses: list[float] = field(default_factory=list)
+    copies: dict[str, Tensor] = field(default_factory=dict)
+    whole: dict[str, Tensor] = field(default_factory=dict)
+
+
+def model_and_batches(net: str) -> tuple[nn.Module, list[Labelled]]:
+    """For all devices: threads share one source of random numbers, and would not draw the same."""
+    model = nets.build(net, dtype=torch.float32)
+    return model, Training(net, SIZES, dtype=torch.float32).batches(model)
+
+
+def train(group: Group, plan: Plan, model: nn.Module, batches: Sequence[Labelled]) -> Trained:
+    here = Distributed(model, plan, group, batches[0][0][:2])
+    optimizer = OPTIMIZERS["sgd"](here.parameters())
+    result = Trained()
+    for x, y in batches:
+        optimizer.zero_grad()
+        loss = loss_of(here(part(here, x), batch=len(x)), y)
+        loss.backward()
+        optimizer.step()
+        result.losses.append(loss.item())
+    for key, layout in here.layouts.items():
+        if isinstance(layout, Replicated) and group.device in layout.devices:
+            result.copies[key] = here.module.state_dict()[key]
+    result.whole = here.full_state_dict()
+    return result
+
+
+def on_threads(plan: Plan, net: str) -> list[Trained]:
+    model, batches = model_and_batches(net)
+    with one_trace(net, torch.float32):
+        return run_on_threads(plan.devices, lambda group: train(group, plan, model, batches), LIMIT_S)
+
+
+def check_close(plan: Plan, net: str) -> None:
+    """Same losses on all devices, copies equal to the last bit, and losses near those of the exact plan but not the same."""
+    trained, exact = on_threads(narrow(plan), net), on_threads(plan, net)
+    for each in trained:
+        assert each.losses == trained[0].losses
+        # Not an average of copies: a number is not always the sum of three thirds of it.
+        assert all(torch.equal(each.whole[key], copy) for key, copy in each.copies.items())
+    for key in {key for each in trained for key in each.copies}:
+        first, *others = [each.copies[key] for each in trained if key in each.copies]
+        assert all(torch.equal(first, other) for other in others), f"copies of {key} differ"
+    apart = [abs(a - b) for a, b in zip(trained[0].losses, exact[0].losses, strict=True)]
+    assert 0 < max(apart) < TOLERANCE, apart
+
+
+@pytest.mark.parametrize("net", ["two-conv", "resnet"])
+@pytest.mark.parametrize("plan", [*PLANS])
+def test_five_steps_of_every_plan(plan: str, net: str) -> None:
+    """Ten samples on four devices by speed: 7, 0, 2, 1; even shares are 3, 3, 2, 2."""
+    check_close(by_name(plan, net), net)
+
+
+@pytest.mark.parametrize("reduce", ["butterfly", "star"])
+def test_five_steps_of_other_sums(reduce: str) -> None:
+    """Three holders of copies, so that one of them folds into another in the butterfly."""
+    check_close(by_name("data-by-speed", "two-conv", reduce), "two-conv")
+
+
+def test_five_steps_with_inputs_in_pieces() -> None:
+    plan = replace(by_name("model", "two-conv"), pieces=3)
+    assert any(
+        s.pieces == 3 and s.wire == BF16 for s in lower(narrow(plan), graph_of("two-conv")).steps if isinstance(s, Move)
+    )
+    check_close(plan, "two-conv")
+
+
+def test_five_steps_of_a_module_that_tells_whether_it_used_its_parameters() -> None:
+    """The counts of devices that did so travel beside the gradients."""
+    plan = by_name("data-by-speed", "opaque-per-sample")
+    sums = [s for s in lower(plan, graph_of("opaque-per-sample")).steps if isinstance(s, SumGradients)]
+    assert any(s.flags for s in sums)
+    check_close(plan, "opaque-per-sample")
+
+
+def seen(group: Group, model: nn.Module, batches: Sequence[Labelled]) -> list[Any]:
+    """Losses, a digest of each copy, and how much was sent, of training on three devices."""
+    plan = narrow(by_name("hybrid", "two-conv", "butterfly", Speeds((3.0, 1.0, 2.0))))
+    group.clear_counters()
+    result = train(group, plan, model, batches)
+    digests = {key: hashlib.sha256(copy.numpy().tobytes()).hexdigest() for key, copy in result.copies.items()}
+    return [result.losses, digests, sum(group.sent_bytes)]
+
+
+def seen_on_process(group: Group) -> list[Any]:
+    return seen(group, *model_and_batches("two-conv"))
+
+
+def test_on_processes_it_is_the_same_as_on_threads() -> None:
+    """Over gloo, where sums travel on a lane of their own while backward goes on."""
+    model, batches = model_and_batches("two-conv")
+    with one_trace("two-conv", torch.float32):
+        expected = run_on_threads(3, lambda group: seen(group, model, batches), LIMIT_S)
+    assert on_processes(3, "tests.runtime.test_comm_dtype:seen_on_process") == expected
+    assert expected[0][1]["conv1.weight"] == expected[1][1]["conv1.weight"] == expected[2][1]["conv1.weight"]

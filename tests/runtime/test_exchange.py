@@ -1,0 +1,459 @@
+"""Moves on real groups: values, adjoints, bytes on the wire, bits, and what they leave alone.
+
+The inner product of a distributed tensor x with its cotangent y, which lies in the dual layout, is the sum over the
+devices of the products of their pieces: <x, y> = sum_d <x_d, y_d>. Layout by layout that says:
+
+- Split, OnOne: x and y lie in the same pieces, and the sum is the product of the whole tensors.
+- x Replicated, y Partial: every x_d is the one vector x, so the sum is <x, sum_d y_d>: copies are one vector, and its
+  gradient is the sum of what the copies collected.
+- x Partial, y Replicated: x is its tuple of summands, and the sum is <sum_d x_d, y>: every summand has the gradient y.
+
+With this product the adjoint of the move F: src -> dst is the move F*: dual(dst) -> dual(src).
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from convoy.comm.group import CountedGroup, Group, Message, Pending
+from convoy.comm.threads import run_on_threads
+from convoy.runtime.exchange import Landing, run_move, run_rounds
+from convoy.sharding import redistribute
+from convoy.sharding.comm_dtype import Wire
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
+from convoy.sharding.redistribute import Reduce
+from tests.support.local_pieces import (
+    DEVICES,
+    Array,
+    check_pieces,
+    every_layout,
+    integers,
+    layouts_of_one_device,
+    nothing,
+    pieces,
+)
+from tests.support.processes import on_processes
+
+REDUCES: tuple[Reduce, ...] = ("ring", "butterfly", "direct", "star")
+LIMIT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One move of one tensor."""
+
+    src: Layout
+    dst: Layout
+    shape: Shape
+    reduce: Reduce = "ring"
+
+    def __str__(self) -> str:
+        return f"{self.src} -> {self.dst} of {self.shape}, {self.reduce}"
+
+    @property
+    def schedule(self) -> redistribute.Schedule:
+        return redistribute.schedule(self.src, self.dst, self.shape, self.reduce)
+
+    @property
+    def adjoint(self) -> "Case":
+        return Case(dual(self.dst), dual(self.src), self.shape, self.reduce)
+
+
+@dataclass
+class Outcome:
+    """What one device made of one move."""
+
+    piece: Tensor
+    sent_bytes: list[int]
+    unchanged: bool
+
+
+def every_case(layouts: Sequence[Layout], shape: Shape) -> list[Case]:
+    """Every ordered pair of layouts; where a pending sum becomes copies, with every collective."""
+    cases = []
+    for src, dst in itertools.product(layouts, repeat=2):
+        sums = isinstance(src, Partial) and isinstance(dst, Replicated)
+        cases += [Case(src, dst, shape, reduce) for reduce in (REDUCES if sums else REDUCES[:1])]
+    return cases
+
+
+def as_they_come(piece: Tensor) -> Tensor:
+    return piece
+
+
+def strided(piece: Tensor) -> Tensor:
+    """The same numbers, in a memory that runs backwards through the axes, with gaps and an offset."""
+    axes = tuple(reversed(range(piece.dim())))
+    room = torch.full([2 * extent + 1 for extent in reversed(piece.shape)], 99).to(piece.dtype)
+    spaced = room[tuple(slice(1, None, 2) for _ in axes)].permute(axes)
+    assert spaced.shape == piece.shape
+    return spaced.copy_(piece)
+
+
+FORMS = {"as they come": as_they_come, "strided": strided}
+
+
+def move_all(
+    group: Group, cases: Sequence[Case], dtype: str = "float64", form: str = "as they come", wire: Wire = "exact"
+) -> list[Outcome]:
+    """Run the moves one after the other; every device draws the same numbers and takes its own pieces."""
+    outcomes = []
+    for case in cases:
+        whole = integers(case.shape, seed=3)
+        piece = FORMS[form](own_piece(group, case.src, whole, np.random.default_rng(4)).to(getattr(torch, dtype)))
+        before = piece.clone()
+        group.clear_counters()
+        try:
+            result = run_move(group, case.schedule, piece, case.src, case.dst, case.shape, wire)
+        except Exception as error:
+            error.add_note(f"in the move {case}")
+            raise
+        outcomes.append(Outcome(result.clone(), group.sent_bytes, torch.equal(piece, before)))
+    return outcomes
+
+
+def own_piece(group: Group, layout: Layout, whole: Array, rng: np.random.Generator) -> Tensor:
+    """This device's piece; an empty tensor where it holds nothing."""
+    piece = pieces(layout, whole, rng).get(group.device, np.empty(nothing(layout, whole.shape)))
+    return torch.from_numpy(np.array(piece))
+
+
+def check_outcomes(
+    cases: Sequence[Case], by_device: Sequence[Sequence[Outcome]], dtype: str = "float64", itemsize: int | None = None
+) -> None:
+    """`itemsize`: bytes of a number on the wire; None: as in memory."""
+    itemsize = itemsize or getattr(torch, dtype).itemsize
+    for case, *outcomes in zip(cases, *by_device, strict=True):
+        try:
+            check_value(case, [outcome.piece for outcome in outcomes], dtype)
+            sent = {(s, r): n for s, outcome in enumerate(outcomes) for r, n in enumerate(outcome.sent_bytes) if n}
+            assert sent == redistribute.traffic(case.schedule, itemsize), "bytes on the wire"
+            assert all(outcome.unchanged for outcome in outcomes), "a piece was overwritten"
+        except AssertionError as error:
+            error.add_note(f"in the move {case}")
+            raise
+
+
+def check_value(case: Case, results: Sequence[Tensor], dtype: str) -> None:
+    assert {result.dtype for result in results} == {getattr(torch, dtype)}
+    found = {device: result.double().numpy() for device, result in enumerate(results)}
+    whole = integers(case.shape, seed=3)
+    members = pieces(case.dst, whole, np.random.default_rng())
+    check_pieces(case.dst, whole, {device: piece for device, piece in found.items() if device in members})
+    for device, piece in found.items():
+        assert device in members or piece.shape == nothing(case.dst, case.shape)
+
+
+# --- values, bytes, pieces left alone --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "form"),
+    [
+        ((10,), "float64", "as they come"),
+        ((10, 6), "float64", "as they come"),
+        ((4, 5, 3, 2), "float64", "strided"),
+        ((0, 5), "float64", "as they come"),
+        ((3, 0), "float64", "as they come"),
+        ((), "float64", "as they come"),
+        ((10, 3), "int64", "strided"),
+        ((10, 3), "bfloat16", "as they come"),
+    ],
+    ids=str,
+)
+def test_every_move_on_threads(shape: Shape, dtype: str, form: str) -> None:
+    cases = every_case(every_layout(shape), shape)
+    outcomes = run_on_threads(DEVICES, lambda group: move_all(group, cases, dtype, form), LIMIT_S)
+    check_outcomes(cases, outcomes, dtype)
+
+
+@pytest.mark.parametrize("shape", [(10,), (10, 6), (4, 5, 3, 2), (0, 5)], ids=str)
+def test_every_move_of_one_device(shape: Shape) -> None:
+    cases = every_case(layouts_of_one_device(shape), shape)
+    check_outcomes(cases, run_on_threads(1, lambda group: move_all(group, cases), LIMIT_S))
+
+
+SOME: tuple[tuple[Shape, str, str], ...] = (
+    ((10, 6), "float64", "as they come"),
+    ((3, 4, 5, 2), "bfloat16", "strided"),
+    ((10,), "int64", "as they come"),
+    ((0, 5), "float64", "as they come"),
+)
+"""Of these, every third case runs on processes too."""
+
+
+def some_cases(shape: Shape) -> list[Case]:
+    return every_case(every_layout(shape), shape)[::3]
+
+
+def move_on_process(group: Group) -> list[list[Any]]:
+    """For every case: the new piece, its shape and dtype, the bytes, and whether the old piece is unchanged."""
+    return [
+        [o.piece.double().flatten().tolist(), list(o.piece.shape), str(o.piece.dtype), o.sent_bytes, o.unchanged]
+        for shape, dtype, form in SOME
+        for o in move_all(group, some_cases(shape), dtype, form)
+    ]
+
+
+def test_some_moves_on_processes() -> None:
+    rows = on_processes(DEVICES, "tests.runtime.test_exchange:move_on_process", timeout_s=LIMIT_S)
+    by_device = [
+        [Outcome(torch.tensor(n).reshape(s).to(getattr(torch, t[6:])), sent, same) for n, s, t, sent, same in device]
+        for device in rows
+    ]
+    start = 0
+    for shape, dtype, _ in SOME:
+        cases = some_cases(shape)
+        check_outcomes(cases, [device[start : start + len(cases)] for device in by_device], dtype)
+        start += len(cases)
+    assert all(len(device) == start for device in by_device)
+
+
+# --- adjoints --------------------------------------------------------------------------------------------------------
+
+
+def products(group: Group, cases: Sequence[Case]) -> list[tuple[float, float, float]]:
+    """This device's part of <Fx, y> and of <x, F*y>, and of the magnitude that rounding is measured against."""
+    result = []
+    for number, case in enumerate(cases):
+        rng = np.random.default_rng(number)
+        adjoint = case.adjoint
+        x = own_piece(group, case.src, np.asarray(rng.standard_normal(case.shape)), rng)
+        y = own_piece(group, adjoint.src, np.asarray(rng.standard_normal(case.shape)), rng)
+        there = run_move(group, case.schedule, x, case.src, case.dst, case.shape)
+        back = run_move(group, adjoint.schedule, y, adjoint.src, adjoint.dst, case.shape)
+        assert (there.shape, x.shape) == (y.shape, back.shape)
+        magnitude = float((there * y).abs().sum() + (x * back).abs().sum())
+        result.append((float((there * y).sum()), float((x * back).sum()), magnitude))
+    return result
+
+
+@pytest.mark.parametrize("shape", [(10,), (10, 6), (4, 5, 3, 2), ()], ids=str)
+def test_the_move_between_the_duals_is_the_adjoint(shape: Shape) -> None:
+    """<F x, y> = <x, F* y> to 1e-12, with the inner product of the head of this file."""
+    cases = every_case(every_layout(shape), shape)
+    by_device = run_on_threads(DEVICES, lambda group: products(group, cases), LIMIT_S)
+    for case, *parts in zip(cases, *by_device, strict=True):
+        there, back, magnitude = (sum(column) for column in zip(*parts, strict=True))
+        assert magnitude > 1e-6
+        assert abs(there - back) <= 1e-12 * magnitude, str(case)
+
+
+# --- bits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduce", REDUCES)
+@pytest.mark.parametrize("devices", [2, 3, 4, 6, 7])
+def test_sums_that_become_copies_are_equal_to_the_last_bit(devices: int, reduce: Reduce) -> None:
+    """Random float32 summands of unlike size, where every order of adding gives other bits; and the same bits twice."""
+    everyone = tuple(range(devices))
+    shapes = [(1,), (2,), (devices,), (7, 5), (20_000,), (1000,)]  # 20,000: a direct sum takes two rounds
+
+    def work(group: Group) -> list[Tensor]:
+        results = []
+        for shape in shapes + shapes:
+            generator = torch.Generator().manual_seed(group.device)
+            summand = torch.randn(shape, generator=generator) * 10.0 ** float(group.device % 3)
+            case = Case(Partial(everyone), Replicated(everyone), shape, reduce)
+            results.append(run_move(group, case.schedule, summand, case.src, case.dst, shape))
+        return results
+
+    by_device = run_on_threads(devices, work, LIMIT_S)
+    for copies in zip(*by_device, strict=True):
+        assert all(torch.equal(copy, copies[0]) for copy in copies)
+    for results in by_device:
+        assert all(torch.equal(a, b) for a, b in zip(results[: len(shapes)], results[len(shapes) :], strict=True))
+    exact = sum(
+        torch.randn(1000, generator=torch.Generator().manual_seed(d)).double() * 10.0 ** float(d % 3) for d in everyone
+    )
+    torch.testing.assert_close(by_device[0][-1].double(), exact, rtol=1e-5, atol=1e-3)
+
+
+def test_copies_for_other_devices_have_the_same_bits() -> None:
+    """The finished sum is copied to those who held no summand, not added up again; but a small direct one, by all alike."""
+
+    def work(group: Group) -> list[Tensor]:
+        results = []
+        for reduce, size in itertools.product(REDUCES, sizes):
+            case = Case(Partial((0, 1, 2)), Replicated((4, 1, 3)), (size,), reduce)
+            generator = torch.Generator().manual_seed(group.device)
+            summand = torch.randn(size if group.device < 3 else 0, generator=generator)
+            results.append(run_move(group, case.schedule, summand, case.src, case.dst, case.shape))
+        return results
+
+    sizes = (101, 20_000)
+
+    for size, *copies in zip(sizes * len(REDUCES), *run_on_threads(5, work, LIMIT_S), strict=True):
+        assert [copy.numel() for copy in copies] == [0, size, 0, size, size]
+        assert torch.equal(copies[1], copies[3])
+        assert torch.equal(copies[1], copies[4])
+
+
+def test_a_sum_at_one_device_adds_in_the_order_of_the_devices() -> None:
+    """1e8 + 1 - 1e8 in float32 is 0 in this order, 1 in others: whichever message comes first, the sum is the same."""
+
+    def work(group: Group) -> list[Tensor]:
+        summand = torch.tensor([[1e8, 1.0, -1e8][group.device]])
+        cases = [Case(Partial((0, 1, 2)), OnOne(owner), (1,)) for owner in range(3)]
+        cases.append(Case(Partial((0, 1, 2)), Split(0, (0, 1, 0)), (1,)))
+        cases.append(Case(Partial((0, 1, 2)), Replicated((0, 1, 2)), (1,), "star"))
+        return [run_move(group, case.schedule, summand, case.src, case.dst, case.shape) for case in cases]
+
+    first, second, third = run_on_threads(3, work, LIMIT_S)
+    found = [first[0], second[1], third[2], second[3], first[4], second[4], third[4]]
+    assert [piece.tolist() for piece in found] == [[0.0]] * len(found)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_need_not_arrive_is_a_view() -> None:
+    """Where a device has what it needs already, nothing is copied; a sum never works in the memory of a summand."""
+    views = [
+        Case(Replicated((0, 1)), Split(0, (4, 6)), (10, 6)),
+        Case(Replicated((0, 1)), Split(1, (3, 3)), (10, 6)),
+        Case(Replicated((0, 1)), OnOne(0), (10, 6)),
+        Case(OnOne(0), Replicated((0, 1)), (10, 6)),
+        Case(Split(0, (10, 0)), Split(0, (4, 6)), (10, 6)),
+        Case(Partial((0,)), Replicated((0, 1)), (10, 6)),
+        Case(Partial((0, 1)), Partial((1, 0)), (10, 6)),
+        Case(Replicated((0, 1)), Replicated((0, 1)), (10, 6)),
+    ]
+    copies = [
+        Case(Partial((0, 1)), Replicated((0, 1)), (10, 6)),
+        Case(Partial((0, 1)), OnOne(0), (10, 6)),
+        Case(Split(0, (5, 5)), Replicated((0, 1)), (10, 6)),
+    ]
+
+    def shares_memory(group: Group) -> list[bool]:
+        result = []
+        for case in views + copies:
+            piece = own_piece(group, case.src, integers(case.shape, seed=3), np.random.default_rng(4))
+            moved = run_move(group, case.schedule, piece, case.src, case.dst, case.shape)
+            result.append(moved.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr())
+        return result
+
+    of_first, _ = run_on_threads(2, shares_memory, LIMIT_S)
+    assert of_first == [True] * len(views) + [False] * len(copies)
+
+
+def test_copies_of_one_number_may_be_expanded() -> None:
+    """A gradient of a mean is one number, expanded: all its entries share one place in memory."""
+    shape = (6, 4)
+
+    def work(group: Group) -> list[Tensor]:
+        piece = torch.tensor(float(group.device + 1)).expand(shape)
+        cases = [Case(Partial((0, 1)), Replicated((0, 1)), shape, reduce) for reduce in REDUCES]
+        cases.append(Case(Partial((0, 1)), Split(0, (2, 4)), shape))
+        return [run_move(group, case.schedule, piece, case.src, case.dst, shape) for case in cases]
+
+    for device, results in enumerate(run_on_threads(2, work, LIMIT_S)):
+        for result in results[:-1]:
+            assert torch.equal(result, torch.full(shape, 3.0))
+        assert torch.equal(results[-1], torch.full(((2, 4)[device], 4), 3.0))
+
+
+# --- rounds on a buffer of one's own ---------------------------------------------------------------------------------
+
+
+def test_run_rounds_works_in_place() -> None:
+    """Gradients are summed where they lie: the buffer itself holds the sum afterwards."""
+
+    def work(group: Group) -> tuple[Tensor, bool]:
+        flat = torch.arange(10, dtype=torch.float64) * 10**group.device
+        where = flat.data_ptr()
+        run_rounds(group, redistribute.schedule(Partial((0, 1, 2)), Replicated((0, 1, 2)), (10,), "ring"), flat)
+        return flat, flat.data_ptr() == where
+
+    for flat, stayed in run_on_threads(3, work, LIMIT_S):
+        assert torch.equal(flat, torch.arange(10, dtype=torch.float64) * 111)
+        assert stayed
+
+
+@pytest.mark.parametrize("reduce", ["ring", "butterfly", "direct", "star"])
+@pytest.mark.parametrize("n", [2, 3, 10, 31])
+def test_a_sum_in_segments(reduce: Reduce, n: int) -> None:
+    """Two rounds are under way at a time, and each lands in memory of its own: sums may not mix."""
+    devices, landing = (0, 1, 2), [Landing() for _ in range(3)]
+
+    def work(group: Group) -> list[Tensor]:
+        sums = []
+        for lane in (0, 1, 1):  # and again, in the memory of the time before
+            flat = torch.arange(n, dtype=torch.float64) * 10**group.device
+            run_rounds(
+                group, redistribute.sum_in_segments(devices, n, reduce, 2), flat, lane, landing=landing[group.device]
+            )
+            sums.append(flat)
+        return sums
+
+    for sums in run_on_threads(3, work, LIMIT_S):
+        assert all(torch.equal(flat, torch.arange(n, dtype=torch.float64) * 111) for flat in sums)
+
+
+class _Watched(CountedGroup):
+    """Sends nothing; remembers the memory that messages under way land in."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2, torch.device("cpu"), LIMIT_S)
+        self.open: set[int] = set()
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:  # noqa: ARG002
+        where = {message.tensor.data_ptr() for message in receives}
+        assert not where & self.open, "two messages under way land in the same memory"
+        self.open |= where
+        return _Landed(self.open, where)
+
+    def agree(self, topic: str, text: str) -> tuple[str, ...]:
+        return text, topic
+
+    def close(self, error: BaseException | None = None) -> None:
+        pass
+
+
+@dataclass
+class _Landed:
+    open: set[int]
+    where: set[int]
+
+    def wait(self) -> None:
+        self.open -= self.where
+
+
+def test_segments_under_way_land_in_memory_of_their_own() -> None:
+    group, landing = _Watched(), Landing()
+    run_rounds(group, redistribute.sum_in_segments((0, 1), 8, "ring", 2), torch.zeros(8), landing=landing)
+    assert group.open == set()
+
+
+def test_segments_by_hand() -> None:
+    """A ring of two sums 0:3, another 3:6; of each in turns one round. The bytes are those of one ring."""
+    halves = [redistribute.schedule(Partial((0, 1)), Replicated((0, 1)), (3,), "ring") for _ in range(2)]
+    plan = redistribute.sum_in_segments((0, 1), 6, "ring", 2)
+    spans = [[(t.sender, t.receiver, *t.box[0], t.adds) for t in transfers] for transfers in plan.rounds]
+    first, second = ([[(t.sender, t.receiver, *t.box[0], t.adds) for t in r] for r in half.rounds] for half in halves)
+    shifted = [[(a, b, start + 3, stop + 3, adds) for a, b, start, stop, adds in r] for r in second]
+    assert spans == [first[0], shifted[0], first[1], shifted[1]]
+    assert plan.window == 2
+    whole = redistribute.schedule(Partial((0, 1)), Replicated((0, 1)), (6,), "ring")
+    assert redistribute.traffic(plan, 4) == redistribute.traffic(whole, 4)
+
+
+def test_mixing_stages_on_a_group_of_four_and_of_three() -> None:
+    """Stage by stage the partner's numbers are added; two stages make the whole sum of four devices, not of three."""
+
+    def work(group: Group) -> list[float]:
+        flat = torch.tensor([10.0**group.device])
+        heard = []
+        for stage in range(2):
+            run_rounds(group, redistribute.mixing(tuple(range(group.devices)), 1, stage), flat)
+            heard.append(float(flat))
+        return heard
+
+    assert run_on_threads(4, work, LIMIT_S) == [[11, 1111], [11, 1111], [1100, 1111], [1100, 1111]]
+    assert run_on_threads(3, work, LIMIT_S) == [[11, 111], [11, 11], [100, 111]]

@@ -1,0 +1,109 @@
+"""Predicted memory beside what training steps really take: the most that the tensors of a process hold at once.
+
+The resident memory of a process would count the interpreter, torch's own pages and what the allocator keeps for later. So
+what is counted is every storage that an operation gives, while it lives; workspaces within an operation are not seen.
+"""
+
+import gc
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from convoy.api import distribute
+from convoy.comm.group import Group
+from convoy.cost.memory import memory_of
+from convoy.model.graph import Graph
+from convoy.model.tracing import trace
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds, named_plan
+from convoy.sharding.comm_dtype import Wire
+from convoy.sharding.layout import box
+from tests.support.processes import on_processes
+
+BATCH = 32
+TOLERANCE = 0.15
+
+
+def net() -> nn.Module:
+    """12.7 MB of weights, most of them in a Linear; at a batch of 32 activations of 14.7 MB."""
+    return nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Flatten(), nn.Linear(64 * 64, 768), nn.ReLU(), nn.Linear(768, 10)),
+    )
+
+
+def planned(name: str, devices: int, wire: Wire) -> tuple[Plan, Graph]:
+    graph = trace(net(), torch.zeros(2, 3, 32, 32)).graph
+    return replace(named_plan(name, graph, BATCH, Speeds((2.0, 1.0)[:devices])), wire=wire), graph
+
+
+def peak_bytes(group: Group, name: str, wire: Wire) -> int:
+    """Weights, momentum, and the most that the tensors of two steps take at once, gradients among them."""
+    plan, _ = planned(name, group.devices, wire)
+    part = distribute(net(), plan, group, torch.zeros(2, 3, 32, 32))
+    (layout,) = part.input_layouts(BATCH)
+    here = box(layout, group.device, (BATCH, 3, 32, 32))
+    assert here is not None
+    x = torch.randn(tuple(stop - start for start, stop in here))
+    y = torch.arange(BATCH) % 10
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9)
+
+    def step() -> None:
+        gc.collect()  # otherwise it is chance when what lies in cycles is freed
+        loss = nn.functional.cross_entropy(part(x, batch=BATCH), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    step()  # the momentum comes with the first
+    with Living() as living:
+        living.note([*part.parameters(), x, *(v for state in optimizer.state.values() for v in state.values())])
+        step()
+        step()
+    return living.peak_bytes
+
+
+class Living(TorchDispatchMode):
+    """Bytes of the storages that operations gave and that still live, after each operation; and the peak of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[StorageWeakRef, int] = {}
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.note(tree_leaves(result))
+        return result
+
+    def note(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                self.sizes[StorageWeakRef(storage)] = storage.nbytes()
+        self.sizes = {ref: size for ref, size in self.sizes.items() if not ref.expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(self.sizes.values()))
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "wire"),
+    [
+        ("data", 1, "exact"), ("data", 2, "exact"), ("hybrid", 2, "exact"), ("model", 2, "exact"),
+        ("hybrid", 2, "inexact-bf16"),
+    ],
+)  # fmt: skip
+def test_the_peak_of_a_training_step_is_as_predicted(name: str, devices: int, wire: Wire) -> None:
+    plan, graph = planned(name, devices, wire)
+    expected = [each.total_bytes for each in memory_of(plan, graph)]
+    found = on_processes(devices, "tests.runtime.test_memory_peak:peak_bytes", name, wire)
+    print(name, wire, [f"{a / 1e6:.1f} MB, {b / a - 1:+.1%}" for a, b in zip(found, expected, strict=True)])
+    for measured, predicted in zip(found, expected, strict=True):
+        assert predicted == pytest.approx(measured, rel=TOLERANCE)

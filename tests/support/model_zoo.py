@@ -1,0 +1,192 @@
+"""Models people use, as torchvision and timm give them, small images for each, and what a training of them leaves."""
+
+import copy
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import convoy.runtime.module
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
+from convoy.model.nets import build_net
+from convoy.model.tracing import Traced
+from convoy.plan.plan import Plan
+from convoy.runtime.module import Distributed
+from tests.support.odd_nets import Thinking, UNet
+from tests.support.one_device import one_trace, part
+from tests.support.plain_nets import CLASSES
+
+BATCH = 6
+SIZES = (6, 5, 6)
+"""Samples of the batches of a training. With fewer samples of one pixel, batch norm magnifies rounding too much to compare."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model of the zoo: how it is built, and the side of images that it can take."""
+
+    build: Callable[[], nn.Module]
+    side: int = 32
+
+
+def _named(text: str, side: int = 32) -> Entry:
+    return Entry(lambda: build_net(text, (3, side, side), CLASSES), side)
+
+
+def _narrow_vgg() -> nn.Module:
+    """With 64 features in the classifier: its 4096 would fill 19 GB, four devices in one process. AlexNet has them too."""
+    model = build_net("torchvision:vgg16_bn", (3, 32, 32), CLASSES)
+    model.classifier[0], model.classifier[3] = nn.Linear(512 * 7 * 7, 64), nn.Linear(64, 64)
+    model.classifier[6] = nn.Linear(64, CLASSES)
+    return model
+
+
+ZOO: dict[str, Entry] = {
+    "resnet18": _named("torchvision:resnet18"),
+    "resnet50": _named("torchvision:resnet50"),
+    "vgg16_bn": Entry(_narrow_vgg),
+    "alexnet": _named("torchvision:alexnet", 64),
+    "mobilenet_v2": _named("torchvision:mobilenet_v2", 64),
+    "mobilenet_v3_small": _named("torchvision:mobilenet_v3_small"),
+    "densenet121": _named("torchvision:densenet121", 64),
+    "googlenet": _named("torchvision:googlenet"),
+    "efficientnet_b0": _named("torchvision:efficientnet_b0", 64),
+    "shufflenet_v2_x1_0": _named("torchvision:shufflenet_v2_x1_0", 64),
+    "convnext_tiny": _named("torchvision:convnext_tiny"),
+    "timm convnext_tiny": _named("timm:convnext_tiny"),
+    "unet": Entry(UNet, 16),
+    "thinking": Entry(Thinking, 8),
+}
+
+_LIBRARIES: list[Any] = []
+
+
+def make_importable() -> None:
+    """torchvision from the registry has kernels for another build of torch than the CPU's, and misses two operators.
+
+    Only the tests define them, empty: no model here calls them. Where the builds match, nothing is missing.
+    """
+    if "torchvision" in sys.modules:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # image files cannot be read, for the same reason
+        try:
+            importlib.import_module("torchvision")
+        except RuntimeError as error:
+            if "torchvision::nms" not in str(error):
+                raise
+            for name in [n for n in sys.modules if n.partition(".")[0] == "torchvision"]:
+                del sys.modules[name]
+            _LIBRARIES.append(library := torch.library.Library("torchvision", "FRAGMENT"))
+            for operator in ("nms", "qnms"):
+                library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            importlib.import_module("torchvision")
+
+
+def build(name: str) -> nn.Module:
+    """A model in float64 that draws no random numbers: dropout and stochastic depth are the exception to parity.
+
+    The residual branches of ResNet-50 start small (Goyal et al. 2017 start them at zero): else its batch norms turn 1e-15 in
+    the images into 1e-9 in the statistics of a few samples, on one device as well.
+    """
+    make_importable()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = ZOO[name].build().double()
+    for module in model.modules():
+        if "Dropout" in type(module).__name__ or type(module).__name__ == "StochasticDepth":
+            module.p = 0.0
+    for key, parameter in model.named_parameters():
+        if key.endswith("bn3.weight"):
+            nn.init.constant_(parameter, 0.2)
+    return model
+
+
+def traced(name: str, model: nn.Module) -> Traced:
+    """A model is traced once for all tests."""
+    with one_trace("zoo", name):
+        return convoy.runtime.module.trace(model, batches(name, model)[0][0][:2])
+
+
+def batches(name: str, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Images, and a label of each; of each pixel, where the model answers for pixels."""
+    side = ZOO[name].side
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(11)
+        labelled = (side, side) if isinstance(model, UNet) else ()
+        return [
+            (torch.randn(n, 3, side, side, dtype=torch.float64), torch.randint(0, CLASSES, (n, *labelled)))
+            for n in SIZES
+        ]
+
+
+def loss_of(outputs: Any, y: Tensor) -> Tensor:
+    """Cross entropy; auxiliary classifiers count 0.3, as in Szegedy et al. 2015, section 5."""
+    if isinstance(outputs, Tensor):
+        return F.cross_entropy(outputs, y)
+    main, *others = (F.cross_entropy(each, y) for each in outputs)
+    return main + 0.3 * sum(others)
+
+
+@dataclass
+class Left:
+    """What a training left: the loss of each step, all weights and buffers, outputs in evaluation."""
+
+    losses: Tensor
+    weights: dict[str, Tensor]
+    evaluated: Tensor
+
+
+def _train(
+    model: nn.Module,
+    given: Sequence[tuple[Tensor, Tensor]],
+    forward: Callable[[Tensor], Any],
+    weights: Callable[[], dict[str, Tensor]],
+) -> Left:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    losses = []
+    for x, y in given:
+        optimizer.zero_grad()
+        loss = loss_of(forward(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    model.eval()
+    with torch.no_grad():
+        return Left(torch.stack(losses), weights(), forward(given[0][0]))
+
+
+def on_one(model: nn.Module, given: Sequence[tuple[Tensor, Tensor]]) -> Left:
+    """The reference: plain PyTorch, nothing of Convoy."""
+    reference = copy.deepcopy(model)
+    return _train(reference, given, reference, reference.state_dict)
+
+
+def on_many(name: str, model: nn.Module, plan: Plan) -> list[float]:
+    """The same training on the devices of a plan, on threads: by how much each differs from one device."""
+    given = batches(name, model)
+    expected = on_one(model, given)
+
+    def work(group: Group) -> float:
+        here = Distributed(model, plan, group, given[0][0][:2])
+        found = _train(here, given, lambda x: here(part(here, x), batch=len(x)), here.full_state_dict)
+        return difference(found, expected)
+
+    with one_trace("zoo", name):
+        return run_on_threads(plan.devices, work, timeout_s=100)
+
+
+def difference(found: Left, expected: Left) -> float:
+    """The largest difference, relative to one or to the size of the number. NaN counts as infinite."""
+    assert found.weights.keys() == expected.weights.keys()
+    pairs = [(found.weights[key], weight) for key, weight in expected.weights.items()]
+    pairs += [(found.losses, expected.losses), (found.evaluated, expected.evaluated)]
+    apart = ((a - b).abs() / b.abs().clamp(min=1.0) for a, b in pairs)
+    return max(float(each.double().nan_to_num(nan=float("inf")).max()) for each in apart)

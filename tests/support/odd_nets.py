@@ -1,0 +1,370 @@
+"""Nets with something that a distributed run could get wrong, and sometimes did."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.plain_nets import CLASSES, TwoConv
+
+
+class Frozen(nn.Module):
+    """Parameters without a gradient: a whole layer in front, a bias in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = TwoConv()
+        self.net.conv1.requires_grad_(False)
+        self.net.fc.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class Auxiliary(nn.Module):
+    """Two outputs, the second of which the loss does not read; and a parameter that no layer reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 6, 3, padding=1)
+        self.conv2 = nn.Conv2d(6, 4, 3, padding=1)
+        self.fc = nn.Linear(4 * 16, CLASSES)
+        self.aux = nn.Linear(6 * 16, CLASSES)
+        self.nobody = nn.Parameter(torch.ones(2, 3))
+        self.register_buffer("unread", torch.arange(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        return self.fc(self.conv2(x).flatten(1)), self.aux(x.flatten(1))
+
+
+class Bare(nn.Module):
+    """Parameters without a module, on channels that may be split; two that are added before anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 6, 3, padding=1)
+        self.conv2 = nn.Conv2d(6, 6, 3, padding=1)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
+        self.shift_a = nn.Parameter(torch.linspace(-0.5, 0.5, 6).view(6, 1, 1))
+        self.shift_b = nn.Parameter(torch.linspace(0.3, -0.3, 6).view(6, 1, 1))
+        self.fc = nn.Linear(6, CLASSES)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("mean", torch.tensor([0.1, -0.2, 0.3]).view(1, 3, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.conv1(x - self.mean) * self.scale.view(1, -1, 1, 1))
+        x = (self.shift_a + self.shift_b) + self.conv2(x)
+        return self.fc(F.gelu(x).mean(dim=(2, 3))) / self.temperature
+
+
+class Tied(nn.Module):
+    """A convolution and a batch norm called twice, and two Linears with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.again = nn.Conv2d(4, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.fc1 = nn.Linear(4, 4)
+        self.fc2 = nn.Linear(4, 4)
+        self.fc2.weight = self.fc1.weight
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.stem(x)))
+        x = F.relu(self.norm(self.again(x)))
+        x = F.relu(self.again(x)).mean((2, 3))
+        return self.head(torch.tanh(self.fc2(torch.tanh(self.fc1(x)))))
+
+
+class InPlace(nn.Module):
+    """Values that are overwritten and read again under their old names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 6, 3, padding=1)
+        self.conv2 = nn.Conv2d(6, 6, 3, padding=1)
+        self.conv3 = nn.Conv2d(6, 6, 3, padding=1)
+        self.relu = nn.ReLU(inplace=True)
+        self.fc = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.conv1(x)
+        b = self.conv2(self.relu(a))
+        b += a  # a is what the ReLU left
+        c = self.conv3(b)
+        c.mul_(0.5)
+        d = F.relu(c.sub_(0.1), True)
+        return self.fc((c * 0.5 + d).mean((2, 3)))  # c and d are one tensor
+
+
+class Dropouts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.drop2d = nn.Dropout2d(0.25)
+        self.fc1 = nn.Linear(6 * 16, 8)
+        self.drop = nn.Dropout(0.5)
+        self.fc2 = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop2d(F.max_pool2d(F.relu(self.conv(x)), 2)).flatten(1)
+        x = F.dropout(F.relu(self.fc1(x)), 0.1, self.training)
+        return self.fc2(self.drop(x))
+
+
+class PerSample(nn.Module):
+    """Its forward looks at the numbers of each sample, so torch.fx cannot see inside; some parameters go unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bright = nn.Conv2d(6, 6, 1)
+        self.dark = nn.Conv2d(6, 6, 1)
+        self.never = nn.Conv2d(6, 6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = []
+        for sample in x:
+            if float(sample.detach().sum()) > 1e9:
+                rows.append(self.never(sample))
+            else:
+                rows.append(self.bright(sample) if float(sample.detach().sum()) > 0 else self.dark(sample))
+        return torch.stack(rows)
+
+
+class OpaquePerSample(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.inner = PerSample()
+        self.fc = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(F.relu(self.inner(self.conv(x))).mean((2, 3)))
+
+
+class OpaqueWhole(nn.Module):
+    """torch.fx cannot trace its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.fc = nn.Linear(6, CLASSES)
+        self.fc_dark = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.conv(x)).mean((2, 3))
+        rows = [self.fc(v) if float(v.detach().sum()) > 1.0 else self.fc_dark(v) for v in x]
+        return torch.stack(rows)
+
+
+class Centre(nn.Module):
+    """Subtracts the mean of the batch in a way that torch.fx cannot see through; only in training if asked to."""
+
+    def __init__(self, only_training: bool = False) -> None:
+        super().__init__()
+        self.only_training = only_training
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 6).view(6, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float(x.detach().abs().sum()) < 0 or (self.only_training and not self.training):
+            return x * self.weight
+        return (x - x.mean(0, keepdim=True)) * self.weight
+
+
+class DependentSamples(nn.Module):
+    def __init__(self, only_training: bool = False) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 6, 3, padding=1)
+        self.centre = Centre(only_training)
+        self.conv2 = nn.Conv2d(6, 4, 3, padding=1)
+        self.fc = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.centre(self.conv1(x))
+        return self.fc(F.relu(self.conv2(x)).mean((2, 3)))
+
+
+class Average(nn.Module):
+    """A running average of its input, noted in a buffer and used: the batch leaves a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(6, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and bool(x.detach().isfinite().all()):
+            self.average.mul_(0.9).add_(0.1 * x.detach().mean((0, 2, 3)).view(6, 1, 1))
+        return x - self.average
+
+
+class Noting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.average = Average()
+        self.fc = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(F.relu(self.average(self.conv(x))).mean((2, 3)))
+
+
+class OwnNorm(nn.BatchNorm2d):
+    """A batch norm with an activation inside: no rule may take it for an ordinary one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(super().forward(x)) + 0.1
+
+
+class OwnNorms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.norm = OwnNorm(6)
+        self.fc = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.norm(self.conv(x)).mean((2, 3)))
+
+
+class Sizes(nn.Module):
+    """Numbers taken from shapes, the size of the batch among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.fc1 = nn.Linear(6 * 16, 8)
+        self.fc2 = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv(x)), 2)
+        x = x.view(x.size(0), x.size(1) * x.size(2) * x.size(3)) * 7
+        x = F.relu(self.fc1(x / x.size(0)))
+        return self.fc2(x) + x.new_zeros(x.size(0), CLASSES)
+
+
+class HalfBatch(nn.Module):
+    """A number that follows the batch, but not in proportion."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.fc = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(F.relu(self.conv(x)).mean((2, 3)) * (x.size(0) // 2))
+
+
+class NoGradient(nn.Module):
+    """Branches that pass no gradient: detached, under no_grad, and a mask of truth values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 6, 3, padding=1)
+        self.conv2 = nn.Conv2d(6, 6, 3, padding=1)
+        self.watched = nn.Conv2d(3, 6, 3, padding=1)
+        self.probe = nn.Linear(6, CLASSES)
+        self.fc = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(x)
+        h = h * (h > 0).to(h.dtype)
+        with torch.no_grad():
+            teacher = self.conv2(torch.sigmoid(h))
+        y = self.conv2(h) + teacher
+        seen = self.watched(x).detach().mean((2, 3))
+        return self.fc(y.mean((2, 3))) + self.probe(seen) + self.fc(h.mean((2, 3))).detach()
+
+
+class Negative(torch.autograd.Function):
+    """The gradient reversal of domain adaptation."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:  # noqa: ARG004
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: object, g: Tensor) -> Tensor:  # noqa: ARG004
+        return -g
+
+
+class OwnBackward(nn.Module):
+    """A backward of its own: torch.fx sees only what its forward computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.fc = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(Negative.apply(F.relu(self.conv(x))).mean((2, 3)))
+
+
+def _halved(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+    return output / 2
+
+
+class Hooked(nn.Module):
+    """Code that hangs on a layer from outside, and a weight computed from others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 6, 3, padding=1)
+        self.conv1.register_forward_hook(_halved)
+        self.conv2 = torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 4, 3, padding=1))
+        self.fc = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(F.relu(self.conv2(self.conv1(x))).mean((2, 3)))
+
+
+def _twice(channels_in: int, channels: int) -> nn.Sequential:
+    """Two 3x3 convolutions, each with batch norm and ReLU."""
+    return nn.Sequential(
+        *(nn.Conv2d(channels_in, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(inplace=True)),
+        *(nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU(inplace=True)),
+    )
+
+
+class UNet(nn.Module):
+    """Ronneberger et al. 2015, small: down by pooling, up by transposed convolutions, skips, a class for every pixel."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.down1, self.down2 = _twice(3, width), _twice(width, 2 * width)
+        self.bottom = _twice(2 * width, 4 * width)
+        self.up2, self.join2 = nn.ConvTranspose2d(4 * width, 2 * width, 2, stride=2), _twice(4 * width, 2 * width)
+        self.up1, self.join1 = nn.ConvTranspose2d(2 * width, width, 2, stride=2), _twice(2 * width, width)
+        self.pool = nn.MaxPool2d(2)
+        self.head = nn.Conv2d(width, CLASSES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.down1(x)
+        b = self.down2(self.pool(a))
+        c = self.bottom(self.pool(b))
+        b = self.join2(torch.cat([b, self.up2(c)], dim=1))
+        a = self.join1(torch.cat([a, self.up1(b)], dim=1))
+        return self.head(a)
+
+
+class Thinking(nn.Module):
+    """Python decides how long it thinks about each sample: once more while the answer is not clear, five times at most."""
+
+    def __init__(self, width: int = 8, clear: float = 0.3) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, stride=2, padding=1)
+        self.think = nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.GroupNorm(2, width), nn.ReLU())
+        self.head = nn.Linear(width, CLASSES)
+        self.clear = clear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.answer(sample)[0] for sample in x.split(1)])
+
+    def answer(self, x: Tensor) -> tuple[Tensor, int]:
+        """For one sample, and how often it thought."""
+        y, thoughts = self.stem(x), 0
+        answer = self.head(y.mean((2, 3)))
+        while thoughts < 5 and float(answer.detach().softmax(1).max()) < self.clear:
+            y, thoughts = y + self.think(y), thoughts + 1
+            answer = self.head(y.mean((2, 3)))
+        return answer, thoughts

@@ -1,0 +1,154 @@
+"""Hosts with ssh servers of their own on one machine: network namespaces, an sshd in each, and a client that knows them."""
+
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from convoy.emulate import namespaces
+from convoy.emulate.names import RunName
+from tests.support.processes import PLACE
+
+PRIVILEGES = Path("/run/sshd")
+"""sshd locks itself into this empty folder. A service makes it at boot; here there may be none, and it stays for the next."""
+
+
+def why_not() -> str:
+    """Why there can be no such hosts on this machine; nothing if there can."""
+    if platform.system() != "Linux" or os.geteuid() != 0:
+        return "needs Linux and root"
+    missing = [name for name in ("ip", "sshd", "ssh", "ssh-keygen") if shutil.which(name) is None]
+    return f"needs {', '.join(missing)}" if missing else ""
+
+
+@dataclass(frozen=True)
+class Lab:
+    """The hosts, by name.
+
+    Attributes:
+        folder: keys, configurations, and what a test puts there.
+        servers: process id of each host's ssh server.
+    """
+
+    folder: Path
+    wiring: namespaces.Wiring
+    servers: dict[str, int]
+
+    @contextmanager
+    def on(self, host: str, command: Sequence[str], ssh: str = "client") -> Iterator["subprocess.Popen[str]"]:
+        """A command that runs on a host, in a session of its own. `ssh` is the configuration of its ssh."""
+        environment = {name: value for name, value in os.environ.items() if name not in (*PLACE, "COLUMNS")}
+        environment |= {"CONVOY_SSH": f"ssh -F {self.folder / ssh}", "PYTHONWARNINGS": "error"}
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.wiring.port(host).namespace, *command],
+            cwd=self.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+
+    def run(
+        self, host: str, command: Sequence[str], ssh: str = "client", limit_s: float = 60.0
+    ) -> tuple[int, str, str]:
+        """Run a command on a host to its end: status, output, errors."""
+        with self.on(host, command, ssh) as process:
+            output, errors = process.communicate(timeout=limit_s)
+        return process.returncode, output, errors
+
+    def at_work(self) -> dict[int, str]:
+        """Processes on the hosts beside their ssh servers (those wait long for a client that is gone without a sign)."""
+        found = {}
+        for port in self.wiring.ports:
+            listed = subprocess.check_output(["ip", "netns", "pids", port.namespace], text=True)
+            for pid in set(map(int, listed.split())) - set(self.servers.values()):
+                with suppress(OSError):
+                    found[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+        return {pid: command for pid, command in found.items() if not command.startswith("sshd: ")}
+
+    @contextmanager
+    def cable_pulled(self, host: str) -> Iterator[None]:
+        """Nothing comes to the host or from it, and nobody is told."""
+        card = ["ip", "-netns", self.wiring.switch, "link", "set", self.wiring.port(host).plug]
+        subprocess.check_call([*card, "down"])
+        try:
+            yield
+        finally:
+            subprocess.check_call([*card, "up"])
+
+
+@contextmanager
+def lab(folder: Path, hosts: Sequence[str]) -> Iterator[Lab]:
+    """The hosts, for as long as the context lasts."""
+    wiring = namespaces.wire(RunName.mine(), hosts)
+    for name in ("key", "stranger", *(f"host_key-{host}" for host in hosts)):
+        subprocess.check_call(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(folder / name)])
+    (folder / "authorized_keys").write_text((folder / "key.pub").read_text())
+    keys = {port.address: (folder / f"host_key-{port.host}.pub").read_text() for port in wiring.ports}
+    (folder / "known").write_text("".join(f"{address} {key}" for address, key in keys.items()))
+    (folder / "changed").write_text("".join(f"{address} {(folder / 'stranger.pub').read_text()}" for address in keys))
+    (folder / "unknown").write_text("")
+    for name, key, hosts_file in (
+        ("client", "key", "known"),
+        ("wrong-key", "stranger", "known"),
+        ("unknown-host", "key", "unknown"),
+        ("changed-host", "key", "changed"),
+    ):
+        lines = [f"IdentityFile {folder / key}", "IdentitiesOnly yes", f"UserKnownHostsFile {folder / hosts_file}"]
+        (folder / name).write_text("\n".join(["Host *", *lines, "GlobalKnownHostsFile /dev/null", ""]))
+    with ExitStack() as stack:
+        PRIVILEGES.mkdir(mode=0o755, exist_ok=True)
+        stack.enter_context(namespaces.network(wiring))
+        servers = {port.host: stack.enter_context(_server(folder, port)) for port in wiring.ports}
+        yield Lab(folder, wiring, servers)
+
+
+@contextmanager
+def _server(folder: Path, port: namespaces.Port) -> Iterator[int]:
+    config, log = folder / f"sshd-{port.host}", folder / f"sshd-{port.host}.log"
+    lines = [
+        "Port 22",
+        f"ListenAddress {port.address}",
+        f"HostKey {folder / f'host_key-{port.host}'}",
+        f"AuthorizedKeysFile {folder / 'authorized_keys'}",
+        "PidFile none",
+        "PermitRootLogin yes",
+        "PasswordAuthentication no",
+        "KbdInteractiveAuthentication no",
+        "UsePAM no",
+        "StrictModes no",  # a test's folder may lie below one that others can write to
+    ]
+    config.write_text("\n".join([*lines, ""]))
+    command = ["ip", "netns", "exec", port.namespace, shutil.which("sshd") or "sshd", "-D", "-e", "-f", str(config)]
+    with log.open("w") as output:
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    try:
+        assert eventually(lambda: "Server listening" in log.read_text() or server.poll() is not None)
+        assert server.poll() is None, log.read_text()
+        yield server.pid
+    finally:
+        server.terminate()
+        server.wait(10)
+
+
+def eventually(what: Callable[[], bool], limit_s: float = 30.0) -> bool:
+    """Whether it comes true within the limit, which is far beyond what it takes."""
+    deadline_s = time.monotonic() + limit_s
+    while not what():
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.05)
+    return True

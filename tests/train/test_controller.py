@@ -1,0 +1,329 @@
+"""Rebalancing at work: the loader after a change of shares, and training that rebalances itself.
+
+Seconds are told to the rebalancer by a clock that is made up: nothing here depends on how fast this machine is.
+"""
+
+import io
+import itertools
+import json
+import threading
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import convoy
+from convoy import cli
+from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
+from convoy.app.train import _teller
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
+from convoy.plan.plan import Plan
+from convoy.plan.steps import Compute
+from convoy.plan.strategy import Batch, Channel, Filter, One
+from convoy.report.screen import Screen
+from convoy.runlog.step_timer import Pace
+from convoy.runlog.writer import RunLog
+from convoy.runtime.module import Distributed
+from convoy.runtime.reshard import reshare
+from convoy.sharding.layout import Partial, box, entries
+from convoy.train.controller import Rebalancer
+from convoy.train.loader import Loader
+from convoy.train.loop import EpochResult, Evaluation, History, Training, fit
+from tests.support import nets
+from tests.support.one_device import EXACT, by_name, graph_of, mixed, one_trace
+from tests.support.processes import PLACE
+
+SAMPLES, BATCH, EPOCHS = 67, 20, 9
+SLOWED_AT = 16
+
+
+class Samples(Dataset[tuple[Tensor, int]]):
+    """Random images; the first entry of image i is i."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(8)
+        self.x = torch.randn(SAMPLES, 3, 8, 8, generator=generator, dtype=torch.float64)
+        self.x[:, 0, 0, 0] = torch.arange(SAMPLES)
+        self.y = torch.randint(nets.CLASSES, (SAMPLES,), generator=generator)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.x[index], int(self.y[index])
+
+
+def by_samples(shares: tuple[int, ...]) -> Plan:
+    return Plan("samples", graph_of("two-conv").fingerprint, len(shares), sum(shares), {}, Batch(shares))
+
+
+# ---------------------------------------------------------------------------------------------------------- the loader
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_parts_follow_the_plan_from_the_next_batch_on(workers: int) -> None:
+    """In mid-epoch, with batches that were prepared ahead by the old plan; and no sample is lost or comes twice."""
+    model = nets.build("two-conv")
+    plans = {1: by_samples((2, 0, 18)), 2: replace(by_samples((7, 7, 6)), layers={"conv1": Filter((2, 2, 1))})}
+    whole = [x[:, 0, 0, 0].tolist() for x, _ in Loader(Samples(), BATCH, seed=4)]
+
+    def work(group: Group) -> list[list[float]]:
+        here = Distributed(model, by_samples((10, 6, 4)), group, torch.zeros(2, 3, 8, 8, dtype=torch.float64))
+        # Worker processes are one device's affair here: four threads that fork at once would be a test of their own.
+        loader = Loader(Samples(), BATCH, here, seed=4, workers=workers if group.device == 2 else 0)
+        parts = []
+        for k, (x, y) in enumerate(loader):
+            assert len(y) == len(whole[k])
+            parts.append(x[:, 0, 0, 0].tolist())
+            if k in plans:
+                reshare(here, plans[k])
+        return parts
+
+    with one_trace("two-conv", torch.float64):
+        found = run_on_threads(3, work)
+    cuts = [(0, 10, 16, 20), (0, 10, 16, 20), (0, 2, 2, 20)]
+    for k, edges in enumerate(cuts):
+        for device, (start, stop) in enumerate(itertools.pairwise(edges)):
+            assert found[device][k] == whole[k][start:stop], f"batch {k} on device {device}"
+    assert all(parts[3] == whole[3] for parts in found), "a first layer that is split by filter wants copies"
+    assert all(len(parts) == 4 for parts in found)
+
+
+def test_the_next_epoch_begins_with_the_new_parts() -> None:
+    model = nets.build("two-conv")
+
+    def work(group: Group) -> list[int]:
+        here = Distributed(model, by_samples((10, 10)), group, torch.zeros(2, 3, 8, 8, dtype=torch.float64))
+        loader, sizes = Loader(Samples(), BATCH, here, drop_last=True), []
+        for _ in range(2):
+            for k, (x, _) in enumerate(loader):
+                sizes.append(len(x))
+                if k == 2:
+                    reshare(here, by_samples((5, 15)))
+        return sizes
+
+    with one_trace("two-conv", torch.float64):
+        assert run_on_threads(2, work) == [[10] * 3 + [5] * 3, [10] * 3 + [15] * 3]
+
+
+# ---------------------------------------------------------------------------------------------- training that rebalances
+
+
+@dataclass
+class MadeUp:
+    """A clock whose seconds are told to it."""
+
+    layers_s: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    waits: bool = False
+
+
+class Teller:
+    """After every step, tells the clock how long each layer took: its part of the numbers, over the device's speed."""
+
+    def __init__(self, here: Distributed, speeds: list[float]) -> None:
+        self.here, self.speed, self.steps = here, speeds[here.group.device], 0
+
+    def step(self, epoch: int, loss: float, samples: int) -> None:  # noqa: ARG002
+        for step in self.here.steps(samples).phase("forward"):
+            if isinstance(step, Compute):
+                part = step.parameters.get("weight") and _part(self.here, step)
+                self.here.clock.layers_s[step.layer, "forward"] += 0.25 * (part or 0.0) / self.speed
+                self.here.clock.layers_s[step.layer, "backward"] += 0.75 * (part or 0.0) / self.speed
+        self.steps += 1
+        if self.steps == SLOWED_AT and self.here.group.device == 1:
+            self.speed /= 2
+
+    def on_evaluation(self, result: Evaluation, is_best: bool) -> None:  # noqa: ARG002
+        # An evaluation took its time too; it is no training step.
+        self.here.clock.layers_s["conv1", "forward"] += 1000.0 * (1 + self.here.group.device)
+
+    def epoch(self, epoch: int, result: EpochResult) -> None: ...
+
+
+def _part(here: Distributed, step: Compute) -> float:
+    """The part of a layer's output, or of what it sums over, that a device has: its share of samples or filters."""
+    value = step.reads[0] if isinstance(step.writes.layout, Partial) else step.writes
+    mine = box(value.layout, here.group.device, value.shape)
+    return entries(mine) / torch.Size(value.shape).numel() if mine else 0.0
+
+
+def train(plan: Plan, every: int = 2) -> list[dict[str, Any]]:
+    model = nets.build("two-conv")
+
+    def work(group: Group) -> dict[str, Any]:
+        here = convoy.distribute(model, plan, group, torch.zeros(2, 3, 8, 8, dtype=torch.float64))
+        here.clock = MadeUp()  # type: ignore[assignment] - the executors keep the real one
+        loader, test = Loader(Samples(), BATCH, here), Loader(Samples(), BATCH, here, shuffle=False)
+        optimizer = torch.optim.Adam(here.parameters(), lr=0.003, eps=1e-3)
+        told: list[tuple[int, str]] = []
+        rebalancer = Rebalancer(here, optimizer, tell=lambda step, d: told.append((step, d.reason)), every=every)
+        history = fit(Training(here, optimizer), loader, test, EPOCHS, Teller(here, [4.0, 4.0, 2.0]), rebalancer)
+        assert here.plan == rebalancer.state.plan
+        return {"history": history, "told": told, "plan": here.plan, "weights": here.full_state_dict()}
+
+    with one_trace("two-conv", torch.float64):
+        return run_on_threads(3, work, timeout_s=30)
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[History, dict[str, Tensor]]:
+    """The same training in plain PyTorch."""
+    model = nets.build("two-conv")
+    loader, test = Loader(Samples(), BATCH), Loader(Samples(), BATCH, shuffle=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003, eps=1e-3)
+    return fit(Training(model, optimizer), loader, test, EPOCHS), dict(model.state_dict())
+
+
+def by_filters() -> Plan:
+    layers = {"conv1": Filter((2, 2, 1)), "conv2": Filter((3, 2, 2)), "fc": Channel((12, 8, 8))}
+    return Plan("filters", graph_of("two-conv").fingerprint, 3, BATCH, layers, One(0))
+
+
+@pytest.mark.parametrize("every", [1, 2, 5])
+@pytest.mark.parametrize("kind", ["samples", "filters"])
+def test_training_goes_on_like_on_one_device_and_the_shares_follow(
+    kind: str, every: int, alone: tuple[History, dict[str, Tensor]]
+) -> None:
+    """One device is slow from the start, another one later; a smaller last batch and an evaluation lie between."""
+    results = train(by_samples((8, 6, 6)) if kind == "samples" else by_filters(), every)
+    history, weights = alone
+    for found in results:
+        assert found["told"] == results[0]["told"]
+        assert found["plan"] == results[0]["plan"]
+        for key, value in weights.items():
+            assert torch.allclose(found["weights"][key], value, rtol=0, atol=EXACT), key
+        assert found["history"].losses == pytest.approx(history.losses, abs=EXACT)
+    steps = [step for step, _ in results[0]["told"]]
+    assert steps == sorted(set(steps))
+    assert any(step > SLOWED_AT for step in steps), results[0]["told"]
+    if kind == "samples":
+        assert results[0]["plan"].otherwise == Batch((10, 5, 5))
+        assert steps[0] < SLOWED_AT
+        assert "batch 8/6/6 -> 8/8/4 samples: device 2 took" in results[0]["told"][0][1]
+    else:
+        assert results[0]["plan"].layers["fc"].shares == tuple(4 * n for n in results[0]["plan"].layers["conv2"].shares)
+
+
+def test_one_small_message_to_each_device_every_so_many_steps() -> None:
+    """8 bytes per layer and step, however large the model is."""
+    model = nets.build("two-conv")
+
+    def work(group: Group) -> list[int]:
+        here = convoy.distribute(model, by_samples((4, 4, 2)), group, torch.zeros(2, 3, 8, 8, dtype=torch.float64))
+        rebalancer = Rebalancer(here, every=3)
+        sent = []
+        for batch in (10, 10, 7, 10, 10):
+            group.clear_counters()
+            rebalancer.step(batch)
+            sent.append(sum(group.sent_bytes))
+        assert isinstance(rebalancer.decision, Keep)
+        return sent
+
+    with one_trace("two-conv", torch.float64):
+        for sent in run_on_threads(3, work):
+            assert sent == [0, 0, 0, 2 * 3 * 8 * 8, 0], (
+                "two others, three steps, eight layers; 7 is no batch of the plan"
+            )
+
+
+def test_nobody_waits_for_the_slowest_at_the_end_of_a_step() -> None:
+    """The seconds travel during the next step. They were awaited at once, and every other step all devices were held up until
+    the slowest, and each message's pauses, were through."""
+    model = nets.build("two-conv")
+    first_is_through = threading.Event()
+    seen: dict[int, list[Any]] = {0: [], 1: []}
+
+    def work(group: Group) -> None:
+        here = convoy.distribute(model, by_samples((4, 4)), group, torch.zeros(2, 3, 8, 8, dtype=torch.float64))
+        rebalancer = Rebalancer(here, every=1)
+        if group.device == 1:
+            assert first_is_through.wait(20), "device 0 still waits for this one"
+        rebalancer.step(8)
+        first_is_through.set()
+        for _ in range(4):
+            here.clock.layers_s["conv1", "forward"] += 1.0 + group.device
+            rebalancer.step(8)
+        seen[group.device] = [rates for watch in rebalancer.state.watches for rates in watch.rates]
+
+    with one_trace("two-conv", torch.float64):
+        run_on_threads(2, work, timeout_s=30)
+    assert seen[0] == seen[1]
+    assert seen[0] == [(0.25, 0.5)], "the first was not timed, two more are not looked at, and the last still travels"
+
+
+@pytest.mark.parametrize("plan", ["one", "single"])
+def test_where_there_is_nothing_to_share_nothing_is_exchanged(plan: str) -> None:
+    model = nets.build("two-conv")
+    devices = 2 if plan == "one" else 1
+    made = Plan(plan, graph_of("two-conv").fingerprint, devices, 4, {}, One(0) if plan == "one" else Batch((4,)))
+
+    def work(group: Group) -> bool:
+        here = convoy.distribute(model, made, group, torch.zeros(2, 3, 8, 8, dtype=torch.float64))
+        rebalancer = Rebalancer(here, every=1)
+        group.clear_counters()
+        for _ in range(3):
+            rebalancer.step(4)
+        return sum(group.sent_bytes) == 0 and not isinstance(rebalancer.decision, Reshare)
+
+    with one_trace("two-conv", torch.float64):
+        assert run_on_threads(devices, work) == [True] * devices
+
+
+def test_it_starts_with_any_plan() -> None:
+    for net, plan in (("resnet", mixed("resnet")), ("mobile", by_name("model", "mobile"))):
+        model = nets.build(net)
+
+        def work(group: Group, model: Any = model, plan: Plan = plan) -> int:
+            here = convoy.distribute(model, plan, group, torch.zeros(2, *nets.shape_of(model), dtype=torch.float64))
+            return len(Rebalancer(here).state.bonds)
+
+        with one_trace(net, torch.float64):
+            counts = run_on_threads(4, work)
+        assert counts == [counts[0]] * 4
+        assert counts[0] > 2
+
+
+# ----------------------------------------------------------------------------------------------------------- the command
+
+
+def test_what_was_done_and_why_stands_on_the_screen_and_in_the_log(tmp_path: Path) -> None:
+    state = Balancer.start(by_samples((10, 10)), graph_of("two-conv"))
+    decision: Decision = Keep("nothing yet")
+    while not isinstance(decision, Reshare):
+        state, decision = observe(state, {"conv1": [0.3, 0.1]})
+    screen = Screen(visible=True, console=Console(file=io.StringIO(), width=200))
+    with RunLog(tmp_path / "run.jsonl") as log:
+        pace, predicted = Pace(20), []
+        tell = _teller(screen, pace, log, lambda plan, _: predicted.append(plan))
+        tell(37, decision)
+        tell(38, Keep("the trial has ended as it began"))
+        tell(39, Reshare(by_samples((4, 16)), (), "another plan"))
+        assert predicted == [by_samples((4, 16))], "other shares are no plan of their own"
+        _teller(screen, pace, None, lambda *_: pytest.fail("no log to predict for"))(40, decision)
+    words = "batch 10/10 -> 5/15 samples: device 0 took 2x the balanced time; predicted compute 0.3 s -> 0.15 s"
+    assert isinstance(screen.console.file, io.StringIO)
+    others = "  step 38: the trial has ended as it began\n  step 39: another plan\n"
+    assert screen.console.file.getvalue() == f"  step 37: {words}\n{others}  step 40: {words}\n"
+    row, another = (json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines())
+    assert (another["step"], another["reason"]) == (39, "another plan")
+    assert (row["what"], row["step"], row["reason"]) == ("reshare", 37, words)
+    assert Plan.from_json(json.dumps(row["plan"])) == decision.plan
+
+
+def test_the_command_takes_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*PLACE, "CONVOY_DEVICE"):
+        monkeypatch.delenv(name, raising=False)
+    log = tmp_path / "run.jsonl"
+    options = ["--net", "two-conv:2:2", "--limit", "20", "--batch", "10", "--speeds", "1", "--log", str(log)]
+    monkeypatch.setattr("sys.argv", ["convoy", "train", *options, "--rebalance"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code in (0, None)
+    assert json.loads(log.read_text().splitlines()[0])["options"]["rebalance"] is True

@@ -1,0 +1,145 @@
+"""Augmented images on fleets: the same sample gets the same picture, whoever loads it, with whom, and when."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import convoy
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
+from convoy.data import Images, Samples, load
+from convoy.data.augment import Augment, read_augment
+from convoy.model.tracing import trace
+from convoy.plan.presets import Speeds, named_plan
+from convoy.train.loader import Loader
+from tests.support.data_files import plain_image, write_images
+from tests.support.loader_data import Plain
+
+SHAPE, SAMPLES, BATCH, SEED = (3, 8, 8), 22, 6, 5
+STEPS = "crop,flip,resized-crop,jitter,cutout,erase"
+
+Pictures = dict[tuple[int, int], Tensor]
+"""By epoch and label; every sample has a label of its own."""
+
+
+@pytest.fixture(scope="module")
+def images() -> Images:
+    x_NCHW = torch.randint(0, 256, (SAMPLES, *SHAPE), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    return Images(x_NCHW, torch.arange(SAMPLES), SAMPLES, (0.5,) * 3, (0.3,) * 3)
+
+
+@pytest.fixture(scope="module")
+def augment(images: Images) -> Augment:
+    return read_augment(STEPS, images.mean, images.std)
+
+
+@pytest.fixture(scope="module")
+def expected(images: Images, augment: Augment) -> Pictures:
+    """Two epochs on one device, sample by sample."""
+    return {
+        (epoch, i): augment(images.__getitems__([i])[0], [i], SEED, epoch)[0]
+        for epoch in (0, 1)
+        for i in range(SAMPLES)
+    }
+
+
+def pictures(loader: Loader, epochs: int = 2) -> list[Pictures]:
+    """Of each epoch, the pictures that came."""
+    return [
+        {(epoch, label): x for xs, y in loader for label, x in zip(y.tolist(), xs, strict=True)}
+        for epoch in range(epochs)
+    ]
+
+
+def assert_same(found: Pictures, expected: Pictures) -> None:
+    assert all(x.equal(expected[key]) for key, x in found.items())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_device_sees_every_sample_anew_in_every_epoch(
+    images: Images, augment: Augment, expected: Pictures, workers: int
+) -> None:
+    first, second = pictures(Loader(images, BATCH, seed=SEED, augment=augment, workers=workers))
+    assert len(first) == len(second) == SAMPLES
+    assert_same(first | second, expected)
+    assert not any(first[0, i].equal(second[1, i]) for i in range(SAMPLES))
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "speeds", "workers"),
+    [("data", (1, 1, 1, 1), 0), ("data-by-speed", (3, 0, 2, 1), 0), ("model", (1, 1, 1, 1), 0), ("data-by-speed", (2, 1), 2)],
+)  # fmt: skip
+def test_fleets_see_what_one_device_sees(
+    name: str, speeds: tuple[float, ...], workers: int, images: Images, augment: Augment, expected: Pictures
+) -> None:
+    plan = named_plan(name, trace(net(), torch.zeros(1, *SHAPE)).graph, BATCH, Speeds(speeds))
+
+    def work(group: Group) -> list[tuple[Tensor, Tensor]]:
+        part = convoy.distribute(net(), plan, group, torch.zeros(1, *SHAPE))
+        loader = Loader(images, BATCH, part, seed=SEED, augment=augment, workers=workers if group.device else 0)
+        return [batch for _ in range(2) for batch in loader]
+
+    devices = run_on_threads(plan.devices, work)
+    for step, batches in enumerate(zip(*devices, strict=True)):
+        epoch, labels = step // 4, batches[0][1].tolist()
+        whole = torch.stack([expected[epoch, label] for label in labels])
+        if name == "model":
+            assert all(x.equal(whole) for x, _ in batches)
+        else:
+            assert torch.cat([x for x, _ in batches]).equal(whole)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_training_that_goes_on_in_mid_epoch_sees_what_it_would_have_seen(
+    images: Images, augment: Augment, expected: Pictures, workers: int
+) -> None:
+    loader = Loader(images, BATCH, seed=SEED, augment=augment, workers=workers)
+    loader.set_epoch(1, start=2)
+    found = [(label, x) for xs, y in loader for label, x in zip(y.tolist(), xs, strict=True)]
+    assert [label for label, _ in found] == [i for batch in loader.batches(1)[2:] for i in batch]
+    assert_same({(1, label): x for label, x in found}, expected)
+
+
+def test_the_order_and_the_batch_change_no_picture(images: Images, augment: Augment, expected: Pictures) -> None:
+    (found,) = pictures(Loader(images, 4, seed=SEED, shuffle=False, augment=augment), epochs=1)
+    assert len(found) == SAMPLES
+    assert_same(found, expected)
+
+
+def test_files_are_augmented_as_images_in_memory_are(tmp_path: Path) -> None:
+    write_images(
+        tmp_path,
+        {f"{c}/{n}.png": plain_image((40 * n, 99 * c, 7), width=8, height=8) for c in range(2) for n in range(5)},
+    )
+    train = load(f"folder:{tmp_path}").train
+    assert isinstance(train, Samples)
+    augment = read_augment(STEPS, train.mean, train.std)
+    loader = Loader(train, 3, seed=1, shuffle=False, augment=augment)
+    found = torch.cat([x for x, _ in loader])
+    assert found.equal(augment(torch.stack([x for x, _ in train]), range(len(train)), 1, 0))
+    assert not found.equal(torch.stack([x for x, _ in train]))
+
+
+class Numbers(Plain):
+    """A batch that is a view of what the data set keeps."""
+
+    def __init__(self) -> None:
+        super().__init__(6)
+        self.kept = torch.rand(6, *SHAPE)
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.kept[indices[0] : indices[-1] + 1], torch.tensor(indices)
+
+
+def test_the_data_set_stays_as_it_is() -> None:
+    dataset = Numbers()
+    before = dataset.kept.clone()
+    list(Loader(dataset, 3, shuffle=False, augment=read_augment("crop,flip,resized-crop,cutout,erase")))
+    assert dataset.kept.equal(before)

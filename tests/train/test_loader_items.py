@@ -1,0 +1,202 @@
+"""What data sets give the loader: labels with and without loading, random numbers, shapes that do not fit."""
+
+import random
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import convoy
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
+from convoy.errors import DataError
+from convoy.plan.plan import Plan
+from convoy.train.loader import Loader
+from tests.support.data_files import plain_image
+from tests.support.loader_data import DATASETS, SHAPE, Plain, WithTargets, image, net, part_of, plan_of, read
+
+_TURN = threading.Lock()
+"""Threads share one stream of random numbers, where processes have their own."""
+
+
+@pytest.mark.parametrize(("name", "workers"), [*((name, 0) for name in DATASETS), ("plain", 1), ("images", 1)])
+def test_every_kind_of_data_set_gives_the_same(name: str, workers: int) -> None:
+    """Also with a process that prepares batches ahead. Nothing has any other shape or dtype where there are no samples."""
+    indices = Loader(Plain(), 5, seed=1).batches(0)
+    part = part_of(plan_of("data-by-speed"), 1 if workers == 0 else 2)
+    loader = convoy.loader(DATASETS[name](), 5, part, seed=1, workers=workers)
+    shares = [(3, 0, 2)] * 4 + [(2, 0, 1)]
+    device = part.group.device
+    for (x, y), batch, share in zip(loader, indices, shares, strict=True):
+        start = sum(share[:device])
+        assert x.shape == (share[device], *SHAPE)
+        assert x.dtype == torch.float32
+        assert [round(float(v)) for v in x[:, 0, 0, 0]] == batch[start : start + share[device]]
+        assert y.dtype == torch.int64
+        assert y.tolist() == batch
+
+
+def test_labels_are_read_without_loading_where_that_is_possible() -> None:
+    part = part_of(plan_of("data-by-speed"), 2)
+    for dataset, expected in ((WithTargets(10), 4), (Plain(10), 10)):
+        read(convoy.loader(dataset, 5, part, shuffle=False))
+        assert len(dataset.loaded) == expected
+
+
+class Relabelled(WithTargets):
+    """As torchvision's with a target_transform: the items have labels that `targets` has not."""
+
+    def __init__(self) -> None:
+        super().__init__(10)
+        self.target_transform = lambda label: 100 + label
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return image(index), self.target_transform(index)
+
+
+class Together(WithTargets):
+    """As torchvision's with a function of image and label together."""
+
+    def __init__(self) -> None:
+        super().__init__(10)
+        self.transforms = lambda image, label: (image, 100 + label)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.transforms(image(index), index)
+
+
+@pytest.mark.parametrize("make", [Relabelled, Together])
+def test_labels_that_are_changed_on_the_way_are_not_taken_from_targets(make: type[WithTargets]) -> None:
+    part = part_of(plan_of("data-by-speed"), 1)
+    assert [y for _, y in read(convoy.loader(make(), 5, part, shuffle=False))] == [
+        [100, 101, 102, 103, 104],
+        [105, 106, 107, 108, 109],
+    ]
+
+
+class Measurements(Dataset[tuple[Tensor, float]]):
+    """Numbers in place of classes."""
+
+    targets = (0.25, 0.5, 0.75)
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> tuple[Tensor, float]:
+        return image(index), self.targets[index]
+
+
+def test_targets_need_not_be_whole_numbers() -> None:
+    ((_, y),) = Loader(Measurements(), 3, shuffle=False)
+    assert y.tolist() == [0.25, 0.5, 0.75]
+
+
+class Augmented(Plain):
+    """Draws from all three sources of random numbers, as image transforms do."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return image(index) + torch.rand(()) + random.random() + float(np.random.rand()), index
+
+
+class AugmentedInLists(Augmented):
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Tensor, int]]:
+        return [self[i] for i in indices]
+
+
+def augmented(plan: Plan, make: type[Augmented] = Augmented) -> list[list[Tensor]]:
+    """The images of every device, in two epochs; every device has drawn other numbers before."""
+    model, dataset = net(), make(10)
+
+    def work(group: Group) -> list[Tensor]:
+        part = convoy.distribute(model, plan, group, torch.zeros(1, *SHAPE))
+        loader = convoy.loader(dataset, 5, part, seed=1, shuffle=False)
+        with _TURN:
+            torch.rand(group.device)
+            random.random()
+            return [x[:, 0, 0, 0] for _ in range(2) for x, _ in loader]
+
+    return run_on_threads(plan.devices, work)
+
+
+def test_random_images_are_the_same_on_every_fleet() -> None:
+    """Crops and flips depend on the seed, the epoch and the sample: devices that split filters must see the same image."""
+    alone = Loader(Augmented(10), 5, seed=1, shuffle=False)
+    expected = [x[:, 0, 0, 0] for _ in range(2) for x, _ in alone]
+    assert not torch.equal(expected[0], expected[2]), "another epoch draws other numbers"
+    copies = augmented(plan_of("model"))
+    pieces = augmented(plan_of("data-by-speed"))
+    for step, whole in enumerate(expected):
+        assert all(torch.equal(device[step], whole) for device in copies)
+        assert torch.equal(torch.cat([device[step] for device in pieces]), whole)
+
+
+def test_random_images_that_come_many_at_a_time_are_the_same_on_devices_that_split_filters() -> None:
+    first, *others = augmented(plan_of("model"), AugmentedInLists)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
+def test_loading_leaves_the_random_numbers_of_the_program_alone() -> None:
+    def numbers(dataset: Plain) -> list[tuple[float, float, float]]:
+        torch.manual_seed(1)
+        random.seed(2)
+        np.random.seed(3)
+        return [(float(torch.rand(())), random.random(), float(np.random.rand())) for _ in Loader(dataset, 5)]
+
+    assert numbers(Augmented(10)) == numbers(Plain(10))
+
+
+@pytest.mark.parametrize("targets", [False, True])
+def test_a_device_without_samples_loads_nothing(targets: bool) -> None:
+    """Unless it must for the labels; and what it gets has the shape and dtype of the others'."""
+    dataset = WithTargets(10) if targets else Plain(10)
+    for x, y in convoy.loader(dataset, 5, part_of(plan_of("data-by-speed"), 1), shuffle=False):
+        assert (x.shape, x.dtype, len(y)) == ((0, *SHAPE), torch.float32, 5)
+    assert len(dataset.loaded) == (0 if targets else 10)
+
+
+class Odd(Plain):
+    """One sample is unlike the others."""
+
+    def __init__(self, odd: Any) -> None:
+        super().__init__(10)
+        self.odd = odd
+
+    def __getitem__(self, index: int) -> Any:
+        return self.odd if index == 7 else (image(index), index)
+
+
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        (
+            (torch.zeros(1, 3, 2), 7),
+            r"shapes \(1, 2, 2\) \(sample 9\) and \(1, 3, 2\) \(sample 7\) do not make a batch: resize",
+        ),
+        (
+            (plain_image(3), 7),
+            "samples 5 to 9 do not make a batch .*items are pairs .*convoy.data.from_datasets takes PIL",
+        ),
+        (torch.zeros(SHAPE), "samples 5 to 9 do not make a batch"),
+        ((torch.zeros(SHAPE), None), "samples 5 to 9 do not make a batch"),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_do_not_make_a_batch_are_named(odd: Any, says: str, workers: int) -> None:
+    loader = Loader(Odd(odd), 5, shuffle=False, workers=workers)
+    with pytest.raises(DataError, match=says) as error:
+        read(loader)
+    assert "Traceback" not in str(error.value)
+
+
+def test_a_slip_in_the_data_set_itself_is_its_own_error() -> None:
+    class Slip(Plain):
+        def __getitem__(self, index: int) -> Any:
+            return [][index]
+
+    with pytest.raises(IndexError):
+        read(Loader(Slip(), 5))

@@ -1,0 +1,615 @@
+"""What people do when they train: schedules, parts of a batch, clipping, smoothing, averages, tests in between.
+
+The oracle is plain PyTorch, written out here: whole batches, torch's own schedulers, torch's own clipping and averaging. It
+shares nothing with `fit` but the order of the samples.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import convoy
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
+from convoy.errors import InputError
+from convoy.plan.plan import Plan
+from convoy.plan.strategy import Batch
+from convoy.runlog.step_timer import Pace
+from convoy.runtime.average import WeightAverage
+from convoy.runtime.module import Distributed
+from convoy.runtime.reshard import reshare
+from convoy.train.controller import Rebalancer
+from convoy.train.loader import Loader
+from convoy.train.loop import (
+    AUXILIARY,
+    EpochResult,
+    Evaluation,
+    History,
+    Recipe,
+    Training,
+    classification_loss,
+    fit,
+)
+from convoy.train.lr import ONE_CYCLE_END, SCHEDULES, Schedule, build_schedule
+from tests.support import nets
+from tests.support.one_device import EXACT, UNEVEN, by_name, graph_of, mixed, one_trace
+
+X = torch.zeros(2, 3, 8, 8, dtype=torch.float64)
+
+
+class Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """46 images: steps of 20, 20 and 6."""
+
+    def __init__(self, count: int = 46) -> None:
+        own = torch.Generator().manual_seed(5)
+        self.x = torch.randn(count, 3, 8, 8, dtype=torch.float64, generator=own)
+        self.targets = torch.randint(0, nets.CLASSES, (count,), generator=own)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.x[index], int(self.targets[index])
+
+
+# ---------------------------------------------------------------------------------------------------------- schedules
+
+LR = 0.05
+
+
+def rates(made: Callable[[torch.optim.Optimizer], Any], steps: int) -> list[float]:
+    """The learning rate of every step under a scheduler."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
+    scheduler, found = made(optimizer), []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+def torch_warmup(optimizer: torch.optim.Optimizer, steps: int, after: Callable[[], Any]) -> Any:
+    ramp = lr_scheduler.LinearLR(optimizer, start_factor=1 / (steps + 1), total_iters=steps)
+    return lr_scheduler.SequentialLR(optimizer, [ramp, after()], milestones=[steps])
+
+
+TORCH: dict[str, tuple[Schedule, Callable[[torch.optim.Optimizer], Any]]] = {
+    "constant": (Schedule("constant", 20), lambda o: lr_scheduler.ConstantLR(o, factor=1.0)),
+    "constant, warm-up": (
+        Schedule("constant", 20, warmup_steps=4),
+        lambda o: torch_warmup(o, 4, lambda: lr_scheduler.ConstantLR(o, factor=1.0)),
+    ),
+    "cosine": (Schedule("cosine", 20), lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=20)),
+    "cosine, warm-up": (
+        Schedule("cosine", 20, warmup_steps=5),
+        lambda o: torch_warmup(o, 5, lambda: lr_scheduler.CosineAnnealingLR(o, T_max=15)),
+    ),
+    "step": (
+        Schedule("step", 20, drop_steps=6, drop_factor=0.3),
+        lambda o: lr_scheduler.StepLR(o, step_size=6, gamma=0.3),
+    ),
+    "step, warm-up": (
+        Schedule("step", 20, warmup_steps=3, drop_steps=6, drop_factor=0.3),
+        # Drops are counted from the start of the training, not from the end of the warm-up.
+        lambda o: torch_warmup(o, 3, lambda: lr_scheduler.MultiStepLR(o, milestones=[3, 9, 15], gamma=0.3)),
+    ),
+    "one-cycle": (
+        Schedule("one-cycle", 20),
+        lambda o: lr_scheduler.OneCycleLR(o, max_lr=LR, total_steps=20, cycle_momentum=False),
+    ),
+    "one-cycle, rise of 7": (
+        Schedule("one-cycle", 20, warmup_steps=7),
+        lambda o: lr_scheduler.OneCycleLR(o, max_lr=LR, total_steps=20, pct_start=8 / 20, cycle_momentum=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TORCH)
+def test_the_curves_are_those_of_torchs_own_schedulers(case: str) -> None:
+    schedule, theirs = TORCH[case]
+    assert rates(lambda o: build_schedule(o, schedule), 20) == pytest.approx(rates(theirs, 20), rel=1e-12, abs=1e-15)
+
+
+def test_every_schedule_is_among_the_cases() -> None:
+    assert {schedule.name for schedule, _ in TORCH.values()} == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+@pytest.mark.parametrize("warmup", [0, 1, 2, 9])
+def test_trainings_of_a_few_steps(name: str, steps: int, warmup: int) -> None:
+    """torch's OneCycleLR divides by zero where its rise is a single step."""
+    factors = [Schedule(name, steps, warmup_steps=warmup).factor(step) for step in range(steps + 1)]
+    assert all(0 <= factor <= 1 + 1e-12 for factor in factors)
+    assert all(factor > 0 for factor in factors[:-1]), "a step that learns nothing"
+
+
+def test_one_cycle_ends_where_it_should() -> None:
+    assert Schedule("one-cycle", 50).factor(49) == pytest.approx(ONE_CYCLE_END)
+
+
+def test_a_schedule_goes_on_from_its_state() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
+    first = build_schedule(optimizer, Schedule("cosine", 20, warmup_steps=3))
+    for _ in range(7):
+        optimizer.step()
+        first.step()
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
+    second = build_schedule(other, Schedule("cosine", 20, warmup_steps=3))
+    second.load_state_dict(first.state_dict())
+    for at, follow in ((optimizer, first), (other, second)):
+        at.step()
+        follow.step()
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] != LR
+
+
+def test_a_schedule_that_there_is_not() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
+    with pytest.raises(InputError, match="unknown schedule 'linear': choose one of constant, cosine, one-cycle, step"):
+        build_schedule(optimizer, Schedule("linear", 10))
+
+
+# ------------------------------------------------------------------------------------------------------------- parity
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training by everything at once, or by one thing."""
+
+    net: str = "two-conv"
+    batch: int = 20
+    accumulate: int = 1
+    clip: float | None = None
+    smoothing: float = 0.0
+    schedule: Schedule = field(default_factory=lambda: Schedule("constant", 21))
+    decay: float | None = None
+    epochs: int = 7  # of three steps
+
+    @property
+    def part(self) -> int:
+        return self.batch // self.accumulate
+
+
+EVERYTHING = Case(accumulate=2, clip=0.5, smoothing=0.1, schedule=Schedule("cosine", 21, warmup_steps=4), decay=0.9)
+
+
+@dataclass
+class Found:
+    """What a training left, as a whole."""
+
+    history: History
+    weights: dict[str, Tensor]
+    averages: dict[str, Tensor]
+    momenta: dict[str, Tensor]
+    rate: float
+
+
+def made_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9, weight_decay=1e-2)
+
+
+def in_plain_pytorch(case: Case) -> Found:
+    """The reference. It sees whole batches: of parts it knows nothing."""
+    model = nets.build(case.net)
+    optimizer = made_optimizer(model)
+    scheduler = TORCH_SCHEDULES[case.schedule.name](optimizer, case.schedule)
+    average = None
+    if case.decay is not None:
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(case.decay))
+    samples, history, norms = Samples(), History(), []
+    for epoch in range(case.epochs):
+        for indices in Loader(samples, case.batch).batches(epoch):
+            x, y = samples.x[indices], samples.targets[indices]
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y, label_smoothing=case.smoothing)
+            loss.backward()
+            if case.clip is not None:
+                norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)))
+            optimizer.step()
+            scheduler.step()
+            if average is not None:
+                average.update_parameters(model)
+            history.losses.append(loss.item())
+        tested = (average or model).eval()
+        with torch.no_grad():
+            right = int((tested(samples.x).argmax(1) == samples.targets).sum())
+        (average or model).train()
+        history.evaluations.append(Evaluation(epoch, len(history.losses), right / len(samples), True))
+    assert case.clip is None or min(norms) < case.clip < max(norms), "some steps are clipped, others are not"
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    averages = {} if average is None else dict(average.module.state_dict())
+    momenta = {k: optimizer.state[p]["momentum_buffer"] for k, p in model.named_parameters()}
+    return Found(history, weights, averages, momenta, optimizer.param_groups[0]["lr"])
+
+
+TORCH_SCHEDULES: dict[str, Callable[[torch.optim.Optimizer, Schedule], Any]] = {
+    "constant": lambda o, _: lr_scheduler.ConstantLR(o, factor=1.0),
+    "cosine": lambda o, s: torch_warmup(
+        o, s.warmup_steps, lambda: lr_scheduler.CosineAnnealingLR(o, T_max=s.steps - s.warmup_steps)
+    ),
+}
+
+
+def trained(
+    model: nn.Module, case: Case, rebalancer: Callable[..., Rebalancer] | None = None
+) -> tuple[Training, History]:
+    part = model if isinstance(model, Distributed) else None
+    train, test = Loader(Samples(), case.part, part), Loader(Samples(), 23, part, shuffle=False)
+    optimizer = made_optimizer(model)
+    average = None if case.decay is None else WeightAverage(optimizer, case.decay)
+    recipe = Recipe(case.accumulate, case.clip, case.smoothing)
+    training = Training(model, optimizer, recipe, build_schedule(optimizer, case.schedule), average)
+    return training, fit(training, train, test, case.epochs, None, rebalancer(optimizer) if rebalancer else None)
+
+
+def on_devices(case: Case, plan: Plan, change_to: Plan | None = None) -> list[Found]:
+    """The same on the devices of a plan, through `fit`; everything gathered on every device.
+
+    Args:
+        change_to: the shares become those of this plan in the middle of the accumulation of each third step.
+    """
+    model = nets.build(case.net)
+
+    def work(group: Group) -> Found:
+        here = convoy.distribute(model, plan, group, X)
+
+        def changing(optimizer: torch.optim.Optimizer) -> Any:
+            return Changing(here, [plan, change_to], optimizer)
+
+        training, history = trained(here, case, changing if change_to else None)
+        state = convoy.full_optimizer_state(here, training.optimizer)["state"]
+        averages: dict[str, Tensor] = {}
+        if training.average is not None:
+            with training.average.as_weights():
+                averages = here.full_state_dict()
+        momenta = {key: rows["momentum_buffer"] for key, rows in state.items()}
+        return Found(history, here.full_state_dict(), averages, momenta, training.optimizer.param_groups[0]["lr"])
+
+    with one_trace(case.net, torch.float64):
+        return run_on_threads(plan.devices, work, timeout_s=30)
+
+
+class Changing:
+    """Stands where a rebalancer stands: it changes the plan every few passes, also within a step."""
+
+    def __init__(self, here: Distributed, plans: list[Any], optimizer: torch.optim.Optimizer) -> None:
+        self.here, self.plans, self.optimizer, self.passes = here, plans, optimizer, 0
+
+    def begin(self) -> None: ...
+
+    def step(self, batch: int) -> None:  # noqa: ARG002
+        self.passes += 1
+        if self.passes % 3 == 0:
+            self.plans.reverse()
+            reshare(self.here, self.plans[0], self.optimizer)
+
+
+def assert_same(found: Found, expected: Found) -> None:
+    assert found.history.losses == pytest.approx(expected.history.losses, abs=EXACT)
+    assert [e.accuracy for e in found.history.evaluations] == [e.accuracy for e in expected.history.evaluations]
+    assert found.rate == pytest.approx(expected.rate, abs=1e-15)
+    for what in ("weights", "averages", "momenta"):
+        ours, theirs = getattr(found, what), getattr(expected, what)
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert torch.allclose(ours[key], value, rtol=0, atol=EXACT), f"{what}: {key}"
+
+
+@pytest.fixture(scope="module")
+def expected() -> Found:
+    return in_plain_pytorch(EVERYTHING)
+
+
+@pytest.mark.parametrize("plan", ["data-by-speed", "hybrid", "master", "model", "mixed"])
+def test_everything_at_once_trains_like_one_device(plan: str, expected: Found) -> None:
+    """21 steps: warm-up and cosine, clipping, smoothing, an average that is tested; two passes a step, one in the last of an
+    epoch, which has 6 samples; a device without work."""
+    batch = EVERYTHING.part
+    chosen = mixed("two-conv") if plan == "mixed" else by_name(plan, "two-conv", batch=batch)
+    if plan == "data-by-speed":
+        assert chosen.otherwise == Batch((7, 0, 2, 1))
+    for found in on_devices(EVERYTHING, chosen):
+        assert_same(found, expected)
+    assert len(expected.history.losses) == 21
+
+
+def test_shares_that_change_within_a_step_move_gradients_and_averages_too(expected: Found) -> None:
+    plans = [by_name("hybrid", "two-conv"), mixed("two-conv")]
+    for found in on_devices(EVERYTHING, plans[0], plans[1]):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 5, 20])
+def test_a_batch_in_parts_is_the_batch(accumulate: int) -> None:
+    """However many passes make a step: the same losses, the same weights. The last step has 6 samples: in parts of 4 these
+    are 4 and 2, and count as such."""
+    case = Case(accumulate=accumulate, epochs=1)
+    chosen = by_name("model", "two-conv", batch=case.part)
+    whole = in_plain_pytorch(case)
+    for found in on_devices(case, chosen):
+        assert_same(found, whole)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(clip=0.64, epochs=2),
+        Case(smoothing=0.3, epochs=2),
+        Case(decay=0.7, epochs=2),
+        Case(schedule=Schedule("cosine", 6, warmup_steps=2), epochs=2),
+        Case("resnet", decay=0.7, clip=0.75, smoothing=0.1, epochs=2),
+    ],
+    ids=["clip", "smoothing", "average", "cosine", "resnet"],
+)
+@pytest.mark.parametrize("plan", ["data-by-speed", "mixed"])
+def test_one_thing_at_a_time(plan: str, case: Case) -> None:
+    net = case.net
+    chosen = mixed(net) if plan == "mixed" else by_name(plan, net, batch=case.part)
+    chosen = replace(chosen, batch=case.part, otherwise=Batch((14, 0, 4, 2))) if plan == "mixed" else chosen
+    chosen = resized(chosen, case.part)
+    whole = in_plain_pytorch(case)
+    for found in on_devices(case, chosen):
+        assert_same(found, whole)
+
+
+def resized(plan: Plan, batch: int) -> Plan:
+    """Its layers by samples have shares for batches of ten."""
+    layers = {
+        name: Batch(tuple(n * batch // sum(s.shares) for n in s.shares)) if isinstance(s, Batch) else s
+        for name, s in plan.layers.items()
+    }
+    return replace(plan, layers=layers)
+
+
+def test_the_loop_on_one_device_is_plain_pytorch(expected: Found) -> None:
+    """What `--compare` shows beside."""
+    model = nets.build("two-conv")
+    training, history = trained(model, EVERYTHING)
+    assert history.losses == pytest.approx(expected.history.losses, abs=1e-13)
+    assert all(torch.allclose(v, expected.weights[k], rtol=0, atol=1e-13) for k, v in model.state_dict().items())
+    assert training.average is not None
+
+
+# ----------------------------------------------------------------------------------------------------------- clipping
+
+
+def test_torchs_own_clipping_is_wrong_on_pieces_and_ours_is_not() -> None:
+    """The story in the docstring of `clip_grad_norm_`, in numbers."""
+    model = nets.build("two-conv")
+    samples = Samples(10)
+    F.cross_entropy(model(samples.x), samples.targets).backward()
+    true = float(torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf))
+
+    def work(group: Group) -> tuple[float, float]:
+        here = convoy.distribute(model, by_name("model", "two-conv"), group, X)
+        for x, y in Loader(samples, 10, here, shuffle=False):
+            F.cross_entropy(here(x), y).backward()
+        return (
+            float(convoy.clip_grad_norm_(here, math.inf)),
+            float(torch.nn.utils.clip_grad_norm_(here.parameters(), math.inf)),
+        )
+
+    with one_trace():
+        rows = run_on_threads(4, work)
+    assert [ours for ours, _ in rows] == pytest.approx([true] * 4, abs=EXACT)
+    assert all(theirs < 0.95 * true for _, theirs in rows)
+    assert len({round(theirs, 6) for _, theirs in rows}) > 1, "each device would scale by a factor of its own"
+
+
+def test_clipping_an_ordinary_model_is_torchs() -> None:
+    model = nets.build("two-conv")
+    samples = Samples(10)
+    F.cross_entropy(model(samples.x), samples.targets).backward()
+    before = float(convoy.clip_grad_norm_(model, 0.01))
+    assert before > 0.01
+    assert float(torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)) == pytest.approx(0.01, rel=1e-3)
+
+
+# --------------------------------------------------------------------------------------------------------- the average
+
+
+def step(optimizer: torch.optim.Optimizer, model: nn.Module, by: float) -> None:
+    """All weights become smaller by so much."""
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, by)
+    optimizer.step()
+
+
+def test_the_weights_are_back_after_a_test_of_the_average_even_if_it_fails() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    average = convoy.WeightAverage(optimizer, 0.75)
+    step(optimizer, model, 1.0)
+    first = model.weight.detach().clone()
+    step(optimizer, model, 1.0)
+
+    def test() -> None:
+        with average.as_weights():
+            assert torch.allclose(model.weight, first - 0.25)
+            raise ValueError("in the test")
+
+    with pytest.raises(ValueError, match="in the test"):
+        test()
+    assert torch.allclose(model.weight, first - 1.0)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam"])
+def test_an_average_in_the_state_of_any_optimizer(optimizer: str) -> None:
+    """Adam takes a state that is not empty as set up, and fails where only an average is in it: a parameter whose first
+    gradient comes late must not have one before."""
+    model, other = nets.build("two-conv"), nets.build("two-conv")
+    ours, theirs = (getattr(torch.optim, optimizer)(m.parameters(), lr=0.01) for m in (model, other))
+    average, expected = WeightAverage(ours, 0.7), AveragedModel(other, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+    samples, late = Samples(10), torch.empty(0)
+    for index in range(4):
+        for net, at in ((model, ours), (other, theirs)):
+            at.zero_grad()
+            F.cross_entropy(net(samples.x), samples.targets).backward()
+            if index == 0:
+                net.get_parameter("fc.bias").grad = None
+            at.step()
+        expected.update_parameters(other)
+        bias = other.get_parameter("fc.bias").detach()
+        late = bias.clone() if index < 2 else 0.7 * late + 0.3 * bias
+    with average.as_weights():
+        for key, value in expected.module.named_parameters():
+            found = model.get_parameter(key)
+            assert torch.allclose(found, late if key == "fc.bias" else value, rtol=0, atol=1e-14), key
+    assert all(torch.equal(p, other.get_parameter(key)) for key, p in model.named_parameters())
+
+
+def test_an_average_as_a_whole_under_the_names_of_the_model() -> None:
+    """It is gathered as an optimizer's state is; so it can be saved."""
+    model = nets.build("two-conv")
+
+    def work(group: Group) -> bool:
+        here = convoy.distribute(model, by_name("hybrid", "two-conv"), group, X)
+        optimizer = torch.optim.SGD(here.parameters(), lr=0.0)
+        convoy.WeightAverage(optimizer, 0.5)
+        for x, y in Loader(Samples(10), 10, here):
+            F.cross_entropy(here(x), y).backward()
+        optimizer.step()
+        rows = convoy.full_optimizer_state(here, optimizer)["state"]
+        return all(torch.equal(rows[key]["average"], value) for key, value in model.named_parameters())
+
+    with one_trace():
+        assert run_on_threads(4, work) == [True] * 4
+
+
+def test_a_decay_that_is_none() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=LR)
+    with pytest.raises(InputError, match=r"a decay of 1\.5: give a number from 0 to 1"):
+        WeightAverage(optimizer, 1.5)
+
+
+# ------------------------------------------------------------------------------------------------- tests while training
+
+
+class Noted:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def step(self, epoch: int, loss: float, samples: int) -> None:  # noqa: ARG002
+        self.told.append(samples)
+
+    def on_evaluation(self, result: Evaluation, is_best: bool) -> None:
+        self.told.append((result.epoch, result.step, result.ends_epoch, is_best))
+
+    def epoch(self, epoch: int, result: EpochResult) -> None:
+        self.told.append(("epoch", epoch, result.accuracy is not None))
+
+
+def told(
+    monkeypatch: pytest.MonkeyPatch, accuracies: list[float], epochs: int, recipe: Recipe
+) -> tuple[list[Any], History]:
+    """What an observer is told in epochs of three steps, where tests find these accuracies."""
+    found = iter(accuracies)
+    monkeypatch.setattr("convoy.train.loop.accuracy", lambda *_: next(found))
+    model, noted = nets.build("two-conv"), Noted()
+    train = Loader(Samples(), 20 // recipe.accumulate)
+    training = Training(model, torch.optim.SGD(model.parameters(), lr=0.01), recipe)
+    history = fit(training, train, Loader(Samples(), 20), epochs, noted)
+    assert next(found, None) is None, "fewer tests than expected"
+    return noted.told, history
+
+
+def test_every_epoch_is_tested_unless_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, history = told(monkeypatch, [0.5, 0.7, 0.7], 3, Recipe())
+    assert rows == [
+        *(20, 20, 6, (0, 3, True, True), ("epoch", 0, True)),
+        *(20, 20, 6, (1, 6, True, True), ("epoch", 1, True)),
+        *(20, 20, 6, (2, 9, True, False), ("epoch", 2, True)),
+    ]
+    assert history.best == Evaluation(1, 6, 0.7, True), "the first of equals"
+    assert [e.accuracy for e in history.epochs] == [0.5, 0.7, 0.7]
+
+
+def test_every_second_epoch_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, history = told(monkeypatch, [0.5, 0.4], 3, Recipe(evaluate_epochs=2))
+    assert [row for row in rows if isinstance(row, tuple)] == [
+        ("epoch", 0, False),
+        *((1, 6, True, True), ("epoch", 1, True)),
+        *((2, 9, True, False), ("epoch", 2, True)),
+    ]
+    assert [e.accuracy for e in history.epochs] == [None, 0.5, 0.4]
+
+
+def test_every_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps count, not passes; a test that is due at the end of an epoch is made once."""
+    recipe = Recipe(accumulate=4, evaluate_epochs=9, evaluate_steps=2)
+    rows, _ = told(monkeypatch, [0.1, 0.3, 0.2, 0.5, 0.4], 3, recipe)
+    assert rows == [
+        *(20, 20, (0, 2, False, True), 6, ("epoch", 0, False)),
+        *(20, (1, 4, False, True), 20, 6, (1, 6, True, False), ("epoch", 1, True)),
+        *(20, 20, (2, 8, False, True), 6, (2, 9, True, False), ("epoch", 2, True)),
+    ]
+
+
+def test_an_accuracy_between_two_steps_leaves_the_training_alone() -> None:
+    """Also batch norm, which a test must not see."""
+    runs = []
+    for every in (None, 1):
+        model = nets.build("resnet")
+        recipe = Recipe(evaluate_steps=every)
+        training = Training(model, made_optimizer(model), recipe)
+        history = fit(training, Loader(Samples(), 20), Loader(Samples(), 23), 2)
+        runs.append((history.losses, {k: v.clone() for k, v in model.state_dict().items()}, len(history.evaluations)))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(value, runs[1][1][key]) for key, value in runs[0][1].items())
+    assert [run[2] for run in runs] == [2, 6]
+
+
+def test_what_a_rebalancer_sees_of_tests_between_steps() -> None:
+    """It is told to begin anew after each test, and after it was told of the step before."""
+    calls: list[str] = []
+
+    class Listening:
+        def begin(self) -> None:
+            calls.append("begin")
+
+        def step(self, batch: int) -> None:
+            calls.append(f"step {batch}")
+
+    model = nets.build("two-conv")
+    training = Training(model, made_optimizer(model), Recipe(accumulate=2, evaluate_steps=1))
+    fit(training, Loader(Samples(), 10), Loader(Samples(), 23), 1, None, Listening())  # type: ignore[arg-type]
+    assert calls == ["begin", "step 10", "step 10", "begin", "step 10", "step 10", "begin", "step 6"]
+
+
+def test_the_pace_does_not_count_tests() -> None:
+    pace = Pace(10)
+    for _ in range(3):
+        pace.step(0, 1.0, 10)
+    pace.on_evaluation(Evaluation(0, 3, 0.5, ends_epoch=False), True)
+    pace.step(0, 1.0, 10)
+    assert len(pace.seconds) == 2
+    pace.step(0, 1.0, 10)
+    assert len(pace.seconds) == 3
+
+
+# ------------------------------------------------------------------------------------------------- auxiliary classifiers
+
+
+def test_auxiliary_classifiers_count_a_part() -> None:
+    y = torch.tensor([0, 2])
+    main, first, second = (torch.randn(2, 3, dtype=torch.float64) for _ in range(3))
+    parts = [float(F.cross_entropy(each, y, label_smoothing=0.1)) for each in (main, first, second)]
+    found = float(classification_loss((main, first, second), y, 0.1))
+    assert found == pytest.approx(parts[0] + AUXILIARY * (parts[1] + parts[2]), abs=1e-12)
+    assert float(classification_loss(main, y, 0.1)) == parts[0]
+
+
+def test_the_shares_of_these_tests_are_uneven() -> None:
+    assert UNEVEN.devices == (7.0, 0.0, 2.0, 1.0)
+    assert {s.name for s in mixed("two-conv").layers.values()} <= {"filter", "channel", "batch", "one"}
+    assert len(graph_of("two-conv").weighted) == 3
