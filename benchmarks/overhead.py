@@ -3,7 +3,8 @@
     python -m benchmarks.overhead [--results FILE]
 
 One device, one thread, the same steps (loss, backward, SGD with momentum) in plain PyTorch and in Convoy, in turns: with the
-layers as one run (`convoy.plan.fusion`), as a device alone computes them, and one by one, as where others share the work. Beside it, what `convoy measure` finds for this machine: the seconds that predictions charge.
+layers as one run (`convoy.plan.fusion`), as a device alone computes them, and one by one, as where others share the work.
+Beside it, what `convoy measure` finds for this machine: the seconds that predictions charge.
 Writes results/overhead.json.
 """
 

@@ -5,7 +5,8 @@ What is assumed, besides the plan itself:
 - p equal devices, one per host; every host has one card, as fast in both directions, behind a switch that never fills.
 - A layer takes max(FLOP / peak, bytes / memory bandwidth) for its local size; the largest share, ceil(K/p) filters or
   ceil(B/p) samples, sets the pace. Nothing else of a layer's time depends on its size: no cache, no kernel launch.
-- Each step waits for the one before, on every device: nothing overlaps. With `overlap` gradient sums hide behind all of backward's arithmetic, the best that any overlap could do.
+- Each step waits for the one before, on every device: nothing overlaps. With `overlap` gradient sums
+  hide behind all of backward's arithmetic, the best that any overlap could do.
 - A round of messages takes one latency, and the bytes of the fullest card; sums take their formula (`studies/collectives.py`).
 - `message_s` is what a device spends on each message that it sends or receives (LogP's overhead). The replay has no such cost;
   it matters when hundreds of devices exchange directly.

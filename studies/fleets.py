@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convoy.cost.compute import Rate, Roofline
-from convoy.cost.energy import Energy, energy_of, power_of
 from convoy.cost.memory import DeviceMemory, memory_of_steps, update_s_per_entry
 from convoy.cost.network import network_of
 from convoy.cost.size import whole_size
@@ -16,6 +15,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import StepList
 from convoy.planner.planner import plan_auto, solo_speeds
+from convoy.simulator.energy import Energy, energy_of, power_of
 from convoy.simulator.simulate import Costs, Timeline, simulate
 
 

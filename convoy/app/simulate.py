@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from convoy.cost.costs import Costs
 from convoy.cost.measurement import read_fleet_file
 from convoy.errors import InputError, unknown_name
 from convoy.fleet import Fleet
@@ -15,7 +16,6 @@ from convoy.planner.predict import Outlook, prospect
 from convoy.report.numbers import in_bytes
 from convoy.report.timeline import draw as draw_timeline
 from convoy.report.timeline import write_chrome_trace
-from convoy.simulator.simulate import Costs
 from studies.fleets import costs_of, speeds_of
 
 

@@ -11,9 +11,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from convoy.cost.compute import Rate
-from convoy.cost.energy import Power
 from convoy.errors import InputError, unknown_name
 from convoy.fleet import Card, Device, Fleet, Host
+from convoy.simulator.energy import Power
 
 
 class _Closed(BaseModel):

@@ -27,12 +27,12 @@ from pydantic import ConfigDict, Strict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from convoy.cost.compute import MeasuredTimes
+from convoy.cost.costs import Costs
 from convoy.cost.network import network_of
 from convoy.cost.table import DeviceCosts, HostRates, LayerPoint, LinkSpread, layer_times
 from convoy.errors import InputError, MismatchError, unknown_name
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
-from convoy.simulator.simulate import Costs
 
 FORMAT = 2
 """2: batch norms with shared statistics, and what a step costs beside its layers. Without these a prediction is too low, so

@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from convoy.cost.compute import Roofline
+from convoy.cost.costs import Costs
 from convoy.cost.memory import optimizer_named
 from convoy.cost.size import LocalSize, shares_statistics, whole_size
 from convoy.cost.traffic import Loads, loads, move_s, sum_loads
@@ -25,7 +26,6 @@ from convoy.sharding.comm_dtype import Wire, wire_bytes
 from convoy.sharding.layout import Layout, Partial, Replicated, Split, holders
 from convoy.sharding.redistribute import Reduce
 from convoy.sharding.shares import Shares
-from convoy.simulator.simulate import Costs
 
 MANY_QUESTIONS = 400
 """Layers times devices, each counted once per kind, beyond which curves are sampled at fewer points."""

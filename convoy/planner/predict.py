@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from convoy.cost.energy import Energy, Power, energy_of, known_power_of, least_energy
 from convoy.cost.memory import DeviceMemory, Room, memory_of_steps, room_of
 from convoy.cost.network import Network
 from convoy.errors import InputError, PlanError
@@ -18,6 +17,7 @@ from convoy.planner.planner import Candidate, candidates, solo_speeds, worth_try
 from convoy.sharding.comm_dtype import Wire
 from convoy.sharding.layout import holders
 from convoy.sharding.redistribute import Reduce
+from convoy.simulator.energy import Energy, Power, energy_of, known_power_of, least_energy
 from convoy.simulator.simulate import Costs, Timeline, simulate
 
 

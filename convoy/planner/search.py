@@ -7,6 +7,7 @@ costs its arithmetic, the moves of its inputs there and of their gradients back,
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from convoy.cost.costs import Costs
 from convoy.cost.size import LocalSize, whole_size
 from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import placements, trains
@@ -15,7 +16,6 @@ from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Strateg
 from convoy.planner.analytic import Formula, Side, Squeeze
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.sharding.shares import Shares, apportion
-from convoy.simulator.simulate import Costs
 
 BEAM = 48
 """States kept per layer: residual nets need a handful, only dense concatenation has more."""

@@ -19,8 +19,8 @@ from convoy.runtime.reshard import reshare
 class Rebalancer:
     """Keeps the plan of a model right while it trains. Every device has one, and calls it after every step.
 
-    Where it is given other plans, it first trains a few steps by each in turn, and goes on with the fastest (`autotune.py`). Then
-    it keeps the shares of that plan right. Either way the trajectory is that of one device.
+    Where it is given other plans, it first trains a few steps by each in turn, and goes on with the fastest (`autotune.py`).
+    Then it keeps the shares of that plan right. Either way the trajectory is that of one device.
 
     Every `every` steps the devices exchange one small message each, eight bytes per layer and step, which travels during the
     next step; after that they come to the same decision. A step with a batch other than the plan's own (the last of an epoch)

@@ -143,7 +143,7 @@ def test_addresses_follow_the_route() -> None:
 def test_a_device_that_only_knows_loopback_follows_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Debian maps a machine's own name to loopback, so on that machine the route to MASTER_ADDR says nothing."""
     asked = []
-    monkeypatch.setattr(place, "route_to", lambda host, _: asked.append(host) or f"the way to {host}")
+    monkeypatch.setattr(environment, "route_to", lambda host, _: asked.append(host) or f"the way to {host}")
     assert environment.reachable_address("127.0.1.1", ["127.0.1.1", "10.0.0.2", "10.0.0.3"]) == "the way to 10.0.0.2"
     assert environment.reachable_address("fd00::3", ["10.0.0.1", "fd00::3"]) == "the way to 10.0.0.1"
     assert asked == ["10.0.0.2", "10.0.0.1"]

@@ -8,7 +8,6 @@ from torch import nn
 
 from convoy.comm.threads import run_on_threads
 from convoy.cost.catalogue import fleet_of, read_catalogue
-from convoy.cost.energy import Energy, Power, energy_of, least_energy, power_of
 from convoy.cost.memory import DeviceMemory, _buffers_bytes, memory_of, update_s_per_entry
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Card, Device, Fleet, Host
@@ -21,6 +20,7 @@ from convoy.plan.steps import Move
 from convoy.plan.strategy import One
 from convoy.runtime.module import Distributed
 from convoy.sharding.layout import local_shape
+from convoy.simulator.energy import Energy, Power, energy_of, least_energy, power_of
 from convoy.simulator.simulate import Timeline
 
 # 2x4x4 -> conv 3x3, 4 filters -> ReLU -> pool 2 -> flatten (16) -> Linear (3).

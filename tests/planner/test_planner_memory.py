@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from convoy.cost.energy import energy_of
 from convoy.cost.memory import Room, memory_of
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Card, Device, Fleet, Host
@@ -16,6 +15,7 @@ from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.strategy import Channel, Filter
 from convoy.planner.planner import candidates, plan_auto, solo_speeds
 from convoy.planner.predict import Outlook, prospects
+from convoy.simulator.energy import energy_of
 from convoy.simulator.simulate import Costs, simulate
 from studies.fleets import costs_of
 

@@ -12,7 +12,6 @@ import torch
 
 from convoy.cost.catalogue import fleet_of
 from convoy.cost.compute import Rate, Roofline
-from convoy.cost.energy import Power, energy_of
 from convoy.cost.memory import memory_of, update_s_per_entry
 from convoy.cost.network import network_of
 from convoy.cost.size import LocalSize, whole_size
@@ -27,6 +26,7 @@ from convoy.plan.presets import PLANS as NAMED
 from convoy.plan.presets import Speeds, named_plan
 from convoy.report import timeline as pictures
 from convoy.sharding.layout import Partial
+from convoy.simulator.energy import Power, energy_of
 from convoy.simulator.simulate import Costs, Event, Timeline, simulate
 from studies import figures, figures_fleets, fleets, published
 from studies.__main__ import main
