@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.accuracy import trained
-from convoy.sharding.comm_dtype import WIRES
+from convoy.sharding.comm_dtype import COMM_DTYPES
 
 RESULTS = Path(__file__).parent / "results" / "accuracy-wire.json"
 
@@ -37,7 +37,7 @@ def main(
     common = ["train", "--data", data, "--net", net, "--batch", str(batch), "--lr", str(lr), "--epochs", str(epochs)]
     common += ["--devices", "4", "--speeds", "4,3,2,1"]
     document = json.loads(results.read_text()) if results.exists() else {"rows": {}}
-    for seed, plan, wire in itertools.product(seeds.split(","), plans.split(","), WIRES):
+    for seed, plan, wire in itertools.product(seeds.split(","), plans.split(","), COMM_DTYPES):
         name = f"{plan}, {wire}, seed {seed}"
         if name not in document["rows"]:
             command = [*common, "--plan", plan, "--seed", seed, "--wire", wire]

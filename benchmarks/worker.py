@@ -44,7 +44,7 @@ from convoy.errors import ConvoyError, InputError
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
-from convoy.model.tracing import Traced, trace
+from convoy.model.tracing import TracedModel, trace
 from convoy.plan.plan import Plan
 from convoy.planner.predict import Outlook, prospect
 from convoy.profile.job import measure_job
@@ -175,7 +175,7 @@ class _FleetRun:
             if missed(rows):
                 self._draw(case, rows, predictions, Outlook.of(traced.graph, case.batch, costs, measured.fleet))
 
-    def _measured(self, net: str, model: nn.Module, traced: Traced, batch: int) -> Measurement:
+    def _measured(self, net: str, model: nn.Module, traced: TracedModel, batch: int) -> Measurement:
         job, first = self.job, self.wire
         measured = measure_job(
             self.group, traced, model, batch, net=net, fleet=self.fleet, budget_s=job.budget_s,

@@ -21,7 +21,7 @@ from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import mark_pieces
 from convoy.runtime.precision import compute_in
-from convoy.sharding.comm_dtype import Wire
+from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Sum
 from convoy.train.loader import Loader
 
@@ -35,7 +35,7 @@ def make_plan(
     *,
     speeds: Sequence[float] | None = None,
     reduce: Sum | None = None,
-    wire: Wire = "exact",
+    wire: CommDtype = "exact",
     slowdown: float = 1.0,
     budget_s: float = BUDGET_S,
     fleet: Path | None = None,
@@ -90,7 +90,7 @@ def make_plans(
     group: Group,
     *,
     reduce: Sum | None = None,
-    wire: Wire = "exact",
+    wire: CommDtype = "exact",
     slowdown: float = 1.0,
     budget_s: float = BUDGET_S,
     fleet: Path | None = None,

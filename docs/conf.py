@@ -40,7 +40,10 @@ nitpicky = True
 # What is not Convoy's: no network, no inventories of other projects.
 nitpick_ignore_regex = [
     # Values that are handed on, and that nobody has to look into.
-    (r"py:class", r"convoy\.(data\.scale\.Scale|data\.augment_steps\.Step|rebalance\.Change|trace\.calls\.Traced)"),
+    (
+        r"py:class",
+        r"convoy\.(data\.scale\.Scale|data\.augment_steps\.Step|rebalance\.Change|model\.tracing\.calls\.TracedModel)",
+    ),
     (r"py:.*", r"(torch|nn|collections|pathlib|typing|types|contextlib|optim|Optimizer|Dataset|Tensor)(\..*)?"),
 ]
 

@@ -11,13 +11,13 @@ from convoy.cost.measurement import Measurement, read_fleet_file
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
-from convoy.model.tracing import Traced
+from convoy.model.tracing import TracedModel
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
 from convoy.planner.planner import Candidate
 from convoy.planner.predict import Outlook, choices, prospect
 from convoy.profile.job import Progress, measure_job
-from convoy.sharding.comm_dtype import Wire
+from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Sum
 
 BUDGET_S = 20.0
@@ -73,7 +73,7 @@ def read_times(path: Path, graph: Graph, devices: int, precision: str = "float32
 
 def choose(
     group: Group,
-    traced: Traced,
+    traced: TracedModel,
     model: nn.Module,
     batch: int,
     *,
@@ -84,7 +84,7 @@ def choose(
     slowdown: float = 1.0,
     optimizer: str = "sgd-momentum",
     reduce: Sum | None = None,
-    wire: Wire = "exact",
+    wire: CommDtype = "exact",
     precision: str = "float32",
     progress: Progress = lambda *_: None,
 ) -> Chosen:
@@ -146,7 +146,9 @@ def _told_measured(group: Group, own: bool) -> bool:
     return group.agree("times known", str(int(own)))[0] == "1"
 
 
-def _planned(measured: Measurement, graph: Graph, batch: int, optimizer: str, reduce: Sum | None, wire: Wire) -> str:
+def _planned(
+    measured: Measurement, graph: Graph, batch: int, optimizer: str, reduce: Sum | None, wire: CommDtype
+) -> str:
     """The chosen plan and those worth a trial, with their predictions, as text."""
     # What mixes is planned as if it summed; it sends weights beside gradients, so it may not fit where that did.
     sums = None if reduce == "inexact-butterfly-mixing" else reduce

@@ -13,7 +13,7 @@ from convoy.model.tracing import trace
 from convoy.planner.predict import Outlook, fewer_and_more, prospects
 from convoy.report.plans import show_counts, show_devices, show_plan, show_prospects
 from convoy.report.screen import Screen
-from convoy.sharding.comm_dtype import wire_named
+from convoy.sharding.comm_dtype import parse_comm_dtype
 
 
 def forecast(
@@ -44,7 +44,7 @@ def forecast(
         raise InputError(f"--least-energy {least_energy_s:g}: give the seconds that a step may take, above 0")
     if batch < 1 or classes < 1:
         raise InputError(f"--batch {batch}, --classes {classes}: give 1 or more")
-    numbers = wire_named(wire)
+    numbers = parse_comm_dtype(wire)
     try:
         measured = Measurement.from_toml(fleet.read_text(encoding="utf-8"), str(fleet))
     except (OSError, UnicodeDecodeError) as error:

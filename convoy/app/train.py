@@ -24,7 +24,7 @@ from convoy.config.run_file import Run, to_toml
 from convoy.config.settings import AUTO, Settings, key_of
 from convoy.data import Splits
 from convoy.errors import MismatchError
-from convoy.model.tracing import Traced, trace
+from convoy.model.tracing import TracedModel, trace
 from convoy.plan.explain import layer_rows, step_lines, work_shares
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
@@ -227,7 +227,7 @@ def _teller(
 
 
 def _plan(
-    settings: Settings, group: Group, traced: Traced, model: nn.Module, slowdown: float, screen: Screen
+    settings: Settings, group: Group, traced: TracedModel, model: nn.Module, slowdown: float, screen: Screen
 ) -> tuple[Plan, Speeds]:
     saved = None if settings.plan in PLANS else Plan.load(Path(settings.plan))
     if saved is not None:
@@ -247,7 +247,7 @@ def _plan(
 
 
 def _choose(
-    settings: Settings, group: Group, traced: Traced, model: nn.Module, slowdown: float, screen: Screen
+    settings: Settings, group: Group, traced: TracedModel, model: nn.Module, slowdown: float, screen: Screen
 ) -> Chosen:
     """Measure unless a file has the times, and plan."""
     described = os.environ.get("CONVOY_FLEET")
@@ -267,7 +267,7 @@ def _tell_fleet(
     devices: Sequence[tuple[str, str, float]],
     speeds: Speeds,
     plan: Plan,
-    traced: Traced,
+    traced: TracedModel,
     screen: Screen,
 ) -> None:
     screen.fleet(devices, speeds, measured=settings.speeds is None)

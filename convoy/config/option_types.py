@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from convoy.errors import InputError
-from convoy.sharding.comm_dtype import wire_named
+from convoy.sharding.comm_dtype import parse_comm_dtype
 
 MAX_DEVICES = 1024
 """More processes than that on one machine are a slip of the finger."""
@@ -87,7 +87,7 @@ def checked_augment(text: str) -> str:
 
 
 def wire_text(value: Any) -> Any:
-    return wire_named(value) if isinstance(value, str) else value
+    return parse_comm_dtype(value) if isinstance(value, str) else value
 
 
 def one_of(home: str) -> AfterValidator:

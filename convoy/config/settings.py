@@ -22,7 +22,7 @@ from convoy.config.option_types import (
 )
 from convoy.plan.presets import PLANS
 from convoy.runlog.tensorboard import checked_folder
-from convoy.sharding.comm_dtype import Wire
+from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Sum
 
 AUTO = "auto"
@@ -116,7 +116,7 @@ class Settings(BaseModel):
         "does not train like one device. Default: butterfly for hybrid, ring for the other named plans; auto chooses, a plan "
         "file says.",
     )
-    wire: Annotated[Wire | None, BeforeValidator(wire_text)] = _fleet(
+    wire: Annotated[CommDtype | None, BeforeValidator(wire_text)] = _fleet(
         None,
         "In which numbers activations and gradients travel: exact, or inexact-bf16 (short: bf16), which halves the bytes, "
         "rounds to 8 bits and does not quite train like one device. Default: exact, or as the plan file says.",

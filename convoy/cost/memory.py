@@ -15,7 +15,7 @@ from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute, Move, ShareStatistics, Step, StepList, SumGradients
-from convoy.sharding.comm_dtype import rounds_copies, wire_bytes
+from convoy.sharding.comm_dtype import rounds_own_copy, sent_itemsize
 from convoy.sharding.layout import Layout, box, dual, entries, holders
 from convoy.sharding.redistribute import Round, Schedule
 
@@ -222,7 +222,7 @@ def _views(steps: StepList, graph: Graph, device: int) -> dict[str, str]:
             source[step.writes.key] = source.get(step.reads[0].key, step.reads[0].key)
         elif isinstance(step, Move):
             schedule, here = step.schedule, box(step.reads.layout, device, step.reads.shape)
-            other = _arrives(schedule, device) or rounds_copies(step.wire, schedule, step.writes.layout)
+            other = _arrives(schedule, device) or rounds_own_copy(step.wire, schedule, step.writes.layout)
             if not other and here is not None and here == box(step.writes.layout, device, step.writes.shape):
                 source[step.writes.key] = source.get(step.reads.key, step.reads.key)
     return source
@@ -241,7 +241,7 @@ def _buffers_bytes(step: Step, device: int, itemsize: int) -> int:
     buffers = [_buffered(transfers, device, schedule, narrow) for transfers in schedule.rounds]
     # The pieces of a move are begun together; of a sum, so many rounds as its window holds.
     under_way = max(buffers, default=0) * schedule.window if schedule.in_place else sum(buffers)
-    size = under_way * wire_bytes(step.wire, itemsize)
+    size = under_way * sent_itemsize(step.wire, itemsize)
     if schedule.in_place:
         copied = 0 if isinstance(step, SumGradients) and step.alone else schedule.shape[0]
         return copied * itemsize + size if _arrives(schedule, device) else 0

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from convoy.plan.steps import Exchange, Move, ReturnGradient, ShareStatistics, SumGradients
-from convoy.sharding.comm_dtype import Wire, rounds_copies
+from convoy.sharding.comm_dtype import CommDtype, rounds_own_copy
 from convoy.sharding.layout import Box, Layout, Partial, Replicated, box, covers, dual, entries
 from convoy.sharding.redistribute import Round, Schedule
 
@@ -137,14 +137,16 @@ def _holds(layout: Layout, device: int) -> bool:
     return not isinstance(layout, Partial) or device in layout.devices
 
 
-def _direct(schedule: Schedule, device: int, src: Layout, dst: Layout, wire: Wire) -> list[tuple[Handling, Handling]]:
+def _direct(
+    schedule: Schedule, device: int, src: Layout, dst: Layout, wire: CommDtype
+) -> list[tuple[Handling, Handling]]:
     transfers = [t for transfers in schedule.rounds for t in transfers]
     if not any(device in (t.sender, t.receiver) for t in transfers):
         return [(NOTHING, NOTHING)] * len(schedule.rounds)
     own, wanted = box(src, device, schedule.shape), box(dst, device, schedule.shape)
     kept = [t.box for t in transfers if t.sender == t.receiver == device]
     arrives = any(t.receiver == device != t.sender for t in transfers)
-    narrow, whole = wire != "exact", rounds_copies(wire, schedule, dst)
+    narrow, whole = wire != "exact", rounds_own_copy(wire, schedule, dst)
     before = made = NOTHING
     # Copies are narrowed as a whole before the first round, whatever else leaves cut by cut.
     if whole and own is not None and any(t.sender == device for t in transfers):

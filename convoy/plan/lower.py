@@ -9,7 +9,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute, Move, Part, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
 from convoy.plan.strategy import Batch, One, Placement, Strategy, follow, parameter_holders, place
 from convoy.sharding import redistribute
-from convoy.sharding.comm_dtype import wire_of
+from convoy.sharding.comm_dtype import comm_dtype_of
 from convoy.sharding.layout import Layout, OnOne, Replicated, Split, holders
 from convoy.sharding.shares import rescale
 
@@ -212,7 +212,7 @@ class _Lowering:
         value = Value(f"{name}@{layout}", source.shape, layout)
         layer = self.graph[name]
         # Without a batch axis it is a parameter or a buffer, or made of those, and they are never rounded.
-        wire = wire_of(layer.dtype, self.plan.wire) if layer.batched else "exact"
+        wire = comm_dtype_of(layer.dtype, self.plan.wire) if layer.batched else "exact"
         step = Move(self._id, "forward", source, value, self.plan.collective, self._after([source]), pieces, wire)
         self.made_by[value.key] = self._add(step)
         self.versions[name, layout] = value

@@ -14,7 +14,7 @@ from convoy.model.graph import Graph
 from convoy.plan import strategy as strategies
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.sharding import shares as share_rules
-from convoy.sharding.comm_dtype import WIRES, Wire
+from convoy.sharding.comm_dtype import COMM_DTYPES, CommDtype
 from convoy.sharding.redistribute import SUMS, Reduce, Sum
 
 FORMAT = 1
@@ -45,7 +45,7 @@ class Plan:
     otherwise: Batch | One
     reduce: Sum = "ring"
     pieces: int = 1
-    wire: Wire = "exact"
+    wire: CommDtype = "exact"
 
     @property
     def exact(self) -> bool:
@@ -101,8 +101,10 @@ class Plan:
             raise PlanError(f"plan {self.name!r}: {self.pieces} pieces: a move goes in one piece or more")
         if self.reduce not in SUMS:
             raise PlanError(f"plan {self.name!r}: unknown reduce {self.reduce!r}: choose one of {', '.join(SUMS)}")
-        if self.wire not in WIRES:
-            raise PlanError(f"plan {self.name!r}: unknown wire format {self.wire!r}: choose one of {', '.join(WIRES)}")
+        if self.wire not in COMM_DTYPES:
+            raise PlanError(
+                f"plan {self.name!r}: unknown wire format {self.wire!r}: choose one of {', '.join(COMM_DTYPES)}"
+            )
         if self.mixes and self.wire != "exact":
             raise PlanError(
                 f"plan {self.name!r}: wire {self.wire} with reduce {self.reduce}, which sends weights, and those are never "
@@ -203,7 +205,7 @@ class _PlanFile(_Row):
     devices: int = Field(ge=1)
     batch: int = Field(ge=1)
     reduce: Sum
-    wire: Wire = "exact"
+    wire: CommDtype = "exact"
     pieces: int = 1
     otherwise: Annotated[_BatchRow | _OneRow, Field(discriminator="strategy")]
     layers: dict[str, _AnyRow] = Field(default_factory=dict)

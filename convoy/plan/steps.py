@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from convoy.sharding import redistribute
-from convoy.sharding.comm_dtype import Wire, wire_bytes
+from convoy.sharding.comm_dtype import CommDtype, sent_itemsize
 from convoy.sharding.layout import Layout, Replicated, Shape, Split, dual
 from convoy.sharding.redistribute import Reduce, Schedule, Sum
 
@@ -81,13 +81,13 @@ class Move:
     reduce: Reduce
     after: tuple[int, ...] = ()
     pieces: int = 1
-    wire: Wire = "exact"
+    wire: CommDtype = "exact"
 
     @property
     def schedule(self) -> Schedule:
         if self.phase == "forward":
             whole = redistribute.schedule(self.reads.layout, self.writes.layout, self.reads.shape, self.reduce)
-            return whole if self.pieces == 1 else redistribute.in_pieces(whole, self.pieces)
+            return whole if self.pieces == 1 else redistribute.in_chunks(whole, self.pieces)
         return redistribute.schedule(dual(self.reads.layout), dual(self.writes.layout), self.reads.shape, self.reduce)
 
 
@@ -99,7 +99,7 @@ class ReturnGradient:
     from it what it needs: nothing travels. (A move back from copies would sum the gradient, once per device too often.)
     """
 
-    wire: ClassVar[Wire] = "exact"
+    wire: ClassVar[CommDtype] = "exact"
     id: int
     output: int
     reads: Value
@@ -120,7 +120,7 @@ class ShareStatistics:
     They are few, and small differences of them matter: they never travel rounded.
     """
 
-    wire: ClassVar[Wire] = "exact"
+    wire: ClassVar[CommDtype] = "exact"
     id: int
     phase: Phase
     layer: str
@@ -166,7 +166,7 @@ class SumGradients:
     reduce: Sum
     after: tuple[int, ...] = ()
     phase: Phase = "backward"
-    wire: Wire = "exact"
+    wire: CommDtype = "exact"
     alone: bool = False
 
     @property
@@ -196,7 +196,7 @@ def traffic(step: Exchange, itemsize: int) -> Counter[tuple[int, int]]:
     Args:
         itemsize: bytes of one number in memory, 4 for float32.
     """
-    return redistribute.traffic(step.schedule, wire_bytes(step.wire, itemsize))
+    return redistribute.traffic(step.schedule, sent_itemsize(step.wire, itemsize))
 
 
 @dataclass(frozen=True, slots=True)

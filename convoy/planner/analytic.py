@@ -22,7 +22,7 @@ from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import BUCKET_ENTRIES
 from convoy.plan.strategy import Placement, feature_axis
 from convoy.planner.load_balance import Seconds, balance_sampled, sampled_shares
-from convoy.sharding.comm_dtype import Wire, wire_bytes
+from convoy.sharding.comm_dtype import CommDtype, sent_itemsize
 from convoy.sharding.layout import Layout, Partial, Replicated, Split, holders
 from convoy.sharding.redistribute import Reduce
 from convoy.sharding.shares import Shares
@@ -88,7 +88,7 @@ class Formula:
         costs: Costs,
         price: LayerPrices,
         hidden: float = 0.0,
-        wire: Wire = "exact",
+        wire: CommDtype = "exact",
         reduce: Reduce | None = None,
     ) -> None:
         self.wire = wire
@@ -200,7 +200,7 @@ class Formula:
         return self.moves[key]
 
     def _wire_s(self, load: Loads) -> float:
-        seconds = move_s(load, self.costs.network, wire_bytes(self.wire, self.costs.itemsize))
+        seconds = move_s(load, self.costs.network, sent_itemsize(self.wire, self.costs.itemsize))
         # Who computed comes late to the first round; to the next ones, all come from waiting.
         return seconds + load.rounds * self.handling_s + (self.jitter_s if load.rounds else 0.0)
 

@@ -21,7 +21,7 @@ from convoy.plan.strategy import STRATEGIES, One
 from convoy.planner.analytic import Formula, Squeeze
 from convoy.planner.local_search import nudged, refined
 from convoy.planner.search import Prices, Search
-from convoy.sharding.comm_dtype import Wire
+from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Reduce
 from convoy.simulator.simulate import Costs, simulate
 
@@ -77,7 +77,7 @@ def candidates(
     batch: int,
     costs: Costs,
     room: Room | None = None,
-    wire: Wire = "exact",
+    wire: CommDtype = "exact",
     *,
     reduce: Reduce | None = None,
     replayed: bool = True,

@@ -14,7 +14,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import Compute, StepList
 from convoy.planner.planner import Candidate, candidates, solo_speeds, worth_trying
-from convoy.sharding.comm_dtype import Wire
+from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.layout import holders
 from convoy.sharding.redistribute import Reduce
 from convoy.simulator.energy import Energy, Power, energy_of, known_power_of, least_energy
@@ -76,7 +76,7 @@ class Outlook:
     room: Room
     power: tuple[Power, ...] | None
     speeds: Speeds
-    wire: Wire = "exact"
+    wire: CommDtype = "exact"
     reduce: Reduce | None = None
 
     @classmethod
@@ -87,7 +87,7 @@ class Outlook:
         costs: Costs,
         fleet: Fleet,
         optimizer: str = "sgd-momentum",
-        wire: Wire = "exact",
+        wire: CommDtype = "exact",
         reduce: Reduce | None = None,
     ) -> Self:
         """The outlook of a model on a fleet.

@@ -24,7 +24,7 @@ from convoy.cost.size import LocalSize
 from convoy.cost.table import DeviceCosts, LayerPoint
 from convoy.errors import MismatchError
 from convoy.fleet import Fleet
-from convoy.model.tracing import Traced
+from convoy.model.tracing import TracedModel
 from convoy.profile.describe import Own, describe, fit, fleet_of, host_indices, spreads, with_wire
 from convoy.profile.jitter import measure_jitter
 from convoy.profile.links import Traffic, WireTimes, measure_links, processor_share
@@ -51,7 +51,7 @@ SHARE_STRETCHES = 50
 
 def measure_job(
     group: Group,
-    traced: Traced,
+    traced: TracedModel,
     model: nn.Module,
     batch: int,
     *,
@@ -130,7 +130,7 @@ def measure_job(
     return measured
 
 
-def _agreed(group: Group, traced: Traced, batch: int, fleet: Fleet | None) -> tuple[dict[str, Any], str]:
+def _agreed(group: Group, traced: TracedModel, batch: int, fleet: Fleet | None) -> tuple[dict[str, Any], str]:
     """What every device must have been given, and the date on device 0."""
     own = {
         "model": traced.graph.fingerprint,

@@ -16,7 +16,7 @@ from convoy.comm.environment import finish
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError
 from convoy.model.graph import Graph, Layer
-from convoy.model.tracing import Traced, without_in_place
+from convoy.model.tracing import TracedModel, disable_in_place
 from convoy.plan.presets import Speeds
 from convoy.runtime.clock import Clock
 from convoy.runtime.kernels import Arithmetic, arithmetic
@@ -46,7 +46,7 @@ DeviceTimes = Mapping[str, tuple[LayerTime, ...]]
 
 @torch.no_grad()  # as in the executor, which asks autograd only where it must
 def measure_layers(
-    traced: Traced,
+    traced: TracedModel,
     model: nn.Module,
     batch: int,
     clock: Clock,
@@ -64,7 +64,7 @@ def measure_layers(
         repeats: the median of so many rounds, after a run that is not counted; fewer where they take long.
         precision: what the layers compute in; see `convoy.runtime.precision`.
     """
-    local = without_in_place(copy.deepcopy(model)).to(device)
+    local = disable_in_place(copy.deepcopy(model)).to(device)
     sizes = sorted({max(2, batch // 8), max(2, batch // 4), max(2, batch // 2)})
     result = {}
     for layer in traced.graph.layers.values():
@@ -159,7 +159,7 @@ def speeds_of(times: Sequence[DeviceTimes], graph: Graph) -> Speeds:
 
 
 def measure_speeds(
-    group: Group, traced: Traced, model: nn.Module, batch: int, clock: Clock, precision: str = "float32"
+    group: Group, traced: TracedModel, model: nn.Module, batch: int, clock: Clock, precision: str = "float32"
 ) -> Speeds:
     """Every device times the model's layers, all at the same time as in training; all learn all speeds.
 

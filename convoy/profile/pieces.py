@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from convoy.cost.size import LocalSize, whole_size
 from convoy.model.graph import Graph, Layer
-from convoy.model.tracing import Traced
+from convoy.model.tracing import TracedModel
 from convoy.plan.steps import Part
 from convoy.plan.strategy import feature_axis
 from convoy.runtime.batch_norm import GlobalBatchNorm
@@ -41,7 +41,7 @@ class Piece:
 class SharedStatistics:
     """A batch norm as it runs where its batch lies on several devices, but for the exchange: the rows are those from here."""
 
-    def __init__(self, model: nn.Module, traced: Traced, layer: Layer) -> None:
+    def __init__(self, model: nn.Module, traced: TracedModel, layer: Layer) -> None:
         self.norm = GlobalBatchNorm(model.get_submodule(str(traced.operations[layer.name].target)), layer)
 
     def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:  # noqa: ARG002
@@ -75,7 +75,7 @@ def granule(graph: Graph, layer: Layer) -> int | None:
 @contextmanager
 def piece(
     model: nn.Module,
-    traced: Traced,
+    traced: TracedModel,
     layer: Layer,
     size: LocalSize,
     wants: Sequence[bool],
@@ -144,14 +144,16 @@ def _sliced(model: nn.Module, layer: Layer, target: Any, size: LocalSize) -> Ite
         module._buffers.update(buffers)
 
 
-def _input(model: nn.Module, traced: Traced, layer: Layer, index: int, size: LocalSize, device: torch.device) -> Any:
+def _input(
+    model: nn.Module, traced: TracedModel, layer: Layer, index: int, size: LocalSize, device: torch.device
+) -> Any:
     source = traced.graph[layer.inputs[index]]
     if source.several:
         return _several(model, traced, source, size.samples, device)
     return _random(input_shape(traced.graph, layer, index, size), source.dtype, device)
 
 
-def _several(model: nn.Module, traced: Traced, layer: Layer, samples: int, device: torch.device) -> Any:
+def _several(model: nn.Module, traced: TracedModel, layer: Layer, samples: int, device: torch.device) -> Any:
     """What a layer with several outputs gives: only the layer itself knows their shapes."""
     size = whole_size(layer, samples)
     inputs = [_input(model, traced, layer, i, size, device) for i in range(len(layer.inputs))]

@@ -11,7 +11,7 @@ from convoy.cost.compute import shape_s
 from convoy.cost.size import LocalSize, whole_size
 from convoy.model.graph import Graph, Layer
 from convoy.model.operation import Operation
-from convoy.model.tracing import Traced, without_in_place
+from convoy.model.tracing import TracedModel, disable_in_place
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute
@@ -77,7 +77,7 @@ class Bench:
 
     def __init__(
         self,
-        traced: Traced,
+        traced: TracedModel,
         model: nn.Module,
         batch: int,
         clock: Clock,
@@ -88,7 +88,7 @@ class Bench:
         precision: str = "float32",
     ) -> None:
         self.traced, self.batch, self.clock, self.stretch_s = traced, batch, clock, stretch_s
-        self.model = without_in_place(copy.deepcopy(model)).to(device)
+        self.model = disable_in_place(copy.deepcopy(model)).to(device)
         self.now = now or device_now(device)
         self.precision = precision
         self.wants, self.trained = _wants(traced.graph, batch)

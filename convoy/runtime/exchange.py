@@ -9,13 +9,13 @@ from torch import Tensor
 
 from convoy.comm.group import Group, Message, Pending
 from convoy.runtime.clock import Clock
-from convoy.sharding.comm_dtype import Wire, rounds_copies, wire_of
+from convoy.sharding.comm_dtype import CommDtype, comm_dtype_of, rounds_own_copy
 from convoy.sharding.layout import Box, Layout, Partial, Shape, box, covers, local_shape
 from convoy.sharding.redistribute import Round, Schedule, Transfer
 
 
 def run_move(
-    group: Group, schedule: Schedule, piece: Tensor, src: Layout, dst: Layout, shape: Shape, wire: Wire = "exact"
+    group: Group, schedule: Schedule, piece: Tensor, src: Layout, dst: Layout, shape: Shape, wire: CommDtype = "exact"
 ) -> Tensor:
     """Bring this device's piece of a tensor of `shape` from layout `src` to layout `dst`.
 
@@ -34,7 +34,7 @@ def run_move(
 
 
 def start_move(
-    group: Group, schedule: Schedule, piece: Tensor, src: Layout, dst: Layout, shape: Shape, wire: Wire = "exact"
+    group: Group, schedule: Schedule, piece: Tensor, src: Layout, dst: Layout, shape: Shape, wire: CommDtype = "exact"
 ) -> "Moving":
     """As `run_move`, but messages are only begun. Neither `piece` nor a result that shows already may change meanwhile.
 
@@ -147,7 +147,7 @@ def run_rounds(
     schedule: Schedule,
     flat: Tensor,
     lane: int = 0,
-    wire: Wire = "exact",
+    wire: CommDtype = "exact",
     landing: Landing | None = None,
 ) -> None:
     """Run the rounds of a summing collective in place on a flat buffer that this device owns.
@@ -168,7 +168,7 @@ def run_rounds(
 
 
 def _start_sum(
-    group: Group, transfers: Round, flat: Tensor, lane: int, wire: Wire, landing: Landing, turn: int
+    group: Group, transfers: Round, flat: Tensor, lane: int, wire: CommDtype, landing: Landing, turn: int
 ) -> Arrival:
     """Begin one round of a sum. `turn` tells rounds that are under way together apart."""
     dtype = _on_wire(flat.dtype, wire)
@@ -202,7 +202,7 @@ def _span_on_wire(flat: Tensor, t: Transfer, dtype: torch.dtype) -> Tensor:
     return sent
 
 
-def _run_sum(group: Group, schedule: Schedule, piece: Tensor, dst: Layout, shape: Shape, wire: Wire) -> Tensor:
+def _run_sum(group: Group, schedule: Schedule, piece: Tensor, dst: Layout, shape: Shape, wire: CommDtype) -> Tensor:
     """A pending sum becomes copies. Every copy is computed once and then copied, so all are equal to the last bit."""
     reads = any(group.device in (t.sender, t.receiver) for transfers in schedule.rounds for t in transfers)
     if not reads:
@@ -214,14 +214,14 @@ def _run_sum(group: Group, schedule: Schedule, piece: Tensor, dst: Layout, shape
 
 
 def _start_direct(
-    group: Group, schedule: Schedule, piece: Tensor, src: Layout, dst: Layout, shape: Shape, wire: Wire
+    group: Group, schedule: Schedule, piece: Tensor, src: Layout, dst: Layout, shape: Shape, wire: CommDtype
 ) -> Moving:
     me, held_dtype, dtype = group.device, piece.dtype, _on_wire(piece.dtype, wire)
     own, wanted = box(src, me, shape), box(dst, me, shape)
     transfers = [t for transfers in schedule.rounds for t in transfers]
     kept = [t for t in transfers if t.sender == t.receiver == me]
     arrives = any(t.receiver == me != t.sender for t in transfers)
-    if rounds_copies(wire, schedule, dst) and any(t.sender == me for t in transfers):
+    if rounds_own_copy(wire, schedule, dst) and any(t.sender == me for t in transfers):
         piece = piece.to(dtype)  # what is kept is then made of the same numbers as what is sent
     if wanted is not None and not arrives and covers([t.box for t in kept], wanted):
         result, here = _cut(piece, wanted, own).to(held_dtype), True
@@ -271,8 +271,8 @@ def _landing(target: Tensor, t: Transfer, dtype: torch.dtype) -> Tensor:
     return target if straight else torch.empty(target.shape, dtype=dtype, device=target.device)
 
 
-def _on_wire(dtype: torch.dtype, wire: Wire) -> torch.dtype:
-    return dtype if wire_of(str(dtype).removeprefix("torch."), wire) == "exact" else torch.bfloat16
+def _on_wire(dtype: torch.dtype, wire: CommDtype) -> torch.dtype:
+    return dtype if comm_dtype_of(str(dtype).removeprefix("torch."), wire) == "exact" else torch.bfloat16
 
 
 def _cut(piece: Tensor, wanted: Box, own: Box | None) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from convoy.comm.group import Group
 from convoy.model.graph import Layer
-from convoy.model.tracing import Traced, bind
+from convoy.model.tracing import TracedModel, bind_operation
 from convoy.plan.fusion import Run
 from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, SumGradients, Value
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
@@ -59,11 +59,11 @@ class Executor:
         lowered_to: what runs are computed in by autocast; None: the type that the model has.
     """
 
-    def __init__(self, group: Group, model: nn.Module, traced: Traced, clock: Clock) -> None:
+    def __init__(self, group: Group, model: nn.Module, traced: TracedModel, clock: Clock) -> None:
         self.group, self.model, self.traced, self.clock = group, model, traced, clock
         self.lowered_to: torch.dtype | None = None
         self.arithmetic: dict[str, Arithmetic] = {}
-        self.calls = {name: bind(model, operation) for name, operation in traced.operations.items()}
+        self.calls = {name: bind_operation(model, operation) for name, operation in traced.operations.items()}
         self.norms: dict[str, GlobalBatchNorm] = {}
         self.landing = Landing()
         for name, layer in traced.graph.layers.items():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from convoy.model.graph import Layer
 from convoy.model.operation import Operation, symmetric_padding
-from convoy.model.tracing import bind
+from convoy.model.tracing import bind_operation
 from convoy.plan.steps import Part
 
 Gradients = tuple[list[Tensor | None], dict[str, Tensor | None]]
@@ -96,7 +96,7 @@ class ByAutograd:
     """Any other layer: autograd runs on this layer alone, between tensors cut off from the rest."""
 
     def __init__(self, model: nn.Module, layer: Layer, operation: Operation) -> None:
-        self.call = bind(model, operation)
+        self.call = bind_operation(model, operation)
         self.parameters = {key: model.get_parameter(p.key) for key, p in layer.parameters.items() if p.trainable}
 
     def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.model.graph import Parameter
 from convoy.model.operation import Ref
-from convoy.model.tracing import Traced, trace, without_in_place
+from convoy.model.tracing import TracedModel, disable_in_place, trace
 from convoy.plan.evaluation import misplaced, pin
 from convoy.plan.lower import lower, parameter_layouts
 from convoy.plan.plan import Plan
@@ -76,7 +76,7 @@ class Distributed(nn.Module):
         self.parameters_by_key = _parameters(traced) | self._unused
         self.reshares = -1
         self.follow(plan)
-        self.module = without_in_place(copy.deepcopy(model)).to(group.torch_device)
+        self.module = disable_in_place(copy.deepcopy(model)).to(group.torch_device)
         self._keep_own_pieces()
         self._executors = {mode: Executor(group, self.module, t, self.clock) for mode, t in traced.items()}
         self._announced: int | None = None
@@ -300,7 +300,7 @@ class _Run(torch.autograd.Function):
         return tuple(None for _ in range(4 + ctx.inputs))
 
 
-def _agree(group: Group, traced: Traced, plan: Plan) -> None:
+def _agree(group: Group, traced: TracedModel, plan: Plan) -> None:
     """Every device must have been given the same model and the same plan."""
     for what, text in (
         ("model", traced.graph.fingerprint),
@@ -310,13 +310,13 @@ def _agree(group: Group, traced: Traced, plan: Plan) -> None:
         agree_on(group, f"distribute:{what}", text, f"started with another {what}")
 
 
-def _layouts(plans: Mapping[bool, Plan], traced: Mapping[bool, Traced]) -> dict[str, Layout]:
+def _layouts(plans: Mapping[bool, Plan], traced: Mapping[bool, TracedModel]) -> dict[str, Layout]:
     """Layout of every parameter; layers that exist only in evaluation add theirs."""
     evaluation = parameter_layouts(plans[False], traced[False].graph)
     return evaluation | parameter_layouts(plans[True], traced[True].graph)
 
 
-def _parameters(traced: Mapping[bool, Traced]) -> dict[str, Parameter]:
+def _parameters(traced: Mapping[bool, TracedModel]) -> dict[str, Parameter]:
     rows = [*traced[True].graph.layers.values(), *traced[False].graph.layers.values()]
     return {p.key: p for layer in rows for p in layer.parameters.values()}
 

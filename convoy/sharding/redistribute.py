@@ -113,7 +113,7 @@ def _shifted(t: Transfer, by: int) -> Transfer:
     return replace(t, box=((start + by, stop + by),))
 
 
-def in_pieces(plan: Schedule, pieces: int) -> Schedule:
+def in_chunks(plan: Schedule, pieces: int) -> Schedule:
     """A direct move whose boxes all span the first axis, as `pieces` rounds that each bring some of its rows.
 
     The rounds do not wait for each other: a reader can begin with the first rows while the others are under way.

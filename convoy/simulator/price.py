@@ -23,7 +23,7 @@ from convoy.plan.steps import (
     SumGradients,
     Value,
 )
-from convoy.sharding.comm_dtype import wire_bytes
+from convoy.sharding.comm_dtype import sent_itemsize
 from convoy.sharding.layout import Layout, box, entries
 from convoy.sharding.redistribute import Round, chunks
 from convoy.simulator.events import Await, Begin, Item, Key, Mark, Program, Route, Work
@@ -49,7 +49,7 @@ class _Routes:
         self._of: dict[tuple[int, int], dict[int, dict[Route, int]]] = {}
         for step in steps.steps:
             if not isinstance(step, Compute):
-                size = wire_bytes(step.wire, itemsize)
+                size = sent_itemsize(step.wire, itemsize)
                 for number, transfers in enumerate(step.schedule.rounds):
                     self._of[step.id, number] = self._by_device(step.id, number, transfers, size)
 

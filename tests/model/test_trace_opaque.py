@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.errors import InputError
-from convoy.model.tracing import evaluate, trace, without_in_place
+from convoy.model.tracing import disable_in_place, run_traced, trace
 from tests.support import nets
 from tests.support.traced_models import Calls, last, layers_of
 
@@ -187,7 +187,7 @@ def test_an_in_place_sum_of_numbers_leaves_the_old_number_alone() -> None:
 
     traced = trace(model := Calls(widths), torch.zeros(2, 3, 8, 8))
     x = torch.randn(5, 3, 8, 8)
-    assert torch.equal(evaluate(model, traced, [x]), model(x))
+    assert torch.equal(run_traced(model, traced, [x]), model(x))
 
 
 def test_outputs_keep_their_form() -> None:
@@ -197,7 +197,7 @@ def test_outputs_keep_their_form() -> None:
 
     traced = trace(Forms(), torch.zeros(2, 3))
     x = torch.randn(4, 3)
-    found = evaluate(Forms(), traced, [x])
+    found = run_traced(Forms(), traced, [x])
     assert torch.equal(found["a"], x.relu())
     assert torch.equal(found["b"][0], x)
     chunks = trace(Calls(lambda _, x: x.chunk(2, 1)), torch.zeros(2, 3, 8, 8))
@@ -212,6 +212,6 @@ def test_a_trace_computes_what_the_model_computes(name: str) -> None:
     for training in (True, False):
         traced = trace(model, x[:2], training=training)
         expected = copy.deepcopy(model).train(training)(x.clone())
-        found = evaluate(without_in_place(copy.deepcopy(model).train(training)), traced, [x])
+        found = run_traced(disable_in_place(copy.deepcopy(model).train(training)), traced, [x])
         first = expected[0] if isinstance(expected, tuple) else expected
         assert torch.allclose(found[0] if isinstance(found, tuple) else found, first, rtol=1e-12, atol=1e-12)

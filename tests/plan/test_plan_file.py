@@ -14,7 +14,7 @@ from convoy.errors import ConvoyError, PlanError
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
-from convoy.sharding.comm_dtype import WIRES
+from convoy.sharding.comm_dtype import COMM_DTYPES
 from convoy.sharding.redistribute import SUMS
 
 
@@ -120,7 +120,7 @@ plans = st.builds(
     layers=st.dictionaries(texts, strategies, max_size=5),
     otherwise=st.one_of(batches, ones),
     reduce=st.sampled_from(SUMS),
-    wire=st.sampled_from(WIRES),
+    wire=st.sampled_from(COMM_DTYPES),
 )
 
 

@@ -22,7 +22,7 @@ from convoy.cost.table import LayerPoint, layer_times
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Layer
-from convoy.model.tracing import Traced, trace, without_in_place
+from convoy.model.tracing import TracedModel, disable_in_place, trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.profile import overheads, timing
@@ -44,12 +44,12 @@ CPU = torch.device("cpu")
 QUICK_S = 1e-4
 
 
-def traced_net(name: str) -> tuple[nn.Module, Traced]:
+def traced_net(name: str) -> tuple[nn.Module, TracedModel]:
     model = nets.NETS[name]()
     return model, trace(model, torch.randn(4, *getattr(model, "shape", (3, 8, 8))))
 
 
-def quick_bench(model: nn.Module, traced: Traced, batch: int = 8) -> Bench:
+def quick_bench(model: nn.Module, traced: TracedModel, batch: int = 8) -> Bench:
     return Bench(traced, model, batch, Clock(CPU), CPU, stretch_s=QUICK_S)
 
 
@@ -89,7 +89,7 @@ def as_layer_point(layer: str, p: Point, device: str = "d") -> LayerPoint:
 def test_a_piece_computes_its_part_of_the_layer(name: str) -> None:
     """With the inputs of the whole layer cut to the piece, its output is the cut of the whole output."""
     model, traced = traced_net(name)
-    without_in_place(model)
+    disable_in_place(model)
     for layer in traced.graph.layers.values():
         unit = granule(traced.graph, layer)
         whole = whole_size(layer, 4)

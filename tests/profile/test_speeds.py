@@ -13,7 +13,7 @@ import convoy.profile.layers
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError
-from convoy.model.tracing import Traced, trace
+from convoy.model.tracing import TracedModel, trace
 from convoy.plan.presets import Speeds
 from convoy.profile.layers import DeviceTimes, LayerTime, given_speeds, measure_layers, measure_speeds, speeds_of
 from convoy.runtime.clock import Clock
@@ -31,7 +31,7 @@ def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---------------------------------------------------------------------------------------------- tables by hand
 
 
-def two_layers() -> Traced:
+def two_layers() -> TracedModel:
     return trace(nn.Sequential(nn.Conv2d(1, 4, 1), nn.Flatten(), nn.Linear(16, 2)), torch.zeros(1, 1, 2, 2))
 
 

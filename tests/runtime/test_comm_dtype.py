@@ -30,7 +30,7 @@ from convoy.plan.steps import Move, ShareStatistics, StepList, SumGradients, Val
 from convoy.planner.planner import candidates
 from convoy.runtime.exchange import run_move
 from convoy.runtime.module import Distributed
-from convoy.sharding.comm_dtype import Wire, wire_named, wire_of
+from convoy.sharding.comm_dtype import CommDtype, comm_dtype_of, parse_comm_dtype
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.sharding.redistribute import Transfer
 from convoy.simulator.simulate import Costs, simulate
@@ -53,7 +53,7 @@ from tests.support.one_device import (
 )
 from tests.support.processes import on_processes
 
-BF16: Wire = "inexact-bf16"
+BF16: CommDtype = "inexact-bf16"
 ROUNDING = 2.0**-8
 SHAPE = (10, 6)
 
@@ -66,18 +66,18 @@ def narrow(plan: Plan) -> Plan:
 
 
 def test_a_person_may_write_it_short() -> None:
-    assert [wire_named(name) for name in ("exact", "inexact-bf16", "bf16")] == ["exact", BF16, BF16]
+    assert [parse_comm_dtype(name) for name in ("exact", "inexact-bf16", "bf16")] == ["exact", BF16, BF16]
 
 
 def test_an_unknown_name_lists_the_choices() -> None:
     with pytest.raises(InputError, match=r"^unknown wire format 'fp8': choose one of exact, inexact-bf16$"):
-        wire_named("fp8")
+        parse_comm_dtype("fp8")
 
 
 def test_only_wide_floating_numbers_are_rounded() -> None:
     dtypes = ("float64", "float32", "float16", "bfloat16", "int64", "uint8", "bool", "complex64")
-    assert [dtype for dtype in dtypes if wire_of(dtype, BF16) == BF16] == ["float64", "float32"]
-    assert {wire_of(dtype, "exact") for dtype in dtypes} == {"exact"}
+    assert [dtype for dtype in dtypes if comm_dtype_of(dtype, BF16) == BF16] == ["float64", "float32"]
+    assert {comm_dtype_of(dtype, "exact") for dtype in dtypes} == {"exact"}
 
 
 # --- moves -----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from convoy.comm.group import CountedGroup, Group, Message, Pending
 from convoy.comm.threads import run_on_threads
 from convoy.runtime.exchange import Landing, run_move, run_rounds
 from convoy.sharding import redistribute
-from convoy.sharding.comm_dtype import Wire
+from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
 from convoy.sharding.redistribute import Reduce
 from tests.support.local_pieces import (
@@ -100,7 +100,7 @@ FORMS = {"as they come": as_they_come, "strided": strided}
 
 
 def move_all(
-    group: Group, cases: Sequence[Case], dtype: str = "float64", form: str = "as they come", wire: Wire = "exact"
+    group: Group, cases: Sequence[Case], dtype: str = "float64", form: str = "as they come", wire: CommDtype = "exact"
 ) -> list[Outcome]:
     """Run the moves one after the other; every device draws the same numbers and takes its own pieces."""
     outcomes = []

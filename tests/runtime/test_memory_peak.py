@@ -23,7 +23,7 @@ from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
-from convoy.sharding.comm_dtype import Wire
+from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.layout import box
 from tests.support.processes import on_processes
 
@@ -40,12 +40,12 @@ def net() -> nn.Module:
     )
 
 
-def planned(name: str, devices: int, wire: Wire) -> tuple[Plan, Graph]:
+def planned(name: str, devices: int, wire: CommDtype) -> tuple[Plan, Graph]:
     graph = trace(net(), torch.zeros(2, 3, 32, 32)).graph
     return replace(named_plan(name, graph, BATCH, Speeds((2.0, 1.0)[:devices])), wire=wire), graph
 
 
-def peak_bytes(group: Group, name: str, wire: Wire) -> int:
+def peak_bytes(group: Group, name: str, wire: CommDtype) -> int:
     """Weights, momentum, and the most that the tensors of two steps take at once, gradients among them."""
     plan, _ = planned(name, group.devices, wire)
     part = distribute(net(), plan, group, torch.zeros(2, 3, 32, 32))
@@ -100,7 +100,7 @@ class Living(TorchDispatchMode):
         ("hybrid", 2, "inexact-bf16"),
     ],
 )  # fmt: skip
-def test_the_peak_of_a_training_step_is_as_predicted(name: str, devices: int, wire: Wire) -> None:
+def test_the_peak_of_a_training_step_is_as_predicted(name: str, devices: int, wire: CommDtype) -> None:
     plan, graph = planned(name, devices, wire)
     expected = [each.total_bytes for each in memory_of(plan, graph)]
     found = on_processes(devices, "tests.runtime.test_memory_peak:peak_bytes", name, wire)

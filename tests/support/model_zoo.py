@@ -16,7 +16,7 @@ import convoy.runtime.module
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.model.nets import build_net
-from convoy.model.tracing import Traced
+from convoy.model.tracing import TracedModel
 from convoy.plan.plan import Plan
 from convoy.runtime.module import Distributed
 from tests.support.odd_nets import Thinking, UNet
@@ -109,7 +109,7 @@ def build(name: str) -> nn.Module:
     return model
 
 
-def traced(name: str, model: nn.Module) -> Traced:
+def traced(name: str, model: nn.Module) -> TracedModel:
     """A model is traced once for all tests."""
     with one_trace("zoo", name):
         return convoy.runtime.module.trace(model, batches(name, model)[0][0][:2])

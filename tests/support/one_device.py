@@ -16,7 +16,7 @@ import convoy.runtime.module
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.model.graph import Graph
-from convoy.model.tracing import Traced, trace
+from convoy.model.tracing import TracedModel, trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import Batch, Channel, Filter, One
@@ -225,7 +225,7 @@ def graph_of(name: str) -> Graph:
 
 
 @functools.cache
-def traced(name: str) -> Traced:
+def traced(name: str) -> TracedModel:
     model = nets.build(name)
     return trace(model, torch.zeros(2, *nets.shape_of(model), dtype=torch.float64))
 
@@ -238,7 +238,7 @@ def by_name(plan: str, net: str, reduce: Any = "ring", speeds: Speeds = UNEVEN, 
     return named_plan(plan, graph_of(net), batch, speeds, reduce)
 
 
-_TRACES: dict[Any, Traced] = {}
+_TRACES: dict[Any, TracedModel] = {}
 _TRACING = threading.Lock()
 
 
@@ -250,9 +250,9 @@ def one_trace(*model: Any) -> Iterator[None]:
         model: name and dtype of a net, to trace it once for all tests; nothing: once for each model object.
     """
     original = convoy.runtime.module.trace
-    known: dict[Any, Traced] = _TRACES if model else {}
+    known: dict[Any, TracedModel] = _TRACES if model else {}
 
-    def cached(whole: nn.Module, example: Any, *, training: bool = True, **like: Any) -> Traced:
+    def cached(whole: nn.Module, example: Any, *, training: bool = True, **like: Any) -> TracedModel:
         with _TRACING:
             key = (*(model or (id(whole),)), training)
             if key not in known:

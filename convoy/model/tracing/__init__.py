@@ -6,7 +6,7 @@ keep that honest: the trace must compute what the model computes (`same_answer.p
 split by samples must give each sample the same answer alone as in company (`samples.py`).
 """
 
-from convoy.model.tracing.calls import Traced, bind, call_operation, evaluate, without_in_place
+from convoy.model.tracing.calls import TracedModel, bind_operation, call_operation, disable_in_place, run_traced
 from convoy.model.tracing.take_apart import trace
 
-__all__ = ["Traced", "bind", "call_operation", "evaluate", "trace", "without_in_place"]
+__all__ = ["TracedModel", "bind_operation", "call_operation", "disable_in_place", "run_traced", "trace"]

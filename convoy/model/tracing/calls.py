@@ -14,7 +14,7 @@ from convoy.model.operation import BatchExtent, Operation, Ref
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class TracedModel:
     """A model taken apart: the value that plans read, the calls that execution makes.
 
     Attributes:
@@ -47,7 +47,7 @@ def call_operation(model: nn.Module, operation: Operation, inputs: Sequence[Any]
             return operation.target(*args, **kwargs)
 
 
-def bind(model: nn.Module, operation: Operation) -> Callable[[Sequence[Any], int], Any]:
+def bind_operation(model: nn.Module, operation: Operation) -> Callable[[Sequence[Any], int], Any]:
     """The call of a layer, with its module looked up: takes inputs that hold so many samples."""
     match operation.call, tuple(operation.args):
         case "module", (Ref(0),) if not operation.kwargs:
@@ -83,7 +83,7 @@ def _filled(arg: Any, inputs: Sequence[Any], batch: int) -> Any:
             return arg
 
 
-def evaluate(model: nn.Module, traced: Traced, inputs: Sequence[Tensor]) -> Any:
+def run_traced(model: nn.Module, traced: TracedModel, inputs: Sequence[Tensor]) -> Any:
     """Run a trace on one device, layer by layer, as the executor would with a single device."""
     values: dict[str, Any] = {layer.name: x for layer, x in zip(traced.graph.inputs, inputs, strict=True)}
     for name, layer in traced.graph.layers.items():
@@ -95,7 +95,7 @@ def evaluate(model: nn.Module, traced: Traced, inputs: Sequence[Tensor]) -> Any:
     return fx.node.map_aggregate(traced.result, lambda a: outputs[a.index] if isinstance(a, Ref) else a)
 
 
-def without_in_place(model: nn.Module) -> nn.Module:
+def disable_in_place(model: nn.Module) -> nn.Module:
     """Turn off `inplace` everywhere: layers keep their inputs for backward, so nothing may overwrite them."""
     for module in model.modules():
         if getattr(module, "inplace", False):

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from convoy.errors import InputError
 from convoy.model.graph import Graph, Kind, Layer, Parameter
 from convoy.model.operation import IN_PLACE, Operation, Ref, kind_of_call, kind_of_module
-from convoy.model.tracing.calls import Traced, call_operation
+from convoy.model.tracing.calls import TracedModel, call_operation
 from convoy.model.tracing.nodes import Untraceable, call_draws, called, holds_tensors, nodes_of
 from convoy.model.tracing.samples import Verdict, draws, is_floating, judge, tensors_of
 from convoy.model.tracing.values import BATCHES, Spec, Values, is_batched, mentions_batch
@@ -47,7 +47,7 @@ class Layering:
         self.keys = canonical_keys(model)
         self.uses: dict[str, list[str]] = {}
 
-    def run(self) -> Traced:
+    def run(self) -> TracedModel:
         nodes = nodes_of(self.model, self.leaves)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             for node in nodes:
@@ -261,7 +261,7 @@ class Layering:
             return self.values[self.nodes[self.layers[name].inputs[0]]][0][operation.args[1]]  # type: ignore[no-any-return]
         return self.values[self.nodes[name]][0]  # type: ignore[no-any-return]
 
-    def _finish(self, output: fx.Node) -> Traced:
+    def _finish(self, output: fx.Node) -> TracedModel:
         names: list[str] = []
         if sum(layer.kind == "input" for layer in self.layers.values()) != len(self.specs):
             raise InputError(
@@ -275,7 +275,7 @@ class Layering:
             raise Untraceable("it returns something that is not a tensor")
         shared = {name for users in self.uses.values() if len(users) > 1 for name in users}
         layers = {name: replace(layer, shared=name in shared) for name, layer in self.layers.items()}
-        return Traced(Graph(type(self.model).__name__, layers, tuple(names)), self.operations, value)
+        return TracedModel(Graph(type(self.model).__name__, layers, tuple(names)), self.operations, value)
 
 
 def canonical_keys(model: nn.Module) -> dict[str, str]:

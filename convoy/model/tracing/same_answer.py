@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import InputError
-from convoy.model.tracing.calls import Traced, evaluate, without_in_place
+from convoy.model.tracing.calls import TracedModel, disable_in_place, run_traced
 from convoy.model.tracing.nodes import Untraceable, first_line
 from convoy.model.tracing.samples import close, random_like, tensors_of
 from convoy.model.tracing.values import BATCHES, Spec
 
 
-def require_same_answer(model: nn.Module, traced: Traced, specs: Sequence[Spec]) -> None:
+def require_same_answer(model: nn.Module, traced: TracedModel, specs: Sequence[Spec]) -> None:
     """Run model and trace on the same random numbers: Python that a trace does not see must not change them silently.
 
     Raises:
@@ -26,7 +26,7 @@ def require_same_answer(model: nn.Module, traced: Traced, specs: Sequence[Spec])
         torch.manual_seed(0)
         like = [torch.empty((BATCHES[0], *shape), dtype=dtype, device="meta") for shape, dtype in specs]
         inputs = [random_like(t, None) for t in like]
-        reference, pure = copy.deepcopy(model), without_in_place(copy.deepcopy(model))
+        reference, pure = copy.deepcopy(model), disable_in_place(copy.deepcopy(model))
         try:
             torch.manual_seed(1)
             expected = tensors_of(reference(*[x.clone() for x in inputs]))
@@ -37,7 +37,7 @@ def require_same_answer(model: nn.Module, traced: Traced, specs: Sequence[Spec])
             ) from error
         try:
             torch.manual_seed(1)
-            found = tensors_of(evaluate(pure, traced, inputs))
+            found = tensors_of(run_traced(pure, traced, inputs))
         except Exception as error:
             raise Untraceable(f"its trace does not run: {first_line(error)}") from None
         _require_same(expected, found, "outputs")

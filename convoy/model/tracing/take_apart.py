@@ -1,4 +1,4 @@
-"""The way in: from an nn.Module to a Traced."""
+"""The way in: from an nn.Module to a TracedModel."""
 
 import copy
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import InputError
-from convoy.model.tracing.calls import Traced
+from convoy.model.tracing.calls import TracedModel
 from convoy.model.tracing.layers import Layering
 from convoy.model.tracing.nodes import ONE_AT_A_TIME, Untraceable, first_line
 from convoy.model.tracing.same_answer import require_same_answer
@@ -15,8 +15,8 @@ from convoy.model.tracing.whole import whole
 
 
 def trace(
-    model: nn.Module, example: Tensor | Sequence[Tensor], *, training: bool = True, like: Traced | None = None
-) -> Traced:
+    model: nn.Module, example: Tensor | Sequence[Tensor], *, training: bool = True, like: TracedModel | None = None
+) -> TracedModel:
     """Take a model apart. The model itself is left as it is.
 
     Args:
@@ -60,7 +60,7 @@ def _copy(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _opaque_modules(traced: Traced) -> tuple[str, ...]:
+def _opaque_modules(traced: TracedModel) -> tuple[str, ...]:
     """Paths of the modules that a trace keeps whole; "" is the model itself."""
     calls = (traced.operations[layer.name] for layer in traced.graph.layers.values() if layer.kind == "opaque")
     return tuple(str(call.target) for call in calls if call.call == "module")

@@ -11,14 +11,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.operation import Operation, Ref
-from convoy.model.tracing.calls import Traced, call_operation
+from convoy.model.tracing.calls import TracedModel, call_operation
 from convoy.model.tracing.layers import canonical_keys
 from convoy.model.tracing.nodes import first_line
 from convoy.model.tracing.samples import draws, is_floating, judge, on_random_numbers, tensors_of
 from convoy.model.tracing.values import BATCHES, Spec, is_batched
 
 
-def whole(model: nn.Module, specs: Sequence[Spec], why: str) -> Traced:
+def whole(model: nn.Module, specs: Sequence[Spec], why: str) -> TracedModel:
     """One layer, `why` it is only one, and a `pick` for each output where there are several.
 
     Raises:
@@ -42,7 +42,7 @@ def whole(model: nn.Module, specs: Sequence[Spec], why: str) -> Traced:
     )  # fmt: skip
     operations["model"] = operation
     if not several:
-        return Traced(Graph(type(model).__name__, layers, ("model",)), operations, Ref(0))
+        return TracedModel(Graph(type(model).__name__, layers, ("model",)), operations, Ref(0))
     names = tuple(f"model[{i}]" for i in range(len(outputs)))
     for i, (name, t) in enumerate(zip(names, outputs, strict=True)):
         layers[name] = Layer(
@@ -51,7 +51,7 @@ def whole(model: nn.Module, specs: Sequence[Spec], why: str) -> Traced:
         operations[name] = Operation("function", operator.getitem, (Ref(0), i))
     refs = iter(range(len(outputs)))
     result: Any = fx.node.map_aggregate(value, lambda a: _ref(refs) if isinstance(a, Tensor) else a)
-    return Traced(Graph(type(model).__name__, layers, names), operations, result)
+    return TracedModel(Graph(type(model).__name__, layers, names), operations, result)
 
 
 def _outputs(model: nn.Module, specs: Sequence[Spec]) -> tuple[Any, list[Tensor]]:
