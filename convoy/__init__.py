@@ -5,7 +5,9 @@
     model = convoy.distribute(model, plan, group, example)
     loader = convoy.loader(dataset, 64, model)
 
-Names are loaded when they are first used, so that `import convoy` costs no more than importing torch.
+More stands in `convoy.train` (averages, clipping, moving shares), `convoy.checkpoint`, `convoy.data`, `convoy.errors` and
+`convoy.api`. Names and these modules are loaded when they are first used, so that `import convoy` costs no more than importing
+torch.
 """
 
 import os
@@ -21,49 +23,62 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 _HOMES = {
     "join": "convoy.comm.processes",
     "make_plan": "convoy.api",
-    "make_plans": "convoy.api",
     "distribute": "convoy.api",
     "loader": "convoy.api",
-    "clip_grad_norm_": "convoy.runtime.clip",
-    "GradScaler": "convoy.runtime.precision",
-    "WeightAverage": "convoy.runtime.average",
-    "reshare": "convoy.runtime.reshard",
-    "Rebalancer": "convoy.train.controller",
-    "full_optimizer_state": "convoy.runtime.optimizer",
-    "ELEMENTWISE": "convoy.runtime.optimizer",
-    "Checkpointer": "convoy.checkpoint",
-    "Progress": "convoy.checkpoint",
-    "load_checkpoint": "convoy.checkpoint",
-    "save_checkpoint": "convoy.checkpoint",
     "Plan": "convoy.plan.plan",
+    "Rebalancer": "convoy.train",
+    "WeightAverage": "convoy.train",
+    "GradScaler": "convoy.train",
+    "Checkpointer": "convoy.checkpoint",
+    "save_checkpoint": "convoy.checkpoint",
+    "load_checkpoint": "convoy.checkpoint",
     "ConvoyError": "convoy.errors",
     "InputError": "convoy.errors",
+    "DeviceLostError": "convoy.errors",
+}
+
+_ALIASES = {
+    "make_plans": "convoy.api",
+    "clip_grad_norm_": "convoy.train",
+    "full_optimizer_state": "convoy.train",
+    "reshare": "convoy.train",
+    "ELEMENTWISE": "convoy.train",
+    "Progress": "convoy.checkpoint",
     "PlanError": "convoy.errors",
     "DataError": "convoy.errors",
     "MismatchError": "convoy.errors",
-    "DeviceLostError": "convoy.errors",
 }
+"""Names that stood here before, and are found in these modules now. Kept for one release after 0.1."""
+
+_MODULES = ("api", "checkpoint", "data", "errors", "train")
 
 __all__ = ["__version__", *_HOMES]
 
 if TYPE_CHECKING:
+    from convoy import api, checkpoint, data, errors, train
     from convoy.api import distribute, loader, make_plan, make_plans
     from convoy.checkpoint import Checkpointer, Progress, load_checkpoint, save_checkpoint
     from convoy.comm.processes import join
     from convoy.errors import ConvoyError, DataError, DeviceLostError, InputError, MismatchError, PlanError
     from convoy.plan.plan import Plan
-    from convoy.runtime.average import WeightAverage
-    from convoy.runtime.clip import clip_grad_norm_
-    from convoy.runtime.optimizer import ELEMENTWISE, full_optimizer_state
-    from convoy.runtime.precision import GradScaler
-    from convoy.runtime.reshard import reshare
-    from convoy.train.controller import Rebalancer
+    from convoy.train import (
+        ELEMENTWISE,
+        GradScaler,
+        Rebalancer,
+        WeightAverage,
+        clip_grad_norm_,
+        full_optimizer_state,
+        reshare,
+    )
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name in _MODULES:
+        return import_module(f"convoy.{name}")
+    home = _HOMES.get(name) or _ALIASES.get(name)
+    if home is None:
         raise AttributeError(f"module 'convoy' has no attribute {name!r}")
-    value = getattr(import_module(_HOMES[name]), name)
+    value = getattr(import_module(home), name)
     globals()[name] = value
     return value
 

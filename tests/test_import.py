@@ -56,6 +56,22 @@ def test_every_name_is_there() -> None:
         assert home is None or value is getattr(importlib.import_module(home), name)
 
 
+def test_about_fifteen_names_are_offered() -> None:
+    """The rest is found in five modules, which `import convoy` alone makes known."""
+    assert len(convoy.__all__) == 15
+    assert callable(convoy.train.clip_grad_norm_)
+    assert callable(convoy.api.make_plans)
+    assert convoy.checkpoint.Progress(step=3).step == 3
+    assert issubclass(convoy.errors.PlanError, convoy.InputError)
+
+
+@pytest.mark.parametrize("name", sorted(convoy._ALIASES))
+def test_names_of_an_earlier_version_still_work(name: str) -> None:
+    """They moved to a module; scripts that were written before run on."""
+    assert name not in dir(convoy)
+    assert getattr(convoy, name) is getattr(importlib.import_module(convoy._ALIASES[name]), name)
+
+
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'convoy' has no attribute 'accelerate'"):
         _ = convoy.accelerate
