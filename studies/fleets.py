@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from convoy.cost.compute import Rate, Roofline
 from convoy.cost.memory import DeviceMemory, memory_of_steps, update_s_per_entry
 from convoy.cost.network import network_of
-from convoy.cost.size import whole_size
 from convoy.errors import InputError, unknown_name
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.plan.size import whole_size
 from convoy.plan.steps import StepList
 from convoy.planner.planner import plan_auto, solo_speeds
 from convoy.simulator.energy import Energy, energy_of, power_of

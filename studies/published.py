@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from convoy.cost.network import Network
-from convoy.cost.size import LocalSize, flop, whole_size
 from convoy.model.graph import Graph, Layer
 from convoy.model.nets.untraced import two_conv_graph
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.size import LocalSize, flop, whole_size
 from convoy.plan.steps import Part, Phase
 from convoy.simulator.simulate import Costs, simulate
 

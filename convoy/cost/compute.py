@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from convoy.cost.size import LocalSize, flop, whole_size
 from convoy.errors import InputError
 from convoy.model.graph import Layer
+from convoy.plan.size import LocalSize, flop, whole_size
 from convoy.plan.steps import Part, Phase
 
 

@@ -9,8 +9,8 @@ from pydantic import ConfigDict, Strict
 
 from convoy.cost.compute import Correction, Grid, LayerTimes
 from convoy.cost.overhead import Overheads
-from convoy.cost.size import LocalSize
 from convoy.errors import InputError
+from convoy.plan.size import LocalSize
 
 _Text = Annotated[str, Strict()]
 _Number = Annotated[float, Strict()]
@@ -31,7 +31,7 @@ class LayerPoint:
     """One layer on one device at one size.
 
     Attributes:
-        samples, outputs, inputs: the size, as in `convoy.cost.size.LocalSize`.
+        samples, outputs, inputs: the size, as in `convoy.plan.size.LocalSize`.
         forward_s, backward_s: seconds of one call; backward is 0 where no gradient passes.
         spread: (slowest - fastest) / typical of the repetitions, forward and backward together.
         shared: of a batch norm that shares its statistics with other devices.

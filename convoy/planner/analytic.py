@@ -16,10 +16,10 @@ import numpy as np
 from convoy.cost.compute import Roofline
 from convoy.cost.costs import Costs
 from convoy.cost.memory import optimizer_named
-from convoy.cost.size import LocalSize, shares_statistics, whole_size
 from convoy.cost.traffic import Loads, loads, move_s, sum_loads
 from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import BUCKET_ENTRIES
+from convoy.plan.size import LocalSize, shares_statistics, whole_size
 from convoy.plan.strategy import Placement, feature_axis
 from convoy.planner.load_balance import Seconds, balance_sampled, sampled_shares
 from convoy.sharding.comm_dtype import CommDtype, sent_itemsize

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.cost.costs import Costs
-from convoy.cost.size import LocalSize, whole_size
 from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import placements, trains
 from convoy.plan.plan import Plan
+from convoy.plan.size import LocalSize, whole_size
 from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Strategy, feature_axis, follow, place
 from convoy.planner.analytic import Formula, Side, Squeeze
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split

@@ -20,11 +20,11 @@ from convoy._version import __version__
 from convoy.comm.group import Group
 from convoy.cost.measurement import FORMAT, Measurement
 from convoy.cost.overhead import Overheads
-from convoy.cost.size import LocalSize
 from convoy.cost.table import DeviceCosts, LayerPoint
 from convoy.errors import MismatchError
 from convoy.fleet import Fleet
 from convoy.model.tracing import TracedModel
+from convoy.plan.size import LocalSize
 from convoy.profile.describe import Own, describe, fit, fleet_of, host_indices, spreads, with_wire
 from convoy.profile.jitter import measure_jitter
 from convoy.profile.links import Traffic, WireTimes, measure_links, processor_share

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from convoy.comm.group import AloneGroup, Arrived, CountedGroup, Message, Pending
 from convoy.cost.overhead import FRESH_BYTES, Overheads
-from convoy.cost.size import whole_size
 from convoy.data.images import Images
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.size import whole_size
 from convoy.plan.steps import Move, Value
 from convoy.profile.pieces import piece
 from convoy.profile.timing import Now, repeated, time_piece, typical

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convoy.cost.size import LocalSize, whole_size
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel
+from convoy.plan.size import LocalSize, whole_size
 from convoy.plan.steps import Part
 from convoy.plan.strategy import feature_axis
 from convoy.runtime.batch_norm import GlobalBatchNorm

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from convoy.cost.costs import Costs
 from convoy.cost.measurement import Measurement
-from convoy.cost.size import LocalSize, local_size
 from convoy.errors import PlanError
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, named_plan
+from convoy.plan.size import LocalSize, local_size
 from convoy.plan.steps import Compute, StepList
 from convoy.planner.planner import candidates
 from convoy.planner.predict import Outlook

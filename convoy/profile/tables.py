@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from convoy.cost.compute import shape_s
-from convoy.cost.size import LocalSize, whole_size
 from convoy.model.graph import Graph, Layer
 from convoy.model.operation import Operation
 from convoy.model.tracing import TracedModel, disable_in_place
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
+from convoy.plan.size import LocalSize, whole_size
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import One
 from convoy.profile.pieces import SharedStatistics, granule, piece

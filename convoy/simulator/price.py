@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from convoy.cost.costs import Costs
 from convoy.cost.overhead import NOTHING, Handling, copy_of, handling, kept_sums, messages
-from convoy.cost.size import LocalSize, local_size
 from convoy.model.graph import Graph, Parameter
 from convoy.plan.fusion import runs
+from convoy.plan.size import LocalSize, local_size
 from convoy.plan.steps import (
     Compute,
     Exchange,

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from convoy.adapt.rebalance import FIRST, MOST, STARTING, Balancer, Keep, Reshare, best, observe
-from convoy.cost.size import flop, local_size
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.coupling import shares_of
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
+from convoy.plan.size import flop, local_size
 from convoy.plan.steps import Compute, StepList
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.sharding.shares import Shares, apportion, even

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from convoy.cost.measurement import Measurement, read_fleet_file
 from convoy.cost.overhead import Overheads
-from convoy.cost.size import LocalSize
 from convoy.cost.table import DeviceCosts, HostRates, LayerPoint, LinkSpread, layer_times
 from convoy.errors import InputError, MismatchError
 from convoy.fleet import Card, Device, Fleet, Host, Link, read_fleet
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.size import LocalSize
 from convoy.simulator.simulate import simulate
 from tests.support.nets import TwoConv
 

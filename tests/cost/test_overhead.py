@@ -6,8 +6,8 @@ import pytest
 
 from convoy.cost.compute import Grid, LayerTimes, MeasuredTimes
 from convoy.cost.overhead import FRESH_BYTES, Handling, Overheads, handling, is_block, kept_sums, messages
-from convoy.cost.size import LocalSize, local_size
 from convoy.model.graph import Graph, Layer
+from convoy.plan.size import LocalSize, local_size
 from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, StepList, SumGradients, Value
 from convoy.planner.search import Prices
 from convoy.sharding.layout import Layout, OnOne, Replicated, Split

@@ -17,7 +17,6 @@ from convoy.app.measure import MeasureJob, run_measure
 from convoy.comm.group import AloneGroup, Arrived, Group, Message, Pending
 from convoy.comm.threads import run_on_threads
 from convoy.cost.measurement import Measurement, read_fleet_file
-from convoy.cost.size import LocalSize, whole_size
 from convoy.cost.table import LayerPoint, layer_times
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.fleet import Card, Device, Fleet, Host
@@ -25,6 +24,7 @@ from convoy.model.graph import Layer
 from convoy.model.tracing import TracedModel, disable_in_place, trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.plan.size import LocalSize, whole_size
 from convoy.profile import overheads, timing
 from convoy.profile.describe import Own, fit, fleet_of, host_indices, spreads, with_wire
 from convoy.profile.job import measure_job

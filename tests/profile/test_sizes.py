@@ -11,13 +11,13 @@ from convoy.comm.threads import run_on_threads
 from convoy.cost.compute import Correction, Grid, LayerTimes
 from convoy.cost.measurement import Measurement
 from convoy.cost.overhead import Overheads
-from convoy.cost.size import LocalSize, local_size
 from convoy.cost.table import LayerPoint, layer_times
 from convoy.model.graph import Layer
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, named_plan
+from convoy.plan.size import LocalSize, local_size
 from convoy.plan.steps import Compute
 from convoy.planner.planner import candidates
 from convoy.planner.predict import Outlook

@@ -8,12 +8,12 @@ import pytest
 
 import convoy.plan.steps
 from convoy.cost.network import Network, network_of, rates
-from convoy.cost.size import LocalSize
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph, Layer
 from convoy.model.nets.untraced import Stack
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.size import LocalSize
 from convoy.plan.steps import Compute, Move, Part, Phase, StepList, SumGradients, Value
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.simulator.simulate import Costs, Event, Timeline, simulate

@@ -14,7 +14,6 @@ from convoy.cost.catalogue import fleet_of
 from convoy.cost.compute import Rate, Roofline
 from convoy.cost.memory import memory_of, update_s_per_entry
 from convoy.cost.network import network_of
-from convoy.cost.size import LocalSize, whole_size
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph, Layer, Parameter
@@ -24,6 +23,7 @@ from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS as NAMED
 from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.size import LocalSize, whole_size
 from convoy.report import timeline as pictures
 from convoy.sharding.layout import Partial
 from convoy.simulator.energy import Power, energy_of
