@@ -7,10 +7,10 @@ from benchmarks.configurations import ALONE, AUTO, IN_TURN, PEERS, Case, fleet_n
 from benchmarks.predictions import Predictions, predict, rows_of
 from benchmarks.runners import UNCOUNTED_STEPS
 from benchmarks.worker import WorkerJob
+from convoy.cost.costs import roofline_costs
 from convoy.fleet import Fleet
 from convoy.model.nets.untraced import graph_of
 from convoy.plan.presets import PLANS
-from studies.fleets import costs_of
 
 FLOP_PER_CORE_S = 80e9
 BYTES_PER_CORE_S = 10e9
@@ -54,7 +54,7 @@ def guessed(fleet: Fleet) -> Fleet:
 
 
 def _net_s(job: WorkerJob, net: str, cases: Sequence[Case], fleet: Fleet) -> float:
-    graph, costs = graph_of(net), costs_of(fleet)
+    graph, costs = graph_of(net), roofline_costs(fleet)
     seconds = job.budget_s + BESIDE_LAYERS_S
     for index, case in enumerate(cases):  # not auto: the planner takes seconds for each
         predictions = predict(replace(case, plans=tuple(PLANS)), graph, costs, fleet)

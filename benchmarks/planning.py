@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from benchmarks.hardware import stamp
 from convoy.config.files import write_whole
+from convoy.cost.costs import roofline_costs
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph
 from convoy.model.nets.untraced import graph_of
 from convoy.model.tracing import trace
 from convoy.planner.planner import candidates
-from studies.fleets import costs_of
 from studies.sweep import BASE, PLANS, points_at, sweep
 
 RESULTS = Path(__file__).parent / "results" / "planning.json"
@@ -85,7 +85,7 @@ def unequal(devices: int, kinds: int, seed: int = 0) -> Fleet:
 
 def plan_once(graph: Graph, fleet: Fleet, batch: int) -> dict[str, Any]:
     """Costs of the fleet and the planner's choice, from nothing."""
-    best = candidates(graph, batch, costs_of(fleet))[0]
+    best = candidates(graph, batch, roofline_costs(fleet))[0]
     return {"plan": best.plan.name, "step_s": best.step_s}
 
 

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import torch
 
+from convoy.cost.costs import roofline_costs
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import named_plan
+from convoy.planner.planner import predicted_speeds
 from convoy.simulator.events import Activity, Event, Timeline
 from convoy.simulator.simulate import simulate
 from docs.drawing import Drawing, write
-from studies.fleets import costs_of, speeds_of
 
 FOLDER = Path(__file__).parent / "figures"
 
@@ -43,8 +44,8 @@ def fleet() -> Fleet:
 def replays() -> tuple[Timeline, Timeline]:
     """The step without and with overlap."""
     graph = trace(build_net(NET, (3, 32, 32), 10), torch.zeros(2, 3, 32, 32)).graph
-    costs = costs_of(fleet())
-    steps = lower(named_plan(PLAN, graph, BATCH, speeds_of(graph, BATCH, costs)), graph)
+    costs = roofline_costs(fleet())
+    steps = lower(named_plan(PLAN, graph, BATCH, predicted_speeds(graph, BATCH, costs)), graph)
     return simulate(steps, graph, costs, overlap=False), simulate(steps, graph, costs)
 
 

@@ -1,26 +1,31 @@
 """`python -m studies DIR [NET]`: the whole study into a folder."""
 
+import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from convoy.errors import ConvoyError
 from studies.run import run_study
 
 
-def main(arguments: list[str]) -> int:
-    if not 1 <= len(arguments) <= 2 or arguments[0].startswith("-"):
-        print(
-            "usage: python -m studies DIR [NET]   e.g. python -m studies figures alexnet:4096",
-            file=sys.stderr,
-        )
-        return 2
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the study as the arguments say; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m studies", description="Tables (CSV) and figures (PNG) of the study."
+    )
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where the files go")
+    parser.add_argument("net", nargs="?", default="alexnet:4096", metavar="NET", help="a network by name (%(default)s)")
+    parser.add_argument("--no-figures", action="store_true", help="tables only: figures need the extra 'plots'")
+    parser.add_argument("--no-published", action="store_true", help="without the check of the published figures")
+    given = parser.parse_args(arguments)
     try:
-        run_study(Path(arguments[0]), *arguments[1:], say=print)
+        run_study(given.folder, given.net, draw=not given.no_figures, published=not given.no_published, say=print)
     except ConvoyError as error:
-        print(f"convoy: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

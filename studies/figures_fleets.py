@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from convoy.cost.catalogue import DeviceClass, read_catalogue
 from convoy.model.graph import Graph
 from convoy.report.drawing import PLAN_LOOKS, legend, new_figure, plain, save
+from studies.catalogue import DeviceClass, read_catalogue
 from studies.fleets import Replayed
 from studies.points import Points
 from studies.published import Published

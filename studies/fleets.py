@@ -3,20 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from convoy.cost.compute import Rate, Roofline
-from convoy.cost.memory import DeviceMemory, memory_of_steps, update_s_per_entry
-from convoy.cost.network import network_of
-from convoy.errors import InputError, unknown_name
+from convoy.cost.costs import Costs, roofline_costs
+from convoy.cost.memory import DeviceMemory, memory_of_steps
+from convoy.errors import unknown_name
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.presets import PLANS, Speeds, named_plan
-from convoy.plan.size import whole_size
+from convoy.plan.presets import PLANS, named_plan
 from convoy.plan.steps import StepList
-from convoy.planner.planner import plan_auto, solo_speeds
+from convoy.planner.planner import plan_auto, predicted_speeds, solo_speeds
 from convoy.simulator.energy import Energy, energy_of, power_of
-from convoy.simulator.simulate import Costs, Timeline, simulate
+from convoy.simulator.simulate import Timeline, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,42 +45,6 @@ class Replayed:
         return self.samples_per_s / self.limit_samples_per_s
 
 
-def costs_of(fleet: Fleet, *, efficiency: float = 1.0, optimizer: str = "sgd-momentum", itemsize: int = 4) -> Costs:
-    """Roofline times and the network of a fleet file's devices.
-
-    Args:
-        efficiency: the part of the peak that dense kernels reach, for every device.
-
-    Raises:
-        InputError: a device without a peak or a memory bandwidth, an efficiency outside (0, 1], an unknown optimizer.
-    """
-    if not 0 < efficiency <= 1:
-        raise InputError(f"an efficiency of {efficiency}: the part of the peak is above 0 and at most 1; correct it")
-    rates = []
-    for device in fleet.devices:
-        if device.peak_flop_per_s is None or device.memory_bandwidth_bytes_per_s is None:
-            raise InputError(
-                f"device {device.name!r} gives no roofline: add peak_flop_per_s and memory_bandwidth_bytes_per_s to the "
-                "fleet file, take a class of the catalogue, or measure the device"
-            )
-        slowed = device.slowdown
-        rates.append(Rate(device.peak_flop_per_s / slowed, device.memory_bandwidth_bytes_per_s / slowed, efficiency))
-    update = tuple(update_s_per_entry(optimizer, rate.bytes_per_s, itemsize) for rate in rates)
-    return Costs(Roofline(tuple(rates), itemsize), network_of(fleet), itemsize, update)
-
-
-def speeds_of(graph: Graph, batch: int, costs: Costs) -> Speeds:
-    """Samples/s of each device, on the whole model and on each weighted layer, as a measurement would give them."""
-    layers = {}
-    for layer in graph.weighted:
-        size = whole_size(layer, batch)
-        layers[layer.name] = tuple(
-            batch / sum(costs.times.seconds(device, layer, phase, size) for phase in ("forward", "backward"))
-            for device in range(costs.network.devices)
-        )
-    return Speeds(solo_speeds(graph, batch, costs), layers)
-
-
 def make_plan(name: str, graph: Graph, batch: int, costs: Costs) -> Plan:
     """A plan by name for a fleet's modelled speeds; "auto" asks the planner.
 
@@ -93,7 +55,7 @@ def make_plan(name: str, graph: Graph, batch: int, costs: Costs) -> Plan:
         return plan_auto(graph, batch, costs)
     if name not in PLANS:
         raise unknown_name("plan", name, (*PLANS, "auto"))
-    return named_plan(name, graph, batch, speeds_of(graph, batch, costs))
+    return named_plan(name, graph, batch, predicted_speeds(graph, batch, costs))
 
 
 def replay(
@@ -102,10 +64,10 @@ def replay(
     """Replay one step of a plan on a fleet; `costs` default to the fleet's rooflines.
 
     Raises:
-        InputError: see `costs_of`.
+        InputError: see `roofline_costs`.
         PlanError: a plan for another model or number of devices.
     """
-    costs = costs or costs_of(fleet, optimizer=optimizer)
+    costs = costs or roofline_costs(fleet, optimizer=optimizer)
     plan.check(graph, len(fleet.devices))
     steps = lower(plan, graph)
     timeline = simulate(steps, graph, costs)
@@ -120,7 +82,7 @@ def compare(
     graph: Graph, fleet: Fleet, batch: int, plans: Sequence[str] = (*PLANS, "auto"), *, efficiency: float = 1.0
 ) -> list[Replayed]:
     """Each plan by name on a fleet, in the order given."""
-    costs = costs_of(fleet, efficiency=efficiency)
+    costs = roofline_costs(fleet, efficiency=efficiency)
     return [replay(graph, fleet, make_plan(name, graph, batch, costs), costs) for name in plans]
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
-from convoy.cost.catalogue import fleet_of
 from convoy.errors import InputError
 from convoy.fleet import Card
 from convoy.model.graph import Graph
 from convoy.model.nets.untraced import graph_of
 from convoy.plan.presets import PLANS
 from studies import figures, figures_fleets, fleets
+from studies.catalogue import fleet_of
 from studies.published import CPUS, GPUS, summary, table
 from studies.sweep import AXES, BASE, five_axes, points_at, rows_of, sweep, write_csv
 

@@ -3,20 +3,19 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from convoy.cost.costs import Costs
+from convoy.cost.costs import Costs, roofline_costs
 from convoy.cost.measurement import read_fleet_file
 from convoy.errors import InputError, unknown_name
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.model.nets.untraced import graph_of
 from convoy.plan.plan import Plan
-from convoy.plan.presets import PLANS, Speeds, named_plan
-from convoy.planner.planner import plan_auto
+from convoy.plan.presets import PLANS, named_plan
+from convoy.planner.planner import plan_auto, predicted_speeds
 from convoy.planner.predict import Outlook, prospect
 from convoy.report.numbers import in_bytes
 from convoy.report.timeline import draw as draw_timeline
 from convoy.report.timeline import write_chrome_trace
-from studies.fleets import costs_of, speeds_of
 
 
 def run_step(
@@ -51,7 +50,7 @@ def run_step(
         raise InputError(f"--batch {batch}: give 1 or more")
     described, measured = read_fleet_file(fleet)
     graph = graph_of(net, image, classes)
-    costs = costs_of(described) if measured is None else measured.costs(graph)
+    costs = roofline_costs(described) if measured is None else measured.costs(graph)
     chosen = _plan(plan, graph, batch, costs, described)
     outlook = Outlook.of(graph, chosen.batch, costs, described)
     row = prospect(chosen, outlook)
@@ -81,8 +80,7 @@ def _plan(name: str, graph: Graph, batch: int, costs: Costs, fleet: Fleet) -> Pl
         outlook = Outlook.of(graph, batch, costs, fleet)
         return plan_auto(graph, batch, costs, outlook.room).named("auto")
     if name in PLANS:
-        speeds: Speeds = speeds_of(graph, batch, costs)
-        return named_plan(name, graph, batch, speeds)
+        return named_plan(name, graph, batch, predicted_speeds(graph, batch, costs))
     if not name.endswith(".json") and not Path(name).is_file():
         raise unknown_name("plan", name, [*PLANS, "auto", "a plan file (….json)"])
     saved = Plan.load(Path(name))

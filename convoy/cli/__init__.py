@@ -6,13 +6,13 @@
     options.py   options that several verbs have, and those made from the list of settings
     training.py  train, demo
     fleets.py    measure, plan, rehearse, doctor
-    studies.py   simulate, report
+    reports.py   simulate, report
 """
 
 import sys
 
 # isort: off
-from convoy.cli import training, fleets, studies  # noqa: F401 - each adds its verbs, and --help lists them in this order
+from convoy.cli import training, fleets, reports  # noqa: F401 - each adds its verbs, and --help lists them in this order
 
 # isort: on
 from convoy.cli.top import app

@@ -16,6 +16,7 @@ from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.plan.size import whole_size
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import STRATEGIES, One
 from convoy.planner.analytic import Formula, Squeeze
@@ -152,6 +153,18 @@ def solo_speeds(graph: Graph, batch: int, costs: Costs) -> tuple[float, ...]:
             known[key] = batch / price.alone_s(device)
         result.append(known[key])
     return tuple(result)
+
+
+def predicted_speeds(graph: Graph, batch: int, costs: Costs) -> Speeds:
+    """Samples/s of each device on the whole model and on each weighted layer, as a measurement would give them."""
+    layers = {}
+    for layer in graph.weighted:
+        size = whole_size(layer, batch)
+        layers[layer.name] = tuple(
+            batch / sum(costs.times.seconds(device, layer, phase, size) for phase in ("forward", "backward"))
+            for device in range(costs.network.devices)
+        )
+    return Speeds(solo_speeds(graph, batch, costs), layers)
 
 
 def _formula_s(formula: Formula, order: Sequence[int], plan: Plan) -> float:

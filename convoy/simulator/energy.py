@@ -88,10 +88,7 @@ def power_of(fleet: Fleet) -> tuple[Power, ...]:
     result = []
     for device in fleet.devices:
         if device.idle_w is None or device.busy_w is None:
-            raise InputError(
-                f"device {device.name!r} has no watts: give idle_w and busy_w in the fleet file, or take a class of the "
-                "catalogue"
-            )
+            raise InputError(f"device {device.name!r} has no watts: give idle_w and busy_w in the fleet file")
         result.append(Power(device.idle_w, device.busy_w))
     return tuple(result)
 

@@ -9,12 +9,13 @@ import pytest
 
 from convoy import cli
 from convoy.app.simulate import run_step
+from convoy.cost.costs import roofline_costs
 from convoy.errors import InputError
 from convoy.model.nets.untraced import graph_of
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.simulator.simulate import simulate
-from studies.fleets import costs_of, make_plan
+from studies.fleets import make_plan
 from tests.planner.test_planner_memory import fleet
 
 NET = "two-conv:4:6"
@@ -61,7 +62,7 @@ def test_the_trace_keeps_the_formats_rules(tmp_path: Path, fleet_file: Path, pla
 
 def test_the_trace_is_the_replay_in_microseconds(tmp_path: Path, fleet_file: Path) -> None:
     events = [e for e in trace_of(tmp_path, fleet_file, "hybrid") if e["ph"] == "X"]
-    graph, costs = graph_of(NET), costs_of(fleet(*ROWS))
+    graph, costs = graph_of(NET), roofline_costs(fleet(*ROWS))
     timeline = simulate(lower(make_plan("hybrid", graph, 12, costs), graph), graph, costs)
     expected = sorted(
         (e.device, e.activity, e.start_s * 1e6, (e.end_s - e.start_s) * 1e6)
@@ -77,7 +78,7 @@ def test_a_plan_file_and_a_picture(tmp_path: Path, fleet_file: Path, monkeypatch
     pytest.importorskip("matplotlib")
     graph = graph_of(NET)
     plan = tmp_path / "plan.json"
-    plan.write_text(make_plan("model", graph, 12, costs_of(fleet(*ROWS))).to_json())
+    plan.write_text(make_plan("model", graph, 12, roofline_costs(fleet(*ROWS))).to_json())
     assert Plan.load(plan).batch == 12
     out = tmp_path / "deep" / "out"
     arguments = ["simulate", "-o", str(out), "--net", NET, "--fleet", str(fleet_file), "--plan", str(plan)]
@@ -100,4 +101,18 @@ def test_a_plan_file_and_a_picture(tmp_path: Path, fleet_file: Path, monkeypatch
 def test_what_a_step_refuses(tmp_path: Path, fleet_file: Path, plan: str, batch: int, words: str) -> None:
     with pytest.raises(InputError, match=words):
         run_step(tmp_path / "out", NET, fleet_file, plan, batch, draw=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_fleet_it_names_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It used to run the study of the four works, which lies beside the package: an installed Convoy does not have it."""
+    monkeypatch.setattr(sys, "argv", ["convoy", "simulate", "-o", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert "--fleet FILE" in message
+    assert "python -m studies DIR [NET]" in message
     assert not (tmp_path / "out").exists()

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from convoy.cost.costs import roofline_costs
 from convoy.cost.memory import Room, memory_of
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Card, Device, Fleet, Host
@@ -17,7 +18,6 @@ from convoy.planner.planner import candidates, plan_auto, solo_speeds
 from convoy.planner.predict import Outlook, prospects
 from convoy.simulator.energy import energy_of
 from convoy.simulator.simulate import Costs, simulate
-from studies.fleets import costs_of
 
 GIGABIT = Card(125e6, 125e6, 1e-4)
 
@@ -39,7 +39,7 @@ def fleet(*rows: tuple[float, int | None]) -> Fleet:
 
 
 def outlook(fleet: Fleet, graph: Graph = WIDE, batch: int = BATCH, optimizer: str = "sgd-momentum") -> Outlook:
-    return Outlook.of(graph, batch, costs_of(fleet), fleet, optimizer)
+    return Outlook.of(graph, batch, roofline_costs(fleet), fleet, optimizer)
 
 
 def needs(plan: Plan, graph: Graph = WIDE) -> list[int]:
@@ -196,7 +196,7 @@ def test_the_row_of_a_plan_is_its_own_arithmetic() -> None:
 def many(count: int) -> tuple[Graph, Costs]:
     """A net and a fleet that are planned by formula."""
     graph = Stack((3, 16, 16)).conv(32, 3).pool().conv(64, 3).pool().flatten().linear(64).linear(10).graph()
-    return graph, costs_of(fleet(*((1e10 * (1 + i % 5), None) for i in range(count))))
+    return graph, roofline_costs(fleet(*((1e10 * (1 + i % 5), None) for i in range(count))))
 
 
 def test_a_large_fleet_is_planned_by_formula_and_the_plan_fits() -> None:

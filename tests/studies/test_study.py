@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from convoy.cost.catalogue import fleet_of
 from convoy.cost.compute import Rate, Roofline
+from convoy.cost.costs import roofline_costs
 from convoy.cost.memory import memory_of, update_s_per_entry
 from convoy.cost.network import network_of
 from convoy.errors import InputError
@@ -24,12 +24,14 @@ from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS as NAMED
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.size import LocalSize, whole_size
+from convoy.planner.planner import predicted_speeds
 from convoy.report import timeline as pictures
 from convoy.sharding.layout import Partial
 from convoy.simulator.energy import Power, energy_of
 from convoy.simulator.simulate import Costs, Event, Timeline, simulate
 from studies import figures, figures_fleets, fleets, published
 from studies.__main__ import main
+from studies.catalogue import fleet_of
 from studies.closed_form import plan_times, times_of
 from studies.points import Points
 from studies.sweep import AXES, BASE, PLANS, along, crossover, five_axes, points_at, rows_of, sweep, write_csv
@@ -328,7 +330,7 @@ def test_equal_devices_as_a_fleet_are_the_closed_form():
     graph = NETS["two-conv"]
     for each, name in zip(fleets.compare(graph, equal_fleet(3), 24, PLANS), PLANS, strict=True):
         # The closed form awaits every move where it stands; the replay of the fleet overlaps what can be.
-        sequential_s = simulate(each.steps, graph, fleets.costs_of(equal_fleet(3)), overlap=False).step_s
+        sequential_s = simulate(each.steps, graph, roofline_costs(equal_fleet(3)), overlap=False).step_s
         assert sequential_s == pytest.approx(closed(graph, name, 3, 24).step_s[0], rel=1e-3)
         assert each.timeline.step_s <= sequential_s * (1 + 1e-9)
 
@@ -358,21 +360,21 @@ def test_a_slowed_device_is_so_many_times_slower():
     graph = NETS["two-conv"]
     fleet = equal_fleet(2)
     slowed = replace(fleet, devices=(fleet.devices[0], replace(fleet.devices[1], slowdown=4.0)))
-    speeds = fleets.speeds_of(graph, 32, fleets.costs_of(slowed))
+    speeds = predicted_speeds(graph, 32, roofline_costs(slowed))
     assert speeds.devices[0] / speeds.devices[1] == pytest.approx(4)
     assert speeds.layers["0"][0] / speeds.layers["0"][1] == pytest.approx(4)
-    plan = fleets.make_plan("data-by-speed", graph, 40, fleets.costs_of(slowed))
+    plan = fleets.make_plan("data-by-speed", graph, 40, roofline_costs(slowed))
     assert [layer.shares for layer in [plan.otherwise]] == [(32, 8)]
 
 
 def test_a_fleet_without_a_roofline_says_what_to_add():
     bare = Fleet((Host("h"),), (Device("d", "h", "cpu"),))
     with pytest.raises(InputError, match="peak_flop_per_s"):
-        fleets.costs_of(bare)
+        roofline_costs(bare)
     with pytest.raises(InputError, match="above 0 and at most 1"):
-        fleets.costs_of(equal_fleet(1), efficiency=1.5)
+        roofline_costs(equal_fleet(1), efficiency=1.5)
     with pytest.raises(InputError, match="auto"):
-        fleets.make_plan("best", NETS["two-conv"], 8, fleets.costs_of(equal_fleet(2)))
+        fleets.make_plan("best", NETS["two-conv"], 8, roofline_costs(equal_fleet(2)))
 
 
 # --- the published figures --------------------------------------------------------------------------------------------
@@ -528,12 +530,16 @@ def test_the_whole_study_without_pictures(tmp_path):
     paths = run_study(tmp_path / "new", "two-conv:4:6", draw=False, published=False, say=said.append)
     assert {path.name for path in paths} >= {"axis-batch.csv", "devices-by-link.csv", "energy.csv", "mixed-fleet.csv"}
     assert said == [f"wrote {path}" for path in paths]
+    assert main([str(tmp_path / "again"), "two-conv:4:6", "--no-figures", "--no-published"]) == 0
+    assert {path.name for path in (tmp_path / "again").iterdir()} == {path.name for path in paths}
     with (tmp_path / "new" / "mixed-fleet.csv").open(newline="") as file:
         assert [row["plan"] for row in csv.DictReader(file)] == [*NAMED, "auto"]
 
 
 def test_the_command_says_how_it_is_called(capsys, tmp_path):
-    assert main([]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
     assert "DIR [NET]" in capsys.readouterr().err
     assert main([str(tmp_path), "lenet:5"]) == 1
     assert "lenet" in capsys.readouterr().err

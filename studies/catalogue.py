@@ -108,7 +108,7 @@ def fleet_of(classes: Sequence[str], card: Card, catalogue: Mapping[str, DeviceC
 
 @cache
 def _own() -> Mapping[str, DeviceClass]:
-    text = resources.files("convoy.cost").joinpath("catalogue.toml").read_text(encoding="utf-8")
+    text = resources.files("studies").joinpath("catalogue.toml").read_text(encoding="utf-8")
     return _parse(text, "catalogue.toml")
 
 

@@ -7,39 +7,33 @@ import typer
 
 from convoy.cli.options import Batch, Net, image_of
 from convoy.cli.top import app
+from convoy.errors import InputError
 
 
 @app.command()
 def simulate(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="Folder for tables (CSV), figures (PNG), traces (JSON).")
-    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the trace (JSON) and the picture (PNG).")],
     net: Net = "alexnet:4096",
-    figures: Annotated[bool, typer.Option(help="Draw figures too (needs the extra 'plots').")] = True,
-    published: Annotated[bool, typer.Option(help="Also check the figures that were published.")] = True,
     fleet: Annotated[
-        Path | None,
-        typer.Option(
-            help="Instead of the study, replay one step on this fleet: as convoy measure wrote it, or described."
-        ),
+        Path | None, typer.Option(help="Fleet file, as convoy measure wrote it, or described. Required.")
     ] = None,
-    plan: Annotated[str, typer.Option(help="With --fleet: a plan by name, auto, or a plan file.")] = "auto",
+    plan: Annotated[str, typer.Option(help="A plan by name, auto, or a plan file.")] = "auto",
     batch: Batch = 64,
-    image: Annotated[str, typer.Option(help="With --fleet: channels, height, width of the images.")] = "3,32,32",
-    classes: Annotated[int, typer.Option(help="With --fleet: classes.")] = 10,
+    image: Annotated[str, typer.Option(help="Channels, height, width of the images.")] = "3,32,32",
+    classes: Annotated[int, typer.Option(help="Classes.")] = 10,
+    figures: Annotated[bool, typer.Option(help="Draw the picture too (needs the extra 'plots').")] = True,
 ) -> None:
-    """Data, model, hybrid and master parallelism at any size: batch, FLOP/s, bandwidths, thousands of devices.
+    """Simulate one training step of a plan on a fleet, and write who computes, sends and receives when.
 
-    With --fleet, one step of a plan on that fleet instead: who computes, sends and receives when, as a picture and as a trace
-    for Perfetto or chrome://tracing.
+    The result is a picture and a trace for Perfetto or chrome://tracing.
 
     Example: convoy simulate -o step --net two-conv:150:800 --fleet fleet.toml --plan hybrid --batch 256
     """
     if fleet is None:
-        from studies.run import run_study
-
-        run_study(output, net, draw=figures, published=published, say=print)
-        return
+        raise InputError(
+            "convoy simulate needs a fleet: give --fleet FILE, as `convoy measure` writes it or with the devices' peaks. The "
+            "study of all plans at any size is `python -m studies DIR [NET]`, in a checkout of the repository"
+        )
     from convoy.app.simulate import run_step
 
     run_step(output, net, fleet, plan, batch, image_of(image), classes, draw=figures, say=print)
