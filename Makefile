@@ -21,9 +21,10 @@ test: $(READY)  ## everything that fits into ten minutes on two cores
 test-full: $(READY)  ## the slow checks too
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow or not slow'
 
-check: $(READY)  ## what a commit must pass: format, lint, types
+check: $(READY)  ## what a commit must pass: format, lint, imports one way, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 fix: $(READY)
@@ -48,4 +49,4 @@ validate: $(READY)  ## predictions beside measurements, an hour; Linux, root
 	$(BIN)/python -m benchmarks.validate
 
 clean:
-	rm -rf $(VENV) docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
