@@ -1,11 +1,12 @@
 """`auto` in a running job: measure the devices together (or take a file's times), plan on one of them, tell the others."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from convoy.comm.agreement import from_first
 from convoy.comm.group import Group
 from convoy.cost.measurement import Measurement, read_fleet_file
 from convoy.errors import InputError, MismatchError, PlanError
@@ -108,8 +109,8 @@ def choose(
         DeviceLostError: a device did not answer.
     """
     first = group.device == 0
-    fleet, measured = _known(group, traced.graph, file, described, precision)
-    if fleet is not None or not _told_measured(group, measured is not None):
+    fleet, measured, known = _known(group, traced.graph, file, described, precision)
+    if not known:
         measured = measure_job(
             group, traced, model, batch, net=net, fleet=fleet, budget_s=budget_s * (1 - LINKS_PART),
             links_budget_s=budget_s * LINKS_PART, slowdown=slowdown, precision=precision,
@@ -117,39 +118,40 @@ def choose(
         )  # fmt: skip
         group.clear_counters()  # what measuring sent is no part of the training
     # One device plans, so that the others' processors stay out of its way; what it says is a plan file.
-    own = ""
-    if first:
+
+    def planned() -> dict[str, Any]:
         assert measured is not None
-        own = _planned(measured, traced.graph, batch, optimizer, reduce, wire)
-    row = json.loads(group.agree("automatic plan", own)[0])
+        return _planned(measured, traced.graph, batch, optimizer, reduce, wire)
+
+    row = from_first(group, "automatic plan", planned)
     best, *others = (Candidate(Plan.from_json(text, "device 0's plan"), step_s) for text, step_s in row["plans"])
     return Chosen(best.plan, best.step_s, Speeds(tuple(row["speeds"])), tuple(others), measured if first else None)
 
 
 def _known(
     group: Group, graph: Graph, file: Path | None, described: Path | None, precision: str
-) -> tuple[Fleet | None, Measurement | None]:
-    """The fleet to measure on every device (None: as the devices describe themselves), and on device 0 the times of a file."""
-    fleet, measured = None, None
-    if group.device == 0:
+) -> tuple[Fleet | None, Measurement | None, bool]:
+    """The fleet to measure (None: as the devices describe themselves); on device 0 a file's times; whether it has any."""
+    found: list[Measurement] = []
+
+    def read() -> list[object]:
+        fleet = None
         if file is not None:
             fleet, measured = read_times(file, graph, group.devices, precision)
+            found.extend([measured] if measured is not None else [])
         elif described is not None:
             fleet, _ = read_fleet_file(described)
-    text = "" if fleet is None or measured is not None else fleet.to_toml()
-    told = group.agree("fleet to measure", text)[0]
-    return (Fleet.from_toml(told, "device 0's fleet file") if told else None), measured
+        return [None if fleet is None or found else fleet.to_toml(), bool(found)]
 
-
-def _told_measured(group: Group, own: bool) -> bool:
-    """Whether device 0 has times already."""
-    return group.agree("times known", str(int(own)))[0] == "1"
+    text, known = from_first(group, "fleet to measure", read)
+    fleet = None if text is None else Fleet.from_toml(text, "device 0's fleet file")
+    return fleet, found[0] if found else None, known
 
 
 def _planned(
     measured: Measurement, graph: Graph, batch: int, optimizer: str, reduce: Sum | None, wire: CommDtype
-) -> str:
-    """The chosen plan and those worth a trial, with their predictions, as text."""
+) -> dict[str, Any]:
+    """The chosen plan and those worth a trial, as the text of their files, with their predictions."""
     # What mixes is planned as if it summed; it sends weights beside gradients, so it may not fit where that did.
     sums = None if reduce == "inexact-butterfly-mixing" else reduce
     outlook = Outlook.of(graph, batch, measured.costs(graph), measured.fleet, optimizer, wire, sums)
@@ -163,4 +165,4 @@ def _planned(
             )
         plans = [(mixing.plan, mixing.step_s)]
     rows = [(plan.to_json(), step_s) for plan, step_s in plans]
-    return json.dumps({"plans": rows, "speeds": outlook.speeds.devices})
+    return {"plans": rows, "speeds": outlook.speeds.devices}

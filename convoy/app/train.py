@@ -1,6 +1,5 @@
 """What each device of a training job does, from joining to leaving."""
 
-import json
 import math
 import os
 import shlex
@@ -17,6 +16,7 @@ from convoy.app.assembly import build_keeper, build_loaders, build_training
 from convoy.app.auto import Chosen, choose
 from convoy.app.inputs import build_model, check, check_outputs, example_of, load_images
 from convoy.checkpoint import Progress
+from convoy.comm.agreement import difference, gather
 from convoy.comm.group import Group
 from convoy.comm.processes import join
 from convoy.config.files import write_whole
@@ -76,13 +76,12 @@ def _agree(settings: Settings, group: Group) -> None:
     Raises:
         MismatchError: names the devices and the first setting that differs.
     """
-    rows = [json.loads(text) for text in group.agree("settings", json.dumps(settings.decisive))]
+    rows = gather(group, "settings", settings.decisive)
     for name in rows[0]:
-        strangers = [f"{row[name]} on device {d}" for d, row in enumerate(rows) if row[name] != rows[0][name]]
-        if strangers:
+        if found := difference([row[name] for row in rows]):
             raise MismatchError(
-                f"the devices were started with different options: --{key_of(name)} is {rows[0][name]} on "
-                f"device 0, but {', '.join(strangers)}; start every device with the same options"
+                f"the devices were started with different options: --{key_of(name)} is {found}; start every device with the "
+                "same options"
             )
 
 
@@ -90,15 +89,13 @@ def _agree_on_data(splits: Splits, group: Group) -> None:
     """Every device must have loaded the same images.
 
     Raises:
-        MismatchError: names the first device that was given other images, and what both have.
+        MismatchError: names the devices that were given other images, and what they have.
     """
-    facts = group.agree("data", splits.fingerprint)
-    for device, text in enumerate(facts):
-        if text != facts[0]:
-            raise MismatchError(
-                f"the devices were given different data: device 0 has {facts[0]}, device {device} has {text}; copy the same "
-                "files to every machine, and use one version of Pillow"
-            )
+    if found := difference(group.agree("data", splits.fingerprint)):
+        raise MismatchError(
+            f"the devices were given different data: {found}; copy the same files to every machine, and use one version of "
+            "Pillow"
+        )
 
 
 def _train(run: Run, group: Group, screen: Screen, stack: ExitStack) -> tuple[History, Splits, str, Place | None]:
@@ -280,8 +277,7 @@ def _tell_fleet(
 
 def _devices(settings: Settings, group: Group) -> list[tuple[str, str, float]]:
     """Device, host and slow-down of every device."""
-    own = json.dumps([str(group.torch_device), os.uname().nodename, torch.get_num_threads()])
-    rows = [json.loads(text) for text in group.agree("fleet", own)]
+    rows = gather(group, "fleet", [str(group.torch_device), os.uname().nodename, torch.get_num_threads()])
     return [
         (f"{device} ({threads} thread{'s' * (threads > 1)})", host, slowdown)
         for (device, host, threads), slowdown in zip(rows, settings.slowdowns, strict=True)
@@ -291,8 +287,7 @@ def _devices(settings: Settings, group: Group) -> list[tuple[str, str, float]]:
 def _uses(
     settings: Settings, group: Group, part: Distributed, speeds: Speeds, shares: tuple[float, ...]
 ) -> list[DeviceUse]:
-    own = json.dumps([part.clock.compute_s, part.clock.exchange_s, sum(group.sent_bytes)])
-    rows = [json.loads(text) for text in group.agree("use", own)]
+    rows = gather(group, "use", [part.clock.compute_s, part.clock.exchange_s, sum(group.sent_bytes)])
     total = sum(speeds.devices)
     return [
         DeviceUse(device, settings.slowdowns[device], speeds.devices[device] / total, shares[device], *row)

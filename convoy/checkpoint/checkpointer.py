@@ -12,8 +12,9 @@ from torch.optim.optimizer import Optimizer
 from convoy.checkpoint.folder import latest
 from convoy.checkpoint.load import load_checkpoint
 from convoy.checkpoint.manifest import Progress
-from convoy.checkpoint.parts import Parts, told_by_first
+from convoy.checkpoint.parts import Parts
 from convoy.checkpoint.save import KEEP, Stateful, save_checkpoint
+from convoy.comm.agreement import from_first
 from convoy.errors import InputError
 
 
@@ -81,7 +82,7 @@ class Checkpointer:
             InputError: without `resume`, the folder holds the checkpoints of another run; with it, see `load_checkpoint`.
         """
         group = Parts.of(self.model).group
-        found = told_by_first(group, "checkpoint: begin", lambda: self._found(resume))
+        found = from_first(group, "checkpoint: begin", lambda: self._found(resume))
         if found is not None:
             self.progress = self._saved = load_checkpoint(
                 found,

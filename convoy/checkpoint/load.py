@@ -11,10 +11,11 @@ from torch.optim.optimizer import Optimizer
 
 from convoy.checkpoint.folder import checkpoints, is_checkpoint, latest
 from convoy.checkpoint.manifest import MODEL, OPTIMIZER, Manifest, Progress, SavedOptimizer, check_files, read_manifest
-from convoy.checkpoint.parts import Parts, told_by_first
+from convoy.checkpoint.parts import Parts
 from convoy.checkpoint.save import Stateful
 from convoy.checkpoint.tensors import Spec, read_specs, reading
 from convoy.checkpoint.values import decode, encode
+from convoy.comm.agreement import from_first
 from convoy.errors import InputError
 
 _SHOWN = 3
@@ -63,7 +64,7 @@ def load_checkpoint(
             _check_others(path, manifest, others)
         return [str(path), manifest.model_dump_json()]
 
-    path, text = told_by_first(parts.group, "checkpoint: found", find)
+    path, text = from_first(parts.group, "checkpoint: found", find)
     manifest = Manifest.model_validate_json(text)
     types = {key: spec.dtype for key, spec in parts.specs.items()}
     with reading(Path(path) / MODEL, types, here=parts.first) as read:

@@ -1,7 +1,6 @@
 """A model's tensors wherever their pieces lie, brought together on device 0 and given out again, one at a time."""
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from convoy.checkpoint.tensors import Spec
+from convoy.comm.agreement import gather
 from convoy.comm.group import AloneGroup, Group
 from convoy.errors import InputError
 from convoy.runtime.exchange import run_move
@@ -133,28 +133,6 @@ class Parts:
             key = self.names[parameter]
             if state and self.holds(key):
                 own[key] = {name: described(name, value, parameter) for name, value in sorted(state.items())}
-        tables = [json.loads(text) for text in self.group.agree("checkpoint: optimizer state", json.dumps(own))]
+        tables = gather(self.group, "checkpoint: optimizer state", own)
         found = {key: next((t[key] for t in tables if key in t), None) for key in self.names.values()}
         return {key: rows for key, rows in found.items() if rows is not None}
-
-
-def told_by_first(group: Group, topic: str, work: Callable[[], Any]) -> Any:
-    """What `work` returns on device 0, on every device; where it was refused, all devices are.
-
-    Args:
-        work: returns what JSON can hold.
-
-    Raises:
-        InputError: `work` did, on device 0.
-        DeviceLostError: device 0 took longer than the group's time limit.
-    """
-    answer: dict[str, Any] = {}
-    if group.device == 0:
-        try:
-            answer = {"result": work()}
-        except InputError as error:
-            answer = {"refused": str(error)}
-    told = json.loads(group.agree(topic, json.dumps(answer))[0])
-    if "refused" in told:
-        raise InputError(told["refused"])
-    return told["result"]

@@ -23,10 +23,10 @@ from convoy.checkpoint.manifest import (
     SavedOptimizer,
     SavedState,
 )
-from convoy.checkpoint.parts import Parts, told_by_first
+from convoy.checkpoint.parts import Parts
 from convoy.checkpoint.tensors import Spec, Stream, file_order, write_tensors
 from convoy.checkpoint.values import encode
-from convoy.comm.agreement import agree_on
+from convoy.comm.agreement import agree_on, from_first
 from convoy.errors import InputError
 from convoy.runtime.average import WeightAverage
 
@@ -109,7 +109,7 @@ def save_checkpoint(
 
     if not parts.first:
         _drain(streams)
-    return Path(told_by_first(parts.group, "checkpoint: written", write))
+    return Path(from_first(parts.group, "checkpoint: written", write))
 
 
 def _described(parts: Parts, optimizer: Optimizer) -> SavedOptimizer:

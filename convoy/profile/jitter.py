@@ -6,7 +6,6 @@ compute alone for a while, then the same with an exchange after each piece, in t
 price at rest is jitter.
 """
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from convoy.comm.agreement import gather
 from convoy.comm.group import Group, Message
 from convoy.profile.timing import STRETCH_S, Now, device_now, typical
 from convoy.runtime.clock import Clock
@@ -84,8 +84,8 @@ def measure_jitter(
             own_s.append(now() - begin_s)
             group.exchange(sends, receives)
         meeting_s.append((now() - start_s) / PIECES)
-    rows = group.agree("jitter", json.dumps([alone_s, meeting_s, own_s]))
-    return jitter_of([Pieces(*map(tuple, json.loads(row))) for row in rows], exchange_s)
+    rows = gather(group, "jitter", [alone_s, meeting_s, own_s])
+    return jitter_of([Pieces(*map(tuple, row)) for row in rows], exchange_s)
 
 
 def jitter_of(devices: Sequence[Pieces], exchange_s: float) -> tuple[float, ...]:

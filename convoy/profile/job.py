@@ -6,7 +6,6 @@ lost is missed soon. The layers that all have measured are kept in a partial fil
 
 import datetime
 import hashlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -17,11 +16,11 @@ import torch
 from torch import nn
 
 from convoy._version import __version__
+from convoy.comm.agreement import check_same, from_first, gather
 from convoy.comm.group import Group
 from convoy.cost.measurement import FORMAT, Measurement
 from convoy.cost.overhead import Overheads
 from convoy.cost.table import DeviceCosts, LayerPoint
-from convoy.errors import MismatchError
 from convoy.fleet import Fleet
 from convoy.model.tracing import TracedModel
 from convoy.plan.size import LocalSize
@@ -34,7 +33,7 @@ from convoy.profile.sizes import wanted
 from convoy.profile.tables import Bench, Point, allowances
 from convoy.profile.timing import STRETCH_S, Now, quota_now, time_update
 from convoy.runtime.clock import Clock
-from convoy.runtime.precision import agree_on
+from convoy.runtime.precision import agree_on_precision
 
 GRID_PART = 2 / 3
 """The part of the layers' seconds that goes to the grids; the rest is for the sizes that plans have."""
@@ -86,9 +85,9 @@ def measure_job(
         DeviceLostError: a device did not answer within the group's time limit.
     """
     own = describe(group.torch_device, slowdown)
-    rows = [Own(**json.loads(text)) for text in group.agree("machine", json.dumps(asdict(own)))]
+    rows = [Own(**row) for row in gather(group, "machine", asdict(own))]
     agreed, date = _agreed(group, traced, batch, fleet)
-    agree_on(group, traced.graph, precision)
+    agree_on_precision(group, traced.graph, precision)
     fleet = fleet_of(rows) if fleet is None else fit(fleet, rows)
     kept = Partial(
         partial if group.device == 0 else None,
@@ -140,15 +139,10 @@ def _agreed(group: Group, traced: TracedModel, batch: int, fleet: Fleet | None) 
         "format": FORMAT,
     }
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    texts = [json.loads(text) for text in group.agree("measure", json.dumps([own, date]))]
+    rows = gather(group, "measure", [own, date])
     for name in own:
-        strangers = [str(device) for device, (row, _) in enumerate(texts) if row[name] != texts[0][0][name]]
-        if strangers:
-            raise MismatchError(
-                f"device{'s' * (len(strangers) > 1)} {', '.join(strangers)} started with another {name} than device 0: "
-                "start every device with the same options"
-            )
-    return own, texts[0][1]
+        check_same([row[name] for row, _ in rows], f"started with another {name}")
+    return own, rows[0][1]
 
 
 def _identity(row: Own) -> list[Any]:
@@ -160,7 +154,7 @@ def _measure_tables(group: Group, bench: Bench, kept: Partial, budget_s: float, 
     """Time what is not kept yet, layer by layer, and keep it; how many layers there were."""
     first = bench.alike()
     names = [name for name in bench.layers if first[name] == name]
-    kept.tables = json.loads(group.agree("kept tables", json.dumps(kept.tables if group.device == 0 else {}))[0])
+    kept.tables = from_first(group, "kept tables", lambda: kept.tables)
     ahead = [name for name in names if name not in kept.tables]
     left_s = budget_s
     for index, name in enumerate(ahead):
@@ -170,26 +164,25 @@ def _measure_tables(group: Group, bench: Bench, kept: Partial, budget_s: float, 
         points = bench.measure(name, min(share_s, group.timeout_s / 4))
         left_s = max(0.0, left_s - (time.monotonic() - start_s))
         rows = [_row(point) for point in points]
-        kept.add(name, [json.loads(text) for text in group.agree(f"table of {name}", json.dumps(rows))])
+        kept.add(name, gather(group, f"table of {name}", rows))
     return len(names)
 
 
 def _with_wanted(group: Group, bench: Bench, measured: Measurement, allowance_s: float) -> Measurement:
     """The measurement with more sizes of layers: those that plans have, as many as there is time for."""
     first = bench.alike()
-    own = ""
-    if group.device == 0:
-        own = json.dumps(
-            [[asdict(w) for w in each] for each in wanted(measured, bench.traced.graph, bench.batch, first)]
-        )
-    sizes = json.loads(group.agree("wanted sizes", own)[0])[group.device]
+    sizes = from_first(
+        group,
+        "wanted sizes",
+        lambda: [[asdict(w) for w in each] for each in wanted(measured, bench.traced.graph, bench.batch, first)],
+    )[group.device]
     start_s, allowance_s = time.monotonic(), min(allowance_s, group.timeout_s / 4)
     rows: dict[str, list[list[float]]] = {}
     for each in sizes:
         # A size that no longer fits may be followed by a shorter one that does.
         if time.monotonic() - start_s + bench.timing_s(each["seconds"]) <= allowance_s:
             rows.setdefault(each["layer"], []).append(_row(bench.time(each["layer"], LocalSize(**each["size"]))))
-    tables = [json.loads(text) for text in group.agree("times of wanted sizes", json.dumps(rows))]
+    tables = gather(group, "times of wanted sizes", rows)
     more = tuple(
         replace(_point(device.name, name, row), beside=True)
         for device, table in zip(measured.fleet.devices, tables, strict=True)
@@ -204,7 +197,7 @@ def _measure_costs(group: Group, now: Now, stretch_s: float, message_s: float, s
     update_s, update_spread = time_update(group.torch_device, now, stretch_s)
     overheads = measure_overheads(group.torch_device, now, stretch_s, message_s, share)
     own = asdict(overheads) | {"update_s_per_entry": update_s, "update_spread": update_spread}
-    return [json.loads(text) for text in group.agree("costs of a step", json.dumps(own))]
+    return gather(group, "costs of a step", own)
 
 
 def _exchange_s(wire: WireTimes, costs: Sequence[dict[str, float]]) -> float:

@@ -1,7 +1,6 @@
 """How fast each device is at the layers of the model itself."""
 
 import copy
-import json
 import math
 import statistics
 import time
@@ -12,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.agreement import agree_on, gather
 from convoy.comm.environment import finish
 from convoy.comm.group import Group
-from convoy.errors import InputError, MismatchError
+from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, disable_in_place
 from convoy.plan.presets import Speeds
 from convoy.runtime.clock import Clock
 from convoy.runtime.kernels import Arithmetic, arithmetic
-from convoy.runtime.precision import agree_on, lowered
+from convoy.runtime.precision import agree_on_precision, lowered
 
 BURST_S = 0.02
 """A run that is shorter is repeated for this long: twice the period of a processor quota."""
@@ -167,19 +167,13 @@ def measure_speeds(
         MismatchError: the devices have different models.
         DeviceLostError: a device did not answer.
     """
-    prints = group.agree("model to measure", traced.graph.fingerprint)
-    strangers = [str(d) for d, text in enumerate(prints) if text != prints[0]]
-    if strangers:
-        raise MismatchError(
-            f"device{'s' * (len(strangers) > 1)} {', '.join(strangers)} started with another model than device 0: "
-            "start every device with the same script and options"
-        )
-    agree_on(group, traced.graph, precision)
+    agree_on(group, "model to measure", traced.graph.fingerprint, "started with another model")
+    agree_on_precision(group, traced.graph, precision)
     own = measure_layers(traced, model, batch, clock, group.torch_device, precision=precision)
     clock.reset()
     rows = {name: [[t.samples, t.forward_s, t.backward_s, t.spread] for t in times] for name, times in own.items()}
-    texts = group.agree("measured speeds", json.dumps(rows))
-    times = [{n: tuple(LayerTime(*r) for r in rows) for n, rows in json.loads(text).items()} for text in texts]
+    tables = gather(group, "measured speeds", rows)
+    times = [{n: tuple(LayerTime(*r) for r in rows) for n, rows in table.items()} for table in tables]
     return speeds_of(times, traced.graph)
 
 

@@ -6,12 +6,13 @@ device speaks for its host; the other devices of a host are measured against it.
 so a latency is half of a round trip: both directions share it.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+from convoy.comm.agreement import gather
 from convoy.comm.group import Group
 from convoy.profile.messages import ACK_BYTES, CARD_REPEATS, SIZES, Stage, Wire
 from convoy.profile.timing import spread_of, typical
@@ -108,8 +109,8 @@ def measure_links(
         found = wire.meet(a, b, allowance_s)
         own["sent"] += found["sent"]
         own["received"] += found["received"]
-        texts = group.agree(f"link {a} {b}", json.dumps([asdict(stage) for stage in found["sent"]]))
-        there, back = (_stages(texts[device]) for device in (a, b))
+        rows = gather(group, f"link {a} {b}", [asdict(stage) for stage in found["sent"]])
+        there, back = (_stages(rows[device]) for device in (a, b))
         links += _both_ways(a, b, there, back)
         trips[frozenset((a, b))] = _shortest([*there[:1], *back[:1]])
     cards = []
@@ -119,8 +120,8 @@ def measure_links(
         size = round(each_s * max(link.bytes_per_s for link in between) / len(speakers))
         size = min(SIZES[-1], max(SIZES[0], size))
         cards = _cards(wire, speakers, size, between, trips, progress)
-    rows = group.agree("processor time of traffic", json.dumps(asdict(_traffic(own["sent"], own["received"], share))))
-    return WireTimes(tuple(links), tuple(cards), tuple(Traffic(**json.loads(row)) for row in rows))
+    rows = gather(group, "processor time of traffic", asdict(_traffic(own["sent"], own["received"], share)))
+    return WireTimes(tuple(links), tuple(cards), tuple(Traffic(**row) for row in rows))
 
 
 def processor_share(seconds: float = SHARE_S) -> float:
@@ -131,8 +132,8 @@ def processor_share(seconds: float = SHARE_S) -> float:
     return min(1.0, max(1e-3, (time.process_time() - start_processor_s) / (time.perf_counter() - start_s)))
 
 
-def _stages(text: str) -> list[Stage]:
-    return [Stage(row["size"], tuple(row["seconds"]), tuple(row["processor_s"])) for row in json.loads(text)]
+def _stages(rows: list[dict[str, Any]]) -> list[Stage]:
+    return [Stage(row["size"], tuple(row["seconds"]), tuple(row["processor_s"])) for row in rows]
 
 
 def _both_ways(a: int, b: int, there: Sequence[Stage], back: Sequence[Stage]) -> list[PairLink]:
@@ -187,16 +188,16 @@ def _cards(
         out = _in_proportion({other: rate[centre, other] for other in others}, size)
         into = _in_proportion({other: rate[other, centre] for other in others}, size)
         own = [wire.fan_out(centre, out), wire.fan_in(centre, into)]
-        sent, received = json.loads(group.agree(f"card {centre}", json.dumps(own))[centre])
+        sent, received = gather(group, f"card {centre}", own)[centre]
         trip_s = max(trips[frozenset((centre, other))] for other in others)
         send, receive = (
             sum(sizes.values()) / max(typical(each) - trip_s, 1e-9) for sizes, each in ((out, sent), (into, received))
         )
         cards.append(CardRates(index, send, receive, 0.0, spread_of(sent), spread_of(received)))
     progress("all hosts at once, in a ring")
-    texts = group.agree("ring", json.dumps(wire.ring(speakers, size)))
+    took_s = gather(group, "ring", wire.ring(speakers, size))
     way_s = max(trips[frozenset((a, b))] for a, b in zip(speakers, [*speakers[1:], speakers[0]], strict=True)) / 2
-    rings = [size / max(typical(json.loads(texts[device])) - way_s, 1e-9) for device in speakers]
+    rings = [size / max(typical(took_s[device]) - way_s, 1e-9) for device in speakers]
     return [replace(card, ring_bytes_per_s=ring) for card, ring in zip(cards, rings, strict=True)]
 
 

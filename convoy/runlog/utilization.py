@@ -1,9 +1,9 @@
 """Where each device's time went, epoch by epoch: computing, exchanging and waiting, everything else."""
 
-import json
 import time
 from dataclasses import dataclass
 
+from convoy.comm.agreement import gather
 from convoy.comm.group import Group
 from convoy.runlog.writer import RunLog
 from convoy.runtime.clock import Clock
@@ -41,8 +41,7 @@ class Busy:
         self.last = None
 
     def epoch(self, epoch: int, result: EpochResult) -> None:  # noqa: ARG002
-        own = json.dumps([self.wall_s, self.compute_s, self.exchange_s])
-        rows = [json.loads(text) for text in self.group.agree(f"busy in epoch {epoch}", own)]
+        rows = gather(self.group, f"busy in epoch {epoch}", [self.wall_s, self.compute_s, self.exchange_s])
         if self.log is not None:
             wall_s, compute_s, exchange_s = zip(*rows, strict=True)
             self.log.write(

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.group import Group, Message
+from convoy.comm.agreement import share_number
+from convoy.comm.group import Group
 from convoy.plan.steps import SumGradients
 from convoy.runtime.exchange import Landing, run_rounds
 
@@ -133,16 +134,6 @@ def global_norm(group: Group, gradients: Iterable[tuple[Tensor, bool]], norm_typ
     if norm_type == float("inf"):
         # Not Python's max: it would lose what is not a number.
         here = float(torch.stack(powers).max()) if powers else 0.0
-        return float(torch.tensor(share_numbers(group, here), dtype=torch.float64).max())
+        return float(torch.tensor(share_number(group, here), dtype=torch.float64).max())
     here = float(sum(p**norm_type for p in powers)) if powers else 0.0
-    return float(sum(share_numbers(group, here)) ** (1.0 / norm_type))
-
-
-def share_numbers(group: Group, number: float) -> list[float]:
-    """One number of each device, in the order of the devices, on every device."""
-    table = torch.zeros(group.devices, dtype=torch.float64, device=group.torch_device)
-    table[group.device] = number
-    others = [d for d in range(group.devices) if d != group.device]
-    mine = table[group.device : group.device + 1].clone()
-    group.exchange([Message(d, mine) for d in others], [Message(d, table[d : d + 1]) for d in others])
-    return [float(v) for v in table]
+    return float(sum(share_number(group, here)) ** (1.0 / norm_type))

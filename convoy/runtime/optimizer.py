@@ -1,12 +1,12 @@
 """Optimizers on pieces: which of them are exact there, and their state as a whole."""
 
-import json
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from convoy.comm.agreement import gather
 from convoy.errors import InputError
 from convoy.runtime.module import Distributed
 
@@ -65,7 +65,7 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
     for parameter, state in optimizer.state.items():
         if parameter in names:
             own[names[parameter]] = {name: described(name, value, parameter) for name, value in state.items()}
-    tables = [json.loads(text) for text in model.group.agree("optimizer state", json.dumps(own))]
+    tables = gather(model.group, "optimizer state", own)
     result: dict[str, dict[str, Any]] = {}
     for key, parameter in model.named_parameters():
         known = next((table[key] for d, table in enumerate(tables) if key in table and model.holds(key, d)), None)

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from convoy.comm.agreement import difference, gather, share_number
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, unknown_name
 from convoy.model.graph import Graph
 from convoy.plan.steps import Part
-from convoy.runtime.gradients import share_numbers
 from convoy.runtime.kernels import Arithmetic, Convolution, FullyConnected, Gradients, widened
 from convoy.runtime.module import Distributed
 
@@ -44,27 +44,23 @@ def compute_in(model: Distributed, precision: str) -> None:
         InputError: unknown name; fp16 where one of the devices is a CPU; a model that is not float32.
         MismatchError: the devices were given different precisions.
     """
-    agree_on(model.group, model.traced[True].graph, precision)
+    agree_on_precision(model.group, model.traced[True].graph, precision)
     for executor in model._executors.values():
         executor.lowered_to = _dtype(precision)
         for name, run in executor.arithmetic.items():
             executor.arithmetic[name] = lowered(run, precision, model.group.torch_device.type)
 
 
-def agree_on(group: Group, graph: Graph, precision: str) -> None:
+def agree_on_precision(group: Group, graph: Graph, precision: str) -> None:
     """Whether all devices were given this precision, and they and the model can compute in it. Every device must call it.
 
     Raises:
         InputError, MismatchError: see `compute_in`.
     """
     dtype = _dtype(precision)
-    rows = [text.split() for text in group.agree("precision", f"{precision} {group.torch_device.type}")]
-    strangers = [f"{row[0]} on device {d}" for d, row in enumerate(rows) if row[0] != rows[0][0]]
-    if strangers:
-        raise MismatchError(
-            f"the devices compute in different precisions: {rows[0][0]} on device 0, but {', '.join(strangers)}; give all "
-            "the same"
-        )
+    rows = gather(group, "precision", [precision, group.torch_device.type])
+    if found := difference([row[0] for row in rows]):
+        raise MismatchError(f"the devices compute in different precisions: {found}; give all the same")
     processors = [str(d) for d, row in enumerate(rows) if row[1] == "cpu"]
     if dtype is torch.float16 and processors:
         raise InputError(
@@ -188,7 +184,7 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         found = float(sum(each.item() for each in state["found_inf_per_device"].values()))
         if self.group is not None:
-            found = max(share_numbers(self.group, found))
+            found = max(share_number(self.group, found))
         assert self._scale is not None
         # Also where this device has no gradients at all, and torch would find nothing to check.
         state["found_inf_per_device"] = {self._scale.device: torch.tensor(found, device=self._scale.device)}

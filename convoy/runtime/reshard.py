@@ -1,6 +1,5 @@
 """Other shares in the middle of training: weights, gradients and optimizer state move to where the new plan wants them."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.comm.agreement import agree_on
+from convoy.comm.agreement import agree_on, gather
 from convoy.errors import InputError
 from convoy.plan.plan import Plan
 from convoy.runtime.exchange import Moving, start_move
@@ -126,7 +125,7 @@ class _Reshare:
                 if parameter in optimizer.state:
                     rows = {name: described(name, v, parameter) for name, v in optimizer.state[parameter].items()}
                     own["state"][f"{i}/{route.key}"] = rows
-        tables = [json.loads(text) for text in self.model.group.agree("reshare: gradients and state", json.dumps(own))]
+        tables = gather(self.model.group, "reshare: gradients and state", own)
         state: dict[str, Any] = {}
         for table in reversed(tables):
             state |= table["state"]

@@ -10,7 +10,8 @@ from torch.optim.optimizer import Optimizer
 from convoy.adapt import autotune, rebalance
 from convoy.adapt.autotune import Trial
 from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare
-from convoy.comm.group import Message, Pending
+from convoy.comm.agreement import share_tensor
+from convoy.comm.group import Pending
 from convoy.plan.plan import Plan
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshare
@@ -95,7 +96,7 @@ class Rebalancer:
             self._travelling = None
             self._decide(table)
         if len(self._rows) >= self.every:
-            self._travelling = self._sent(torch.stack(self._rows))
+            self._travelling = share_tensor(self.model.group, torch.stack(self._rows))
             self._rows = []
         self.steps += 1
 
@@ -138,12 +139,3 @@ class Rebalancer:
         layers_s = self.model.clock.layers_s
         rows = [layers_s.get((name, "forward"), 0.0) + layers_s.get((name, "backward"), 0.0) for name in self._layers]
         return torch.tensor(rows, dtype=torch.float64)
-
-    def _sent(self, own: Tensor) -> tuple[Tensor, Pending]:
-        """A table (device, step, layer) that fills with what every device computed; the same numbers on every device."""
-        group = self.model.group
-        table = torch.zeros(group.devices, *own.shape, dtype=own.dtype, device=group.torch_device)
-        table[group.device] = own
-        others = [device for device in range(group.devices) if device != group.device]
-        mine = table[group.device].clone()
-        return table, group.start([Message(d, mine) for d in others], [Message(d, table[d]) for d in others])
