@@ -63,28 +63,41 @@ def own_strategy(plan: Plan, layer: Layer) -> Strategy | None:
 
 def _placement(plan: Plan, graph: Graph, layer: Layer, placed: Mapping[str, Placement], batch: int) -> Placement:
     leading = next((placed[i].gives for i in layer.inputs if graph[i].batched), None)
-    if layer.kind == "pick" and leading is not None:
-        return Placement((leading,), leading)
-    if not layer.batched or leading is None:
-        # Made from parameters alone, or from nothing: every device has it.
-        return place(graph, layer, _otherwise(plan, layer), batch, plan.devices)
     own = own_strategy(plan, layer)
-    if own is not None:
+    if own is not None and leading is not None and layer.batched and layer.kind != "pick":
         return place(graph, layer, own, batch, plan.devices)
-    if not layer.weighted or layer.groups > 1:
-        followed = follow(graph, layer, leading, plan.devices)
+    return unnamed(graph, layer, leading, plan.otherwise, batch, plan.devices)[1]
+
+
+def unnamed(
+    graph: Graph, layer: Layer, leading: Layout | None, otherwise: Strategy, batch: int, devices: int
+) -> tuple[Strategy | None, Placement]:
+    """What a layer does that has no strategy of its own, with its placement: it follows its input (None), or does as the
+    plan's other layers do.
+
+    Args:
+        leading: layout of its first batched input; None where it has none.
+        otherwise: see `Plan.otherwise`.
+
+    Raises:
+        PlanError: `otherwise` does not fit the layer.
+    """
+    if leading is not None and layer.kind == "pick":
+        return None, Placement((leading,), leading)
+    # Without a batched input it is made from parameters alone: every device has it.
+    reads_batch = leading is not None and layer.batched
+    if leading is not None and reads_batch and (not layer.weighted or layer.groups > 1):
+        followed = follow(graph, layer, leading, devices)
         if followed is not None:
-            return followed
-    fallback = place(graph, layer, _otherwise(plan, layer), batch, plan.devices)
-    note = f"cannot keep {leading}" + (f": {layer.reason}" if layer.reason else "")
-    return Placement(fallback.takes, fallback.gives, fallback.parameters, "" if fallback.gives == leading else note)
-
-
-def _otherwise(plan: Plan, layer: Layer) -> Strategy:
-    if isinstance(plan.otherwise, Batch) and not layer.per_sample:
+            return None, followed
+    if isinstance(otherwise, Batch) and not layer.per_sample:
         # The device with the most samples is the fastest by the plan's own account.
-        return One(plan.otherwise.shares.index(max(plan.otherwise.shares)))
-    return plan.otherwise
+        otherwise = One(otherwise.shares.index(max(otherwise.shares)))
+    placed = place(graph, layer, otherwise, batch, devices)
+    if reads_batch:
+        note = f"cannot keep {leading}" + (f": {layer.reason}" if layer.reason else "")
+        placed = replace(placed, note="" if placed.gives == leading else note)
+    return otherwise, placed
 
 
 def _input_layout(plan: Plan, graph: Graph, layer: Layer, batch: int) -> Layout:
@@ -112,7 +125,10 @@ def _wants(plan: Plan, graph: Graph, layer: Layer, batch: int, known: dict[str, 
         if follows and not reader.random:
             wants |= _wants(plan, graph, reader, batch, known)
         else:
-            placed = place(graph, reader, own or _otherwise(plan, reader), batch, plan.devices)
+            if own is not None:
+                placed = place(graph, reader, own, batch, plan.devices)
+            else:
+                placed = unnamed(graph, reader, None, plan.otherwise, batch, plan.devices)[1]
             wants.add(placed.takes[reader.inputs.index(layer.name)])
     known[layer.name] = wants
     return wants

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from convoy.cost.costs import Costs
 from convoy.model.graph import Graph, Layer
-from convoy.plan.lower import placements, trains
+from convoy.plan.lower import placements, trains, unnamed
 from convoy.plan.plan import Plan
 from convoy.plan.size import LocalSize, whole_size
 from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Strategy, feature_axis, follow, place
@@ -207,29 +207,20 @@ class Search:
             yield None, Placement((), self._place(layer, self.by_batch).gives)
             return
         leading = next((where[i][0] for i in layer.inputs if self.graph[i].batched), None)
-        if not layer.batched or leading is None:
-            yield None, self._place(layer, self.by_batch)
-            return
-        if layer.kind == "pick":
-            yield None, Placement((leading,), leading)
-            return
-        if layer.weighted and layer.groups == 1:
+        if leading is not None and layer.batched and layer.weighted and layer.groups == 1:
             for strategy in self._weighted(layer, where[layer.inputs[0]]):
                 if self.only.get(layer.name, strategy.name) == strategy.name:
                     yield strategy, self._place(layer, strategy)
             return
-        followed = follow(self.graph, layer, leading, self.devices)
-        if followed is not None:
-            yield None, followed
+        fallback, placed = unnamed(self.graph, layer, leading, self.by_batch, self.batch, self.devices)
+        if fallback is None or leading is None or not layer.batched:
+            yield None, placed
             return
         if layer.per_sample:
-            yield None, self._place(layer, self.by_batch)
-        fastest = One(self.active[0])
+            yield None, placed
         if layer.per_sample or isinstance(leading, OnOne):
-            yield fastest, self._place(layer, fastest)
-        else:
-            slowest_named = One(self.by_batch.shares.index(max(self.by_batch.shares)))
-            yield slowest_named, self._place(layer, slowest_named)
+            fallback = One(self.active[0])
+        yield fallback, self._place(layer, fallback)
         if isinstance(leading, Partial) and layer.kind in ("elementwise", "pool", "flatten", "batch_norm"):
             channels = self.graph[layer.inputs[0]].shape[0]
             split = Filter(apportion(channels, self.speeds))
