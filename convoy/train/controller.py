@@ -1,4 +1,4 @@
-"""The effect around `autotune.py` and `rebalance.py`: after each step the devices tell what it took, and change plans."""
+"""Carries out what `autotune.py` and `rebalance.py` decide: exchanges step times after each step, and changes plans."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,14 +18,14 @@ from convoy.runtime.reshard import reshare
 
 
 class Rebalancer:
-    """Keeps the plan of a model right while it trains. Every device has one, and calls it after every step.
+    """Changes the plan and the shares of a model while it trains, where that makes steps faster. Every device has one.
 
-    Where it is given other plans, it first trains a few steps by each in turn, and goes on with the fastest (`autotune.py`).
-    Then it keeps the shares of that plan right. Either way the trajectory is that of one device.
+    Given other plans, it first trains a few steps by each in turn, and goes on with the fastest (`autotune.py`). Then it moves
+    shares of that plan between devices as their speeds change. Either way the trajectory is that of one device.
 
     Every `every` steps the devices exchange one small message each, eight bytes per layer and step, which travels during the
     next step; after that they come to the same decision. A step with a batch other than the plan's own (the last of an epoch)
-    is not looked at.
+    is not looked at. While shares are watched, a GPU waits for the kernels of each layer: `pause` ends that.
 
     ::
 
@@ -34,6 +34,7 @@ class Rebalancer:
             ...
             optimizer.step()
             rebalancer.step(len(y))
+        rebalancer.pause()
 
     Args:
         optimizers: all that work on the model's parameters.
@@ -73,8 +74,13 @@ class Rebalancer:
         self.begin()
 
     def begin(self) -> None:
-        """What was computed until now is no training step: call it after an evaluation between steps."""
+        """Time from here on: what was computed until now is no training step. Call it after an evaluation between steps."""
+        self.model.clock.waits = self.state is not None and bool(self.state.bonds)
         self._before = self._so_far()
+
+    def pause(self) -> None:
+        """Time nothing until `begin`: before an evaluation, and when training is over."""
+        self.model.clock.waits = False
 
     def step(self, batch: int) -> None:
         """After each step. Moves shares between the devices where that is worth it.
@@ -101,7 +107,7 @@ class Rebalancer:
         self.steps += 1
 
     def _decide(self, table: Tensor) -> None:
-        """What follows from some steps.
+        """Act on the times of some steps.
 
         Args:
             table: seconds by device, step and row of `_so_far`.
@@ -126,13 +132,12 @@ class Rebalancer:
                 return
 
     def _balance(self) -> None:
-        """From now on, the shares are watched."""
+        """Watch the shares of the plan from now on."""
         self.state = Balancer.start(self.model.plan, self.model.traced[True].graph)
-        self.model.clock.waits = True
         self._layers = sorted({name for bond in self.state.bonds for name in bond.layers})
 
     def _so_far(self) -> Tensor:
-        """Seconds on this device, since some start: on the wall while plans are tried, else of each layer, forward and
+        """Seconds on this device since some start: on the wall while plans are tried, else of each layer, forward and
         backward."""
         if self.state is None:
             return torch.tensor([time.perf_counter()], dtype=torch.float64)

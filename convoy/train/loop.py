@@ -229,6 +229,8 @@ class _Course:
             if ends_step and self._is_due and not ends_epoch:
                 self._pause(epoch)
         train_s = time.perf_counter() - start_s - self.tested_s
+        if self.rebalancer is not None:
+            self.rebalancer.pause()
         due = is_last or (epoch + 1) % self.recipe.evaluate_epochs == 0 or self._is_due
         accuracy = self._evaluate(epoch, ends_epoch=True) if due else None
         mean = weighted / samples if samples else math.nan  # a run may go on at the end of an epoch
@@ -257,6 +259,8 @@ class _Course:
     def _pause(self, epoch: int) -> None:
         """A test within an epoch: its seconds are not those of training."""
         start_s = time.perf_counter()
+        if self.rebalancer is not None:
+            self.rebalancer.pause()
         self._evaluate(epoch, ends_epoch=False)
         self.tested_s += time.perf_counter() - start_s
         if self.rebalancer is not None:
