@@ -1,17 +1,18 @@
-"""How the learning rate changes from step to step: a factor for step k of n, written out.
+"""Learning-rate schedules: the factor of step k of n, in closed form.
 
-torch's own schedulers give the same curves (the tests compare them). Written out, a curve is one number per step, without
-the memory of the step before: every device has the same, and a run that goes on elsewhere needs to know k and nothing else.
+The curves are those of torch's schedulers, which the tests compare them with. Those carry state from step to step; here a factor
+depends on k alone, so a run that is resumed needs nothing else, and trainings of a few steps work (OneCycleLR divides by zero).
 """
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from convoy.errors import unknown_name
+
+SCHEDULES = ("constant", "cosine", "step", "one-cycle")
 
 ONE_CYCLE_START, ONE_CYCLE_END = 1 / 25, 1 / 25 / 1e4
 """Of the highest rate, at the first and the last step; the numbers of torch's OneCycleLR."""
@@ -38,44 +39,27 @@ class Schedule:
     drop_factor: float = 0.1
 
     def factor(self, step: int) -> float:
-        """What the learning rate is multiplied by in a step, counted from 0."""
-        if self.name != "one-cycle" and step < self.warmup_steps:
-            return (step + 1) / (self.warmup_steps + 1)
-        return SCHEDULES[self.name](self, step)
+        """What the learning rate is multiplied by in a step, counted from 0.
+
+        Cosine: Loshchilov & Hutter 2017, one period without restarts. One-cycle: Smith & Topin 2019, up on half a cosine, down
+        on another.
+        """
+        warmup = self.warmup_steps
+        if self.name == "one-cycle":
+            top = warmup or ONE_CYCLE_RISE * self.steps - 1
+            if step < top:
+                return _half_cosine(ONE_CYCLE_START, 1.0, step / top)
+            return _half_cosine(1.0, ONE_CYCLE_END, (step - top) / max(1.0, self.steps - 1 - top))
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if self.name == "cosine":
+            return _half_cosine(1.0, 0.0, (step - warmup) / max(1, self.steps - warmup))
+        return self.drop_factor ** (step // self.drop_steps) if self.name == "step" else 1.0
 
 
-def _constant(_schedule: Schedule, _step: int) -> float:
-    return 1.0
-
-
-def _cosine(schedule: Schedule, step: int) -> float:
-    """Loshchilov & Hutter 2017, one period without restarts: (1 + cos(pi t)) / 2."""
-    return _glide(1.0, 0.0, (step - schedule.warmup_steps) / max(1, schedule.steps - schedule.warmup_steps))
-
-
-def _step(schedule: Schedule, step: int) -> float:
-    return schedule.drop_factor ** (step // schedule.drop_steps)
-
-
-def _one_cycle(schedule: Schedule, step: int) -> float:
-    """Smith & Topin 2019, as torch's OneCycleLR: up on half a cosine, down on another."""
-    top = schedule.warmup_steps or ONE_CYCLE_RISE * schedule.steps - 1
-    if step < top:
-        return _glide(ONE_CYCLE_START, 1.0, step / top)
-    return _glide(1.0, ONE_CYCLE_END, (step - top) / max(1.0, schedule.steps - 1 - top))
-
-
-def _glide(start: float, end: float, part: float) -> float:
-    """Half a cosine from one number to another, at 0 to 1 of the way."""
+def _half_cosine(start: float, end: float, part: float) -> float:
+    """From one number to another, at 0 to 1 of the way."""
     return end + (start - end) * (1 + math.cos(math.pi * min(1.0, part))) / 2
-
-
-SCHEDULES: Mapping[str, Callable[[Schedule, int], float]] = {
-    "constant": _constant,
-    "cosine": _cosine,
-    "step": _step,
-    "one-cycle": _one_cycle,
-}
 
 
 def build_schedule(optimizer: Optimizer, schedule: Schedule) -> LambdaLR:
