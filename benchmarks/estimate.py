@@ -9,7 +9,7 @@ from benchmarks.runners import UNCOUNTED_STEPS
 from benchmarks.worker import WorkerJob
 from convoy.cost.costs import roofline_costs
 from convoy.fleet import Fleet
-from convoy.model.nets.untraced import graph_of
+from convoy.model.nets import graph_of
 from convoy.plan.presets import PLANS
 
 FLOP_PER_CORE_S = 80e9

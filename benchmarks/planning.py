@@ -26,7 +26,7 @@ from convoy.config.files import write_whole
 from convoy.cost.costs import roofline_costs
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph
-from convoy.model.nets.untraced import graph_of
+from convoy.model.nets import graph_of
 from convoy.model.tracing import trace
 from convoy.planner.planner import candidates
 from studies.sweep import BASE, PLANS, points_at, sweep

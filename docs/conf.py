@@ -42,7 +42,7 @@ nitpick_ignore_regex = [
     # Values that are handed on, and that nobody has to look into.
     (
         r"py:class",
-        r"convoy\.(data\.scale\.Scale|data\.augment_steps\.Step|rebalance\.Change|model\.tracing\.calls\.TracedModel)",
+        r"convoy\.(data\.scale\.Scale|data\.augment_steps\.Step|rebalance\.Change|model\.operation\.TracedModel)",
     ),
     (r"py:.*", r"(torch|nn|collections|pathlib|typing|types|contextlib|optim|Optimizer|Dataset|Tensor)(\..*)?"),
 ]

@@ -10,11 +10,13 @@ Nothing here is fitted: each row is one replay of the real step list on devices 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 
 from convoy.cost.network import Network
 from convoy.model.graph import Graph, Layer
-from convoy.model.nets.untraced import two_conv_graph
+from convoy.model.nets import graph_without_weights
+from convoy.model.nets.builtin import two_conv
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.size import LocalSize, flop, whole_size
@@ -117,9 +119,15 @@ class _Times:
         return self.speeds.index(self.speeds[device])
 
 
+@cache
+def _marques_net(kernel: int) -> Graph:
+    image = (3, 32, 32)
+    return graph_without_weights(lambda: two_conv(image, 10, (500, 1500), kernel), image)
+
+
 def predicted(published: Published, given: Assumption) -> float:
     """Speedup of the `master` plan under an assumption, against its baseline device alone."""
-    graph = two_conv_graph(500, 1500, kernel=given.kernel)
+    graph = _marques_net(given.kernel)
     speeds = tuple(SPREADS[given.spread][: published.devices])
     alone = replace(given, spread="equal")
     base = max(speeds) if given.baseline == "fastest" else min(speeds)

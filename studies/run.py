@@ -8,7 +8,7 @@ import numpy as np
 from convoy.errors import InputError
 from convoy.fleet import Card
 from convoy.model.graph import Graph
-from convoy.model.nets.untraced import graph_of
+from convoy.model.nets import graph_of
 from convoy.plan.presets import PLANS
 from studies import figures, figures_fleets, fleets
 from studies.catalogue import fleet_of

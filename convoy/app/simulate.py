@@ -8,7 +8,7 @@ from convoy.cost.measurement import read_fleet_file
 from convoy.errors import InputError, unknown_name
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
-from convoy.model.nets.untraced import graph_of
+from convoy.model.nets import graph_of
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, named_plan
 from convoy.planner.planner import plan_auto, predicted_speeds

@@ -1,4 +1,4 @@
-"""Functions of one's own, named by a text: "my_package.my_module:build"."""
+"""Imports and calls functions of the user that are named by a text: "my_package.my_module:build"."""
 
 import difflib
 import importlib
@@ -18,7 +18,7 @@ def names_callable(text: str) -> bool:
 
 
 def find_callable(text: str, wanted: str) -> Callable[..., Any]:
-    """Import the module and give its callable. Modules of the working folder are found too, after those that are installed.
+    """Import the callable that a text names, from an installed module or one in the working folder.
 
     Args:
         wanted: what to write where there is none, e.g. "def build(): it returns a data set".
@@ -49,7 +49,7 @@ def find_callable(text: str, wanted: str) -> Callable[..., Any]:
 
 
 def call(text: str, function: Callable[..., Any], **arguments: Any) -> Any:
-    """What the function gives.
+    """Call the function, and turn what it raises into an InputError.
 
     Raises:
         InputError: it raised something; says what and where.

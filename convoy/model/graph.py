@@ -1,6 +1,6 @@
-"""A model as a value: its layers in order, with inputs, shapes per sample, parameters and FLOP.
+"""A model as a graph of layers: inputs, shapes per sample, parameters and FLOP of each, without tensors or modules.
 
-The values here hold no tensors and no modules; `trace/` makes them from an `nn.Module`.
+`tracing/` makes it from an `nn.Module`.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ Kind = Literal[
     "linear",
     "batch_norm",
     "elementwise",  # one input, entry by entry: activations, dropout, scaling by a number
-    "pool",  # each channel for itself, whatever happens behind the channel axis
+    "pool",  # each channel for itself, whatever it does to the axes after the channels
     "flatten",  # channels and everything behind them become one axis of features
     "join",  # several inputs, entry by entry: residual sums, gates
     "cat",
@@ -110,7 +110,7 @@ class Layer:
 
     @property
     def weighted(self) -> bool:
-        """Whether it is one of the layers that plans are about."""
+        """Whether it is a convolution or a Linear: the layers that plans list."""
         return self.kind in ("conv", "linear")
 
 
@@ -129,7 +129,7 @@ class Graph:
     outputs: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        # Here and nowhere else, so that no maker of layers can forget it or get it wrong.
+        # Computed here, so that no caller can get it wrong.
         object.__setattr__(self, "layers", {name: self._with_inputs(layer) for name, layer in self.layers.items()})
 
     def _with_inputs(self, layer: Layer) -> Layer:
@@ -164,12 +164,10 @@ class Graph:
         """Short hash of everything a plan relies on: the layers, their inputs, shapes and parameters."""
         rows = [asdict(layer) for layer in self.layers.values()]
         for row in rows:
-            # A plan holds in any precision.
-            row.pop("reason"), row.pop("dtype")
-            # It follows from the inputs.
-            row.pop("input_entries")
+            # A plan holds in any precision; input_entries follow from the inputs.
+            row.pop("reason"), row.pop("dtype"), row.pop("input_entries")
             if row["kind"] == "opaque":
-                # Python that looks at numbers may take another way with the weights of another device.
+                # Python that branches on values may take another path with the weights of another device.
                 row["flop"] = 0
         text = json.dumps([rows, self.outputs], sort_keys=True, default=list)
         return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.model.graph import Layer
-from convoy.model.operation import Operation, symmetric_padding
-from convoy.model.tracing import bind_operation
+from convoy.model.operation import Operation, bind_operation
+from convoy.model.tracing.kinds import symmetric_padding
 from convoy.plan.steps import Part
 
 Gradients = tuple[list[Tensor | None], dict[str, Tensor | None]]

@@ -11,7 +11,7 @@ from convoy import cli
 from convoy.app.simulate import run_step
 from convoy.cost.costs import roofline_costs
 from convoy.errors import InputError
-from convoy.model.nets.untraced import graph_of
+from convoy.model.nets import graph_of
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.simulator.simulate import simulate

@@ -9,7 +9,6 @@ from convoy.cost.memory import Room, memory_of
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph
-from convoy.model.nets.untraced import Stack
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
@@ -18,6 +17,7 @@ from convoy.planner.planner import candidates, plan_auto, solo_speeds
 from convoy.planner.predict import Outlook, prospects
 from convoy.simulator.energy import energy_of
 from convoy.simulator.simulate import Costs, simulate
+from tests.support.stacks import Stack
 
 GIGABIT = Card(125e6, 125e6, 1e-4)
 

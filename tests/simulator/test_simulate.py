@@ -10,13 +10,13 @@ import convoy.plan.steps
 from convoy.cost.network import Network, network_of, rates
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph, Layer
-from convoy.model.nets.untraced import Stack
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.size import LocalSize
 from convoy.plan.steps import Compute, Move, Part, Phase, StepList, SumGradients, Value
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.simulator.simulate import Costs, Event, Timeline, simulate
+from tests.support.stacks import Stack
 
 LAYER = Layer("work", "elementwise", (), (1,))
 GRAPH = Graph("Hand", {"work": LAYER}, ("work",))

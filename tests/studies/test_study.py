@@ -17,8 +17,7 @@ from convoy.cost.network import network_of
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph, Layer, Parameter
-from convoy.model.nets import build_net
-from convoy.model.nets.untraced import alexnet_graph, graph_of, two_conv_graph
+from convoy.model.nets import build_net, graph_of
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS as NAMED
@@ -86,10 +85,10 @@ def branches() -> Graph:
 
 
 NETS = {
-    "two-conv": two_conv_graph(20, 33),
-    "alexnet": alexnet_graph(64),
+    "two-conv": graph_of("two-conv:20:33"),
+    "alexnet": graph_of("alexnet:64"),
     "residual": residual(),
-    "few filters": two_conv_graph(3, 5, (3, 8, 8)),
+    "few filters": graph_of("two-conv:3:5", (3, 8, 8)),
     "branches": branches(),
 }
 
@@ -234,7 +233,7 @@ def test_terms_refuse_what_they_cannot_say():
 
 
 @pytest.mark.parametrize("net", ["two-conv:5:7", "alexnet:24"])
-def test_networks_written_down_are_those_traced(net):
+def test_graphs_without_weights_are_those_of_trained_networks(net):
     """So plans made for one fit the other."""
     image = (3, 16, 24)
     with torch.random.fork_rng():
@@ -242,7 +241,7 @@ def test_networks_written_down_are_those_traced(net):
     assert graph_of(net, image, 7).fingerprint == traced.fingerprint
 
 
-def test_other_networks_are_traced():
+def test_other_networks_have_graphs_too():
     assert {layer.kind for layer in graph_of("resnet:8:2", (3, 8, 8)).layers.values()} >= {"batch_norm", "join"}
     with pytest.raises(InputError, match="whole numbers"):
         graph_of("two-conv:5:x")
@@ -274,7 +273,7 @@ def test_ten_thousand_points():
     axes |= {"link_bytes_per_s": np.geomspace(1e7, 1e11, 10), "flop_per_s": np.geomspace(1e11, 1e13, 10)}
     points = Points.grid(**{**BASE, **axes})
     assert len(points) == 10_000
-    for each in sweep(alexnet_graph(4096), points):
+    for each in sweep(graph_of("alexnet:4096"), points):
         assert np.isfinite(each.times.step_s).all()
         assert (each.times.step_s > 0).all()
         # Split weights are updated by many: that alone may help a little beyond the number of devices.
@@ -297,7 +296,7 @@ def test_each_axis_moves_what_it_should():
 
 
 def test_data_overtakes_model_where_the_formulas_cross():
-    graph, points = alexnet_graph(512), along("batch")
+    graph, points = graph_of("alexnet:512"), along("batch")
     (batch,) = crossover(graph, points, "model", "data", "batch")
     below, above = (sweep(graph, points_at(BASE, batch=round(batch * f)), ("model", "data")) for f in (0.7, 1.4))
     assert below[0].times.step_s < below[1].times.step_s

@@ -1,28 +1,29 @@
-"""Networks by name, for the command line, the benchmarks and the tests of what was published.
+"""Builds networks by name: Convoy's own (`builtin.py`), those of torchvision and timm, and the user's (`imported.py`).
 
 ::
 
     model = build_net("resnet18:64", image=(3, 32, 32), classes=10, seed=0)
-
-`builtin.py` has Convoy's own small nets; `imported.py` takes those of torchvision and timm, and one's own, as they are.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
 
 from convoy.errors import unknown_name
+from convoy.model.graph import Graph
 from convoy.model.nets.builtin import NETS, ImageShape, build_builtin
 from convoy.model.nets.imported import find_imported, is_imported
+from convoy.model.tracing import trace
 
-__all__ = ["NETS", "ImageShape", "build_net"]
+__all__ = ["NETS", "ImageShape", "build_net", "graph_of", "graph_without_weights"]
 
 ELSEWHERE = ("torchvision:NAME", "timm:NAME", "PACKAGE.MODULE:CALLABLE")
 
 
 def build_net(text: str, image: ImageShape, classes: int, seed: int = 0) -> nn.Module:
-    """A network from a text, with weights drawn from `seed` (torch's random numbers; what else a callable draws is its own).
+    """Build a network by name, with weights from `seed` (torch's generator; what else a callable draws is its own).
 
     Args:
         text: "two-conv:150:800" and others of `NETS`; "torchvision:resnet18", "timm:convnext_tiny"; or a callable of one's
@@ -38,3 +39,21 @@ def build_net(text: str, image: ImageShape, classes: int, seed: int = 0) -> nn.M
         make = partial(build_builtin, text, image, classes) if builtin else find_imported(text, image, classes)
         torch.manual_seed(seed)
         return make()
+
+
+def graph_of(text: str, image: ImageShape = (3, 32, 32), classes: int = 10) -> Graph:
+    """The graph of a network by name. Those of `NETS` are built without weights, so any size costs nothing.
+
+    Raises:
+        InputError: as `build_net`.
+    """
+    if text.partition(":")[0] in NETS:
+        return graph_without_weights(partial(build_builtin, text, image, classes), image)
+    return trace(build_net(text, image, classes), torch.zeros(2, *image)).graph
+
+
+def graph_without_weights(build: Callable[[], nn.Module], image: ImageShape) -> Graph:
+    """The graph of the network that `build` makes, with its parameters on the meta device: no memory, no random numbers."""
+    with torch.device("meta"):
+        model = build()
+    return trace(model, torch.zeros(2, *image)).graph

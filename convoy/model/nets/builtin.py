@@ -1,4 +1,4 @@
-"""Small networks that Convoy builds itself: those that the works it grew from measured, and what they are compared with."""
+"""Networks that Convoy builds itself: those that the works it started from measured, and some to compare them with."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -10,19 +10,19 @@ ImageShape = tuple[int, int, int]
 """Channels, height, width."""
 
 
-def two_conv(image: ImageShape, classes: int, filters: Sequence[int]) -> nn.Module:
+def two_conv(image: ImageShape, classes: int, filters: Sequence[int], kernel: int = 5) -> nn.Module:
     """The network of Marques et al. 2018 as far as it is known: two convolutional layers of the given numbers of filters.
 
-    5x5 kernels with 'same' padding, ReLU and 2x2 pooling after each, one fully connected layer: kernel size and pooling
-    are our assumption, the works' abstracts do not give them.
+    'same' padding, ReLU and 2x2 pooling after each, one fully connected layer. Kernel size (odd) and pooling are our
+    assumption: the works' abstracts do not give them.
     """
     first, second = filters
     channels, height, width = image
     return nn.Sequential(
-        nn.Conv2d(channels, first, 5, padding=2),
+        nn.Conv2d(channels, first, kernel, padding=kernel // 2),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(first, second, 5, padding=2),
+        nn.Conv2d(first, second, kernel, padding=kernel // 2),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),

@@ -24,7 +24,7 @@ from convoy.errors import InputError
 from convoy.model.entry_points import call, find_callable, names_callable
 from convoy.model.nets.builtin import ImageShape
 from convoy.model.tracing.nodes import first_line
-from convoy.model.tracing.samples import on_random_numbers, tensors_of
+from convoy.model.tracing.per_sample import run_on_random, tensors_of
 
 
 def is_imported(text: str) -> bool:
@@ -57,7 +57,7 @@ def find_imported(text: str, image: ImageShape, classes: int) -> Callable[[], nn
 def _check_outputs(text: str, model: nn.Module, image: ImageShape, classes: int) -> None:
     size = "x".join(map(str, image))
     try:
-        outputs = tensors_of(on_random_numbers(model, (torch.empty(2, *image),), {}))
+        outputs = tensors_of(run_on_random(model, (torch.empty(2, *image),), {}))
     except Exception as error:
         raise InputError(
             f"net {text!r} does not run on images of {size} ({first_line(error)}): give images of the channels and size that "

@@ -1,4 +1,4 @@
-"""From nodes to layers: one layer, and one operation, for every tensor of the forward pass."""
+"""Builds one layer and one operation for every tensor of a traced forward pass."""
 
 import operator
 from collections.abc import Collection, Sequence
@@ -11,23 +11,23 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import InputError
 from convoy.model.graph import Graph, Kind, Layer, Parameter
-from convoy.model.operation import IN_PLACE, Operation, Ref, kind_of_call, kind_of_module
-from convoy.model.tracing.calls import TracedModel, call_operation
-from convoy.model.tracing.nodes import Untraceable, call_draws, called, holds_tensors, nodes_of
-from convoy.model.tracing.samples import Verdict, draws, is_floating, judge, tensors_of
-from convoy.model.tracing.values import BATCHES, Spec, Values, is_batched, mentions_batch
+from convoy.model.operation import Operation, Ref, TracedModel, call_operation
+from convoy.model.tracing.kinds import IN_PLACE, kind_of_call, kind_of_module
+from convoy.model.tracing.nodes import Untraceable, called, draws_random, holds_tensors, nodes_of
+from convoy.model.tracing.per_sample import PerSample, check_per_sample, has_dropout, is_floating, tensors_of
+from convoy.model.tracing.values import BATCHES, NodeValues, Spec, is_batched, mentions_batch
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
-    """What a node stands for that gives several tensors: some items of a layer's output."""
+class _Outputs:
+    """The value of a node that gives several tensors: some items of a layer's output."""
 
     layer: str
-    items: tuple[int, ...]
+    indices: tuple[int, ...]
 
 
-class Layering:
-    """One pass over the nodes of a model.
+class LayerBuilder:
+    """Goes over the nodes of a model once and builds its layers.
 
     Args:
         leaves: paths of submodules to keep whole, beside those that must be.
@@ -38,9 +38,9 @@ class Layering:
 
     def __init__(self, model: nn.Module, specs: Sequence[Spec], leaves: Collection[str] = ()) -> None:
         self.model, self.specs, self.leaves = model, specs, leaves
-        self.values = Values(model, specs)
+        self.values = NodeValues(model, specs)
         self.names: dict[fx.Node, str] = {}
-        self.parts: dict[fx.Node, _Parts] = {}
+        self.outputs: dict[fx.Node, _Outputs] = {}
         self.nodes: dict[str, fx.Node] = {}
         self.layers: dict[str, Layer] = {}
         self.operations: dict[str, Operation] = {}
@@ -62,7 +62,7 @@ class Layering:
         raise Untraceable("its forward returns nothing")
 
     def _add(self, node: fx.Node, flop: int) -> None:
-        if node.target is operator.getitem and self._latest(node.args[0]) in self.parts:
+        if node.target is operator.getitem and self._latest(node.args[0]) in self.outputs:
             self._pick(node)
             return
         refs: list[str] = []
@@ -71,13 +71,13 @@ class Layering:
         name = self._name(node)
         kind = self._kind(node, operation, refs)
         if kind == "flatten" and node.op != "call_module":
-            # However it was written: the pieces of a split layer have other widths than those in the source.
+            # `x.view(n, 4096)` too: a local part of a split layer has another width than the one in the source.
             operation = Operation("function", torch.flatten, (Ref(0), 1))
         layer = Layer(name, kind, tuple(refs), (), self._parameters(node, name), flop=flop)
         layer = self._detailed(node, operation, self._shaped(node, layer))
-        self._keep(node, self._judged(node, operation, layer), operation)
+        self._keep(node, self._with_samples(node, operation, layer), operation)
         if layer.several:
-            self.parts[node] = _Parts(name, tuple(range(len(self.values[node][0]))))
+            self.outputs[node] = _Outputs(name, tuple(range(len(self.values[node][0]))))
 
     def _keep(self, node: fx.Node, layer: Layer, operation: Operation) -> None:
         self.names[node], self.nodes[layer.name] = layer.name, node
@@ -86,15 +86,15 @@ class Layering:
     def _latest(self, arg: Any) -> Any:
         return self.values.latest(arg) if isinstance(arg, fx.Node) else arg
 
-    # --- several tensors ---------------------------------------------------------------------------------------------
+    # --- layers with several outputs ---------------------------------------------------------------------------------
 
     def _pick(self, node: fx.Node) -> None:
-        """`parts[i]` is one tensor; `parts[i:j]` is fewer of them."""
-        parts, index = self.parts[self._latest(node.args[0])], node.args[1]
+        """`outputs[i]` is one tensor; `outputs[i:j]` is fewer of them."""
+        outputs, index = self.outputs[self._latest(node.args[0])], node.args[1]
         if isinstance(index, slice) and not any(isinstance(a, fx.Node) for a in (index.start, index.stop, index.step)):
-            self.parts[node] = _Parts(parts.layer, parts.items[index])
+            self.outputs[node] = _Outputs(outputs.layer, outputs.indices[index])
         elif isinstance(index, int):
-            self.names[node] = self._part(parts.layer, parts.items[index])
+            self.names[node] = self._part(outputs.layer, outputs.indices[index])
         else:
             raise Untraceable(f"{node.name} picks by something else than a number")
 
@@ -105,7 +105,7 @@ class Layering:
             source = self.layers[name]
             small = self.values[self.nodes[name]][0][item]
             self.layers[picked] = Layer(
-                picked, "pick", (name,), tuple(small.shape[1:]), dtype=_dtype(small),
+                picked, "pick", (name,), tuple(small.shape[1:]), dtype=dtype_name(small.dtype),
                 differentiable=source.differentiable and is_floating(small),
             )  # fmt: skip
             self.operations[picked] = Operation("function", operator.getitem, (Ref(0), item))
@@ -126,8 +126,8 @@ class Layering:
             if _is_form(n):
                 assert callable(n.target)
                 return n.target(*self._arguments(n, refs)[0])
-            if n in self.parts:
-                return tuple(ref(self._part(self.parts[n].layer, item)) for item in self.parts[n].items)
+            if n in self.outputs:
+                return tuple(ref(self._part(self.outputs[n].layer, item)) for item in self.outputs[n].indices)
             return ref(self.names[n]) if n in self.names else self.values.constant(n)
 
         return fx.node.map_arg((node.args, node.kwargs), lower)
@@ -170,7 +170,7 @@ class Layering:
         batched = [self.layers[name] for name in inputs if self.layers[name].batched]
         if not batched or not isinstance(value, Tensor):
             return "opaque"
-        if called(node) == "stochastic_depth" and not call_draws(node):
+        if called(node) == "stochastic_depth" and not draws_random(node):
             return "elementwise"
         return kind_of_call(operation, len(inputs), batched[0].shape, tuple(value.shape[1:]))
 
@@ -197,7 +197,9 @@ class Layering:
     def _shaped(self, node: fx.Node, layer: Layer) -> Layer:
         """Add dtype and shape per sample, and whether there is a batch axis at all."""
         small, large = self.values[node]
-        layer = replace(layer, dtype=_dtype(small), differentiable=self.values.passes_gradient(node))
+        layer = replace(
+            layer, dtype=dtype_name(tensors_of(small)[0].dtype), differentiable=self.values.passes_gradient(node)
+        )
         if not isinstance(small, Tensor):
             if not all(is_batched(pair) for pair in zip(small, large, strict=True)):
                 raise Untraceable(f"{layer.name} gives several tensors that do not all have the batch as first axis")
@@ -222,10 +224,10 @@ class Layering:
                 return replace(layer, axis=axis % (len(layer.shape) + 1))
         return layer
 
-    def _judged(self, node: fx.Node, operation: Operation, layer: Layer) -> Layer:
-        """Add what is to be known of randomness, and of samples that depend on each other."""
+    def _with_samples(self, node: fx.Node, operation: Operation, layer: Layer) -> Layer:
+        """Add whether the layer draws random numbers, and whether its samples depend on each other."""
         module = self._module(node)
-        layer = replace(layer, random=draws(module) if module is not None else call_draws(node))
+        layer = replace(layer, random=has_dropout(module) if module is not None else draws_random(node))
         counts = mentions_batch((operation.args, dict(operation.kwargs)))
         if counts and not layer.batched:
             raise Untraceable(f"{layer.name} has no batch axis and computes with the size of the batch")
@@ -239,21 +241,21 @@ class Layering:
         what = type(module).__name__ if module is not None else node.name
         unsplit = f"no rule splits the channels of {what}"
         if layer.random and module is None:
-            # No two calls agree, so none can show whether samples are apart. These functions draw for each by itself.
+            # No two calls agree, so none can show whether samples are independent. These functions draw for each entry.
             return replace(layer, reason=unsplit)
-        verdict = self._judge(operation, layer, module)
-        if verdict.overwrites:
+        found = self._check_per_sample(operation, layer, module)
+        if found.overwrites:
             raise Untraceable(f"{layer.name} overwrites its input")
-        reason = "; ".join(filter(None, (unsplit, verdict.dependence)))
-        random = layer.random or verdict.random
-        return replace(layer, per_sample=verdict.dependence is None, random=random, reason=reason)
+        reason = "; ".join(filter(None, (unsplit, found.dependence)))
+        random = layer.random or found.random
+        return replace(layer, per_sample=found.dependence is None, random=random, reason=reason)
 
-    def _judge(self, operation: Operation, layer: Layer, module: nn.Module | None) -> Verdict:
-        def call(batch: int, inputs: Sequence[Tensor]) -> Any:
-            return call_operation(self.model, operation, inputs, batch)
-
+    def _check_per_sample(self, operation: Operation, layer: Layer, module: nn.Module | None) -> PerSample:
         like = [self._value_of(name) for name in layer.inputs]
-        return judge(call, like, [self.layers[i].batched for i in layer.inputs], module)
+        batched = [self.layers[i].batched for i in layer.inputs]
+        return check_per_sample(
+            lambda batch, inputs: call_operation(self.model, operation, inputs, batch), like, batched, module
+        )
 
     def _value_of(self, name: str) -> Tensor:
         operation = self.operations[name]
@@ -290,5 +292,6 @@ def _is_form(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, type) and hasattr(node.target, "_fields")
 
 
-def _dtype(value: Any) -> str:
-    return str(tensors_of(value)[0].dtype).removeprefix("torch.")
+def dtype_name(dtype: torch.dtype) -> str:
+    """As a `Layer` holds it: "float32"."""
+    return str(dtype).removeprefix("torch.")

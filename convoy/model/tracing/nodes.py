@@ -1,4 +1,4 @@
-"""nn.Module -> torch.fx nodes, with untraceable submodules as leaves."""
+"""Traces an nn.Module into torch.fx nodes, with untraceable submodules as leaves."""
 
 import inspect
 import threading
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from convoy.model.operation import IN_PLACE
+from convoy.model.tracing.kinds import IN_PLACE
 
 # torch.fx patches nn.Module while it traces, for every thread of the process.
-ONE_AT_A_TIME = threading.RLock()
+TRACE_LOCK = threading.RLock()
 
 
 class Untraceable(Exception):  # noqa: N818 - it ends one way of tracing, not the program
-    """The model as a whole cannot be taken apart; the text says why."""
+    """The model cannot be traced into layers and runs as one; the text says why."""
 
 
 class _Tracer(fx.Tracer):
@@ -31,7 +31,7 @@ class _Tracer(fx.Tracer):
         return known or not self._can_trace(m)
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Another thread may run a model of its own meanwhile: that is no part of this trace.
+        # torch.fx patches nn.Module for all threads: a model that another thread runs is not part of this trace.
         if threading.get_ident() != self.thread:
             return forward(*args, **kwargs)
         self.given = (args, kwargs)
@@ -39,13 +39,13 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
-        # A trace has no `with` blocks; what torch.no_grad() did must be remembered here. The node of a parameter is
-        # made at its first use and serves the later ones too.
+        # A trace has no `with` blocks, so torch.no_grad() is recorded here. A parameter has one node, made at its first
+        # use, for all its uses.
         node.meta["no_grad"] = not torch.is_grad_enabled() and kind != "get_attr"
         return node
 
     def _can_trace(self, module: nn.Module) -> bool:
-        # Python decides by them: with `pre_logits=False`, `if pre_logits` is no obstacle.
+        # Python branches on them: with `pre_logits=False` given, `if pre_logits` can be traced.
         constants = _constants(module, *self.given)
         key = (module, tuple(constants.items()))
         if key not in self.traceable:
@@ -54,7 +54,7 @@ class _Tracer(fx.Tracer):
             try:
                 inner.trace(module, constants or None)
                 self.traceable[key] = True
-            except Exception:  # whatever its forward does with a proxy, the answer is the same: it stays whole
+            except Exception:  # whatever its forward does with a proxy: it stays one layer
                 self.traceable[key] = False
         return self.traceable[key]
 
@@ -80,7 +80,7 @@ def nodes_of(model: nn.Module, leaves: Collection[str] = ()) -> list[fx.Node]:
     Raises:
         Untraceable: its own forward does what torch.fx cannot follow.
     """
-    with ONE_AT_A_TIME, torch.enable_grad():
+    with TRACE_LOCK, torch.enable_grad():
         try:
             graph = _Tracer(leaves).trace(model)
         except Exception as error:
@@ -103,8 +103,8 @@ def mutates(model: nn.Module, node: fx.Node) -> bool:
     return bool(node.kwargs.get("inplace")) or called(node) in IN_PLACE
 
 
-def works_in_place_unknown(node: fx.Node) -> bool:
-    """Whether a call works in place in a way that has no known pure form: `x.zero_()`, say."""
+def unsupported_in_place(node: fx.Node) -> bool:
+    """Whether a call works in place and has no out-of-place form in `IN_PLACE`: `x.zero_()`, say."""
     name = called(node)
     if node.op not in ("call_function", "call_method") or name in IN_PLACE:
         return False
@@ -116,7 +116,7 @@ _OTHER_IN_PLACE = frozenset(
 )
 
 
-def call_draws(node: fx.Node) -> bool:
+def draws_random(node: fx.Node) -> bool:
     """Whether a function or method draws random numbers: noise, or a dropout that is switched on."""
     name = called(node)
     # dropout(x, p, training) and torchvision's stochastic_depth(x, p, mode, training)

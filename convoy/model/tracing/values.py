@@ -1,6 +1,6 @@
-"""What every node gives, for two batch sizes: tensors on the meta device, numbers, sizes.
+"""Evaluates every node for two batch sizes, on the meta device.
 
-Two sizes tell extents that follow the batch from extents that do not.
+Comparing the two shows which extents and numbers follow the batch size.
 """
 
 import copy
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from convoy.errors import InputError
-from convoy.model.operation import BatchExtent, has_hooks, kind_of_module
-from convoy.model.tracing.nodes import Untraceable, called, first_line, holds_tensors, mutates, works_in_place_unknown
-from convoy.model.tracing.samples import is_floating, on_random_numbers, tensors_of
+from convoy.model.operation import BatchExtent
+from convoy.model.tracing.kinds import has_hooks, kind_of_module
+from convoy.model.tracing.nodes import Untraceable, called, first_line, holds_tensors, mutates, unsupported_in_place
+from convoy.model.tracing.per_sample import is_floating, run_on_random, tensors_of
 
 Spec = tuple[tuple[int, ...], torch.dtype]
 """Shape per sample and dtype of an input."""
@@ -22,7 +23,7 @@ Spec = tuple[tuple[int, ...], torch.dtype]
 BATCHES = (2, 3)
 
 
-class Values:
+class NodeValues:
     """The values of the nodes visited so far, as pairs: one for each of `BATCHES`."""
 
     def __init__(self, model: nn.Module, specs: Sequence[Spec]) -> None:
@@ -36,7 +37,7 @@ class Values:
         return self._pairs[self.latest(node)]
 
     def latest(self, node: fx.Node) -> fx.Node:
-        """The node that holds today's value of `node`: a later in-place call may have overwritten it."""
+        """The node that holds the current value of `node`: a later in-place call may have overwritten it."""
         while node in self._overwritten:
             node = self._overwritten[node]
         return node
@@ -45,7 +46,8 @@ class Values:
         """Evaluate the next node.
 
         Raises:
-            Untraceable: it does not run on the meta device, or does what a trace cannot hold.
+            Untraceable: it does not run on the meta device, works in place without an out-of-place form, or computes with the
+                size of the batch.
         """
         try:
             pair = (self._evaluate(node, 0), self._evaluate(node, 1))
@@ -56,19 +58,19 @@ class Values:
         self._pairs[node] = pair
         self._inputs += node.op == "placeholder"
         if holds_tensors(pair[0]):
-            if works_in_place_unknown(node):
+            if unsupported_in_place(node):
                 raise Untraceable(f"{node.name} works in place and has no pure form")
         else:
             self._check_number(node, pair)
         return pair
 
     def overwrite(self, node: fx.Node) -> None:
-        """From now on, who reads the first argument of an in-place call reads what the call gave."""
+        """Record an in-place call: later readers of its first argument get its result."""
         if mutates(self.model, node):
             self._overwritten[self.latest(node.all_input_nodes[0])] = node
 
     def constant(self, node: fx.Node) -> Any:
-        """A number of the trace: the same for every batch, or a multiple of the batch size.
+        """A number in the trace: constant, or a multiple of the batch size.
 
         Raises:
             Untraceable: it depends on the batch in another way.
@@ -76,7 +78,7 @@ class Values:
         return _folded(node, *self[node])
 
     def passes_gradient(self, node: fx.Node) -> bool:
-        """Whether what a node gives has a gradient: not integers, not `x.detach()`, nothing under torch.no_grad()."""
+        """Whether gradients flow through a node: not for integers, `x.detach()`, or under torch.no_grad()."""
         if node.meta["no_grad"]:
             return False
         if node.op not in ("call_function", "call_method"):
@@ -95,11 +97,11 @@ class Values:
             module = self.meta.get_submodule(str(node.target))
             kind = kind_of_module(module)
             if kind == "batch_norm":
-                # With momentum=None it looks at a number in its buffers.
+                # With momentum=None it reads a number from its buffers, which meta tensors do not have.
                 return torch.empty_like(args[0])  # type: ignore[arg-type]
             if kind == "opaque" and (has_hooks(module) or not type(module).__module__.startswith("torch.nn.modules")):
-                # Its Python may look at numbers, which meta tensors have not.
-                return on_random_numbers(self.model.get_submodule(str(node.target)), args, kwargs)
+                # Its Python may read numbers, which meta tensors do not have.
+                return run_on_random(self.model.get_submodule(str(node.target)), args, kwargs)
             return module(*args, **kwargs)
         return _call(node, args, kwargs)
 
@@ -112,7 +114,7 @@ class Values:
         return torch.empty((BATCHES[which], *shape), dtype=dtype, device="meta")
 
     def _check_number(self, node: fx.Node, pair: tuple[Any, Any]) -> None:
-        """Two batch sizes prove nothing about `n // 2` or `min(n, 64)`: only what is linear in the batch may pass."""
+        """Refuse numbers that are not linear in the batch size: two sizes prove nothing about `n // 2` or `min(n, 64)`."""
         numbers = [n for n in node.all_input_nodes if not holds_tensors(self[n][0])]
         following = [n for n in numbers if self[n][0] != self[n][1]]
         if not following:
@@ -132,10 +134,10 @@ def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
 
 
 def _tracked(value: Any) -> Any:
-    """The same shapes as parts of an autograd graph, so that what is called shows whether it passes gradients."""
+    """The same tensors with gradients required, so that the result of a call shows whether gradients flow through it."""
 
     def track(t: Any) -> Any:
-        # A copy, because a call may work in place, which leaves of the graph forbid.
+        # Cloned: autograd forbids in-place calls on leaves.
         return t.detach().requires_grad_().clone() if isinstance(t, Tensor) and is_floating(t) else t
 
     return fx.node.map_aggregate(value, track)

@@ -1,4 +1,4 @@
-"""Does a layer treat each sample for itself? Asked of the layer, by random numbers."""
+"""Checks numerically, on random inputs, whether a layer computes each sample independently of the others."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,19 +12,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from convoy.model.tracing.nodes import first_line
 
 _TRIES = 3
-"""A branch that looks at numbers may go the same way for all of one set of samples."""
+"""Repetitions with other inputs: a branch on values may go the same way for one set of samples."""
 
 Call = Callable[[int, Sequence[Tensor]], Any]
 """(samples, inputs) -> outputs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the samples of a layer have to do with each other.
+class PerSample:
+    """Whether a layer may be split by samples.
 
     Attributes:
-        dependence: why the layer must see the whole batch at once; None where each sample goes its own way.
-        random: two calls with the same input gave different answers.
+        dependence: why the layer must see the whole batch at once; None where samples are independent.
+        random: two calls with the same input gave different results.
         overwrites: it changes its inputs in place.
     """
 
@@ -33,8 +33,10 @@ class Verdict:
     overwrites: bool = False
 
 
-def judge(call: Call, like: Sequence[Tensor], batched: Sequence[bool], module: nn.Module | None) -> Verdict:
-    """Run three samples together and one by one.
+def check_per_sample(
+    call: Call, like: Sequence[Tensor], batched: Sequence[bool], module: nn.Module | None
+) -> PerSample:
+    """Run three samples together and one by one, and compare.
 
     Args:
         call: the layer.
@@ -42,8 +44,8 @@ def judge(call: Call, like: Sequence[Tensor], batched: Sequence[bool], module: n
         module: the layer's module, in the mode that is traced; left as it is. None: a function.
     """
     if module is not None and (norm := _batch_norm_inside(module)) is not None:
-        return Verdict(f"its {norm} looks at the whole batch", draws(module))
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), _as_it_was(module):
+        return PerSample(f"its {norm} looks at the whole batch", has_dropout(module))
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _restored(module):
         torch.manual_seed(0)
         for inner in module.modules() if module is not None else ():
             if "Dropout" in type(inner).__name__:
@@ -51,47 +53,47 @@ def judge(call: Call, like: Sequence[Tensor], batched: Sequence[bool], module: n
         try:
             return _compare(call, like, batched, module)
         except Exception as error:
-            return Verdict(f"it cannot take samples one by one ({first_line(error)}), so it runs whole on one device")
+            return PerSample(f"it cannot take samples one by one ({first_line(error)}), so it runs whole on one device")
 
 
-def _compare(call: Call, like: Sequence[Tensor], batched: Sequence[bool], module: nn.Module | None) -> Verdict:
-    random = module is not None and draws(module)
+def _compare(call: Call, like: Sequence[Tensor], batched: Sequence[bool], module: nn.Module | None) -> PerSample:
+    random = module is not None and has_dropout(module)
     before = _buffers(module)
     for _ in range(_TRIES):
         inputs = [random_like(t, 3 if b else None) for t, b in zip(like, batched, strict=True)]
         given = [t.clone() for t in inputs]
         together = tensors_of(call(3, given))
         if not all(torch.equal(a, b) for a, b in zip(inputs, given, strict=True)):
-            return Verdict("it overwrites its input, so it runs whole on one device", random, overwrites=True)
+            return PerSample("it overwrites its input, so it runs whole on one device", random, overwrites=True)
         if not all(torch.equal(a, b) for a, b in zip(before, _buffers(module), strict=True)):
-            return Verdict("it notes in its buffers what a batch was like, so it runs whole on one device", random)
+            return PerSample("it notes in its buffers what a batch was like, so it runs whole on one device", random)
         if module is not None and not _equal(together, tensors_of(call(3, inputs))):
-            # Random numbers hide whether samples are apart; evaluation mode is the best witness left.
+            # Random numbers hide whether samples are independent: compare in evaluation mode instead.
             random = True
             module.eval()
             together = tensors_of(call(3, inputs))
         for i in range(3):
             one = [t[i : i + 1] if b else t for t, b in zip(inputs, batched, strict=True)]
             if not _equal([t[i : i + 1] for t in together], tensors_of(call(1, one))):
-                return Verdict("a sample's answer depends on the others, so it runs whole on one device", random)
-    return Verdict(None, random)
+                return PerSample("a sample's answer depends on the others, so it runs whole on one device", random)
+    return PerSample(None, random)
 
 
-def draws(module: nn.Module) -> bool:
-    """Whether a module holds a dropout that is switched on."""
+def has_dropout(module: nn.Module) -> bool:
+    """Whether a module holds a dropout layer in training mode."""
     return any("Dropout" in type(m).__name__ and m.training for m in module.modules())
 
 
-def on_random_numbers(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Run a module on random numbers of these shapes; only the shapes of what it gives are kept, on the meta device."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), _as_it_was(module):
+def run_on_random(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Run a module on random inputs of these shapes; returns its outputs on the meta device (shapes and dtypes only)."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), _restored(module):
         real = fx.node.map_aggregate((args, kwargs), lambda a: random_like(a, None) if isinstance(a, Tensor) else a)
         value = module(*real[0], **real[1])
     return fx.node.map_aggregate(value, lambda a: a.to("meta") if isinstance(a, Tensor) else a)
 
 
 def random_like(like: Tensor, batch: int | None) -> Tensor:
-    """Random numbers on the CPU, of the same dtype and shape; with another first axis where `batch` is given."""
+    """A random CPU tensor of the same dtype and shape; its first axis has `batch` entries where that is given."""
     shape = like.shape if batch is None else (batch, *like.shape[1:])
     if is_floating(like):
         return torch.randn(shape, dtype=like.dtype)
@@ -110,8 +112,8 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else []
 
 
-def close(a: Tensor, b: Tensor) -> bool:
-    """Equal up to rounding, which depends on how many samples a kernel works on."""
+def is_close(a: Tensor, b: Tensor) -> bool:
+    """Equal up to rounding: kernels round differently for different numbers of samples."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     rtol, atol = (1e-9, 1e-11) if a.dtype in (torch.float64, torch.complex128) else (1e-3, 1e-5)
@@ -119,7 +121,7 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
-    return len(a) == len(b) and all(close(x, y) for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(is_close(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _batch_norm_inside(module: nn.Module) -> str | None:
@@ -134,8 +136,8 @@ def _buffers(module: nn.Module | None) -> list[Tensor]:
 
 
 @contextmanager
-def _as_it_was(module: nn.Module | None) -> Iterator[None]:
-    """Afterwards the module has its modes and buffers back."""
+def _restored(module: nn.Module | None) -> Iterator[None]:
+    """Restore the training modes and buffers of a module at the end."""
     modes = {m: m.training for m in module.modules()} if module is not None else {}
     buffers = _buffers(module)
     try:
