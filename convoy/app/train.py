@@ -5,7 +5,7 @@ import os
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,13 +30,11 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.planner.predict import working
 from convoy.profile.layers import given_speeds, measure_speeds
-from convoy.report.screen import DeviceUse, Screen
-from convoy.runlog.directory import Place, check_place, make_place
-from convoy.runlog.header import Beginning, open_log
-from convoy.runlog.step_timer import Pace
-from convoy.runlog.tensorboard import Scalars
-from convoy.runlog.utilization import Busy
-from convoy.runlog.writer import All, RunLog
+from convoy.report.screen import Screen
+from convoy.runlog.directory import RunDirectory, RunHeader, check_directory, make_directory
+from convoy.runlog.observers import Observers, StepTimer, TensorBoard, Utilization
+from convoy.runlog.schema import DeviceLine, EndLine
+from convoy.runlog.writer import RunLog
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import mark_pieces
@@ -59,15 +57,15 @@ def run_device(run: Run) -> None:
         screen = Screen(visible=group.device == 0)
         if group.device == 0:
             check_outputs(settings)
-            check_place(settings)
+            check_directory(settings)
             if settings.explain:
                 screen.settings(run.rows())
-        history, splits, inexact, place = _train(run, group, screen, stack)
+        history, splits, inexact, directory = _train(run, group, screen, stack)
     # The others are free to go while device 0 trains alone beside them.
     if settings.compare and screen.visible:
         _train_alone(settings, splits, history, screen, inexact)
-    if place is not None:
-        screen.lines([f"A page of this run: convoy report {shlex.quote(str(place.run))}"])
+    if directory is not None:
+        screen.lines([f"A page of this run: convoy report {shlex.quote(str(directory.run))}"])
 
 
 def _agree(settings: Settings, group: Group) -> None:
@@ -98,7 +96,9 @@ def _agree_on_data(splits: Splits, group: Group) -> None:
         )
 
 
-def _train(run: Run, group: Group, screen: Screen, stack: ExitStack) -> tuple[History, Splits, str, Place | None]:
+def _train(
+    run: Run, group: Group, screen: Screen, stack: ExitStack
+) -> tuple[History, Splits, str, RunDirectory | None]:
     settings = run.settings
     splits = load_images(settings)
     _agree_on_data(splits, group)
@@ -127,16 +127,16 @@ def _train(run: Run, group: Group, screen: Screen, stack: ExitStack) -> tuple[Hi
     keeper = build_keeper(settings, training, screen)
     done = keeper.progress if keeper is not None else Progress()
     # Once nothing can refuse the job any more: until then an older log stays as it is.
-    place, log = make_place(settings) if group.device == 0 else None, None
-    begins = Beginning(
-        run, devices, speeds, plan, traced.graph, chosen, train.samples,
+    directory, log = make_directory(settings) if group.device == 0 else None, None
+    header = RunHeader(
+        run, devices, speeds, plan, traced.graph, chosen.measured if chosen else None, train.samples,
         math.ceil(len(train) / settings.accumulate), done.step,
     )  # fmt: skip
-    if place is not None:
-        log = open_log(place, begins, training.rate, stack)
+    if directory is not None:
+        log = header.open_log(directory, training.rate, stack)
     observers = _observers(settings, training, group, part, log, done.step, stack)
     part.clock.reset()
-    pace = Pace(settings.batch)
+    timer = StepTimer(settings.batch)
     title, seen = f"{group.devices} devices, plan {plan.name}", done.epoch * train.samples + done.batch * settings.batch
     rebalances = settings.rebalances(device for device, _, _ in devices)
     with screen.progress(title, settings.epochs, train.samples, seen) as bar:
@@ -147,13 +147,13 @@ def _train(run: Run, group: Group, screen: Screen, stack: ExitStack) -> tuple[Hi
                 screen.lines(
                     [f"{len(others) + 1} plans are predicted to take nearly as long: some steps by each will tell."]
                 )
-            tell = _teller(screen, pace, log, begins.predict)
+            tell = _teller(screen, timer, log, header.predict)
             rebalancer = Rebalancer(part, training.optimizer, tell=tell, others=others)
-        history = fit(training, train, test, settings.epochs, All(pace, bar, *observers), rebalancer, keeper)
+        history = fit(training, train, test, settings.epochs, Observers(timer, bar, *observers), rebalancer, keeper)
     uses = _uses(settings, group, part, speeds, work_shares(part.steps(settings.pass_batch), traced.graph))
     followed = plan if rebalancer is None else rebalancer.trial.plan
-    _report(screen, log, history, uses, pace, _predicted_s(settings, chosen, followed))
-    return history, splits, plan.inexact, place
+    _report(screen, log, history, uses, timer, _predicted_s(settings, chosen, followed))
+    return history, splits, plan.inexact, directory
 
 
 def _predicted_s(settings: Settings, chosen: Chosen | None, plan: Plan) -> float | None:
@@ -172,11 +172,11 @@ def _observers(
     stack: ExitStack,
 ) -> list[Observer]:
     """Who writes down how the training goes. Every device counts where its time goes, one writes."""
-    observers: list[Observer] = [Busy(group, part.clock, log)]
+    observers: list[Observer] = [Utilization(group, part.clock, log)]
     if log is not None:
         observers.append(log)
     if settings.tensorboard is not None and group.device == 0:
-        observers.append(stack.enter_context(Scalars(settings.tensorboard, step, training.rate)))
+        observers.append(stack.enter_context(TensorBoard(settings.tensorboard, step, training.rate)))
     return observers
 
 
@@ -184,19 +184,19 @@ def _report(
     screen: Screen,
     log: RunLog | None,
     history: History,
-    uses: Sequence[DeviceUse],
-    pace: Pace,
+    uses: Sequence[DeviceLine],
+    timer: StepTimer,
     predicted_s: float | None,
 ) -> None:
     """What can be told when all is over."""
     screen.usage(uses, history)
     screen.best(history)
     if predicted_s is not None:
-        screen.lines([pace.beside(predicted_s)])
+        screen.lines([timer.beside(predicted_s)])
     if log is not None:
         for use in uses:
-            log.write("device", **asdict(use))
-        log.write("end", step_s=pace.step_s)
+            log.write(use)
+        log.write(EndLine(step_s=timer.step_s))
 
 
 def _save(settings: Settings, plan: Plan) -> None:
@@ -208,7 +208,7 @@ def _save(settings: Settings, plan: Plan) -> None:
 
 
 def _teller(
-    screen: Screen, pace: Pace, log: RunLog | None, predict: Callable[[Plan, RunLog], None]
+    screen: Screen, timer: StepTimer, log: RunLog | None, predict: Callable[[Plan, RunLog, bool], None]
 ) -> Callable[[int, Decision], None]:
     """Says what was changed and why, on the screen and in the log."""
 
@@ -216,9 +216,8 @@ def _teller(
         screen.lines([f"  step {step}: {decision.reason}"])
         if log is not None and isinstance(decision, Reshare):
             log.reshare(step, decision)
-            if not decision.changes:  # a plan of its own, not other shares
-                predict(decision.plan, log)
-        pace.restart()
+            predict(decision.plan, log, bool(decision.changes))
+        timer.restart()
 
     return tell
 
@@ -286,13 +285,16 @@ def _devices(settings: Settings, group: Group) -> list[tuple[str, str, float]]:
 
 def _uses(
     settings: Settings, group: Group, part: Distributed, speeds: Speeds, shares: tuple[float, ...]
-) -> list[DeviceUse]:
+) -> list[DeviceLine]:
     rows = gather(group, "use", [part.clock.compute_s, part.clock.exchange_s, sum(group.sent_bytes)])
     total = sum(speeds.devices)
     return [
-        DeviceUse(device, settings.slowdowns[device], speeds.devices[device] / total, shares[device], *row)
-        for device, row in enumerate(rows)
-    ]
+        DeviceLine(
+            device=device, slowdown=settings.slowdowns[device], speed_share=speeds.devices[device] / total,
+            work_share=shares[device], compute_s=compute_s, exchange_s=exchange_s, sent_bytes=sent_bytes,
+        )
+        for device, (compute_s, exchange_s, sent_bytes) in enumerate(rows)
+    ]  # fmt: skip
 
 
 def _train_alone(settings: Settings, splits: Splits, history: History, screen: Screen, inexact: str) -> None:

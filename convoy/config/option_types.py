@@ -1,6 +1,7 @@
 """Values as people write them: numbers with commas between them, devices, names out of a list."""
 
 import importlib
+import importlib.util
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -84,6 +85,19 @@ def checked_data(text: str) -> str:
 def checked_augment(text: str) -> str:
     importlib.import_module("convoy.data.augment").augment_steps(text)
     return text
+
+
+def checked_tensorboard(folder: Path) -> Path:
+    """A folder for TensorBoard's events, checked before anything starts.
+
+    Raises:
+        InputError: tensorboard is not installed, or the path is no folder.
+    """
+    if importlib.util.find_spec("tensorboard") is None:
+        raise InputError("tensorboard is not installed: pip install 'convoy-train[tensorboard]', or leave it out")
+    if folder.exists() and not folder.is_dir():
+        raise InputError("give a folder: this is a file")
+    return folder
 
 
 def wire_text(value: Any) -> Any:

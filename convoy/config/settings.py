@@ -15,13 +15,13 @@ from convoy.config.option_types import (
     Numbers,
     checked_augment,
     checked_data,
+    checked_tensorboard,
     device_names,
     devices_text,
     one_of,
     wire_text,
 )
 from convoy.plan.presets import PLANS
-from convoy.runlog.tensorboard import checked_folder
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Sum
 
@@ -197,7 +197,7 @@ class Settings(BaseModel):
         "the folder of --checkpoint, or in a new folder in runs (or $CONVOY_RUNS), with run.toml, plan.json and fleet.toml.",
         here=True,
     )
-    tensorboard: Annotated[File, AfterValidator(checked_folder)] | None = _output(
+    tensorboard: Annotated[File, AfterValidator(checked_tensorboard)] | None = _output(
         None,
         "Write loss, accuracy, learning rate and samples/s for TensorBoard into this folder (pip install "
         "'convoy-train\\[tensorboard]').",

@@ -1,7 +1,6 @@
 """Numbers as people read them, and marks for axes."""
 
 import math
-from collections.abc import Sequence
 
 
 def plain(value: float | None, digits: int = 4) -> str:
@@ -58,15 +57,3 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     step = next(size * factor for factor in (1, 2, 5, 10) if (high - low) / (size * factor) <= count + 1.5)
     first = math.ceil(low / step - 1e-9)
     return [number * step for number in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def smoothed(values: Sequence[float], width: int) -> list[float]:
-    """The mean of each value and its neighbours, so many in all; fewer at the ends."""
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    result = []
-    for place in range(len(values)):
-        start, stop = max(0, place - width // 2), min(len(values), place + width // 2 + 1)
-        result.append((sums[stop] - sums[start]) / (stop - start))
-    return result

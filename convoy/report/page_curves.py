@@ -4,18 +4,18 @@ from convoy.report.chart import Chart, Curve, Level, draw
 from convoy.report.markup import Markup, tag
 from convoy.report.numbers import percent, plain, whole_percent
 from convoy.report.page_parts import details, missing, section, table
-from convoy.runlog.metrics import limit_samples_per_s, rates, smooth_losses, span_of, width_of
+from convoy.runlog.metrics import limit_samples_per_s, rates, smooth_losses, smoothing_width, step_range
 from convoy.runlog.reader import Record
 
 
 def curves_section(record: Record) -> Markup:
     raw = [(row.step, row.loss) for row in record.steps if row.loss is not None]
     lost = len(record.steps) - len(raw)
-    width = width_of(len(raw))
+    width = smoothing_width(len(raw))
     loss = Chart(
         "loss", "Training loss", "step",
         [Curve("each step", raw, "faint"), Curve(f"mean of {width} steps", smooth_losses(record))] if width > 1
-        else [Curve("each step", raw, dots=True)], span_of(record),
+        else [Curve("each step", raw, dots=True)], step_range(record),
     )  # fmt: skip
     tests = [(row.step, row.accuracy) for row in record.evaluations if row.accuracy is not None]
     right = Chart(
@@ -23,11 +23,11 @@ def curves_section(record: Record) -> Markup:
         "Test accuracy",
         "step",
         [Curve("accuracy", tests, dots=True)],
-        span_of(record),
+        step_range(record),
         shown=whole_percent,
     )
     told = [(row.step, row.lr) for row in record.steps if row.lr is not None]
-    lr = Chart("lr", "Learning rate", "step", [Curve("learning rate", told)], span_of(record), from_zero=True)
+    lr = Chart("lr", "Learning rate", "step", [Curve("learning rate", told)], step_range(record), from_zero=True)
     warning = tag("p", f"The loss was no finite number in {lost:,} steps.", class_="warning") if lost else None
     return section(
         "curves", "How the training went", warning, tag("div", *map(draw, (loss, right, lr)), class_="charts"),
@@ -45,7 +45,14 @@ def rate_section(record: Record) -> Markup:
         levels.append(Level("limit", limit, "limit"))
     marks = [line.step + 1 for line in record.reshares]
     chart = Chart(
-        "rate", "Samples/s", "step", [Curve("measured", rates(record))], span_of(record), levels, marks, from_zero=True
+        "rate",
+        "Samples/s",
+        "step",
+        [Curve("measured", rates(record))],
+        step_range(record),
+        levels,
+        marks,
+        from_zero=True,
     )
     changed = " Numbered lines: the shares changed, see the history of shares." if marks else ""
     words = (

@@ -14,9 +14,9 @@ def use(record: Record, device: int, epoch: int | None = None) -> tuple[float, f
     """The parts of a device's time that it computed, exchanged and waited, did everything else; None where nothing is known.
 
     Args:
-        epoch: place in `record.busy`; None: all epochs together.
+        epoch: place in `record.utilization`; None: all epochs together.
     """
-    rows = record.busy if epoch is None else record.busy[epoch : epoch + 1]
+    rows = record.utilization if epoch is None else record.utilization[epoch : epoch + 1]
     wall_s = sum(row.wall_s[device] for row in rows)
     if wall_s <= 0:
         return None
@@ -44,7 +44,9 @@ def devices_section(record: Record) -> Markup:
         "Measured over all training steps, without tests. Exchange and wait: the device could not go on before others were "
         "done or messages arrived. Everything else: loading images, the optimizer, Python."
     )
-    folded = details("Computing, epoch by epoch", _by_epoch(record, len(names))) if len(record.busy) > 1 else None
+    folded = (
+        details("Computing, epoch by epoch", _by_epoch(record, len(names))) if len(record.utilization) > 1 else None
+    )
     gpu = any(name.startswith("cuda") for name in names) and not record.run.options.get("rebalance")
     note = (
         "On a GPU without --rebalance, computing is the time until the kernels are queued, not done." if gpu else None
@@ -81,7 +83,7 @@ def _bar(record: Record, device: int, name: str) -> Markup:
 def _by_epoch(record: Record, devices: int) -> Markup:
     head = ["epoch", "steps", *(f"device {device}" for device in range(devices))]
     rows = []
-    for place, line in enumerate(record.busy):
+    for place, line in enumerate(record.utilization):
         parts = [use(record, device, place) for device in range(devices)]
         rows.append([str(line.epoch + 1), str(line.steps), *(percent(part and part[0]) for part in parts)])
     return table(head, rows)
@@ -108,7 +110,7 @@ def shares_section(record: Record) -> Markup:
     )  # fmt: skip
 
 
-def _areas(record: Record, changes: list[tuple[int, list[float]]], marks: list[int]) -> Markup:
+def _areas(record: Record, changes: list[tuple[int, tuple[float, ...]]], marks: list[int]) -> Markup:
     end = record.steps[-1].step + 1
     starts = [min(step, end) for step, _ in changes]
     first = starts[0]

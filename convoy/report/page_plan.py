@@ -7,7 +7,7 @@ from convoy.report.markup import Markup, joined, tag
 from convoy.report.numbers import in_bytes, percent
 from convoy.report.page_parts import colour, details, device_key, device_names, missing, section
 from convoy.runlog.reader import Record
-from convoy.runlog.schema import LayerLine, MoveRow, PlanLine, PlanRow, ReshareLine
+from convoy.runlog.schema import LayerEntry, MoveEntry, PlanEntry, PlanLine, ReshareLine
 
 SHOWN_ROWS = 20
 """A net of more rows is shown as stretches of layers with the same shares; the rows are folded."""
@@ -28,11 +28,11 @@ UNITS = {
 class Band:
     """A row of the picture: a layer, and those after it that work where its results lie, on the same parts."""
 
-    lead: LayerLine
-    others: tuple[LayerLine, ...] = ()
+    lead: LayerEntry
+    others: tuple[LayerEntry, ...] = ()
 
 
-def bands(layers: Sequence[LayerLine], *, stretches: bool = False) -> list[Band]:
+def bands(layers: Sequence[LayerEntry], *, stretches: bool = False) -> list[Band]:
     """The rows of the picture, in order.
 
     Args:
@@ -66,7 +66,7 @@ def plan_section(record: Record) -> Markup:
     )  # fmt: skip
 
 
-def _lead(plan: PlanRow, now: PlanLine | ReshareLine, *, changed: bool) -> str:
+def _lead(plan: PlanEntry, now: PlanLine | ReshareLine, *, changed: bool) -> str:
     wire = "" if plan.wire == "exact" else f", wire {plan.wire}"
     words = [
         f"Plan {plan.name}: {plan.batch} samples in one pass, sums by {plan.reduce}{wire}. Each row is a layer, each box a "
@@ -83,12 +83,12 @@ def _lead(plan: PlanRow, now: PlanLine | ReshareLine, *, changed: bool) -> str:
     return " ".join(words)
 
 
-def _follows(layer: LayerLine, lead: LayerLine, stretches: bool) -> bool:
+def _follows(layer: LayerEntry, lead: LayerEntry, stretches: bool) -> bool:
     free = not (layer.moves or layer.note) and (stretches or not (layer.flop or layer.sum_bytes))
     return free and layer.strategy == lead.strategy and _fractions(layer) == _fractions(lead)
 
 
-def _fractions(layer: LayerLine) -> list[float]:
+def _fractions(layer: LayerEntry) -> list[float]:
     """How wide the boxes of the devices are."""
     counts = [float(part) if part.isdigit() else float(part == "all") for part in layer.parts]
     return [round(count / (sum(counts) or 1.0), 4) for count in counts]
@@ -120,7 +120,7 @@ def _then(band: Band) -> str:
     return f"then {', '.join(layer.kind for layer in band.others)}"
 
 
-def _box(layer: LayerLine, device: int, part: float, name: str) -> Markup:
+def _box(layer: LayerEntry, device: int, part: float, name: str) -> Markup:
     count, unit = layer.parts[device], UNITS.get(layer.strategy, layer.strategy)
     words = unit if count == "all" else f"{count} {unit}, {percent(part)}"
     text = (f"all on {device}" if layer.strategy == "one" else count) if part >= LEGIBLE else ""
@@ -131,7 +131,7 @@ def _box(layer: LayerLine, device: int, part: float, name: str) -> Markup:
     )  # fmt: skip
 
 
-def _move(move: MoveRow, why: str = "") -> Markup:
+def _move(move: MoveEntry, why: str = "") -> Markup:
     size = in_bytes(move.bytes) if move.bytes else "nothing travels"
     return tag("span", f"↓ {why}{move.source} → {move.target} · {size}", class_="move")
 

@@ -17,7 +17,7 @@ LANES = ("compute", "send", "receive")
 
 def step_section(record: Record) -> Markup:
     """When each device does what, where a prediction was made; else, how there would be one."""
-    prediction = record.prediction
+    prediction = record.in_force or record.prediction
     if prediction is None:
         plan = record.plan.plan.name if record.plan is not None else "of the run"
         return section(
@@ -29,7 +29,7 @@ def step_section(record: Record) -> Markup:
     whole = prediction.one_pass
     passes = round(prediction.step_s / whole.s)
     lead = (
-        f"As the simulator predicts it with the shares of the beginning: one pass of the batch takes {seconds(whole.s)}"
+        f"As the simulator predicts it{_of_shares(record)}: one pass of the batch takes {seconds(whole.s)}"
         + (f"; {passes} passes make a step. " if passes > 1 else ". ")
         + f"It is bound by {prediction.bound}."
     )
@@ -39,6 +39,12 @@ def step_section(record: Record) -> Markup:
         "step", "One step", tag("p", lead), tag("span", *key, class_="legend"),
         tag("div", *tracks, _axis(whole.s), class_="tracks"),
     )  # fmt: skip
+
+
+def _of_shares(record: Record) -> str:
+    if record.in_force is None:
+        return " with the shares of the beginning"
+    return " with the shares at the end, from the times measured before the training" * record.in_force.shares_only
 
 
 def _track(prediction: PredictionLine, device: int, name: str) -> Markup:

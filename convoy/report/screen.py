@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,6 +13,7 @@ from convoy.plan.explain import LayerRow
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
 from convoy.report.numbers import in_bytes
+from convoy.runlog.schema import DeviceLine
 from convoy.train.loop import EpochResult, Evaluation, History
 
 LINE_EVERY_S = 10.0
@@ -21,19 +21,6 @@ LINE_EVERY_S = 10.0
 
 FILE_WIDTH = 250
 """A table in a file or a pipe may be this wide, in characters: nothing in it is cut off."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceUse:
-    """What one device did: its part of the fleet's speed and of the arithmetic, its seconds, the bytes it sent."""
-
-    device: int
-    slowdown: float
-    speed_share: float
-    work_share: float
-    compute_s: float
-    exchange_s: float
-    sent_bytes: int
 
 
 class Screen:
@@ -125,7 +112,7 @@ class Screen:
         with Progress(*columns, console=self.console, disable=not live, transient=True) as progress:
             yield Bar(self, progress, title, epochs, samples, seen)
 
-    def usage(self, uses: Sequence[DeviceUse], history: History) -> None:
+    def usage(self, uses: Sequence[DeviceLine], history: History) -> None:
         """A row per device: its share, its busy time."""
         train_s = sum(epoch.train_s for epoch in history.epochs)
         table = Table(title=f"Devices over {train_s:.1f} s of training and the tests after it", title_justify="left")

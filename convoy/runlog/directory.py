@@ -1,20 +1,30 @@
-"""Where a run is told about: the folder that holds its log, its settings, its plan, its fleet and its page.
+"""The folder of a run: its log, its settings, its plan, its fleet and its page.
 
-Every training writes a log. Without `--log` it lies in the folder of the run's checkpoints, so that a run that goes on
-goes on in one log; or else in a folder of its own, made in `runs`, or in the folder that CONVOY_RUNS names.
+Every training writes a log. Without `--log` it lies in the folder of the run's checkpoints, so that a resumed run
+appends to its log; or else in a folder of its own, made in `runs`, or in the folder that CONVOY_RUNS names.
 """
 
 import datetime
 import itertools
 import os
 import re
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from convoy.config.files import write_whole
+from convoy.config.run_file import Run, to_toml
 from convoy.config.settings import Settings
+from convoy.cost.measurement import Measurement
 from convoy.errors import InputError
+from convoy.model.graph import Graph
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds
+from convoy.planner.predict import Outlook, prospect
 from convoy.runlog.reader import LOG_NAME
+from convoy.runlog.rows import fleet_line, prediction_line
+from convoy.runlog.writer import RunLog
 
 RUNS = "runs"
 
@@ -23,8 +33,8 @@ NO_LOG = Path("none")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Of one run.
+class RunDirectory:
+    """Where a run is logged.
 
     Attributes:
         folder: None where a person named a file for the log: then nothing else is written.
@@ -39,8 +49,8 @@ class Place:
         return self.folder or self.log
 
 
-def check_place(settings: Settings) -> None:
-    """Refuse a place that could not be made, before the training that it is for.
+def check_directory(settings: Settings) -> None:
+    """Refuse a folder that could not be made, before the training that it is for.
 
     Raises:
         InputError: the folder cannot be written.
@@ -53,14 +63,14 @@ def check_place(settings: Settings) -> None:
         raise _unwritable(folder, f"{near} cannot be written")
 
 
-def make_place(settings: Settings) -> Place | None:
-    """Where a run is told about that begins now, its folder made; None where its settings want no log.
+def make_directory(settings: Settings) -> RunDirectory | None:
+    """Make the folder of a run that begins now; None where its settings want no log.
 
     Raises:
         InputError: the folder cannot be made.
     """
     if settings.log is not None:
-        return None if settings.log == NO_LOG else Place(settings.log)
+        return None if settings.log == NO_LOG else RunDirectory(settings.log)
     try:
         if settings.checkpoint is None:
             folder = _made_new(_runs(), settings.net)
@@ -69,7 +79,62 @@ def make_place(settings: Settings) -> Place | None:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(Path(error.filename), str(error.strerror)) from None
-    return Place(folder / LOG_NAME, folder)
+    return RunDirectory(folder / LOG_NAME, folder)
+
+
+@dataclass(frozen=True, slots=True)
+class RunHeader:
+    """What is known of a run before its first step.
+
+    Attributes:
+        devices: of each, what it is, its host, its slow-down.
+        measured: the times that the planner planned with, where it did.
+        images, steps: of an epoch.
+        done: steps that were done before, where the run is resumed.
+    """
+
+    run: Run
+    devices: Sequence[tuple[str, str, float]]
+    speeds: Speeds
+    plan: Plan
+    graph: Graph
+    measured: Measurement | None
+    images: int
+    steps: int
+    done: int = 0
+
+    def open_log(self, directory: RunDirectory, lr: Callable[[], float], stack: ExitStack) -> RunLog:
+        """The log with its first lines; run.toml, plan.json, fleet.toml where the run has a folder.
+
+        Raises:
+            InputError: something cannot be written.
+        """
+        settings = self.run.settings
+        log = stack.enter_context(RunLog(directory.log, self.done, lr))
+        rebalances = settings.rebalances(device for device, _, _ in self.devices)
+        log.run(
+            settings.model_dump(mode="json") | {"rebalance": rebalances}, sources=dict(self.run.sources),
+            images=self.images, epoch_steps=self.steps,
+        )  # fmt: skip
+        log.write(fleet_line(self.devices, self.speeds, measured=settings.speeds is None))
+        log.plan(self.plan, self.graph)
+        self.predict(self.plan, log)
+        if directory.folder is not None:
+            write_whole(directory.folder / "run.toml", to_toml(settings))
+            write_whole(directory.folder / "plan.json", self.plan.to_json())
+            if self.measured is not None:
+                write_whole(directory.folder / "fleet.toml", self.measured.to_toml())
+        return log
+
+    def predict(self, plan: Plan, log: RunLog, shares_only: bool = False) -> None:
+        """Log what is predicted for a plan, where the times for that are known; `shares_only` as in the line."""
+        if self.measured is not None:
+            settings = self.run.settings
+            outlook = Outlook.of(
+                self.graph, plan.batch, self.measured.costs(self.graph), self.measured.fleet,
+                settings.optimizer_state, plan.wire,
+            )  # fmt: skip
+            log.write(prediction_line(prospect(plan, outlook), outlook, settings.accumulate, shares_only))
 
 
 def _runs() -> Path:

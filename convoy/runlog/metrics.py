@@ -1,24 +1,24 @@
-"""Numbers that follow from a run's log: pace, limit."""
+"""Numbers that follow from a run's log: seconds of a step, samples/s and their limit, smooth curves, utilization."""
 
 import statistics
+from collections.abc import Sequence
 
-from convoy.report.numbers import smoothed
 from convoy.runlog.reader import Record
 
 LEAST_STEPS = 5
-"""So few steps after a change of shares tell no pace of their own."""
+"""Steps after a change of shares before their median is reported."""
 
 
 def measured_step_s(record: Record) -> float | None:
     """Median seconds of a step of a whole batch, with the last shares where enough steps had them."""
     batch = max((row.samples for row in record.steps), default=0)
-    since = record.reshares[-1].step if record.reshares else -1
+    since = record.changes[-1][0] if record.changes else 0
     timed = [
         (row.step, s)
         for row, s in zip(record.steps, record.seconds, strict=True)
         if s is not None and row.samples == batch
     ]
-    late = [s for step, s in timed if step > since]
+    late = [s for step, s in timed if step >= since]
     chosen = late if len(late) >= LEAST_STEPS else [s for _, s in timed]
     return statistics.median(chosen) if chosen else None
 
@@ -36,20 +36,47 @@ def limit_samples_per_s(record: Record) -> float | None:
     return sum(speed for speed in speeds if speed is not None) if None not in speeds else None
 
 
-def span_of(record: Record) -> tuple[float, float]:
+def utilization(record: Record, device: int, epoch: int | None = None) -> tuple[float, float, float] | None:
+    """The parts of a device's time that it computed, exchanged and waited, did everything else; None where not known.
+
+    Args:
+        epoch: place in `record.utilization`; None: all epochs together.
+    """
+    rows = record.utilization if epoch is None else record.utilization[epoch : epoch + 1]
+    wall_s = sum(row.wall_s[device] for row in rows)
+    if wall_s <= 0:
+        return None
+    computes = min(1.0, sum(row.compute_s[device] for row in rows) / wall_s)
+    exchanges = min(1.0 - computes, sum(row.exchange_s[device] for row in rows) / wall_s)
+    return computes, exchanges, 1.0 - computes - exchanges
+
+
+def step_range(record: Record) -> tuple[float, float]:
     """From the first step to the last: the horizontal axis of all curves."""
     return (record.steps[0].step, record.steps[-1].step + 1) if record.steps else (0, 1)
 
 
-def width_of(count: int) -> int:
+def smoothing_width(count: int) -> int:
     """Over how many steps a curve of so many is smoothed."""
     return max(1, min(201, count // 20 | 1))
+
+
+def smoothed(values: Sequence[float], width: int) -> list[float]:
+    """The mean of each value and its neighbours, so many in all; fewer at the ends."""
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    result = []
+    for place in range(len(values)):
+        start, stop = max(0, place - width // 2), min(len(values), place + width // 2 + 1)
+        result.append((sums[stop] - sums[start]) / (stop - start))
+    return result
 
 
 def rates(record: Record) -> list[tuple[float, float]]:
     """(step, samples/s), over a few neighbouring steps."""
     timed = [(row.step, row.samples, s) for row, s in zip(record.steps, record.seconds, strict=True) if s]
-    width = width_of(len(timed))
+    width = smoothing_width(len(timed))
     samples = smoothed([float(count) for _, count, _ in timed], width)
     seconds = smoothed([s for _, _, s in timed], width)
     return [(step, n / s) for (step, _, _), n, s in zip(timed, samples, seconds, strict=True)]
@@ -57,5 +84,6 @@ def rates(record: Record) -> list[tuple[float, float]]:
 
 def smooth_losses(record: Record) -> list[tuple[float, float]]:
     """(step, loss), the mean over neighbouring steps."""
-    told = [(row.step, row.loss) for row in record.steps if row.loss is not None]
-    return list(zip([step for step, _ in told], smoothed([loss for _, loss in told], width_of(len(told))), strict=True))
+    known = [(row.step, row.loss) for row in record.steps if row.loss is not None]
+    means = smoothed([loss for _, loss in known], smoothing_width(len(known)))
+    return list(zip([step for step, _ in known], means, strict=True))

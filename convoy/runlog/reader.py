@@ -1,4 +1,4 @@
-"""The log of a run, read back: a value, whatever happened to the run."""
+"""Reads the log of a run, whatever happened to the run."""
 
 import json
 from collections.abc import Iterator
@@ -10,9 +10,8 @@ from pydantic import ValidationError
 
 from convoy.errors import InputError
 from convoy.runlog.schema import (
-    KNOWN,
+    KINDS,
     LINE,
-    BusyLine,
     EndLine,
     EpochLine,
     EvaluationLine,
@@ -23,6 +22,7 @@ from convoy.runlog.schema import (
     ReshareLine,
     RunLine,
     StepLine,
+    UtilizationLine,
 )
 
 LOG_NAME = "log.jsonl"
@@ -30,9 +30,11 @@ LOG_NAME = "log.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a log tells of a run. A run that went on is one: what it did twice counts as it was done last.
+    """What a log tells of a run. A resumed run is one: a step that was done twice counts as it was done last.
 
     Attributes:
+        prediction: of the last plan that the planner chose.
+        in_force: the prediction of the shares that ran last; None where these were not predicted.
         seconds: of each of `steps`, from the end of the one before; None of the first, and of the first after a test.
         changes: the shares of the plan, and from which step on: at the beginning, and after each change.
         end: None where the run still goes on, or was ended.
@@ -44,11 +46,12 @@ class Record:
     fleet: FleetLine | None
     plan: PlanLine | None
     prediction: PredictionLine | None
+    in_force: PredictionLine | None
     steps: tuple[StepLine, ...]
     seconds: tuple[float | None, ...]
     evaluations: tuple[EvaluationLine, ...]
     epochs: tuple[EpochLine, ...]
-    busy: tuple[BusyLine, ...]
+    utilization: tuple[UtilizationLine, ...]
     changes: tuple[tuple[int, PlanLine | ReshareLine], ...]
     end: EndLine | None
     is_cut: bool
@@ -93,7 +96,7 @@ def read_log(path: Path) -> Record:
     if not lines or not isinstance(lines[0], RunLine):
         raise _foreign(path, 'its first line is not that of a run, {"what": "run", ...}' if lines else "it is empty")
     record = _record(path, lines, is_cut)
-    if not _fits(record):
+    if len(_device_counts(record)) > 1:
         raise _foreign(path, "its lines are of different numbers of devices")
     return record
 
@@ -102,17 +105,16 @@ def _lines(path: Path, rows: list[str]) -> Iterator[Line]:
     for number, row in enumerate(rows, 1):
         try:
             raw = json.loads(row)
-            if isinstance(raw, dict) and raw.get("what") in KNOWN:
-                yield LINE.validate_python(raw)
-            elif not isinstance(raw, dict) or "what" not in raw:
-                raise _foreign(path, f'line {number} has no "what"')
-        except ValidationError as error:
-            fault = error.errors()[0]
-            raise _foreign(path, f"line {number}: {fault['loc'][-1]}: {fault['msg'].lower()}") from None
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, InputError):
-                raise
+        except (ValueError, RecursionError):
             raise _foreign(path, f"line {number} is no JSON") from None
+        if not isinstance(raw, dict) or "what" not in raw:
+            raise _foreign(path, f'line {number} has no "what"')
+        if raw["what"] in KINDS:
+            try:
+                yield LINE.validate_python(raw)
+            except ValidationError as error:
+                fault = error.errors()[0]
+                raise _foreign(path, f"line {number}: {fault['loc'][-1]}: {fault['msg'].lower()}") from None
 
 
 def _foreign(path: Path, why: str) -> InputError:
@@ -124,8 +126,10 @@ def _record(path: Path, lines: list[Line], is_cut: bool) -> Record:
     steps: dict[int, tuple[StepLine, float | None]] = {}
     tests: dict[int, EvaluationLine] = {}
     epochs: dict[int, EpochLine] = {}
-    busy: dict[int, BusyLine] = {}
+    utilization: dict[int, UtilizationLine] = {}
     changes: list[tuple[int, PlanLine | ReshareLine]] = []
+    prediction: PredictionLine | None = None
+    in_force: PredictionLine | None = None
     begun, last_s = 0, None
     for line in lines:
         latest[type(line)] = line
@@ -133,10 +137,13 @@ def _record(path: Path, lines: list[Line], is_cut: bool) -> Record:
             case RunLine():
                 begun, last_s = line.from_step, None
                 latest.pop(EndLine, None)
-                latest.pop(PredictionLine, None)
+                prediction = in_force = None
                 steps = {n: row for n, row in steps.items() if n < begun}
                 tests = {n: row for n, row in tests.items() if n <= begun}
                 changes = [row for row in changes if row[0] < begun]
+            case PredictionLine():
+                in_force = line
+                prediction = prediction if line.shares_only else line
             case StepLine():
                 steps[line.step] = line, None if last_s is None else line.s - last_s
                 last_s = line.s
@@ -144,30 +151,33 @@ def _record(path: Path, lines: list[Line], is_cut: bool) -> Record:
                 tests[line.step], last_s = line, None
             case EpochLine():
                 epochs[line.epoch], last_s = line, None
-            case BusyLine():
-                busy[line.epoch] = line
+            case UtilizationLine():
+                utilization[line.epoch] = line
             case PlanLine():
                 changes.append((begun, line))
             case ReshareLine():
                 changes.append((line.step + 1, line))
+                in_force = None
     done = [steps[number] for number in sorted(steps)]
     return Record(
-        path, latest[RunLine], latest.get(FleetLine), latest.get(PlanLine), latest.get(PredictionLine),
+        path, latest[RunLine], latest.get(FleetLine), latest.get(PlanLine), prediction, in_force,
         tuple(line for line, _ in done), tuple(s for _, s in done), tuple(tests.values()),
-        tuple(epochs[n] for n in sorted(epochs)), tuple(busy[n] for n in sorted(busy)), tuple(changes),
+        tuple(epochs[n] for n in sorted(epochs)), tuple(utilization[n] for n in sorted(utilization)), tuple(changes),
         latest.get(EndLine), is_cut,
     )  # fmt: skip
 
 
-def _fits(record: Record) -> bool:
-    """Whether all lines are of as many devices."""
-    counts = {len(line.wall_s) for line in record.busy} | {len(line.compute_s) for line in record.busy}
-    counts |= {len(line.exchange_s) for line in record.busy}
-    for _, line in record.changes:
-        counts |= {len(layer.parts) for layer in line.layers} | ({len(line.work)} if line.work else set())
+def _device_counts(record: Record) -> set[int]:
+    """The numbers of devices that its lines are of."""
+    per_device: list[tuple[Any, ...]] = []
+    for line in record.utilization:
+        per_device += [line.wall_s, line.compute_s, line.exchange_s]
+    for _, change in record.changes:
+        per_device += [layer.parts for layer in change.layers]
+        per_device += [change.work] if change.work else []
     if record.fleet is not None:
-        counts.add(len(record.fleet.devices))
-    if record.prediction is not None:
-        whole = record.prediction.one_pass
-        counts |= {len(record.prediction.names), len(whole.compute_s), len(whole.exchange_s)}
-    return len(counts) <= 1
+        per_device.append(record.fleet.devices)
+    for predicted in (record.prediction, record.in_force):
+        if predicted is not None:
+            per_device += [predicted.names, predicted.one_pass.compute_s, predicted.one_pass.exchange_s]
+    return {len(each) for each in per_device}

@@ -1,18 +1,31 @@
-"""The lines of a log, as values that were checked."""
+"""The lines of a run log: one model per kind of line, which the writer fills and the reader validates.
 
+A log is a file of JSON objects, one per line. The first four kinds stand at its beginning, "device" and "end" at its end.
+A run that is resumed appends to its log, from another "run" line on. A reader skips kinds and fields that it does not know.
+"""
+
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
 
-class _Line(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class RunLine(_Line):
-    """What runs, where, with which versions; `from_step` is above 0 where the run goes on."""
+Number = Annotated[float | None, BeforeValidator(_finite)]
+"""None where it is not known or not finite, such as the loss of a training that diverged: JSON has no NaN."""
 
-    what: Literal["run"]
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+
+
+class RunLine(_Model):
+    """What runs, where, with which versions; `from_step` is above 0 where the run was resumed."""
+
+    what: Literal["run"] = "run"
     date: str
     convoy: str
     torch: str
@@ -20,46 +33,59 @@ class RunLine(_Line):
     machine: str
     system: str
     from_step: int = 0
-    images: int | None = None
-    epoch_steps: int | None = None
     options: dict[str, Any]
     sources: dict[str, str] = {}
+    images: int | None = None
+    epoch_steps: int | None = None
 
 
-class DeviceRow(_Line):
+class DeviceEntry(_Model):
+    """A device of the fleet; `samples_per_s` alone with the whole batch, None where that was not measured."""
+
     name: str
     host: str
     slowdown: float
-    samples_per_s: float | None
+    samples_per_s: Number
 
 
-class FleetLine(_Line):
-    what: Literal["fleet"]
-    devices: list[DeviceRow]
+class FleetLine(_Model):
+    """The devices, in order."""
+
+    what: Literal["fleet"] = "fleet"
+    devices: tuple[DeviceEntry, ...]
 
 
-class MoveRow(_Line):
-    """A value that comes into another layout: bytes there and, of its gradient, back, in one pass."""
+class MoveEntry(_Model):
+    """A value that changes its layout: bytes of it and, on the way back, of its gradient, in one pass."""
 
-    model_config = ConfigDict(populate_by_name=True)
     value: str
     source: str = Field(alias="from")
     target: str = Field(alias="to")
     bytes: int
 
 
-class LayerLine(_Line):
+class LayerEntry(_Model):
+    """Who computes what of a layer; `parts` and `strategy` as in `convoy.plan.explain.LayerRow`.
+
+    Attributes:
+        moves: of the values that this layer is the first to read.
+        sum_bytes: of gradient sums and batch norm statistics, in one pass.
+    """
+
     layer: str
     kind: str
     strategy: str
-    parts: list[str]
+    parts: tuple[str, ...]
     note: str
     flop: int
-    moves: list[MoveRow]
+    moves: tuple[MoveEntry, ...]
     sum_bytes: int
 
 
-class PlanRow(_Line):
+class PlanEntry(_Model):
+    """What a page tells of a plan; the log holds all of the plan file."""
+
+    model_config = ConfigDict(extra="allow")
     name: str
     devices: int
     batch: int
@@ -67,85 +93,129 @@ class PlanRow(_Line):
     wire: str
 
 
-class PlanLine(_Line):
-    what: Literal["plan"]
-    plan: PlanRow
-    layers: list[LayerLine]
-    outputs: list[MoveRow]
-    work: list[float]
+class PlanLine(_Model):
+    """The plan at the beginning.
+
+    Attributes:
+        outputs: moves of the model's outputs, for the loss.
+        work: the part of the forward FLOP that each device computes.
+        inexact: why the plan does not follow the training of one device; empty where it does.
+    """
+
+    what: Literal["plan"] = "plan"
+    plan: PlanEntry
     inexact: str = ""
+    layers: tuple[LayerEntry, ...]
+    outputs: tuple[MoveEntry, ...]
+    work: tuple[float, ...]
 
 
-class Pass(_Line):
+class PassEntry(_Model):
     """One pass of the batch as the simulator predicts it; seconds of each device."""
 
     s: float = Field(gt=0)
-    compute_s: list[float]
-    exchange_s: list[float]
+    compute_s: tuple[float, ...]
+    exchange_s: tuple[float, ...]
 
 
-class PredictionLine(_Line):
-    what: Literal["prediction"]
+Event = tuple[int, str, str, float, float, int, int]
+"""Device, activity, label, start and end in seconds, peer (-1: none), bytes; of `convoy.simulator.events.Event`."""
+
+
+class PredictionLine(_Model):
+    """What the plan that now runs is predicted to reach, with the times that were measured before the training.
+
+    Attributes:
+        shares_only: of other shares that rebalancing chose; else of a plan that the planner chose.
+    """
+
+    what: Literal["prediction"] = "prediction"
     step_s: float
     samples_per_s: float
     limit_samples_per_s: float
     bound: str
-    names: list[str]
-    one_pass: Pass = Field(alias="pass")
-    events: list[tuple[int, str, str, float, float, int, int]]
+    names: tuple[str, ...]
+    one_pass: PassEntry = Field(alias="pass")
+    events: tuple[Event, ...]
+    shares_only: bool = False
 
 
-class StepLine(_Line):
-    what: Literal["step"]
+class StepLine(_Model):
+    """One step: its loss over the whole batch, the seconds since the log was opened, its learning rate."""
+
+    what: Literal["step"] = "step"
     step: int
     epoch: int
-    loss: float | None
+    loss: Number
     samples: int
     s: float
-    lr: float | None = None
+    lr: Number = None
 
 
-class EvaluationLine(_Line):
-    what: Literal["evaluation"]
+class EvaluationLine(_Model):
+    """A test after so many steps; accuracy from 0 to 1."""
+
+    what: Literal["evaluation"] = "evaluation"
     step: int
     epoch: int
-    accuracy: float | None
+    accuracy: Number
     best: bool
 
 
-class EpochLine(_Line):
-    what: Literal["epoch"]
+class EpochLine(_Model):
+    """An epoch, as `convoy.train.loop.EpochResult`."""
+
+    what: Literal["epoch"] = "epoch"
     epoch: int
-    loss: float | None
-    accuracy: float | None
+    loss: Number
+    accuracy: Number
     train_s: float
     samples_per_s: float
     lr: float
 
 
-class BusyLine(_Line):
-    """Seconds of each device in so many steps."""
+class UtilizationLine(_Model):
+    """Seconds of each device in so many steps of an epoch. Logs call it "busy"."""
 
-    what: Literal["busy"]
+    what: Literal["busy"] = "busy"
     epoch: int
     steps: int
-    wall_s: list[float]
-    compute_s: list[float]
-    exchange_s: list[float]
+    wall_s: tuple[float, ...]
+    compute_s: tuple[float, ...]
+    exchange_s: tuple[float, ...]
 
 
-class ReshareLine(_Line):
-    what: Literal["reshare"]
+class ReshareLine(_Model):
+    """Other shares, or another plan, from the step after this one on."""
+
+    what: Literal["reshare"] = "reshare"
     step: int
     reason: str
-    layers: list[LayerLine] = []
-    outputs: list[MoveRow] = []
-    work: list[float] = []
+    plan: dict[str, Any] = {}
+    layers: tuple[LayerEntry, ...] = ()
+    outputs: tuple[MoveEntry, ...] = ()
+    work: tuple[float, ...] = ()
 
 
-class EndLine(_Line):
-    what: Literal["end"]
-    step_s: float | None
+class DeviceLine(_Model):
+    """What one device did in the whole training: its part of the fleet's speed and of the arithmetic, its seconds, the
+    bytes that it sent."""
+
+    what: Literal["device"] = "device"
+    device: int
+    slowdown: float
+    speed_share: float
+    work_share: float
+    compute_s: float
+    exchange_s: float
+    sent_bytes: int
+
+
+class EndLine(_Model):
+    """The training is over; `step_s` is the median of a step."""
+
+    what: Literal["end"] = "end"
+    step_s: Number
 
 
 Line = (
@@ -156,9 +226,10 @@ Line = (
     | StepLine
     | EvaluationLine
     | EpochLine
-    | BusyLine
+    | UtilizationLine
     | ReshareLine
+    | DeviceLine
     | EndLine
 )
-KNOWN = {line.model_fields["what"].annotation.__args__[0] for line in Line.__args__}
+KINDS = {line.model_fields["what"].default for line in Line.__args__}
 LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="what")])

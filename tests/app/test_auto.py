@@ -25,7 +25,7 @@ from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.planner.predict import working
 from convoy.profile.job import measure_job
-from convoy.runlog.step_timer import Pace
+from convoy.runlog.observers import StepTimer
 from convoy.sharding.layout import local_shape
 from tests.app.test_cli import QUIET, TINY, assert_close, results
 from tests.support.processes import on_processes
@@ -200,17 +200,17 @@ def test_speeds_and_auto_exclude_each_other() -> None:
 def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps end at 10, 11, 13 (a small batch), 14, 17: whole ones took 1, 1 and 3 s; the first of an epoch is not known."""
     ends = iter([10.0, 11.0, 13.0, 14.0, 17.0, 30.0, 32.0])
-    monkeypatch.setattr("convoy.runlog.step_timer.time.perf_counter", lambda: next(ends))
-    pace = Pace(8)
-    assert pace.step_s is None
+    monkeypatch.setattr("convoy.runlog.observers.time.perf_counter", lambda: next(ends))
+    timer = StepTimer(8)
+    assert timer.step_s is None
     for samples in (8, 8, 4, 8, 8):
-        pace.step(0, 0.5, samples)
-    assert pace.seconds == [1.0, 1.0, 3.0]
-    pace.epoch(0, None)  # type: ignore[arg-type]
-    pace.step(1, 0.5, 8)
-    pace.step(1, 0.5, 8)
-    assert pace.step_s == 1.5
-    assert "1.8 s a step; measured: 1.5 s, the median of 4 steps; the prediction is +20.0% off" in pace.beside(1.8)
+        timer.step(0, 0.5, samples)
+    assert timer.seconds == [1.0, 1.0, 3.0]
+    timer.epoch(0, None)  # type: ignore[arg-type]
+    timer.step(1, 0.5, 8)
+    timer.step(1, 0.5, 8)
+    assert timer.step_s == 1.5
+    assert "1.8 s a step; measured: 1.5 s, the median of 4 steps; the prediction is +20.0% off" in timer.beside(1.8)
 
 
 def test_what_a_changed_plan_takes_is_told_by_itself_once_there_are_enough_steps(
@@ -218,21 +218,21 @@ def test_what_a_changed_plan_takes_is_told_by_itself_once_there_are_enough_steps
 ) -> None:
     """By the first plan a step takes 3 s, by the second 1 s; one in which the weights travelled takes 20 s, and is none."""
     now = [0.0]
-    monkeypatch.setattr("convoy.runlog.step_timer.time.perf_counter", lambda: now[0])
-    pace = Pace(8)
+    monkeypatch.setattr("convoy.runlog.observers.time.perf_counter", lambda: now[0])
+    timer = StepTimer(8)
 
     def steps(*seconds: float) -> None:
         for each in seconds:
             now[0] += each
-            pace.step(0, 0.5, 8)
+            timer.step(0, 0.5, 8)
 
     steps(*[3.0] * 7)
-    pace.restart()
+    timer.restart()
     steps(20.0, 1.0, 1.0, 1.0, 1.0)
-    assert pace.step_s == 3.0, "four steps tell too little"
+    assert timer.step_s == 3.0, "four steps tell too little"
     steps(1.0)
-    assert pace.step_s == 1.0
-    assert "the median of 5 steps" in pace.beside(1.0)
+    assert timer.step_s == 1.0
+    assert "the median of 5 steps" in timer.beside(1.0)
 
 
 def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first(

@@ -534,16 +534,17 @@ def test_a_training_that_diverges_still_writes_json(tmp_path: Path) -> None:
         log.step(0, float("nan"), 5)
         log.on_evaluation(Evaluation(0, 1, 0.1, ends_epoch=True), True)
         log.epoch(0, EpochResult(float("inf"), 0.1, 1.0, 5.0, 0.5))
-        log.write("device", times=[1.0, float("nan")])
+        log.run({"times": [1.0, float("nan")]}, images=5)
     lines = (tmp_path / "log").read_text().splitlines()
     rows = [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in lines]
     assert rows[0].pop("s") >= 0
+    run = rows.pop()
     assert rows == [
         {"what": "step", "step": 0, "epoch": 0, "loss": None, "samples": 5, "lr": None},
         {"what": "evaluation", "step": 1, "epoch": 0, "accuracy": 0.1, "best": True},
         {"what": "epoch", "epoch": 0, "loss": None, "accuracy": 0.1, "train_s": 1.0, "samples_per_s": 5.0, "lr": 0.5},
-        {"what": "device", "times": [1.0, None]},
     ]
+    assert run["options"] == {"times": [1.0, None]}
 
 
 def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:

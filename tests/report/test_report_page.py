@@ -12,12 +12,12 @@ from convoy.errors import InputError
 from convoy.report.chart import MOST_POINTS, Chart, Curve, draw, thinned
 from convoy.report.intervals import KINDS, Row, Span, kind_of, spans
 from convoy.report.markup import Markup, tag
-from convoy.report.numbers import in_bytes, plain, seconds, smoothed, ticks
+from convoy.report.numbers import in_bytes, plain, seconds, ticks
 from convoy.report.page import page_of, write_report
 from convoy.report.page_plan import bands
-from convoy.runlog.metrics import measured_samples_per_s, measured_step_s, rates
+from convoy.runlog.metrics import measured_samples_per_s, measured_step_s, rates, smoothed
 from convoy.runlog.reader import log_of, read_log
-from convoy.runlog.schema import LayerLine
+from convoy.runlog.schema import LayerEntry
 from tests.support.run_logs import END, FLEET, PLAN, PREDICTION, RUN, STEP_S, epoch, layer, whole_run, write
 
 SECTIONS = ["numbers", "curves", "rate", "plan", "step", "devices", "shares", "settings", "versions"]
@@ -231,7 +231,7 @@ def test_layers_that_only_follow_stand_in_one_row() -> None:
         layer("fc", "linear", "one", ["all", "-"], flop=9),
         layer("mine", "opaque", "one", ["all", "-"], note="no rule knows it"),
     ]
-    found = bands([LayerLine.model_validate(row) for row in rows])
+    found = bands([LayerEntry.model_validate(row) for row in rows])
     names = [[band.lead.layer, *(each.layer for each in band.others)] for band in found]
     assert names == [["conv", "relu", "flatten"], ["norm"], ["drop"], ["fc"], ["mine"]]
 

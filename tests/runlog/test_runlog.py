@@ -25,11 +25,12 @@ from convoy.plan.lower import lower
 from convoy.report.numbers import seconds
 from convoy.report.page import write_report
 from convoy.report.screen import Screen
-from convoy.runlog.directory import make_place
+from convoy.runlog.directory import make_directory
+from convoy.runlog.metrics import measured_step_s
+from convoy.runlog.observers import StepTimer, Utilization
 from convoy.runlog.reader import read_log
-from convoy.runlog.step_timer import Pace
-from convoy.runlog.utilization import Busy
-from convoy.runlog.values import plan_fields
+from convoy.runlog.rows import plan_line
+from convoy.runlog.schema import LINE, PlanLine, ReshareLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.clock import Clock
 from convoy.train.loop import EpochResult, Evaluation
@@ -88,7 +89,7 @@ def test_a_training_keeps_a_folder_without_being_asked(
 def test_two_runs_of_one_moment_have_a_folder_each(runs: Path) -> None:
     places = []
     for _ in range(20):
-        place = make_place(Settings())
+        place = make_directory(Settings())
         assert place is not None
         places.append(place.folder)
     assert len(set(places)) == 20 == len(list(runs.iterdir()))
@@ -164,8 +165,8 @@ def test_a_job_tells_all_that_a_page_needs(tmp_path: Path) -> None:
     assert predicted.limit_samples_per_s == pytest.approx(sum(row.samples_per_s or 0 for row in record.fleet.devices))
     assert {device for device, *_ in predicted.events} <= {0, 1}
     assert max(event[4] for event in predicted.events) <= predicted.one_pass.s * (1 + 1e-9)
-    assert [line.epoch for line in record.busy] == [0, 1]
-    for line in record.busy:
+    assert [line.epoch for line in record.utilization] == [0, 1]
+    for line in record.utilization:
         assert line.steps == 9
         for device in range(2):
             assert line.wall_s[device] > 0
@@ -182,19 +183,19 @@ def test_what_a_plan_line_tells_is_what_the_table_shows() -> None:
     """Moves and sums together are the bytes of the table, layer by layer."""
     for name in ("master", "hybrid", "data", "model"):
         plan, graph = by_name(name, "two-conv"), graph_of("two-conv")
-        fields, table = plan_fields(plan, graph), layer_rows(plan, graph)
-        last = sum(move["bytes"] for move in fields["outputs"])
-        for row, shown in zip(fields["layers"], table, strict=True):
-            assert (row["layer"], row["strategy"], tuple(row["parts"])) == (shown.layer, shown.strategy, shown.parts)
-            moved = sum(move["bytes"] for move in row["moves"]) + (last if row["layer"] == "fc" else 0)
-            assert moved + row["sum_bytes"] == shown.bytes_
-            assert row["sum_bytes"] >= 0
-        assert fields["work"] == work_shares(lower(plan, graph), graph)
-    summed = [row["sum_bytes"] > 0 for row in plan_fields(by_name("data", "two-conv"), graph)["layers"] if row["flop"]]
+        line, table = plan_line(plan, graph), layer_rows(plan, graph)
+        last = sum(move.bytes for move in line.outputs)
+        for row, shown in zip(line.layers, table, strict=True):
+            assert (row.layer, row.strategy, row.parts) == (shown.layer, shown.strategy, shown.parts)
+            moved = sum(move.bytes for move in row.moves) + (last if row.layer == "fc" else 0)
+            assert moved + row.sum_bytes == shown.bytes_
+            assert row.sum_bytes >= 0
+        assert line.work == work_shares(lower(plan, graph), graph)
+    summed = [row.sum_bytes > 0 for row in plan_line(by_name("data", "two-conv"), graph).layers if row.flop]
     assert summed == [True] * 3, "every copy of a weight"
-    moves = {row["layer"]: row["moves"] for row in plan_fields(by_name("master", "two-conv"), graph)["layers"]}
-    assert [(move["from"], move["to"]) for move in moves["relu"]] == [("split by channels", "whole on device 0")]
-    assert [(move["from"], move["to"]) for move in moves["conv2"]] == [("whole on device 0", "copies on 3 devices")]
+    moves = {row.layer: row.moves for row in plan_line(by_name("master", "two-conv"), graph).layers}
+    assert [(move.source, move.target) for move in moves["relu"]] == [("split by channels", "whole on device 0")]
+    assert [(move.source, move.target) for move in moves["conv2"]] == [("whole on device 0", "copies on 3 devices")]
 
 
 def test_a_change_of_shares_is_told_with_what_follows_from_it(tmp_path: Path) -> None:
@@ -206,7 +207,9 @@ def test_a_change_of_shares_is_told_with_what_follows_from_it(tmp_path: Path) ->
     with RunLog(tmp_path / "log") as log:
         log.run({})
         log.plan(plan, graph)
-        _teller(Screen(visible=True, console=Console(file=io.StringIO())), Pace(8), log, lambda *_: None)(37, decision)
+        _teller(Screen(visible=True, console=Console(file=io.StringIO())), StepTimer(8), log, lambda *_: None)(
+            37, decision
+        )
     (step, before), (later, after) = read_log(tmp_path / "log").changes
     assert (step, later) == (0, 38)
     assert before.work == pytest.approx(work_shares(lower(plan, graph), graph))
@@ -227,10 +230,10 @@ def test_tests_and_the_first_step_after_them_count_for_no_device(
 ) -> None:
     """Worked out by hand: a clock that is set, two steps of 2 s, a test of 100 s, two of which one counts."""
     now_s = 0.0
-    monkeypatch.setattr("convoy.runlog.utilization.time.perf_counter", lambda: now_s)
+    monkeypatch.setattr("convoy.runlog.observers.time.perf_counter", lambda: now_s)
     clock = Clock(torch.device("cpu"))
     with RunLog(tmp_path / "log") as log:
-        busy = Busy(AloneGroup(torch.device("cpu")), clock, log)
+        busy = Utilization(AloneGroup(torch.device("cpu")), clock, log)
         for kind, wall_s, compute_s, exchange_s in (
             ("step", 5.0, 5.0, 0.0), ("step", 2.0, 1.0, 0.5), ("step", 2.0, 1.5, 0.25), ("test", 100.0, 90.0, 5.0),
             ("step", 7.0, 3.0, 3.0), ("step", 2.0, 0.5, 1.0),
@@ -247,6 +250,39 @@ def test_tests_and_the_first_step_after_them_count_for_no_device(
     first, second = rows_of(tmp_path / "log", "busy")
     assert (first["steps"], first["wall_s"], first["compute_s"], first["exchange_s"]) == (3, [6.0], [3.0], [1.75])
     assert (second["steps"], second["wall_s"]) == (0, [0.0]), "an epoch counts by itself"
+
+
+# ---------------------------------------------------------------------------------------------------- logs of before
+
+
+def test_a_log_of_an_older_version_is_read(tmp_path: Path) -> None:
+    """Written by version 0.1.0 before its lines became models: `data` with other shares, resumed with the planner's choice."""
+    path = Path(__file__).with_name("old_log.jsonl")
+    record = read_log(path)
+    assert [row.step for row in record.steps] == list(range(40))
+    assert [epoch.epoch for epoch in record.epochs] == [line.epoch for line in record.utilization] == [0, 1, 2, 3]
+    assert [row.step for row in record.evaluations] == [10, 20, 30, 40]
+    assert [(step, type(line)) for step, line in record.changes] == [(0, PlanLine), (11, ReshareLine), (30, PlanLine)]
+    assert [layer.parts for layer in record.reshares[0].layers] == [("90", "38")] * 8
+    assert record.plan is not None
+    assert record.plan.plan.name == "auto"
+    assert record.prediction is record.in_force is not None
+    assert record.prediction.step_s == pytest.approx(0.013981265862885587)
+    assert record.end is not None
+    assert record.end.step_s == pytest.approx(0.0246, abs=1e-4)
+    assert measured_step_s(record) == pytest.approx(record.end.step_s, rel=1e-3), "the steps of the plan before do not count"
+    assert "Finished: 40 of 40 steps." in write_report(path, tmp_path / "page.html").read_text()
+
+
+def test_a_line_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """One model per line: what the present code writes of an old log is that log, but for fields it did not have."""
+    for text in Path(__file__).with_name("old_log.jsonl").read_text().splitlines():
+        line = LINE.validate_json(text)
+        with RunLog(tmp_path / "log") as log:
+            log.write(line)
+        (new,) = rows_of(tmp_path / "log")
+        assert {key: new[key] for key in json.loads(text)} == json.loads(text)
+        assert set(new) - set(json.loads(text)) <= {"shares_only"}
 
 
 # ------------------------------------------------------------------------------------------------------- TensorBoard

@@ -96,7 +96,19 @@ def epoch(number: int) -> list[Row]:
 
 def whole_run() -> list[Row]:
     rows = [RUN, FLEET, PLAN, PREDICTION, *epoch(0), *epoch(1)]
-    rows += [{"what": "device", "device": 0, "sent_bytes": 12}, END]
+    rows += [
+        {
+            "what": "device",
+            "device": 0,
+            "slowdown": 1.0,
+            "speed_share": 0.5,
+            "work_share": 0.75,
+            "compute_s": 0.6,
+            "exchange_s": 0.12,
+            "sent_bytes": 12,
+        },
+        END,
+    ]
     return copy.deepcopy(rows)
 
 

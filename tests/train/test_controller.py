@@ -28,7 +28,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.report.screen import Screen
-from convoy.runlog.step_timer import Pace
+from convoy.runlog.observers import StepTimer
 from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshare
@@ -336,13 +336,15 @@ def test_what_was_done_and_why_stands_on_the_screen_and_in_the_log(tmp_path: Pat
         state, decision = observe(state, {"conv1": [0.3, 0.1]})
     screen = Screen(visible=True, console=Console(file=io.StringIO(), width=200))
     with RunLog(tmp_path / "run.jsonl") as log:
-        pace, predicted = Pace(20), []
-        tell = _teller(screen, pace, log, lambda plan, _: predicted.append(plan))
+        timer, predicted = StepTimer(20), []
+        tell = _teller(screen, timer, log, lambda plan, _, shares_only: predicted.append((plan, shares_only)))
         tell(37, decision)
         tell(38, Keep("the trial has ended as it began"))
         tell(39, Reshare(by_samples((4, 16)), (), "another plan"))
-        assert predicted == [by_samples((4, 16))], "other shares are no plan of their own"
-        _teller(screen, pace, None, lambda *_: pytest.fail("no log to predict for"))(40, decision)
+        assert predicted == [(decision.plan, True), (by_samples((4, 16)), False)], (
+            "other shares are no plan of their own"
+        )
+        _teller(screen, timer, None, lambda *_: pytest.fail("no log to predict for"))(40, decision)
     words = "batch 10/10 -> 5/15 samples: device 0 took 2x the balanced time; predicted compute 0.3 s -> 0.15 s"
     assert isinstance(screen.console.file, io.StringIO)
     others = "  step 38: the trial has ended as it began\n  step 39: another plan\n"

@@ -22,7 +22,7 @@ from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch
-from convoy.runlog.step_timer import Pace
+from convoy.runlog.observers import StepTimer
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshare
@@ -587,14 +587,14 @@ def test_what_a_rebalancer_sees_of_tests_between_steps() -> None:
 
 
 def test_the_pace_does_not_count_tests() -> None:
-    pace = Pace(10)
+    timer = StepTimer(10)
     for _ in range(3):
-        pace.step(0, 1.0, 10)
-    pace.on_evaluation(Evaluation(0, 3, 0.5, ends_epoch=False), True)
-    pace.step(0, 1.0, 10)
-    assert len(pace.seconds) == 2
-    pace.step(0, 1.0, 10)
-    assert len(pace.seconds) == 3
+        timer.step(0, 1.0, 10)
+    timer.on_evaluation(Evaluation(0, 3, 0.5, ends_epoch=False), True)
+    timer.step(0, 1.0, 10)
+    assert len(timer.seconds) == 2
+    timer.step(0, 1.0, 10)
+    assert len(timer.seconds) == 3
 
 
 # ------------------------------------------------------------------------------------------------- auxiliary classifiers
