@@ -1,7 +1,7 @@
 """The wire: what each message shares with the others, and how fast it goes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ class Network:
             traffic costs their computing nothing.
         jitter_s: by how much each device, when it has been computing, makes an exchange later than its mean speed says;
             none where nothing was measured. See `convoy.profile.jitter`.
+        largest_latency_s: of all pairs of different devices.
     """
 
     host: tuple[int, ...]
@@ -33,6 +34,12 @@ class Network:
     pair_bytes_per_s: tuple[tuple[float, ...], ...]
     processor_s_per_byte: tuple[float, ...]
     jitter_s: tuple[float, ...] = ()
+    largest_latency_s: float = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Once, not per question: of a thousand devices there are a million pairs.
+        rows = (max((*row[:i], *row[i + 1 :]), default=0.0) for i, row in enumerate(self.latency_s))
+        object.__setattr__(self, "largest_latency_s", max(rows, default=0.0))
 
     @property
     def devices(self) -> int:

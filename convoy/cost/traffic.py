@@ -143,7 +143,9 @@ def _kept(src: Split, dst: Split, total: float, devices: int) -> Vector:
 
 
 def move_s(load: Loads, network: Network, itemsize: int) -> float:
-    """Seconds of a move: the fullest card or processor, and a latency for each round.
+    """Seconds of a move: the fullest card or processor, and the largest latency for each round.
+
+    Where there are several hosts, all traffic counts as leaving its host: loads do not tell who sends to whom.
 
     Args:
         itemsize: bytes of one number on the wire.
@@ -157,5 +159,4 @@ def move_s(load: Loads, network: Network, itemsize: int) -> float:
     into = np.bincount(hosts, received, count) / np.array(network.receive_bytes_per_s)
     within = np.bincount(hosts, sent, count) / np.array(network.within_bytes_per_s) if count == 1 else np.zeros(1)
     processor = (sent + received) * np.array(network.processor_s_per_byte)
-    latency = max(max(row) for row in network.latency_s) if network.devices <= 64 else network.latency_s[0][-1]
-    return float(max(out.max(), into.max(), processor.max(), within.max())) + load.rounds * latency
+    return float(max(out.max(), into.max(), processor.max(), within.max())) + load.rounds * network.largest_latency_s

@@ -101,7 +101,7 @@ class Formula:
         self.points_for = None if len(self.counts) * len(set(self.alike)) <= MANY_QUESTIONS else self.devices
         self.handling_s = max((o.round_s + 2 * o.message_s for o in costs.overheads), default=0.0)
         self.jitter_s = max(costs.network.jitter_s, default=0.0) * (1 - hidden)
-        self.round_s = max(max(row) for row in costs.network.latency_s) + self.handling_s
+        self.round_s = costs.network.largest_latency_s + self.handling_s
         self.known: dict[tuple[str, int, LocalSize], float] = {}
         self.wholes: dict[tuple[int, int, bool], float] = {}
         self.curves: dict[tuple[str, str, int], tuple[tuple[int, ...], dict[int, list[float]]]] = {}

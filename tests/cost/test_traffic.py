@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from convoy.cost.traffic import Loads, loads, sum_loads
+from convoy.cost.network import Network
+from convoy.cost.traffic import Loads, loads, move_s, sum_loads
 from convoy.sharding.layout import Layout, Partial, Replicated, Shape, entries
 from convoy.sharding.redistribute import Reduce, Schedule, schedule, sum_in_segments
 from tests.support.local_pieces import DEVICES, every_layout
@@ -75,3 +76,22 @@ def test_no_device_sends_or_receives_much_in_one_round(
         for device in {*have, *want}:
             assert sum(entries(t.box) for t in others if t.sender == device) <= 16_384
             assert sum(entries(t.box) for t in others if t.receiver == device) <= 16_384
+
+
+@pytest.mark.parametrize("devices", [4, 64, 65, 200])
+def test_the_far_pair_counts_wherever_it_is_and_however_many_devices_there_are(devices: int) -> None:
+    """Above 64 devices a round had the latency of the first and the last device: a far one in the middle was not seen, and
+    a far last one was charged to fleets whose others are near. Here device 2 is 10 ms from all others, 1 ms apart."""
+    far, near = 1e-2, 1e-3
+    latency = tuple(tuple(far if 2 in (a, b) else near for b in range(devices)) for a in range(devices))
+    fast = (1e30,) * devices
+    network = Network(tuple(range(devices)), fast, fast, fast, latency, (fast,) * devices, (0.0,) * devices)
+    load = Loads(np.ones(devices), np.ones(devices), rounds=3)
+    assert move_s(load, network, 4) == pytest.approx(3 * far)
+
+
+def test_what_a_device_takes_to_reach_itself_is_no_latency() -> None:
+    """Two hosts 2 microseconds apart: the 20 of the memory within a host, which nothing here passes, are not counted."""
+    latency, fast = ((2e-5, 2e-6), (2e-6, 2e-5)), (1e30,) * 2
+    network = Network((0, 1), fast, fast, fast, latency, (fast,) * 2, (0.0,) * 2)
+    assert move_s(Loads(np.ones(2), np.ones(2), rounds=1), network, 4) == pytest.approx(2e-6)
