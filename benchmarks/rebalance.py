@@ -42,7 +42,7 @@ from convoy.config.files import write_whole
 from convoy.launch.local import launch_local
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.plan.coupling import bonds, shares_of
+from convoy.plan.coupling import coupled_axes, shares_of
 from convoy.plan.plan import Plan
 from convoy.plan.presets import named_plan
 from convoy.profile.layers import measure_speeds
@@ -175,7 +175,9 @@ class Training:
         part, run = self.part, self.run
         if len(run.losses) == self.slow_at and self.group.device == self.setting.slowed:
             part.clock.slowdown *= self.setting.times
-        run.shares.append({b.name: list(shares_of(part.plan, b)) for b in bonds(part.plan, part.traced[True].graph)})
+        run.shares.append(
+            {axes.name: list(shares_of(part.plan, axes)) for axes in coupled_axes(part.plan, part.traced[True].graph)}
+        )
         start, before_s = time.perf_counter(), part.clock.compute_s
         images, labels = next(self.batches)
         loss = F.cross_entropy(part(images), labels)

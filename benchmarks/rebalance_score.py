@@ -28,7 +28,7 @@ class Run:
             included.
         compute_s: of each step, the slowest device's seconds of computing.
         losses: of each step.
-        shares: of each step, the shares of every bond of the plan.
+        shares: of each step, the shares of all coupled axes of the plan.
         reshares: (step, what and why).
     """
 

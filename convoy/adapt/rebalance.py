@@ -1,8 +1,8 @@
-"""Rebalancing: shares that hold while training. A pure state machine: seconds in, a decision out.
+"""Rebalancing: corrects shares while training. A pure state machine: seconds in, a decision out.
 
 What a device does in a job is not what it did alone: threads that exchange, caches, other users. So each device's seconds of
-computing, which leave out every wait, are watched, bond by bond (see `bonds.py`), and give its seconds per portion. When
-other portions would end the slowest device's computing sooner, by more than the noise explains, the shares change:
+computing, which leave out every wait, are watched for each group of coupled axes (`convoy.plan.coupling`), and give its seconds
+per unit. When other units would end the slowest device's computing sooner, by more than the noise explains, the shares change:
 
 - The median of the last `SHORT` steps sees a large change soon; that of many, a small one surely. A step that took long for
   once moves neither.
@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.model.graph import Graph
-from convoy.plan.coupling import Bond, bonds, reshared, shares_of
+from convoy.plan.coupling import CoupledAxes, coupled_axes, reshared, shares_of
 from convoy.plan.plan import Plan
 from convoy.sharding.shares import Shares
 
@@ -65,14 +65,14 @@ Seconds = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What is known of one bond.
+    """What is known of one group of coupled axes.
 
     Attributes:
-        rates: seconds per portion of each device, step by step since the shares were chosen, the latest last.
+        rates: seconds per unit of each device, step by step since the shares were chosen, the latest last.
         jumps: relative differences of rates between steps that follow each other, the latest last.
         steps: how many steps these shares have been watched.
         asks: how many it takes before they may change.
-        last: by how many portions each device's part last changed.
+        last: by how many units each device's part last changed.
         corrected: whether they were ever changed.
     """
 
@@ -109,16 +109,16 @@ class Watch:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Other shares for one bond.
+    """Other shares for coupled axes.
 
     Attributes:
-        bond: as it was; `portions`: as they shall be.
+        axes: as they were; `units`: as they shall be.
         slowest: the device that was done last.
         before_s, after_s: seconds until the slowest device has computed these layers, measured and predicted.
     """
 
-    bond: Bond
-    portions: Shares
+    axes: CoupledAxes
+    units: Shares
     slowest: int
     before_s: float
     after_s: float
@@ -145,14 +145,14 @@ Decision = Keep | Reshare
 
 @dataclass(frozen=True, slots=True)
 class Balancer:
-    """The state: the plan that runs, its bonds, and what was seen of each.
+    """The state: the plan that runs, its coupled axes, and what was seen of each.
 
     Attributes:
         skips: so many steps are not looked at.
     """
 
     plan: Plan
-    bonds: tuple[Bond, ...]
+    axes: tuple[CoupledAxes, ...]
     watches: tuple[Watch, ...]
     skips: int = STARTING
 
@@ -163,7 +163,7 @@ class Balancer:
         Raises:
             PlanError: the plan does not fit the graph.
         """
-        found = bonds(plan, graph)
+        found = coupled_axes(plan, graph)
         return Balancer(plan, found, (Watch(),) * len(found))
 
 
@@ -172,18 +172,18 @@ def observe(state: Balancer, seconds: Seconds) -> tuple[Balancer, Decision]:
 
     A layer that is missing counts as no time. A step in which a device that has a part shows no time is not looked at.
     """
-    if not state.bonds:
+    if not state.axes:
         return state, Keep("the plan leaves no shares to choose")
-    totals = [_totals(bond, seconds) for bond in state.bonds]
-    if any(not 0.0 < row[d] < math.inf for bond, row in zip(state.bonds, totals, strict=True) for d in bond.active):
+    totals = [_totals(axes, seconds) for axes in state.axes]
+    if any(not 0.0 < row[d] < math.inf for axes, row in zip(state.axes, totals, strict=True) for d in axes.active):
         return state, Keep("not every device timed its part in this step")
     if state.skips:
         return replace(state, skips=state.skips - 1), Keep("the first steps with these shares are not looked at")
     watches = tuple(
-        watch.with_step(_rates(bond, row)) for watch, bond, row in zip(state.watches, state.bonds, totals, strict=True)
+        watch.with_step(_rates(axes, row)) for watch, axes, row in zip(state.watches, state.axes, totals, strict=True)
     )
     seen = replace(state, watches=watches)
-    changes = [c for bond, watch in zip(state.bonds, watches, strict=True) if (c := _change(bond, watch)) is not None]
+    changes = [c for axes, watch in zip(state.axes, watches, strict=True) if (c := _change(axes, watch)) is not None]
     now_s = sum(max(row) for row in totals)
     saved_s = sum(c.before_s - c.after_s for c in changes)
     if not changes:
@@ -193,26 +193,26 @@ def observe(state: Balancer, seconds: Seconds) -> tuple[Balancer, Decision]:
     return _apply(seen, changes)
 
 
-def best(rates: Sequence[float], portions: Shares) -> Shares:
-    """Portions of the same sum with which the slowest device is done first, at least one for each device that has any.
+def best(rates: Sequence[float], units: Shares) -> Shares:
+    """Units of the same sum with which the slowest device is done first, at least one for each device that has any.
 
     Args:
-        rates: seconds per portion of each device.
+        rates: seconds per unit of each device.
     """
-    active = [device for device, count in enumerate(portions) if count]
-    result = [int(device in active) for device in range(len(portions))]
-    # Portion by portion to the device that would be done with it first: the exact optimum where time is proportional.
+    active = [device for device, count in enumerate(units) if count]
+    result = [int(device in active) for device in range(len(units))]
+    # Unit by unit to the device that would be done with it first: the exact optimum where time is proportional.
     ends = [(2 * rates[device], device) for device in active]
     heapq.heapify(ends)
-    for _ in range(sum(portions) - len(active)):
+    for _ in range(sum(units) - len(active)):
         _, device = ends[0]
         result[device] += 1
         heapq.heapreplace(ends, ((result[device] + 1) * rates[device], device))
     return tuple(result)
 
 
-def _change(bond: Bond, watch: Watch) -> Change | None:
-    """Better portions for one bond, where the gain is beyond doubt."""
+def _change(axes: CoupledAxes, watch: Watch) -> Change | None:
+    """Better units for coupled axes, where the gain is beyond doubt."""
     if watch.steps < watch.asks:
         return None
     looks = [(max(SHORT, watch.asks), SURE), (LONG, SURE), (LONGEST, SURE)]
@@ -220,25 +220,25 @@ def _change(bond: Bond, watch: Watch) -> Change | None:
         looks.insert(0, (FIRST, FIRST_SURE))
     for steps, sure in looks:
         rows = watch.rates[-steps:]
-        rates = [statistics.median(row[d] for row in rows) for d in range(len(bond.portions))]
-        portions = best(rates, bond.portions)
-        ends_s = [rate * count for rate, count in zip(rates, bond.portions, strict=True)]
-        before_s, after_s = max(ends_s), max(rate * count for rate, count in zip(rates, portions, strict=True))
+        rates = [statistics.median(row[d] for row in rows) for d in range(len(axes.units))]
+        units = best(rates, axes.units)
+        ends_s = [rate * count for rate, count in zip(rates, axes.units, strict=True)]
+        before_s, after_s = max(ends_s), max(rate * count for rate, count in zip(rates, units, strict=True))
         slowest = ends_s.index(before_s)
         error = 1.25 * watch.noise(slowest) / math.sqrt(len(rows))  # of a median, relative
         if before_s - after_s > max(DEADBAND, sure * error) * before_s:
-            return Change(bond, portions, slowest, before_s, after_s)
+            return Change(axes, units, slowest, before_s, after_s)
     return None
 
 
 def _apply(state: Balancer, changes: Sequence[Change]) -> tuple[Balancer, Reshare]:
-    plan, found, watches, words = state.plan, list(state.bonds), list(state.watches), []
+    plan, found, watches, words = state.plan, list(state.axes), list(state.watches), []
     for change in changes:
-        i = found.index(change.bond)
-        after = reshared(plan, change.bond, change.portions)
-        found[i] = replace(change.bond, portions=change.portions)
+        i = found.index(change.axes)
+        after = reshared(plan, change.axes, change.units)
+        found[i] = replace(change.axes, units=change.units)
         words.append(_words(plan, after, change, found[i]))
-        moved = tuple(b - a for a, b in zip(change.bond.portions, change.portions, strict=True))
+        moved = tuple(b - a for a, b in zip(change.axes.units, change.units, strict=True))
         watches[i] = watches[i].changed(moved)
         plan = after
     before_s, after_s = (sum(times) for times in zip(*((c.before_s, c.after_s) for c in changes), strict=True))
@@ -246,24 +246,24 @@ def _apply(state: Balancer, changes: Sequence[Change]) -> tuple[Balancer, Reshar
     return Balancer(plan, tuple(found), tuple(watches), SETTLING), Reshare(plan, tuple(changes), reason)
 
 
-def _words(before: Plan, after: Plan, change: Change, bond: Bond) -> str:
-    old, new = shares_of(before, change.bond), shares_of(after, bond)
+def _words(before: Plan, after: Plan, change: Change, axes: CoupledAxes) -> str:
+    old, new = shares_of(before, change.axes), shares_of(after, axes)
     times = change.before_s / change.after_s
     return (
-        f"{bond.name} {'/'.join(map(str, old))} -> {'/'.join(map(str, new))} {bond.unit}: "
+        f"{axes.name} {'/'.join(map(str, old))} -> {'/'.join(map(str, new))} {axes.counted}: "
         f"device {change.slowest} took {times:.2g}x the balanced time"
     )
 
 
-def _totals(bond: Bond, seconds: Seconds) -> list[float]:
-    """What each device computed for one bond."""
-    rows = [seconds[name] for name in bond.layers if name in seconds]
-    return [sum(row[device] for row in rows) for device in range(len(bond.portions))]
+def _totals(axes: CoupledAxes, seconds: Seconds) -> list[float]:
+    """What each device computed of the layers of coupled axes."""
+    rows = [seconds[name] for name in axes.layers if name in seconds]
+    return [sum(row[device] for row in rows) for device in range(len(axes.units))]
 
 
-def _rates(bond: Bond, totals: Sequence[float]) -> tuple[float, ...]:
-    """Seconds per portion; 0 for a device without a part, which stays without one."""
-    return tuple(total / count if count else 0.0 for total, count in zip(totals, bond.portions, strict=True))
+def _rates(axes: CoupledAxes, totals: Sequence[float]) -> tuple[float, ...]:
+    """Seconds per unit; 0 for a device without a part, which stays without one."""
+    return tuple(total / count if count else 0.0 for total, count in zip(totals, axes.units, strict=True))
 
 
 def _apart(a: float, b: float) -> float:

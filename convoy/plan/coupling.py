@@ -1,8 +1,8 @@
-"""Bonds: which shares of a plan belong together, so that changing them leaves every tensor where its reader takes it.
+"""Coupled axes: which shares of a plan must change together, so that every tensor still lies where its reader takes it.
 
-All layers that share out samples alike are one bond. A layer that splits filters is a bond with the layers that follow it,
-with a `channel` layer that takes its pieces as they lie, and with another filter-split layer that is added to it. What
-is shared out are *portions*: the smallest parts of the axis that leave all counts of the bond whole, and groups uncut.
+All layers that split samples alike are coupled. A layer that splits filters is coupled with the layers that follow it, with a
+`channel` layer that takes its parts as they lie, and with another filter-split layer that is added to it. What the devices
+share are *units*: the smallest parts of the axes that leave all counts whole, and groups uncut.
 """
 
 import math
@@ -21,38 +21,38 @@ OTHERS = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Bond:
+class CoupledAxes:
     """Shares that change together.
 
     Attributes:
         layers: the layers whose work these shares decide, in order.
         strategies: the entries of `Plan.layers` that hold these shares; `OTHERS` for `Plan.otherwise`.
-        portions: of each device; zero for a device without a part.
-        unit: what a person counts: samples, filters or channels.
+        units: of each device; zero for a device without a part.
+        counted: what a person counts: samples, filters or channels.
     """
 
     layers: tuple[str, ...]
     strategies: tuple[str, ...]
-    portions: Shares
-    unit: str
+    units: Shares
+    counted: str
 
     @property
     def active(self) -> tuple[int, ...]:
         """The devices that have a part."""
-        return tuple(device for device, count in enumerate(self.portions) if count)
+        return tuple(device for device, count in enumerate(self.units) if count)
 
     @property
     def movable(self) -> bool:
-        """Whether there are other shares that leave every active device a portion."""
-        return 1 < len(self.active) < sum(self.portions)
+        """Whether there are other shares that leave every active device a unit."""
+        return 1 < len(self.active) < sum(self.units)
 
     @property
     def name(self) -> str:
-        return "batch" if self.unit == "samples" else " + ".join(self.strategies)
+        return "batch" if self.counted == "samples" else " + ".join(self.strategies)
 
 
-def bonds(plan: Plan, graph: Graph) -> tuple[Bond, ...]:
-    """The bonds of a plan that leave something to choose, in the order of the model.
+def coupled_axes(plan: Plan, graph: Graph) -> tuple[CoupledAxes, ...]:
+    """The shares of a plan that can be chosen, grouped by which change together, in the order of the model.
 
     Raises:
         PlanError: the plan does not fit the graph.
@@ -60,45 +60,45 @@ def bonds(plan: Plan, graph: Graph) -> tuple[Bond, ...]:
     plan.check(graph)
     placed = placements(plan, graph)
     decides = _decides(plan, graph, placed)
-    bonded = _bonded(graph, placed, decides)
+    coupled = _coupled(graph, placed, decides)
     result = []
-    for root in dict.fromkeys(bonded.values()):
-        units = [unit for unit, other in bonded.items() if other == root]
-        layers = [graph[name] for name, unit in decides.items() if unit in units]
+    for root in dict.fromkeys(coupled.values()):
+        deciders = [decider for decider, other in coupled.items() if other == root]
+        layers = [graph[name] for name, decider in decides.items() if decider in deciders]
         result.append(
-            _of_samples(plan, layers, root) if isinstance(root, tuple) else _bond(plan, placed, layers, units)
+            _of_samples(plan, layers, root) if isinstance(root, tuple) else _of_channels(plan, placed, layers, deciders)
         )
-    return tuple(bond for bond in result if bond.movable)
+    return tuple(axes for axes in result if axes.movable)
 
 
-def reshared(plan: Plan, bond: Bond, portions: Shares) -> Plan:
-    """The plan with other portions in one of its bonds."""
-    changed = {name: _scaled(plan.layers[name], portions) for name in bond.strategies if name != OTHERS}
-    otherwise = Batch(portions) if OTHERS in bond.strategies else plan.otherwise
+def reshared(plan: Plan, axes: CoupledAxes, units: Shares) -> Plan:
+    """The plan with other units on one group of its axes."""
+    changed = {name: _scaled(plan.layers[name], units) for name in axes.strategies if name != OTHERS}
+    otherwise = Batch(units) if OTHERS in axes.strategies else plan.otherwise
     return replace(plan, layers={**plan.layers, **changed}, otherwise=otherwise)
 
 
-def shares_of(plan: Plan, bond: Bond) -> Shares:
-    """The shares of a bond as its first strategy counts them."""
-    name = bond.strategies[0]
+def shares_of(plan: Plan, axes: CoupledAxes) -> Shares:
+    """The shares of coupled axes as their first strategy counts them."""
+    name = axes.strategies[0]
     strategy = plan.otherwise if name == OTHERS else plan.layers[name]
     assert not isinstance(strategy, One)
     return strategy.shares
 
 
-def _scaled(strategy: Strategy, portions: Shares) -> Strategy:
+def _scaled(strategy: Strategy, units: Shares) -> Strategy:
     assert not isinstance(strategy, One)
-    entries = sum(strategy.shares) // sum(portions)
-    return replace(strategy, shares=tuple(count * entries for count in portions))
+    entries = sum(strategy.shares) // sum(units)
+    return replace(strategy, shares=tuple(count * entries for count in units))
 
 
-_Unit = str | Shares
+_Decider = str | Shares
 """Who decides on shares: a layer with a strategy of its own, by name; or the shares of samples themselves."""
 
 
-def _decides(plan: Plan, graph: Graph, placed: Mapping[str, Placement]) -> dict[str, _Unit]:
+def _decides(plan: Plan, graph: Graph, placed: Mapping[str, Placement]) -> dict[str, _Decider]:
     """For each layer whose work is shared out, who decides how."""
-    result: dict[str, _Unit] = {}
+    result: dict[str, _Decider] = {}
     for layer in graph.layers.values():
         own, gives = own_strategy(plan, layer), placed[layer.name].gives
         if isinstance(gives, Split) and gives.axis == 0:
@@ -112,27 +112,31 @@ def _decides(plan: Plan, graph: Graph, placed: Mapping[str, Placement]) -> dict[
     return result
 
 
-def _bonded(graph: Graph, placed: Mapping[str, Placement], decides: Mapping[str, _Unit]) -> dict[_Unit, _Unit]:
+def _coupled(
+    graph: Graph, placed: Mapping[str, Placement], decides: Mapping[str, _Decider]
+) -> dict[_Decider, _Decider]:
     """For each who decides, the first of those that must decide alike: a tensor goes from one to the other as it lies."""
-    first: dict[_Unit, _Unit] = {unit: unit for unit in decides.values()}
-    for name, unit in decides.items():
+    first: dict[_Decider, _Decider] = {decider: decider for decider in decides.values()}
+    for name, decider in decides.items():
         for source, taken in zip(graph[name].inputs, placed[name].takes, strict=True):
             if isinstance(taken, Split) and taken == placed[source].gives and source in decides:
-                kept, dropped = first[decides[source]], first[unit]
-                first = {u: kept if f == dropped else f for u, f in first.items()}
+                kept, dropped = first[decides[source]], first[decider]
+                first = {d: kept if f == dropped else f for d, f in first.items()}
     return first
 
 
-def _of_samples(plan: Plan, layers: Iterable[Layer], shares: Shares) -> Bond:
+def _of_samples(plan: Plan, layers: Iterable[Layer], shares: Shares) -> CoupledAxes:
     """All strategies that share out the samples of a batch in this way."""
     names = [name for name, strategy in plan.layers.items() if strategy == Batch(shares)]
     others = [OTHERS] if plan.otherwise == Batch(shares) else []
     computed = tuple(layer.name for layer in layers if layer.kind != "input")
-    return Bond(computed, (*names, *others), shares, "samples")
+    return CoupledAxes(computed, (*names, *others), shares, "samples")
 
 
-def _bond(plan: Plan, placed: Mapping[str, Placement], layers: Sequence[Layer], units: Iterable[_Unit]) -> Bond:
-    strategies = tuple(unit for unit in units if isinstance(unit, str))
+def _of_channels(
+    plan: Plan, placed: Mapping[str, Placement], layers: Sequence[Layer], deciders: Iterable[_Decider]
+) -> CoupledAxes:
+    strategies = tuple(decider for decider in deciders if isinstance(decider, str))
     extents = []
     for layer in layers:
         if layer.groups > 1:
@@ -142,8 +146,6 @@ def _bond(plan: Plan, placed: Mapping[str, Placement], layers: Sequence[Layer], 
     leading = plan.layers[strategies[0]]
     assert isinstance(leading, Filter | Channel)
     entries = sum(leading.shares) // math.gcd(*extents)
-    portions = tuple(share // entries for share in leading.shares)
-    return Bond(
-        tuple(layer.name for layer in layers), strategies, portions,
-        "filters" if isinstance(leading, Filter) else "channels",
-    )  # fmt: skip
+    units = tuple(share // entries for share in leading.shares)
+    counted = "filters" if isinstance(leading, Filter) else "channels"
+    return CoupledAxes(tuple(layer.name for layer in layers), strategies, units, counted)

@@ -1,4 +1,8 @@
-"""Shares by time: the slowest device is done as early as possible, where time is not proportional to the share."""
+"""Load balance: shares with which the slowest device is done as early as possible, where time is not proportional to the share.
+
+Each device's seconds are asked of the analytic model at some shares and taken as a line between them. A device that cannot
+finish one sample or filter in time gets none.
+"""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -6,52 +10,75 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from convoy.model.graph import Layer
+from convoy.planner.analytic import CostModel, MemoryPenalty, Side
 from convoy.sharding.shares import Shares, apportion
+
+MANY_QUESTIONS = 400
+"""Layers times devices, each counted once per kind, beyond which curves are sampled at fewer points."""
 
 Seconds = npt.NDArray[np.float64]
 
 
-def balance(
-    total: int,
-    devices: int,
-    active: Sequence[int],
-    seconds: Callable[[int, int], float],
-    quantum: int = 1,
-    at_most: Sequence[int] | None = None,
+def batch_shares(model: CostModel, active: Sequence[int], penalty: MemoryPenalty | None = None) -> Shares:
+    """Samples of each device, by the seconds of the whole model."""
+    shared = len(active) > 1
+    return _shares(
+        model, model.batch, active, penalty, lambda device, points: [model.samples_s(device, n, shared) for n in points]
+    )
+
+
+def layer_shares(
+    model: CostModel, layer: Layer, side: Side, active: Sequence[int], penalty: MemoryPenalty | None = None
 ) -> Shares:
-    """Shares of an axis so that the slowest of `active` is done as early as possible.
-
-    `seconds(device, share)` need not be proportional: it is sampled at some shares and taken as a line between them. A
-    device that cannot finish one portion in time gets none. `at_most` limits the share of each of `active`.
-
-    Raises:
-        PlanError: limits that no shares can meet.
-    """
-    points = sampled_shares(total, quantum)
-    rows = np.array([[seconds(d, n) if n else 0.0 for n in points] for d in active])
-    return balance_sampled(total, devices, active, points, rows, quantum, at_most)
+    """Filters (output features) or input channels of each device, by the seconds of one layer."""
+    total = layer.channels_out if side == "outputs" else layer.channels_in
+    return _shares(model, total, active, penalty, lambda device, points: model.curve_s(layer, side, device, points))
 
 
-def sampled_shares(total: int, quantum: int = 1, devices: int | None = None) -> tuple[int, ...]:
+def _shares(
+    model: CostModel,
+    total: int,
+    active: Sequence[int],
+    penalty: MemoryPenalty | None,
+    curve_s: Callable[[int, Sequence[int]], list[float]],
+) -> Shares:
+    few = len(model.counts) * len(set(model.alike)) <= MANY_QUESTIONS
+    points = _sampled(total, None if few else model.devices)
+    curves = {kind: curve_s(kind, points) for kind in {model.alike[d] for d in active}}
+    seconds = np.array([curves[model.alike[d]] for d in active])
+    limits = None if penalty is None else penalty.limits(total, active)
+    return balance(total, model.devices, active, points, seconds, limits)
+
+
+def _sampled(total: int, devices: int | None) -> tuple[int, ...]:
     """The shares at which times are asked for: sixteen steps up to everything; for many devices, which get small shares and
     cost many questions, everything, its half, its quarter, ... to below an even share."""
     if devices is None:
         steps = [total * i // 16 for i in range(1, 17)]
     else:
         steps = [total >> i for i in range(devices.bit_length() + 1)]
-    return tuple(sorted({0, total, *(max(quantum, step) for step in steps)}))
+    return tuple(sorted({0, total, *(max(1, step) for step in steps)}))
 
 
-def balance_sampled(
+def balance(
     total: int,
     devices: int,
     active: Sequence[int],
     points: Sequence[int],
     seconds: Seconds,
-    quantum: int = 1,
     at_most: Sequence[int] | None = None,
 ) -> Shares:
-    """As `balance`, from times already sampled: `seconds[i][j]` of device `active[i]` at the share `points[j]`."""
+    """Shares of an axis so that the slowest of `active` is done as early as possible.
+
+    Args:
+        points: ascending shares, from 0 to `total`.
+        seconds: `seconds[i, j]` of device `active[i]` at the share `points[j]`.
+        at_most: limits the share of each of `active`.
+
+    Raises:
+        PlanError: limits that no shares can meet.
+    """
     # Measured times may dip; a larger share never counts as faster.
     curves = np.maximum.accumulate(seconds, axis=1)
     sizes = np.array(points, dtype=np.float64)
@@ -64,7 +91,7 @@ def balance_sampled(
         weights = [float(i == 0) for i in order]
     limits = None if at_most is None else [at_most[i] for i in order]
     result = [0] * devices
-    for i, share in zip(order, apportion(total, weights, quantum=quantum, at_most=limits), strict=True):
+    for i, share in zip(order, apportion(total, weights, at_most=limits), strict=True):
         result[active[i]] = share
     return tuple(result)
 

@@ -1,9 +1,9 @@
 """The planner: a strategy with shares for every layer, and which devices take part, for the shortest predicted step.
 
-The fastest device alone, the two fastest, ... are planned in turn by dynamic programming (`search.py`), which adds up the
-costs of layers by formula. Where a replay (`simulate.py`) is cheap the best are replayed, and small plans are polished by
-replay; large ones are compared by formula. Plans that do not fit the devices' memory are left out, and where the fastest are
-among them, the search goes on with a price on memory.
+Costs -> analytic model (`analytic.py`) -> dynamic programming (`search.py`) for the fastest device alone, the two fastest, ...
+-> local search by simulation (`local_search.py`) -> plans. Where a simulation takes long, plans are compared by the analytic
+model alone. Plans that do not fit the devices' memory are left out, and where the fastest are among them, the search goes on
+with a penalty on memory.
 """
 
 import itertools
@@ -18,32 +18,35 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.size import whole_size
 from convoy.plan.steps import Compute
-from convoy.plan.strategy import STRATEGIES, One
-from convoy.planner.analytic import Formula, Squeeze
-from convoy.planner.local_search import nudged, refined
-from convoy.planner.search import Prices, Search
+from convoy.plan.strategy import One
+from convoy.planner.analytic import CostModel, MemoryPenalty
+from convoy.planner.local_search import LocalSearch
+from convoy.planner.search import Search
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Reduce
-from convoy.simulator.simulate import Costs, simulate
+from convoy.simulator.simulate import Costs
 
-POLISHED_LAYERS = 4
-"""Nets with more weighted layers are planned by the formula alone, and only the best are replayed."""
+SHALLOW = 4
+"""In nets with more weighted layers only the best plans of the search are simulated, and no strategies are changed."""
 
-REPLAYED = 12
-"""So many of the plans that are best by formula are replayed, and the best of each number of devices."""
+SIMULATED = 12
+"""So many of the plans that are best by the analytic model are simulated, and the best of each number of devices."""
 
-REFINED = 3
-"""So many of the best are made better by replay."""
+IMPROVED = 3
+"""Of so many of the best, exchanges and shares are changed."""
 
-REPLAY_WORK = 300_000
-"""A replay takes time with the layers, and with the messages at a time, each of which shares the wire with all others: where
-layers times the fourth power of the devices is more than this, plans are compared by formula."""
+SIMULATION_WORK = 300_000
+"""A simulation takes time with the layers, and with the messages at a time, each of which shares the wire with all others:
+where layers times the fourth power of the devices is more than this, plans are compared by the analytic model."""
+
+NAMED_DEVICES = 16
+"""For more devices the named plans are not compared: each is priced by a search over all devices."""
 
 REACH, TRIED, FEWER = 0.25, 3, 0.75
 """Worth a trial: predicted to take at most so much longer than the best; so many plans, with the best; each with at most this
 part of the messages of the one before it."""
 
-SQUEEZES = 8
+MEMORY_ATTEMPTS = 8
 """Attempts to save memory, each at a higher price, for each set of devices."""
 
 
@@ -57,9 +60,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A plan with what the formula, and a replay if there was one, say of its step."""
+    """A plan of the search with its seconds by the analytic model, and how many devices take part."""
 
-    formula_s: float
+    model_s: float
     working: int
     plan: Plan
 
@@ -81,12 +84,12 @@ def candidates(
     wire: CommDtype = "exact",
     *,
     reduce: Reduce | None = None,
-    replayed: bool = True,
+    simulated: bool = True,
 ) -> list[Candidate]:
     """The planner's plans for some numbers of devices, and the named plans; the shortest predicted step first.
 
     Deterministic: equal times are ordered by fewer devices, then by the order in which they were found. Either all times are
-    replayed, or all are by formula.
+    simulated, or all are of the analytic model.
 
     Args:
         batch: global batch, in samples.
@@ -94,26 +97,26 @@ def candidates(
         room: memory that plans may fill; None: no limit is known. Plans that overfill a device are left out.
         wire: of all these plans.
         reduce: how all these plans make sums; None: the named ones as they are known for, the others as the planner says.
-        replayed: False: all by formula, however few devices and layers there are; quick, and not the best there is.
+        simulated: False: all by the analytic model, however few devices and layers there are; quick, and not the best there is.
 
     Raises:
         PlanError: no plan fits; the message names the device that lacks least.
     """
-    formula = Formula(graph, batch, costs, Prices(graph, batch, costs), wire=wire, reduce=reduce)
-    speeds = solo_speeds(graph, batch, costs)
+    model = CostModel(graph, batch, costs, wire=wire, reduce=reduce)
+    speeds = model.solo_speeds()
     order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
-    found = _searched(formula, order)
-    replays = replayed and len(graph.layers) * len(order) ** 4 <= REPLAY_WORK
-    if replays:
-        found += _searched(Formula(graph, batch, costs, formula.price, hidden=1.0, wire=wire, reduce=reduce), order)
-    if len(order) <= 16:
+    found = _searched(model, order)
+    simulates = simulated and len(graph.layers) * len(order) ** 4 <= SIMULATION_WORK
+    if simulates:
+        found += _searched(model.variant(overlap=1.0), order)
+    if len(order) <= NAMED_DEVICES:
         named = [replace(named_plan(name, graph, batch, Speeds(speeds), reduce), wire=wire) for name in PLANS]
-        found += [_Found(_formula_s(formula, order, plan), len(order), plan) for plan in named]
+        found += [_Found(_model_s(model, order, plan), len(order), plan) for plan in named]
     if room is not None and room.limited:
-        found = _fitting(formula, found, order, room, lean="ring" if reduce is None else reduce)
-    if not replays:
-        return [Candidate(each.plan, each.formula_s) for each in _in_order(found)]
-    return _replayed(formula, found, order, room, reduces=("direct", "ring") if reduce is None else ())
+        found = _fitting(model, found, order, room, lean="ring" if reduce is None else reduce)
+    if not simulates:
+        return [Candidate(each.plan, each.model_s) for each in _in_order(found)]
+    return _simulated(model, found, order, room, reduces=("direct", "ring") if reduce is None else ())
 
 
 def worth_trying(found: Sequence[Candidate], graph: Graph) -> list[Candidate]:
@@ -143,16 +146,7 @@ def _messages(plan: Plan, graph: Graph) -> int:
 
 def solo_speeds(graph: Graph, batch: int, costs: Costs) -> tuple[float, ...]:
     """Samples/s of each device training alone with the whole batch: their sum is the limit of the fleet."""
-    price = Prices(graph, batch, costs)
-    kinds = [costs.times.alike(device) for device in range(costs.network.devices)]
-    known: dict[object, float] = {}
-    result = []
-    for device, kind in enumerate(kinds):
-        key = (kind, costs.update_s(device), costs.overhead(device))
-        if key not in known:
-            known[key] = batch / price.alone_s(device)
-        result.append(known[key])
-    return tuple(result)
+    return CostModel(graph, batch, costs).solo_speeds()
 
 
 def predicted_speeds(graph: Graph, batch: int, costs: Costs) -> Speeds:
@@ -167,28 +161,28 @@ def predicted_speeds(graph: Graph, batch: int, costs: Costs) -> Speeds:
     return Speeds(solo_speeds(graph, batch, costs), layers)
 
 
-def _formula_s(formula: Formula, order: Sequence[int], plan: Plan) -> float:
-    """What the formula gives for a plan, with the sums that it has."""
-    return Search(formula.summing(plan.collective), order).formula_s(plan)
+def _model_s(model: CostModel, order: Sequence[int], plan: Plan) -> float:
+    """Seconds of a plan by the analytic model, with the sums that it has."""
+    return Search(model.variant(reduce=plan.collective), order).step_s(plan)
 
 
 def _in_order(found: Iterable[_Found]) -> list[_Found]:
-    return sorted(found, key=lambda each: (each.formula_s, each.working))
+    return sorted(found, key=lambda each: (each.model_s, each.working))
 
 
 # --- how many devices ------------------------------------------------------------------------------------------------
 
 
-def _searched(formula: Formula, order: Sequence[int]) -> list[_Found]:
+def _searched(model: CostModel, order: Sequence[int]) -> list[_Found]:
     """Plans for the fastest device alone, the two fastest, ...: each number where that is quick, else around the best."""
     rows: dict[int, list[_Found]] = {}
 
     def attempt(count: int) -> float:
         if count not in rows:
-            rows[count] = [_Found(cost, count, plan) for cost, plan in Search(formula, order[:count]).run()]
-        return rows[count][0].formula_s
+            rows[count] = [_Found(cost, count, plan) for cost, plan in Search(model, order[:count]).run()]
+        return rows[count][0].model_s
 
-    _try_counts(len(order), len(formula.graph.layers), attempt)
+    _try_counts(len(order), len(model.graph.layers), attempt)
     return [each for count in sorted(rows) for each in rows[count]]
 
 
@@ -210,91 +204,59 @@ def _try_counts(devices: int, layers: int, attempt: Callable[[int], float]) -> N
         best = min(tried, key=lambda count: (attempt(count), count))
 
 
-# --- replays ---------------------------------------------------------------------------------------------------------
+# --- simulation ------------------------------------------------------------------------------------------------------
 
 
-def _replayed(
-    formula: Formula, found: Sequence[_Found], order: Sequence[int], room: Room | None, reduces: tuple[Reduce, ...]
+def _simulated(
+    model: CostModel, found: Sequence[_Found], order: Sequence[int], room: Room | None, reduces: tuple[Reduce, ...]
 ) -> list[Candidate]:
-    graph, costs = formula.graph, formula.costs
-
-    def fits(plan: Plan) -> bool:
-        return _fits(plan, formula, room)
-
-    shortlist = _in_order(found) if len(found) * len(graph.layers) <= 600 else _shortlist(found)
-    rows = [(simulate(lower(each.plan, graph), graph, costs).step_s, each.working, each.plan) for each in shortlist]
-    if len(graph.weighted) <= POLISHED_LAYERS and len(order) <= 8:
+    local = LocalSearch(model, lambda plan: _fits(plan, model, room), reduces)
+    shortlist = _in_order(found) if len(found) * len(model.graph.layers) <= 600 else _shortlist(found)
+    rows = [(local.simulated(each.plan).step_s, each.working, each.plan) for each in shortlist]
+    if len(model.graph.weighted) <= SHALLOW and len(order) <= 8:
         best_of = {working: (step_s, plan) for step_s, working, plan in sorted(rows, key=lambda r: r[:2], reverse=True)}
         # With many devices each attempt is dear, and their number is hardly in doubt.
         for working in sorted(best_of, key=lambda w: (best_of[w][0], w))[: 3 if len(order) <= 4 else 1]:
-            step_s, plan = _polished(formula, order[:working], *best_of[working], room)
+            step_s, plan = local.change_strategies(best_of[working][1], order[:working])
             rows.append((step_s, working, plan))
-    for _, working, plan in sorted(rows, key=lambda row: row[:2])[:REFINED]:
-        rows += [(s, working, better) for s, better in refined(plan, graph, costs, fits, reduces)]
+    for _, working, plan in sorted(rows, key=lambda row: row[:2])[:IMPROVED]:
+        rows += [(s, working, better) for s, better in local.change_exchanges_and_shares(plan)]
     _, working, plan = min(rows, key=lambda row: row[:2])
-    rows += [(s, working, better) for s, better in nudged(plan, graph, costs, fits)]
+    rows += [(s, working, better) for s, better in local.move_units(plan)]
     return [Candidate(plan, step_s) for step_s, _, plan in sorted(rows, key=lambda row: row[:2])]
 
 
 def _shortlist(found: Sequence[_Found]) -> list[_Found]:
-    """The best by formula, and the best of each number of devices: the formula knows least of what many devices wait for, and
-    a small net may train fastest on one."""
+    """The best by the analytic model, and the best of each number of devices: the model knows least of what many devices wait
+    for, and a small net may train fastest on one."""
     best = _in_order(found)
     of_each = {each.working: each for each in reversed(best)}
-    return [*best[:REPLAYED], *(each for _, each in sorted(of_each.items()) if each not in best[:REPLAYED])]
-
-
-def _polished(
-    formula: Formula, active: Sequence[int], step_s: float, plan: Plan, room: Room | None
-) -> tuple[float, Plan]:
-    """The formula adds up layers, the replay knows who waits for whom: change a few strategies at a time (all of them where
-    there are three) while a replay gets shorter."""
-    graph, costs = formula.graph, formula.costs
-    names = [layer.name for layer in graph.weighted if layer.groups == 1]
-    kinds = {name: plan.layers[name].name for name in names if name in plan.layers}
-    best = (step_s, plan)
-    tried = {tuple(kinds.values())}
-    changed = True
-    while changed:
-        changed = False
-        for width in range(1, min(len(kinds), 3 if len(kinds) < 4 else 2) + 1):
-            for some in itertools.combinations(kinds, width):
-                for others in itertools.product(STRATEGIES, repeat=width):
-                    attempt = kinds | dict(zip(some, others, strict=True))
-                    if tuple(attempt.values()) in tried:
-                        continue
-                    tried.add(tuple(attempt.values()))
-                    for _, other in Search(formula, active, attempt).run()[:1]:
-                        other_s = simulate(lower(other, graph), graph, costs).step_s
-                        if other_s < best[0] and _fits(other, formula, room):
-                            best, kinds, changed = (other_s, other), attempt, True
-    return best
+    return [*best[:SIMULATED], *(each for _, each in sorted(of_each.items()) if each not in best[:SIMULATED])]
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _fits(plan: Plan, formula: Formula, room: Room | None) -> bool:
-    return room is None or not room.limited or not room.excess(_memory(plan, formula, room))
+def _fits(plan: Plan, model: CostModel, room: Room | None) -> bool:
+    return room is None or not room.limited or not room.excess(_memory(plan, model, room))
 
 
-def _memory(plan: Plan, formula: Formula, room: Room) -> tuple[int, ...]:
-    rows = memory_of(plan, formula.graph, optimizer=room.optimizer, itemsize=formula.costs.itemsize)
+def _memory(plan: Plan, model: CostModel, room: Room) -> tuple[int, ...]:
+    rows = memory_of(plan, model.graph, optimizer=room.optimizer, itemsize=model.costs.itemsize)
     return tuple(row.total_bytes for row in rows)
 
 
-def _fitting(formula: Formula, found: Sequence[_Found], order: Sequence[int], room: Room, lean: Reduce) -> list[_Found]:
+def _fitting(model: CostModel, found: Sequence[_Found], order: Sequence[int], room: Room, lean: Reduce) -> list[_Found]:
     """Of the plans found, those that fit; and where the fastest did not, others that were made to save memory.
 
     Args:
         lean: how sums are made where memory is short: in a ring less of a tensor arrives at once than directly.
     """
-    needs = [(each, _memory(each.plan, formula, room)) for each in _in_order(found)]
-    for each in [
-        each for each, need in needs if room.excess(need) and each.plan.reduce == "direct" and lean != "direct"
-    ]:
-        plan = replace(each.plan, reduce=lean)
-        needs.append((_Found(_formula_s(formula, order, plan), each.working, plan), _memory(plan, formula, room)))
+    needs = [(each, _memory(each.plan, model, room)) for each in _in_order(found)]
+    for each, need in list(needs):
+        if room.excess(need) and each.plan.reduce == "direct" and lean != "direct":
+            plan = replace(each.plan, reduce=lean)
+            needs.append((_Found(_model_s(model, order, plan), each.working, plan), _memory(plan, model, room)))
     fitting = [each for each, need in needs if not room.excess(need)]
     if not needs or (fitting and fitting[0] is needs[0][0]):
         return fitting
@@ -306,12 +268,12 @@ def _fitting(formula: Formula, found: Sequence[_Found], order: Sequence[int], ro
             active = (ranking[0], *sorted(ranking[1:count]))
             if active not in tried:
                 tried.append(active)
-                for each, need in _squeezed(formula.summing(lean), active, room):
+                for each, need in _saving_memory(model.variant(reduce=lean), active, room):
                     needs.append((each, need))
                     if not room.excess(need):
                         fitting.append(each)
     if not fitting:
-        raise PlanError(room.refusal(formula.graph.model, formula.batch, [need for _, need in needs]))
+        raise PlanError(room.refusal(model.graph.model, model.batch, [need for _, need in needs]))
     return fitting
 
 
@@ -323,28 +285,28 @@ def _few_counts(devices: int) -> list[int]:
     return counts
 
 
-def _squeezed(formula: Formula, active: Sequence[int], room: Room) -> list[tuple[_Found, tuple[int, ...]]]:
+def _saving_memory(model: CostModel, active: Sequence[int], room: Room) -> list[tuple[_Found, tuple[int, ...]]]:
     """Plans of these devices that save ever more memory, until one fits."""
-    plain = Search(formula, active)
-    alone_s = formula.samples_s(active[0], formula.batch)
+    plain = Search(model, active)
+    alone_s = model.samples_s(active[0], model.batch)
     # One device alone keeps everything: shares of an axis are held to what part of that a device has room for.
-    alone = Plan("alone", formula.graph.fingerprint, formula.devices, formula.batch, {}, One(active[0]))
-    everything = max(_memory(alone, formula, room))
-    budget = [float(room.bytes_of(d)) for d in range(formula.devices)]
-    price = [0.0] * formula.devices
+    alone = Plan("alone", model.graph.fingerprint, model.devices, model.batch, {}, One(active[0]))
+    everything = max(_memory(alone, model, room))
+    budget = [float(room.bytes_of(d)) for d in range(model.devices)]
+    price = [0.0] * model.devices
     rows: list[tuple[_Found, tuple[int, ...]]] = []
-    for attempt in range(SQUEEZES):
+    for attempt in range(MEMORY_ATTEMPTS):
         parts = tuple(min(1.0, each / everything) for each in budget)
-        squeeze = Squeeze(parts, tuple(price))
-        search = Search(formula, active, squeeze=squeeze, optimizer=room.optimizer)
+        penalty = MemoryPenalty(parts, tuple(price))
+        search = Search(model, active, penalty=penalty, optimizer=room.optimizer)
         _, plan = search.run()[0]
-        rows.append((_Found(plain.formula_s(plan), len(active), plan), _memory(plan, formula, room)))
+        rows.append((_Found(plain.step_s(plan), len(active), plan), _memory(plan, model, room)))
         excess = room.excess(rows[-1][1])
         if not excess or len(active) == 1:  # alone there is nothing to split
             break
         for device, over in excess.items():
             price[device] = max(4 * price[device], alone_s / room.bytes_of(device))
             # A high price turns copies and whole layers into splits; only then do smaller shares of them help.
-            if attempt >= SQUEEZES // 2:
+            if attempt >= MEMORY_ATTEMPTS // 2:
                 budget[device] = max(budget[device] - over, budget[device] / 2)
     return rows

@@ -5,57 +5,20 @@ costs its arithmetic, the moves of its inputs there and of their gradients back,
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from convoy.cost.costs import Costs
-from convoy.model.graph import Graph, Layer
-from convoy.plan.lower import placements, trains, unnamed
+from convoy.model.graph import Layer
+from convoy.plan.lower import placements, unnamed
 from convoy.plan.plan import Plan
-from convoy.plan.size import LocalSize, whole_size
+from convoy.plan.size import whole_size
 from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Strategy, feature_axis, follow, place
-from convoy.planner.analytic import Formula, Side, Squeeze
+from convoy.planner.analytic import CostModel, MemoryPenalty, Side
+from convoy.planner.load_balance import batch_shares, layer_shares
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.sharding.shares import Shares, apportion
 
 BEAM = 48
 """States kept per layer: residual nets need a handful, only dense concatenation has more."""
-
-
-class Prices:
-    """Seconds of layers, remembered: devices with the same table are asked once."""
-
-    def __init__(self, graph: Graph, batch: int, costs: Costs) -> None:
-        self.graph, self.batch, self.costs = graph, batch, costs
-        self.trains = trains(graph)
-        self.known: dict[tuple[str, int, LocalSize], float] = {}
-
-    def layer_s(self, layer: Layer, device: int, size: LocalSize) -> float:
-        """Forward and backward of a part of a layer."""
-        if size.samples == 0 or size.outputs == 0 or size.inputs == 0:
-            return 0.0
-        phases = 2 if layer.name in self.trains else 1
-        return self._arithmetic_s(layer, device, size) + phases * self.costs.overhead(device).layer_s / 2
-
-    def _arithmetic_s(self, layer: Layer, device: int, size: LocalSize) -> float:
-        if layer.statistics and size.samples < self.batch:
-            # The rest of the batch lies on other devices.
-            size = replace(size, shares_statistics=True)
-        key = (layer.name, self.costs.times.alike(device), size)
-        if key not in self.known:
-            seconds = self.costs.times.seconds(device, layer, "forward", size)
-            if layer.name in self.trains:
-                seconds += self.costs.times.seconds(device, layer, "backward", size)
-            self.known[key] = seconds
-        return self.known[key]
-
-    def alone_s(self, device: int) -> float:
-        """A step of this device alone with the whole batch: its layers are one run."""
-        trained = {p.key: p.entries for layer in self.graph.layers.values() for p in layer.trainable}
-        overhead = self.costs.overhead(device)
-        update_s = sum(trained.values()) * self.costs.update_s(device) + len(trained) * overhead.update_s_per_tensor
-        layers = (layer for layer in self.graph.layers.values() if layer.kind != "input")
-        layers_s = sum(self._arithmetic_s(layer, device, whole_size(layer, self.batch)) for layer in layers)
-        return layers_s + overhead.layer_s + update_s + overhead.step_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,25 +58,25 @@ class Search:
     Args:
         active: the devices that may take part; the first is the one that works alone where one does.
         only: names of strategies that layers are bound to.
-        squeeze: what makes memory dear.
+        penalty: what makes memory dear.
+        optimizer: whose state counts as memory.
     """
 
     def __init__(
         self,
-        formula: Formula,
+        model: CostModel,
         active: Sequence[int],
         only: Mapping[str, str] | None = None,
-        squeeze: Squeeze | None = None,
+        penalty: MemoryPenalty | None = None,
         optimizer: str = "sgd-momentum",
     ) -> None:
-        self.formula, self.graph, self.batch = formula, formula.graph, formula.batch
-        self.active, self.only, self.squeeze, self.optimizer = tuple(active), only or {}, squeeze, optimizer
-        self.devices = formula.devices
-        self.by_batch = Batch(formula.batch_shares(active, squeeze))
-        self.speeds = [1 / formula.samples_s(d, self.batch) if d in active else 0.0 for d in range(self.devices)]
+        self.model, self.graph, self.batch, self.devices = model, model.graph, model.batch, model.devices
+        self.active, self.only, self.penalty, self.optimizer = tuple(active), only or {}, penalty, optimizer
+        self.by_batch = Batch(batch_shares(model, active, penalty))
+        self.speeds = [1 / model.samples_s(d, self.batch) if d in active else 0.0 for d in range(self.devices)]
         # With one split of the batch for all layers, the device that is last over all of them sets the pace.
         shared = len(active) > 1
-        self.last = max(active, key=lambda d: formula.samples_s(d, self.by_batch.shares[d], shared))
+        self.last = max(active, key=lambda d: model.samples_s(d, self.by_batch.shares[d], shared))
         self.readers = {name: len(rows) + (name in self.graph.outputs) for name, rows in self.graph.readers.items()}
         self.numbers: dict[Layout, int] = {}
         self.layouts: list[Layout] = []
@@ -147,7 +110,7 @@ class Search:
             for name in after
         ]
         # What alike layers can do costs alike, unless the caller binds layers by name.
-        kind = layer.name if self.only else self.formula.like(layer).name
+        kind = layer.name if self.only else self.model.like(layer).name
         following: _States = {}
         for where, (cost, chosen) in states.items():
             available = tuple([where[place] for place in places])
@@ -176,12 +139,12 @@ class Search:
             chosen = chosen.before
         ordered = {name: layers[name] for name in self.graph.layers if name in layers}
         return Plan(
-            "auto", self.graph.fingerprint, self.devices, self.batch, ordered, self.by_batch, self.formula.reduce,
-            wire=self.formula.wire,
+            "auto", self.graph.fingerprint, self.devices, self.batch, ordered, self.by_batch, self.model.reduce,
+            wire=self.model.wire,
         )  # fmt: skip
 
-    def formula_s(self, plan: Plan) -> float:
-        """What the formula gives for any plan of these devices, were its sums those of the formula."""
+    def step_s(self, plan: Plan) -> float:
+        """Seconds by the analytic model of any plan of these devices, were its sums those of the model."""
         where: dict[str, _Available] = {}
         total = 0.0
         for name, placed in placements(plan, self.graph).items():
@@ -241,13 +204,13 @@ class Search:
         if split is not None:
             yield Channel(split.shares)
         # What lies split already may be more than a device has room for.
-        if split is None or self.squeeze is not None:
+        if split is None or self.penalty is not None:
             yield Channel(self._shares(layer, "inputs"))
 
     def _shares(self, layer: Layer, side: Side) -> Shares:
-        key = (self.formula.like(layer).name, side)
+        key = (self.model.like(layer).name, side)
         if key not in self.splits:
-            self.splits[key] = self.formula.shares(layer, side, self.active, self.squeeze)
+            self.splits[key] = layer_shares(self.model, layer, side, self.active, self.penalty)
         return self.splits[key]
 
     # --- prices ------------------------------------------------------------------------------------------------------
@@ -272,7 +235,7 @@ class Search:
         for name, wanted in zip(layer.inputs, placed.takes, strict=True):
             number = self._number(wanted)
             if number not in where[name]:
-                cost += self._move_s(where[name][0], number, name, back=name in self.formula.price.trains)
+                cost += self._move_s(where[name][0], number, name, back=name in self.model.trains)
                 where[name] = (*where[name], number)
         if layer.kind != "input":
             cost += self._work_s(layer, placed)
@@ -281,22 +244,22 @@ class Search:
     def _move_s(self, src: int, dst: int, name: str, *, back: bool) -> float:
         key = (src, dst, name, back)
         if key not in self.between:
-            self.between[key] = self.formula.move_s(self.layouts[src], self.layouts[dst], self.graph[name], back=back)
+            self.between[key] = self.model.move_s(self.layouts[src], self.layouts[dst], self.graph[name], back=back)
         return self.between[key]
 
     def _work_s(self, layer: Layer, placed: Placement) -> float:
         """Arithmetic and gradient sums of a layer, and the price of its memory."""
         gives, leading = self._number(placed.gives), self._number(placed.takes[0]) if placed.takes else -1
-        key = (self.formula.like(layer).name, gives, leading)
+        key = (self.model.like(layer).name, gives, leading)
         if key not in self.worked:
-            cost = self.formula.sums_s(layer, placed)
+            cost = self.model.sums_s(layer, placed)
             if placed.gives == Split(0, self.by_batch.shares):
                 own = whole_size(layer, self.by_batch.shares[self.last])
-                cost += self.formula.layer_s(layer, self.last, own)
+                cost += self.model.layer_s(layer, self.last, own)
             else:
-                cost += self.formula.compute_s(layer, placed)
-            if self.squeeze is not None:
-                cost += self.formula.memory_s(layer, placed, self.squeeze, self.optimizer)
+                cost += self.model.compute_s(layer, placed)
+            if self.penalty is not None:
+                cost += self.model.memory_s(layer, placed, self.penalty, self.optimizer)
             self.worked[key] = cost
         return self.worked[key]
 

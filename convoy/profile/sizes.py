@@ -62,8 +62,8 @@ def _plans(outlook: Outlook) -> list[Plan]:
     graph, batch = outlook.graph, outlook.batch
     plans = [named_plan(name, graph, batch, outlook.speeds) for name in PLANS]
     try:
-        # By formula: replays take seconds on eight devices, and what they change moves a share by little.
-        best = candidates(graph, batch, outlook.costs, outlook.room, outlook.wire, replayed=False)
+        # By the analytic model: simulations take seconds on eight devices, and what they change moves a share by little.
+        best = candidates(graph, batch, outlook.costs, outlook.room, outlook.wire, simulated=False)
     except PlanError:  # nothing fits: whoever plans will say so
         return plans
     return plans + [each.plan for each in best[:CANDIDATES]]

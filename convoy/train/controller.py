@@ -75,7 +75,7 @@ class Rebalancer:
 
     def begin(self) -> None:
         """Time from here on: what was computed until now is no training step. Call it after an evaluation between steps."""
-        self.model.clock.waits = self.state is not None and bool(self.state.bonds)
+        self.model.clock.waits = self.state is not None and bool(self.state.axes)
         self._before = self._so_far()
 
     def pause(self) -> None:
@@ -92,7 +92,7 @@ class Rebalancer:
             DeviceLostError: a device did not take part.
         """
         now = self._so_far()
-        if batch == self.model.plan.batch and (self.state is None or self.state.bonds):
+        if batch == self.model.plan.batch and (self.state is None or self.state.axes):
             self._rows.append(now - self._before)
         self._before = now
         if self._travelling is not None:
@@ -134,7 +134,7 @@ class Rebalancer:
     def _balance(self) -> None:
         """Watch the shares of the plan from now on."""
         self.state = Balancer.start(self.model.plan, self.model.traced[True].graph)
-        self._layers = sorted({name for bond in self.state.bonds for name in bond.layers})
+        self._layers = sorted({name for axes in self.state.axes for name in axes.layers})
 
     def _so_far(self) -> Tensor:
         """Seconds on this device since some start: on the wall while plans are tried, else of each layer, forward and

@@ -1,7 +1,7 @@
 """The state machine of rebalancing, on synthetic seconds: how fast it finds the best split, and how still it is then.
 
-The seconds come from the step list of the plan at hand (who computes which part of each layer), not from the bonds that are
-tested. The best split is searched by its own definition.
+The seconds come from the step list of the plan at hand (who computes which part of each layer), not from the coupled axes
+that are tested. The best split is searched by its own definition.
 """
 
 import functools
@@ -103,33 +103,32 @@ def _steps(plan: Plan) -> StepList:
 
 
 def step_s(world: World, plan: Plan) -> float:
-    """The slowest device's seconds, noise left out, summed over the bonds: an exchange stands between them."""
+    """The slowest device's seconds, noise left out, summed over coupled axes: an exchange stands between them."""
     still = replace(world, noise=0.0)
     seconds = still.seconds(plan)
     state = Balancer.start(plan, graph())
     return sum(
-        max(sum(seconds[name][device] for name in bond.layers) for device in range(plan.devices))
-        for bond in state.bonds
+        max(sum(seconds[name][device] for name in axes.layers) for device in range(plan.devices)) for axes in state.axes
     )
 
 
 def best_s(world: World, plan: Plan) -> float:
-    """With the best whole shares, by definition: the least time in which the devices do all portions of each bond."""
+    """With the best whole shares, by definition: the least time in which the devices do all units of each."""
     still = replace(world, noise=0.0)
     seconds = still.seconds(plan)
     total = 0.0
-    for bond in Balancer.start(plan, graph()).bonds:
-        rates = [sum(seconds[name][d] for name in bond.layers) / bond.portions[d] for d in bond.active]
-        total += _least_s(rates, sum(bond.portions))
+    for axes in Balancer.start(plan, graph()).axes:
+        rates = [sum(seconds[name][d] for name in axes.layers) / axes.units[d] for d in axes.active]
+        total += _least_s(rates, sum(axes.units))
     return total
 
 
-def _least_s(rates: Sequence[float], portions: int) -> float:
-    ends = sorted(rate * count for rate in rates for count in range(1, portions + 1))
+def _least_s(rates: Sequence[float], units: int) -> float:
+    ends = sorted(rate * count for rate in rates for count in range(1, units + 1))
     return next(
         end
         for end in ends
-        if sum(max(1, int(end / rate * (1 + 1e-12))) for rate in rates) >= portions and end >= max(rates)
+        if sum(max(1, int(end / rate * (1 + 1e-12))) for rate in rates) >= units and end >= max(rates)
     )
 
 
@@ -170,8 +169,8 @@ def test_after_a_halving_ten_steps_bring_back_the_best_split(kind: str, slowed: 
 
 def _swing(a: Plan, b: Plan) -> float:
     """The largest change of a share, as a part of the axis."""
-    bonds = Balancer.start(a, graph()).bonds
-    pairs = [(shares_of(a, bond), shares_of(b, bond)) for bond in bonds]
+    found = Balancer.start(a, graph()).axes
+    pairs = [(shares_of(a, axes), shares_of(b, axes)) for axes in found]
     return max(abs(x - y) / sum(old) for old, new in pairs for x, y in zip(old, new, strict=True))
 
 
@@ -182,11 +181,11 @@ def test_where_a_third_of_the_time_does_not_shrink_with_the_share(kind: str) -> 
     state = settled(world, PLANS[kind](world.speeds))
     world.speeds[1] /= 2
     state, changes = run(world, state, 40)
-    shares = [shares_of(d.plan, Balancer.start(d.plan, graph()).bonds[0])[1] for _, d in changes]
+    shares = [shares_of(d.plan, Balancer.start(d.plan, graph()).axes[0])[1] for _, d in changes]
     assert shares == sorted(shares, reverse=True)
     seconds = replace(world, noise=0.0).seconds(state.plan)
-    for bond in state.bonds:
-        ends = [sum(seconds[name][d] for name in bond.layers) for d in range(4)]
+    for axes in state.axes:
+        ends = [sum(seconds[name][d] for name in axes.layers) for d in range(4)]
         assert max(ends) < 1.08 * sum(ends) / 4
 
 
@@ -299,9 +298,9 @@ def test_a_dead_slow_device_ends_with_its_least_and_an_idle_one_stays_idle(kind:
     state = settled(world, plan)
     world.speeds[1] = 1e-6
     state, changes = run(world, state, 40)
-    for bond in state.bonds:
-        assert bond.portions[1:3] == (1, 0)
-        assert 0 <= bond.portions[0] - bond.portions[3] <= 1
+    for axes in state.axes:
+        assert axes.units[1:3] == (1, 0)
+        assert 0 <= axes.units[0] - axes.units[3] <= 1
     assert len(changes) <= 2
 
 
@@ -344,7 +343,7 @@ def test_the_reason_says_who_was_slow_what_changes_and_what_it_brings() -> None:
     assert "; conv2 + fc 86/85/85 -> 103/102/51 filters: device 2 took 1.7x" in decision.reason
     assert "; predicted compute " in decision.reason
     (first, second) = decision.changes
-    assert (first.slowest, first.bond.name, second.portions) == (2, "conv1", (103, 102, 51))
+    assert (first.slowest, first.axes.name, second.units) == (2, "conv1", (103, 102, 51))
     assert decision.plan.layers["fc"] == Channel((412, 408, 204))
 
 
@@ -362,7 +361,7 @@ def test_the_same_seconds_give_the_same_decisions() -> None:
     assert decisions() == decisions()
 
 
-def test_the_best_portions_are_the_best_of_all() -> None:
+def test_the_best_units_are_the_best_of_all() -> None:
     draw = random.Random(1)
     for _ in range(60):
         rates = [draw.uniform(0.2, 3.0) for _ in range(3)]
@@ -390,4 +389,4 @@ def test_the_first_steps_of_all_and_the_first_with_new_shares_are_not_looked_at(
         watched = {watch.rates[0][0] for watch in state.watches if watch.rates}
         assert all(rate == pytest.approx(min(watched)) for rate in watched)
         assert all(row[0] == pytest.approx(state.watches[0].rates[0][0]) for row in state.watches[0].rates)
-    assert shares_of(state.plan, state.bonds[0]) == (69, 69, 34, 68)
+    assert shares_of(state.plan, state.axes[0]) == (69, 69, 34, 68)

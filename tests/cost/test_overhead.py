@@ -9,7 +9,7 @@ from convoy.cost.overhead import FRESH_BYTES, Handling, Overheads, handling, is_
 from convoy.model.graph import Graph, Layer
 from convoy.plan.size import LocalSize, local_size
 from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, StepList, SumGradients, Value
-from convoy.planner.search import Prices
+from convoy.planner.analytic import CostModel
 from convoy.sharding.layout import Layout, OnOne, Replicated, Split
 from convoy.simulator.simulate import Costs, simulate
 from tests.simulator.test_simulate import GRAPH, Table, hosts, spans, work
@@ -192,7 +192,7 @@ def test_shared_statistics_have_times_of_their_own() -> None:
     assert (times.seconds(NORM, "forward", alone), times.seconds(NORM, "backward", alone)) == (2.0, 4.0)
     # A part of the samples means that others have the rest.
     graph = Graph("Norm", {"x": Layer("x", "input", (), (3, 2, 2)), "bn": NORM}, ("bn",))
-    prices = Prices(graph, 4, Costs(MeasuredTimes(({"bn": times},)), hosts(1), overheads=(HAND,)))
-    assert prices.layer_s(NORM, 0, LocalSize(4, 3, 3)) == pytest.approx(4 * 1.0 + 0.25)  # nothing in it is trained
-    assert prices.layer_s(NORM, 0, LocalSize(2, 3, 3)) == pytest.approx(2 * 10.0 + 0.25)
-    assert prices.alone_s(0) == pytest.approx(4 * 1.0 + 0.5 + 3.0), "alone, all layers are one run"
+    model = CostModel(graph, 4, Costs(MeasuredTimes(({"bn": times},)), hosts(1), overheads=(HAND,)))
+    assert model.layer_s(NORM, 0, LocalSize(4, 3, 3)) == pytest.approx(4 * 1.0 + 0.25)  # nothing in it is trained
+    assert model.layer_s(NORM, 0, LocalSize(2, 3, 3)) == pytest.approx(2 * 10.0 + 0.25)
+    assert model.alone_s(0) == pytest.approx(4 * 1.0 + 0.5 + 3.0), "alone, all layers are one segment"

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from convoy.model.tracing import trace
-from convoy.plan.coupling import OTHERS, bonds, reshared, shares_of
+from convoy.plan.coupling import OTHERS, coupled_axes, reshared, shares_of
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
@@ -20,20 +20,20 @@ from tests.support.one_device import by_name, graph_of, mixed
 
 
 def table(plan: Plan, net: str) -> list[tuple[str, Shares, str, Shares]]:
-    """Of each bond: name, portions, unit, shares as its first strategy counts them."""
-    return [(b.name, b.portions, b.unit, shares_of(plan, b)) for b in bonds(plan, graph_of(net))]
+    """Of all coupled axes: name, units, what is counted, shares as its first strategy counts them."""
+    return [(b.name, b.units, b.counted, shares_of(plan, b)) for b in coupled_axes(plan, graph_of(net))]
 
 
 def two_conv(**layers: Any) -> Plan:
     return Plan("by hand", graph_of("two-conv").fingerprint, 3, 10, layers, Batch((5, 3, 2)))
 
 
-def test_samples_are_one_bond_of_all_layers() -> None:
+def test_samples_are_coupled_in_all_layers() -> None:
     plan = by_name("data-by-speed", "two-conv")
-    (bond,) = bonds(plan, graph_of("two-conv"))
-    assert bond.layers == ("conv1", "relu", "pool", "conv2", "relu_1", "pool#2", "flatten", "fc")
-    assert (bond.strategies, bond.portions, bond.active) == ((OTHERS,), (7, 0, 2, 1), (0, 2, 3))
-    assert reshared(plan, bond, (4, 0, 3, 3)).otherwise == Batch((4, 0, 3, 3))
+    (axes,) = coupled_axes(plan, graph_of("two-conv"))
+    assert axes.layers == ("conv1", "relu", "pool", "conv2", "relu_1", "pool#2", "flatten", "fc")
+    assert (axes.strategies, axes.units, axes.active) == ((OTHERS,), (7, 0, 2, 1), (0, 2, 3))
+    assert reshared(plan, axes, (4, 0, 3, 3)).otherwise == Batch((4, 0, 3, 3))
 
 
 def test_layers_that_split_filters_are_each_for_themselves() -> None:
@@ -47,10 +47,10 @@ def test_layers_that_split_filters_are_each_for_themselves() -> None:
 def test_a_layer_that_sums_over_pieces_as_they_lie_is_tied_to_the_one_that_gives_them() -> None:
     """Flattening 2x2 pixels multiplies the shares by four; what is shared out are whole filters."""
     plan = two_conv(conv1=One(0), conv2=Filter((4, 2, 1)), fc=Channel((16, 8, 4)))
-    (bond,) = bonds(plan, graph_of("two-conv"))
-    assert bond.layers == ("conv2", "relu_1", "pool#2", "flatten", "fc")
-    assert (bond.name, bond.portions) == ("conv2 + fc", (4, 2, 1))
-    other = reshared(plan, bond, (1, 1, 5))
+    (axes,) = coupled_axes(plan, graph_of("two-conv"))
+    assert axes.layers == ("conv2", "relu_1", "pool#2", "flatten", "fc")
+    assert (axes.name, axes.units) == ("conv2 + fc", (4, 2, 1))
+    other = reshared(plan, axes, (1, 1, 5))
     assert other.layers == {"conv1": One(0), "conv2": Filter((1, 1, 5)), "fc": Channel((4, 4, 20))}
 
 
@@ -64,12 +64,12 @@ def test_a_layer_that_takes_other_pieces_is_not_tied() -> None:
 
 def test_layers_that_share_samples_alike_are_tied_wherever_they_stand() -> None:
     plan = two_conv(conv1=Batch((5, 3, 2)), conv2=Filter((4, 2, 1)), fc=Batch((1, 1, 8)))
-    first, second, third = bonds(plan, graph_of("two-conv"))
+    first, second, third = coupled_axes(plan, graph_of("two-conv"))
     assert (first.strategies, second.strategies, third.strategies) == (("conv1", OTHERS), ("conv2",), ("fc",))
     assert (first.layers, third.layers) == (("conv1", "relu", "pool"), ("fc",))
     other = reshared(plan, third, (5, 3, 2))
     assert other.layers["fc"] == Batch((5, 3, 2))
-    assert reshared(other, first, (1, 2, 7)).layers["fc"] == Batch((5, 3, 2)), "a bond knows its own by name"
+    assert reshared(other, first, (1, 2, 7)).layers["fc"] == Batch((5, 3, 2)), "coupled axes know their own by name"
 
 
 def test_both_sides_of_a_sum_that_lie_alike_are_tied() -> None:
@@ -78,16 +78,16 @@ def test_both_sides_of_a_sum_that_lie_alike_are_tied() -> None:
 
 
 def test_a_group_of_a_convolution_is_never_cut() -> None:
-    """Twelve filters, two to each of six groups: six portions."""
+    """Twelve filters, two to each of six groups: six units."""
     rows = table(by_name("master", "mobile"), "mobile")
     assert ("depthwise.0", (4, 0, 1, 1), "filters", (8, 0, 2, 2)) in rows
 
 
-def test_where_there_is_nothing_to_choose_there_is_no_bond() -> None:
+def test_where_there_is_nothing_to_choose_nothing_is_coupled() -> None:
     plan = two_conv(conv1=One(0), conv2=Filter((7, 0, 0)), fc=One(1))
-    assert bonds(plan, graph_of("two-conv")) == (), "one device has all of it"
+    assert coupled_axes(plan, graph_of("two-conv")) == (), "one device has all of it"
     plan = Plan("single", graph_of("two-conv").fingerprint, 2, 2, {}, Batch((1, 1)))
-    assert bonds(plan, graph_of("two-conv")) == (), "each has the least"
+    assert coupled_axes(plan, graph_of("two-conv")) == (), "each has the least"
 
 
 @pytest.mark.parametrize("plan", [*PLANS, "mixed"])
@@ -97,17 +97,17 @@ def test_other_shares_leave_every_tensor_where_its_reader_takes_it(net: str, pla
     graph, draw = graph_of(net), random.Random(f"{net} {plan}")
     made = mixed(net) if plan == "mixed" else by_name(plan, net)
     steps = _kinds(made, net)
-    for bond in bonds(made, graph):
+    for axes in coupled_axes(made, graph):
         for _ in range(3):
-            cuts = sorted(draw.sample(range(1, sum(bond.portions)), len(bond.active) - 1))
-            parts = [b - a for a, b in zip([0, *cuts], [*cuts, sum(bond.portions)], strict=True)]
-            portions = [0] * made.devices
-            for device, part in zip(bond.active, parts, strict=True):
-                portions[device] = part
-            other = reshared(made, bond, tuple(portions))
+            cuts = sorted(draw.sample(range(1, sum(axes.units)), len(axes.active) - 1))
+            parts = [b - a for a, b in zip([0, *cuts], [*cuts, sum(axes.units)], strict=True)]
+            units = [0] * made.devices
+            for device, part in zip(axes.active, parts, strict=True):
+                units[device] = part
+            other = reshared(made, axes, tuple(units))
             other.check(graph)
-            assert shares_of(other, bond) != (0,) * made.devices
-            assert _kinds(other, net) == steps, f"{bond.name} {portions}"
+            assert shares_of(other, axes) != (0,) * made.devices
+            assert _kinds(other, net) == steps, f"{axes.name} {units}"
 
 
 def _kinds(plan: Plan, net: str) -> list[tuple[str, str]]:
@@ -117,17 +117,17 @@ def _kinds(plan: Plan, net: str) -> list[tuple[str, str]]:
     ]
 
 
-def test_every_layer_that_is_computed_in_pieces_belongs_to_one_bond() -> None:
+def test_every_layer_that_is_computed_in_pieces_is_coupled_once() -> None:
     for net in nets.NETS:
         plan = by_name("data-by-speed", net)
-        names = [name for bond in bonds(plan, graph_of(net)) for name in bond.layers]
+        names = [name for axes in coupled_axes(plan, graph_of(net)) for name in axes.layers]
         assert len(names) == len(set(names))
 
 
-def test_portions_are_whole_groups_even_where_all_counts_could_be_cut_finer() -> None:
-    """4 filters and 8 of a grouped convolution have four portions; its two groups allow two, one each: nothing to choose."""
+def test_units_are_whole_groups_even_where_all_counts_could_be_cut_finer() -> None:
+    """4 filters and 8 of a grouped convolution have four units; its two groups allow two, one each: nothing to choose."""
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 8, 1, groups=2))
     graph = trace(net, torch.zeros(2, 3, 4, 4)).graph
     first, _ = graph.weighted
     plan = Plan("groups", graph.fingerprint, 2, 4, {first.name: Filter((2, 2))}, One(0))
-    assert bonds(plan, graph) == ()
+    assert coupled_axes(plan, graph) == ()

@@ -1,4 +1,4 @@
-"""Plans made better by replay: shares by hand, and a case in which one device is busy with traffic."""
+"""Plans made better by simulation: shares by hand, and a case in which one device is busy with traffic."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -15,7 +15,8 @@ from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
-from convoy.planner.local_search import balanced, nudged, refined
+from convoy.planner.analytic import CostModel
+from convoy.planner.local_search import LocalSearch
 from convoy.simulator.events import Event, Timeline
 from convoy.simulator.simulate import simulate
 
@@ -29,8 +30,17 @@ def plan_of(layers: dict[str, Strategy], otherwise: Batch | One, devices: int) -
     return Plan("hand", small_graph().fingerprint, devices, 8, layers, otherwise)
 
 
-def anything(_: Plan) -> bool:
-    return True
+def search(graph: Graph, costs: Costs) -> LocalSearch:
+    return LocalSearch(CostModel(graph, 8, costs))
+
+
+def balanced(plan: Plan, graph: Graph, timeline: Timeline) -> Plan:
+    """With costs that do not count here."""
+    devices = plan.devices
+    times = Roofline((Rate(1e9, 1e9),) * devices)
+    near, wide = ((0.0,) * devices,) * devices, (1e9,) * devices
+    network = Network(tuple(range(devices)), wide, wide, wide, near, (wide,) * devices, (0.0,) * devices)
+    return search(graph, Costs(times, network)).balanced(plan, timeline)
 
 
 def busy(*spans_s: tuple[float, ...]) -> Timeline:
@@ -81,19 +91,21 @@ def test_a_variant_that_does_not_fit_leads_nowhere() -> None:
     """Direct sums are refused: every variant is made of the ring, none of what was refused."""
     graph, costs = small_graph(), slow_receiver()
     even = plan_of({"0": Filter((12, 12)), "2": Filter((24, 24))}, Batch((4, 4)), 2)
-    found = list(refined(even, graph, costs, lambda plan: plan.reduce != "direct"))
+    found = list(
+        LocalSearch(CostModel(graph, 8, costs), lambda plan: plan.reduce != "direct").change_exchanges_and_shares(even)
+    )
     assert found
     assert all(plan.reduce == "ring" for _, plan in found)
 
 
-def test_as_many_filters_for_each_sample_are_no_bond() -> None:
+def test_as_many_filters_for_each_sample_are_not_coupled() -> None:
     """On an even fleet 8 samples and 48 filters are split alike by chance: a sample moves without six filters."""
     graph = small_graph()
     wide = (1e12,) * 2
     network = Network((0, 1), wide, wide, wide, ((0.0, 1e-9), (1e-9, 0.0)), (wide, wide), (0.0, 0.0))
     costs = Costs(Roofline((Rate(1e10, 1e12), Rate(1e9, 1e12))), network)
     even = plan_of({"0": Batch((4, 4)), "2": Filter((24, 24))}, Batch((4, 4)), 2)
-    moves = [plan for _, plan in nudged(even, graph, costs, anything)]
+    moves = [plan for _, plan in search(graph, costs).move_units(even)]
     alone = [
         plan
         for before, plan in pairwise([even, *moves])
@@ -119,7 +131,7 @@ def test_each_variant_is_faster_than_the_one_before() -> None:
     graph, costs = small_graph(), slow_receiver()
     even = plan_of({"0": Filter((12, 12)), "2": Filter((24, 24)), "5": Channel((384, 384))}, Batch((4, 4)), 2)
     first_s = simulate(lower(even, graph), graph, costs).step_s
-    found = list(refined(even, graph, costs, anything))
+    found = list(search(graph, costs).change_exchanges_and_shares(even))
     assert found
     times = [first_s, *(seconds for seconds, _ in found)]
     assert all(after < before for before, after in pairwise(times))
@@ -133,9 +145,9 @@ def test_each_variant_is_faster_than_the_one_before() -> None:
 def test_pieces_are_tried_where_something_is_gathered() -> None:
     graph, costs = small_graph(), slow_receiver()
     split = plan_of({"0": Filter((12, 12)), "2": Filter((24, 24))}, Batch((4, 4)), 2)
-    assert any(plan.pieces > 1 for _, plan in refined(split, graph, costs, anything))
+    assert any(plan.pieces > 1 for _, plan in search(graph, costs).change_exchanges_and_shares(split))
     by_batch = replace(split, layers={})
-    assert all(plan.pieces == 1 for _, plan in refined(by_batch, graph, costs, anything))
+    assert all(plan.pieces == 1 for _, plan in search(graph, costs).change_exchanges_and_shares(by_batch))
 
 
 def test_a_sample_and_a_filter_are_moved_from_whom_waits_least() -> None:
@@ -146,7 +158,7 @@ def test_a_sample_and_a_filter_are_moved_from_whom_waits_least() -> None:
     network = Network((0, 1), wide, wide, wide, ((0.0, 1e-9), (1e-9, 0.0)), (wide, wide), (0.0, 0.0))
     costs = Costs(Roofline((Rate(1e10, 1e12), Rate(1e9, 1e12))), network)
     even = plan_of({"0": Batch((4, 4)), "2": Filter((24, 24)), "5": Channel((384, 384))}, Batch((4, 4)), 2)
-    found = list(nudged(even, graph, costs, anything))
+    found = list(search(graph, costs).move_units(even))
     times = [simulate(lower(even, graph), graph, costs).step_s, *(seconds for seconds, _ in found)]
     assert all(after < before for before, after in pairwise(times))
     first, last = found[0][1], found[-1][1]
@@ -164,9 +176,8 @@ def test_a_sample_and_a_filter_are_moved_from_whom_waits_least() -> None:
 def test_balanced_shares_are_left_alone() -> None:
     graph, costs = small_graph(), slow_receiver()
     alone = plan_of({"0": Batch((8, 0)), "2": Batch((8, 0)), "5": Batch((8, 0))}, Batch((8, 0)), 2)
-    assert (
-        list(nudged(alone, graph, replace(costs, times=Roofline((Rate(1e10, 1e10), Rate(1e6, 1e10)))), anything)) == []
-    )
+    uneven = replace(costs, times=Roofline((Rate(1e10, 1e10), Rate(1e6, 1e10))))
+    assert list(search(graph, uneven).move_units(alone)) == []
 
 
 def test_sums_take_fewer_rounds_where_messages_are_slow() -> None:
@@ -177,7 +188,7 @@ def test_sums_take_fewer_rounds_where_messages_are_slow() -> None:
         Roofline((Rate(1e9, 1e9),) * 4), Network((0, 1, 2, 3), wide, wide, wide, far, (wide,) * 4, (0.0,) * 4)
     )
     by_batch = plan_of({}, Batch((2, 2, 2, 2)), 4)
-    found = list(refined(by_batch, graph, costs, anything))
+    found = list(search(graph, costs).change_exchanges_and_shares(by_batch))
     assert found[0][1] == replace(by_batch, reduce="direct")
     ring_s = simulate(lower(by_batch, graph), graph, costs).step_s
     assert ring_s - found[0][0] == pytest.approx(4e-2)

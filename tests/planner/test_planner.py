@@ -6,9 +6,10 @@ replays it.
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,13 +24,12 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
-from convoy.planner.analytic import Formula
+from convoy.planner.analytic import CostModel
 from convoy.planner.load_balance import balance
 from convoy.planner.planner import candidates, plan_auto, solo_speeds
-from convoy.planner.search import Prices
 from convoy.sharding.layout import Split, holders
 from convoy.sharding.redistribute import Reduce
-from convoy.sharding.shares import apportion
+from convoy.sharding.shares import Shares, apportion
 from convoy.simulator.simulate import Costs, simulate
 
 
@@ -139,9 +139,19 @@ def test_a_residual_net_is_planned_and_its_plan_fits() -> None:
     assert plan.name in ("auto", *PLANS)
 
 
+def balanced(total: int, curves: Sequence[Callable[[int], float]], at_most: Sequence[int] | None = None) -> Shares:
+    """Of devices by what each takes for a share above 0."""
+    points = range(total + 1)
+    rows = np.array([[curve(n) if n else 0.0 for n in points] for curve in curves])
+    return balance(total, len(curves), range(len(curves)), points, rows, at_most)
+
+
+LINES = (lambda n: 1.0 * n, lambda n: 2.0 * n, lambda n: 4.0 * n)
+
+
 def test_balance_gives_the_slowest_device_the_earliest_end() -> None:
     # Seconds per entry 1, 2, 4: twelve entries are done after 7 s, 6 s, 4 s at the best, by (7, 3, 2) or (7, 4, 1).
-    shares = balance(12, 3, (0, 1, 2), lambda d, n: n * (1, 2, 4)[d])
+    shares = balanced(12, LINES)
     assert sum(shares) == 12
     assert max(n * s for n, s in zip(shares, (1, 2, 4), strict=True)) <= 8
     assert shares[0] == 7
@@ -149,13 +159,12 @@ def test_balance_gives_the_slowest_device_the_earliest_end() -> None:
 
 def test_balance_leaves_out_a_device_that_costs_more_than_it_brings() -> None:
     # The second device needs 100 s before its first entry is done.
-    assert balance(10, 2, (0, 1), lambda d, n: n if d == 0 else 100.0 + n) == (10, 0)
+    assert balanced(10, (lambda n: 1.0 * n, lambda n: 100.0 + n)) == (10, 0)
 
 
-def test_balance_keeps_groups_whole() -> None:
-    shares = balance(12, 3, (0, 1, 2), lambda d, n: n * (1, 2, 4)[d], quantum=4)
-    assert sum(shares) == 12
-    assert all(share % 4 == 0 for share in shares)
+def test_balance_keeps_limits() -> None:
+    """The fastest may take 3 of 12: the others take 9 in proportion to their speeds, 6 and 3."""
+    assert balanced(12, LINES, (3, 12, 12)) == (3, 6, 3)
 
 
 def test_plans_with_many_exchanges_are_left_where_exchanges_come_late() -> None:
@@ -172,22 +181,19 @@ def test_plans_with_many_exchanges_are_left_where_exchanges_come_late() -> None:
     assert seconds[1] < seconds[0]
 
 
-def test_the_formula_adds_jitter_once_to_an_exchange() -> None:
+def test_the_analytic_model_adds_jitter_once_to_an_exchange() -> None:
     graph = graph_of(build_net("two-conv:16:32", (3, 16, 16), 10))
     calm = costs_of([4e9, 2e9, 1e9], 1e8)
     late = replace(calm, network=replace(calm.network, jitter_s=(0.5, 0.25, 0.0)))
     source = next(layer for layer in graph.layers.values() if layer.kind == "conv")
     src, dst = Split(0, (8, 5, 3)), Split(1, (8, 5, 3))
-    without_s, with_s = (
-        Formula(graph, 16, costs, Prices(graph, 16, costs)).move_s(src, dst, source, back=False)
-        for costs in (calm, late)
-    )
+    without_s, with_s = (CostModel(graph, 16, costs).move_s(src, dst, source, back=False) for costs in (calm, late))
     assert with_s - without_s == pytest.approx(0.5)
-    assert Formula(graph, 16, late, Prices(graph, 16, late)).move_s(src, src, source, back=True) == 0.0
+    assert CostModel(graph, 16, late).move_s(src, src, source, back=True) == 0.0
 
 
 def test_a_deep_net_of_short_layers_is_left_to_one_device_where_that_is_faster() -> None:
-    """ResNet-8 at 16 filters: so many exchanges of so little that two devices are slower than the faster of them. By formula,
+    """ResNet-8 at 16 filters: so many exchanges of so little that two devices are slower than the faster of them. By the model,
     where half of what travels is free, a dozen plans of several devices came before that of one, and it was not replayed."""
     graph = graph_of(build_net("resnet:8:16", (3, 32, 32), 10), 32)
     costs = costs_of([20e9, 12e9, 8e9, 5e9], 125e6)

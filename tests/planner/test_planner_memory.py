@@ -13,8 +13,10 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.strategy import Channel, Filter
+from convoy.planner.analytic import CostModel
 from convoy.planner.planner import candidates, plan_auto, solo_speeds
 from convoy.planner.predict import Outlook, prospects
+from convoy.planner.search import Search
 from convoy.simulator.energy import energy_of
 from convoy.simulator.simulate import Costs, simulate
 from tests.support.stacks import Stack
@@ -190,16 +192,16 @@ def test_the_row_of_a_plan_is_its_own_arithmetic() -> None:
         assert row.energy == energy_of(row.timeline, look.power or (), BATCH)
 
 
-# --- planning by formula ---------------------------------------------------------------------------------------------
+# --- planning by the analytic model ----------------------------------------------------------------------------------
 
 
 def many(count: int) -> tuple[Graph, Costs]:
-    """A net and a fleet that are planned by formula."""
+    """A net and a fleet that are planned by the analytic model."""
     graph = Stack((3, 16, 16)).conv(32, 3).pool().conv(64, 3).pool().flatten().linear(64).linear(10).graph()
     return graph, roofline_costs(fleet(*((1e10 * (1 + i % 5), None) for i in range(count))))
 
 
-def test_a_large_fleet_is_planned_by_formula_and_the_plan_fits() -> None:
+def test_a_large_fleet_is_planned_by_the_analytic_model_and_the_plan_fits() -> None:
     graph, costs = many(100)
     first, again = candidates(graph, 800, costs), candidates(graph, 800, costs)
     assert first == again
@@ -208,28 +210,22 @@ def test_a_large_fleet_is_planned_by_formula_and_the_plan_fits() -> None:
         each.plan.check(graph, 100)
 
 
-def test_the_formula_prices_the_plans_that_it_found() -> None:
+def test_the_analytic_model_prices_the_plans_that_it_found() -> None:
     """The search's own sum and the walk over a finished plan are the same number."""
-    from convoy.planner.analytic import Formula
-    from convoy.planner.search import Prices, Search
-
     graph, costs = many(6)
-    search = Search(Formula(graph, 48, costs, Prices(graph, 48, costs)), (4, 3, 2))
+    search = Search(CostModel(graph, 48, costs), (4, 3, 2))
     for cost, plan in search.run():
-        assert search.formula_s(plan) == pytest.approx(cost, rel=1e-12)
+        assert search.step_s(plan) == pytest.approx(cost, rel=1e-12)
 
 
-def test_by_formula_auto_is_no_slower_than_a_named_plan() -> None:
+def test_by_the_analytic_model_auto_is_no_slower_than_a_named_plan() -> None:
     graph, costs = many(16)
-    from convoy.planner.analytic import Formula
-    from convoy.planner.search import Prices, Search
-
     best = candidates(graph, 64, costs)[0]
     speeds = Speeds(solo_speeds(graph, 64, costs))
     for name in PLANS:
         plan = named_plan(name, graph, 64, speeds)
         # With the sums that this plan has, not with those that the search assumes.
-        formula = Formula(graph, 64, costs, Prices(graph, 64, costs), reduce=plan.collective)
-        assert best.step_s <= Search(formula, tuple(range(16))).formula_s(plan) * (1 + 1e-12)
+        model_s = Search(CostModel(graph, 64, costs, reduce=plan.collective), tuple(range(16))).step_s(plan)
+        assert best.step_s <= model_s * (1 + 1e-12)
         (found,) = (each for each in candidates(graph, 64, costs) if each.plan == plan)
-        assert found.step_s == pytest.approx(Search(formula, tuple(range(16))).formula_s(plan), rel=1e-12)
+        assert found.step_s == pytest.approx(model_s, rel=1e-12)

@@ -161,7 +161,7 @@ def test_the_sizes_of_the_plans_are_exact(measured: list[Measurement]) -> None:
     costs, by_grids_costs = measured[0].costs(graph), alone.costs(graph)
     speeds = Outlook.of(graph, BATCH, by_grids_costs, alone.fleet).speeds
     plans = [named_plan(name, graph, BATCH, speeds) for name in PLANS]
-    plans += [candidates(graph, BATCH, by_grids_costs, replayed=False)[0].plan]
+    plans += [candidates(graph, BATCH, by_grids_costs, simulated=False)[0].plan]
     seen = 0
     for plan in plans:
         for step in lower(plan, graph).phase("forward"):

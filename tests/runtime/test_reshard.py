@@ -18,7 +18,7 @@ import convoy
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError, PlanError
-from convoy.plan.coupling import bonds, reshared
+from convoy.plan.coupling import coupled_axes, reshared
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
 from convoy.plan.strategy import Batch, Filter
@@ -48,10 +48,10 @@ SIZES = (10, 10, 3, 10, 10, 3, 10, 10)
 def shaken(plan: Plan, net: str, seed: int) -> Plan:
     """The same strategies with shares drawn at random, as a rebalancing could choose them."""
     draw = random.Random(seed)
-    for bond in bonds(plan, graph_of(net)):
-        cuts = sorted(draw.sample(range(1, sum(bond.portions)), len(bond.active) - 1))
-        parts = iter([b - a for a, b in zip([0, *cuts], [*cuts, sum(bond.portions)], strict=True)])
-        plan = reshared(plan, bond, tuple(next(parts) if count else 0 for count in bond.portions))
+    for axes in coupled_axes(plan, graph_of(net)):
+        cuts = sorted(draw.sample(range(1, sum(axes.units)), len(axes.active) - 1))
+        parts = iter([b - a for a, b in zip([0, *cuts], [*cuts, sum(axes.units)], strict=True)])
+        plan = reshared(plan, axes, tuple(next(parts) if count else 0 for count in axes.units))
     return plan
 
 

@@ -318,7 +318,7 @@ def test_it_starts_with_any_plan() -> None:
 
         def work(group: Group, model: Any = model, plan: Plan = plan) -> int:
             here = convoy.distribute(model, plan, group, torch.zeros(2, *nets.shape_of(model), dtype=torch.float64))
-            return len(Rebalancer(here).state.bonds)
+            return len(Rebalancer(here).state.axes)
 
         with one_trace(net, torch.float64):
             counts = run_on_threads(4, work)
