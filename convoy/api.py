@@ -8,14 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from convoy.app.auto import BUDGET_S, choose
 from convoy.comm.group import Group
-from convoy.config.settings import AUTO
 from convoy.data.augment import read_augment
 from convoy.errors import InputError, PlanError
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
-from convoy.plan.presets import named_plan
+from convoy.plan.presets import AUTO, named_plan
+from convoy.profile.auto import BUDGET_S, Plans, plan_together
 from convoy.profile.layers import given_speeds, measure_speeds
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
@@ -35,7 +34,7 @@ def make_plan(
     *,
     speeds: Sequence[float] | None = None,
     reduce: Sum | None = None,
-    wire: CommDtype = "exact",
+    wire: CommDtype | None = None,
     slowdown: float = 1.0,
     budget_s: float = BUDGET_S,
     fleet: Path | None = None,
@@ -52,7 +51,7 @@ def make_plan(
         group: the devices.
         speeds: one number per device; None: every device times the model's own layers first, which takes seconds.
         reduce: "ring", "butterfly", "direct", "star", or "inexact-butterfly-mixing"; None: what the plan is known for.
-        wire: "exact", or "inexact-bf16": what travels is rounded to bfloat16, in half the bytes.
+        wire: "exact" (None: the same), or "inexact-bf16": what travels is rounded to bfloat16, in half the bytes.
         slowdown: this device plays one that is so many times slower.
         budget_s: for "auto", about the seconds that measuring may take.
         fleet: for "auto", a file that `convoy measure` wrote for this model: nothing is measured then. Only device 0 reads it.
@@ -63,24 +62,10 @@ def make_plan(
             that fits the devices' memory.
         DeviceLostError: a device did not answer while speeds were shared.
     """
-    _check_batch(batch)
-    if name == AUTO:
-        if speeds is not None:
-            raise InputError(
-                "speeds with the plan auto: it needs the times of every layer; leave speeds out, or name a plan"
-            )
-        return make_plans(
-            model, example, batch, group, reduce=reduce, wire=wire, slowdown=slowdown, budget_s=budget_s, fleet=fleet,
-            precision=precision,
-        )[0]  # fmt: skip
-    traced = trace(model, example)
-    if speeds is not None:
-        measured = given_speeds(speeds, group.devices)
-    else:
-        # A wrong name is found before the seconds of measuring.
-        named_plan(name, traced.graph, batch, given_speeds((1.0,) * group.devices, group.devices), reduce)
-        measured = measure_speeds(group, traced, model, batch, Clock(group.torch_device, slowdown), precision)
-    return replace(named_plan(name, traced.graph, batch, measured, reduce), wire=wire)
+    return make_plans(
+        model, example, batch, group, plan=name, speeds=speeds, reduce=reduce, wire=wire, slowdown=slowdown,
+        budget_s=budget_s, fleet=fleet, precision=precision,
+    )[0]  # fmt: skip
 
 
 def make_plans(
@@ -89,28 +74,52 @@ def make_plans(
     batch: int,
     group: Group,
     *,
+    plan: str | Plan = AUTO,
+    speeds: Sequence[float] | None = None,
     reduce: Sum | None = None,
-    wire: CommDtype = "exact",
+    wire: CommDtype | None = None,
     slowdown: float = 1.0,
     budget_s: float = BUDGET_S,
     fleet: Path | None = None,
     precision: str = "float32",
-) -> list[Plan]:
-    """The plan of `make_plan("auto", ...)`, and those that are predicted to take nearly as long with fewer messages.
+    optimizer: str = "sgd-momentum",
+    net: str | None = None,
+) -> Plans:
+    """The plan of `make_plan`, and for "auto" those that are predicted to take nearly as long with fewer messages.
 
-    A `Rebalancer` tries them: `Rebalancer(model, optimizer, others=plans[1:])`. Arguments and errors: see `make_plan`.
+    A `Rebalancer` tries them: `Rebalancer(model, optimizer, others=plans[1:])`. The result also holds the devices' speeds, and
+    for "auto" the predicted seconds of a step. Arguments and errors that are not here: see `make_plan`.
+
+    Args:
+        plan: a name; or a plan, as from a file: then only speeds are measured, and `reduce` and `wire` replace its own.
+        optimizer: for "auto", whose state counts as memory: "sgd", "sgd-momentum" or "adam".
+        net: for "auto", the model's name in messages and files; None: that of its class.
     """
-    _check_batch(batch)
-    chosen = choose(
-        group, trace(model, example), model, batch, net=type(model).__name__, file=fleet, budget_s=budget_s, slowdown=slowdown,
-        reduce=reduce, wire=wire, precision=precision,
-    )  # fmt: skip
-    return [chosen.plan, *(each.plan for each in chosen.others)]
-
-
-def _check_batch(batch: int) -> None:
     if batch < 1:
         raise PlanError(f"a batch of {batch}: a batch holds one sample at least; give 1 or more")
+    traced = trace(model, example)
+    if plan == AUTO:
+        if speeds is not None:
+            raise InputError(
+                "speeds with the plan auto: it needs the times of every layer; leave speeds out, or name a plan"
+            )
+        return plan_together(
+            group, traced, model, batch, net=type(model).__name__ if net is None else net, fleet=fleet, budget_s=budget_s,
+            slowdown=slowdown, optimizer=optimizer, reduce=reduce, wire="exact" if wire is None else wire, precision=precision,
+        )  # fmt: skip
+    if isinstance(plan, Plan) and plan.batch != batch:
+        raise PlanError(f"the plan {plan.name} is for a batch of {plan.batch}, not {batch}: make a new plan")
+    measured = given_speeds((1.0,) * group.devices if speeds is None else speeds, group.devices)
+    # A plan that does not fit is found before the seconds of measuring.
+    if isinstance(plan, Plan):
+        plan.check(traced.graph, group.devices)
+    else:
+        named_plan(plan, traced.graph, batch, measured, reduce)
+    if speeds is None:
+        measured = measure_speeds(group, traced, model, batch, Clock(group.torch_device, slowdown), precision)
+    made = plan if isinstance(plan, Plan) else named_plan(plan, traced.graph, batch, measured, reduce)
+    reduce, wire = made.reduce if reduce is None else reduce, made.wire if wire is None else wire
+    return Plans((replace(made, reduce=reduce, wire=wire),), measured)
 
 
 def distribute(

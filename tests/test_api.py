@@ -86,6 +86,7 @@ def test_the_example_alone_and_under_torchrun(monkeypatch: pytest.MonkeyPatch) -
         ("data", 0, {}, PlanError, ["batch of 0", "1 or more"]),
         ("data", 8, {"speeds": [1, 2]}, InputError, ["speeds 1,2", "one positive number for each of the 1 devices"]),
         ("data", 8, {"speeds": [0]}, InputError, ["speeds 0", "positive"]),
+        ("data", 8, {"speeds": []}, InputError, ["one positive number for each of the 1 devices"]),
     ],
 )
 def test_plans_that_cannot_be_made(
@@ -102,6 +103,21 @@ def test_plans_that_cannot_be_made(
         convoy.make_plan(name, nets.build("two-conv"), X, batch, group, **options)  # type: ignore[arg-type]
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_plan_from_a_file_is_only_measured_for() -> None:
+    """The command line gives `--plan my.json` so: the shares stay, `reduce` and `wire` replace the plan's own where given."""
+    model = nets.build("two-conv")
+    with convoy.join() as group:
+        saved = convoy.make_plan("data", model, X, 8, group, speeds=[1], reduce="star")
+        plans = convoy.api.make_plans(model, X, 8, group, plan=saved, speeds=[3])
+        assert (list(plans), plans.speeds.devices, plans.predicted_s(saved)) == ([saved], (3.0,), None)
+        changed = convoy.api.make_plans(model, X, 8, group, plan=saved, speeds=[3], wire="inexact-bf16")[0]
+        assert changed == replace(saved, wire="inexact-bf16")
+        with pytest.raises(PlanError, match="is for a batch of 8, not 9: make a new plan"):
+            convoy.api.make_plans(model, X, 9, group, plan=saved, speeds=[3])
+        with pytest.raises(PlanError, match="made for another model"):
+            convoy.api.make_plans(nets.build("resnet"), X, 8, group, plan=saved)
 
 
 def test_a_plan_for_another_model_or_fleet() -> None:

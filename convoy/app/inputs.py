@@ -6,15 +6,16 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from convoy.app.auto import read_times
-from convoy.config.settings import AUTO, Settings
+from convoy.config.option_types import AUTO_DEVICE
+from convoy.config.settings import Settings
 from convoy.data import Splits, load
 from convoy.data import check as check_data
 from convoy.errors import InputError, unknown_name
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
-from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.plan.presets import AUTO, PLANS, Speeds, named_plan
+from convoy.profile.auto import read_times
 from convoy.runtime.precision import check_kinds
 
 
@@ -33,6 +34,16 @@ def build_model(settings: Settings, splits: Splits) -> nn.Module:
 def example_of(splits: Splits) -> Tensor:
     """One image, as a batch of one."""
     return splits.train[0][0][None]
+
+
+def device_named(names: tuple[str, ...]) -> str | None:
+    """The device to join as: alone, the one that an option names; in a job of several, the launcher has told each its own."""
+    return names[0] if len(names) == 1 and names[0] != AUTO_DEVICE else None
+
+
+def imposed_slowdown() -> float:
+    """How many times slower a rehearsal wants this device (its fleet file's `slowdown`)."""
+    return float(os.environ.get("CONVOY_SLOWDOWN", "1"))
 
 
 def rehearse(settings: Settings) -> None:
@@ -123,24 +134,29 @@ def _check_plan(settings: Settings) -> None:
 
 
 def check_outputs(settings: Settings) -> None:
-    """Refuse files that could not be written, before the training whose results they would hold.
+    """Refuse files that could not be written, before the training whose results they would hold. InputError."""
+    rows = (("--save-run", settings.save_run), ("--save-plan", settings.save_plan), ("--log", settings.log))
+    for option, path in rows:
+        if path is not None:
+            check_output(option, path, appends=path == settings.log)
+
+
+def check_output(option: str, path: Path, *, appends: bool = False) -> None:
+    """Refuse a file that could not be written.
+
+    Args:
+        appends: it is written where it is; else a new one takes its place, in the same folder.
 
     Raises:
         InputError: the folder is missing or not writable, or the path is a folder.
     """
-    for option, path in (
-        ("--save-run", settings.save_run),
-        ("--save-plan", settings.save_plan),
-        ("--log", settings.log),
-    ):
-        if path is None:
-            continue
-        if not path.parent.is_dir():
-            raise InputError(f"{option} {path}: the folder {path.parent} does not exist; make it or name another")
-        if path.is_dir():
-            raise InputError(f"{option} {path} is a folder: name a file in it, e.g. {option} {path / 'FILE'}")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise InputError(f"{option} {path} cannot be written: change its permissions or name another file")
+    if not path.parent.is_dir():
+        raise InputError(f"{option} {path}: the folder {path.parent} does not exist; make it or name another")
+    if path.is_dir():
+        raise InputError(f"{option} {path} is a folder: name a file in it, e.g. {option} {path / 'FILE'}")
+    written = path if appends and path.exists() else path.parent
+    if not os.access(written, os.W_OK):
+        raise InputError(f"{option} {path}: {written} cannot be written; change its permissions or name another file")
 
 
 def _listed(numbers: tuple[float, ...]) -> str:

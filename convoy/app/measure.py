@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from torch import nn
 
+from convoy.app.inputs import check_output, device_named, imposed_slowdown
 from convoy.comm.processes import join
 from convoy.config.files import write_whole
 from convoy.cost.measurement import read_fleet_file
@@ -68,22 +69,6 @@ class MeasureJob:
                 f"{len(self.devices)} devices"
             )
 
-    def check_output(self) -> None:
-        """Refuse a file that could not be written, before the minutes whose result it would hold.
-
-        Raises:
-            InputError: the folder is missing or not writable, or the path is a folder.
-        """
-        folder = self.output.parent
-        if not folder.is_dir():
-            raise InputError(f"--output {self.output}: the folder {folder} does not exist; make it or name another")
-        if self.output.is_dir():
-            raise InputError(
-                f"--output {self.output} is a folder: name a file in it, e.g. {self.output / 'fleet.toml'}"
-            )
-        if not os.access(folder, os.W_OK):
-            raise InputError(f"--output {self.output}: the folder {folder} cannot be written; name a file in another")
-
     def read_fleet(self) -> Fleet | None:
         """The described fleet, if there is one; what was measured of it before is left behind."""
         path = self.fleet or (Path(named) if (named := os.environ.get("CONVOY_FLEET")) else None)
@@ -102,7 +87,7 @@ class MeasureJob:
             InputError, DataError: as the parts say.
         """
         self.check()
-        self.check_output()
+        check_output("--output", self.output)
         fleet = self.read_fleet()
         if fleet is not None and len(fleet.devices) != len(self.devices):
             raise InputError(
@@ -119,16 +104,15 @@ def run_measure(job: MeasureJob) -> None:
         InputError, DataError, MismatchError, DeviceLostError: as the parts say; the output is then as it was before.
     """
     job.check()
-    named = job.devices[0] if len(job.devices) == 1 and job.devices[0] != "auto" else None
-    with join(named, timeout_s=job.timeout_s) as group:
+    with join(device_named(job.devices), timeout_s=job.timeout_s) as group:
         first = group.device == 0
         if first:
-            job.check_output()
+            check_output("--output", job.output)
         splits = job.images()
         model = job.model(splits)
         traced = trace(model, splits.train[0][0][None])
         console = Console(quiet=not first, highlight=False)
-        slowdown = job.slowdown[group.device] * float(os.environ.get("CONVOY_SLOWDOWN", "1"))
+        slowdown = job.slowdown[group.device] * imposed_slowdown()
         try:
             with Watch(console) as watch:
                 measured = measure_job(

@@ -21,12 +21,9 @@ from convoy.config.option_types import (
     one_of,
     wire_text,
 )
-from convoy.plan.presets import PLANS
+from convoy.plan.presets import AUTO, PLANS
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Sum
-
-AUTO = "auto"
-"""The plan that the planner chooses."""
 
 MAX_SEED = 2**32 - 1
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from convoy.app.inputs import check
 from convoy.comm.environment import is_loopback, is_own, resolve, route_to
 from convoy.config.run_file import Run
-from convoy.config.settings import AUTO, key_of
+from convoy.config.settings import key_of
 from convoy.errors import InputError
 from convoy.fleet import Fleet
 from convoy.launch.fleet import run_on_fleet, startable
 from convoy.launch.host_job import line_to_paste, posts
-from convoy.plan.presets import PLANS
+from convoy.plan.presets import AUTO, PLANS
 
 PASTED_PORT = 29_500
 """Where pasted lines meet unless --port says otherwise: nobody can look for a free one beforehand."""

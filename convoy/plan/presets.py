@@ -109,6 +109,9 @@ def _filters(layer: Layer, speeds: tuple[float, ...]) -> Shares:
     return apportion(layer.channels_out, speeds, quantum=quantum)
 
 
+AUTO = "auto"
+"""The name of the plan that the planner chooses: it needs measured times, so it is not one of `PLANS`."""
+
 PLANS: Mapping[str, Callable[[Graph, int, Speeds], _Parts]] = {
     "data": _data,
     "data-by-speed": _data_by_speed,

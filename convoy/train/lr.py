@@ -1,7 +1,8 @@
 """Learning-rate schedules: the factor of step k of n, in closed form.
 
-The curves are those of torch's schedulers, which the tests compare them with. Those carry state from step to step; here a factor
-depends on k alone, so a run that is resumed needs nothing else, and trainings of a few steps work (OneCycleLR divides by zero).
+The curves are those of torch's schedulers, which the tests compare them with. Those carry state from step to step; here a
+factor depends on k alone, so a run that is resumed needs nothing else, and trainings of a few steps work, where OneCycleLR
+divides by zero.
 """
 
 import math

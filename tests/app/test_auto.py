@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from convoy.api import distribute, make_plan, make_plans
-from convoy.app.auto import Chosen, choose
 from convoy.app.plan import forecast
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
@@ -24,6 +23,7 @@ from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.planner.predict import working
+from convoy.profile.auto import Plans
 from convoy.profile.job import measure_job
 from convoy.runlog.observers import StepTimer
 from convoy.sharding.layout import local_shape
@@ -163,7 +163,7 @@ def test_a_file_of_times_decides_who_works(
 
 
 def refused(file: Path, devices: int, model: nn.Module, x: torch.Tensor) -> None:
-    run_on_threads(devices, lambda group: choose(group, trace(model, x), model, BATCH, net="n", file=file))
+    run_on_threads(devices, lambda group: make_plans(model, x, BATCH, group, fleet=file))
 
 
 def test_a_file_of_another_fleet_or_model_is_refused(measured: Measurement, tmp_path: Path) -> None:
@@ -190,6 +190,25 @@ def test_a_fleet_without_room_is_refused_on_every_device(measured: Measurement, 
     file.write_text(small.to_toml())
     with pytest.raises(PlanError, match=r"fits the devices' memory.* of 0\.001 MB"):
         refused(file, 2, net(), example())
+
+
+def test_in_a_rehearsal_the_fleet_file_describes_what_is_measured(
+    measured: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`convoy rehearse` names its fleet file in CONVOY_FLEET: for scripts of four lines as for `convoy train`. Its times, if it
+    has any, are of another day."""
+    (tmp_path / "fleet.toml").write_text(measured.to_toml())
+    monkeypatch.setenv("CONVOY_FLEET", str(tmp_path / "fleet.toml"))
+    described = []
+
+    def measure(*_: object, **options: Any) -> Measurement:
+        described.append([device.name for device in options["fleet"].devices])
+        return timed(measured, 1.0, 1.5)
+
+    monkeypatch.setattr("convoy.profile.auto.measure_job", measure)
+    plans = run_on_threads(2, lambda group: make_plan("auto", net(), example(), BATCH, group))
+    assert plans[0] == plans[1]
+    assert described == [[device.name for device in measured.fleet.devices]] * 2
 
 
 def test_speeds_and_auto_exclude_each_other() -> None:
@@ -244,21 +263,20 @@ def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first
     file = tmp_path / "fleet.toml"
     file.write_text(timed(measured, 1.0, 1.5).to_toml())
 
-    def work(group: Group) -> tuple[list[Plan], Plan, Chosen]:
-        chosen = choose(group, trace(net(), example()), net(), BATCH, net="small", file=file)
+    def work(group: Group) -> tuple[Plans, Plan]:
         plans = make_plans(net(), example(), BATCH, group, fleet=file)
-        return plans, make_plan("auto", net(), example(), BATCH, group, fleet=file), chosen
+        return plans, make_plan("auto", net(), example(), BATCH, group, fleet=file)
 
-    (plans, plan, chosen), (others, other, elsewhere) = run_on_threads(2, work)
+    (plans, plan), (others, other) = run_on_threads(2, work)
     assert len(plans) > 1
     assert plans == others
-    assert plan == other == plans[0] == chosen.plan
-    assert [each.plan for each in chosen.others] == plans[1:] == [each.plan for each in elsewhere.others]
-    assert chosen.predicted_s(plans[0]) == chosen.step_s
-    for each in chosen.others:
-        assert chosen.predicted_s(each.plan) == each.step_s > chosen.step_s
-        assert each.plan.name == "auto"
-    assert chosen.predicted_s(replace(plan, batch=BATCH + 1)) is None
+    assert (plans.measured is None, others.measured is None) == (False, True), "only device 0 reads the file"
+    assert plan == other == plans[0]
+    assert plans.predicted_s(plans[0]) == plans.step_s[0]
+    for index, each in enumerate(plans[1:], 1):
+        assert plans.predicted_s(each) == plans.step_s[index] > plans.step_s[0]
+        assert each.name == "auto"
+    assert plans.predicted_s(replace(plan, batch=BATCH + 1)) is None
 
 
 def measure_tiny(group: Group) -> str:

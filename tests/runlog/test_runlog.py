@@ -270,7 +270,9 @@ def test_a_log_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert record.prediction.step_s == pytest.approx(0.013981265862885587)
     assert record.end is not None
     assert record.end.step_s == pytest.approx(0.0246, abs=1e-4)
-    assert measured_step_s(record) == pytest.approx(record.end.step_s, rel=1e-3), "the steps of the plan before do not count"
+    assert measured_step_s(record) == pytest.approx(record.end.step_s, rel=1e-3), (
+        "the steps of the plan before do not count"
+    )
     assert "Finished: 40 of 40 steps." in write_report(path, tmp_path / "page.html").read_text()
 
 

@@ -1,0 +1,154 @@
+"""Plan `auto` in a running job: measures the devices (or reads a file's times), plans on device 0, tells the others."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, overload
+
+from torch import nn
+
+from convoy.comm.agreement import from_first
+from convoy.comm.group import Group
+from convoy.cost.measurement import Measurement, read_fleet_file
+from convoy.errors import InputError, MismatchError, PlanError
+from convoy.fleet import Fleet
+from convoy.model.graph import Graph
+from convoy.model.tracing import TracedModel
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds
+from convoy.planner.predict import Outlook, choices, prospect
+from convoy.profile.job import measure_job
+from convoy.sharding.comm_dtype import CommDtype
+from convoy.sharding.redistribute import Sum
+
+BUDGET_S = 20.0
+LINKS_PART = 0.25
+"""The part of the budget for measuring that goes to the links."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plans(Sequence[Plan]):
+    """Plans for a job: the one to train by, then those that are predicted to take nearly as long.
+
+    Attributes:
+        speeds: samples/s of each device alone, or as they were given.
+        step_s: predicted seconds of a step by each plan; empty where nothing was predicted.
+        measured: the times that were planned with; on device 0, for `auto`.
+    """
+
+    plans: tuple[Plan, ...]
+    speeds: Speeds
+    step_s: tuple[float, ...] = ()
+    measured: Measurement | None = field(default=None, compare=False)
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    @overload
+    def __getitem__(self, index: int) -> Plan: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Plan, ...]: ...
+    def __getitem__(self, index: int | slice) -> Plan | tuple[Plan, ...]:
+        return self.plans[index]
+
+    def predicted_s(self, plan: Plan) -> float | None:
+        """Predicted seconds of a step by one of the plans; None for any other plan."""
+        return next((step_s for each, step_s in zip(self.plans, self.step_s, strict=False) if each == plan), None)
+
+
+def read_times(path: Path, graph: Graph, devices: int, precision: str = "float32") -> tuple[Fleet, Measurement | None]:
+    """A fleet file for a job, and what was measured of it if that is in the file.
+
+    Raises:
+        InputError: the file cannot be used, or has another number of devices.
+        MismatchError: measured with another model, or in another precision.
+    """
+    fleet, measured = read_fleet_file(path)
+    if len(fleet.devices) != devices:
+        raise InputError(
+            f"--fleet {path} has {len(fleet.devices)} devices, this job has {devices}: start as many devices, or give the "
+            "fleet file of these"
+        )
+    if measured is not None:
+        measured.costs(graph)
+        if measured.precision != precision:
+            raise MismatchError(
+                f"--fleet {path} was measured in {measured.precision}, this job computes in {precision}, which takes other "
+                f"times: measure with --precision {precision}, or leave --fleet out"
+            )
+    return fleet, measured
+
+
+def plan_together(
+    group: Group,
+    traced: TracedModel,
+    model: nn.Module,
+    batch: int,
+    *,
+    net: str,
+    fleet: Path | None = None,
+    budget_s: float = BUDGET_S,
+    slowdown: float = 1.0,
+    optimizer: str = "sgd-momentum",
+    reduce: Sum | None = None,
+    wire: CommDtype = "exact",
+    precision: str = "float32",
+) -> Plans:
+    """The planner's plans for this model on these devices. All devices call it; all get the same. See `convoy.api.make_plans`.
+
+    Where `fleet` holds measured times nothing is measured. Without it, the file that CONVOY_FLEET names (a rehearsal's)
+    describes the fleet that is measured.
+    """
+    measured, known = None, False
+
+    def read() -> list[object]:
+        nonlocal measured
+        here = None
+        if fleet is not None:
+            here, measured = read_times(fleet, traced.graph, group.devices, precision)
+        elif rehearsed := os.environ.get("CONVOY_FLEET"):
+            here, _ = read_fleet_file(Path(rehearsed))
+        return [None if here is None else here.to_toml(), measured is not None]
+
+    text, known = from_first(group, "fleet to measure", read)
+    if not known:
+        described = None if text is None else Fleet.from_toml(text, "device 0's fleet file")
+        measured = measure_job(
+            group, traced, model, batch, net=net, fleet=described,
+            budget_s=budget_s * (1 - LINKS_PART), links_budget_s=budget_s * LINKS_PART, slowdown=slowdown,
+            precision=precision,
+        )  # fmt: skip
+        group.clear_counters()  # what measuring sent is no part of the training
+
+    def planned() -> dict[str, Any]:
+        assert measured is not None
+        return _planned(measured, traced.graph, batch, optimizer, reduce, wire)
+
+    # One device plans, so that the others' processors stay out of its way; what it says is a plan file.
+    row = from_first(group, "automatic plan", planned)
+    plans = tuple(Plan.from_json(text, "device 0's plan") for text in row["plans"])
+    return Plans(plans, Speeds(tuple(row["speeds"])), tuple(row["step_s"]), measured if group.device == 0 else None)
+
+
+def _planned(
+    measured: Measurement, graph: Graph, batch: int, optimizer: str, reduce: Sum | None, wire: CommDtype
+) -> dict[str, Any]:
+    """The chosen plan and those worth a trial, as the text of their files, with their predictions."""
+    # What mixes is planned as if it summed; it sends weights beside gradients, so it may not fit where that did.
+    sums = None if reduce == "inexact-butterfly-mixing" else reduce
+    outlook = Outlook.of(graph, batch, measured.costs(graph), measured.fleet, optimizer, wire, sums)
+    plans = [(each.plan, each.step_s) for each in choices(outlook)]
+    if reduce == "inexact-butterfly-mixing":
+        # Copies that differ cannot be handed from plan to plan.
+        mixing = prospect(replace(plans[0][0], reduce=reduce), outlook)
+        if mixing.overfull:
+            raise PlanError(
+                f"plan auto with reduce {reduce} overfills {'; '.join(mixing.overfull)}: use a smaller batch or another reduce"
+            )
+        plans = [(mixing.plan, mixing.step_s)]
+    return {
+        "plans": [plan.to_json() for plan, _ in plans],
+        "step_s": [step_s for _, step_s in plans],
+        "speeds": outlook.speeds.devices,
+    }
