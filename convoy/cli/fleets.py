@@ -159,7 +159,9 @@ def doctor(
         Path | None, typer.Option("--json", help="Also write all facts and findings to this file (JSON).")
     ] = None,
     wait: Annotated[float, typer.Option(help="Seconds to wait for hosts that have not come.")] = 30.0,
-    case: Annotated[str | None, typer.Option(hidden=True, help="What an examination over ssh gives along.")] = None,
+    case: Annotated[
+        str | None, typer.Option(hidden=True, help="The context of an examination that was started over ssh (JSON).")
+    ] = None,
 ) -> None:
     """Examine this machine, or all machines of a job, before any training: in seconds, in words, with the cure.
 

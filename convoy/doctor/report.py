@@ -1,14 +1,14 @@
-"""What `convoy doctor` prints: the devices, the links, what was found, and whether training can begin."""
+"""Prints the devices, the links, the findings, and whether training can begin."""
 
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from convoy.doctor.facts import Checkup, Examination, Finding, Link, Reach
-from convoy.doctor.names import Names, names_of
+from convoy.doctor.schema import Examination, Finding, Link, Pace, Reach
 from convoy.report.numbers import in_bytes
 
 MATRIX_HOSTS = 6
@@ -20,34 +20,33 @@ STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
 def show(examination: Examination, findings: Sequence[Finding], took_s: float, console: Console) -> None:
-    """Tables, findings, the last line."""
-    names = names_of(examination)
+    """Print tables, findings and the last line."""
     if examination.checkups:
-        console.print(_devices(examination, names))
-        console.print(_versions(examination.checkups), soft_wrap=True)
+        console.print(_devices(examination))
+        found = (
+            (name, {getattr(own, name.lower()) for own in examination.checkups})
+            for name in ("convoy", "torch", "Python")
+        )
+        console.print(", ".join(f"{name} {' and '.join(sorted(versions))}" for name, versions in found), soft_wrap=True)
     if examination.links:
         console.print("\nLinks, in MB/s and ms there and back:")
-        console.print(_matrix(examination, names) if len(names.first) <= MATRIX_HOSTS else _list(examination, names))
+        console.print(_matrix(examination) if len(examination.hosts) <= MATRIX_HOSTS else _list(examination))
     tell(findings, console)
     console.print()
     console.print(verdict(findings, took_s))
 
 
 def tell(findings: Iterable[Finding], console: Console) -> None:
-    """Each finding: how bad, what, and the cure."""
+    """Print each finding: how bad, what, and the cure."""
     for finding in findings:
+        what, cure = (text if text.endswith(".") else f"{text}." for text in (finding.what, finding.cure))
         console.print()
         # By textwrap, since rich pads wrapped lines with blanks, which get into logs and mails.
-        first, *rest = textwrap.wrap(f"{finding.severity.upper()}: {_sentence(finding.what)}", console.width)
+        first, *rest = textwrap.wrap(f"{finding.severity.upper()}: {what}", console.width)
         word, _, start = first.partition(" ")
         console.print(Text.assemble((word, STYLES[finding.severity]), " ", start))
-        cure = textwrap.wrap(_sentence(finding.cure), console.width - len(_INDENT))
-        for line in [*rest, *(_INDENT + each for each in cure)]:
+        for line in [*rest, *(_INDENT + each for each in textwrap.wrap(cure, console.width - len(_INDENT)))]:
             console.print(Text(line))
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith(".") else f"{text}."
 
 
 def verdict(findings: Sequence[Finding], took_s: float) -> Text:
@@ -59,54 +58,32 @@ def verdict(findings: Sequence[Finding], took_s: float) -> Text:
     return Text(f"Ready to train: {listed or 'nothing found'}. Examined in {took_s:.1f} s.", style="bold green")
 
 
-def _devices(examination: Examination, names: Names) -> Table:
+def _devices(examination: Examination) -> Table:
     """A row per device."""
-    table = Table(title="Devices", title_justify="left")
-    table.add_column("", justify="right")
-    table.add_column("host", overflow="fold")
-    table.add_column("address", no_wrap=True)
-    table.add_column("computes on", overflow="fold")
-    for name in ("cores", "free", "samples/s", "of all"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = Table(
+        Column(justify="right"), Column("host", overflow="fold"), Column("address", no_wrap=True),
+        Column("computes on", overflow="fold"),
+        *(Column(name, justify="right", no_wrap=True) for name in ("cores", "free", "samples/s", "of all")),
+        title="Devices", title_justify="left",
+    )  # fmt: skip
     total = sum(pace.samples_per_s for pace in examination.paces.values())
-    present = {checkup.device: checkup for checkup in examination.checkups}
+    came = {own.device: own for own in examination.checkups}
     for device in range(examination.devices):
-        checkup, pace = present.get(device), examination.paces.get(device)
-        if checkup is None:
-            table.add_row(str(device), names.host.get(device, "?"), "did not come", *[""] * 5)
+        own, pace = came.get(device), examination.paces.get(device, Pace(0.0))
+        if own is None:
+            table.add_row(str(device), examination.host.get(device, "?"), "did not come", *[""] * 5)
             continue
-        speed = pace.samples_per_s if pace else 0.0
+        on_cpu, described = own.on.startswith("cpu"), examination.described(own)
+        usable = min(own.usable_cores, (described and described.cores) or own.usable_cores)
+        cores = f"{usable:.3g}" + (f" of {own.cores}" if usable < own.cores else "")
+        gpu = own.gpus[int(own.on.partition(":")[2] or 0)] if own.on.startswith("cuda") else None
+        hardware = own.hardware.replace("(R)", "").replace("(TM)", "").split(" @")[0].removesuffix(" Processor")
         table.add_row(
-            str(device), names.host[device], checkup.address or "none", _hardware(checkup), _cores(checkup, names),
-            _free(checkup), f"{speed:,.0f}" if speed else "-", f"{speed / total:.0%}" if total else "-",
+            str(device), examination.host[device], own.address or "none", f"{own.on}: {hardware}", cores if on_cpu else "",
+            in_bytes(gpu.free_bytes if gpu else own.free_bytes), f"{pace.samples_per_s:,.0f}" if pace.samples_per_s else "-",
+            f"{pace.samples_per_s / total:.0%}" if total else "-",
         )  # fmt: skip
     return table
-
-
-def _hardware(checkup: Checkup) -> str:
-    name = checkup.hardware.replace("(R)", "").replace("(TM)", "").split(" @")[0].removesuffix(" Processor")
-    return f"{checkup.on}: {name}"
-
-
-def _cores(checkup: Checkup, names: Names) -> str:
-    if not checkup.on.startswith("cpu"):
-        return ""
-    imposed = names.fleet.devices[checkup.device].cores if names.fleet else None
-    usable = min(checkup.usable_cores, imposed or checkup.usable_cores)
-    return f"{usable:.3g}" + (f" of {checkup.cores}" if usable < checkup.cores else "")
-
-
-def _free(checkup: Checkup) -> str:
-    if checkup.on.startswith("cuda"):
-        return in_bytes(checkup.gpus[int(checkup.on.partition(":")[2] or 0)].free_bytes)
-    return in_bytes(checkup.free_bytes)
-
-
-def _versions(checkups: Sequence[Checkup]) -> str:
-    found = [sorted({getattr(checkup, name) for checkup in checkups}) for name in ("convoy", "torch", "python")]
-    return ", ".join(
-        f"{name} {' and '.join(each)}" for name, each in zip(("convoy", "torch", "Python"), found, strict=True)
-    )
 
 
 # ------------------------------------------------------------------------------------------------ links
@@ -119,47 +96,36 @@ _CLOSED = {
 }
 
 
-def _matrix(examination: Examination, names: Names) -> Table:
-    """From each host to each: what the link carries, and how long a message takes there and back."""
-    table = Table()
-    table.add_column("from")
-    for host in names.first:
-        table.add_column(f"to {host}", justify="right")
-    ways = {(names.host[link.source], names.host[link.target]): link for link in examination.links}
-    for source in names.first:
-        cells = [_cell(ways.get((source, target)), source == target) for target in names.first]
-        table.add_row(source, *cells)
+def _matrix(examination: Examination) -> Table:
+    """From each host to each: MB/s, and ms there and back."""
+    hosts = examination.hosts
+    table = Table("from", *(Column(f"to {host}", justify="right") for host in hosts))
+    for source in hosts:
+        links = [(target, examination.ways.get((source, target))) for target in hosts]
+        cells = [_cells(link) if link else [Text("" if source == target else "-")] for target, link in links]
+        table.add_row(source, *(Text(", ").join(each) for each in cells))
     return table
 
 
-def _cell(link: Link | None, same: bool) -> Text:
-    if link is None:
-        return Text("" if same else "-")
-    if link.reach is not Reach.OPEN:
-        return Text(_CLOSED[link.reach], style=STYLES["error"])
-    rate = "-" if link.bytes_per_s is None else f"{link.bytes_per_s / 1e6:,.3g}"
-    trip = "-" if link.round_trip_s is None else f"{link.round_trip_s * 1e3:.2g}"
-    return Text(f"{rate}, {trip}")
-
-
-def _list(examination: Examination, names: Names) -> Table:
+def _list(examination: Examination) -> Table:
     """The closed links and the slowest of the others."""
-    ranked = sorted(examination.links, key=lambda link: (link.reach is Reach.OPEN, _rank(link)))
-    shown = ranked[:LISTED_LINKS]
-    table = Table(title=f"the slowest {len(shown)} of {len(ranked)}", title_justify="left")
-    for name in ("from", "to"):
-        table.add_column(name)
-    for name in ("MB/s", "ms there and back"):
-        table.add_column(name, justify="right")
-    for link in shown:
-        ends = names.host[link.source], names.host[link.target]
-        if link.reach is not Reach.OPEN:
-            table.add_row(*ends, Text(_CLOSED[link.reach], style=STYLES["error"]), "")
-        else:
-            rate, trip = _cell(link, same=False).plain.split(", ")
-            table.add_row(*ends, rate, trip)
+
+    def rank(pair: tuple[str, str]) -> tuple[bool, float]:
+        link = examination.ways[pair]
+        return link.reach is Reach.OPEN, math.inf if link.bytes_per_s is None else link.bytes_per_s
+
+    shown = sorted(examination.ways, key=rank)[:LISTED_LINKS]
+    table = Table(
+        "from", "to", *(Column(name, justify="right") for name in ("MB/s", "ms there and back")),
+        title=f"the slowest {len(shown)} of {len(examination.ways)}", title_justify="left",
+    )  # fmt: skip
+    for pair in shown:
+        table.add_row(*pair, *_cells(examination.ways[pair]))
     return table
 
 
-def _rank(link: Link) -> float:
-    return float("inf") if link.bytes_per_s is None else link.bytes_per_s
+def _cells(link: Link) -> list[Text]:
+    if link.reach is not Reach.OPEN:
+        return [Text(_CLOSED[link.reach], style=STYLES["error"])]
+    rate = "-" if link.bytes_per_s is None else f"{link.bytes_per_s / 1e6:,.3g}"
+    return [Text(rate), Text("-" if link.round_trip_s is None else f"{link.round_trip_s * 1e3:.2g}")]

@@ -9,10 +9,11 @@ import pytest
 
 from convoy.cost.measurement import Measurement
 from convoy.cost.table import DeviceCosts, LayerPoint
-from convoy.doctor.case import past_samples_per_s
-from convoy.doctor.diagnose import diagnose, merged
-from convoy.doctor.diagnose_links import ahead_of_most, usual_rate
-from convoy.doctor.facts import (
+from convoy.doctor.conditions import ahead_of_most, listed, usual_rate
+from convoy.doctor.examine import past_samples_per_s
+from convoy.doctor.findings import diagnose, merged
+from convoy.doctor.links import MIN_EACH_S, TOTAL_S, clock_ahead_s, schedule_for
+from convoy.doctor.schema import (
     CHECKUP,
     TEXT_BYTES,
     Checkup,
@@ -26,9 +27,6 @@ from convoy.doctor.facts import (
     from_text,
     to_text,
 )
-from convoy.doctor.link import clock_ahead_s
-from convoy.doctor.names import listed, names_of
-from convoy.doctor.schedule import LEAST_S, TOTAL_S, turns
 from convoy.errors import MismatchError
 from convoy.fleet import Card, Device, Fleet, Host
 
@@ -487,9 +485,9 @@ def test_the_past_is_what_was_measured_on_all_devices() -> None:
 
 def test_hosts_of_one_name_are_told_apart() -> None:
     same = {d: checkup(d, host="lab.example.org") for d in range(3)} | {2: checkup(2, host="lab", machine="machine a")}
-    names = names_of(fleet_job(checkups=same))
-    assert names.host == {0: "lab", 1: "lab#2", 2: "lab"}
-    assert names.first == {"lab": 0, "lab#2": 1}
+    examination = fleet_job(checkups=same)
+    assert examination.host == {0: "lab", 1: "lab#2", 2: "lab"}
+    assert {host: own.device for host, own in examination.hosts.items()} == {"lab": 0, "lab#2": 1}
 
 
 def test_findings_that_differ_stay_apart() -> None:
@@ -517,21 +515,21 @@ def test_texts_of_other_programs_are_refused(text: str) -> None:
 
 @pytest.mark.parametrize("hosts", range(2, 60))
 def test_every_host_sends_and_receives_equally_often_within_the_time(hosts: int) -> None:
-    plan = turns(hosts)
+    plan = schedule_for(hosts)
     assert len(set(plan.pairs)) == len(plan.pairs), "no pair twice"
     counts = [sum(host == end for end in ends) for ends in zip(*plan.pairs, strict=True) for host in range(hosts)]
     assert len(set(counts)) == 1
     assert all(source != target for source, target in plan.pairs)
     assert len(plan.pairs) * plan.each_s <= TOTAL_S + 1e-9
-    assert plan.each_s >= LEAST_S
-    if hosts * (hosts - 1) * LEAST_S <= TOTAL_S:
+    assert plan.each_s >= MIN_EACH_S
+    if hosts * (hosts - 1) * MIN_EACH_S <= TOTAL_S:
         assert set(plan.pairs) == set(permutations(range(hosts), 2)), "all, where there is time"
 
 
 def test_few_hosts_have_long_turns_and_very_many_one_each() -> None:
-    assert turns(1).pairs == ()
-    assert turns(4).each_s == 0.3
-    assert len(turns(500).pairs) == 500
+    assert schedule_for(1).pairs == ()
+    assert schedule_for(4).each_s == 0.3
+    assert len(schedule_for(500).pairs) == 500
 
 
 def test_a_clock_is_compared_as_ntp_does() -> None:

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from convoy.comm.environment import Place
-from convoy.doctor.case import Case
-from convoy.doctor.diagnose import diagnose
-from convoy.doctor.facts import Examination, Finding, Reach
-from convoy.doctor.job import examine_job
-from convoy.doctor.own import check_up
+from convoy.doctor.examine import examine_job
+from convoy.doctor.findings import diagnose
+from convoy.doctor.probes import check_up
+from convoy.doctor.schema import Context, Examination, Finding, Reach
 from convoy.emulate import namespaces, shaping
 from convoy.emulate.names import RunName
 from convoy.emulate.programs import call
@@ -63,7 +62,7 @@ def examine_on(device: int, wiring: list[list[str]], devices: int, wait_s: float
     facts = replace(facts, host="abcdefgh"[device], **troubles.get("facts", {}).get(str(device), {}))
     ahead_ns = int(troubles.get("ahead_s", {}).get(str(device), 0) * 1e9)
     start_s = time.monotonic()
-    outcome = examine_job(place, facts, Case(), wait_s, wall_ns=lambda: time.time_ns() + ahead_ns)
+    outcome = examine_job(place, facts, Context(), wait_s, wall_ns=lambda: time.time_ns() + ahead_ns)
     took_s = time.monotonic() - start_s
     if isinstance(outcome, Examination):
         reaches = {f"{link.source}{link.target}": link.reach.value for link in outcome.links}

@@ -1,4 +1,4 @@
-"""The doctor's probes on this machine: connections, data, clocks, quotas, the board, a job of threads and processes."""
+"""The doctor's probes on this machine: connections, data, clocks, quotas, the exchange, a job of threads and processes."""
 
 import io
 import json
@@ -15,24 +15,19 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch.distributed import HashStore
 
 from convoy.comm.environment import Place
-from convoy.doctor import board as board_file
-from convoy.doctor import command, job
-from convoy.doctor import link as link_file
-from convoy.doctor import tour as tour_file
-from convoy.doctor.board import Board, approach, unreached
-from convoy.doctor.case import CASE, Case
-from convoy.doctor.diagnose import diagnose
-from convoy.doctor.facts import Examination, Finding, Pace, Reach, to_text
-from convoy.doctor.job import examine_job
-from convoy.doctor.knock import knock
-from convoy.doctor.link import Address, Listener, bytes_per_s, reach_all
-from convoy.doctor.own import check_up, quota_cores
-from convoy.doctor.pace import samples_per_s
+from convoy.doctor import command, examine
+from convoy.doctor import exchange as exchange_file
+from convoy.doctor import links as links_file
+from convoy.doctor.examine import examine_job
+from convoy.doctor.exchange import Exchange, connect, unreached
+from convoy.doctor.findings import diagnose
+from convoy.doctor.links import Address, Server, bytes_per_s, reach_all, scan_links, schedule_for
+from convoy.doctor.probes import check_up, ping, quota_cores, samples_per_s
 from convoy.doctor.report import show
-from convoy.doctor.schedule import turns
-from convoy.doctor.tour import tour
+from convoy.doctor.schema import CONTEXT, Context, Examination, Finding, Pace, Reach, to_text
 from convoy.errors import DeviceLostError, InputError
 from tests.doctor.test_doctor import checkup, closed, fleet_job
 from tests.support.processes import free_port, on_processes
@@ -60,7 +55,7 @@ def deaf_server() -> Iterator[int]:
 
 
 def outcome(host: str, port: int) -> Reach:
-    reach, visit = knock(host, port, 0.3)
+    reach, visit = ping(host, port, 0.3)
     assert (visit is not None) == (reach is Reach.OPEN)
     if visit is not None:
         visit.close()
@@ -68,7 +63,7 @@ def outcome(host: str, port: int) -> Reach:
 
 
 def test_failures_are_told_apart(free_port: int) -> None:
-    with Listener("127.0.0.1", TOKEN) as listener:
+    with Server("127.0.0.1", TOKEN) as listener:
         assert outcome("127.0.0.1", listener.port) is Reach.OPEN
     assert outcome("127.0.0.1", free_port) is Reach.REFUSED
     with deaf_server() as port:
@@ -81,7 +76,7 @@ def test_failures_are_told_apart(free_port: int) -> None:
 
 def test_a_link_is_timed_and_the_other_clock_compared() -> None:
     """The listener's clock is an hour ahead."""
-    with Listener("127.0.0.1", TOKEN, lambda: time.time_ns() + 3600 * 10**9) as listener:
+    with Server("127.0.0.1", TOKEN, lambda: time.time_ns() + 3600 * 10**9) as listener:
         address = Address(7, listener.address, listener.port)
         (found,) = reach_all(3, [address], TOKEN)
         rate = bytes_per_s(address, TOKEN, 0.05)
@@ -94,8 +89,8 @@ def test_a_link_is_timed_and_the_other_clock_compared() -> None:
 
 def test_a_firewall_that_is_waited_for_makes_no_strangers_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The story: connections that stood idle while another was tried were hung up on, and counted as strangers."""
-    monkeypatch.setattr(link_file, "TALK_S", 0.3)
-    with Listener("127.0.0.1", TOKEN) as listener, deaf_server() as port:
+    monkeypatch.setattr(links_file, "TALK_S", 0.3)
+    with Server("127.0.0.1", TOKEN) as listener, deaf_server() as port:
         here = [Address(1, "127.0.0.1", listener.port), Address(2, "127.0.0.1", port)]
         found = reach_all(0, here, TOKEN, limit_s=1.0)
     assert [link.reach for link in found] == [Reach.OPEN, Reach.SILENT]
@@ -128,7 +123,7 @@ def test_rates_are_those_the_listener_counted() -> None:
 def test_the_answer_survives_data_that_comes_after_the_time() -> None:
     """The story: a listener that hung up on bytes nobody took destroyed its own answer, and the link counted as dead."""
     with (
-        Listener("127.0.0.1", TOKEN) as listener,
+        Server("127.0.0.1", TOKEN) as listener,
         socket.create_connection((listener.address, listener.port), timeout=HANG_S) as late,
         late.makefile("rb") as lines,
     ):
@@ -162,7 +157,7 @@ def test_other_programs_are_strangers(answer: bytes) -> None:
 
 
 def test_strangers_get_no_answer_and_hold_nobody_up() -> None:
-    with Listener("127.0.0.1", TOKEN) as listener:
+    with Server("127.0.0.1", TOKEN) as listener:
         address = Address(1, "127.0.0.1", listener.port)
         assert reach_all(0, [address], "of another job")[0].reach is Reach.STRANGER
         for words in (
@@ -180,9 +175,9 @@ def test_strangers_get_no_answer_and_hold_nobody_up() -> None:
         assert reach_all(0, [address], TOKEN)[0].reach is Reach.OPEN
 
 
-def test_a_listener_closes_while_somebody_is_silent() -> None:
+def test_a_server_closes_while_somebody_is_silent() -> None:
     """Threads and ports are gone afterwards: every test is watched for that."""
-    listener = Listener("127.0.0.1", TOKEN)
+    listener = Server("127.0.0.1", TOKEN)
     with socket.create_connection((listener.address, listener.port), timeout=HANG_S) as silent:
         silent.sendall(json.dumps({"token": TOKEN, "ask": "time"}).encode() + b"\n")
         assert b"came_ns" in silent.recv(1000)
@@ -253,32 +248,16 @@ def test_a_device_that_plays_slower_is_slower() -> None:
     assert samples_per_s(torch.device("cpu"), seconds=0.02, slowdown=1000.0) < once / 10
 
 
-# --- the board --------------------------------------------------------------------------------------------------------
+# --- the exchange -----------------------------------------------------------------------------------------------------
 
 
-class Wall:
-    """Texts in memory, for devices that are threads."""
-
-    def __init__(self) -> None:
-        self.hung: dict[str, str] = {}
-        self.lock = threading.Lock()
-
-    def pin(self, key: str, text: str) -> str:
-        with self.lock:
-            return self.hung.setdefault(key, text)
-
-    def look(self, keys: Sequence[str]) -> dict[str, str]:
-        with self.lock:
-            return {key: self.hung[key] for key in keys if key in self.hung}
-
-
-def side_by_side(devices: Sequence[int], of: int, work: Callable[[Board], Any]) -> list[Any]:
+def side_by_side(devices: Sequence[int], of: int, work: Callable[[Exchange], Any]) -> list[Any]:
     """What each of some devices of a job gets, or the error it meets."""
-    wall = Wall()
+    store = HashStore()
 
     def run(device: int) -> Any:
         try:
-            return work(Board(wall, device, tuple(range(of))))
+            return work(Exchange(store, device, tuple(range(of))))
         except (InputError, DeviceLostError) as error:
             return error
 
@@ -287,15 +266,15 @@ def side_by_side(devices: Sequence[int], of: int, work: Callable[[Board], Any]) 
 
 
 def test_all_learn_what_all_said() -> None:
-    gathered = side_by_side([0, 1, 2], 3, lambda board: board.gather("x", f"by {board.device}", HANG_S))
+    gathered = side_by_side([0, 1, 2], 3, lambda exchange: exchange.gather("x", f"by {exchange.device}", HANG_S))
     assert gathered == [{0: "by 0", 1: "by 1", 2: "by 2"}] * 3
 
 
 def test_who_does_not_come_is_not_waited_for_again() -> None:
-    def two_rounds(board: Board) -> tuple[dict[int, str], float]:
-        board.gather("first", "", 0.3)
+    def two_rounds(exchange: Exchange) -> tuple[dict[int, str], float]:
+        exchange.gather("first", "", 0.3)
         start_s = time.monotonic()
-        return board.gather("second", str(board.device), HANG_S), time.monotonic() - start_s
+        return exchange.gather("second", str(exchange.device), HANG_S), time.monotonic() - start_s
 
     for gathered, took_s in side_by_side([0, 2], 3, two_rounds):
         assert gathered == {0: "0", 2: "2"}
@@ -303,28 +282,28 @@ def test_who_does_not_come_is_not_waited_for_again() -> None:
 
 
 def test_a_late_device_is_told_so() -> None:
-    def come(board: Board) -> Any:
-        if board.device == 1:
-            board.await_text("x/came", HANG_S)
-        return board.gather("x", "", 0.1)
+    def come(exchange: Exchange) -> Any:
+        if exchange.device == 1:
+            exchange.wait(["x/came"], HANG_S)
+        return exchange.gather("x", "", 0.1)
 
     assert "device 1 came too late" in str(side_by_side([0, 1], 2, come)[1])
 
 
 def test_without_device_0_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(board_file, "SLACK_S", 0.2)
-    (error,) = side_by_side([1], 2, lambda board: board.gather("x", "", 0.1))
+    monkeypatch.setattr(exchange_file, "SLACK_S", 0.2)
+    (error,) = side_by_side([1], 2, lambda exchange: exchange.gather("x", "", 0.1))
     assert "device 0, which leads the examination, did not answer" in str(error)
 
 
 def test_a_place_that_two_claim() -> None:
-    outcomes = side_by_side([0, 1, 1], 2, lambda board: board.gather("x", "", 5.0))
+    outcomes = side_by_side([0, 1, 1], 2, lambda exchange: exchange.gather("x", "", 5.0))
     assert sum("two processes claim to be device 1" in str(each) for each in outcomes) == 1
 
 
 def test_long_texts_are_left_out() -> None:
-    def shout(board: Board) -> Any:
-        return board.gather("x", "y" * (70_000 if board.device else 1), 0.3)
+    def shout(exchange: Exchange) -> Any:
+        return exchange.gather("x", "y" * (70_000 if exchange.device else 1), 0.3)
 
     assert side_by_side([0, 1], 2, shout)[0] == {0: "y"}
 
@@ -333,10 +312,10 @@ def test_long_texts_are_left_out() -> None:
 
 
 def test_the_first_devices_of_all_hosts_try_every_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tour_file, "turns", lambda hosts: turns(hosts, each_s=0.02))
+    monkeypatch.setattr(links_file, "schedule_for", lambda hosts: schedule_for(hosts, each_s=0.02))
     machines = ("m", "m", "n", "o")
     here = [checkup(d, 4, machine=machine, address="127.0.0.1") for d, machine in enumerate(machines)]
-    results = side_by_side(range(4), 4, lambda board: tour(board, here, TOKEN, time.time_ns))
+    results = side_by_side(range(4), 4, lambda exchange: scan_links(exchange, here, TOKEN, time.time_ns))
     links, deaf = results[0]
     assert {(each.source, each.target) for each in links} == {(a, b) for a in (0, 2, 3) for b in (0, 2, 3) if a != b}
     assert all(each.reach is Reach.OPEN and each.bytes_per_s > 0 for each in links)
@@ -347,7 +326,7 @@ def test_a_host_that_cannot_listen_holds_nobody_up() -> None:
     """Its address is none of this machine; or it has none."""
     addresses = {0: "127.0.0.1", 1: "127.0.0.1", 2: "", 3: "127.0.0.1"}
     here = [checkup(d, 4, address=at, address_problem="" if at else "no such interface") for d, at in addresses.items()]
-    links, deaf = side_by_side(range(4), 4, lambda board: tour(board, here, TOKEN, time.time_ns))[0]
+    links, deaf = side_by_side(range(4), 4, lambda exchange: scan_links(exchange, here, TOKEN, time.time_ns))[0]
     assert {frozenset((each.source, each.target)) for each in links} >= {frozenset((0, 1)), frozenset((1, 3))}
     assert [finding.what for finding in deaf] == ["device 2 cannot listen for the others: no such interface"]
 
@@ -360,10 +339,10 @@ def place_at(host: str, port: int, device: int = 1) -> Place:
 
 
 def test_what_is_between_a_device_and_the_meeting_point(free_port: int) -> None:
-    refused = approach(place_at("127.0.0.1", free_port), 0.1, ["127.0.0.1"])
+    refused = connect(place_at("127.0.0.1", free_port), 0.1, ["127.0.0.1"])
     assert isinstance(refused, Finding)
     assert f"127.0.0.1 port {free_port}: 127.0.0.1 is 127.0.0.1 on this machine" in refused.what
-    unknown = approach(place_at("no-such-name.invalid", 1), HANG_S, [])
+    unknown = connect(place_at("no-such-name.invalid", 1), HANG_S, [])
     assert isinstance(unknown, Finding)
     assert unknown.what.endswith("the name no-such-name.invalid is unknown on this machine")
 
@@ -388,7 +367,7 @@ def test_each_failure_has_its_own_cure(reach: Reach, what: str, cure: str) -> No
 
 def test_a_port_that_is_taken_is_found_by_device_0() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
-        finding = approach(place_at("127.0.0.1", other.getsockname()[1], device=0), 1.0, ["127.0.0.1"])
+        finding = connect(place_at("127.0.0.1", other.getsockname()[1], device=0), 1.0, ["127.0.0.1"])
     assert isinstance(finding, Finding)
     assert "Address already in use" in finding.what
 
@@ -401,7 +380,7 @@ def examine_as(device: int, devices: int, port: int, skewed: int) -> Any:
     facts = replace(check_up(place, "cpu", environment={}), machine=f"machine {device}")
     if device == skewed:
         facts = replace(facts, torch="1.13.1")
-    outcome = examine_job(place, facts, Case(), 2.0)
+    outcome = examine_job(place, facts, Context(), 2.0)
     if isinstance(outcome, Examination):
         return {
             "came": [each.device for each in outcome.checkups],
@@ -463,7 +442,7 @@ def test_the_report_fits_the_terminal(width: int) -> None:
 
 
 def test_many_hosts_show_the_slowest_links() -> None:
-    links = {(0, 1): closed(0, 1, Reach.NO_ROUTE), (3, 4): replace(fleet_job(9).links[28], bytes_per_s=5e6)}
+    links = {(0, 1): closed(0, 1, Reach.NO_ROUTE), (3, 4): replace(fleet_job(9).links[27], bytes_per_s=5e6)}
     text = printed(fleet_job(9, links=links), 100)
     assert "the slowest 10 of 72" in text
     rows = [line.split("│")[1:5] for line in text.splitlines() if line.count("│") == 5]
@@ -476,7 +455,7 @@ def test_alone_it_is_ready_to_train(
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "CONVOY_FLEET"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(job, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(examine, "busy_cores", lambda: 0.0)
     facts = tmp_path / "facts.json"
     assert command.run_doctor(None, facts, 5.0) == 0
     assert "Ready to train" in capsys.readouterr().out.splitlines()[-1]
@@ -489,10 +468,10 @@ def test_an_error_alone_is_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     for name in ("RANK", "WORLD_SIZE", "CONVOY_FLEET"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "^lo")
-    monkeypatch.setattr(job, "busy_cores", lambda: 0.0)
+    monkeypatch.setattr(examine, "busy_cores", lambda: 0.0)
     assert command.run_doctor(None, None, 5.0) == 1
     assert "Not ready to train: 1 error" in capsys.readouterr().out
-    assert command.run_doctor(None, None, 5.0, case_text=to_text(CASE, Case())) == 2, (
+    assert command.run_doctor(None, None, 5.0, context_text=to_text(CONTEXT, Context())) == 2, (
         "as its launcher over ssh wants it"
     )
 

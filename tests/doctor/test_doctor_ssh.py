@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from convoy.doctor import command
-from convoy.doctor.case import CASE, Case
-from convoy.doctor.facts import Finding, from_text, to_text
-from convoy.doctor.remote import Visit, judge_visit, kept_past, visit, without
+from convoy.doctor.examine import Answer, check_host, kept_past, without
+from convoy.doctor.schema import CONTEXT, Context, Finding, from_text, to_text
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host
 from tests.doctor.test_doctor import described
@@ -56,7 +55,7 @@ LAB = Host("lab", address="192.0.2.77", user="ann")
     ],
 )
 def test_what_ssh_meets_is_a_finding(status: int | None, words: str, what: str | None, cure: str | None) -> None:
-    found = judge_visit(LAB, Visit(status, words), "/opt/python", "/home/ann")
+    found = check_host(replace(LAB, python="/opt/python", folder="/home/ann"), lambda *_: Answer(status, words))
     assert (found is None) == (what is None)
     if found is not None and what is not None and cure is not None:
         assert found.what.startswith(what)
@@ -68,15 +67,15 @@ def test_hosts_are_asked_for_their_versions_by_ssh(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CONVOY_SSH", "ssh -F lab.config")
     calls: list[Sequence[str]] = []
 
-    def caller(call: Sequence[str], _: float) -> Visit:
+    def caller(call: Sequence[str], _: float) -> Answer:
         calls.append(call)
-        return Visit(255, "ssh: Could not resolve hostname lab")
+        return Answer(255, "ssh: Could not resolve hostname lab")
 
-    finding = visit(replace(LAB, python="/opt/my python", folder="~/cnn"), caller)
+    finding = check_host(replace(LAB, python="/opt/my python", folder="~/cnn"), caller)
     assert finding is not None
     assert list(calls[0][:3]) == ["ssh", "-F", "lab.config"]
     assert calls[0][-1].startswith("cd '~/cnn' && exec '/opt/my python' -c ")
-    assert visit(Host("here", address="127.0.0.1"), caller) is None
+    assert check_host(Host("here", address="127.0.0.1"), caller) is None
     assert len(calls) == 1, "this machine needs no ssh"
 
 
@@ -85,10 +84,10 @@ def test_the_others_are_examined_without_those_that_ssh_does_not_reach() -> None
     smaller = without(fleet, {"b"})
     assert smaller is not None
     assert [device.name for device in smaller.devices] == ["a-cpu", "c-cpu"]
-    assert kept_past(fleet, smaller, Case(fleet, (1.0, 2.0, 3.0))) == (1.0, 3.0)
+    assert kept_past(fleet, smaller, Context(fleet, (1.0, 2.0, 3.0))) == (1.0, 3.0)
     assert without(fleet, {"a", "b", "c"}) is None
-    case = Case(smaller, (1.0, 3.0), (Finding("error", "b cannot be used", "ssh-copy-id", ("b",)),))
-    assert from_text(CASE, to_text(CASE, case), "--case") == case
+    context = Context(smaller, (1.0, 3.0), (Finding("error", "b cannot be used", "ssh-copy-id", ("b",)),))
+    assert from_text(CONTEXT, to_text(CONTEXT, context), "--case") == context
 
 
 def test_hosts_without_addresses_cannot_be_visited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,24 +1,25 @@
-"""What an examination finds out, and what it may tell: frozen values, to and from JSON."""
+"""Facts about devices, links and speeds, and findings: frozen values, to and from JSON."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from convoy.errors import MismatchError
-from convoy.fleet import Fleet
+from convoy.fleet import Device, Fleet
 
 Severity = Literal["error", "warning", "note"]
 
 TEXT_BYTES = 65_536
-"""No text from another process is longer."""
+"""Longest accepted text from another process."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing worth telling.
+    """One problem or remark, with its remedy.
 
     Attributes:
         severity: "error": training will not run, or not right; "warning": slower, or sooner or later trouble; "note".
@@ -39,7 +40,7 @@ class Interface:
 
     Attributes:
         bytes_per_s: as its driver says, if it does.
-        wireless: it is a radio.
+        wireless: whether it is a radio.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Checkup:
-    """What one process says about its device and the machine under it. Older versions leave out what they do not know.
+    """What one process reports of its device and its machine. Fields that an older version does not send keep defaults.
 
     Attributes:
         device: its index in the job.
@@ -115,6 +116,11 @@ class Checkup:
     def usable_cores(self) -> float:
         return self.cores if self.quota_cores is None else min(float(self.cores), self.quota_cores)
 
+    @property
+    def example(self) -> str:
+        """An address of this machine in the network, to end a sentence with; empty if it has none."""
+        return f", such as {self.interfaces[0].name} with {self.interfaces[0].addresses[0]}" if self.interfaces else ""
+
 
 @dataclass(frozen=True)
 class Pace:
@@ -162,6 +168,21 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Context:
+    """What is known before any device is asked.
+
+    Attributes:
+        fleet: as its file says, if there is one.
+        past_samples_per_s: of each device of the fleet when it was measured, in any one unit; empty if it was not.
+        reports: what was found before any device could be asked, such as hosts that ssh does not reach.
+    """
+
+    fleet: Fleet | None = None
+    past_samples_per_s: tuple[float, ...] = ()
+    reports: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
 class Examination:
     """All facts of one examination.
 
@@ -169,10 +190,8 @@ class Examination:
         devices: how many the job should have.
         checkups: of those that came, in order.
         paces: by device.
-        waited_s: how long those that did not come were waited for.
-        fleet: as its file says, if there is one.
-        past_samples_per_s: of each device of the fleet when it was measured, in whatever unit; empty if it was not.
-        reports: what was found before any device could be asked, such as hosts that ssh does not reach.
+        waited_s: how long absent devices were waited for.
+        fleet, past_samples_per_s, reports: as in `Context`.
     """
 
     devices: int
@@ -184,11 +203,64 @@ class Examination:
     past_samples_per_s: tuple[float, ...] = ()
     reports: tuple[Finding, ...] = ()
 
+    @cached_property
+    def job_fleet(self) -> Fleet | None:
+        """The fleet of the file, if it has as many devices as the job."""
+        return self.fleet if self.fleet is not None and len(self.fleet.devices) == self.devices else None
+
+    @cached_property
+    def host(self) -> dict[int, str]:
+        """The host of each device: by the fleet file, else by the machine's own name, numbered where two are equal."""
+        if self.job_fleet is not None:
+            return {index: device.host for index, device in enumerate(self.job_fleet.devices)}
+        names: dict[str, str] = {}  # by machine
+        for own in self.checkups:
+            short = own.host.split(".")[0]
+            taken = sum(name == short or name.startswith(f"{short}#") for name in names.values())
+            names.setdefault(own.machine, f"{short}#{taken + 1}" if taken else short)
+        return {own.device: names[own.machine] for own in self.checkups}
+
+    @cached_property
+    def hosts(self) -> dict[str, Checkup]:
+        """The first of the devices that came of each host, by the host's name; it tests the host's links."""
+        first: dict[str, Checkup] = {}
+        for own in self.checkups:
+            first.setdefault(self.host[own.device], own)
+        return first
+
+    @cached_property
+    def by_name(self) -> dict[str, Checkup]:
+        """The devices that came, by name; by that of the host where there is one device only."""
+        return {self.name(own.device) if self.devices > 1 else self.host[own.device]: own for own in self.checkups}
+
+    def name(self, device: int) -> str:
+        """A device as messages name it."""
+        if self.job_fleet is not None:
+            return f"device {device} ({self.job_fleet.devices[device].name})"
+        on = next((own.on for own in self.checkups if own.device == device), None)
+        return f"device {device}" if on is None else f"device {device} ({on} of {self.host[device]})"
+
+    def described(self, own: Checkup) -> Device | None:
+        """A device as the fleet file has it, if there is a file of this job."""
+        return self.job_fleet.devices[own.device] if self.job_fleet else None
+
+    @cached_property
+    def ways(self) -> dict[tuple[str, str], Link]:
+        """The links by the names of (source, target)."""
+        return {(self.host[link.source], self.host[link.target]): link for link in self.links}
+
+    @cached_property
+    def speeds(self) -> dict[str, float]:
+        """Samples/s of the devices that could compute, by name."""
+        return {self.name(d): pace.samples_per_s for d, pace in self.paces.items() if pace.samples_per_s > 0}
+
 
 T = TypeVar("T")
 
-CHECKUP, PACE, LINKS = TypeAdapter(Checkup), TypeAdapter(Pace), TypeAdapter(list[Link])
-"""What travels between devices, for `to_text` and `from_text`."""
+CHECKUP, PACE, LINKS, CONTEXT = (
+    TypeAdapter(Checkup), TypeAdapter(Pace), TypeAdapter(list[Link]), TypeAdapter(Context),
+)  # fmt: skip
+"""Schemas of what travels between processes, for `to_text` and `from_text`."""
 
 
 def to_text(kind: TypeAdapter[T], value: T) -> str:
@@ -197,10 +269,10 @@ def to_text(kind: TypeAdapter[T], value: T) -> str:
 
 
 def from_text(kind: TypeAdapter[T], text: str, sender: str) -> T:
-    """The value that another process sent; keys that this version does not know are left out.
+    """Parse a value that another process sent, ignoring unknown keys.
 
     Raises:
-        MismatchError: too long, or not such a value: another program, or a very different version.
+        MismatchError: longer than `TEXT_BYTES`, or not such a value: another program, or a very different version.
     """
     try:
         if len(text) > TEXT_BYTES:
