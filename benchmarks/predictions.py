@@ -14,7 +14,7 @@ from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
-from convoy.planner.predict import Outlook, Prospect, choices, prospect
+from convoy.planner.predict import PlanningContext, PlanPrediction, choices, predict_plan
 
 
 @dataclass(frozen=True)
@@ -60,25 +60,25 @@ _TEXT = TypeAdapter(Predictions)
 def predict(case: Case, graph: Graph, costs: Costs, fleet: Fleet) -> Predictions:
     """Every plan of the case that is Convoy's, as `convoy plan` predicts it."""
     start_s = time.perf_counter()
-    outlook = Outlook.of(graph, case.batch, costs, fleet)
+    context = PlanningContext.of(graph, case.batch, costs, fleet)
 
     def row(plan: Plan) -> Prediction:
-        return _prediction(prospect(plan, outlook), fleet)
+        return _prediction(predict_plan(plan, context), fleet)
 
-    rows = {name: row(outlook.named(name)) for name in case.plans if name in PLANS}
+    rows = {name: row(context.named(name)) for name in case.plans if name in PLANS}
     others: list[Prediction] = []
     if AUTO in case.plans:
-        rows[AUTO], *others = (row(each.plan) for each in choices(outlook))
-    solo_s = tuple(case.batch / speed for speed in outlook.speeds.devices)
+        rows[AUTO], *others = (row(each.plan) for each in choices(context))
+    solo_s = tuple(case.batch / speed for speed in context.speeds.devices)
     return Predictions(rows, solo_s, time.perf_counter() - start_s, tuple(others))
 
 
-def _prediction(row: Prospect, fleet: Fleet) -> Prediction:
+def _prediction(row: PlanPrediction, fleet: Fleet) -> Prediction:
     where = Where(row.timeline.compute_s, row.timeline.exchange_s)
     return Prediction(row.plan.to_json(), row.step_s, where, _card_s(row, fleet), row.bound)
 
 
-def _card_s(row: Prospect, fleet: Fleet) -> float:
+def _card_s(row: PlanPrediction, fleet: Fleet) -> float:
     """Seconds of the busiest card; every device has a host of its own in these fleets."""
     cards = [fleet.card(device.host) for device in fleet.devices] if len(fleet.hosts) > 1 else []
     ways = zip(cards, row.sent_bytes, row.received_bytes, strict=False)

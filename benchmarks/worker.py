@@ -46,7 +46,7 @@ from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import TracedModel, trace
 from convoy.plan.plan import Plan
-from convoy.planner.predict import Outlook, prospect
+from convoy.planner.predict import PlanningContext, predict_plan
 from convoy.profile.job import measure_job
 from convoy.report.timeline import draw
 
@@ -173,7 +173,7 @@ class _FleetRun:
             self._run(case, model, predictions, measured.date, reference)
             rows = read_result(self.job.path(case)).measured_rows() if self.group.device == 0 else ()
             if missed(rows):
-                self._draw(case, rows, predictions, Outlook.of(traced.graph, case.batch, costs, measured.fleet))
+                self._draw(case, rows, predictions, PlanningContext.of(traced.graph, case.batch, costs, measured.fleet))
 
     def _measured(self, net: str, model: nn.Module, traced: TracedModel, batch: int) -> Measurement:
         job, first = self.job, self.wire
@@ -262,17 +262,17 @@ class _FleetRun:
         """Steps that rebalancing gets: for two answers, in no more time than the search for DDP's shares."""
         return max(LEAST_SETTLING, min(MOST_SETTLING, round(self.job.tuning_s / (row.predicted_s or 1.0))))
 
-    def _draw(self, case: Case, rows: Sequence[Row], predictions: Predictions, outlook: Outlook) -> None:
+    def _draw(self, case: Case, rows: Sequence[Row], predictions: Predictions, context: PlanningContext) -> None:
         """Where the time of `auto` goes, as predicted, for the page: beside the result file."""
         ran_s = {row.predicted_s for row in rows if row.plan == AUTO}
         found = [predictions.plans[AUTO], *predictions.others] if ran_s else []
         chosen = next((each for each in found if each.step_s in ran_s), None)
         if chosen is None:
             return
-        row = prospect(Plan.from_json(chosen.plan), outlook)
+        row = predict_plan(Plan.from_json(chosen.plan), context)
         title = f"{case.net}, batch {case.batch}, on {case.fleet}: auto, as predicted"
         try:
-            draw(row.timeline, self.job.path(case).with_suffix(".png"), outlook.names, title)
+            draw(row.timeline, self.job.path(case).with_suffix(".png"), context.names, title)
         except InputError as error:  # no matplotlib
             self.say(str(error))
 

@@ -10,8 +10,8 @@ from convoy.cost.measurement import Measurement
 from convoy.errors import InputError
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.planner.predict import Outlook, fewer_and_more, prospects
-from convoy.report.plans import show_counts, show_devices, show_plan, show_prospects
+from convoy.planner.predict import PlanningContext, predict_all, rates_by_devices
+from convoy.report.plans import show_counts, show_devices, show_plan, show_predictions
 from convoy.report.screen import Screen
 from convoy.sharding.comm_dtype import parse_comm_dtype
 
@@ -53,15 +53,15 @@ def forecast(
     model = build_net(net, (channels, height, width), classes)
     graph = trace(model, torch.zeros(2, channels, height, width)).graph
     costs = measured.costs(graph)
-    outlook = Outlook.of(graph, batch, costs, measured.fleet, optimizer, numbers)
+    context = PlanningContext.of(graph, batch, costs, measured.fleet, optimizer, numbers)
     console = Screen(visible=True).console  # as wide as its tables where there is no terminal
-    rows = prospects(outlook, least_energy_s)
-    show_prospects(console, rows, outlook)
+    rows = predict_all(context, least_energy_s)
+    show_predictions(console, rows, context)
     if least_energy_s is None:
-        show_counts(console, fewer_and_more(outlook), outlook)
-    show_devices(console, rows[-1], outlook)
+        show_counts(console, rates_by_devices(context), context)
+    show_devices(console, rows[-1], context)
     show_plan(console, rows[-1], graph)
-    names = outlook.names
+    names = context.names
     if output is not None:
         write_whole(output, rows[-1].plan.to_json())
         console.print(f"Written to {output}: convoy train --plan {output} --batch {batch} --devices {len(names)} ...")

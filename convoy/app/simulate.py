@@ -12,7 +12,7 @@ from convoy.model.nets import graph_of
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, named_plan
 from convoy.planner.planner import plan_auto, predicted_speeds
-from convoy.planner.predict import Outlook, prospect
+from convoy.planner.predict import PlanningContext, predict_plan
 from convoy.report.numbers import in_bytes
 from convoy.report.timeline import draw as draw_timeline
 from convoy.report.timeline import write_chrome_trace
@@ -52,8 +52,8 @@ def run_step(
     graph = graph_of(net, image, classes)
     costs = roofline_costs(described) if measured is None else measured.costs(graph)
     chosen = _plan(plan, graph, batch, costs, described)
-    outlook = Outlook.of(graph, chosen.batch, costs, described)
-    row = prospect(chosen, outlook)
+    context = PlanningContext.of(graph, chosen.batch, costs, described)
+    row = predict_plan(chosen, context)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -66,10 +66,10 @@ def run_step(
     )
     for words in row.overfull:
         say(f"does not fit: {words}")
-    written = [write_chrome_trace(row.timeline, out / "step.json", outlook.names)]
+    written = [write_chrome_trace(row.timeline, out / "step.json", context.names)]
     if draw:
         title = f"{net}, plan {chosen.name}, batch {chosen.batch}, {how}"
-        written.append(draw_timeline(row.timeline, out / "step.png", outlook.names, title))
+        written.append(draw_timeline(row.timeline, out / "step.png", context.names, title))
     for path in written:
         say(f"wrote {path}")
     return written
@@ -77,8 +77,8 @@ def run_step(
 
 def _plan(name: str, graph: Graph, batch: int, costs: Costs, fleet: Fleet) -> Plan:
     if name == "auto":
-        outlook = Outlook.of(graph, batch, costs, fleet)
-        return plan_auto(graph, batch, costs, outlook.room).named("auto")
+        context = PlanningContext.of(graph, batch, costs, fleet)
+        return plan_auto(graph, batch, costs, context.room).named("auto")
     if name in PLANS:
         return named_plan(name, graph, batch, predicted_speeds(graph, batch, costs))
     if not name.endswith(".json") and not Path(name).is_file():

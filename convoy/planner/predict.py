@@ -1,4 +1,4 @@
-"""What each plan would bring on a fleet, before anything runs: the rows of `convoy plan`."""
+"""Predictions of plans on a fleet, before anything runs: the rows of `convoy plan`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +22,8 @@ from convoy.simulator.simulate import Costs, Timeline, simulate
 
 
 @dataclass(frozen=True, slots=True)
-class Prospect:
-    """One plan on one fleet.
+class PlanPrediction:
+    """The prediction for one plan on one fleet.
 
     Attributes:
         step_s: predicted seconds of a training step.
@@ -58,8 +58,8 @@ class Prospect:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
-    """A fleet with what it costs there to train one model, and the speeds that follow.
+class PlanningContext:
+    """What plans of one model on one fleet are made and predicted with.
 
     Attributes:
         room: memory that plans may fill.
@@ -90,7 +90,7 @@ class Outlook:
         wire: CommDtype = "exact",
         reduce: Reduce | None = None,
     ) -> Self:
-        """The outlook of a model on a fleet.
+        """The context of a model on a fleet.
 
         Raises:
             InputError: unknown optimizer.
@@ -104,13 +104,13 @@ class Outlook:
         return candidates(self.graph, self.batch, self.costs, self.room, self.wire, reduce=self.reduce)
 
     def named(self, name: str) -> Plan:
-        """A plan by name, as this outlook wants all plans."""
+        """A plan by name, with the sums and the wire of all plans here."""
         made = named_plan(name, self.graph, self.batch, self.speeds, self.reduce)
         return replace(made, wire=self.wire)
 
 
-def prospects(outlook: Outlook, least_energy_s: float | None = None) -> list[Prospect]:
-    """A row per named plan, and `auto` last: the shortest predicted step, or the least energy within a limit.
+def predict_all(context: PlanningContext, least_energy_s: float | None = None) -> list[PlanPrediction]:
+    """A prediction per named plan, and `auto` last: the shortest predicted step, or the least energy within a limit.
 
     Args:
         least_energy_s: choose the plan of least joules per image among those whose step takes at most this long.
@@ -119,79 +119,72 @@ def prospects(outlook: Outlook, least_energy_s: float | None = None) -> list[Pro
         PlanError: no plan fits the devices' memory, or none is fast enough.
         InputError: least energy on a fleet without watts.
     """
-    rows = [prospect(outlook.named(name), outlook) for name in PLANS]
-    found = outlook.candidates()
+    rows = [predict_plan(context.named(name), context) for name in PLANS]
+    found = context.candidates()
     if least_energy_s is None:
-        best = prospect(found[0].plan, outlook)
+        best = predict_plan(found[0].plan, context)
     else:
-        best = thriftiest([prospect(each.plan, outlook) for each in found], least_energy_s, outlook.names)
+        best = _least_energy([predict_plan(each.plan, context) for each in found], least_energy_s, context.names)
     return [*rows, replace(best, plan=best.plan.named("auto"))]
 
 
-def choices(outlook: Outlook) -> list[Candidate]:
+def choices(context: PlanningContext) -> list[Candidate]:
     """The planner's choice, and the plans that are worth a trial beside it; see `worth_trying`.
 
     Raises:
         PlanError: no plan fits the devices' memory.
     """
-    tried = worth_trying(outlook.candidates(), outlook.graph)
+    tried = worth_trying(context.candidates(), context.graph)
     return [replace(each, plan=each.plan.named("auto")) for each in tried]
 
 
-def thriftiest(rows: Sequence[Prospect], limit_s: float, names: Sequence[str]) -> Prospect:
-    """The plan of least joules per image among those whose step takes at most `limit_s`.
-
-    Raises:
-        PlanError: none is fast enough; the fastest is named.
-        InputError: the fleet has no watts.
-    """
-    pairs = [(row, row.energy) for row in rows if row.energy is not None]
-    if not pairs:
+def _least_energy(rows: Sequence[PlanPrediction], limit_s: float, names: Sequence[str]) -> PlanPrediction:
+    """The plan of least joules per image among those whose step takes at most `limit_s`."""
+    energies = [(index, row.energy) for index, row in enumerate(rows) if row.energy is not None]
+    if not energies:
         raise InputError(
             f"least energy of {', '.join(names)}: a device has no watts; give every [[device]] of the fleet file idle_w "
             "and busy_w"
         )
-    by_number = {index: row for index, (row, _) in enumerate(pairs)}
     try:
-        index, _ = least_energy([(i, energy) for i, (_, energy) in enumerate(pairs)], limit_s)
+        return rows[least_energy(energies, limit_s)[0]]
     except PlanError:
-        fastest = min(row.step_s for row, _ in pairs)
+        fastest = min(row.step_s for row in rows)
         raise PlanError(
             f"no plan takes at most {limit_s:.4g} s a step: the fastest takes {fastest:.4g} s; raise the limit or add devices"
         ) from None
-    return by_number[index]
 
 
-def prospect(plan: Plan, outlook: Outlook) -> Prospect:
-    """The prediction for one plan."""
-    graph, costs, room = outlook.graph, outlook.costs, outlook.room
+def predict_plan(plan: Plan, context: PlanningContext) -> PlanPrediction:
+    """Simulate one plan."""
+    graph, costs, room = context.graph, context.costs, context.room
     steps = lower(plan, graph)
     timeline = simulate(steps, graph, costs)
     rate = plan.batch / timeline.step_s
     memory = memory_of_steps(steps, graph, optimizer=room.optimizer, itemsize=costs.itemsize)
     traffic = steps.traffic(costs.itemsize)
     devices = range(plan.devices)
-    return Prospect(
+    return PlanPrediction(
         plan=plan,
         step_s=timeline.step_s,
         samples_per_s=rate,
-        efficiency=rate / sum(outlook.speeds.devices),
+        efficiency=rate / sum(context.speeds.devices),
         sent_bytes=tuple(sum(n for (sender, _), n in traffic.items() if sender == d) for d in devices),
         received_bytes=tuple(sum(n for (_, receiver), n in traffic.items() if receiver == d) for d in devices),
         memory=memory,
         overfull=tuple(room.overfull([each.total_bytes for each in memory])),
-        energy=None if outlook.power is None else energy_of(timeline, outlook.power, plan.batch),
+        energy=None if context.power is None else energy_of(timeline, context.power, plan.batch),
         timeline=timeline,
-        bound=_bound(timeline, steps, costs, outlook.names),
+        bound=_bound(timeline, steps, costs, context.names),
     )
 
 
-def fewer_and_more(outlook: Outlook) -> list[tuple[int, float]]:
+def rates_by_devices(context: PlanningContext) -> list[tuple[int, float]]:
     """(devices, samples/s) of the best plan found for the fastest device alone, the two fastest, and so on."""
     best: dict[int, float] = {}
-    for candidate in outlook.candidates():
-        count = len(working(candidate.plan, outlook.graph))
-        best[count] = max(best.get(count, 0.0), outlook.batch / candidate.step_s)
+    for candidate in context.candidates():
+        count = len(working(candidate.plan, context.graph))
+        best[count] = max(best.get(count, 0.0), context.batch / candidate.step_s)
     return sorted(best.items())
 
 

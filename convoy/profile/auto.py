@@ -17,7 +17,7 @@ from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
-from convoy.planner.predict import Outlook, choices, prospect
+from convoy.planner.predict import PlanningContext, choices, predict_plan
 from convoy.profile.job import measure_job
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Sum
@@ -137,11 +137,11 @@ def _planned(
     """The chosen plan and those worth a trial, as the text of their files, with their predictions."""
     # What mixes is planned as if it summed; it sends weights beside gradients, so it may not fit where that did.
     sums = None if reduce == "inexact-butterfly-mixing" else reduce
-    outlook = Outlook.of(graph, batch, measured.costs(graph), measured.fleet, optimizer, wire, sums)
-    plans = [(each.plan, each.step_s) for each in choices(outlook)]
+    context = PlanningContext.of(graph, batch, measured.costs(graph), measured.fleet, optimizer, wire, sums)
+    plans = [(each.plan, each.step_s) for each in choices(context)]
     if reduce == "inexact-butterfly-mixing":
         # Copies that differ cannot be handed from plan to plan.
-        mixing = prospect(replace(plans[0][0], reduce=reduce), outlook)
+        mixing = predict_plan(replace(plans[0][0], reduce=reduce), context)
         if mixing.overfull:
             raise PlanError(
                 f"plan auto with reduce {reduce} overfills {'; '.join(mixing.overfull)}: use a smaller batch or another reduce"
@@ -150,5 +150,5 @@ def _planned(
     return {
         "plans": [plan.to_json() for plan, _ in plans],
         "step_s": [step_s for _, step_s in plans],
-        "speeds": outlook.speeds.devices,
+        "speeds": context.speeds.devices,
     }

@@ -17,7 +17,7 @@ from convoy.plan.presets import PLANS, named_plan
 from convoy.plan.size import LocalSize, local_size
 from convoy.plan.steps import Compute, StepList
 from convoy.planner.planner import candidates
-from convoy.planner.predict import Outlook
+from convoy.planner.predict import PlanningContext
 from convoy.simulator.price import sizes_in_pieces
 
 CANDIDATES = 3
@@ -47,7 +47,7 @@ def wanted(measured: Measurement, graph: Graph, batch: int, alike: Mapping[str, 
     known = {(p.device, p.layer, p.samples, p.outputs, p.inputs) for p in measured.layer}
     names = [device.name for device in measured.fleet.devices]
     found: list[dict[tuple[str, LocalSize], Wanted]] = [{} for _ in names]
-    for plan in _plans(Outlook.of(graph, batch, costs, measured.fleet)):
+    for plan in _plans(PlanningContext.of(graph, batch, costs, measured.fleet)):
         steps = lower(plan, graph)
         for device, name in enumerate(names):
             sizes = _large(_sizes(steps, graph, costs, device, alike))
@@ -58,12 +58,12 @@ def wanted(measured: Measurement, graph: Graph, batch: int, alike: Mapping[str, 
     return [sorted(each.values(), key=lambda wanted: -wanted.seconds) for each in found]
 
 
-def _plans(outlook: Outlook) -> list[Plan]:
-    graph, batch = outlook.graph, outlook.batch
-    plans = [named_plan(name, graph, batch, outlook.speeds) for name in PLANS]
+def _plans(context: PlanningContext) -> list[Plan]:
+    graph, batch = context.graph, context.batch
+    plans = [named_plan(name, graph, batch, context.speeds) for name in PLANS]
     try:
         # By the analytic model: simulations take seconds on eight devices, and what they change moves a share by little.
-        best = candidates(graph, batch, outlook.costs, outlook.room, outlook.wire, simulated=False)
+        best = candidates(graph, batch, context.costs, context.room, context.wire, simulated=False)
     except PlanError:  # nothing fits: whoever plans will say so
         return plans
     return plans + [each.plan for each in best[:CANDIDATES]]

@@ -7,14 +7,14 @@ from rich.console import Console
 from rich.table import Table
 
 from convoy.model.graph import Graph
-from convoy.planner.predict import Outlook, Prospect
+from convoy.planner.predict import PlanningContext, PlanPrediction
 from convoy.report.numbers import in_bytes
 from convoy.report.screen import Screen
 
 
-def show_prospects(console: Console, rows: Sequence[Prospect], outlook: Outlook) -> None:
+def show_predictions(console: Console, rows: Sequence[PlanPrediction], context: PlanningContext) -> None:
     """A row per plan."""
-    speeds, names = outlook.speeds.devices, outlook.names
+    speeds, names = context.speeds.devices, context.names
     limit = sum(speeds)
     table = Table(title=f"Predicted, before anything runs; the limit is {limit:,.4g} samples/s", title_justify="left")
     table.add_column("plan")
@@ -44,9 +44,9 @@ def show_prospects(console: Console, rows: Sequence[Prospect], outlook: Outlook)
         console.print(f"auto is {gain:.2f}x as fast as {names[fastest]} alone.")
 
 
-def show_counts(console: Console, counts: Sequence[tuple[int, float]], outlook: Outlook) -> None:
+def show_counts(console: Console, counts: Sequence[tuple[int, float]], context: PlanningContext) -> None:
     """What one device less or more brings."""
-    speeds, names = outlook.speeds.devices, outlook.names
+    speeds, names = context.speeds.devices, context.names
     order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
     alone = speeds[order[0]]
     for (fewer, before), (more, after) in itertools.pairwise(counts):
@@ -54,16 +54,16 @@ def show_counts(console: Console, counts: Sequence[tuple[int, float]], outlook: 
         console.print(f"without {added}: {before / alone:.2f}x; with {added}: {after / alone:.2f}x")
 
 
-def show_devices(console: Console, row: Prospect, outlook: Outlook) -> None:
+def show_devices(console: Console, row: PlanPrediction, context: PlanningContext) -> None:
     """A row per device: what it computes, sends, receives, keeps and draws in a step of one plan."""
     table = Table(title=f"Plan {row.plan.name}, device by device, per step", title_justify="left")
     table.add_column("device")
     for name in ("computes", "sends", "receives", "memory", "of", "idle - busy", "joules"):
         table.add_column(name, justify="right")
-    for device, name in enumerate(outlook.names):
-        limit = outlook.room.limits_bytes[device]
+    for device, name in enumerate(context.names):
+        limit = context.room.limits_bytes[device]
         watts = (
-            "-" if outlook.power is None else f"{outlook.power[device].idle_w:g} - {outlook.power[device].busy_w:g} W"
+            "-" if context.power is None else f"{context.power[device].idle_w:g} - {context.power[device].busy_w:g} W"
         )
         table.add_row(
             name, f"{row.timeline.compute_s[device] / row.step_s:.1%}", in_bytes(row.sent_bytes[device]),
@@ -74,7 +74,7 @@ def show_devices(console: Console, row: Prospect, outlook: Outlook) -> None:
     console.print(table)
 
 
-def show_plan(console: Console, row: Prospect, graph: Graph) -> None:
+def show_plan(console: Console, row: PlanPrediction, graph: Graph) -> None:
     """The plan layer by layer."""
     from convoy.plan.explain import layer_rows, work_shares
     from convoy.plan.lower import lower

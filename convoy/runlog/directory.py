@@ -21,7 +21,7 @@ from convoy.errors import InputError
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
-from convoy.planner.predict import Outlook, prospect
+from convoy.planner.predict import PlanningContext, predict_plan
 from convoy.runlog.reader import LOG_NAME
 from convoy.runlog.rows import fleet_line, prediction_line
 from convoy.runlog.writer import RunLog
@@ -130,11 +130,11 @@ class RunHeader:
         """Log what is predicted for a plan, where the times for that are known; `shares_only` as in the line."""
         if self.measured is not None:
             settings = self.run.settings
-            outlook = Outlook.of(
+            context = PlanningContext.of(
                 self.graph, plan.batch, self.measured.costs(self.graph), self.measured.fleet,
                 settings.optimizer_state, plan.wire,
             )  # fmt: skip
-            log.write(prediction_line(prospect(plan, outlook), outlook, settings.accumulate, shares_only))
+            log.write(prediction_line(predict_plan(plan, context), context, settings.accumulate, shares_only))
 
 
 def _runs() -> Path:

@@ -10,7 +10,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
 from convoy.plan.steps import Compute, Move, StepList, traffic
-from convoy.planner.predict import Outlook, Prospect
+from convoy.planner.predict import PlanningContext, PlanPrediction
 from convoy.runlog.schema import (
     DeviceEntry,
     FleetLine,
@@ -52,20 +52,22 @@ def plan_parts(plan: Plan, graph: Graph) -> dict[str, Any]:
     return {"layers": layers, "outputs": tuple(moves.get(OUTPUTS, ())), "work": work_shares(steps, graph)}
 
 
-def prediction_line(prospect: Prospect, outlook: Outlook, passes: int, shares_only: bool = False) -> PredictionLine:
+def prediction_line(
+    prediction: PlanPrediction, context: PlanningContext, passes: int, shares_only: bool = False
+) -> PredictionLine:
     """What a plan is predicted to reach.
 
     Args:
         passes: so many make one step.
         shares_only: see `PredictionLine`.
     """
-    timeline = prospect.timeline
+    timeline = prediction.timeline
     return PredictionLine(
-        step_s=prospect.step_s * passes,
-        samples_per_s=prospect.samples_per_s,
-        limit_samples_per_s=sum(outlook.speeds.devices),
-        bound=prospect.bound,
-        names=outlook.names,
+        step_s=prediction.step_s * passes,
+        samples_per_s=prediction.samples_per_s,
+        limit_samples_per_s=sum(context.speeds.devices),
+        bound=prediction.bound,
+        names=context.names,
         one_pass=PassEntry(s=timeline.step_s, compute_s=timeline.compute_s, exchange_s=timeline.exchange_s),
         events=tuple(
             (e.device, e.activity, e.label, e.start_s, e.end_s, e.peer, e.size_bytes)

@@ -15,7 +15,7 @@ from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.strategy import Channel, Filter
 from convoy.planner.analytic import CostModel
 from convoy.planner.planner import candidates, plan_auto, solo_speeds
-from convoy.planner.predict import Outlook, prospects
+from convoy.planner.predict import PlanningContext, predict_all
 from convoy.planner.search import Search
 from convoy.simulator.energy import energy_of
 from convoy.simulator.simulate import Costs, simulate
@@ -40,8 +40,10 @@ def fleet(*rows: tuple[float, int | None]) -> Fleet:
     return Fleet(tuple(Host(f"h{i}") for i in range(len(rows))), devices, GIGABIT)
 
 
-def outlook(fleet: Fleet, graph: Graph = WIDE, batch: int = BATCH, optimizer: str = "sgd-momentum") -> Outlook:
-    return Outlook.of(graph, batch, roofline_costs(fleet), fleet, optimizer)
+def context_of(
+    fleet: Fleet, graph: Graph = WIDE, batch: int = BATCH, optimizer: str = "sgd-momentum"
+) -> PlanningContext:
+    return PlanningContext.of(graph, batch, roofline_costs(fleet), fleet, optimizer)
 
 
 def needs(plan: Plan, graph: Graph = WIDE) -> list[int]:
@@ -49,13 +51,13 @@ def needs(plan: Plan, graph: Graph = WIDE) -> list[int]:
 
 
 def test_a_plan_that_fits_is_the_same_with_and_without_limits() -> None:
-    roomy = outlook(fleet((1e11, 10**10), (5e10, 10**10)))
+    roomy = context_of(fleet((1e11, 10**10), (5e10, 10**10)))
     assert plan_auto(WIDE, BATCH, roomy.costs, roomy.room) == plan_auto(WIDE, BATCH, roomy.costs)
 
 
 def test_only_a_split_of_the_big_layer_fits() -> None:
     """Neither device holds 50 MB; together they hold 60. Every plan that copies the Linear, or leaves it to one, is out."""
-    tight = outlook(fleet((1e11, 30_000_000), (5e10, 30_000_000)))
+    tight = context_of(fleet((1e11, 30_000_000), (5e10, 30_000_000)))
     free = plan_auto(WIDE, BATCH, tight.costs)
     assert max(needs(free)) > 30_000_000  # by speed two thirds of the Linear
     plan = plan_auto(WIDE, BATCH, tight.costs, tight.room)
@@ -66,7 +68,7 @@ def test_only_a_split_of_the_big_layer_fits() -> None:
 
 def test_the_fast_device_has_little_memory() -> None:
     """By speed it would take nine tenths of the Linear's 50 MB; it has room for a quarter."""
-    tight = outlook(fleet((9e10, 14_000_000), (1e10, 45_000_000)))
+    tight = context_of(fleet((9e10, 14_000_000), (1e10, 45_000_000)))
     plan = plan_auto(WIDE, BATCH, tight.costs, tight.room)
     first, second = needs(plan)
     assert first <= 14_000_000
@@ -74,7 +76,7 @@ def test_the_fast_device_has_little_memory() -> None:
 
 
 def test_a_slow_device_with_memory_works_alone_where_the_fast_one_has_none() -> None:
-    lonely = outlook(fleet((1e11, 3_000_000), (1e10, 10**9)))
+    lonely = context_of(fleet((1e11, 3_000_000), (1e10, 10**9)))
     plan = plan_auto(WIDE, BATCH, lonely.costs, lonely.room)
     assert needs(plan)[0] <= 3_000_000
 
@@ -83,12 +85,12 @@ def test_where_direct_sums_do_not_fit_a_ring_does() -> None:
     """Of a large gradient more arrives at once directly than in a ring. The limit is what the
     free plan takes with a ring: it is found, or one that is as fast."""
     graph = Stack((64, 16, 16)).conv(64, 3).conv(64, 3).pool().conv(128, 3).pool().flatten().linear(4).graph()
-    roomy = outlook(fleet(*[(1e11, 10**10)] * 4), graph, 64)
+    roomy = context_of(fleet(*[(1e11, 10**10)] * 4), graph, 64)
     free = plan_auto(graph, 64, roomy.costs)
     ring = replace(free, reduce="ring")
     assert free.reduce == "direct"
     assert max(needs(ring, graph)) < max(needs(free, graph))
-    tight = outlook(fleet(*[(1e11, max(needs(ring, graph)))] * 4), graph, 64)
+    tight = context_of(fleet(*[(1e11, max(needs(ring, graph)))] * 4), graph, 64)
     plan = plan_auto(graph, 64, tight.costs, tight.room)
     assert max(needs(plan, graph)) <= max(needs(ring, graph))
     ring_s = simulate(lower(ring, graph), graph, tight.costs).step_s
@@ -96,7 +98,7 @@ def test_where_direct_sums_do_not_fit_a_ring_does() -> None:
 
 
 def test_a_net_that_fits_nowhere_is_refused_with_numbers() -> None:
-    small = outlook(fleet((1e11, 10_000_000), (5e10, 12_000_000)))
+    small = context_of(fleet((1e11, 10_000_000), (5e10, 12_000_000)))
     with pytest.raises(PlanError) as refused:
         plan_auto(WIDE, BATCH, small.costs, small.room)
     text = str(refused.value)
@@ -107,23 +109,23 @@ def test_a_net_that_fits_nowhere_is_refused_with_numbers() -> None:
 
 
 def test_devices_without_a_known_limit_hold_anything() -> None:
-    unknown = outlook(fleet((1e11, None), (5e10, None)))
+    unknown = context_of(fleet((1e11, None), (5e10, None)))
     assert not unknown.room.limited
-    half = outlook(fleet((1e11, 1_000_000), (5e10, None)))
+    half = context_of(fleet((1e11, 1_000_000), (5e10, None)))
     assert needs(plan_auto(WIDE, BATCH, half.costs, half.room))[0] <= 1_000_000
 
 
 def test_the_optimizers_state_counts() -> None:
     """64 MB are more than three times the weights, for sgd with momentum, and less than four times, for adam."""
     one = fleet((1e11, 58_000_000))
-    assert plan_auto(WIDE, BATCH, outlook(one).costs, outlook(one).room).devices == 1
-    adam = outlook(one, optimizer="adam")
+    assert plan_auto(WIDE, BATCH, context_of(one).costs, context_of(one).room).devices == 1
+    adam = context_of(one, optimizer="adam")
     with pytest.raises(PlanError, match="d0 needs"):
         plan_auto(WIDE, BATCH, adam.costs, adam.room)
 
 
 def test_named_plans_that_do_not_fit_are_marked() -> None:
-    rows = {row.plan.name: row for row in prospects(outlook(fleet((1e11, 30_000_000), (5e10, 30_000_000))))}
+    rows = {row.plan.name: row for row in predict_all(context_of(fleet((1e11, 30_000_000), (5e10, 30_000_000))))}
     assert rows["data"].overfull
     assert rows["data"].overfull[0].startswith("d0 needs 59.2 MB of 30 MB")
     assert not rows["model"].overfull
@@ -148,48 +150,48 @@ def hungry(idle_w: float, busy_w: float) -> Fleet:
 
 def test_least_energy_by_hand() -> None:
     """Of all plans found, the one of least joules within the limit: each plan's joules added up here."""
-    look = outlook(hungry(5.0, 500.0))
+    context = context_of(hungry(5.0, 500.0))
     power = [(5.0, 500.0), (1.0, 2.0)]
     joules = {}
-    for each in candidates(look.graph, look.batch, look.costs, look.room):
-        timeline = simulate(lower(each.plan, look.graph), look.graph, look.costs)
+    for each in candidates(context.graph, context.batch, context.costs, context.room):
+        timeline = simulate(lower(each.plan, context.graph), context.graph, context.costs)
         busy = timeline.compute_s
         joules[timeline.step_s, each.plan.name] = sum(
             idle_w * timeline.step_s + (busy_w - idle_w) * busy[d] for d, (idle_w, busy_w) in enumerate(power)
         )
     fastest_s = min(step_s for step_s, _ in joules)
     for limit_s in (fastest_s * 1.001, fastest_s * 1.5, 1e3):
-        chosen = prospects(look, limit_s)[-1]
+        chosen = predict_all(context, limit_s)[-1]
         assert chosen.energy is not None
         assert chosen.energy.step_j == pytest.approx(min(j for (s, _), j in joules.items() if s <= limit_s), rel=1e-12)
         assert chosen.energy.image_j == pytest.approx(chosen.energy.step_j / BATCH)
     # With time to spare the hungry device is used less than in a hurry.
-    relaxed, hurried = prospects(look, 1e3)[-1], prospects(look)[-1]
+    relaxed, hurried = predict_all(context, 1e3)[-1], predict_all(context)[-1]
     assert relaxed.step_s > hurried.step_s
     assert relaxed.energy.step_j < hurried.energy.step_j
 
 
 def test_no_plan_is_fast_enough() -> None:
     with pytest.raises(PlanError, match=r"no plan takes at most 1e-09 s a step: the fastest takes"):
-        prospects(outlook(hungry(5.0, 50.0)), 1e-9)
+        predict_all(context_of(hungry(5.0, 50.0)), 1e-9)
 
 
 def test_least_energy_wants_watts() -> None:
     plain = fleet((1e11, None), (5e10, None))
     dark = replace(plain, devices=(plain.devices[0], replace(plain.devices[1], idle_w=None, busy_w=None)))
-    look = outlook(dark)
-    assert look.power is None
-    assert all(row.energy is None for row in prospects(look))
+    context = context_of(dark)
+    assert context.power is None
+    assert all(row.energy is None for row in predict_all(context))
     with pytest.raises(InputError, match="idle_w and busy_w"):
-        prospects(look, 1.0)
+        predict_all(context, 1.0)
 
 
 def test_the_row_of_a_plan_is_its_own_arithmetic() -> None:
-    look = outlook(hungry(5.0, 50.0))
-    for row in prospects(look):
-        steps = lower(row.plan, look.graph)
+    context = context_of(hungry(5.0, 50.0))
+    for row in predict_all(context):
+        steps = lower(row.plan, context.graph)
         assert row.traffic_bytes == sum(steps.traffic(4).values()) == sum(row.received_bytes)
-        assert row.energy == energy_of(row.timeline, look.power or (), BATCH)
+        assert row.energy == energy_of(row.timeline, context.power or (), BATCH)
 
 
 # --- planning by the analytic model ----------------------------------------------------------------------------------

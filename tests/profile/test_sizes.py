@@ -20,7 +20,7 @@ from convoy.plan.presets import PLANS, named_plan
 from convoy.plan.size import LocalSize, local_size
 from convoy.plan.steps import Compute
 from convoy.planner.planner import candidates
-from convoy.planner.predict import Outlook
+from convoy.planner.predict import PlanningContext
 from convoy.profile.job import measure_job
 from convoy.profile.sizes import wanted
 from convoy.profile.tables import Bench
@@ -159,7 +159,7 @@ def test_the_sizes_of_the_plans_are_exact(measured: list[Measurement]) -> None:
     graph = trace(build_net(NET, IMAGE, 10), torch.zeros(2, *IMAGE)).graph
     alone = by_grids(measured[0])
     costs, by_grids_costs = measured[0].costs(graph), alone.costs(graph)
-    speeds = Outlook.of(graph, BATCH, by_grids_costs, alone.fleet).speeds
+    speeds = PlanningContext.of(graph, BATCH, by_grids_costs, alone.fleet).speeds
     plans = [named_plan(name, graph, BATCH, speeds) for name in PLANS]
     plans += [candidates(graph, BATCH, by_grids_costs, simulated=False)[0].plan]
     seen = 0
