@@ -5,13 +5,20 @@
     save_checkpoint("run", model, optimizer, Progress(step=300, epoch=2, batch=17))     # on every device
     progress = load_checkpoint("run", model, optimizer)                                 # on every device of another fleet
 
+::
+
+    folder.py        the folder of a run, checkpoint.json, files that are on the disk
+    tensors.py       a model's tensors, gathered and scattered; safetensors files
+    values.py        settings of optimizers and schedules as JSON
+    save.py, load.py
+    checkpointer.py  when a run is saved, and where it goes on
+
 Plain PyTorch loads the weights: `model.load_state_dict(safetensors.torch.load_file("run/best/model.safetensors"))`.
 """
 
 from convoy.checkpoint.checkpointer import Checkpointer
-from convoy.checkpoint.folder import latest
+from convoy.checkpoint.folder import Progress, latest
 from convoy.checkpoint.load import load_checkpoint
-from convoy.checkpoint.manifest import Progress
 from convoy.checkpoint.save import save_checkpoint
 
 __all__ = ["Checkpointer", "Progress", "latest", "load_checkpoint", "save_checkpoint"]

@@ -9,11 +9,10 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.checkpoint.folder import latest
+from convoy.checkpoint.folder import Progress, latest
 from convoy.checkpoint.load import load_checkpoint
-from convoy.checkpoint.manifest import Progress
-from convoy.checkpoint.parts import Parts
 from convoy.checkpoint.save import KEEP, Stateful, save_checkpoint
+from convoy.checkpoint.tensors import Parts
 from convoy.comm.agreement import from_first
 from convoy.errors import InputError
 

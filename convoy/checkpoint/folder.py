@@ -1,4 +1,4 @@
-"""The folder of a run: one folder for each checkpoint, numbered as they are written; whole, or not there.
+"""The folder of a run: one folder per checkpoint, complete or absent, and the manifest that says what is in it.
 
 ::
 
@@ -6,24 +6,186 @@
     run/000002-step-200/  ...
     run/best -> 000001-step-100
 
-A checkpoint is written under another name, and gets its own when all of it is on the disk. Nothing that has its name is ever
+A checkpoint is written under another name, and renamed when all of it is on the disk. Nothing under its final name is ever
 written again: a run that goes back to an older checkpoint, or comes by the same step twice, only adds higher numbers. One run
 at a time writes into a folder.
 """
 
+import hashlib
+import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, BinaryIO
 
-from convoy.checkpoint.disk import sync_folder
-from convoy.checkpoint.manifest import MANIFEST, read_manifest
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from convoy._version import __version__
 from convoy.errors import InputError
+
+FORMAT = 1
+MANIFEST = "checkpoint.json"
+MODEL = "model.safetensors"
+AVERAGE = "average.safetensors"
+"""Beside the weights, where they are averaged: the averages under the same keys, which tests use. Nothing reads it back: what
+goes on is in the optimizer's file."""
+OPTIMIZER = "optimizer.safetensors"
 
 BEST = "best"
 _DRAFT, _GONE, _LINK = ".draft", ".gone", ".best"
 _NAME = re.compile(r"(\d{6,})-step-\d+")
+
+SYNC_BYTES = 64 << 20
+"""Most bytes on their way to the disk: so no single fsync of the writing device takes longer for a larger model."""
+
+
+# ------------------------------------------------------------------------------------------------------------- manifest
+
+_Count = Annotated[int, Field(ge=0)]
+
+
+class _Saved(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come; also the place in the data where it goes on.
+
+    Attributes:
+        step: steps of the optimizer done since the beginning.
+        epoch: the epoch, from 0, that the next batch belongs to.
+        batch: batches of that epoch done.
+    """
+
+    step: _Count = 0
+    epoch: _Count = 0
+    batch: _Count = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Size and checksum of a file as it was written."""
+
+    size_bytes: int
+    sha256: str
+
+
+class SavedGroup(_Saved):
+    """One parameter group: names in its order, and its settings as `values.encode` writes them."""
+
+    parameters: list[str]
+    settings: dict[str, Any]
+
+
+class SavedOptimizer(_Saved):
+    """An optimizer but for its tensors.
+
+    Attributes:
+        name: of its class.
+        state: by parameter and name: rows as `runtime.optimizer.described` makes them. A tensor lies in the optimizer's file.
+    """
+
+    name: str
+    groups: list[SavedGroup]
+    state: dict[str, dict[str, dict[str, Any]]]
+
+    def tensors(self) -> list[tuple[str, str, torch.dtype]]:
+        """(parameter, name, type) of each tensor that lies in the optimizer's file."""
+        rows = [(key, name, row) for key, state in self.state.items() for name, row in state.items()]
+        return [(key, name, getattr(torch, row["dtype"])) for key, name, row in rows if row["kind"] == "tensor"]
+
+
+class SavedState(_Saved):
+    """A schedule or a scaler: the name of its class, and its state as `values.encode` writes it."""
+
+    name: str
+    state: dict[str, Any]
+
+
+class Manifest(_Saved):
+    """What checkpoint.json says: everything but the tensors, and size and checksum of the other files.
+
+    Attributes:
+        settings: whatever decides how the run goes on, e.g. seed and batch; compared when it is resumed.
+        score: of the evaluation at this point; the greater the better.
+        others: what else has a state, by what it is for: "schedule", "scaler".
+        files: the others in the folder.
+    """
+
+    format: int = FORMAT
+    convoy: str = __version__
+    torch: str = str(torch.__version__)
+    progress: Progress
+    score: float | None
+    settings: dict[str, Any]
+    optimizer: SavedOptimizer | None
+    others: dict[str, SavedState]
+    files: dict[str, Written]
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=1) + "\n"
+
+
+class _Stamp(BaseModel):
+    """What every format has."""
+
+    format: int
+    convoy: str
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Read checkpoint.json.
+
+    Raises:
+        InputError: it is missing, truncated, foreign, or of a newer format.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+        stamp = _Stamp.model_validate_json(text)
+        if stamp.format > FORMAT:
+            raise InputError(
+                f"{path} has format {stamp.format}, written by Convoy {stamp.convoy}; this is Convoy {__version__}, which "
+                f"reads formats up to {FORMAT}: update Convoy"
+            )
+        return Manifest.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "the file"
+        raise InputError(f"{path} is no checkpoint's description, or was truncated: {field}: {first['msg']}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is no checkpoint's description, or was damaged: it is not text") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_checked(checkpoint: Path) -> Manifest:
+    """Read checkpoint.json, and all other files once to see that they are the ones that were written.
+
+    Raises:
+        InputError: as `read_manifest`; or names the file, what it is and what it should be.
+    """
+    manifest = read_manifest(checkpoint)
+    for name, expected in manifest.files.items():
+        path = checkpoint / name
+        try:
+            with path.open("rb") as file:
+                sha256, size_bytes = hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        if size_bytes != expected.size_bytes:
+            raise InputError(f"{path} has {size_bytes} bytes, and was written with {expected.size_bytes}")
+        if sha256 != expected.sha256:
+            raise InputError(f"{path} is not the file that was written: its sha256 is {sha256}, not {expected.sha256}")
+    return manifest
+
+
+# ---------------------------------------------------------------------------------------------------- folders of a run
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -71,15 +233,15 @@ def draft(folder: Path) -> Iterator[Path]:
 def publish(path: Path, step: int) -> Path:
     """Give a draft whose files are on the disk its name: from here on it is the latest checkpoint."""
     folder = path.parent
-    sync_folder(path)
+    _sync_folder(path)
     number = 1 + max((_number(each) for each in checkpoints(folder)), default=0)
     target = path.rename(folder / f"{number:06d}-step-{step}")
-    sync_folder(folder)
+    _sync_folder(folder)
     return target
 
 
 def tidy(folder: Path, keep: int) -> None:
-    """Let `best` point to the best checkpoint, and remove all but that and the last few."""
+    """Point `best` to the best checkpoint, and remove all but that and the last few."""
     favourite = best(folder)
     if favourite is not None:
         link = folder / _LINK
@@ -90,7 +252,7 @@ def tidy(folder: Path, keep: int) -> None:
         if path != favourite:
             # Renamed first: what is half removed must not look like a checkpoint.
             shutil.rmtree(path.rename(folder / _GONE))
-    sync_folder(folder)
+    _sync_folder(folder)
 
 
 def _number(path: Path) -> int:
@@ -102,3 +264,64 @@ def _score(path: Path) -> float | None:
         return read_manifest(path).score
     except InputError:
         return None  # a damaged one is nobody's best
+
+
+# -------------------------------------------------------------------------------------------------------------- the disk
+
+
+@dataclass
+class Sink:
+    """A file that is being written, with its size and checksum so far."""
+
+    file: BinaryIO
+    size_bytes: int = 0
+    unsynced_bytes: int = 0
+    digest: "hashlib._Hash" = field(default_factory=hashlib.sha256)
+
+    def write(self, data: bytes | memoryview) -> None:
+        self.file.write(data)
+        self.digest.update(data)
+        self.size_bytes += len(data)
+        self.unsynced_bytes += len(data)
+        if self.unsynced_bytes > SYNC_BYTES:
+            self.sync()
+
+    def sync(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.unsynced_bytes = 0
+
+    def written(self) -> Written:
+        return Written(self.size_bytes, self.digest.hexdigest())
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[Sink]:
+    """A file that was not there before, and is on the disk when the block ends.
+
+    Raises:
+        OSError: with the file's name.
+    """
+    with _named(path), path.open("xb") as file:
+        sink = Sink(file)
+        yield sink
+        sink.sync()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk. OSError with the folder's name."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with _named(folder):
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of an open file do not name it: add the name."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -9,11 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.checkpoint.folder import checkpoints, is_checkpoint, latest
-from convoy.checkpoint.manifest import MODEL, OPTIMIZER, Manifest, Progress, SavedOptimizer, check_files, read_manifest
-from convoy.checkpoint.parts import Parts
+from convoy.checkpoint.folder import (
+    MODEL,
+    OPTIMIZER,
+    Manifest,
+    Progress,
+    SavedOptimizer,
+    checkpoints,
+    is_checkpoint,
+    latest,
+    read_checked,
+)
 from convoy.checkpoint.save import Stateful
-from convoy.checkpoint.tensors import Spec, read_specs, reading
+from convoy.checkpoint.tensors import Parts, Spec, read_specs, reading
 from convoy.checkpoint.values import decode, encode
 from convoy.comm.agreement import from_first
 from convoy.errors import InputError
@@ -69,7 +77,7 @@ def load_checkpoint(
     types = {key: spec.dtype for key, spec in parts.specs.items()}
     with reading(Path(path) / MODEL, types, here=parts.first) as read:
         for key, own in parts.pieces.items():
-            piece = parts.give_out(key, read(key))
+            piece = parts.scatter(key, read(key))
             if piece is not None:
                 own.copy_(piece)
     if optimizer is not None and manifest.optimizer is not None:
@@ -101,7 +109,7 @@ def _state(parts: Parts, saved: SavedOptimizer, key: str, read: Callable[[str], 
     state: dict[str, Any] = {}
     for name, row in decode(saved.state.get(key, {})).items():
         if row["kind"] == "tensor":
-            piece = parts.give_out(key, read(f"{key}/{name}"))
+            piece = parts.scatter(key, read(f"{key}/{name}"))
             # A copy: the piece may be a part of the whole tensor, or of the file.
             state[name] = None if piece is None else piece.clone()
         elif row["kind"] == "number":
@@ -128,15 +136,9 @@ def _found(folder: Path) -> tuple[Path, Manifest]:
             f"{folder} holds no checkpoint, a folder such as 000001-step-100: give the folder of a run that saved one"
         )
     try:
-        return path, _checked(path)
+        return path, read_checked(path)
     except InputError as error:
         raise InputError(f"{error}; {_instead(path)}") from None
-
-
-def _checked(path: Path) -> Manifest:
-    manifest = read_manifest(path)
-    check_files(path, manifest)
-    return manifest
 
 
 def _instead(path: Path) -> str:
@@ -145,7 +147,7 @@ def _instead(path: Path) -> str:
     before = itertools.takewhile(lambda other: other.name != damaged.name, checkpoints(damaged.parent))
     for other in reversed(list(before)):
         try:
-            _checked(other)
+            read_checked(other)
         except InputError:
             continue
         return f"the checkpoint before it, {other}, is whole: to resume from there give that folder, or remove {path}"

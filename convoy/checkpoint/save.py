@@ -1,7 +1,7 @@
 """Saving: the pieces travel to device 0, tensor by tensor, and it writes them as they come."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,9 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.checkpoint.disk import new_file
-from convoy.checkpoint.folder import draft, latest, publish, tidy
-from convoy.checkpoint.manifest import (
+from convoy.checkpoint.folder import (
     AVERAGE,
     MANIFEST,
     MODEL,
@@ -22,9 +20,13 @@ from convoy.checkpoint.manifest import (
     SavedGroup,
     SavedOptimizer,
     SavedState,
+    draft,
+    latest,
+    new_file,
+    publish,
+    tidy,
 )
-from convoy.checkpoint.parts import Parts
-from convoy.checkpoint.tensors import Spec, Stream, file_order, write_tensors
+from convoy.checkpoint.tensors import Parts, Spec, Stream, file_order, write_tensors
 from convoy.checkpoint.values import encode
 from convoy.comm.agreement import agree_on, from_first
 from convoy.errors import InputError
@@ -92,12 +94,7 @@ def save_checkpoint(
         progress=progress, score=score, settings=encode(dict(settings or {}), "settings"), optimizer=saved,
         others=_states({"schedule": schedule, "scaler": scaler}), files={},
     )  # fmt: skip
-    streams = {MODEL: _model_stream(parts)}
-    if optimizer is not None and saved is not None:
-        streams[OPTIMIZER] = _optimizer_stream(parts, optimizer, saved)
-        averaged = {key: dtype for key, name, dtype in saved.tensors() if name == WeightAverage.STATE}
-        if averaged:
-            streams[AVERAGE] = _average_stream(parts, optimizer, averaged)
+    streams = _streams(parts, optimizer, saved)
 
     def write() -> str:
         try:
@@ -126,39 +123,29 @@ def _states(others: Mapping[str, Stateful | None]) -> dict[str, SavedState]:
     return {what: SavedState(name=name, state=encode(state, f"the state of {name}")) for what, name, state in rows}
 
 
-def _model_stream(parts: Parts) -> Stream:
-    specs = file_order(parts.specs)
-    return Stream(specs, (parts.collect(key, parts.pieces[key]) for key in specs))
+def _streams(parts: Parts, optimizer: Optimizer | None, saved: SavedOptimizer | None) -> dict[str, Stream]:
+    """The tensors of each file: the model's; the optimizer's, as "parameter/name"; and the model with averages in place of its
+    weights (what is not averaged, such as statistics, as the model has it)."""
+    files = {MODEL: _stream(parts, {key: (key, piece) for key, piece in parts.pieces.items()})}
+    if optimizer is not None and saved is not None:
+        state = {key: optimizer.state.get(parameter, {}) for parameter, key in parts.names.items()}
+        rows = {
+            (key, name): state[key][name] if parts.holds(key) else torch.empty(0, dtype=dtype)
+            for key, name, dtype in saved.tensors()
+        }
+        files[OPTIMIZER] = _stream(parts, {f"{key}/{name}": (key, piece) for (key, name), piece in rows.items()})
+        averages = {key: piece for (key, name), piece in rows.items() if name == WeightAverage.STATE}
+        if averages:
+            whole = {key: (key, averages.get(parts.first_names[key], piece)) for key, piece in parts.pieces.items()}
+            files[AVERAGE] = _stream(parts, whole)
+    return files
 
 
-def _optimizer_stream(parts: Parts, optimizer: Optimizer, saved: SavedOptimizer) -> Stream:
-    """The optimizer's tensors, as "parameter/name"."""
-    held = {key: optimizer.state.get(parameter, {}) for parameter, key in parts.names.items()}
-    rows = {f"{key}/{name}": (key, name) for key, name, _ in saved.tensors()}
-    specs = file_order({f"{key}/{name}": Spec(parts.shapes[key], dtype) for key, name, dtype in saved.tensors()})
-
-    def tensors() -> Iterator[torch.Tensor]:
-        for title, spec in specs.items():
-            key, name = rows[title]
-            piece = held[key][name] if parts.holds(key) else torch.empty(0, dtype=spec.dtype)
-            yield parts.collect(key, piece.to(parts.group.torch_device))
-
-    return Stream(specs, tensors())
-
-
-def _average_stream(parts: Parts, optimizer: Optimizer, averaged: Mapping[str, torch.dtype]) -> Stream:
-    """The model with averages in place of its weights; what is not averaged, such as statistics, as the model has it."""
-    held = {key: optimizer.state.get(parameter, {}) for parameter, key in parts.names.items()}
-    specs = file_order(parts.specs)
-
-    def tensors() -> Iterator[torch.Tensor]:
-        for key in specs:
-            name, piece = parts.first_names[key], parts.pieces[key]
-            if name in averaged:
-                piece = held[name][WeightAverage.STATE] if parts.holds(name) else piece.new_empty(0)
-            yield parts.collect(key, piece.to(parts.group.torch_device))
-
-    return Stream(specs, tensors())
+def _stream(parts: Parts, rows: Mapping[str, tuple[str, torch.Tensor]]) -> Stream:
+    """Tensors by their names in a file: each lies like the model's tensor of that key, and this is this device's piece."""
+    specs = file_order({name: Spec(parts.shapes[key], piece.dtype) for name, (key, piece) in rows.items()})
+    pieces = (rows[name] for name in specs)
+    return Stream(specs, (parts.gather(key, piece.to(parts.group.torch_device)) for key, piece in pieces))
 
 
 def _drain(streams: Mapping[str, Stream]) -> None:

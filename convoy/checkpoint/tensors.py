@@ -1,7 +1,8 @@
-"""A safetensors file written tensor by tensor: no device needs room for the whole model to save it.
+"""A model's tensors: gathered on device 0 and scattered again one at a time, and as safetensors files.
 
-The format: eight bytes, the length of the header (little endian); the header, JSON: for each tensor its type, shape and place;
-the bytes of the tensors, without gaps. The library's own writer wants all tensors at once; reading is the library's.
+A file is written tensor by tensor, so no device needs room for the whole model; the library's own writer wants all tensors at
+once, so only reading is the library's. The format: eight bytes, the length of the header (little endian); the header, JSON: for
+each tensor its type, shape and place; the bytes of the tensors, without gaps.
 """
 
 import json
@@ -9,15 +10,24 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
 
-from convoy.checkpoint.disk import Written, new_file
+from convoy.checkpoint.folder import Written, new_file
+from convoy.comm.agreement import gather
+from convoy.comm.group import AloneGroup, Group
 from convoy.errors import InputError
-from convoy.sharding.layout import Shape
+from convoy.runtime.exchange import run_move
+from convoy.runtime.module import Distributed
+from convoy.runtime.optimizer import described
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, box
+from convoy.sharding.redistribute import schedule
 
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -48,6 +58,130 @@ class Spec:
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
+
+
+# ------------------------------------------------------------------------------------------------ tensors on their devices
+
+FIRST = OnOne(0)
+"""Where whole tensors are: the device that reads and writes files."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The tensors of a model by their keys in `state_dict`. An ordinary model is a group of one device, which holds all.
+
+    Attributes:
+        pieces: what this device holds, sharing memory with the model.
+        layouts: where the pieces of each tensor lie.
+        shapes: of the whole tensors.
+        names: the key of each parameter, one for tied ones.
+        first_names: for each key the one that `names` has for the same parameter, or the key itself.
+        differ: copies differ from device to device, because the plan mixes inexactly; their average counts.
+    """
+
+    group: Group
+    pieces: Mapping[str, Tensor]
+    layouts: Mapping[str, Layout]
+    shapes: Mapping[str, Shape]
+    names: Mapping[Tensor, str]
+    first_names: Mapping[str, str]
+    differ: bool
+
+    @staticmethod
+    def of(model: nn.Module) -> "Parts":
+        """
+        Raises:
+            InputError: `state_dict` holds something that is no tensor.
+        """
+        inner = model.module if isinstance(model, Distributed) else model
+        own = inner.state_dict(keep_vars=True)
+        for key, value in own.items():
+            if not isinstance(value, Tensor):
+                raise InputError(
+                    f"state_dict() has a {type(value).__name__} under {key!r}: a checkpoint holds tensors; make it a buffer"
+                )
+        pieces = {key: tensor.detach() for key, tensor in own.items()}
+        names: dict[Tensor, str] = {parameter: key for key, parameter in inner.named_parameters()}
+        first_names = {key: names.get(tensor, key) for key, tensor in own.items()}
+        if not isinstance(model, Distributed):
+            near = next((piece.device for piece in pieces.values()), torch.device("cpu"))
+            shapes = {key: tuple(piece.shape) for key, piece in pieces.items()}
+            return Parts(
+                AloneGroup(near), pieces, dict.fromkeys(pieces, FIRST), shapes, names, first_names, differ=False
+            )
+        # A key without a layout is a second name of a tied buffer: every device has it.
+        first = {tensor: key for key, tensor in (*inner.named_parameters(), *inner.named_buffers())}
+        known = {key: first.get(tensor, key) for key, tensor in own.items()}
+        everyone = Replicated(tuple(range(model.group.devices)))
+        rows = model.parameters_by_key
+        shapes = {k: tuple(rows[name].shape if name in rows else own[k].shape) for k, name in known.items()}
+        layouts = {key: model.layouts.get(name, everyone) for key, name in known.items()}
+        return Parts(model.group, pieces, layouts, shapes, names, first_names, differ=model.plan.mixes)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is device 0, which reads and writes files."""
+        return self.group.device == 0
+
+    @cached_property
+    def specs(self) -> dict[str, Spec]:
+        """The whole tensors, in the order of `state_dict`."""
+        return {key: Spec(self.shapes[key], piece.dtype) for key, piece in self.pieces.items()}
+
+    def holds(self, key: str) -> bool:
+        """Whether this device has a part of a tensor."""
+        return box(self.layouts[key], self.group.device, self.shapes[key]) is not None
+
+    def gather(self, key: str, piece: Tensor) -> Tensor:
+        """The whole of a tensor that lies like `key`, on device 0; elsewhere nothing of use. Every device calls it."""
+        layout, shape = self.layouts[key], self.shapes[key]
+        held = piece if self.holds(key) else piece.new_empty(0)
+        if self.differ and isinstance(layout, Replicated) and held.is_floating_point():
+            held, layout = held / len(layout.devices), Partial(layout.devices)
+        return run_move(self.group, schedule(layout, FIRST, shape), held, layout, FIRST, shape)
+
+    def scatter(self, key: str, whole: Tensor) -> Tensor | None:
+        """This device's piece of a tensor that lies like `key`; None where it has none. Every device calls it.
+
+        Args:
+            whole: on device 0; elsewhere any tensor of its type.
+        """
+        layout, shape = self.layouts[key], self.shapes[key]
+        source = whole.to(self.group.torch_device)
+        piece = run_move(self.group, schedule(FIRST, layout, shape), source, FIRST, layout, shape)
+        return piece if self.holds(key) else None
+
+    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
+        """The parameters of each of an optimizer's groups, by name.
+
+        Raises:
+            InputError: it works on other parameters too.
+        """
+        worked_on = [group["params"] for group in optimizer.param_groups]
+        strange = sum(p not in self.names for group in worked_on for p in group)
+        if strange:
+            raise InputError(
+                f"{type(optimizer).__name__} works on {strange} parameters that this model does not have: give the optimizer "
+                "that was made from the model's parameters()"
+            )
+        return [[self.names[p] for p in group] for group in worked_on]
+
+    def state_rows(self, optimizer: Optimizer) -> dict[str, dict[str, dict[str, Any]]]:
+        """What an optimizer remembers of each parameter, as the first device tells that holds a part of it.
+
+        The same on every device; every device calls it. The rows are those of `runtime.optimizer.described`.
+        """
+        own = {}
+        for parameter, state in optimizer.state.items():
+            key = self.names[parameter]
+            if state and self.holds(key):
+                own[key] = {name: described(name, value, parameter) for name, value in sorted(state.items())}
+        tables = gather(self.group, "checkpoint: optimizer state", own)
+        found = {key: next((t[key] for t in tables if key in t), None) for key in self.names.values()}
+        return {key: rows for key, rows in found.items() if rows is not None}
+
+
+# ----------------------------------------------------------------------------------------------------- tensors in a file
 
 
 @dataclass(frozen=True, slots=True)

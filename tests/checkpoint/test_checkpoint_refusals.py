@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
 from convoy.checkpoint import Checkpointer, Progress, latest, load_checkpoint, save_checkpoint
-from convoy.checkpoint.disk import Sink
+from convoy.checkpoint.folder import Sink
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError
