@@ -1,10 +1,10 @@
-"""Numbers on the network: in which dtype the tensors of a step travel between devices.
+"""The dtype in which the tensors of a step travel between devices.
 
-`exact` sends them as they are. `inexact-bf16` sends float32 and float64 as bfloat16: float32's range with 8 bits of precision,
-so a number that travels is off by at most 2^-8 of itself. Copies stay equal to the last bit, because a device keeps the
-same rounded numbers that it sends as copies. Summands are rounded to travel, and added in full width where they arrive;
-where copies are made of them in one round, a device rounds its own too.
-Weights, buffers, statistics of batch norms and whatever is no floating number stay as they are.
+`exact` sends them as they are. `inexact-bf16` sends float32 and float64 as bfloat16: the range of float32 with 8 bits of
+precision, a relative error of at most 2^-8. Replicas stay bitwise equal, because a sender keeps the rounded numbers that it
+sends as copies. The summands of a sum are rounded to travel and added in their own dtype at the receiver; where that happens in
+one round whose result is replicated, a device rounds its own summand too. Weights, buffers, statistics of batch norms and
+whatever is not float32 or float64 are sent as they are. Options and plan files call it `wire`.
 """
 
 from typing import Literal, cast, get_args
@@ -22,7 +22,7 @@ _BF16_BYTES = 2
 
 
 def parse_comm_dtype(name: str) -> CommDtype:
-    """A wire format as a person writes it: by its name, or "bf16" for short.
+    """A comm dtype as a person writes it: by its name, or "bf16" for short.
 
     Raises:
         InputError: unknown name; the choices are listed.
@@ -34,16 +34,16 @@ def parse_comm_dtype(name: str) -> CommDtype:
 
 
 def comm_dtype_of(dtype: str, wire: CommDtype) -> CommDtype:
-    """The format in which numbers of one type travel, where `wire` is asked for; the type as torch names it."""
+    """How a tensor of a dtype ("float32", as torch names it) travels where `wire` is asked for."""
     return wire if dtype in _WIDE else "exact"
 
 
 def sent_itemsize(wire: CommDtype, itemsize: int) -> int:
-    """Bytes of one number on the wire that has `itemsize` bytes in memory."""
+    """Bytes sent for one number that has `itemsize` bytes in memory."""
     return itemsize if wire == "exact" else min(itemsize, _BF16_BYTES)
 
 
 def rounds_own_copy(wire: CommDtype, schedule: Schedule, dst: Layout) -> bool:
-    """Whether a move rounds also what stays on its device: copies are one tensor, and some of them arrive rounded."""
+    """Whether a move also rounds what stays on its device: other replicas arrive rounded, and all must be equal."""
     travels = any(t.sender != t.receiver for transfers in schedule.rounds for t in transfers)
     return wire != "exact" and isinstance(dst, Replicated) and travels

@@ -1,4 +1,4 @@
-"""Layouts: where the pieces of one tensor lie on the devices of a fleet.
+"""The layouts of a tensor: which part of it each device holds.
 
 A *box* is a tuple of half-open ranges, one per axis, in the coordinates of the whole tensor. Every layout gives each
 device at most one box. The vocabulary is DTensor's, with unequal shares; the data path is not (see docs/decisions).
@@ -126,5 +126,5 @@ def entries(b: Box) -> int:
 
 
 def covers(pieces: Sequence[Box], wanted: Box) -> bool:
-    """Whether pieces that do not overlap are all of a box."""
+    """Whether boxes that do not overlap, and lie in `wanted`, cover all of it."""
     return list(pieces) == [wanted] or (len(pieces) > 1 and 0 < entries(wanted) == sum(map(entries, pieces)))

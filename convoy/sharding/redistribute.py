@@ -1,7 +1,7 @@
-"""Transfers: who sends which box to whom, in rounds, to bring a tensor from one layout to another.
+"""Schedules of transfers, in rounds, that bring a tensor from one layout to another: redistribution and collectives.
 
-A schedule is data. The executor runs it, the cost model prices it, the tests compare its bytes with the bytes counted on
-the wire. Backward needs no second set of rules: the adjoint of the move `src -> dst` is the move `dual(dst) -> dual(src)`.
+A schedule is data: device programs are compiled from it, and the tests compare its bytes with the bytes counted on the
+network. Backward needs no second set of rules: the adjoint of the move `src -> dst` is the move `dual(dst) -> dual(src)`.
 """
 
 import itertools
@@ -96,9 +96,9 @@ def is_collective(src: Partial, dst: Replicated, n: int, reduce: Reduce) -> bool
 
 @lru_cache(maxsize=1024)
 def sum_in_segments(devices: tuple[int, ...], n: int, reduce: Reduce, segments: int) -> Schedule:
-    """The sum of `n` entries as that many sums of consecutive parts, their rounds in turns: one is added while another travels.
+    """The sum of `n` entries as sums of consecutive segments with their rounds interleaved: one is added while another travels.
 
-    The bytes are those of one sum, the messages smaller and more.
+    The bytes are those of one sum; the messages are smaller and more.
     """
     parts = []
     for start, stop in chunks(n, segments):
@@ -114,7 +114,7 @@ def _shifted(t: Transfer, by: int) -> Transfer:
 
 
 def in_chunks(plan: Schedule, pieces: int) -> Schedule:
-    """A direct move whose boxes all span the first axis, as `pieces` rounds that each bring some of its rows.
+    """A direct move whose boxes all span the first axis, as `pieces` rounds (chunks) that each bring some of its rows.
 
     The rounds do not wait for each other: a reader can begin with the first rows while the others are under way.
 
@@ -133,7 +133,7 @@ def in_chunks(plan: Schedule, pieces: int) -> Schedule:
 
 
 def traffic(plan: Schedule, itemsize: int) -> Counter[tuple[int, int]]:
-    """Bytes that each (sender, receiver) pair puts on the wire."""
+    """Bytes sent by each (sender, receiver) pair of different devices."""
     sent: Counter[tuple[int, int]] = Counter()
     for transfers in plan.rounds:
         for t in transfers:
@@ -155,7 +155,7 @@ def mixing(devices: tuple[int, ...], n: int, stage: int) -> Schedule:
 
 
 def _keeper(device: int, devices: tuple[int, ...]) -> int:
-    """Which of `devices` serves `device`: itself if it is one of them, else one picked so that the load spreads."""
+    """The member of `devices` that sends to `device`: itself where it is one of them, else one chosen to spread the load."""
     return device if device in devices else devices[device % len(devices)]
 
 
@@ -264,7 +264,7 @@ def _direct_sum(devices: tuple[int, ...], n: int) -> list[Round]:
 
 
 def _star(devices: tuple[int, ...], n: int) -> list[Round]:
-    """All summands to the first device, the sum back: what a master node does."""
+    """All summands to the first device, the sum back to all: a parameter server."""
     root, *others = devices
     gather = _round(((d, root, (0, n)) for d in others), adds=True)
     return [gather, _round(((root, d, (0, n)) for d in others), adds=False)]
@@ -279,7 +279,7 @@ _SUMS: dict[str, Callable[[tuple[int, ...], int], list[Round]]] = {
 
 
 def _deliver(have: tuple[int, ...], want: tuple[int, ...], n: int) -> list[Round]:
-    """The finished sum to the devices that read it but held no summand, a piece from each that did."""
+    """Send the finished sum to the devices that read it but held no summand: a chunk from each that did."""
     missing = [d for d in want if d not in have]
     if not missing:
         return []

@@ -1,4 +1,4 @@
-"""Shares: whole counts, one per device, that sum to the extent of an axis.
+"""Divides the extent of an axis into whole shares, one per device, in proportion to their speeds.
 
 Speeds become shares by the largest remainder (Hamilton's method), the rule of Marques' K_i = K * s_i / sum(s) made
 whole, under limits: a least and a most per device, and a quantum when an axis can be cut only every so many entries.
@@ -110,7 +110,7 @@ def _water_fill(units: int, weights: Sequence[float], low: Sequence[int], high: 
     levels = sorted({Fraction(0), *meets})
     i = bisect_left(levels, Fraction(units), key=filled)
     if i == 0 or i == len(levels):
-        # Everybody has their least; or their most, and the rest is for devices of weight zero.
+        # All devices are at their lower limit; or at their upper one, and the rest goes to devices of weight zero.
         return clamped(levels[min(i, len(levels) - 1)])
     below, above = levels[i - 1 : i + 1]
     return clamped(below + (above - below) * (units - filled(below)) / (filled(above) - filled(below)))
