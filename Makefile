@@ -34,6 +34,7 @@ fix: $(READY)
 docs: $(READY)  ## the pages, into docs/_build: figures drawn anew, warnings are errors
 	$(BIN)/python -m docs.figures_plans
 	$(BIN)/python -m docs.figures_step
+	$(BIN)/python -m docs.figures_rooms
 	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs docs/_build
 
 bench: $(READY)  ## Convoy beside one device and PyTorch DDP, some minutes; Linux, root

@@ -3,8 +3,10 @@
 `{settings}`      the settings of a training, from `convoy.config.settings`
 `{commands}`      the verbs of the command line with their options, from typer's own description of them
 `{builtin-nets}`  the networks that Convoy builds, from `convoy.model.nets.builtin`
+`{rooms}`         the rooms of the package, each with the first sentence of its docstring
 """
 
+import ast
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ from sphinx.util.docutils import SphinxDirective
 from convoy.cli import app as command_line
 from convoy.config.settings import FIELDS, key_of, panel, rule_of
 from convoy.model.nets.builtin import NETS
+from docs.figures_rooms import PACKAGE, ROOT, rooms
 
 
 def settings_markdown() -> str:
@@ -48,6 +51,19 @@ def nets_markdown() -> str:
         default = ":".join(map(str, (name, *defaults)))
         rows.append([f"`{default}`", _first_line(build.__doc__), meaning, f"{least}x{least}"])
     return _table(["net (with its default sizes)", "what it is", "sizes", "smallest image"], rows)
+
+
+def rooms_markdown() -> str:
+    """The rooms of the package, from low to high."""
+    return _table(["room", "what it is for"], [[f"`{room}`", purpose_of(room)] for room in rooms()])
+
+
+def purpose_of(room: str) -> str:
+    """The first sentence of a room's docstring; empty where it has none."""
+    place = ROOT / PACKAGE / room
+    source = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    paragraph = (ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or "").split("\n\n")[0]
+    return re.split(r"(?<=\.) ", " ".join(paragraph.split()))[0].rstrip(".:")
 
 
 def _verbs(path: str, command: Any) -> Iterator[str]:
@@ -125,7 +141,12 @@ class _Written(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         self.env.note_dependency(str(Path(__file__)))
-        writers = {"settings": settings_markdown, "commands": commands_markdown, "builtin-nets": nets_markdown}
+        writers = {
+            "settings": settings_markdown,
+            "commands": commands_markdown,
+            "builtin-nets": nets_markdown,
+            "rooms": rooms_markdown,
+        }
         return self.parse_text_to_nodes(writers[self.name](), allow_section_headings=True)
 
 
@@ -140,6 +161,6 @@ def join_names(_app: Sphinx, _what: str, _name: str, _object: object, _options: 
 def setup(app: Sphinx) -> dict[str, bool]:
     """What Sphinx calls."""
     app.connect("autodoc-process-docstring", join_names, priority=400)  # before napoleon reads them
-    for name in ("settings", "commands", "builtin-nets"):
+    for name in ("settings", "commands", "builtin-nets", "rooms"):
         app.add_directive(name, _Written)
     return {"parallel_read_safe": True}

@@ -24,7 +24,7 @@ from PIL import Image
 from convoy.cli import app, main
 from convoy.config.settings import FIELDS, key_of
 from convoy.data.cifar import CIFAR10
-from docs import figures_plans, figures_step
+from docs import figures_plans, figures_rooms, figures_step
 from docs.from_code import commands_markdown, settings_markdown
 from tests.support.data_files import write_cifar, write_images
 from tests.support.doc_snippets import Block, PageError, blocks_of
@@ -306,7 +306,7 @@ def test_quoted_messages_are_those_of_the_code() -> None:
 
 
 def test_the_figures_are_those_that_the_code_draws() -> None:
-    for name, drawing in (figures_plans.figures() | figures_step.figures()).items():
+    for name, drawing in (figures_plans.figures() | figures_step.figures() | figures_rooms.figures()).items():
         drawn = (DOCS / "figures" / name).read_text(encoding="utf-8")
         assert drawn == drawing.to_svg(), f"{name} is not what the code draws now: make docs"
 
