@@ -195,7 +195,7 @@ class Distributed(nn.Module):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm, over all devices, is at most `max_norm`; returns the norm before.
 
-        torch.nn.utils.clip_grad_norm_ would see only this device's pieces. Call it on every device.
+        `torch.nn.utils.clip_grad_norm_` would see only this device's pieces. Call it on every device.
         """
         rows = [(key, self.module.get_parameter(key).grad) for key, p in self.parameters_by_key.items() if p.trainable]
         held = [(g, self.counts_here(key)) for key, g in rows if g is not None]
