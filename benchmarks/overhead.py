@@ -10,7 +10,9 @@ Writes results/overhead.json.
 
 import copy
 import json
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -27,8 +29,8 @@ from torch import Tensor, nn
 from benchmarks.hardware import stamp
 from benchmarks.score import middle_spread
 from convoy.comm.group import AloneGroup
-from convoy.comm.malloc import keep_freed_memory
 from convoy.config.files import write_whole
+from convoy.launch.host_job import memory_environment
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
@@ -103,7 +105,10 @@ def main(
 ) -> None:
     """Time all cases, write the results, print a table."""
     torch.set_num_threads(1)
-    keep_freed_memory()  # as joining a job does; of the whole process, so plain PyTorch has it here, too
+    memory = memory_environment(os.environ)
+    if not memory.items() <= os.environ.items():
+        # The settings of a device that Convoy starts. They are read at start, and plain PyTorch has them here, too.
+        os.execve(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]], os.environ | memory)
     table = Table(title="A step on one device", title_justify="left")
     for name in ("net", "batch", "plain PyTorch", "one run", "layer by layer"):
         table.add_column(name)

@@ -10,15 +10,10 @@ More stands in `convoy.train` (averages, clipping, moving shares), `convoy.check
 torch.
 """
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from convoy._version import __version__
-
-# PyTorch reads this at its first tensor: ones of 2 MB or more then come in pages of 2 MB where the kernel allows that.
-# Gradients of a wide Linear are fresh memory in every step; in pages of 4 KB that alone took a third of a step.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _HOMES = {
     "join": "convoy.comm.processes",

@@ -19,7 +19,6 @@ from convoy.comm.backends import CONTROL, Carrier, Flight, GlooCarrier, NcclCarr
 from convoy.comm.environment import Place, own_address, pick_device, reachable_address, read_place
 from convoy.comm.failure import DONE_CAUSE, Answer, Door, Note, Silence, find_lost
 from convoy.comm.group import AloneGroup, CountedGroup, Group, Message, Pending, closed_error
-from convoy.comm.malloc import keep_freed_memory
 from convoy.comm.rendezvous import Greeting, Meeting, own_greeting, store_at, title
 from convoy.errors import ConvoyError, DeviceLostError, InputError
 
@@ -53,7 +52,6 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
         raise InputError(f"timeout_s={timeout_s}: a time limit is a number of seconds above 0, such as 60")
     place = read_place(os.environ)
     torch_device = pick_device(device, place.local if place else 0)
-    keep_freed_memory()
     if place is None or place.devices == 1:
         return AloneGroup(torch_device, timeout_s)
     try:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from convoy.emulate.names import RunName
-from convoy.emulate.programs import call
+from convoy.emulate.machine import RunName, call
 from convoy.errors import InputError
 
 _MEMBERS = "cgroup.procs"

@@ -1,29 +1,29 @@
-"""One rehearsal from start to end: check the ground, build the hosts, run the command, judge, clear away."""
+"""Runs a command on every device of an emulated fleet: checks the machine, makes the hosts, runs, removes everything."""
 
 import math
 import os
 import platform
 import shutil
-import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
-from convoy.emulate import cgroups, leftovers, namespaces, programs, shaping
-from convoy.emulate.crew import Crew, Launch
-from convoy.emulate.interrupts import Interrupts
-from convoy.emulate.names import RunName
+from convoy.emulate import cgroups, machine, namespaces, orphans
+from convoy.emulate.machine import RunName
 from convoy.errors import InputError
 from convoy.fleet import Fleet
+from convoy.launch.host_job import memory_environment, rank_variables
+from convoy.launch.supervisor import Interrupted, Interrupts, Output, Supervisor, decoded
 
 TIMED_OUT = 124  # the status that timeout(1) gives
 
 _PORT = 29_500
 _GRACE_S = 3.0  # for the others, once one has failed: long enough to say what they noticed
-_TERMINATE_S = 2.0
-_KILL_S = 5.0
 _LINES = 20
 # One way between two namespaces, a byte over TCP: 10 us at rest, 40 us in the slowest tenth.
 _REAL_LATENCY_S = 1e-4
@@ -70,16 +70,20 @@ def rehearse(
 
     for line in caveats(fleet, len(os.sched_getaffinity(0))):
         note(line)
-    orphans = leftovers.find()
+    found = orphans.find()
     with Interrupts() as interrupts:
-        if orphans:
-            leftovers.remove(orphans)
-            note(f"removed what was {orphans}")
-        with _launches(fleet, command, fleet_path) as launches:
-            if interrupts.caught is None:
-                with Crew(launches, output) as crew:
-                    return _watch(crew, fleet, timeout_s, interrupts, note)
-        return 128 + interrupts.caught
+        try:
+            if found:
+                orphans.remove(found)
+                note(f"removed what was {found}")
+            with _hosts(fleet, fleet_path) as starts:
+                interrupts.check()
+                with Supervisor(interrupts) as processes:
+                    for index, start in enumerate(starts):
+                        _start(processes, start, index, fleet, command, output)
+                    return _watch(processes, fleet, timeout_s, note)
+        except Interrupted as interrupted:
+            return interrupted.status
 
 
 def check_ground() -> None:
@@ -94,9 +98,7 @@ def check_ground() -> None:
             f"{os.geteuid()}: run it with sudo"
         )
     for program in ("ip", "tc", "sh"):
-        programs.find(program)
-    if not hasattr(os, "pidfd_open"):
-        raise InputError("this Python was built for a kernel before 5.3, without pidfd: use a newer build")
+        machine.find(program)
 
 
 def caveats(fleet: Fleet, machine_cores: int) -> list[str]:
@@ -124,13 +126,10 @@ def environment(fleet: Fleet, index: int, wiring: namespaces.Wiring, fleet_path:
     """The variables that the process of device `index` gets, beside those of this process."""
     device = fleet.devices[index]
     neighbours = fleet.devices_on(device.host)
+    address = wiring.port(fleet.devices[0].host).address
     variables = {
-        "RANK": str(index),
-        "WORLD_SIZE": str(len(fleet.devices)),
-        "LOCAL_RANK": str(neighbours.index(index)),
-        "LOCAL_WORLD_SIZE": str(len(neighbours)),
-        "MASTER_ADDR": wiring.port(fleet.devices[0].host).address,
-        "MASTER_PORT": str(_PORT),
+        **memory_environment(os.environ),
+        **rank_variables(index, neighbours.index(index), len(fleet.devices), len(neighbours), address, _PORT),
         "GLOO_SOCKET_IFNAME": namespaces.NIC,
         "CONVOY_DEVICE": device.kind,
         "CONVOY_SLOWDOWN": repr(device.slowdown),
@@ -144,8 +143,17 @@ def environment(fleet: Fleet, index: int, wiring: namespaces.Wiring, fleet_path:
     return variables
 
 
+@dataclass(frozen=True)
+class _Start:
+    """Where one device's process starts: the network namespace it runs in, the control group it joins, its variables."""
+
+    namespace: str
+    group: Path
+    variables: dict[str, str]
+
+
 @contextmanager
-def _launches(fleet: Fleet, command: Sequence[str], fleet_path: Path | None) -> Iterator[list[Launch]]:
+def _hosts(fleet: Fleet, fleet_path: Path | None) -> Iterator[list[_Start]]:
     """The emulated hosts, ready for one process per device, for as long as the context lasts."""
     run = RunName.mine()
     wiring = namespaces.wire(run, [host.name for host in fleet.hosts])
@@ -153,51 +161,64 @@ def _launches(fleet: Fleet, command: Sequence[str], fleet_path: Path | None) -> 
         controller = stack.enter_context(cgroups.cpu_controller(run))
         stack.enter_context(namespaces.network(wiring))
         for port in wiring.ports if len(fleet.hosts) > 1 else ():
-            shaping.shape(wiring, port, fleet.card(port.host))
+            namespaces.shape(wiring, port, fleet.card(port.host))
         groups = stack.enter_context(cgroups.groups(controller, run, [device.cores for device in fleet.devices]))
         yield [
-            Launch(
-                namespace=wiring.port(device.host).namespace,
-                group=groups[index],
-                command=command,
-                environment=os.environ | environment(fleet, index, wiring, fleet_path),
-            )
+            _Start(wiring.port(device.host).namespace, groups[index], environment(fleet, index, wiring, fleet_path))
             for index, device in enumerate(fleet.devices)
         ]
 
 
-def _watch(crew: Crew, fleet: Fleet, timeout_s: float, interrupts: Interrupts, note: Callable[[str], None]) -> int:
+def _start(
+    processes: Supervisor, start: _Start, index: int, fleet: Fleet, command: Sequence[str], output: TextIO | None
+) -> None:
+    """Start a process that joins its control group, enters its namespace, and becomes the command."""
+    stdout: Output = "keep"
+    if index == 0:
+        stdout = None if output is None else decoded(partial(_write, output))
+    enter = [machine.find("ip"), "netns", "exec", start.namespace]
+    processes.start(
+        index, fleet.devices[index].name,
+        [machine.find("sh"), "-c", 'echo $$ > "$0" && exec "$@"', str(cgroups.entrance(start.group)), *enter, *command],
+        environment=os.environ | start.variables, stdout=stdout, stderr=None if stdout is None else subprocess.STDOUT,
+        lifeline=True, own_session=True, members=partial(cgroups.members, start.group),
+    )  # fmt: skip
+
+
+def _write(output: TextIO, text: str) -> None:
+    output.write(text)
+    output.flush()
+
+
+def _watch(processes: Supervisor, fleet: Fleet, timeout_s: float, note: Callable[[str], None]) -> int:
     """Listen until the command has ended everywhere, end it where it has not, tell what failed."""
-    crew.listen(timeout_s, until=lambda: crew.first_failure is not None or interrupts.caught is not None)
-    cause = crew.first_failure
-    if cause is not None:
-        crew.listen(_GRACE_S, until=lambda: interrupts.caught is not None)
-    by_themselves = dict(crew.statuses)
-    stuck = crew.running
-    for signum, limit_s in ((signal.SIGTERM, _TERMINATE_S), (signal.SIGKILL, _KILL_S)):
-        if crew.running:
-            crew.signal(signum)
-            crew.listen(limit_s, until=lambda: False)
-    for index, status in by_themselves.items():
-        if status != 0:
-            _show(crew, fleet, index, f"ended with status {status}", note)
-    if cause is not None:
-        return by_themselves[cause]
-    if interrupts.caught is not None:
-        note(f"ended by {interrupts.caught.name}")
-        return 128 + interrupts.caught
-    if stuck:
-        for index in stuck:
-            _show(crew, fleet, index, f"was still running after {timeout_s:g} s", note)
-        return TIMED_OUT
-    return 0
 
+    def show(index: int, lines: Sequence[str], what: str) -> None:
+        device = fleet.devices[index]
+        note(f"device {index} ({device.name} on host {device.host}) {what}")
+        for line in lines[-_LINES:]:
+            note(f"{device.host}: {line}")
 
-def _show(crew: Crew, fleet: Fleet, index: int, what: str, note: Callable[[str], None]) -> None:
-    device = fleet.devices[index]
-    note(f"device {index} ({device.name} on host {device.host}) {what}")
-    for line in crew.last_lines(index, _LINES):
-        note(f"{device.host}: {line}")
+    interrupted, late = None, []
+    try:
+        if not processes.listen(lambda: processes.failed or not processes.running, timeout_s):
+            late = processes.running
+        processes.end(_GRACE_S if processes.failed else 0.0)
+    except Interrupted as caught:
+        interrupted = caught
+        with suppress(Interrupted):  # a second one: no more waiting
+            processes.end(0.0)
+    failed = [ending for ending in processes.endings if ending.status != 0 and not ending.stopped_by_us]
+    for ending in failed:
+        show(ending.device, ending.lines, f"ended with status {ending.exit_status}")
+    if failed:
+        return failed[0].exit_status
+    if interrupted is not None:
+        note(f"ended by {interrupted.signum.name}")
+        return interrupted.status
+    for process in late:
+        show(process.device, process.tail.lines(), f"was still running after {timeout_s:g} s")
+    return TIMED_OUT if late else 0
 
 
 def _check_call(command: Sequence[str], timeout_s: float) -> None:

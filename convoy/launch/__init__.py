@@ -1,9 +1,9 @@
-"""Starting a job on every host of a fleet from one of them, or from a machine beside them.
+"""Starting a job: the devices of this machine, or those of every host of a fleet.
 
 ::
 
     here                                         on each host, over ssh (or beside, on this machine)
-    run.py   run_on_fleet                        far.py   python -m convoy.launch.agent
+    fleet.py   run_on_fleet                      agent.py   python -m convoy.launch.agent
       │  check: what is there? ───────────────►    its version, its address, digests of the command's files
       │  meet ────────────────► (host 0 only)      the address on its route to the others, a free port
       │  start ───────────────────────────────►    one process per device
@@ -11,7 +11,10 @@
       │  ◄── what device 0 says, how each device ended
       │  end ─────────────────────────────────►    the others, once one has failed or Ctrl-C was pressed
 
-    post.py   a fleet's devices host by host, and the lines to paste. Pure
-    ssh.py    the call of ssh, and what its complaints mean. Pure
-    link.py   one host as seen from here: a process with lines to it and from it
+    supervisor.py    starts processes, reads what they print, ends all of them; signals to this process
+    exit_status.py   how processes ended, and which was the cause. Pure
+    local.py         launch_local: the devices of this machine
+    host_job.py      what each host starts, the environment of each device, the lines to paste. Pure
+    ssh.py           the call of ssh, and what its complaints mean. Pure
+    command.py       `--fleet` and `--print` of convoy train and convoy measure
 """

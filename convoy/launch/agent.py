@@ -1,150 +1,158 @@
-"""The far side of a start: `python -m convoy.launch.agent` runs on each host of a fleet, and is told what to do line by line.
+"""The agent: `python -m convoy.launch.agent` runs on each host of a fleet, and is told what to do line by line.
 
-Its devices end when they are told to, when its input ends (ssh was cut off, or who started it is gone), and after a
-minute of silence.
+Its devices end when it is told so, when its input ends (ssh was cut off, or who started it is gone), and after a
+minute of silence. Both sides speak in lines of JSON, whose key "convoy" says what the message is.
 """
 
-import codecs
 import hashlib
+import json
 import os
-import queue
+import select
+import signal
 import socket
+import subprocess
 import sys
-import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from convoy._version import __version__
 from convoy.comm.environment import resolve, route_to
 from convoy.errors import ConvoyError, InputError
-from convoy.launch import protocol
 from convoy.launch.exit_status import Ending
-from convoy.launch.processes import CONVOY_COMMAND, TERMINATE_S, Crew, Part
-from convoy.launch.protocol import Message, line
+from convoy.launch.host_job import CONVOY_COMMAND, device_environments
+from convoy.launch.supervisor import Interrupted, Interrupts, Output, Sink, Supervisor, by_line, decoded
+
+BEAT_S = 5.0
+"""The side that starts a fleet says at least so often that it is there."""
+
+SILENCE_S = 60.0
+"""A host that hears nothing for so long ends its devices: the network may be gone without a sign."""
+
+Message = dict[str, Any]
 
 
-class Far:
-    """The devices of this host, and who has them started."""
+def to_line(what: str, **fields: object) -> bytes:
+    """A message as it travels."""
+    return json.dumps({"convoy": what, **fields}).encode() + b"\n"
+
+
+def from_line(line: bytes) -> Message | None:
+    """The message in a line; None for anything else, such as what a login shell prints."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and "convoy" in found else None
+
+
+class Agent:
+    """Does what is ordered until the devices of this host have ended."""
 
     def __init__(self, orders: int, answers: int) -> None:
         """Files to read orders from and to write answers to."""
-        self._answers = answers
-        self._writing = threading.Lock()
-        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._pumps: list[threading.Thread] = []
-        self._interrupted = False
-        self._thread(self._read, orders)
+        self._files = orders, answers
+        self._orders: deque[Message | None] = deque()  # None: there will be no more
+        self._heard_s = time.monotonic()
 
     def serve(self) -> int:
-        """Do what is asked until the devices have ended; the exit status."""
-        try:
-            while (order := self._next()) is not None:
-                match order["convoy"]:
-                    case "check":
-                        self._say("here", **_description(order["files"]))
-                    case "meet":
-                        address, port = meeting_point(order["peers"], order["address"], order["port"])
-                        self._say("met", address=address, port=port)
-                    case "start":
-                        self._run(order)
-                        return 0
-        except ConvoyError as error:
-            self._say("refused", text=str(error))
-            return 2
+        """Do what is asked; the exit status."""
+        with Interrupts() as interrupts, Supervisor(interrupts, self._tell) as devices:
+            devices.watch(self._files[0], self._hear())
+            try:
+                while (order := self._next(devices)) is not None:
+                    match order["convoy"]:
+                        case "check":
+                            self._say("here", **_description(order["files"]))
+                        case "meet":
+                            address, port = meeting_point(order["peers"], order["address"], order["port"])
+                            self._say("met", address=address, port=port)
+                        case "start":
+                            self._start(devices, order)
+                            self._see_them_end(devices, order["grace_s"])
+                            return 0
+                        case "end":
+                            return 0
+            except ConvoyError as error:
+                self._say("refused", text=str(error))
+                return 2
+            except Interrupted as interrupted:
+                return interrupted.status
         return 0
 
-    def _run(self, order: Message) -> None:
-        """Start the devices and see them end."""
-        part = Part(
-            tuple(order["ranks"]), tuple(order["names"]), order["total"], order["address"], order["port"],
-            own=tuple(order["own"]),
+    def _start(self, devices: Supervisor, order: Message) -> None:
+        """Start the devices. What device 0 prints goes to files of the terminal, or as it comes to who started this."""
+        environments = device_environments(
+            os.environ, order["ranks"], order["names"], total=order["total"], address=order["address"],
+            port=order["port"], own=order["own"],
         )  # fmt: skip
-        # Only this process holds the write end, so the devices see the end of it whichever way this process ends.
-        lifeline, held = os.pipe()
-        crew = Crew(dict(zip(part.ranks, order["titles"], strict=True)), self._tell)
-        self._thread(self._watch, crew)
-        try:
-            for rank, variables in zip(part.ranks, part.variables(os.environ), strict=True):
-                command = [*CONVOY_COMMAND, *order["argv"]]
-                if rank:
-                    crew.start(rank, command, variables, lifeline)
-                else:
-                    self._start_first(crew, command, variables, lifeline, order["speech"])
-            crew.await_trouble()
-            if self._interrupted:
-                crew.interrupt()
-            crew.end(order["grace_s"])
-        finally:
-            crew.kill()
-            os.close(held)
-            os.close(lifeline)
+        command = [*CONVOY_COMMAND, *order["argv"]]
+        for rank, title, variables in zip(order["ranks"], order["titles"], environments, strict=True):
+            stdout: Output = subprocess.DEVNULL
+            stderr: Output = "keep"
+            if rank == 0 and order["terminal"] is not None:
+                stdout, stderr = order["terminal"]
+            elif rank == 0:
+                stdout, stderr = (self._forward(stream) for stream in ("stdout", "stderr"))
+                variables["PYTHONUNBUFFERED"] = "1"
+            try:
+                devices.start(rank, title, command, environment=variables, lifeline=True, stdout=stdout, stderr=stderr)
+            except OSError as error:
+                raise InputError(f"cannot start {command[0]!r}: {error.strerror}; correct the host's python") from None
 
-    def _start_first(
-        self, crew: Crew, command: Sequence[str], variables: dict[str, str], lifeline: int, speech: Sequence[int] | None
-    ) -> None:
-        """Device 0: what it says goes to `speech`, files of the terminal, or as it comes to who started this."""
-        if speech is not None:
-            crew.start(0, command, variables, lifeline, (speech[0], speech[1]))
-            return
-        pipes = {name: os.pipe() for name in ("stdout", "stderr")}
-        try:
-            speaking = pipes["stdout"][1], pipes["stderr"][1]
-            crew.start(0, command, {**variables, "PYTHONUNBUFFERED": "1"}, lifeline, speaking)
-        finally:
-            for _, write_end in pipes.values():
-                os.close(write_end)
-            self._pumps = [self._thread(self._pump, read_end, name) for name, (read_end, _) in pipes.items()]
+    def _see_them_end(self, devices: Supervisor, grace_s: float) -> None:
+        """Wait until all devices have ended; end them once one has failed, or who started them says so or is gone."""
 
-    def _pump(self, file: int, name: str) -> None:
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        while chunk := os.read(file, 65_536):
-            self._say("text", stream=name, text=decoder.decode(chunk))
-        os.close(file)
+        def over() -> bool:
+            return devices.failed or not devices.running
+
+        order = self._next(devices, over)
+        if not over() and (order is None or order["interrupt"]):
+            devices.send_signal(signal.SIGINT)
+        devices.end(grace_s)
 
     def _tell(self, ending: Ending) -> None:
-        if ending.device == 0:
-            for pump in self._pumps:  # what it said comes before its end; a child of its own may hold the pipe
-                pump.join(TERMINATE_S)
         self._say(
             "ended", device=ending.device, name=ending.name, status=ending.status, stopped=ending.stopped_by_us,
             lines=ending.lines,
         )  # fmt: skip
 
-    def _watch(self, crew: Crew) -> None:
-        """Wait for the order to end, or for the end of orders."""
-        while (order := self._next()) is not None:
-            if order["convoy"] == "end":
-                break
-        self._interrupted = order is None or order["interrupt"]
-        crew.wake()
+    def _next(self, devices: Supervisor, over: Callable[[], bool] = lambda: False) -> Message | None:
+        """The next order; None when there will be none, after a long silence, or once it is over."""
+        devices.listen(lambda: self._orders or over() or time.monotonic() > self._heard_s + SILENCE_S)
+        return self._orders.popleft() if self._orders else None
 
-    def _next(self) -> Message | None:
-        """The next order; None when there will be none."""
-        try:
-            return self._inbox.get(timeout=protocol.SILENCE_S)
-        except queue.Empty:
-            return None
+    def _hear(self) -> Sink:
+        def take(line: bytes) -> None:
+            order = from_line(line)
+            if order is not None and order["convoy"] != "beat":
+                self._orders.append(order)
 
-    def _read(self, orders: int) -> None:
-        for text in protocol.lines(orders):
-            if (order := protocol.message(text)) is not None:
-                self._inbox.put(order)
-        self._inbox.put(None)
+        lines = by_line(take)
+
+        def sink(chunk: bytes) -> None:
+            self._heard_s = time.monotonic()
+            lines(chunk)
+            if not chunk:
+                self._orders.append(None)
+
+        return sink
+
+    def _forward(self, stream: str) -> Sink:
+        return decoded(lambda text: self._say("text", stream=stream, text=text))
 
     def _say(self, what: str, **fields: object) -> None:
-        text = line(what, **fields)
-        with self._writing:
-            try:
-                while text:
-                    text = text[os.write(self._answers, text) :]
-            except OSError:  # nobody listens any more; the end of the orders says so too
-                return
-
-    @staticmethod
-    def _thread(work: Callable[..., None], *arguments: object) -> threading.Thread:
-        thread = threading.Thread(target=work, args=arguments, name="convoy-far", daemon=True)
-        thread.start()
-        return thread
+        """Write a message. Where nobody reads any more, no more orders come either."""
+        text, answers = to_line(what, **fields), self._files[1]
+        with suppress(OSError):  # who read has gone; the end of the orders says so too
+            while text:
+                if not select.select([], [answers], [], SILENCE_S)[1]:
+                    self._orders.append(None)
+                    return
+                text = text[os.write(answers, text[: select.PIPE_BUF]) :]
 
 
 def _description(files: Sequence[str]) -> Message:
@@ -188,4 +196,4 @@ def meeting_point(peers: Sequence[str], address: str, port: int | None) -> tuple
 
 
 if __name__ == "__main__":
-    sys.exit(Far(0, 1).serve())
+    sys.exit(Agent(0, 1).serve())

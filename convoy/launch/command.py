@@ -13,7 +13,7 @@ from convoy.config.settings import key_of
 from convoy.errors import InputError
 from convoy.fleet import Fleet
 from convoy.launch.fleet import run_on_fleet, startable
-from convoy.launch.host_job import line_to_paste, posts
+from convoy.launch.host_job import host_jobs, line_to_paste
 from convoy.plan.presets import AUTO, PLANS
 
 PASTED_PORT = 29_500
@@ -45,7 +45,7 @@ def train_on_fleet(run: Run, fleet: Fleet, print_lines: bool) -> int:
     """
     settings = run.settings
     _refuse_devices(run.sources["devices"] != "default", fleet)
-    names = ",".join(name for post in posts(fleet) for name in post.names)
+    names = ",".join(name for job in host_jobs(fleet) for name in job.names)
     planned = settings.plan == AUTO
     check(settings.model_copy(update={"devices": names, "fleet": settings.fleet if planned else None}))
     # The file has started the fleet; only the planner has more questions to it.
@@ -93,24 +93,24 @@ def _option(run: Run, name: str) -> list[str]:
 
 
 def _start(fleet: Fleet, argv: Sequence[str], files: Sequence[Path], port: int | None, print_lines: bool) -> int:
-    first = posts(fleet)[0].host
+    first = host_jobs(fleet)[0].host
     if not print_lines:
         if not is_own(str(first.address)):
             print(f"Device 0 is on host {first.name}: files that the job writes lie there.", flush=True)
         return run_on_fleet(fleet, argv, port=port, files=files)
     address, meeting_port = _meeting_address(fleet), port or PASTED_PORT
-    for post in posts(fleet):
+    for job in host_jobs(fleet):
         line = line_to_paste(
-            post, argv, total=len(fleet.devices), address=address, port=meeting_port, python=sys.executable,
+            job, argv, total=len(fleet.devices), address=address, port=meeting_port, python=sys.executable,
             folder=os.getcwd(),
         )  # fmt: skip
-        print(f"# on host {post.host.name} ({post.host.address})\n{line}")
+        print(f"# on host {job.host.name} ({job.host.address})\n{line}")
     return 0
 
 
 def _meeting_address(fleet: Fleet) -> str:
     """The address of device 0's host, as far as it can be told from here without asking anybody."""
-    first, *others = (str(post.host.address) for post in posts(fleet))
+    first, *others = (str(job.host.address) for job in host_jobs(fleet))
     if not others:
         return "127.0.0.1"
     if is_own(first):

@@ -30,6 +30,11 @@ class Ending:
     stopped_by_us: bool = False
     lines: tuple[str, ...] = ()
 
+    @property
+    def exit_status(self) -> int:
+        """As a shell gives it: 128 + n after signal n."""
+        return self.status if self.status >= 0 else 128 - self.status
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -1,10 +1,12 @@
 """Starting a job on every host of a fleet, and seeing all of it end."""
 
+import math
 import os
-import queue
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -13,19 +15,19 @@ from convoy._version import __version__
 from convoy.comm.environment import is_own
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.fleet import Fleet, read_fleet
-from convoy.launch.agent import digest
+from convoy.launch.agent import BEAT_S, Message, digest, from_line, to_line
 from convoy.launch.exit_status import Ending, judge
-from convoy.launch.host import Link
-from convoy.launch.host_job import Post, posts
-from convoy.launch.processes import INTERRUPTED_STATUS, TERMINATE_S
-from convoy.launch.protocol import BEAT_S, Message
-from convoy.launch.ssh import far_command, remedy, ssh_call, ssh_program
+from convoy.launch.host_job import HostJob, host_jobs
+from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
+from convoy.launch.supervisor import TERMINATE_S, Interrupted, Interrupts, Supervisor, by_line
 
 ANSWER_S = 60.0
 """A host that has not answered by then is not used. ssh itself gives up earlier, where it can."""
 
 _TRAVEL_S = 5.0
 """Beside the time that a host takes to end its devices, the time for its word of it to come."""
+
+_KEPT_LINES = 20
 
 
 def startable(path: Path | None) -> Fleet | None:
@@ -53,7 +55,7 @@ def run_on_fleet(
 ) -> int:
     """Run ``python -m convoy argv`` once per device, each on its host, as one job, and wait for all of them.
 
-    Hosts are reached by ssh, this machine without it. Every device finds its place in torchrun's variables and its hardware
+    Hosts are reached by ssh, this machine without it. Every device finds its rank in torchrun's variables and its hardware
     in CONVOY_DEVICE. What device 0 prints is printed here; of the others, what explains a failure.
 
     Args:
@@ -63,7 +65,7 @@ def run_on_fleet(
         grace_s: once one has failed, or after Ctrl-C, the others get this long to end by themselves.
 
     Returns:
-        0 if all ended well, 2 if devices ended with an error that has been printed, 130 after Ctrl-C.
+        0 if all ended well, 2 if devices ended with an error that has been printed, 128 + n after signal n: 130 after Ctrl-C.
 
     Raises:
         InputError: a host that cannot be reached, has no such Python, folder or file, or a port that is taken. All hosts
@@ -71,22 +73,22 @@ def run_on_fleet(
         MismatchError: a host has another version of Convoy.
         DeviceLostError: a device crashed or was killed, or its host was lost; the message says which and how.
     """
-    with _Hosts(posts(fleet), grace_s) as hosts:
+    with Interrupts() as interrupts, _Hosts(host_jobs(fleet), grace_s, interrupts) as hosts:
         try:
             hosts.check(files)
             address, meeting_port = hosts.meet(port)
-            for link in hosts.links:
-                link.send(
-                    "start", argv=list(argv), ranks=link.post.ranks, names=link.post.names, own=link.post.own,
-                    titles=[link.post.title(rank) for rank in link.post.ranks], total=len(fleet.devices),
-                    address=address, port=meeting_port, grace_s=grace_s, speech=link.speech,
+            for session in hosts.sessions:
+                session.send(
+                    "start", argv=list(argv), ranks=session.job.ranks, names=session.job.names, own=session.job.own,
+                    titles=[session.job.title(rank) for rank in session.job.ranks], total=len(fleet.devices),
+                    address=address, port=meeting_port, grace_s=grace_s, terminal=session.terminal,
                 )  # fmt: skip
             hosts.follow()
-        except KeyboardInterrupt:
-            with suppress(KeyboardInterrupt):  # a second Ctrl-C: no more waiting
+        except Interrupted as interrupted:
+            with suppress(Interrupted):  # a second one: no more waiting
                 hosts.end(interrupt=True)
                 hosts.follow()
-            return INTERRUPTED_STATUS
+            return interrupted.status
     outcome = judge(hosts.endings)
     # Who was killed comes before what a host's silence may mean, and that before what others say of it.
     if (lost := outcome.lost or hosts.lost) is not None:
@@ -96,70 +98,131 @@ def run_on_fleet(
     return outcome.status
 
 
-class _Hosts:
-    """The links to all hosts of a fleet, that of device 0 first. Leaving the context ends what still runs."""
+class HostSession:
+    """One host as seen from here: a process, ssh or a local one, that runs the agent there.
 
-    def __init__(self, all_posts: Sequence[Post], grace_s: float) -> None:
-        self.links: list[Link] = []
+    Attributes:
+        terminal: files that a local agent hands to device 0; None: what that prints comes in messages.
+    """
+
+    def __init__(self, processes: Supervisor, job: HostJob, take: Callable[["HostSession", Message], None]) -> None:
+        """Start the process; `take` gets every message.
+
+        Raises:
+            InputError: there is no such program.
+        """
+        self.job = job
+        self.local = is_own(str(job.host.address))
+        self.terminal = (os.dup(1), os.dup(2)) if self.local and 0 in job.ranks else None
+        host, folder = job.host, None
+        if self.local:
+            command = [host.python or sys.executable, "-m", "convoy.launch.agent"]
+            folder = str(Path.home() / host.folder) if host.folder else None
+        else:
+            command = ssh_call(ssh_program(os.environ), host, agent_command(host, sys.executable, os.getcwd()))
+
+        def take_line(line: bytes) -> None:
+            if (message := from_line(line)) is not None:
+                take(self, message)
+            else:
+                self._process.tail(line + b"\n")
+
+        try:
+            self._process = processes.start(
+                job.ranks[0], self.title, command, folder=folder, stdin=subprocess.PIPE, stdout=by_line(take_line),
+                pass_fds=self.terminal or (), own_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise InputError(
+                f"host {host.name}: cannot start {command[0]!r}{f' in {folder}' if folder else ''}: {error.strerror}; "
+                f"{'correct python and folder of the host' if self.local else 'install an ssh client, or correct CONVOY_SSH'}"
+            ) from None
+        finally:
+            for file in self.terminal or ():
+                os.close(file)
+
+    @property
+    def title(self) -> str:
+        """The host as messages name it."""
+        return f"host {self.job.host.name} ({self.job.host.address})"
+
+    @property
+    def trouble(self) -> str:
+        """Why the process has ended, and what to do."""
+        said = [line for line in self._process.tail.lines() if line][-_KEPT_LINES:]
+        last = f": {' | '.join(said[-3:])}" if said else ""
+        status = self._process.popen.returncode
+        if self.local:
+            return f"it ended with status {status}{last}; correct its python and folder"
+        cure = remedy(self.job.host, "\n".join(said), sys.executable, os.getcwd())
+        return f"ssh ended with status {status}{last}; {cure}"
+
+    def send(self, what: str, **fields: object) -> None:
+        """Say something to the agent. If it is gone, nothing happens here: its messages end too."""
+        assert self._process.popen.stdin is not None
+        with suppress(OSError):
+            os.write(self._process.popen.stdin.fileno(), to_line(what, **fields))
+
+    def hang_up(self) -> None:
+        """Say no more; the agent then ends its devices, and itself."""
+        assert self._process.popen.stdin is not None
+        self._process.popen.stdin.close()
+
+
+class _Hosts:
+    """The sessions with all hosts of a fleet, that of device 0 first. Leaving the context ends what still runs."""
+
+    def __init__(self, jobs: Sequence[HostJob], grace_s: float, interrupts: Interrupts) -> None:
+        self.sessions: list[HostSession] = []
         self.endings: list[Ending] = []
         self.lost: DeviceLostError | None = None
-        self._posts = all_posts
-        self._inbox: queue.SimpleQueue[tuple[Link, Message | None]] = queue.SimpleQueue()
-        self._running = {rank for post in all_posts for rank in post.ranks}
+        self._processes = Supervisor(interrupts, self._gone)
+        self._inbox: deque[tuple[HostSession, Message | None]] = deque()  # None: no more will come
+        self._jobs = jobs
+        self._running = {rank for job in jobs for rank in job.ranks}
         self._end_s = grace_s + 2 * TERMINATE_S + _TRAVEL_S
-        self._deadline_s: float | None = None
+        self._deadline_s = math.inf
         self._beat_s = time.monotonic()
 
     def __enter__(self) -> "_Hosts":
         with ExitStack() as stack:
-            for post in self._posts:
-                link = self._open(post)
-                self.links.append(link)
-                stack.callback(link.close, 0.0)
+            stack.enter_context(self._processes)
+            for job in self._jobs:
+                self.sessions.append(HostSession(self._processes, job, lambda *got: self._inbox.append(got)))
             stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for link in self.links:
-            link.hang_up()
-        # After an error or the second Ctrl-C the far sides end their devices without being watched.
-        limit_s = time.monotonic() + (_TRAVEL_S if not self._running else 0.5)
-        for link in self.links:
-            link.close(max(0.0, limit_s - time.monotonic()))
+        with self._processes, suppress(Interrupted):
+            for session in self.sessions:
+                session.hang_up()
+            # After an error or the second Ctrl-C the agents end their devices without being watched.
+            self._processes.listen(lambda: not self._processes.running, 0.5 if self._running else _TRAVEL_S)
 
-    def _open(self, post: Post) -> Link:
-        host, here = post.host, os.getcwd()
-        if not is_own(str(host.address)):
-            command = ssh_call(ssh_program(os.environ), host, far_command(host, sys.executable, here))
-            return Link(post, command, self._inbox)
-        command = [host.python or sys.executable, "-m", "convoy.launch.agent"]
-        folder = str(Path.home() / host.folder) if host.folder else here
-        speech = (os.dup(1), os.dup(2)) if 0 in post.ranks else None
-        try:
-            return Link(post, command, self._inbox, folder=folder, speech=speech)
-        finally:
-            for file in speech or ():
-                os.close(file)
+    def _gone(self, ending: Ending) -> None:
+        self._inbox.append((next(each for each in self.sessions if each.job.ranks[0] == ending.device), None))
 
     def check(self, files: Sequence[Path]) -> None:
         """Hear from all hosts that they can do it, before any of them starts a device."""
-        answers = self._ask(self.links, "check", "here", files=[str(path) for path in files])
-        versions = {link: answer["version"] for link, answer in answers.items() if answer["version"] != __version__}
+        answers = self._ask(self.sessions, "check", "here", files=[str(path) for path in files])
+        versions = {
+            session: answer["version"] for session, answer in answers.items() if answer["version"] != __version__
+        }
         if versions:
-            found = ", ".join(f"{version} on {link.title}" for link, version in versions.items())
+            found = ", ".join(f"{version} on {session.title}" for session, version in versions.items())
             raise MismatchError(
                 f"the hosts do not have the same Convoy: {__version__} here, but {found}. Install the same version everywhere"
             )
         troubles = []
         for path in files:
             mine = digest(path)
-            for link, answer in answers.items():
+            for session, answer in answers.items():
                 if (theirs := answer["digests"][str(path)]) != mine:
                     what = "is not there" if theirs is None else "is another file there"
                     troubles.append(
-                        f"{link.title}: {path} {what}, in {answer['folder']}: all hosts need it at the same path; copy it"
+                        f"{session.title}: {path} {what}, in {answer['folder']}: all hosts need it at the same path; copy it"
                     )
         if troubles:
             raise InputError("\n".join(troubles))
@@ -167,42 +230,46 @@ class _Hosts:
 
     def meet(self, port: int | None) -> tuple[str, int]:
         """Where the devices meet: the address of device 0's host as its route to the others says, and a port."""
-        first, *others = self.links
+        first, *others = self.sessions
         answer = self._answers[first]
         # A host's address is the one at which its ssh server was reached; this machine's, where that connection came from.
-        known = [answer["client"] if link.local else self._answers[link]["server"] for link in others]
-        peers = [address or str(link.post.host.address) for address, link in zip(known, others, strict=True)]
+        known = [answer["client"] if session.local else self._answers[session]["server"] for session in others]
+        peers = [address or str(session.job.host.address) for address, session in zip(known, others, strict=True)]
         alone = "127.0.0.1"
         met = self._ask([first], "meet", "met", peers=peers, address=alone, port=port)[first]
         return str(met["address"]), int(met["port"])
 
-    def _ask(self, links: Sequence[Link], question: str, answer: str, **fields: object) -> dict[Link, Message]:
-        """A question to some hosts, and their answers, in the order of the links.
+    def _ask(
+        self, sessions: Sequence[HostSession], question: str, answer: str, **fields: object
+    ) -> dict[HostSession, Message]:
+        """A question to some hosts, and their answers, in the order of the sessions.
 
         Raises:
             InputError: some could not or did not answer; names all of them, with what was said there.
         """
-        for link in links:
-            link.send(question, **fields)
-        answers: dict[Link, Message] = {}
-        troubles: dict[Link, str] = {}
+        for session in sessions:
+            session.send(question, **fields)
+        answers: dict[HostSession, Message] = {}
+        troubles: dict[HostSession, str] = {}
         deadline_s = time.monotonic() + ANSWER_S
-        while len(answers) + len(troubles) < len(links):
+        while len(answers) + len(troubles) < len(sessions):
             got = self._next(deadline_s)
             if got is None:
-                silent = [link for link in links if link not in answers and link not in troubles]
+                silent = [session for session in sessions if session not in answers and session not in troubles]
                 troubles |= dict.fromkeys(silent, f"did not answer within {ANSWER_S:g} s")
                 break
-            link, message = got
+            session, message = got
             if message is None:
-                troubles[link] = _trouble(link)
+                troubles[session] = session.trouble
             elif message["convoy"] == "refused":
-                troubles[link] = str(message["text"])
+                troubles[session] = str(message["text"])
             elif message["convoy"] == answer:
-                answers[link] = message
+                answers[session] = message
         if troubles:
-            raise InputError("\n".join(f"{link.title}: {troubles[link]}" for link in self.links if link in troubles))
-        return {link: answers[link] for link in links}
+            raise InputError(
+                "\n".join(f"{session.title}: {troubles[session]}" for session in self.sessions if session in troubles)
+            )
+        return {session: answers[session] for session in sessions}
 
     def follow(self) -> None:
         """Pass on what device 0 says until all devices have ended, or the time for that is over."""
@@ -215,16 +282,16 @@ class _Hosts:
     def end(self, interrupt: bool) -> None:
         """Have all devices ended: they get some time, or are interrupted first."""
         self._deadline_s = time.monotonic() + self._end_s
-        for link in self.links:
-            link.send("end", interrupt=interrupt)
+        for session in self.sessions:
+            session.send("end", interrupt=interrupt)
 
-    def _take(self, link: Link, message: Message | None) -> None:
+    def _take(self, session: HostSession, message: Message | None) -> None:
         bad = False
         if message is None or message["convoy"] == "refused":
-            left = self._running.intersection(link.post.ranks)
+            left = self._running.intersection(session.job.ranks)
             self._running -= left
-            if left and self._deadline_s is None:
-                self.lost, bad = _loss(link, min(left), message), True
+            if left and self._deadline_s == math.inf:
+                self.lost, bad = _loss(session, min(left), message), True
         elif message["convoy"] == "text":
             stream = sys.stdout if message["stream"] == "stdout" else sys.stderr
             stream.write(message["text"])
@@ -236,34 +303,23 @@ class _Hosts:
             self.endings.append(ending)
             self._running.discard(ending.device)
             bad = ending.status != 0
-        if bad and self._deadline_s is None:
+        if bad and self._deadline_s == math.inf:
             self.end(interrupt=False)
 
-    def _next(self, deadline_s: float | None) -> tuple[Link, Message | None] | None:
+    def _next(self, deadline_s: float) -> tuple[HostSession, Message | None] | None:
         """The next message of any host, or None at the deadline. Meanwhile all hosts hear that this process is there."""
         while True:
             now_s = time.monotonic()
             if now_s >= self._beat_s:
-                for link in self.links:
-                    link.send("beat")
+                for session in self.sessions:
+                    session.send("beat")
                 self._beat_s = now_s + BEAT_S
-            limit_s = self._beat_s if deadline_s is None else min(self._beat_s, deadline_s)
-            with suppress(queue.Empty):
-                return self._inbox.get(timeout=max(0.0, limit_s - now_s))
-            if deadline_s is not None and time.monotonic() >= deadline_s:
+            if self._processes.listen(lambda: self._inbox, min(self._beat_s, deadline_s) - now_s):
+                return self._inbox.popleft()
+            if time.monotonic() >= deadline_s:
                 return None
 
 
-def _trouble(link: Link) -> str:
-    """Why a host did not answer, and what to do."""
-    said = link.words
-    words = "\n".join(said)
-    last = f": {' | '.join(said[-3:])}" if said else ""
-    if link.local:
-        return f"it ended with status {link.status}{last}; correct its python and folder"
-    return f"ssh ended with status {link.status}{last}; {remedy(link.post.host, words, sys.executable, os.getcwd())}"
-
-
-def _loss(link: Link, rank: int, message: Message | None) -> DeviceLostError:
-    why = str(message["text"]) if message is not None else _trouble(link)
-    return DeviceLostError(rank, f"device {rank} ({link.post.title(rank)}) was lost with its host: {why}")
+def _loss(session: HostSession, rank: int, message: Message | None) -> DeviceLostError:
+    why = str(message["text"]) if message is not None else session.trouble
+    return DeviceLostError(rank, f"device {rank} ({session.job.title(rank)}) was lost with its host: {why}")

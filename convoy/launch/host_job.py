@@ -1,27 +1,109 @@
-"""What each host of a fleet has to start. Pure."""
+"""What each host of a fleet has to start, the environment of each device, and the same as a line for a shell. Pure."""
 
 import math
+import os
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from convoy.fleet import Device, Fleet, Host
+from convoy.comm.launch_env import PLACE_NAMES
+
+if TYPE_CHECKING:  # the agent on a host knows no fleet, and should not wait for what reads its file
+    from convoy.fleet import Device, Fleet, Host
+
+CONVOY_COMMAND = (sys.executable, "-m", "convoy")
+
+MALLOC_NAMES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+_CHOSEN = (*MALLOC_NAMES, "GLIBC_TUNABLES", "LD_PRELOAD")
+_LARGEST_BYTES = str(2**31 - 1)
 
 _COUNTED = ("cuda", "xpu")
 """Kinds of which a machine may have several: they are numbered there."""
 
 
+def memory_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """Variables by which a device uses the memory that its tensors free again; none that `base` has chosen otherwise.
+
+    By itself glibc's malloc gives tensors of 32 MB or more back to the kernel when they are freed, and those of the next
+    step take fresh pages, which the kernel fills with zeros first: a tenth of a step of two-conv 150:800 with 52
+    samples. With thresholds that large the process holds the most memory that it ever needed. PyTorch asks for huge
+    pages (2 MB in place of 4 KB) for large tensors; without, the gradients of a wide Linear alone took a third of a step.
+    Both read their variables once, so they are a matter of who starts a process.
+    """
+    chosen = any(base.get(name) for name in _CHOSEN)
+    malloc = {} if chosen else dict.fromkeys(MALLOC_NAMES, _LARGEST_BYTES)
+    return {"THP_MEM_ALLOC_ENABLE": base.get("THP_MEM_ALLOC_ENABLE", "1"), **malloc}
+
+
+def device_environments(
+    base: Mapping[str, str],
+    ranks: Sequence[int],
+    names: Sequence[str],
+    *,
+    total: int,
+    address: str,
+    port: int,
+    hosted: bool = False,
+    own: Sequence[Mapping[str, str]] = (),
+) -> list[dict[str, str]]:
+    """All variables of each device that one machine starts.
+
+    Args:
+        base: variables of the process that starts them.
+        ranks: the index of each in the job.
+        names: what each computes on, such as "cpu" or "cuda:0".
+        total: devices of the whole job, on all machines.
+        address, port: where all of them meet.
+        hosted: the launcher keeps the store there; otherwise device 0 does.
+        own: further variables of each.
+    """
+    kept = {name: value for name, value in base.items() if name not in (*PLACE_NAMES, "TORCHELASTIC_RESTART_COUNT")}
+    kept |= memory_environment(base)
+    # Torch warns of names and connections that Convoy needs not, or tells of itself.
+    kept.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    on_cpu = sum(name.startswith("cpu") for name in names)
+    if on_cpu:
+        # Each would take all cores otherwise, and they would disturb each other.
+        kept.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // on_cpu)))
+    return [
+        kept
+        | rank_variables(rank, local, total, len(ranks), address, port)
+        | {"TORCHELASTIC_USE_AGENT_STORE": str(hosted), "CONVOY_DEVICE": name}
+        | dict(own[local] if own else {})
+        for local, (rank, name) in enumerate(zip(ranks, names, strict=True))
+    ]
+
+
+def rank_variables(rank: int, local: int, total: int, local_total: int, address: str, port: int) -> dict[str, str]:
+    """Which process of a job one is, as torchrun says it."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(total),
+        "LOCAL_WORLD_SIZE": str(local_total),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
+def _cores() -> int:
+    """Processor cores that this process may use. Only Linux can be asked for that."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @dataclass(frozen=True)
-class Post:
-    """One host and its devices.
+class HostJob:
+    """One host of a fleet and its devices.
 
     Attributes:
         ranks: indices of its devices in the fleet.
         names: what each computes on, as PyTorch calls it.
-        own: variables of each, beside its place.
+        own: variables of each, beside those of its rank.
     """
 
-    host: Host
+    host: "Host"
     ranks: tuple[int, ...]
     names: tuple[str, ...]
     own: tuple[Mapping[str, str], ...]
@@ -31,7 +113,7 @@ class Post:
         return f"host {self.host.name}, {self.names[self.ranks.index(rank)]}"
 
 
-def posts(fleet: Fleet) -> list[Post]:
+def host_jobs(fleet: "Fleet") -> list[HostJob]:
     """The hosts, that of device 0 first.
 
     The cuda devices of a host are its cuda:0, cuda:1, ... in the order of the file.
@@ -40,18 +122,13 @@ def posts(fleet: Fleet) -> list[Post]:
     for host in fleet.hosts:
         ranks = fleet.devices_on(host.name)
         devices = [fleet.devices[rank] for rank in ranks]
-        made.append(Post(host, ranks, _names(devices), tuple(_own(device) for device in devices)))
-    return sorted(made, key=lambda post: post.ranks)
+        kinds = [device.kind for device in devices]
+        names = tuple(f"{kind}:{kinds[:n].count(kind)}" if kind in _COUNTED else kind for n, kind in enumerate(kinds))
+        made.append(HostJob(host, ranks, names, tuple(map(_own_variables, devices))))
+    return sorted(made, key=lambda job: job.ranks)
 
 
-def _names(devices: Sequence[Device]) -> tuple[str, ...]:
-    kinds = [device.kind for device in devices]
-    return tuple(
-        f"{kind}:{kinds[:number].count(kind)}" if kind in _COUNTED else kind for number, kind in enumerate(kinds)
-    )
-
-
-def _own(device: Device) -> dict[str, str]:
+def _own_variables(device: "Device") -> dict[str, str]:
     """What the file says of a device, as its process reads it; the same as in a rehearsal."""
     own = {}
     if device.cores is not None:
@@ -62,7 +139,7 @@ def _own(device: Device) -> dict[str, str]:
 
 
 def line_to_paste(
-    post: Post, argv: Sequence[str], *, total: int, address: str, port: int, python: str, folder: str
+    job: HostJob, argv: Sequence[str], *, total: int, address: str, port: int, python: str, folder: str
 ) -> str:
     """A line for a shell on this host (sh, bash, zsh) that starts its devices and waits for them.
 
@@ -72,18 +149,18 @@ def line_to_paste(
         address, port: where all meet: device 0 listens there.
         python, folder: for a host that names none.
     """
-    shared = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "WORLD_SIZE": str(total)}
-    shared |= {"LOCAL_WORLD_SIZE": str(len(post.ranks)), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    words = [f"{name}={shlex.quote(value)}" for name, value in shared.items()]
-    on_cpu = post.names.count("cpu")
+    shared = rank_variables(0, 0, total, len(job.ranks), address, port) | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    words = [f"{name}={shlex.quote(value)}" for name, value in shared.items() if name not in ("RANK", "LOCAL_RANK")]
+    words += [f"{name}=${{{name}:-{value}}}" for name, value in memory_environment({}).items()]
+    on_cpu = job.names.count("cpu")
     if on_cpu > 1:  # as many threads as this machine has cores, shared out
         words.append(f"OMP_NUM_THREADS=$(( ($(getconf _NPROCESSORS_ONLN) + {on_cpu - 1}) / {on_cpu} ))")
-    command = shlex.join([post.host.python or python, "-m", "convoy", *argv])
+    command = shlex.join([job.host.python or python, "-m", "convoy", *argv])
     starts = []
-    for local, (rank, name, own) in enumerate(zip(post.ranks, post.names, post.own, strict=True)):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(local), "CONVOY_DEVICE": name, **own}
-        starts.append(" ".join([*(f"{key}={value}" for key, value in place.items()), command]))
+    for local, (rank, name, own) in enumerate(zip(job.ranks, job.names, job.own, strict=True)):
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(local), "CONVOY_DEVICE": name, **own}
+        starts.append(" ".join([*(f"{key}={value}" for key, value in variables.items()), command]))
     # Device 0, the first, keeps the terminal: the others run behind it and end with it.
     behind = "".join(f"{start} & " for start in starts[1:])
     run = f"{{ {behind}{starts[0]}; s=$?; wait; exit $s; }}"
-    return f"( cd {shlex.quote(post.host.folder or folder)} && export {' '.join(words)} && {run} )"
+    return f"( cd {shlex.quote(job.host.folder or folder)} && export {' '.join(words)} && {run} )"

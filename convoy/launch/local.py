@@ -1,6 +1,7 @@
 """Starting all devices of one machine as processes of this one, and ending them together."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -8,7 +9,8 @@ from contextlib import suppress
 from convoy.comm.rendezvous import host_store
 from convoy.errors import InputError
 from convoy.launch.exit_status import judge
-from convoy.launch.processes import CONVOY_COMMAND, INTERRUPTED_STATUS, Crew, Part
+from convoy.launch.host_job import CONVOY_COMMAND, device_environments
+from convoy.launch.supervisor import Interrupted, Interrupts, Supervisor
 
 
 def launch_local(
@@ -24,7 +26,7 @@ def launch_local(
     """Run ``command argv`` once per device, as one job, and wait for all of them.
 
     Device 0 has the terminal. The others' error output is kept and shown where it explains a failure; their standard
-    output is dropped. Every device finds its place in torchrun's variables and its hardware in CONVOY_DEVICE.
+    output is dropped. Every device finds its rank in torchrun's variables and its hardware in CONVOY_DEVICE.
 
     Args:
         devices: what each device computes on, such as ``("cpu", "cuda:0")``.
@@ -34,36 +36,39 @@ def launch_local(
         command: what to start, in place of this Python's convoy.
 
     Returns:
-        0 if all ended well, 2 if devices ended with an error that has been printed, 130 after Ctrl-C.
+        0 if all ended well, 2 if devices ended with an error that has been printed, 128 + n after signal n: 130 after Ctrl-C.
 
     Raises:
-        InputError: no devices, or the port is taken.
+        InputError: no devices, no such command, or the port is taken.
         DeviceLostError: a device crashed or was killed; the message says which, how, and its last words.
     """
     if not devices:
         raise InputError("there are no devices to start: name at least one, such as cpu")
     store = host_store(host, port or 0)
-    ranks = tuple(range(len(devices)))
-    part = Part(ranks, tuple(devices), len(devices), store.host, store.port, hosted=True)
-    variables = part.variables({**os.environ, **(environment or {})})
-    # Only this process holds the write end, so the devices see the end of it whichever way this process ends.
-    lifeline, held = os.pipe()
-    crew = Crew(dict(enumerate(devices)))
-    try:
-        for device in ranks:
-            crew.start(device, [*command, *argv], variables[device], lifeline)
-        crew.await_trouble()
-        crew.end(timeout_s)
-    except KeyboardInterrupt:
-        with suppress(KeyboardInterrupt):  # a second Ctrl-C: no more waiting
-            crew.end(timeout_s)
-        return INTERRUPTED_STATUS
-    finally:
-        crew.kill()
-        os.close(held)
-        os.close(lifeline)
-        del store
-    outcome = judge(crew.endings)
+    environments = device_environments(
+        {**os.environ, **(environment or {})}, range(len(devices)), devices, total=len(devices), address=store.host,
+        port=store.port, hosted=True,
+    )  # fmt: skip
+    with Interrupts() as interrupts, Supervisor(interrupts) as processes:
+        try:
+            for rank, variables in enumerate(environments):
+                output = None if rank == 0 else subprocess.DEVNULL
+                processes.start(
+                    rank, devices[rank], [*command, *argv], environment=variables, lifeline=True, stdin=output,
+                    stdout=output, stderr="keep" if rank else None,
+                )  # fmt: skip
+            processes.listen(lambda: processes.failed or not processes.running)
+            processes.end(timeout_s)
+        except OSError as error:
+            raise InputError(f"cannot start {command[0]!r}: {error.strerror}; give a program that exists") from None
+        except Interrupted as interrupted:
+            with suppress(Interrupted):  # a second one: no more waiting
+                # Ctrl-C has reached the devices, too.
+                processes.end(timeout_s if interrupted.is_ctrl_c else 0.0)
+            return interrupted.status
+        finally:
+            del store  # which ends with it, also where an error keeps this frame
+    outcome = judge(processes.endings)
     if outcome.lost is not None:
         raise outcome.lost
     for line in outcome.lines:

@@ -70,7 +70,7 @@ def ssh_call(program: Sequence[str], host: Host, command: str) -> list[str]:
     return [*program, "-T", *options, *_way(host), "--", str(host.address), command]
 
 
-def far_command(host: Host, python: str, folder: str) -> str:
+def agent_command(host: Host, python: str, folder: str) -> str:
     """What a host's login shell has to run. It may be any common one: words in quotes, && and exec are all it needs."""
     start = shlex.join([host.python or python, "-m", "convoy.launch.agent"])
     return f"cd {shlex.quote(host.folder or folder)} && exec {start}"

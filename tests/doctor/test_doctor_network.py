@@ -18,9 +18,8 @@ from convoy.doctor.examine import examine_job
 from convoy.doctor.findings import diagnose
 from convoy.doctor.probes import check_up
 from convoy.doctor.schema import Context, Examination, Finding, Reach
-from convoy.emulate import namespaces, shaping
-from convoy.emulate.names import RunName
-from convoy.emulate.programs import call
+from convoy.emulate import namespaces
+from convoy.emulate.machine import RunName, call
 from convoy.fleet import Card
 from tests.support.processes import on_processes
 
@@ -39,7 +38,7 @@ def hosts(cards: Sequence[Card]) -> Iterator[namespaces.Wiring]:
     wiring = namespaces.wire(RunName.mine(), "abcdefgh"[: len(cards)])
     with namespaces.network(wiring):
         for port, card in zip(wiring.ports, cards, strict=True):
-            shaping.shape(wiring, port, card)
+            namespaces.shape(wiring, port, card)
         yield wiring
     assert not [name for name in namespaces.namespaces() if name in {port.namespace for port in wiring.ports}]
 

@@ -20,11 +20,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from convoy.emulate import cgroups, crew, leftovers, namespaces, rehearse, run, shaping
-from convoy.emulate.interrupts import Interrupts
-from convoy.emulate.names import RunName
+from convoy.emulate import cgroups, namespaces, orphans, rehearse, run
+from convoy.emulate.machine import RunName
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host, Link
+from convoy.launch import supervisor
+from convoy.launch.supervisor import Interrupted, Interrupts
 
 ROOT = Path(__file__).parent.parent.parent
 HANG_S = 30.0
@@ -81,7 +82,7 @@ def untouched_machine() -> Iterator[None]:
     # The orphans that one test makes on purpose would be removed by the rehearsals of another run of the tests.
     with (Path(tempfile.gettempdir()) / "convoy-rehearse-tests.lock").open("w") as lock:
         assert eventually(lambda: locked(lock.fileno())), "another run of these tests holds the lock"
-        leftovers.remove(leftovers.find())
+        orphans.remove(orphans.find())
         before = machine()
         yield
         assert machine() == before
@@ -266,7 +267,7 @@ def test_one_host_alone_needs_no_network() -> None:
 @pytest.fixture
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_GRACE_S", 0.3)
-    monkeypatch.setattr(run, "_TERMINATE_S", 0.3)
+    monkeypatch.setattr(supervisor, "TERMINATE_S", 0.3)
 
 
 @needs_root
@@ -325,8 +326,8 @@ def test_the_last_words_of_a_process_are_heard(monkeypatch: pytest.MonkeyPatch, 
             time.sleep(0.001)
             return super().write(text)
 
-    monkeypatch.setattr(crew, "_CHUNK_BYTES", 100)  # so that much is unread when the process ends
-    monkeypatch.setattr(crew, "_LAST_CHUNKS", 1000)
+    monkeypatch.setattr(supervisor, "CHUNK_BYTES", 100)  # so that much is unread when the process ends
+    monkeypatch.setattr(supervisor, "LAST_CHUNKS", 1000)
     output = Slow()
     words = "".join(f"word {number} é\n" for number in range(3000))
     (tmp_path / "words").write_text(words, encoding="utf-8")
@@ -337,7 +338,7 @@ def test_the_last_words_of_a_process_are_heard(monkeypatch: pytest.MonkeyPatch, 
 @needs_root
 @pytest.mark.usefixtures("short_grace")
 def test_of_a_talkative_device_only_the_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "_TAIL_BYTES", 12)
+    monkeypatch.setattr(supervisor, "TAIL_BYTES", 12)
     output = io.StringIO()
     script = "[ $RANK = 0 ] || { echo a long story; echo short; exit 3; }"
     assert rehearse(fleet_of([0.4] * 2), ["sh", "-c", script], timeout_s=HANG_S, output=output) == 3
@@ -346,7 +347,7 @@ def test_of_a_talkative_device_only_the_end_is_kept(monkeypatch: pytest.MonkeyPa
 
 @needs_root
 def test_nothing_stays_when_the_machine_refuses_halfway(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shaping, "bucket", lambda _: shaping.Bucket(1_000_000, 0, 65_536))
+    monkeypatch.setattr(namespaces, "bucket", lambda _: namespaces.Bucket(1_000_000, 0, 65_536))
     with pytest.raises(InputError, match=r"`tc .* burst 0b .*` ended with status \d+: .*burst"):
         rehearse(fleet_of([0.4] * 2), ["true"], timeout_s=HANG_S, output=io.StringIO())
 
@@ -401,7 +402,7 @@ def test_a_signal_while_the_hosts_are_made_is_heeded(monkeypatch: pytest.MonkeyP
     def shape_and_signal(*_: object) -> None:
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(shaping, "shape", shape_and_signal)
+    monkeypatch.setattr(namespaces, "shape", shape_and_signal)
     command = ["touch", str(tmp_path / "started")]
     assert rehearse(fleet_of([0.4] * 2), command, timeout_s=HANG_S, output=io.StringIO()) == 128 + signal.SIGINT
     assert not (tmp_path / "started").exists()
@@ -416,7 +417,7 @@ def test_the_next_rehearsal_removes_what_a_killed_one_left(tmp_path: Path) -> No
         assert pipe is not None
         pipe.close()
     assert all(alive(pid) for pid in pids), "nobody was there to end them"
-    found = leftovers.find()
+    found = orphans.find()
     assert [run.pid for run in map(RunName.parse, (group.name for group in found.groups)) if run] == [process.pid]
     assert sorted(name.rsplit("-", 1)[1] for name in found.namespaces) == ["_switch", "a", "b"]
     output = io.StringIO()
@@ -456,9 +457,9 @@ def test_a_mount_of_a_killed_rehearsal_is_removed(tmp_path: Path) -> None:
     folder.mkdir()
     subprocess.run(["mount", "-t", "cgroup2", "none", str(folder)], check=True)
     try:
-        found = leftovers.find()
+        found = orphans.find()
         assert found.mounts == (folder,)
-        leftovers.remove(found)
+        orphans.remove(found)
         assert not folder.exists()
     finally:
         if folder.exists():
@@ -572,7 +573,7 @@ def test_the_controller_is_found_among_mounts(tmp_path: Path) -> None:
 def test_a_bucket_holds_a_whole_packet(bytes_per_s: float) -> None:
     """The story: 62,500 bytes at 1 Gbit/s were less than a 64 KiB packet. The kernel cut every packet up in the
     processor, and a ring of four hosts reached half the rate, though one transfer alone reached all of it."""
-    bucket = shaping.bucket(bytes_per_s)
+    bucket = namespaces.bucket(bytes_per_s)
     assert bucket is not None
     assert bucket.rate_bit_per_s == 8 * bytes_per_s
     frames = math.ceil(bucket.packet_bytes / 1448)
@@ -582,7 +583,7 @@ def test_a_bucket_holds_a_whole_packet(bytes_per_s: float) -> None:
 
 
 def test_what_no_cable_carries_is_not_held_back() -> None:
-    assert shaping.bucket(1e12) is None
+    assert namespaces.bucket(1e12) is None
 
 
 def test_names_tell_the_living_from_the_dead() -> None:
@@ -603,21 +604,25 @@ def test_names_tell_the_living_from_the_dead() -> None:
 def test_signals_are_noted_and_the_old_handlers_come_back() -> None:
     before = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
     with Interrupts() as interrupts:
-        assert interrupts.caught is None
+        interrupts.check()
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
-        assert interrupts.caught is signal.SIGTERM, "the first one counts"
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            with pytest.raises(Interrupted) as caught:
+                interrupts.check()
+            assert (caught.value.signum, caught.value.status) == (signum, 128 + signum), "the first one first"
+        interrupts.check()
     assert [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_outside_the_main_thread_signals_are_left_alone() -> None:
-    caught: list[object] = []
+    handlers: list[object] = []
 
     def enter() -> None:
-        with Interrupts() as interrupts:
-            caught.append(interrupts.caught)
+        with Interrupts():
+            handlers.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join(HANG_S)
-    assert caught == [None]
+    assert handlers == [signal.getsignal(signal.SIGINT)]

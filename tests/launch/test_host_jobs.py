@@ -17,12 +17,12 @@ from convoy.comm.environment import is_own
 from convoy.config.run_file import settle
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host, read_fleet
-from convoy.launch import protocol
-from convoy.launch.agent import meeting_point
+from convoy.launch.agent import from_line, meeting_point, to_line
 from convoy.launch.command import train_on_fleet
 from convoy.launch.fleet import startable
-from convoy.launch.host_job import line_to_paste, posts
-from convoy.launch.ssh import far_command, remedy, ssh_call, ssh_program
+from convoy.launch.host_job import host_jobs, line_to_paste
+from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
+from convoy.launch.supervisor import by_line
 from tests.app.test_cli import TINY, convoy_in_process
 from tests.support.processes import PLACE
 
@@ -49,7 +49,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hosts_get_their_devices_and_that_of_device_0_comes_first() -> None:
-    attic, cellar = posts(FLEET)
+    attic, cellar = host_jobs(FLEET)
     assert (attic.host.name, attic.ranks, attic.names) == ("attic", (0, 2, 3), ("cuda:0", "cpu", "cuda:1"))
     assert (cellar.host.name, cellar.ranks, cellar.names) == ("cellar", (1, 4), ("cpu", "cpu"))
     assert cellar.own == ({"OMP_NUM_THREADS": "3", "CONVOY_SLOWDOWN": "2.0"}, {})
@@ -74,7 +74,7 @@ sys.exit(3 * (os.environ["RANK"] == "1"))
     python.chmod(0o755)
     words = ["train", "--data", "folder:it's $HOME", "--net", "two-conv:4:6"]
     line = line_to_paste(
-        posts(FLEET)[1], words, total=5, address="10.0.0.1", port=4000, python=str(python), folder=str(folder)
+        host_jobs(FLEET)[1], words, total=5, address="10.0.0.1", port=4000, python=str(python), folder=str(folder)
     )
     assert "\n" not in line
     assert subprocess.run(["sh", "-c", line], cwd="/", timeout=60, check=False).returncode == 3, (
@@ -116,7 +116,7 @@ def test_only_hosts_with_addresses_are_started(
 def test_ssh_is_called_so_that_it_cannot_wait_or_ask() -> None:
     host = Host("a", "10.0.0.1", user="ann", ssh_port=2222, folder="my nets")
     call = ssh_call(
-        ssh_program({"CONVOY_SSH": "ssh -F 'lab config'"}), host, far_command(host, "/usr/bin/python3", "/x")
+        ssh_program({"CONVOY_SSH": "ssh -F 'lab config'"}), host, agent_command(host, "/usr/bin/python3", "/x")
     )
     assert call[:3] == ["ssh", "-F", "lab config"]
     assert {"BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5"} <= set(call)
@@ -156,23 +156,23 @@ def test_what_ssh_and_a_shell_say_has_a_cure(words: str, cure: str) -> None:
 
 
 def test_what_a_login_shell_prints_is_no_message() -> None:
-    assert protocol.message(b"Welcome!") is None
-    assert protocol.message(b'{"name": "value"}') is None
-    assert protocol.message(b"42") is None
-    assert protocol.message(protocol.line("here", version="1").strip()) == {"convoy": "here", "version": "1"}
+    assert from_line(b"Welcome!") is None
+    assert from_line(b'{"name": "value"}') is None
+    assert from_line(b"42") is None
+    assert from_line(to_line("here", version="1").strip()) == {"convoy": "here", "version": "1"}
 
 
-@given(st.lists(st.text(st.characters(exclude_characters="\n"), max_size=9), max_size=9))
-def test_lines_arrive_as_they_were_sent(texts: list[str]) -> None:
+@given(st.lists(st.text(st.characters(exclude_characters="\n"), max_size=9), max_size=9), st.integers(1, 7))
+def test_lines_arrive_as_they_were_sent(texts: list[str], cut: int) -> None:
     """Whatever is in them, and however they are cut on the way."""
-    read_end, write_end = os.pipe()
-    try:
-        sent = b"".join(text.encode(errors="replace") + b"\n" for text in texts)
-        os.write(write_end, sent + b"the last has no end")
-        os.close(write_end)
-        assert b"".join(each + b"\n" for each in protocol.lines(read_end)) == sent + b"the last has no end\n"
-    finally:
-        os.close(read_end)
+    lines = [text.encode(errors="replace") for text in texts] + [b"the last has no end"]
+    sent, arrived = b"\n".join(lines), []
+    sink = by_line(arrived.append)
+    for start in range(0, len(sent), cut):
+        sink(sent[start : start + cut])
+    assert arrived == lines[:-1]
+    sink(b"")
+    assert arrived == lines
 
 
 # ---------------------------------------------------------------------------------------------------------- addresses

@@ -26,7 +26,7 @@ PRELUDE = "import os, signal, sys, time\nRANK = int(os.environ['RANK'])\n"
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("convoy.launch.processes.TERMINATE_S", 0.5)
+    monkeypatch.setattr("convoy.launch.supervisor.TERMINATE_S", 0.5)
 
 
 def launch(script: str, devices: Sequence[str] = ("cpu", "cpu"), **options: float) -> int:

@@ -59,11 +59,11 @@ kind = "cpu"
 QUICK = """#!/bin/sh
 exec {python} -c '
 import sys
-from convoy.launch import far, lines
-far.CONVOY_COMMAND = (sys.executable, "-S", "-c")
-lines.SILENCE_S = 3.0
+from convoy.launch import agent
+agent.CONVOY_COMMAND = (sys.executable, "-S", "-c")
+agent.SILENCE_S = 3.0
 {more}
-sys.exit(far.Far(0, 1).serve())
+sys.exit(agent.Agent(0, 1).serve())
 '
 """
 """A host's Python whose devices are scripts that need no torch."""
@@ -73,11 +73,11 @@ import sys
 from pathlib import Path
 from convoy.errors import ConvoyError
 from convoy.fleet import read_fleet
-from convoy.launch import run
-run.BEAT_S = 0.5
+from convoy.launch import fleet as launch
+launch.BEAT_S = 0.5
 fleet, script, *files = sys.argv[1:]
 try:
-    status = run.run_on_fleet(read_fleet(Path(fleet)), [script], files=list(map(Path, files)), grace_s=1.0)
+    status = launch.run_on_fleet(read_fleet(Path(fleet)), [script], files=list(map(Path, files)), grace_s=1.0)
 except ConvoyError as error:
     print(f"{type(error).__name__}: {error}", file=sys.stderr)
     status = 2
@@ -225,7 +225,7 @@ def test_all_hosts_with_troubles_are_told_at_once(hosts: Lab, tmp_path: Path) ->
 
 
 def test_another_version_of_convoy(hosts: Lab, tmp_path: Path) -> None:
-    older = python_of(tmp_path, "older", 'far.__version__ = "0.0.1"')
+    older = python_of(tmp_path, "older", 'agent.__version__ = "0.0.1"')
     status, _, errors = hosts.run("attic", launching(fleet_file(tmp_path, python_of(tmp_path), older), "here()"))
     assert status == 2
     assert re.match(r"MismatchError: .* here, but 0.0.1 on host cellar \(10.77.0.3\). Install the same", errors)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from convoy.emulate import namespaces
-from convoy.emulate.names import RunName
+from convoy.emulate.machine import RunName
 from tests.app.test_cli import TINY, assert_close, results
 from tests.support.processes import PLACE, ROOT
 from tests.support.ssh_hosts import why_not

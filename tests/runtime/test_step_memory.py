@@ -1,6 +1,7 @@
 """What a training step does to memory, beyond what it needs."""
 
 import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from convoy.api import distribute, loader
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.data import Images
+from convoy.launch.host_job import memory_environment
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import PLANS, Speeds, named_plan
@@ -72,12 +74,15 @@ def test_a_step_leaves_nothing_to_the_collector(net: str, plan: str) -> None:
     not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="this kernel has no huge pages to give"
 )
 def test_large_tensors_come_in_large_pages() -> None:
-    """Every step's gradient of a Linear of 4096 is 64 MB of fresh memory: 16,384 page faults, or 32."""
+    """Every step's gradient of a Linear of 4096 is 64 MB of fresh memory: 16,384 page faults, or 32. In a started device."""
     program = """
 import resource, torch, convoy
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 torch.empty(1 << 24).fill_(1.0)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    environment = os.environ | memory_environment(os.environ)
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
     assert int(run.stdout) < 4000

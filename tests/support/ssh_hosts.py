@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from convoy.emulate import namespaces
-from convoy.emulate.names import RunName
-from tests.support.processes import PLACE
+from convoy.emulate.machine import RunName
+from tests.support.processes import PLACE, ROOT
 
 PRIVILEGES = Path("/run/sshd")
 """sshd locks itself into this empty folder. A service makes it at boot; here there may be none, and it stays for the next."""
@@ -125,6 +125,7 @@ def _server(folder: Path, port: namespaces.Port) -> Iterator[int]:
         f"HostKey {folder / f'host_key-{port.host}'}",
         f"AuthorizedKeysFile {folder / 'authorized_keys'}",
         "PidFile none",
+        f"SetEnv PYTHONPATH={ROOT}",  # the Convoy that is tested, not one that is installed
         "PermitRootLogin yes",
         "PasswordAuthentication no",
         "KbdInteractiveAuthentication no",

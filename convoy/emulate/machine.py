@@ -1,8 +1,11 @@
-"""Calling the system's own programs (ip, tc, mount), each call bounded in time."""
+"""What the parts of an emulated fleet share: the system's programs (ip, tc, mount), and the names of what is made."""
 
 import os
+import re
 import shutil
 import subprocess
+from dataclasses import dataclass
+from pathlib import Path
 
 from convoy.errors import InputError
 
@@ -15,6 +18,8 @@ _PACKAGES = {
     "umount": "util-linux",
     "sh": "a POSIX shell",
 }
+
+_NAME = re.compile(r"convoy-(\d+)-(\d+)(?:-.+)?")
 
 
 def find(program: str) -> str:
@@ -56,3 +61,49 @@ def call(program: str, *arguments: str) -> str:
             "in a container, start it privileged"
         )
     return done.stdout
+
+
+@dataclass(frozen=True)
+class RunName:
+    """`convoy-<pid>-<started>`: all that one rehearsal makes carries it, so that a later one can tell what is orphaned.
+
+    Attributes:
+        pid: process id of the rehearsing process.
+        started: when that process started, in clock ticks after boot. Process ids are given out again; the pair is not.
+    """
+
+    pid: int
+    started: int
+
+    @classmethod
+    def mine(cls) -> "RunName":
+        started = _started(os.getpid())
+        assert started is not None, "this process is alive"
+        return cls(os.getpid(), started)
+
+    @classmethod
+    def parse(cls, name: str) -> "RunName | None":
+        """The run that a namespace, control group or mount belongs to; None if it is not a rehearsal's."""
+        found = _NAME.fullmatch(name)
+        return cls(int(found[1]), int(found[2])) if found else None
+
+    def __str__(self) -> str:
+        return f"convoy-{self.pid}-{self.started}"
+
+    def of(self, part: str) -> str:
+        """The name of one part of this run."""
+        return f"{self}-{part}"
+
+    def alive(self) -> bool:
+        """Whether the process that this run belongs to is still there."""
+        return _started(self.pid) == self.started
+
+
+def _started(pid: int) -> int | None:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The second field is the program's name in parentheses and may hold blanks; state is field 3, start time field 22.
+    state, *rest = stat.rpartition(")")[2].split()
+    return None if state in "ZX" else int(rest[18])

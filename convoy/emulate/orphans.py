@@ -1,17 +1,16 @@
-"""What a rehearsal that was killed outright could not remove: found by name, removed by the next one."""
+"""Finds and removes what a rehearsal that was killed outright has left on this machine."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from convoy.emulate import cgroups, namespaces
-from convoy.emulate.names import RunName
-from convoy.emulate.programs import call
+from convoy.emulate.machine import RunName, call
 
 _KINDS = ("cgroup", "cgroup2")
 
 
 @dataclass(frozen=True)
-class Leftovers:
+class Orphans:
     """The belongings of runs whose process is gone.
 
     Attributes:
@@ -36,7 +35,7 @@ class Leftovers:
         )
 
 
-def find() -> Leftovers:
+def find() -> Orphans:
     """What dead runs left on this machine."""
     mounts = Path("/proc/mounts").read_text()
     # Named network namespaces are mounts too, so the kind counts.
@@ -44,20 +43,20 @@ def find() -> Leftovers:
     private = tuple(place for place in places if _dead(place.name))
     controller = cgroups.mounted_controller(mounts)
     roots = {*private, *([] if controller is None else [controller.root])}
-    return Leftovers(
+    return Orphans(
         groups=tuple(path for root in roots for path in root.iterdir() if path.is_dir() and _dead(path.name)),
         namespaces=tuple(name for name in namespaces.namespaces() if _dead(name)),
         mounts=private,
     )
 
 
-def remove(leftovers: Leftovers) -> None:
+def remove(orphans: Orphans) -> None:
     """Kill the processes and remove the rest. InputError if the machine refuses."""
-    for group in leftovers.groups:
+    for group in orphans.groups:
         cgroups.remove(group)
-    for namespace in leftovers.namespaces:
+    for namespace in orphans.namespaces:
         namespaces.delete(namespace)
-    for mount in leftovers.mounts:
+    for mount in orphans.mounts:
         call("umount", str(mount))
         mount.rmdir()
 

@@ -1,0 +1,327 @@
+"""Starts processes, reads what they print, and ends all of them: one thread, every wait bounded.
+
+The devices of this machine, of a host over ssh and of an emulated fleet run under it, and the sessions with the hosts.
+"""
+
+import codecs
+import os
+import selectors
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import FrameType, TracebackType
+from typing import IO, Any, Literal
+
+from convoy.launch.exit_status import Ending
+
+TERMINATE_S = 2.0
+"""Seconds between SIGTERM and SIGKILL."""
+
+KILL_S = 5.0
+"""Seconds that the kernel may take to end a killed process."""
+
+POLL_S = 0.1
+"""How soon a signal to this process is noticed (and, without pidfd, the end of a process)."""
+
+TAIL_BYTES = 65_536
+"""What is kept of the output of a process."""
+
+CHUNK_BYTES = 65_536
+LAST_CHUNKS = 16
+"""Read of each pipe after its process has ended: more than a pipe holds. A child left behind may write for ever."""
+
+Sink = Callable[[bytes], None]
+"""Takes what a process prints, piece by piece; an empty piece says that there will be no more."""
+
+Output = int | Sink | Literal["keep"] | None
+"""Where output goes: a file or a constant of `subprocess`, a sink, the process's tail; None: where this process's goes."""
+
+
+class Interrupted(Exception):  # noqa: N818 - it is a request, not an error
+    """This process was asked to end by a signal."""
+
+    def __init__(self, signum: signal.Signals) -> None:
+        super().__init__(signum.name)
+        self.signum = signum
+        self.status = 128 + signum
+        self.is_ctrl_c = signum is signal.SIGINT
+
+
+class Interrupts:
+    """Notes SIGINT, SIGTERM and SIGHUP while the context lasts; `check` raises them where nothing is left half done.
+
+    A signal that this process ignores stays ignored. Outside the main thread Python handles no signals; there the
+    context does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._noted: list[signal.Signals] = []
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(signum) is not signal.SIG_IGN:
+                    self._before[signum] = signal.signal(signum, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for signum, handler in self._before.items():
+            # None stands for a handler that C code installed; Python cannot give it back.
+            signal.signal(signum, signal.SIG_DFL if handler is None else handler)
+
+    def check(self) -> None:
+        """Raise Interrupted for a signal that has come and was not raised yet, the first one first."""
+        if self._noted:
+            raise Interrupted(self._noted.pop(0))
+
+    def _note(self, signum: int, _frame: FrameType | None) -> None:
+        self._noted.append(signal.Signals(signum))
+
+
+class Tail:
+    """A sink that keeps the last `TAIL_BYTES`."""
+
+    def __init__(self) -> None:
+        self._kept = bytearray()
+
+    def __call__(self, chunk: bytes) -> None:
+        self._kept += chunk
+        del self._kept[:-TAIL_BYTES]
+
+    def lines(self) -> tuple[str, ...]:
+        return tuple(self._kept.decode(errors="replace").splitlines())
+
+
+def decoded(write: Callable[[str], object]) -> Sink:
+    """A sink that passes UTF-8 on as text; characters may be cut between pieces."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def sink(chunk: bytes) -> None:
+        if text := decoder.decode(chunk, final=not chunk):
+            write(text)
+
+    return sink
+
+
+def by_line(take: Callable[[bytes], None]) -> Sink:
+    """A sink that passes on whole lines, without their ends; at the end also a last one that has none."""
+    rest = b""
+
+    def sink(chunk: bytes) -> None:
+        nonlocal rest
+        *whole, rest = (rest + chunk).split(b"\n")
+        if not chunk and rest:
+            whole.append(rest)
+        for line in whole:
+            take(line)
+
+    return sink
+
+
+@dataclass(eq=False)
+class Process:
+    """A started process.
+
+    Attributes:
+        name: as its Ending names it.
+        tail: the end of the output that is kept.
+        members: ids of further processes, which get the same signals.
+        pipes: its output that is read here, and who takes it.
+    """
+
+    device: int
+    name: str
+    popen: subprocess.Popen[bytes]
+    members: Callable[[], Iterable[int]]
+    tail: Tail = field(default_factory=Tail)
+    pipes: dict[IO[bytes], Sink] = field(default_factory=dict)
+    pidfd: int | None = None
+    stopped: bool = False
+    ended: bool = False
+
+
+class Supervisor:
+    """Running processes. Leaving the context kills what still runs; no process, pipe or file of it is left."""
+
+    def __init__(self, interrupts: Interrupts, on_end: Callable[[Ending], None] = lambda _: None) -> None:
+        """`on_end` is called with each Ending."""
+        self.endings: list[Ending] = []
+        """How processes ended, in the order of time."""
+        self._interrupts = interrupts
+        self._on_end = on_end
+        self._processes: list[Process] = []
+        self._selector = selectors.DefaultSelector()
+        self._lifeline: tuple[int, int] | None = None
+
+    def __enter__(self) -> "Supervisor":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.send_signal(signal.SIGKILL)
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.popen.wait(KILL_S)
+            for pipe in (process.popen.stdin, process.popen.stdout, process.popen.stderr):
+                if pipe is not None:
+                    pipe.close()
+        self._selector.close()
+        for file in (*(process.pidfd for process in self.running), *(self._lifeline or ())):
+            if file is not None:
+                os.close(file)
+
+    @property
+    def running(self) -> list[Process]:
+        """Processes whose end has not been noted, in the order of their start."""
+        return [process for process in self._processes if not process.ended]
+
+    @property
+    def failed(self) -> bool:
+        """Whether a process has ended with an error."""
+        return any(ending.status != 0 for ending in self.endings)
+
+    def start(
+        self,
+        device: int,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        folder: str | None = None,
+        stdin: int | None = subprocess.DEVNULL,
+        stdout: Output = subprocess.DEVNULL,
+        stderr: Output = "keep",
+        pass_fds: Sequence[int] = (),
+        lifeline: bool = False,
+        own_session: bool = False,
+        members: Callable[[], Iterable[int]] = lambda: (),
+    ) -> Process:
+        """Start a process.
+
+        Args:
+            environment: all its variables; None: this process's.
+            lifeline: it can notice the end of this process, however that ends, by `convoy.comm.processes.watch_parent`.
+            own_session: Ctrl-C in the terminal reaches this process alone, which then ends the others in order.
+            members: ids of further processes that get the same signals, such as its children.
+
+        Raises:
+            OSError: there is no such program, or folder.
+        """
+        variables = dict(os.environ if environment is None else environment)
+        if lifeline:
+            # Only this process holds the write end, so the others see the end of it whichever way this process ends.
+            self._lifeline = self._lifeline or os.pipe()
+            variables["CONVOY_PARENT_PIPE"] = str(self._lifeline[0])
+            pass_fds = (*pass_fds, self._lifeline[0])
+        piped = [subprocess.PIPE if callable(out) or out == "keep" else out for out in (stdout, stderr)]
+        popen = subprocess.Popen(
+            command, env=variables, cwd=folder, stdin=stdin, stdout=piped[0], stderr=piped[1], pass_fds=pass_fds,
+            start_new_session=own_session,
+        )  # fmt: skip
+        process = Process(device, name, popen, members)
+        self._processes.append(process)
+        for pipe, out in ((popen.stdout, stdout), (popen.stderr, stderr)):
+            if pipe is not None:
+                process.pipes[pipe] = out if callable(out) else process.tail
+                os.set_blocking(pipe.fileno(), False)
+                self._selector.register(pipe, selectors.EVENT_READ, lambda pipe=pipe: self._read(process, pipe))
+        if hasattr(os, "pidfd_open"):
+            with suppress(OSError):  # an older kernel
+                process.pidfd = os.pidfd_open(popen.pid)
+                self._selector.register(process.pidfd, selectors.EVENT_READ, lambda: None)
+        return process
+
+    def watch(self, file: int, sink: Sink) -> None:
+        """Read a file of this process's own while listening."""
+
+        def read() -> None:
+            try:
+                chunk = os.read(file, CHUNK_BYTES)
+            except OSError:
+                chunk = b""
+            if not chunk:
+                self._selector.unregister(file)
+            sink(chunk)
+
+        self._selector.register(file, selectors.EVENT_READ, read)
+
+    def listen(self, until: Callable[[], object], limit_s: float = float("inf")) -> bool:
+        """Read output and note who ends, until something is true, for `limit_s` at most; whether it is true.
+
+        Raises:
+            Interrupted: this process was asked to end.
+        """
+        deadline_s = time.monotonic() + limit_s
+        while True:
+            self._interrupts.check()
+            self._note_ends()
+            if until():
+                return True
+            if (left_s := deadline_s - time.monotonic()) <= 0:
+                return False
+            for key, _ in self._selector.select(min(left_s, POLL_S)):
+                key.data()
+
+    def send_signal(self, signum: signal.Signals) -> None:
+        """Send a signal to all processes that run, and to the members of all."""
+        for process in self._processes:
+            pids = set(process.members())
+            if process.popen.poll() is None:
+                process.stopped |= signum is not signal.SIGINT
+                pids.add(process.popen.pid)
+            # Id 0 stands for a process of another pid namespace; as a target of kill it would mean ourselves.
+            for pid in pids - {0}:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signum)
+
+    def end(self, grace_s: float) -> None:
+        """Let what runs end by itself for `grace_s`, then send SIGTERM, and after `TERMINATE_S` SIGKILL.
+
+        Raises:
+            Interrupted: this process was asked to end, perhaps once more. What still runs is left to the context's end.
+        """
+        for signum, limit_s in ((None, grace_s), (signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, KILL_S)):
+            if signum is not None and self.running:
+                self.send_signal(signum)
+            if self.listen(lambda: not self.running, limit_s):
+                return
+
+    def _note_ends(self) -> None:
+        for process in self.running:
+            status = process.popen.poll()
+            if status is None:
+                continue
+            for pipe in list(process.pipes):
+                for _ in range(LAST_CHUNKS):
+                    if not self._read(process, pipe):
+                        break
+            process.ended = True
+            if process.pidfd is not None:
+                self._selector.unregister(process.pidfd)
+                os.close(process.pidfd)
+            ending = Ending(process.device, process.name, status, process.stopped, process.tail.lines())
+            self.endings.append(ending)
+            self._on_end(ending)
+
+    def _read(self, process: Process, pipe: IO[bytes]) -> bool:
+        """Take what has been printed. False if there was nothing (more) to take."""
+        if pipe not in process.pipes:
+            return False
+        try:
+            chunk = os.read(pipe.fileno(), CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        sink = process.pipes[pipe]
+        if not chunk:
+            del process.pipes[pipe]
+            self._selector.unregister(pipe)
+        sink(chunk)
+        return bool(chunk)
