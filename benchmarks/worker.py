@@ -38,7 +38,7 @@ from convoy.comm.group import Group
 from convoy.comm.processes import join
 from convoy.config.files import write_whole
 from convoy.cost.costs import Costs
-from convoy.cost.measurement import Measurement, read_fleet_file
+from convoy.cost.table import Measurement, read_fleet_file
 from convoy.data import Images, load
 from convoy.errors import ConvoyError, InputError
 from convoy.fleet import Fleet

@@ -47,10 +47,11 @@ from convoy.errors import InputError, unknown_name
 
 KINDS = ("cpu", "cuda", "mps", "xpu")
 
-_Text = Annotated[str, Strict()]
+Text = Annotated[str, Strict()]
+Truth = Annotated[bool, Strict()]
 _Number = Annotated[float, Strict()]
 _Whole = Annotated[int, Strict()]
-_CLOSED = ConfigDict(extra="forbid")
+CLOSED = ConfigDict(extra="forbid")
 
 
 def _plain_name(name: str, owner: str) -> None:
@@ -61,16 +62,17 @@ def _plain_name(name: str, owner: str) -> None:
         )
 
 
-def _above_zero(owner: str, **values: float | None) -> None:
-    for field, value in values.items():
+def _above_zero(owner: str, row: object, *names: str) -> None:
+    for name in names:
+        value = getattr(row, name)
         if value is not None and not (math.isfinite(value) and value > 0):
-            raise InputError(f"{field} = {value!r} of {owner}: must be a finite number above 0; correct it")
+            raise InputError(f"{name} = {value!r} of {owner}: must be a finite number above 0; correct it")
 
 
-def _at_least(least: float, owner: str, **values: float | None) -> None:
-    for field, value in values.items():
-        if value is not None and not (math.isfinite(value) and value >= least):
-            raise InputError(f"{field} = {value!r} of {owner}: must be a finite number, at least {least:g}; correct it")
+def _at_least(least: float, owner: str, row: object, name: str) -> None:
+    value = getattr(row, name)
+    if value is not None and not (math.isfinite(value) and value >= least):
+        raise InputError(f"{name} = {value!r} of {owner}: must be a finite number, at least {least:g}; correct it")
 
 
 @dataclass(frozen=True)
@@ -83,14 +85,14 @@ class Card:
         latency_s: seconds that the first byte takes to another host, one way.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
     send_bytes_per_s: _Number
     receive_bytes_per_s: _Number
     latency_s: _Number
 
     def __post_init__(self) -> None:
-        _above_zero("a card", send_bytes_per_s=self.send_bytes_per_s, receive_bytes_per_s=self.receive_bytes_per_s)
-        _at_least(0, "a card", latency_s=self.latency_s)
+        _above_zero("a card", self, "send_bytes_per_s", "receive_bytes_per_s")
+        _at_least(0, "a card", self, "latency_s")
 
 
 #: Between two devices of one host, where no link was measured: a stated round figure for memory and loopback.
@@ -110,28 +112,25 @@ class Host:
             fleet is started.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
-    name: _Text
-    address: _Text | None = None
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+    name: Text
+    address: Text | None = None
     card: Card | None = None
-    user: _Text | None = None
+    user: Text | None = None
     ssh_port: _Whole | None = None
-    python: _Text | None = None
-    folder: _Text | None = None
+    python: Text | None = None
+    folder: Text | None = None
 
     def __post_init__(self) -> None:
         _plain_name(self.name, "a host")
         owner = f"host {self.name!r}"
-        # What begins with a dash would be an option of ssh.
-        if self.address is not None and not re.fullmatch(r"(?!-)[!-~]+", self.address):
-            raise InputError(
-                f"address = {self.address!r} of {owner}: an address is a host name or an IP address "
-                "without blanks; write one, or leave the line out"
-            )
-        if self.user is not None and not re.fullmatch(r"(?!-)[!-~]+", self.user):
-            raise InputError(
-                f"user = {self.user!r} of {owner}: a user's name has no blanks; write one, or leave it out"
-            )
+        for field, word, rule in (
+            ("address", self.address, "an address is a host name or an IP address without blanks"),
+            ("user", self.user, "a user's name has no blanks"),
+        ):
+            # What begins with a dash would be an option of ssh.
+            if word is not None and not re.fullmatch(r"(?!-)[!-~]+", word):
+                raise InputError(f"{field} = {word!r} of {owner}: {rule}; write one, or leave it out")
         if self.ssh_port is not None and not 1 <= self.ssh_port <= 65535:
             raise InputError(f"ssh_port = {self.ssh_port} of {owner}: a port is from 1 to 65535; correct it")
         for field, path in (("python", self.python), ("folder", self.folder)):
@@ -154,10 +153,10 @@ class Device:
         idle_w, busy_w: watts, for energy.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
-    name: _Text
-    host: _Text
-    kind: _Text
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+    name: Text
+    host: Text
+    kind: Text
     cores: _Number | None = None
     slowdown: _Number = 1.0
     memory_bytes: _Whole | None = None
@@ -171,27 +170,26 @@ class Device:
         owner = f"device {self.name!r}"
         if self.kind not in KINDS:
             raise InputError(f"kind = {self.kind!r} of {owner}: {unknown_name('kind', self.kind, KINDS)}")
-        _above_zero(owner, cores=self.cores, memory_bytes=self.memory_bytes, peak_flop_per_s=self.peak_flop_per_s)
-        _above_zero(owner, memory_bandwidth_bytes_per_s=self.memory_bandwidth_bytes_per_s)
-        _at_least(1, owner, slowdown=self.slowdown)
-        _at_least(0, owner, idle_w=self.idle_w)
-        _at_least(self.idle_w or 0, owner, busy_w=self.busy_w)
+        _above_zero(owner, self, "cores", "memory_bytes", "peak_flop_per_s", "memory_bandwidth_bytes_per_s")
+        _at_least(1, owner, self, "slowdown")
+        _at_least(0, owner, self, "idle_w")
+        _at_least(self.idle_w or 0, owner, self, "busy_w")
 
 
 @dataclass(frozen=True)
 class Link:
     """The way from one host to another, one direction, alone in use. Source and target may be the same host."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
-    source: _Text
-    target: _Text
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+    source: Text
+    target: Text
     bandwidth_bytes_per_s: _Number
     latency_s: _Number
 
     def __post_init__(self) -> None:
         owner = f"the link {self.source!r} to {self.target!r}"
-        _above_zero(owner, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s)
-        _at_least(0, owner, latency_s=self.latency_s)
+        _above_zero(owner, self, "bandwidth_bytes_per_s")
+        _at_least(0, owner, self, "latency_s")
 
 
 @dataclass(frozen=True)
@@ -229,13 +227,15 @@ class Fleet:
         """
         try:
             sections = tomllib.loads(text)
-            sections.pop("measured", None)  # what `convoy measure` adds for predictions: see measurement.py
+            sections.pop("measured", None)  # what `convoy measure` adds for predictions: see convoy.cost.table
             file = _FILE.validate_python(sections)
             return cls(hosts=file.host, devices=file.device, network=file.network, links=file.link)
         except tomllib.TOMLDecodeError as error:
             raise InputError(f"{source}: not TOML: {error}; correct that line") from error
         except ValidationError as error:
-            raise InputError("\n".join(f"{source}: {_explain(each)}" for each in error.errors())) from error
+            remedy = "write such a value, or leave out the line if it may be absent"
+            lines = (explain(each, _File, _SECTIONS, remedy) for each in error.errors())
+            raise InputError("\n".join(f"{source}: {line}" for line in lines)) from error
         except InputError as error:
             raise InputError(f"{source}: {error}") from error
 
@@ -297,7 +297,7 @@ def read_fleet(path: Path) -> Fleet:
 class _File:
     """The sections of the file, under the names that stand in it."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
     host: tuple[Host, ...]
     device: tuple[Device, ...]
     network: Card | None = None
@@ -308,20 +308,25 @@ _FILE = TypeAdapter(_File)
 _SECTIONS: Mapping[str, type[Any]] = {"host": Host, "device": Device, "network": Card, "card": Card, "link": Link}
 
 
-def _explain(error: ErrorDetails) -> str:
-    """One line for one finding of pydantic: path, value, rule, remedy."""
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
+def explain(
+    error: ErrorDetails, top: type[Any], sections: Mapping[str, type[Any]], remedy: str, prefix: str = ""
+) -> str:
+    """One line for one finding of pydantic in a file: path, value, rule, remedy.
+
+    Args:
+        top: the class of the whole file.
+        sections: classes of its sections, by name.
+    """
+    place = prefix + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
     if error["type"] == "value_error":  # our own checks name the field, the rule and the remedy
-        return f"{place}.{error['ctx']['error']}"
+        return f"{place}.{error['ctx']['error']}" if error["loc"] else str(error["ctx"]["error"])
     parents = [part for part in error["loc"][:-1] if isinstance(part, str)]
-    known = ", ".join(field.name for field in fields(_SECTIONS[parents[-1]] if parents else _File))
+    known = ", ".join(field.name for field in fields(sections[parents[-1]] if parents else top))
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):  # the name differs between versions
         return f"{place} = {error['input']!r}: unknown key; the keys known here are {known}"
     if error["type"] == "missing":
         return f"{place} is missing: add it; the keys known here are {known}"
-    return (
-        f"{place} = {error['input']!r}: {error['msg']}; write such a value, or leave out the line if it may be absent"
-    )
+    return f"{place} = {error['input']!r}: {error['msg']}; {remedy}"
 
 
 def _table(value: Card | Host | Device | Link) -> tomlkit.items.Table:

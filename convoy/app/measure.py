@@ -11,7 +11,7 @@ from torch import nn
 from convoy.app.inputs import check_output, device_named, imposed_slowdown
 from convoy.comm.processes import join
 from convoy.config.files import write_whole
-from convoy.cost.measurement import read_fleet_file
+from convoy.cost.table import read_fleet_file
 from convoy.data import Splits, load
 from convoy.data import check as check_data
 from convoy.errors import ConvoyError, InputError

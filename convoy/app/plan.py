@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from convoy.config.files import write_whole
-from convoy.cost.measurement import Measurement
+from convoy.cost.table import Measurement
 from convoy.errors import InputError
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from convoy.cost.costs import Costs, roofline_costs
-from convoy.cost.measurement import read_fleet_file
+from convoy.cost.table import read_fleet_file
 from convoy.errors import InputError, unknown_name
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph

@@ -1,29 +1,47 @@
-"""What was measured, row by row, and the grids that rows make."""
+"""What a fleet was measured to do: seconds of every layer on every device, its links, its optimizer. A value, and its file.
 
-import math
+The file is a fleet file with one more table, written by `convoy measure` and readable by a person::
+
+    [[host]] ... [[device]] ... [[link]] ...      # as in fleet.py, cards and links as measured
+
+    [measured]
+    format = 2
+    net = "two-conv:50:500"
+    fingerprint = "c0ffee..."                     # of the model's graph: times of one model say nothing of another
+    batch = 64
+    precision = "float32"
+    device = [ { device = "attic-cpu", send_s_per_byte = 4e-10, ... }, ... ]
+    layer = [ { device = "attic-cpu", layer = "conv1", samples = 4, outputs = 50, inputs = 3, forward_s = ... }, ... ]
+
+Seconds are wall-clock seconds of the device as it is allowed to run, its slow-down included.
+"""
+
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import ConfigDict, Strict
+import tomlkit
+from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
-from convoy.cost.compute import Correction, Grid, LayerTimes
+from convoy.cost.compute import Correction, Grid, LayerTimes, MeasuredTimes
+from convoy.cost.costs import Costs
+from convoy.cost.network import network_of
 from convoy.cost.overhead import Overheads
-from convoy.errors import InputError
+from convoy.errors import InputError, MismatchError, unknown_name
+from convoy.fleet import CLOSED, Fleet, Text, Truth, explain
+from convoy.model.graph import Graph
 from convoy.plan.size import LocalSize
 
-_Text = Annotated[str, Strict()]
-_Number = Annotated[float, Strict()]
-_Whole = Annotated[int, Strict()]
-_Truth = Annotated[bool, Strict()]
-_CLOSED = ConfigDict(extra="forbid")
+FORMAT = 2
+"""2: batch norms with shared statistics, and what a step costs beside its layers. Without these a prediction is too low, so
+files of format 1 are refused."""
 
-
-def _in_range(owner: str, least: float, above: bool = False, **values: float) -> None:
-    for name, value in values.items():
-        if not math.isfinite(value) or value < least or (above and value == least):
-            rule = f"above {least:g}" if above else f"at least {least:g}"
-            raise InputError(f"{name} = {value!r} of {owner}: must be a finite number, {rule}; measure again")
+Seconds = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
+Spread = Seconds
+"""(slowest - fastest) / typical of the repetitions."""
+Count = Annotated[int, Strict(), Field(ge=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +51,22 @@ class LayerPoint:
     Attributes:
         samples, outputs, inputs: the size, as in `convoy.plan.size.LocalSize`.
         forward_s, backward_s: seconds of one call; backward is 0 where no gradient passes.
-        spread: (slowest - fastest) / typical of the repetitions, forward and backward together.
+        spread: of forward and backward together.
         shared: of a batch norm that shares its statistics with other devices.
         beside: no point of the grids, but a size that a plan has.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
-    device: _Text
-    layer: _Text
-    samples: _Whole
-    outputs: _Whole
-    inputs: _Whole
-    forward_s: _Number
-    backward_s: _Number
-    spread: _Number
-    shared: _Truth = False
-    beside: _Truth = False
-
-    def __post_init__(self) -> None:
-        owner = f"layer {self.layer!r} on device {self.device!r}"
-        _in_range(owner, 1, samples=self.samples, outputs=self.outputs, inputs=self.inputs)
-        _in_range(owner, 0, forward_s=self.forward_s, backward_s=self.backward_s, spread=self.spread)
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+    device: Text
+    layer: Text
+    samples: Count
+    outputs: Count
+    inputs: Count
+    forward_s: Seconds
+    backward_s: Seconds
+    spread: Spread
+    shared: Truth = False
+    beside: Truth = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,33 +80,24 @@ class DeviceCosts:
         step_s, layer_s, round_s, message_s, copy_s_per_byte, add_s_per_byte, fresh_s_per_byte, update_s_per_tensor:
             see `convoy.cost.overhead.Overheads`.
         jitter_s: see `convoy.cost.network.Network`.
-        traffic_spread, update_spread: (most - least) / typical of the repetitions.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
-    device: _Text
-    send_s_per_byte: _Number
-    receive_s_per_byte: _Number
-    update_s_per_entry: _Number
-    step_s: _Number
-    layer_s: _Number
-    round_s: _Number
-    message_s: _Number
-    copy_s_per_byte: _Number
-    add_s_per_byte: _Number
-    fresh_s_per_byte: _Number
-    update_s_per_tensor: _Number
-    jitter_s: _Number = 0.0
-    traffic_spread: _Number = 0.0
-    update_spread: _Number = 0.0
-
-    def __post_init__(self) -> None:
-        owner = f"device {self.device!r}"
-        _in_range(owner, 0, send_s_per_byte=self.send_s_per_byte, receive_s_per_byte=self.receive_s_per_byte)
-        _in_range(owner, 0, update_s_per_entry=self.update_s_per_entry, **asdict(self.overheads))
-        _in_range(
-            owner, 0, jitter_s=self.jitter_s, traffic_spread=self.traffic_spread, update_spread=self.update_spread
-        )
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+    device: Text
+    send_s_per_byte: Seconds
+    receive_s_per_byte: Seconds
+    update_s_per_entry: Seconds
+    step_s: Seconds
+    layer_s: Seconds
+    round_s: Seconds
+    message_s: Seconds
+    copy_s_per_byte: Seconds
+    add_s_per_byte: Seconds
+    fresh_s_per_byte: Seconds
+    update_s_per_tensor: Seconds
+    jitter_s: Seconds = 0.0
+    traffic_spread: Spread = 0.0
+    update_spread: Spread = 0.0
 
     @property
     def overheads(self) -> Overheads:
@@ -107,17 +111,13 @@ class DeviceCosts:
 
 @dataclass(frozen=True, slots=True)
 class LinkSpread:
-    """How far the repetitions of a link's measurement lie apart: (slowest - fastest) / typical."""
+    """How far the repetitions of a link's measurement lie apart."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
-    source: _Text
-    target: _Text
-    latency_spread: _Number
-    bandwidth_spread: _Number
-
-    def __post_init__(self) -> None:
-        owner = f"the link {self.source!r} to {self.target!r}"
-        _in_range(owner, 0, latency_spread=self.latency_spread, bandwidth_spread=self.bandwidth_spread)
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+    source: Text
+    target: Text
+    latency_spread: Spread
+    bandwidth_spread: Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +130,204 @@ class HostRates:
         send_spread, receive_spread: of the card's rates.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
-    host: _Text
-    ring_bytes_per_s: _Number
-    send_spread: _Number
-    receive_spread: _Number
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+    host: Text
+    ring_bytes_per_s: Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+    send_spread: Spread
+    receive_spread: Spread
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One measuring of a fleet with a model.
+
+    Attributes:
+        fleet: with cards and links as measured.
+        net, fingerprint, batch: the model by name and by `Graph.fingerprint`, and the largest batch that was timed.
+        convoy, torch, date: versions, and when (ISO 8601).
+        device: one per device of the fleet, in its order.
+        layer: points of every layer on every device. Those with all inputs fill a rectangle of samples x outputs;
+            those with fewer inputs fill a rectangle of samples x inputs, with all outputs.
+        link, host: spreads and common rates, where there was a network to measure.
+        precision: what the layers computed in; see `convoy.runtime.precision`.
+
+    Raises:
+        InputError: a device, host or layer is missing, unknown or there twice; points that fill no rectangle.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+    fleet: Fleet
+    net: Text
+    fingerprint: Text
+    batch: Count
+    convoy: Text
+    torch: Text
+    date: Text
+    device: tuple[DeviceCosts, ...]
+    layer: tuple[LayerPoint, ...]
+    link: tuple[LinkSpread, ...] = ()
+    host: tuple[HostRates, ...] = ()
+    precision: Text = "float32"
 
     def __post_init__(self) -> None:
-        _in_range(f"host {self.host!r}", 0, above=True, ring_bytes_per_s=self.ring_bytes_per_s)
-        _in_range(f"host {self.host!r}", 0, send_spread=self.send_spread, receive_spread=self.receive_spread)
+        devices = [device.name for device in self.fleet.devices]
+        hosts = [host.name for host in self.fleet.hosts]
+        _check_rows("device", self.device, {"device": devices})
+        _check_rows("layer", self.layer, {"device": devices}, "layer", "samples", "outputs", "inputs", "shared")
+        _check_rows("link", self.link, {"source": hosts, "target": hosts})
+        _check_rows("host", self.host, {"host": hosts})
+        if [costs.device for costs in self.device] != devices:
+            raise InputError(
+                f"measured.device has rows for {', '.join(c.device for c in self.device) or 'nobody'}: it has one for each "
+                f"device of the fleet, in its order ({', '.join(devices)}); measure again"
+            )
+        tables = [self.points_of(device) for device in devices]
+        for device, table in zip(devices, tables, strict=True):
+            if missing := sorted(set(tables[0]) ^ set(table)):
+                raise InputError(
+                    f"layer {missing[0]!r} is measured on some devices, but not on all (see {device!r}): measure again"
+                )
+            for points in table.values():
+                layer_times(points)
+
+    def points_of(self, device: str) -> dict[str, list[LayerPoint]]:
+        """The points of one device by layer."""
+        table: dict[str, list[LayerPoint]] = {}
+        for point in self.layer:
+            if point.device == device:
+                table.setdefault(point.layer, []).append(point)
+        return table
+
+    def times(self) -> MeasuredTimes:
+        """The tables that a simulation interpolates."""
+        return MeasuredTimes(
+            tuple(
+                {layer: layer_times(points) for layer, points in self.points_of(device.name).items()}
+                for device in self.fleet.devices
+            )
+        )
+
+    def costs(self, graph: Graph, itemsize: int = 4) -> Costs:
+        """Everything that a simulation of this model on this fleet needs.
+
+        Args:
+            graph: the model, as it was measured.
+            itemsize: bytes of one number.
+
+        Raises:
+            MismatchError: measured with another model.
+        """
+        if graph.fingerprint != self.fingerprint:
+            raise MismatchError(
+                f"these times are of {self.net} ({self.fingerprint}), not of this {graph.model} ({graph.fingerprint}): "
+                "measure this model on this fleet first"
+            )
+        return Costs(
+            times=self.times(),
+            network=network_of(
+                self.fleet,
+                [costs.processor_s_per_byte for costs in self.device],
+                [costs.jitter_s for costs in self.device],
+            ),
+            itemsize=itemsize,
+            update_s_per_entry=tuple(costs.update_s_per_entry for costs in self.device),
+            overheads=tuple(costs.overheads for costs in self.device),
+        )
+
+    @classmethod
+    def from_toml(cls, text: str, source: str = "fleet.toml") -> Self:
+        """The measurement in a file's text. `source` names the file in errors.
+
+        Raises:
+            InputError: not TOML, no [measured] table, another format, unknown keys, wrong types, missing points. The
+                message gives the path of the field, such as `measured.layer[2].samples`.
+        """
+        fleet, measured = _split(text, source)
+        if measured is None:
+            raise InputError(f"{source}: no [measured] table: this is a fleet as described; run convoy measure on it")
+        if (number := measured.pop("format", None)) != FORMAT:
+            raise InputError(f"{source}: measured.format = {number!r}: this version reads {FORMAT}; measure again")
+        try:
+            return TypeAdapter(cls).validate_python(measured | {"fleet": fleet})
+        except ValidationError as error:
+            lines = (explain(each, cls, _SECTIONS, "measure again", "measured.") for each in error.errors())
+            raise InputError("\n".join(f"{source}: {line}" for line in lines)) from error
+
+    def to_toml(self) -> str:
+        """The text of the file; `Measurement.from_toml` gives an equal measurement back."""
+        lines = [self.fleet.to_toml(), "[measured]", f"format = {FORMAT}"]
+        for name in ("net", "fingerprint", "batch", "precision", "convoy", "torch", "date"):
+            lines.append(f"{name} = {_literal(getattr(self, name))}")
+        for name in ("device", "host", "link", "layer"):
+            rows = [f"  {{ {_row(value)} }}," for value in getattr(self, name)]
+            if rows or name in ("device", "layer"):
+                lines += [f"{name} = [", *rows, "]"]
+        return "\n".join(lines) + "\n"
+
+
+_SECTIONS: Mapping[str, type[Any]] = {
+    "device": DeviceCosts, "layer": LayerPoint, "link": LinkSpread, "host": HostRates
+}  # fmt: skip
+
+
+def read_fleet_file(path: Path) -> tuple[Fleet, Measurement | None]:
+    """The fleet in a file, and what was measured of it if that stands there too.
+
+    Raises:
+        InputError: the file cannot be read or used; see `Fleet.from_toml` and `Measurement.from_toml`.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as a fleet ({error}): give the path of a UTF-8 TOML file") from error
+    fleet, measured = _split(text, str(path))
+    return fleet, None if measured is None else Measurement.from_toml(text, str(path))
+
+
+def _split(text: str, source: str) -> tuple[Fleet, dict[str, Any] | None]:
+    """The fleet's own sections, and the [measured] table if there is one."""
+    try:
+        measured = tomllib.loads(text).get("measured")
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{source}: not TOML: {error}; correct that line") from error
+    if measured is not None and not isinstance(measured, dict):
+        raise InputError(f"{source}: measured = {measured!r}: it is a table; measure again")
+    return Fleet.from_toml(text, source), measured
+
+
+def _row(value: DeviceCosts | HostRates | LinkSpread | LayerPoint) -> str:
+    # Few points are shared: the key stands only there.
+    named = [(field.name, getattr(value, field.name)) for field in fields(value)]
+    return ", ".join(f"{name} = {_literal(each)}" for name, each in named if each is not False)
+
+
+def _literal(value: str | int | float) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    # By hand, since a document of thousands of rows takes tomlkit seconds.
+    return tomlkit.item(value).as_string() if isinstance(value, str) else repr(value)
+
+
+def _check_rows(section: str, rows: Sequence[Any], names: Mapping[str, Sequence[str]], *more: str) -> None:
+    """Refuse rows of unknown devices or hosts, and rows that are there twice.
+
+    Args:
+        names: by field, the devices or hosts that it may name.
+        more: fields by which rows differ, beside these.
+    """
+    seen: set[tuple[Any, ...]] = set()
+    for i, row in enumerate(rows):
+        for field, known in names.items():
+            if (name := getattr(row, field)) not in known:
+                kind = "device" if field == "device" else "host"
+                raise InputError(f"measured.{section}[{i}].{field}: {unknown_name(kind, name, known)}")
+        key = tuple(getattr(row, field) for field in (*names, *more))
+        if key in seen:
+            raise InputError(f"measured.{section}[{i}] is there twice: {', '.join(map(str, key))}; remove one")
+        seen.add(key)
+
+
+# --- grids -----------------------------------------------------------------------------------------------------------
 
 
 def layer_times(points: Sequence[LayerPoint]) -> LayerTimes:
@@ -147,26 +336,17 @@ def layer_times(points: Sequence[LayerPoint]) -> LayerTimes:
     Raises:
         InputError: the points of the grids fill no rectangles.
     """
-    times = _grid_times([point for point in points if not point.beside] or points)
-    return replace(times, corrections=tuple(_correction(point) for point in points if point.beside))
-
-
-def _correction(point: LayerPoint) -> Correction:
-    return Correction(LocalSize(point.samples, point.outputs, point.inputs), point.forward_s, point.backward_s)
-
-
-def _grid_times(points: Sequence[LayerPoint]) -> LayerTimes:
-    """The grids of one layer on one device.
-
-    Raises:
-        InputError: the points fill no rectangles.
-    """
-    shared = {(point.samples, point.outputs): point for point in points if point.shared}
-    times = _local_times([point for point in points if not point.shared] or points)
-    if not shared:
-        return times
-    forward, backward = _grids(shared, points[0])
-    return replace(times, forward_shared=forward, backward_shared=backward)
+    on_grid = [point for point in points if not point.beside] or points
+    times = _local_times([point for point in on_grid if not point.shared] or on_grid)
+    if shared := {(point.samples, point.outputs): point for point in on_grid if point.shared}:
+        forward, backward = _grids(shared, points[0])
+        times = replace(times, forward_shared=forward, backward_shared=backward)
+    corrections = (
+        Correction(LocalSize(point.samples, point.outputs, point.inputs), point.forward_s, point.backward_s)
+        for point in points
+        if point.beside
+    )
+    return replace(times, corrections=tuple(corrections))
 
 
 def _local_times(points: Sequence[LayerPoint]) -> LayerTimes:
@@ -179,7 +359,7 @@ def _local_times(points: Sequence[LayerPoint]) -> LayerTimes:
     outputs = max(point.outputs for point in fewer)
     by_inputs = {(point.samples, point.inputs): point for point in fewer if point.outputs == outputs}
     if len(by_inputs) != len(fewer):
-        raise InputError(f"{_place(points[0])}: points with fewer inputs have all outputs; measure again")
+        raise InputError(f"{_name(points[0])}: points with fewer inputs have all outputs; measure again")
     samples = {point.samples for point in fewer}
     whole = {(s, inputs): by_size[s, outputs] for s in samples if (s, outputs) in by_size}
     if len(whole) == len(samples):
@@ -188,18 +368,17 @@ def _local_times(points: Sequence[LayerPoint]) -> LayerTimes:
 
 
 def _grids(points: Mapping[tuple[int, int], LayerPoint], any_point: LayerPoint) -> tuple[Grid, Grid]:
+    """Forward and backward over (samples, filters or inputs)."""
     samples, others = (tuple(sorted({key[axis] for key in points})) for axis in (0, 1))
-    for key in ((s, o) for s in samples for o in others):
-        if key not in points:
-            raise InputError(
-                f"{_place(any_point)}: no point at {key[0]} samples and {key[1]} filters or inputs; measure again"
-            )
-    rows = [[points[s, o] for o in others] for s in samples]
-    return (
-        Grid(samples, others, tuple(tuple(point.forward_s for point in row) for row in rows)),
-        Grid(samples, others, tuple(tuple(point.backward_s for point in row) for row in rows)),
+    for s, o in ((s, o) for s in samples for o in others):
+        if (s, o) not in points:
+            raise InputError(f"{_name(any_point)}: no point at {s} samples and {o} filters or inputs; measure again")
+    forward, backward = (
+        Grid(samples, others, tuple(tuple(float(getattr(points[s, o], phase)) for o in others) for s in samples))
+        for phase in ("forward_s", "backward_s")
     )
+    return forward, backward
 
 
-def _place(point: LayerPoint) -> str:
+def _name(point: LayerPoint) -> str:
     return f"layer {point.layer!r} on device {point.device!r}"

@@ -16,7 +16,7 @@ import torch
 from convoy._version import __version__
 from convoy.comm.environment import Place, is_own
 from convoy.comm.processes import within
-from convoy.cost.measurement import Measurement, read_fleet_file
+from convoy.cost.table import Measurement, read_fleet_file
 from convoy.doctor.exchange import Exchange, connect
 from convoy.doctor.links import WallClock, scan_links
 from convoy.doctor.probes import addresses_of, busy_cores, check_up, samples_per_s

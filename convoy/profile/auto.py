@@ -10,7 +10,7 @@ from torch import nn
 
 from convoy.comm.agreement import from_first
 from convoy.comm.group import Group
-from convoy.cost.measurement import Measurement, read_fleet_file
+from convoy.cost.table import Measurement, read_fleet_file
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph

@@ -18,9 +18,8 @@ from torch import nn
 from convoy._version import __version__
 from convoy.comm.agreement import check_same, from_first, gather
 from convoy.comm.group import Group
-from convoy.cost.measurement import FORMAT, Measurement
 from convoy.cost.overhead import Overheads
-from convoy.cost.table import DeviceCosts, LayerPoint
+from convoy.cost.table import FORMAT, DeviceCosts, LayerPoint, Measurement
 from convoy.fleet import Fleet
 from convoy.model.tracing import TracedModel
 from convoy.plan.size import LocalSize

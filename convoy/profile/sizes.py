@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from convoy.cost.costs import Costs
-from convoy.cost.measurement import Measurement
+from convoy.cost.table import Measurement
 from convoy.errors import PlanError
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower

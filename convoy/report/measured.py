@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.table import Table
 
-from convoy.cost.measurement import Measurement
-from convoy.cost.table import layer_times
+from convoy.cost.table import Measurement, layer_times
 
 LINE_EVERY_S = 10.0
 """Where there is no terminal, a line of progress this often."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from convoy.config.files import write_whole
 from convoy.config.run_file import Run, to_toml
 from convoy.config.settings import Settings
-from convoy.cost.measurement import Measurement
+from convoy.cost.table import Measurement
 from convoy.errors import InputError
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan

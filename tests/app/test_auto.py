@@ -16,8 +16,8 @@ from convoy.api import distribute, make_plan, make_plans
 from convoy.app.plan import forecast
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
-from convoy.cost.measurement import Measurement
 from convoy.cost.memory import memory_of
+from convoy.cost.table import Measurement
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace

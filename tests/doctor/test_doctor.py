@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from convoy.cost.measurement import Measurement
-from convoy.cost.table import DeviceCosts, LayerPoint
+from convoy.cost.table import DeviceCosts, LayerPoint, Measurement
 from convoy.doctor.conditions import ahead_of_most, listed, usual_rate
 from convoy.doctor.examine import past_samples_per_s
 from convoy.doctor.findings import diagnose, merged

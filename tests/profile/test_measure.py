@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from convoy.app.measure import MeasureJob, run_measure
 from convoy.comm.group import AloneGroup, Arrived, Group, Message, Pending
 from convoy.comm.threads import run_on_threads
-from convoy.cost.measurement import Measurement, read_fleet_file
-from convoy.cost.table import LayerPoint, layer_times
+from convoy.cost.table import LayerPoint, Measurement, layer_times, read_fleet_file
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Layer

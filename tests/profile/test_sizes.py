@@ -9,9 +9,8 @@ import torch
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.cost.compute import Correction, Grid, LayerTimes
-from convoy.cost.measurement import Measurement
 from convoy.cost.overhead import Overheads
-from convoy.cost.table import LayerPoint, layer_times
+from convoy.cost.table import LayerPoint, Measurement, layer_times
 from convoy.model.graph import Layer
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
