@@ -14,7 +14,8 @@ class Clock:
     """Adds up the seconds of one device.
 
     Attributes:
-        slowdown: 1 is this device as it is; 2 makes each layer take twice as long, by sleeping.
+        slowdown: 1 is this device as it is; 2 makes each layer take twice as long, by sleeping. On a CPU that is twice its
+            processor time: a layer that had to share the cores with other processes sleeps less, not more.
         compute_s, exchange_s: seconds so far; the slow-down counts as computing.
         layers_s: seconds so far by (layer, phase), forward and backward apart.
         waits: on a GPU, wait for each layer's kernels: without it, what is timed is only their queueing.
@@ -27,6 +28,7 @@ class Clock:
         self.exchange_s = 0.0
         self.layers_s: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._device = torch_device
+        self._now = time.thread_time if torch_device.type == "cpu" else time.perf_counter
 
     def reset(self) -> None:
         self.compute_s = self.exchange_s = 0.0
@@ -34,12 +36,13 @@ class Clock:
 
     @contextmanager
     def compute(self, layer: str, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start, begun = time.perf_counter(), self._now()
         yield
         if self.waits or self.slowdown > 1.0:
             finish(self._device)  # kernels are only queued, and a sleep would run beside them
         if self.slowdown > 1.0:
-            time.sleep((time.perf_counter() - start) * (self.slowdown - 1.0))
+            wanted_s = (self._now() - begun) * self.slowdown
+            time.sleep(max(0.0, start + wanted_s - time.perf_counter()))
         elapsed = time.perf_counter() - start
         self.compute_s += elapsed
         self.layers_s[layer, phase] += elapsed

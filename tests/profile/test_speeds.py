@@ -156,6 +156,28 @@ def test_a_clock_waits_for_what_is_queued(
     assert asked == [torch.device(kind)] * finished
 
 
+@pytest.mark.parametrize(("kind", "elapsed_s", "processor_s", "slept_s"), [
+    ("cpu", 0.25, 0.25, 1.25),  # alone on its core
+    ("cpu", 1.0, 0.25, 0.5),  # it had a quarter of a core
+    ("cpu", 2.0, 0.25, 0.0),  # it is late already
+    ("cuda", 0.25, 0.0, 1.25),  # the time is the GPU's, no processor is busy
+])  # fmt: skip
+def test_slowed_devices_that_share_the_cores_are_not_slowed_twice(
+    kind: str, elapsed_s: float, processor_s: float, slept_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four slowed processes on two cores begin a layer together. Each sleep was a multiple of the seconds for which a layer had
+    to share a core, so that the slowest process fell far behind, and four were slower than one."""
+    now = {"elapsed": 5.0, "processor": 3.0}
+    slept: list[float] = []
+    monkeypatch.setattr("time.perf_counter", lambda: now["elapsed"])
+    monkeypatch.setattr("time.thread_time", lambda: now["processor"])
+    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setattr("torch.accelerator.synchronize", lambda _: None)
+    with Clock(torch.device(kind), slowdown=6.0).compute("conv", "forward"):
+        now.update(elapsed=5.0 + elapsed_s, processor=3.0 + processor_s)
+    assert slept == [slept_s]
+
+
 class Resting(Clock):
     """A clock that makes every computation last at least 5 ms, as a slow-down of real length would."""
 
