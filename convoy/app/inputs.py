@@ -16,6 +16,7 @@ from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS, Speeds, named_plan
 from convoy.profile.auto import read_times
+from convoy.runlog.directory import NO_LOG
 from convoy.runtime.precision import check_kinds
 
 
@@ -102,6 +103,8 @@ def _check_checkpoint(settings: Settings) -> None:
             )
     if settings.resume and settings.compare:
         raise InputError("--compare with --resume: one device would begin at the beginning; leave one of them out")
+    if settings.page and settings.log == NO_LOG:
+        raise InputError("--page with --log none: the page is made of the log; leave one of them out")
 
 
 def _check_plan(settings: Settings) -> None:

@@ -3,12 +3,13 @@
 import math
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from convoy.adapt.rebalance import Decision, Reshare
 from convoy.api import distribute, loader, make_plans
@@ -27,18 +28,32 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS
 from convoy.planner.predict import working
 from convoy.profile.auto import Plans
+from convoy.report.page import write_report
 from convoy.report.screen import Screen
 from convoy.runlog.directory import RunDirectory, RunHeader, check_directory, make_directory
 from convoy.runlog.observers import Observers, StepTimer, TensorBoard, Utilization
 from convoy.runlog.schema import DeviceLine, EndLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.average import WeightAverage
+from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import GradScaler, UnderAutocast
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import History, Observer, Recipe, Training, build_optimizer, fit
 from convoy.train.lr import Schedule, build_schedule
+
+
+@dataclass(frozen=True)
+class _Done:
+    """A training that is over, as one of its devices knows it."""
+
+    history: History
+    splits: Splits
+    devices: Sequence[tuple[str, str, float]]
+    uses: Sequence[DeviceLine]
+    inexact: str
+    directory: RunDirectory | None
 
 
 def run_device(run: Run) -> None:
@@ -55,17 +70,17 @@ def run_device(run: Run) -> None:
             check_directory(settings)
             if settings.explain:
                 screen.settings(run.rows())
-        history, splits, inexact, directory = _train(run, group, screen, stack)
+        done = _train(run, group, screen, stack)
     # The others are free to go while device 0 trains alone beside them.
     if settings.compare and screen.visible:
-        _train_alone(settings, splits, history, screen, inexact)
-    if directory is not None:
-        screen.lines([f"A page of this run: convoy report {shlex.quote(str(directory.run))}"])
+        _train_alone(settings, done, screen)
+    if done.directory is not None:
+        folder = done.directory.run
+        page = str(write_report(folder)) if settings.page else f"convoy report {shlex.quote(str(folder))}"
+        screen.lines([f"A page of this run: {page}"])
 
 
-def _train(
-    run: Run, group: Group, screen: Screen, stack: ExitStack
-) -> tuple[History, Splits, str, RunDirectory | None]:
+def _train(run: Run, group: Group, screen: Screen, stack: ExitStack) -> _Done:
     settings = run.settings
     splits = load_images(settings)
     _agree_on_data(splits, group)
@@ -138,16 +153,31 @@ def _train(
         for use in uses:
             log.write(use)
         log.write(EndLine(step_s=timer.step_s))
-    return history, splits, plan.inexact, directory
+    return _Done(history, splits, devices, uses, plan.inexact, directory)
 
 
-def _train_alone(settings: Settings, splits: Splits, history: History, screen: Screen, inexact: str) -> None:
-    """The same training by plain PyTorch on one device: what Convoy must equal."""
-    model = UnderAutocast(build_model(settings, splits), settings.precision)
-    train, test = build_loaders(settings, splits, None)
-    with screen.progress("one device, plain PyTorch", settings.epochs, train.samples) as bar:
-        alone = fit(build_training(settings, model, train), train, test, settings.epochs, bar)
-    screen.comparison(history, alone, inexact=inexact, precision=settings.precision)
+@dataclass
+class _Slowed(Training):
+    """Training in plain PyTorch on a device that is slowed down as those of the fleet are."""
+
+    clock: Clock = field(kw_only=True)
+
+    def backward(self, x: Tensor, y: Tensor, part: float) -> float:
+        with self.clock.compute("all layers", "forward and backward"):
+            return super().backward(x, y, part)
+
+
+def _train_alone(settings: Settings, done: _Done, screen: Screen) -> None:
+    """The same training by plain PyTorch on one CPU, as slow as the fastest of the fleet: what Convoy must equal."""
+    model = UnderAutocast(build_model(settings, done.splits), settings.precision)
+    train, test = build_loaders(settings, done.splits, None)
+    slowdown = min(slowdown for _, _, slowdown in done.devices)
+    training = build_training(settings, model, train)
+    slowed = _Slowed(**vars(training), clock=Clock(torch.device("cpu"), slowdown))
+    title = "one device, plain PyTorch" + (f", slowed down {slowdown:g}x" if slowdown != 1 else "")
+    with screen.progress(title, settings.epochs, train.samples) as bar:
+        alone = fit(slowed, train, test, settings.epochs, bar)
+    screen.comparison(done.history, alone, done.devices, done.uses, inexact=done.inexact, precision=settings.precision)
 
 
 # ------------------------------------------------------------------------------------- what trains, as the settings say

@@ -180,7 +180,11 @@ class Settings(BaseModel):
     resume: bool = _output(
         False, "Go on from the latest checkpoint in the folder: on any devices, by any plan, on the same curve."
     )
-    compare: bool = _output(False, "Afterwards, the same training on one device by plain PyTorch.", here=True)
+    compare: bool = _output(
+        False,
+        "Afterwards, the same training on one CPU by plain PyTorch, slowed down as the fastest device is.",
+        here=True,
+    )
     explain: bool = _output(
         False,
         "Print every setting and where it comes from, and the step list: every computation, move and sum of one step.",
@@ -194,6 +198,7 @@ class Settings(BaseModel):
         "the folder of --checkpoint, or in a new folder in runs (or $CONVOY_RUNS), with run.toml, plan.json and fleet.toml.",
         here=True,
     )
+    page: bool = _output(False, "Write the page of the run when it ends, as convoy report does.", here=True)
     tensorboard: Annotated[File, AfterValidator(checked_tensorboard)] | None = _output(
         None,
         "Write loss, accuracy, learning rate and samples/s for TensorBoard into this folder (pip install "

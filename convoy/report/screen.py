@@ -132,8 +132,21 @@ class Screen:
             at = f"step {history.best.step}, in epoch {history.best.epoch + 1}"
             self.console.print(f"Best test accuracy: {history.best.accuracy:.2%} after {at}")
 
-    def comparison(self, together: History, alone: History, *, inexact: str = "", precision: str = "float32") -> None:
-        """The two trainings beside each other: they must agree, unless `inexact` says why they do not."""
+    def comparison(
+        self,
+        together: History,
+        alone: History,
+        devices: Sequence[tuple[str, str, float]],
+        uses: Sequence[DeviceLine],
+        *,
+        inexact: str = "",
+        precision: str = "float32",
+    ) -> None:
+        """The two trainings beside each other: they must agree, unless `inexact` says why they do not.
+
+        Args:
+            devices: kind, host and slow-down of each.
+        """
         table = Table(title="The same training on one device (plain PyTorch)", title_justify="left")
         table.add_column("epoch", justify="right")
         for name in ("loss", "accuracy", "samples/s"):
@@ -145,18 +158,43 @@ class Screen:
                 f"{a.samples_per_s:,.0f}", f"{b.samples_per_s:,.0f}",
             )  # fmt: skip
         self.console.print(table)
-        apart = [abs(a - b) for a, b in zip(together.losses, alone.losses, strict=True)]
+        apart = max(abs(a - b) for a, b in zip(together.losses, alone.losses, strict=True))
         rounding = f"rounding of {precision}, which grows from step to step; in float64 they agree to 1e-10"
         why = f"INEXACT: {inexact}" if inexact else rounding
         self.console.print(
-            f"Loss curves over {len(apart)} steps: at most {max(apart):.2g} apart ({why}).", soft_wrap=True
+            f"Loss curves over {len(alone.losses)} steps: at most {apart:.2g} apart ({why}).", soft_wrap=True
         )
-        if together.epochs[-1].samples_per_s < alone.epochs[-1].samples_per_s:
-            self.console.print(
-                "One device alone was faster here: on so little arithmetic per step the devices wait for each other longer "
-                "than they compute. convoy measure and convoy plan say so before anything runs.",
-                soft_wrap=True,
-            )
+        if len(devices) > 1:
+            times = sum(epoch.train_s for epoch in alone.epochs) / sum(epoch.train_s for epoch in together.epochs)
+            curve = "" if inexact else f", with the same losses (to {apart:.1g})"
+            verdict = _faster(times, devices) + curve if times > 1 else _slower(uses)
+            self.console.print(f"{verdict}.", soft_wrap=True)
+
+
+def _faster(times: float, devices: Sequence[tuple[str, str, float]]) -> str:
+    """How many times as fast as one, and what part that is of the possible, where all differ by their slow-down alone."""
+    one_of_them = len({(kind, host) for kind, host, _ in devices}) == 1 and devices[0][0].startswith("cpu")
+    said = f"{len(devices)} devices trained {times:.1f} times as fast as"
+    if not one_of_them:
+        return f"{said} one CPU alone"
+    slowdowns = [slowdown for _, _, slowdown in devices]
+    possible = sum(min(slowdowns) / slowdown for slowdown in slowdowns)
+    return f"{said} the fastest of them alone: {times / possible:.0%} of the {possible:.1f} that their speeds add up to"
+
+
+def _slower(uses: Sequence[DeviceLine]) -> str:
+    """Why several devices are no faster than one."""
+    compute_s, exchange_s = sum(use.compute_s for use in uses), sum(use.exchange_s for use in uses)
+    if exchange_s > compute_s:
+        return (
+            "One device alone was faster here: on so little arithmetic per step the devices wait for each other longer than "
+            f"they compute ({exchange_s:.1f} s beside {compute_s:.1f} s, all devices together). convoy measure and convoy "
+            "plan say so before anything runs"
+        )
+    return (
+        f"One device alone was faster here: computing took longer than alone, since the {len(uses)} processes share "
+        f"{os.cpu_count()} cores with each other and with whatever else runs on this machine"
+    )
 
 
 class Bar:

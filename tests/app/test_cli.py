@@ -30,6 +30,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
 from convoy.plan.strategy import Batch
 from convoy.report.screen import Screen
+from convoy.runlog.schema import DeviceLine
 from convoy.runlog.writer import RunLog
 from convoy.train.loop import EpochResult, Evaluation, History
 from tests.support.processes import PLACE, ROOT, on_processes
@@ -192,6 +193,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--devices", "cpu,,cpu"], ["'cpu,,cpu'", "commas"]),
     (["--devices", ""], ["--devices ''", "give a number"]),
     (["--devices", "gpu0"], ["'gpu0' cannot be used", "choose cpu, or cuda:0"]),
+    (["--page", "--log", "none"], ["--page with --log none", "leave one of them out"]),
     ([*TWO, "--slowdown", "1,1,4"], ["--slowdown 1,1,4", "each of the 2 devices", "--slowdown 1,1"]),
     ([*TWO, "--slowdown", "0.5,1"], ["--slowdown 0.5,1", "1 or more"]),
     ([*TWO, "--slowdown", "inf,1"], ["--slowdown 'inf,1'", "finite numbers"]),
@@ -298,6 +300,7 @@ def test_the_status_of_a_failed_demo_is_that_of_its_training(
     assert convoy_in_process(monkeypatch, ["demo", "--epochs", "1"]) == 2
     assert capsys.readouterr().out.startswith("$ convoy " + " ".join(started[0]))
     assert started[0][:3] == ["train", "--data", "digits"]
+    assert {"--compare", "--page"} <= set(started[0])
     monkeypatch.setattr("convoy.launch.local.launch_local", lambda *_, **__: 0)
     assert convoy_in_process(monkeypatch, ["demo"]) == 0
     assert convoy_in_process(monkeypatch, ["demo", "--plan", "fastest"]) == 2
@@ -475,7 +478,18 @@ def test_devices_with_other_options_are_named(stranger: list[str], words: str) -
 
 
 def history(loss: float, samples_per_s: float = 1234567.8) -> History:
-    return History([loss] * 3, [EpochResult(loss, 0.5, 1234.5, samples_per_s, 0.01)])
+    return History([loss] * 3, [EpochResult(loss, 0.5, 1e6 / samples_per_s, samples_per_s, 0.01)])
+
+
+FOUR = [("cpu (1 thread)", "attic", slowdown) for slowdown in (6.0, 4.0, 16.0, 8.0)]
+
+
+def uses(compute_s: float, exchange_s: float) -> list[DeviceLine]:
+    return [
+        DeviceLine(device=device, slowdown=slowdown, speed_share=0.25, work_share=0.25, compute_s=compute_s,
+                   exchange_s=exchange_s, sent_bytes=0)
+        for device, (_, _, slowdown) in enumerate(FOUR)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -498,8 +512,10 @@ def test_names_are_printed_as_they_are_and_nothing_is_cut_off(terminal: bool) ->
         [LayerRow("0", "conv", "batch", ("2", "2"), 5, "[/] note")],
         (0.5, 0.5),
     )
-    screen.comparison(history(2.5), history(2.5))
-    screen.comparison(history(2.5), history(0.5), inexact="wire inexact-bf16 rounds", precision="bf16")
+    screen.comparison(history(2.5), history(2.5), FOUR[:1], uses(1, 1)[:1])
+    screen.comparison(
+        history(2.5), history(0.5), FOUR, uses(1, 1), inexact="wire inexact-bf16 rounds", precision="bf16"
+    )
     text = file.getvalue()
     assert text.count(name) >= 2
     assert "* 0: [/] note" in text
@@ -511,13 +527,43 @@ def test_names_are_printed_as_they_are_and_nothing_is_cut_off(terminal: bool) ->
     assert "epoch 2/2: loss 2.5000, 50 samples/s" in text, "not tested"
 
 
-@pytest.mark.parametrize(("together", "told"), [(900.0, True), (1100.0, False)])
-def test_a_fleet_that_one_device_beats_is_told_so(together: float, told: bool) -> None:
+@pytest.mark.parametrize(("devices", "together", "loss", "inexact", "says"), [
+    # Solo speeds of 4/6, 1, 1/4 and 1/2 of the fastest: 2.4 times as fast is the possible.
+    (FOUR, 2000.0, 1.0, "", "4 devices trained 2.0 times as fast as the fastest of them alone: 83% of the 2.4 that their "
+     "speeds add up to, with the same losses (to 0)."),
+    (FOUR[:2], 1500.0, 1.00002, "", "2 devices trained 1.5 times as fast as the fastest of them alone: 90% of the 1.7 that "
+     "their speeds add up to, with the same losses (to 2e-05)."),
+    (FOUR[:2], 1500.0, 1.0, "rounds", "90% of the 1.7 that their speeds add up to."),
+    # What one alone would reach there is not known.
+    ([*FOUR[:2], ("cpu (1 thread)", "cellar", 1.0)], 1500.0, 1.0, "",
+     "3 devices trained 1.5 times as fast as one CPU alone, with the same losses (to 0)."),
+    ([("cuda:0", "attic", 1.0)] * 2, 1500.0, 1.0, "", "2 devices trained 1.5 times as fast as one CPU alone, with"),
+])  # fmt: skip
+def test_a_comparison_ends_with_how_many_times_faster(
+    devices: list[tuple[str, str, float]], together: float, loss: float, inexact: str, says: str
+) -> None:
     file = io.StringIO()
     screen = Screen(visible=True)
     screen.console.file = file
-    screen.comparison(history(1.0, together), history(1.0, 1000.0))
-    assert ("One device alone was faster" in file.getvalue()) is told
+    screen.comparison(history(loss, together), history(1.0, 1000.0), devices, uses(9, 1), inexact=inexact)
+    last = file.getvalue().splitlines()[-1]
+    assert says in last
+    assert last.endswith(".")
+
+
+@pytest.mark.parametrize(("compute_s", "exchange_s", "why"), [
+    (1.0, 2.5, "the devices wait for each other longer than they compute (10.0 s beside 4.0 s"),
+    (2.5, 1.0, f"the 4 processes share {os.cpu_count()} cores"),
+])  # fmt: skip
+def test_a_fleet_that_one_device_beats_is_told_so_and_why(compute_s: float, exchange_s: float, why: str) -> None:
+    file = io.StringIO()
+    screen = Screen(visible=True)
+    screen.console.file = file
+    screen.comparison(history(1.0, 900.0), history(1.0, 1000.0), FOUR, uses(compute_s, exchange_s))
+    last = file.getvalue().splitlines()[-1]
+    assert last.startswith("One device alone was faster here: ")
+    assert why in last
+    assert "times as fast" not in last
 
 
 def test_an_invisible_screen_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -577,6 +623,7 @@ def test_a_training_as_a_person_starts_it(tmp_path: Path) -> None:
         "--plan",
         "master",
         "--compare",
+        "--page",
         "--workers",
         "1",
         "--log",
@@ -606,8 +653,10 @@ def test_a_training_as_a_person_starts_it(tmp_path: Path) -> None:
     assert_close([together], [alone])
     (apart,) = re.findall(r"at most (\S+) apart \(rounding of float32", text)
     assert float(apart) < 1e-4
+    assert re.search(r"3 devices trained .* times as fast as the fastest|One device alone was faster here", text)
+    assert text.endswith(f"A page of this run: {log.with_suffix('.html')}\n")
     assert text.count("2x") == 2, "the slow-down, in the fleet and at the end"
-    assert [path.name for path in tmp_path.iterdir()] == ["run.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run.html", "run.jsonl"]
 
 
 def test_bad_input_to_the_real_command(tmp_path: Path) -> None:
