@@ -1,23 +1,26 @@
-"""Line charts as HTML and SVG that fit any width: the lines stretch, the letters do not."""
+"""Line charts for a page: values to places on a drawing that stretches to any width, while its letters do not.
+
+A drawing is `WIDTH` by `HEIGHT` units; ticks and numbers are placed as parts of it, from 0 to 1.
+"""
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from convoy.report.markup import Markup, joined, tag
 from convoy.report.numbers import plain, ticks
 
 WIDTH, HEIGHT = 1000, 400
-"""Of the drawing, in units that stretch."""
 
 MOST_POINTS = 600
 """Of a line; more are drawn as the lowest and highest of their neighbourhood."""
 
 STRIPS = 60
-"""Places of a chart that tell their numbers when they are pointed at."""
+"""Places of a chart that show their numbers when they are pointed at."""
 
 Point = tuple[float, float]
+Tick = tuple[float, str]
+"""Place and text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +49,13 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What is drawn.
+    """What is to be drawn.
 
     Attributes:
         name: part of ids, unique on a page.
         span: from where to where on the horizontal axis; points beyond make it wider.
         marks: steps at which something happened, numbered on the drawing.
-        shown: a value of the vertical axis in words.
+        shown: formats a value of the vertical axis.
     """
 
     name: str
@@ -66,56 +69,82 @@ class Chart:
     shown: Callable[[float], str] = plain
 
 
-def draw(chart: Chart) -> Markup:
-    """The chart as a figure. Curves without points are left out; a chart without any says that there is nothing yet."""
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """Ticks around a drawing, and numbers upon it."""
+
+    ys: Sequence[Tick]
+    xs: Sequence[Tick]
+    x_label: str
+    numbers: Sequence[Tick]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A curve: "x,y" of its points, and whether these are drawn as dots too."""
+
+    look: str
+    points: Sequence[str]
+    has_dots: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A chart as a template draws it.
+
+    Attributes:
+        description: the chart in words, for those who do not see it.
+        legend: look and text of each entry.
+        marks, levels, lines: places x; places y with their looks; curves.
+        strips: start, width and text of each.
+    """
+
+    name: str
+    title: str
+    description: str
+    legend: Sequence[tuple[str, str]]
+    axes: Axes
+    marks: Sequence[float]
+    levels: Sequence[tuple[float, str]]
+    lines: Sequence[Line]
+    strips: Sequence[tuple[float, float, str]]
+
+
+def draw(chart: Chart) -> Drawing:
+    """Place a chart. Curves without points are left out; where all are, the drawing has no lines."""
     curves = [curve for curve in chart.curves if curve.points]
     if not curves:
-        return tag("figure", tag("figcaption", chart.title), tag("p", "Nothing was told of this yet.", class_="none"))
+        return Drawing(chart.name, chart.title, "", (), Axes((), (), "", ()), (), (), (), ())
     frame = _Frame.around(curves, chart)
-    tall = [_level(frame, level) for level in chart.levels]
-    lines = [_line(frame, curve) for curve in curves]
-    marks = [
-        tag("line", x1=frame.x(at), x2=frame.x(at), y1=0, y2=HEIGHT, class_="mark")
-        for at in chart.marks
-        if frame.has(at)
+    shown, marks = chart.shown, [(frame.x(at), str(n)) for n, at in enumerate(chart.marks, 1)]
+    legend = [(f"curve {curve.look}", curve.label) for curve in curves]
+    legend += [(f"level {each.look}", f"{each.label} {shown(each.value)}") for each in chart.levels]
+    ends = [(curve.label, curve.points[0], curve.points[-1]) for curve in curves]
+    words = [
+        f"{label}: {shown(a)} at {plain(first)}, {shown(b)} at {plain(last)} ({chart.x_label})"
+        for label, (first, a), (last, b) in ends
     ]
-    grid = [tag("line", x1=0, x2=WIDTH, y1=frame.y(y), y2=frame.y(y), class_="grid") for y in frame.y_ticks]
-    svg = tag(
-        "svg",
-        tag("title", chart.title, id=f"{chart.name}-title"),
-        tag("desc", _description(chart, curves), id=f"{chart.name}-desc"),
-        *grid, *marks, *tall, *lines, *_strips(frame, chart, curves),
-        viewbox=f"0 0 {WIDTH} {HEIGHT}", preserve="none", role="img",
-        aria_labelledby=f"{chart.name}-title {chart.name}-desc",
+    words += [f"{level.label}: {shown(level.value)}" for level in chart.levels]
+    axes = Axes(
+        [(frame.y(y) / HEIGHT, shown(y)) for y in ticks(frame.low, frame.high, 5)],
+        [(frame.x(x) / WIDTH, plain(x)) for x in ticks(frame.left, frame.right, 5) if x == int(x)],
+        chart.x_label, [(x / WIDTH, text) for x, text in marks],
     )  # fmt: skip
-    numbers = [tag("span", str(n), style=f"left:{frame.x(at) / WIDTH:.2%}") for n, at in enumerate(chart.marks, 1)]
-    ys = [tag("span", chart.shown(y), style=f"top:{frame.y(y) / HEIGHT:.2%}") for y in frame.y_ticks]
-    xs = [tag("span", plain(x), style=f"left:{frame.x(x) / WIDTH:.2%}") for x in frame.x_ticks]
-    return tag(
-        "figure",
-        tag("figcaption", chart.title, " ", _legend(curves, chart)),
-        tag(
-            "div",
-            tag("div", *ys, class_="ys", aria_hidden="true"),
-            tag("div", svg, tag("div", *numbers, class_="numbers"), class_="plot"),
-            tag("div", *xs, class_="xs", aria_hidden="true"),
-            tag("div", chart.x_label, class_="x-label"),
-            class_="axes",
-        ),
-        class_="chart",
-    )
+    return Drawing(
+        chart.name, chart.title, "; ".join(words), legend, axes, [x for x, _ in marks if 0 <= x <= WIDTH],
+        [(frame.y(level.value), level.look) for level in chart.levels], [_line(frame, curve) for curve in curves],
+        _strips(frame, chart, curves),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """From values to places on the drawing."""
+    """The values at the edges of a drawing."""
 
     left: float
     right: float
     low: float
     high: float
-    x_ticks: Sequence[float]
-    y_ticks: Sequence[float]
 
     @staticmethod
     def around(curves: Sequence[Curve], chart: Chart) -> "_Frame":
@@ -127,9 +156,7 @@ class _Frame:
             low, high = (0.0, 2 * high) if high > 0 else (low - 1, high + 1)
         room = 0.06 * (high - low)
         low, high = low if chart.from_zero and low == 0 else low - room, high + room
-        right = right if right > left else left + 1
-        whole = [x for x in ticks(left, right, 5) if x == int(x)]
-        return _Frame(left, right, low, high, whole, ticks(low, high, 5))
+        return _Frame(left, right if right > left else left + 1, low, high)
 
     def x(self, value: float) -> float:
         return (value - self.left) / (self.right - self.left) * WIDTH
@@ -137,21 +164,10 @@ class _Frame:
     def y(self, value: float) -> float:
         return HEIGHT - (value - self.low) / (self.high - self.low) * HEIGHT
 
-    def has(self, x: float) -> bool:
-        return self.left <= x <= self.right
 
-
-def _line(frame: _Frame, curve: Curve) -> Markup:
+def _line(frame: _Frame, curve: Curve) -> Line:
     places = [f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in thinned(curve.points)]
-    line = tag("polyline", points=" ".join(places), class_=f"curve {curve.look}")
-    if not curve.dots and len(places) > 1:
-        return line
-    return joined(line, tag("path", d="".join(f"M{place}h0" for place in places), class_=f"dots {curve.look}"))
-
-
-def _level(frame: _Frame, level: Level) -> Markup:
-    y = frame.y(level.value)
-    return tag("line", x1=0, x2=WIDTH, y1=y, y2=y, class_=f"level {level.look}")
+    return Line(curve.look, places, curve.dots or len(places) == 1)
 
 
 def thinned(points: Sequence[Point]) -> Sequence[Point]:
@@ -167,8 +183,8 @@ def thinned(points: Sequence[Point]) -> Sequence[Point]:
     return result
 
 
-def _strips(frame: _Frame, chart: Chart, curves: Sequence[Curve]) -> list[Markup]:
-    """Invisible, side by side; each tells the numbers of the place it lies on."""
+def _strips(frame: _Frame, chart: Chart, curves: Sequence[Curve]) -> list[tuple[float, float, str]]:
+    """Invisible, side by side; each shows the numbers of the place it lies on."""
     by_x = [dict(curve.points) for curve in curves]
     known = sorted(set().union(*by_x))
     chosen = known[:: max(1, math.ceil(len(known) / STRIPS))]
@@ -176,28 +192,5 @@ def _strips(frame: _Frame, chart: Chart, curves: Sequence[Curve]) -> list[Markup
     result = []
     for x, (start, end) in zip(chosen, itertools.pairwise(edges), strict=True):
         words = [f"{curve.label} {chart.shown(row[x])}" for curve, row in zip(curves, by_x, strict=True) if x in row]
-        title = tag("title", f"{chart.x_label} {plain(x)}: {', '.join(words)}")
-        result.append(tag("rect", title, x=start, y=0, width=end - start, height=HEIGHT, class_="strip"))
+        result.append((start, end - start, f"{chart.x_label} {plain(x)}: {', '.join(words)}"))
     return result
-
-
-def _legend(curves: Sequence[Curve], chart: Chart) -> Markup:
-    entries = [(curve.look, "curve", curve.label) for curve in curves]
-    entries += [(each.look, "level", f"{each.label} {chart.shown(each.value)}") for each in chart.levels]
-    return tag(
-        "span",
-        *(tag("span", tag("i", class_=f"key {kind} {look}"), text, class_="entry") for look, kind, text in entries),
-        class_="legend",
-    )
-
-
-def _description(chart: Chart, curves: Sequence[Curve]) -> str:
-    """The chart in words, for those who do not see it."""
-    words = []
-    for curve in curves:
-        (first, a), (last, b) = curve.points[0], curve.points[-1]
-        words.append(
-            f"{curve.label}: {chart.shown(a)} at {plain(first)}, {chart.shown(b)} at {plain(last)} ({chart.x_label})"
-        )
-    words += [f"{level.label}: {chart.shown(level.value)}" for level in chart.levels]
-    return "; ".join(words)

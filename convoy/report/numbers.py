@@ -18,7 +18,7 @@ def percent(part: float | None) -> str:
     return "–" if part is None else f"{part:.1%}"
 
 
-def whole_percent(part: float) -> str:
+def axis_percent(part: float) -> str:
     """For axes: 90%, 61.94%."""
     return f"{100 * part:.4g}%"
 

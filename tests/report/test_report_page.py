@@ -3,6 +3,7 @@
 import html.parser
 import json
 import re
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,14 @@ import pytest
 
 from convoy.errors import InputError
 from convoy.report.chart import MOST_POINTS, Chart, Curve, draw, thinned
-from convoy.report.intervals import KINDS, Row, Span, kind_of, spans
-from convoy.report.markup import Markup, tag
+from convoy.report.intervals import KINDS, Interval, intervals, kind_of
 from convoy.report.numbers import in_bytes, plain, seconds, ticks
 from convoy.report.page import page_of, write_report
-from convoy.report.page_plan import bands
+from convoy.report.plan_picture import bands
 from convoy.runlog.metrics import measured_samples_per_s, measured_step_s, rates, smoothed
 from convoy.runlog.reader import log_of, read_log
-from convoy.runlog.schema import LayerEntry
-from tests.support.run_logs import END, FLEET, PLAN, PREDICTION, RUN, STEP_S, epoch, layer, whole_run, write
+from convoy.runlog.schema import Event, LayerEntry
+from tests.support.run_logs import END, FLEET, PLAN, PREDICTION, RESHARE, RUN, STEP_S, epoch, layer, whole_run, write
 
 SECTIONS = ["numbers", "curves", "rate", "plan", "step", "devices", "shares", "settings", "versions"]
 
@@ -139,6 +139,28 @@ def test_a_run_that_went_on_counts_what_it_did_last(tmp_path: Path) -> None:
     assert "Devices 1, 2 have nothing to compute." in text
 
 
+def test_one_step_is_that_of_the_shares_in_force(tmp_path: Path) -> None:
+    """It showed the plan of the beginning after the shares had changed. The prediction to compare with stays the planner's."""
+    now = PREDICTION | {
+        "shares_only": True,
+        "step_s": 0.024,
+        "pass": PREDICTION["pass"] | {"s": 0.024},
+        "bound": "lab2",
+    }
+    rows = whole_run()
+    assert "predicts it with the shares of the beginning: one pass of the batch takes 16 ms" in page(tmp_path, rows)
+    rows.insert(rows.index(RESHARE) + 1, now)
+    text = page(tmp_path, rows)
+    assert (
+        "with the shares at the end, from the times measured before the training: one pass of the batch takes 24 ms"
+        in text
+    )
+    assert "It is bound by lab2." in text
+    assert "16 ms a step, -20.0% off" in text
+    rows.remove(RESHARE)
+    assert "predicts it: one pass of the batch takes 16 ms" in page(tmp_path, [row for row in rows if row != now])
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -215,10 +237,16 @@ def test_a_folder_of_runs_names_the_latest(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- pieces
 
 
-def test_elements_are_escaped_unless_they_are_markup() -> None:
-    assert tag("p", "1 < 2 & 3", class_='a"b', data_x=0.5) == '<p class="a&quot;b" data-x="0.5">1 &lt; 2 &amp; 3</p>'
-    assert tag("p", tag("b", "<i>"), None, Markup("<br>")) == "<p><b>&lt;i&gt;</b><br></p>"
-    assert tag("meta", charset="utf-8") == '<meta charset="utf-8">'
+def test_what_people_named_is_escaped_in_texts_and_attributes(tmp_path: Path) -> None:
+    rows = whole_run()
+    evil = "<i onclick='x'>1 & 2</i>\""
+    rows[0]["options"]["net"] = rows[2]["plan"]["name"] = rows[3]["names"][1] = rows[1]["devices"][0]["host"] = evil
+    rows[2]["layers"][0] |= {"layer": evil, "strategy": evil}
+    text = page(tmp_path, [row for row in rows if row["what"] != "reshare"])
+    assert "onclick='x'>" not in text
+    escaped = "&lt;i onclick=&#39;x&#39;&gt;1 &amp; 2&lt;/i&gt;&#34;"
+    assert f"<title>{escaped} on digits" in text
+    assert f'title="{escaped} on device 0' in text, "a tooltip of the plan"
 
 
 def test_layers_that_only_follow_stand_in_one_row() -> None:
@@ -250,17 +278,17 @@ def test_a_deep_net_is_shown_as_stretches_of_the_same_shares(tmp_path: Path) -> 
     assert folded.partition("</details>")[0].count('class="layer"') == 101
 
 
-def test_spans_of_a_device() -> None:
+def test_intervals_of_a_device() -> None:
     """A thousand slivers are one span; what is wide stays by itself; every message keeps its peer."""
-    events: list[Row] = [(0, "compute", f"l{i} forward", i * 1e-4, (i + 1) * 1e-4, -1, 0) for i in range(1000)]
+    events: list[Event] = [(0, "compute", f"l{i} forward", i * 1e-4, (i + 1) * 1e-4, -1, 0) for i in range(1000)]
     events += [(0, "compute", "fc backward", 0.1, 0.5, -1, 0), (0, "compute", "conv backward", 0.5, 1.0, -1, 0)]
     events += [(0, "send", "Move 3", 0.2, 0.4, 1, 2000), (1, "receive", "Move 3", 0.2, 0.4, 0, 2000)]
-    (slivers, fc, conv) = spans(events, 0, "compute", 1.0)
+    (slivers, fc, conv) = intervals(events, 0, "compute", 1.0)
     assert (slivers.kind, slivers.times, slivers.label) == ("forward", 1000, "l0 forward … l999 forward")
     assert (slivers.start_s, slivers.end_s) == pytest.approx((0.0, 0.1))
     assert [(fc.start_s, fc.end_s), (conv.start_s, conv.end_s)] == [(0.1, 0.5), (0.5, 1.0)]
-    assert spans(events, 0, "send", 1.0) == [Span("send", 0.2, 0.4, "Move 3, 2 kB to device 1")]
-    assert spans(events, 1, "receive", 1.0) == [Span("receive", 0.2, 0.4, "Move 3, 2 kB from device 0")]
+    assert intervals(events, 0, "send", 1.0) == [Interval("send", 0.2, 0.4, "Move 3, 2 kB to device 1")]
+    assert intervals(events, 1, "receive", 1.0) == [Interval("receive", 0.2, 0.4, "Move 3, 2 kB from device 0")]
 
 
 @pytest.mark.parametrize(
@@ -279,6 +307,18 @@ def test_kinds_of_work(label: str, kind: str) -> None:
     assert kind in KINDS
 
 
+def test_no_kind_of_work_has_the_colour_of_a_device() -> None:
+    """A blue bar beside a blue device was read as that device's."""
+    css = files("convoy.report").joinpath("templates", "page.css").read_text()
+    found: dict[str, str] = {}
+    for scheme in css.split("@media (prefers-color-scheme: dark)", 1):
+        found |= dict(re.findall(r"--([a-z]+\d?): (#[0-9a-f]{6})", scheme))
+        devices = {colour for name, colour in found.items() if re.fullmatch(r"d\d", name)}
+        kinds = {colour for name, colour in found.items() if name in (*KINDS, "computing", "exchange", "rest")}
+        assert (len(devices), len(kinds)) == (8, 7)
+        assert not devices & kinds
+
+
 def test_no_peak_is_lost_where_many_points_are_drawn_as_few() -> None:
     points = [(float(x), 1.0) for x in range(50_000)]
     points[31_415] = (31_415.0, 9.0)
@@ -294,9 +334,9 @@ def test_no_peak_is_lost_where_many_points_are_drawn_as_few() -> None:
 def test_a_chart_of_any_numbers_lies_within_its_frame(ys: list[float]) -> None:
     for from_zero in (True, False):
         curve = Curve("it", [(float(x), y) for x, y in enumerate(ys)], dots=True)
-        text = draw(Chart("it", "It", "step", [curve], (0, len(ys)), from_zero=from_zero))
-        places = re.findall(r'points="([^"]*)"', text)[0].split()
-        for place in places:
+        (line,) = draw(Chart("it", "It", "step", [curve], (0, len(ys)), from_zero=from_zero)).lines
+        assert len(line.points) == len(ys)
+        for place in line.points:
             x, y = map(float, place.split(","))
             assert 0 <= x <= 1000
             assert 0 <= y <= 400
