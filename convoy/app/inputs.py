@@ -47,7 +47,7 @@ def imposed_slowdown() -> float:
     return float(os.environ.get("CONVOY_SLOWDOWN", "1"))
 
 
-def rehearse(settings: Settings) -> None:
+def check_inputs(settings: Settings) -> None:
     """Load the data and build the net once, in the launching process: bad input is told once, before anything starts.
 
     Raises:

@@ -80,7 +80,7 @@ class MeasureJob:
     def model(self, splits: Splits) -> nn.Module:
         return build_net(self.net, splits.train.image_shape, splits.train.classes)
 
-    def rehearse_inputs(self) -> None:
+    def check_inputs(self) -> None:
         """Try all inputs once, in the launching process: bad input is told once, before anything starts.
 
         Raises:

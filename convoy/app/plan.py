@@ -16,7 +16,7 @@ from convoy.report.screen import Screen
 from convoy.sharding.comm_dtype import parse_comm_dtype
 
 
-def forecast(
+def run_plan(
     net: str,
     image: tuple[int, int, int],
     classes: int,

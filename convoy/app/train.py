@@ -19,7 +19,7 @@ from convoy.comm.agreement import difference, gather
 from convoy.comm.group import Group
 from convoy.comm.processes import join
 from convoy.config.files import write_whole
-from convoy.config.run_file import Run, to_toml
+from convoy.config.run_file import RunSettings, to_toml
 from convoy.config.settings import Settings, key_of
 from convoy.data import Splits
 from convoy.errors import InputError, MismatchError
@@ -56,7 +56,7 @@ class _Done:
     directory: RunDirectory | None
 
 
-def run_device(run: Run) -> None:
+def run_device(run: RunSettings) -> None:
     """What each device of a job does."""
     settings = run.settings
     check(settings)
@@ -80,7 +80,7 @@ def run_device(run: Run) -> None:
         screen.lines([f"A page of this run: {page}"])
 
 
-def _train(run: Run, group: Group, screen: Screen, stack: ExitStack) -> _Done:
+def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack) -> _Done:
     settings = run.settings
     splits = load_images(settings)
     _agree_on_data(splits, group)

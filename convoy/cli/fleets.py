@@ -69,12 +69,12 @@ def measure(
     known = device_names(devices)
     factors = (1.0,) * len(known) if slowdown is None else numbers_of("--slowdown", slowdown)
     job = MeasureJob(output, fleet, data, data_dir, net, known, batch, factors, budget, timeout, image_size, precision)
-    job.check()
     if one_of_job or len(known) == 1:
         run_measure(job)
         return
     from convoy.launch.local import launch_local
 
+    job.check_inputs()
     raise typer.Exit(launch_local(sys.argv[1:], known, port=port))
 
 
@@ -107,9 +107,9 @@ def plan(
 
     Example: convoy plan two-conv:150:800 --batch 256 --fleet fleet.toml -o plan.json
     """
-    from convoy.app.plan import forecast
+    from convoy.app.plan import run_plan
 
-    forecast(
+    run_plan(
         net,
         image_of(image),
         classes,

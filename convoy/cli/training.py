@@ -29,26 +29,26 @@ def train(
 
     Example: convoy train --data cifar10 --data-dir D --net two-conv:150:800 --plan master --devices 4 --batch 64 --epochs 2
     """
-    from convoy.config.run_file import settle
+    from convoy.config.run_file import resolve_settings
 
     one_of_job = in_job()
-    settled = settle(run, {name: value for name, value in given.items() if value is not None})
-    if not one_of_job and (settled.settings.fleet is not None or print_lines):
+    resolved = resolve_settings(run, {name: value for name, value in given.items() if value is not None})
+    if not one_of_job and (resolved.settings.fleet is not None or print_lines):
         from convoy.launch.command import fleet_to_start, train_on_fleet
 
-        if (fleet := fleet_to_start(settled.settings.fleet, print_lines)) is not None:
-            raise typer.Exit(train_on_fleet(settled, fleet, print_lines))
-    devices = settled.settings.device_names
+        if (fleet := fleet_to_start(resolved.settings.fleet, print_lines)) is not None:
+            raise typer.Exit(train_on_fleet(resolved, fleet, print_lines))
+    devices = resolved.settings.device_names
     if one_of_job or len(devices) == 1:
         from convoy.app.train import run_device
 
-        run_device(settled)
+        run_device(resolved)
         return
-    from convoy.app.inputs import rehearse
+    from convoy.app.inputs import check_inputs
     from convoy.launch.local import launch_local
 
-    rehearse(settled.settings)
-    raise typer.Exit(launch_local(sys.argv[1:], devices, port=settled.settings.port))
+    check_inputs(resolved.settings)
+    raise typer.Exit(launch_local(sys.argv[1:], devices, port=resolved.settings.port))
 
 
 DEMO_SLOWDOWN = "4,5,8,10"

@@ -29,7 +29,7 @@ _NAMES = {key_of(name): name for name in FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunSettings:
     """Settings that are in force.
 
     Attributes:
@@ -45,16 +45,7 @@ class Run:
         return [(key, _shown(values[name]), self.sources[name]) for key, name in _NAMES.items()]
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A value that a person wrote, and where."""
-
-    value: Any
-    source: str
-    says: str
-
-
-def settle(file: Path | None, given: Mapping[str, Any]) -> Run:
+def resolve_settings(file: Path | None, given: Mapping[str, Any]) -> RunSettings:
     """The settings in force.
 
     Args:
@@ -64,42 +55,42 @@ def settle(file: Path | None, given: Mapping[str, Any]) -> Run:
     Raises:
         InputError: a file that cannot be read, an unknown key, a value that is not allowed.
     """
-    entries = {} if file is None else _read(file)
-    for name, value in given.items():
-        entries[name] = _Entry(value, "command line", f"--{key_of(name)} {_shown(value)}")
+    values, sources = ({}, {}) if file is None else _read(file)
+    values |= given
+    sources |= dict.fromkeys(given, "command line")
     try:
-        settings = Settings(**{name: entry.value for name, entry in entries.items()})
+        settings = Settings(**values)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
+        shown = _shown(values[name])
+        said = f"--{key_of(name)} {shown}" if name in given else f"{sources[name]}: {key_of(name)} = {shown}"
         # A rule of our own says itself what to give.
         own = first.get("ctx", {}).get("error")
-        raise InputError(f"{entries[name].says}: {own or f'give {rule_of(name)}'}") from None
-    return Run(settings, {name: entries[name].source if name in entries else "default" for name in FIELDS})
+        raise InputError(f"{said}: {own or f'give {rule_of(name)}'}") from None
+    return RunSettings(settings, {name: sources.get(name, "default") for name in FIELDS})
 
 
-def _read(file: Path) -> dict[str, _Entry]:
+def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of a run file, by name of the setting, and where each stands."""
     try:
         text = file.read_text(encoding="utf-8")
+        table = tomllib.loads(text)
     except OSError as error:
         raise InputError(
             f"cannot read the run file {file}: {error.strerror}; give a TOML file, or settings as options: --net NET"
         ) from None
     except UnicodeDecodeError as error:
         raise InputError(f"{file} is no text in UTF-8: {error.reason}; give a TOML file") from None
-    try:
-        table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f'{file} is no TOML: {error}; write lines such as net = "two-conv:50:500"') from None
-    entries = {}
-    for key, value in table.items():
-        place = _place(file, text, key)
+    places = {key: _place(file, text, key) for key in table}
+    for key, place in places.items():
         if key not in _NAMES:
             near = difflib.get_close_matches(key.replace("_", "-").lower(), _NAMES, n=1)
             remedy = f"did you mean {near[0]!r}?" if near else "convoy train --help lists them, with -- before each"
             raise InputError(f"{place}: unknown key {key!r}: {remedy}")
-        entries[_NAMES[key]] = _Entry(value, place, f"{place}: {key} = {_shown(value)}")
-    return entries
+    return {_NAMES[key]: value for key, value in table.items()}, {_NAMES[key]: at for key, at in places.items()}
 
 
 def _place(file: Path, text: str, key: str) -> str:
@@ -125,7 +116,7 @@ def _shown(value: Any) -> str:
 
 
 def to_toml(settings: Settings) -> str:
-    """All settings as a run file that `settle` reads back to the same; those without a value are left out."""
+    """All settings as a run file that `resolve_settings` reads back to the same; those without a value are left out."""
     document = tomlkit.document()
     document.add(tomlkit.comment("convoy train FILE"))
     values, part = settings.model_dump(mode="json", exclude_none=True, exclude={"save_run"}), ""

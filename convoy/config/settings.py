@@ -213,7 +213,7 @@ class Settings(BaseModel):
     @property
     def slowdowns(self) -> tuple[float, ...]:
         """One per device."""
-        return self.slowdown or (1.0,) * len(self.device_names)
+        return (1.0,) * len(self.device_names) if self.slowdown is None else self.slowdown
 
     @property
     def pass_batch(self) -> int:
@@ -289,6 +289,19 @@ def _annotation(name: str) -> Any:
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
+_SIDES = ("ge", "gt", "le", "lt")
+_BOUNDS = {
+    (): "",
+    ("ge",): " of {} or more",
+    ("gt",): " above {}",
+    ("ge", "le"): " from {} to {}",
+    ("ge", "lt"): " from {} to below {}",
+    ("gt", "le"): " above {}, up to {}",
+    ("gt", "lt"): " between {} and {}",
+}
+"""Bounds of a number, as pydantic names them, in words."""
+
+
 def rule_of(name: str) -> str:
     """What may be given for a setting, in words."""
     annotation = _annotation(name)
@@ -302,25 +315,5 @@ def rule_of(name: str) -> str:
         Path: "a path",
         tuple: "finite numbers with commas between them, e.g. 1,1,2,4",
     }
-    bounds = {
-        side: getattr(each, side)
-        for each in FIELDS[name].metadata
-        for side in ("ge", "gt", "le", "lt")
-        if hasattr(each, side)
-    }
-    match bounds:
-        case {"ge": low, "le": high}:
-            where = f" from {low} to {high}"
-        case {"ge": low, "lt": high}:
-            where = f" from {low} to below {high}"
-        case {"gt": low, "le": high}:
-            where = f" above {low}, up to {high}"
-        case {"gt": low, "lt": high}:
-            where = f" between {low} and {high}"
-        case {"ge": low}:
-            where = f" of {low} or more"
-        case {"gt": low}:
-            where = f" above {low}"
-        case _:
-            where = ""
-    return words[kind_of(name)] + where
+    found = {side: getattr(each, side) for side in _SIDES for each in FIELDS[name].metadata if hasattr(each, side)}
+    return words[kind_of(name)] + _BOUNDS[tuple(found)].format(*found.values())

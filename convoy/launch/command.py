@@ -8,7 +8,7 @@ from pathlib import Path
 
 from convoy.app.inputs import check
 from convoy.comm.environment import is_loopback, is_own, resolve, route_to
-from convoy.config.run_file import Run
+from convoy.config.run_file import RunSettings
 from convoy.config.settings import key_of
 from convoy.errors import InputError
 from convoy.fleet import Fleet
@@ -35,7 +35,7 @@ def fleet_to_start(path: Path | None, print_lines: bool) -> Fleet | None:
     return fleet
 
 
-def train_on_fleet(run: Run, fleet: Fleet, print_lines: bool) -> int:
+def train_on_fleet(run: RunSettings, fleet: Fleet, print_lines: bool) -> int:
     """`convoy train` on every device of a fleet; its exit status.
 
     The hosts get the settings as options, so that none of them needs the run file.
@@ -81,7 +81,7 @@ def _refuse_devices(given: bool, fleet: Fleet) -> None:
         )
 
 
-def _option(run: Run, name: str) -> list[str]:
+def _option(run: RunSettings, name: str) -> list[str]:
     """A setting as the command line would have given it; nothing for a default."""
     value, key = getattr(run.settings, name), key_of(name)
     if run.sources[name] == "default" or value is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from convoy.config.files import write_whole
-from convoy.config.run_file import Run, to_toml
+from convoy.config.run_file import RunSettings, to_toml
 from convoy.config.settings import Settings
 from convoy.cost.table import Measurement
 from convoy.errors import InputError
@@ -93,7 +93,7 @@ class RunHeader:
         done: steps that were done before, where the run is resumed.
     """
 
-    run: Run
+    run: RunSettings
     devices: Sequence[tuple[str, str, float]]
     speeds: Speeds
     plan: Plan

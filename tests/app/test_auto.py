@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from convoy.api import distribute, make_plan, make_plans
-from convoy.app.plan import forecast
+from convoy.app.plan import run_plan
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.cost.memory import memory_of
@@ -324,7 +324,7 @@ def test_the_forecast_marks_what_does_not_fit(
     )
     file, plan = tmp_path / "fleet.toml", tmp_path / "plan.json"
     file.write_text(replace(tiny, fleet=replace(tiny.fleet, devices=devices)).to_toml())
-    forecast("two-conv:4:6", (1, 8, 8), 10, 32, file, plan)
+    run_plan("two-conv:4:6", (1, 8, 8), 10, 32, file, plan)
     said = capsys.readouterr().out
     assert f"! data does not fit: {first.name} needs" in said
     assert "! auto" not in said
@@ -333,9 +333,9 @@ def test_the_forecast_marks_what_does_not_fit(
     saved = Plan.load(plan)
     graph = trace(build_net("two-conv:4:6", (1, 8, 8), 10), torch.zeros(1, 1, 8, 8)).graph
     assert memory_of(saved, graph)[0].total_bytes <= 20_000
-    forecast("two-conv:4:6", (1, 8, 8), 10, 32, file, None, least_energy_s=1e3)
+    run_plan("two-conv:4:6", (1, 8, 8), 10, 32, file, None, least_energy_s=1e3)
     with pytest.raises(PlanError, match="the fastest takes"):
-        forecast("two-conv:4:6", (1, 8, 8), 10, 32, file, None, least_energy_s=1e-9)
+        run_plan("two-conv:4:6", (1, 8, 8), 10, 32, file, None, least_energy_s=1e-9)
 
 
 def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> Non
     assert (done.stderr, done.returncode) == ("", 0)
     assert Plan.load(plan).wire == "inexact-bf16"
     with pytest.raises(InputError, match="unknown wire format 'fp8'"):
-        forecast("two-conv:4:6", (1, 8, 8), 10, 32, file, None, wire="fp8")
+        run_plan("two-conv:4:6", (1, 8, 8), 10, 32, file, None, wire="fp8")
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from convoy import cli
 from convoy.app.inputs import check
-from convoy.config.run_file import settle, to_toml
+from convoy.config.run_file import resolve_settings, to_toml
 from convoy.config.settings import FIELDS, Settings, key_of, kind_of, panel, rule_of
 from convoy.errors import InputError
 from tests.support.processes import PLACE, ROOT
@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def test_the_command_line_overrides_the_file_and_the_file_the_defaults(run: Path) -> None:
-    found = settle(run, {"batch": 16, "momentum": 0.5})
+    found = resolve_settings(run, {"batch": 16, "momentum": 0.5})
     settings = found.settings
     assert (settings.batch, settings.momentum) == (16, 0.5)
     assert (settings.net, settings.limit, settings.lr) == ("two-conv:4:6", 80, 0.05)
@@ -67,8 +67,8 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(run: Path
 
 
 def test_a_switch_of_the_file_can_be_turned_off(run: Path) -> None:
-    assert settle(run, {}).settings.rebalance
-    assert not settle(run, {"rebalance": False}).settings.rebalance
+    assert resolve_settings(run, {}).settings.rebalance
+    assert not resolve_settings(run, {"rebalance": False}).settings.rebalance
 
 
 def test_shares_follow_the_devices_with_auto_on_cpus_unless_told_otherwise() -> None:
@@ -83,7 +83,7 @@ def test_shares_follow_the_devices_with_auto_on_cpus_unless_told_otherwise() -> 
 
 
 def test_without_a_file_there_are_defaults() -> None:
-    found = settle(None, {})
+    found = resolve_settings(None, {})
     assert found.settings == Settings()
     assert set(found.sources.values()) == {"default"}
     assert ("timeout", "60", "default") in found.rows()
@@ -96,15 +96,15 @@ def test_without_a_file_there_are_defaults() -> None:
 def test_devices_as_a_number_a_text_or_a_list(tmp_path: Path, written: str, expected: str) -> None:
     file = tmp_path / "run.toml"
     file.write_text(f"devices = {written}\n")
-    assert settle(file, {}).settings.devices == expected
+    assert resolve_settings(file, {}).settings.devices == expected
 
 
 def test_what_is_saved_is_read_back(run: Path, tmp_path: Path) -> None:
     """All that has a value, in the order and the parts of the list; not the name of the saved file itself."""
-    before = settle(run, {"epochs": 3, "weight_decay": 1e-5, "save_run": tmp_path / "saved.toml"}).settings
+    before = resolve_settings(run, {"epochs": 3, "weight_decay": 1e-5, "save_run": tmp_path / "saved.toml"}).settings
     saved = tmp_path / "saved.toml"
     saved.write_text(to_toml(before))
-    assert settle(saved, {}).settings == before.model_copy(update={"save_run": None})
+    assert resolve_settings(saved, {}).settings == before.model_copy(update={"save_run": None})
     table = tomllib.loads(saved.read_text())
     assert (table["weight-decay"], table["timeout"], table["epochs"]) == (1e-5, 30.0, 3)
     assert "evaluate-steps" not in table
@@ -150,7 +150,7 @@ def test_what_a_file_must_not_say(text: str, words: str, tmp_path: Path) -> None
     file = tmp_path / "run.toml"
     file.write_text(f"epochs = 1\n{text}\n" if not text.startswith("Ep") else f"lr = 1.0\n{text}\n")
     with pytest.raises(InputError) as refused:
-        settle(file, {})
+        resolve_settings(file, {})
     assert words in str(refused.value)
     assert str(refused.value).startswith(str(file))
     assert "\n" not in str(refused.value)
@@ -159,17 +159,26 @@ def test_what_a_file_must_not_say(text: str, words: str, tmp_path: Path) -> None
 def test_a_value_of_the_command_line_is_told_as_such(run: Path) -> None:
     run.write_text("batch = 0\n")
     with pytest.raises(InputError, match=r"^--batch -3: give a whole number of 1 or more$"):
-        settle(run, {"batch": -3})
+        resolve_settings(run, {"batch": -3})
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot read the run file .*gone.toml: No such file.*; give a TOML file"):
-        settle(tmp_path / "gone.toml", {})
+        resolve_settings(tmp_path / "gone.toml", {})
     with pytest.raises(InputError, match=r"cannot read the run file .*: Is a directory"):
-        settle(tmp_path, {})
+        resolve_settings(tmp_path, {})
     (tmp_path / "picture").write_bytes(b"\x89PNG\xff")
     with pytest.raises(InputError, match="picture is no text in UTF-8"):
-        settle(tmp_path / "picture", {})
+        resolve_settings(tmp_path / "picture", {})
+
+
+@pytest.mark.parametrize("name", ["slowdown", "speeds"])
+def test_an_empty_list_is_no_default(name: str, tmp_path: Path) -> None:
+    """`slowdown = []` counted as nothing given, and trained with factors of 1."""
+    file = tmp_path / "run.toml"
+    file.write_text(f"devices = 2\n{name} = []\n")
+    with pytest.raises(InputError, match=f"--{name} : give one .* for each of the 2 devices"):
+        check(resolve_settings(file, {}).settings)
 
 
 def test_a_plan_is_for_one_pass(tmp_path: Path) -> None:
@@ -272,7 +281,7 @@ def test_the_readme_shows_the_example_and_it_is_good() -> None:
     section = (ROOT / "README.md").read_text().partition("## A run is a file")[2].partition("\n## ")[0]
     (block,) = re.findall(r"```toml\n(.*?)```", section, re.DOTALL)
     assert block == text
-    settings = settle(ROOT / "examples" / "run.toml", {}).settings
+    settings = resolve_settings(ROOT / "examples" / "run.toml", {}).settings
     check(settings)
     assert settings.device_names == ("cpu",) * 4
     named = {f"--{key_of(name)}" for name in FIELDS}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from convoy import cli
 from convoy.comm.environment import is_own
-from convoy.config.run_file import settle
+from convoy.config.run_file import resolve_settings
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host, read_fleet
 from convoy.launch.agent import from_line, meeting_point, to_line
@@ -205,7 +205,7 @@ def test_all_settings_travel_as_options(monkeypatch: pytest.MonkeyPatch, tmp_pat
     run.write_text(
         'net = "two-conv:4:6"\nslowdown = [1, 1, 2, 4, 1.5]\nrebalance = true\nclip-norm = 1e-3\nfleet = "f.toml"\n'
     )
-    settled = settle(run, {"compare": False, "data_dir": Path("it's there"), "plan": "hybrid"})
+    settled = resolve_settings(run, {"compare": False, "data_dir": Path("it's there"), "plan": "hybrid"})
     told: list[Any] = []
     monkeypatch.setattr("convoy.launch.command.run_on_fleet", lambda *given, **named: told.append((given, named)) or 0)
     assert train_on_fleet(settled, FLEET, False) == 0
@@ -223,7 +223,7 @@ def test_all_settings_travel_as_options(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_files_that_the_devices_read_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     monkeypatch.setattr("convoy.launch.command.run_on_fleet", lambda _, argv, **named: told.append((argv, named)) or 0)
-    settled = settle(None, {"plan": "auto", "fleet": Path("fleet.toml"), "port": 4000})
+    settled = resolve_settings(None, {"plan": "auto", "fleet": Path("fleet.toml"), "port": 4000})
     assert train_on_fleet(settled, FLEET, False) == 0
     assert told == [
         (

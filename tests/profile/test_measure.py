@@ -753,7 +753,7 @@ def test_two_processes_measure_themselves_and_write_a_file(tmp_path: Path) -> No
     for costs in measured.device:
         assert 0 < costs.processor_s_per_byte < 1e-6
         assert 0 < costs.update_s_per_entry < 1e-6
-    job_of(output, fleet=output).rehearse_inputs()
+    job_of(output, fleet=output).check_inputs()
 
 
 def test_an_interruption_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -821,7 +821,7 @@ def test_bad_options_are_refused_before_anything_starts(
             changes = changes | {name: tmp_path / changes[name]}
     monkeypatch.delenv("CONVOY_FLEET", raising=False)
     with pytest.raises(InputError, match=message):
-        job_of(**{"output": tmp_path / "fleet.toml"} | changes).rehearse_inputs()
+        job_of(**{"output": tmp_path / "fleet.toml"} | changes).check_inputs()
 
 
 def test_a_rehearsal_names_its_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from convoy import cli
 from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
 from convoy.app.train import _teller
 from convoy.comm.group import AloneGroup
-from convoy.config.run_file import settle
+from convoy.config.run_file import resolve_settings
 from convoy.config.settings import Settings
 from convoy.data import load
 from convoy.errors import InputError
@@ -78,7 +78,7 @@ def test_a_training_keeps_a_folder_without_being_asked(
     assert sorted(path.name for path in folder.iterdir()) == ["log.jsonl", "plan.json", "run.toml"]
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"A page of this run: convoy report {folder}"
-    assert settle(folder / "run.toml", {}).settings.seed == 7
+    assert resolve_settings(folder / "run.toml", {}).settings.seed == 7
     again = ["--plan", str(folder / "plan.json"), "--log", str(tmp_path / "again.jsonl")]
     assert train(monkeypatch, *TINY, "--seed", "7", *again) == 0
     one, two = rows_of(folder / "log.jsonl", "step"), rows_of(tmp_path / "again.jsonl", "step")
