@@ -1,6 +1,6 @@
 """Seconds of a move by formula: what each device sends and receives, without listing every transfer.
 
-`transfer.py` lists the transfers, which a replay needs; a planner that compares thousands of moves over hundreds of devices
+`sharding/redistribute.py` lists the transfers, which a replay needs; a planner that compares thousands of moves over hundreds of devices
 needs only their sums. `loads` gives the same sums as the schedule (a test holds the two together).
 """
 
