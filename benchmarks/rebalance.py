@@ -45,7 +45,7 @@ from convoy.model.tracing import trace
 from convoy.plan.coupling import coupled_axes, shares_of
 from convoy.plan.plan import Plan
 from convoy.plan.presets import named_plan
-from convoy.profile.layers import measure_speeds
+from convoy.profile.speeds import measure_speeds
 from convoy.runtime.clock import Clock
 from convoy.train.controller import Rebalancer
 

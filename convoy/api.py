@@ -15,7 +15,7 @@ from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, named_plan
 from convoy.profile.auto import BUDGET_S, Plans, plan_together
-from convoy.profile.layers import given_speeds, measure_speeds
+from convoy.profile.speeds import given_speeds, measure_speeds
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import mark_pieces

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import convoy
-import convoy.profile.layers
+import convoy.profile.speeds
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError, PlanError
@@ -53,7 +53,7 @@ def test_the_example_alone_and_under_torchrun(monkeypatch: pytest.MonkeyPatch) -
     """The same losses, with warnings as errors, and not a word beside the example's own."""
     for name in PLACE:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(convoy.profile.layers, "BURST_S", 0.0)
+    monkeypatch.setattr(convoy.profile.speeds, "BURST_S", 0.0)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         runpy.run_path(str(EXAMPLE))
     alone = losses_of(printed.getvalue())

@@ -18,8 +18,7 @@ from convoy.errors import ConvoyError, InputError
 from convoy.fleet import Fleet
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.profile.job import BUDGET_S, measure_job
-from convoy.profile.resume import unfinished
+from convoy.profile.job import BUDGET_S, measure_job, unfinished
 from convoy.report.measured import Watch, show
 from convoy.runtime.precision import check_kinds
 

@@ -22,7 +22,7 @@ class Network:
         processor_s_per_byte: of each device's processor, for each byte it sends or receives. Zero for devices whose
             traffic costs their computing nothing.
         jitter_s: by how much each device, when it has been computing, makes an exchange later than its mean speed says;
-            none where nothing was measured. See `convoy.profile.jitter`.
+            none where nothing was measured. See `convoy.profile.overheads`.
         largest_latency_s: of all pairs of different devices.
     """
 

@@ -6,8 +6,10 @@ lost is missed soon. The layers that all have measured are kept in a partial fil
 
 import datetime
 import hashlib
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,19 +22,22 @@ from convoy.comm.agreement import check_same, from_first, gather
 from convoy.comm.group import Group
 from convoy.cost.overhead import Overheads
 from convoy.cost.table import FORMAT, DeviceCosts, LayerPoint, Measurement
+from convoy.errors import InputError
 from convoy.fleet import Fleet
 from convoy.model.tracing import TracedModel
 from convoy.plan.size import LocalSize
+from convoy.profile.axes import allowances
 from convoy.profile.describe import Own, describe, fit, fleet_of, host_indices, spreads, with_wire
-from convoy.profile.jitter import measure_jitter
+from convoy.profile.layers import Bench, Point
 from convoy.profile.links import Traffic, WireTimes, measure_links, processor_share
-from convoy.profile.overheads import measure_overheads
-from convoy.profile.resume import Partial, Rows
+from convoy.profile.overheads import measure_jitter, measure_overheads
 from convoy.profile.sizes import wanted
-from convoy.profile.tables import Bench, Point, allowances
 from convoy.profile.timing import STRETCH_S, Now, quota_now, time_update
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
+
+Rows = Sequence[Sequence[float]]
+"""Of one layer on one device: samples, outputs, inputs, forward_s, backward_s, spread, shared (0 or 1)."""
 
 GRID_PART = 2 / 3
 """The part of the layers' seconds that goes to the grids; the rest is for the sizes that plans have."""
@@ -45,6 +50,77 @@ LINKS_BUDGET_S = 20.0
 
 SHARE_STRETCHES = 50
 """The share of a processor is in every time of a device under a quota: it is measured for so many stretches, a second."""
+
+
+# --- the file of an unfinished measuring ------------------------------------------------------------------------------
+
+
+class Partial:
+    """A file of JSON lines: what is measured, then one line per layer with the rows of every device.
+
+    Args:
+        path: where; None keeps nothing.
+        header: what must be the same for a second run to continue.
+    """
+
+    def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
+        self.path, self.header = path, json.loads(json.dumps(header))
+        self.tables: dict[str, list[Rows]] = {}
+        if path is not None:
+            self.tables = self._read(path)
+            self._write()
+
+    def add(self, layer: str, rows: Sequence[Rows]) -> None:
+        """Keep a layer that all devices have measured."""
+        self.tables[layer] = [list(device) for device in rows]
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([layer, rows]) + "\n")
+
+    def remove(self) -> None:
+        """The measuring is done, or not wanted."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def _read(self, path: Path) -> dict[str, list[Rows]]:
+        """Whole lines of a run with the same header; nothing of any other."""
+        with suppress(FileNotFoundError, UnicodeDecodeError):
+            first, *lines = path.read_text(encoding="utf-8").split("\n")
+            if _parsed(first) != self.header:
+                return {}
+            # The last line of a run that was killed may be a part of one.
+            pairs = [pair for pair in map(_parsed, lines) if pair is not None]
+            return {layer: rows for layer, rows in pairs if len(rows) == len(self.header["devices"])}
+        return {}
+
+    def _write(self) -> None:
+        assert self.path is not None
+        lines = [json.dumps(self.header), *(json.dumps(pair) for pair in self.tables.items())]
+        try:
+            self.path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        except OSError as error:
+            raise InputError(
+                f"cannot write {self.path}: {error.strerror}; name a file in a folder you may write"
+            ) from None
+
+
+def unfinished(path: Path) -> str:
+    """What to tell a person whose measuring ended early; empty where no layer was finished."""
+    with suppress(OSError, UnicodeDecodeError):
+        done = sum(_parsed(line) is not None for line in path.read_text(encoding="utf-8").splitlines()[1:])
+        if done:
+            return f"{done} layers are measured and kept in {path}: the same command goes on from there"
+    return ""
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+# --- the job -----------------------------------------------------------------------------------------------------------
 
 
 def measure_job(

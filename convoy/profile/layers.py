@@ -1,191 +1,282 @@
-"""How fast each device is at the layers of the model itself."""
+"""The table of one device: seconds of every layer of a model over samples x filters, and samples x input channels.
+
+A piece of a layer (fewer filters, fewer input channels or narrower inputs) runs on random numbers, as the executor runs it.
+"""
 
 import copy
 import math
-import statistics
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.agreement import agree_on, gather
-from convoy.comm.environment import finish
-from convoy.comm.group import Group
-from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer
+from convoy.model.operation import Operation
 from convoy.model.tracing import TracedModel, disable_in_place
-from convoy.plan.presets import Speeds
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.size import LocalSize, whole_size
+from convoy.plan.steps import Compute, Part
+from convoy.plan.strategy import One, feature_axis
+from convoy.profile.axes import POINT_LIMIT_S, Axes, Guess, choose_axes, full_axes, timing_s
+from convoy.profile.timing import STRETCH_S, Now, Piece, Times, device_now, time_piece
+from convoy.runtime.batch_norm import GlobalBatchNorm
 from convoy.runtime.clock import Clock
-from convoy.runtime.kernels import Arithmetic, arithmetic
-from convoy.runtime.precision import agree_on_precision, lowered
-
-BURST_S = 0.02
-"""A run that is shorter is repeated for this long: twice the period of a processor quota."""
-
-LIMIT_S = 2.0
-"""No layer is timed for longer, at one size."""
+from convoy.runtime.kernels import Gradients, arithmetic
+from convoy.runtime.precision import lowered
+from convoy.sharding.layout import Shape
 
 
 @dataclass(frozen=True, slots=True)
-class LayerTime:
-    """Median seconds of one whole layer for `samples` samples, forward and backward apart (0 where no gradient passes)."""
+class Point:
+    """A size of a layer and its seconds."""
 
-    samples: int
-    forward_s: float
-    backward_s: float
-    spread: float
-    """(slowest - fastest) / median of the repetitions, forward and backward together."""
+    size: LocalSize
+    times: Times
 
 
-DeviceTimes = Mapping[str, tuple[LayerTime, ...]]
-"""The times of one device: for each layer, one per number of samples."""
-
-
-@torch.no_grad()  # as in the executor, which asks autograd only where it must
-def measure_layers(
-    traced: TracedModel,
-    model: nn.Module,
-    batch: int,
-    clock: Clock,
-    device: torch.device,
-    *,
-    repeats: int = 3,
-    precision: str = "float32",
-) -> dict[str, tuple[LayerTime, ...]]:
-    """Time every layer of a model on this device, forward and backward, on random numbers.
+class Bench:
+    """Times the layers of one model on one device.
 
     Args:
         traced: the model in training mode; `model` itself, whole and left as it is.
-        batch: the global batch; sizes of an eighth, a quarter and a half of it are timed.
+        batch: the global batch, the largest number of samples that is timed.
         clock: its slow-down counts.
-        repeats: the median of so many rounds, after a run that is not counted; fewer where they take long.
+        now: reads seconds; None: this process's clock.
+        stretch_s: see `time_piece`.
         precision: what the layers compute in; see `convoy.runtime.precision`.
     """
-    local = disable_in_place(copy.deepcopy(model)).to(device)
-    sizes = sorted({max(2, batch // 8), max(2, batch // 4), max(2, batch // 2)})
-    result = {}
-    for layer in traced.graph.layers.values():
-        if layer.kind not in ("input", "pick") and layer.batched:
-            run = lowered(arithmetic(local, layer, traced.operations[layer.name]), precision, device.type)
-            times = []
-            for samples in sizes:
-                times.append(_time_layer(run, layer, traced.graph, samples, clock, device, repeats))
-                if times[-1].forward_s + times[-1].backward_s > 1.0:
-                    break
-            result[layer.name] = tuple(times)
-    return result
+
+    def __init__(
+        self,
+        traced: TracedModel,
+        model: nn.Module,
+        batch: int,
+        clock: Clock,
+        device: torch.device,
+        *,
+        now: Now | None = None,
+        stretch_s: float = STRETCH_S,
+        precision: str = "float32",
+    ) -> None:
+        self.traced, self.batch, self.clock, self.stretch_s = traced, batch, clock, stretch_s
+        self.model = disable_in_place(copy.deepcopy(model)).to(device)
+        self.now = now or device_now(device)
+        self.precision = precision
+        self.wants, self.trained = _wants(traced.graph, batch)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers that a step computes, in order."""
+        return tuple(self.wants)
+
+    def alike(self) -> dict[str, str]:
+        """For each layer the first one that computes the same on tensors of the same shapes: it is timed for both."""
+        first: dict[str, str] = {}
+        return {name: first.setdefault(self._signature(name), name) for name in self.layers}
+
+    def measure(self, name: str, allowance_s: float, point_limit_s: float = POINT_LIMIT_S) -> list[Point]:
+        """Points of one layer, which fill one or two rectangles (see `Axes`).
+
+        Args:
+            allowance_s: what the layer may take, roughly; with too little, fewer and smaller sizes are timed.
+            point_limit_s: sizes whose single run would take longer are left away.
+        """
+        layer = self.traced.graph[name]
+        whole = whole_size(layer, self.batch)
+        full = full_axes(self.traced.graph, layer, self.batch)
+        known: dict[LocalSize, Times] = {}
+        probe = Axes(full.samples[:1], full.outputs[:1]).sizes(whole)[0]
+        known[probe] = self._time(layer, probe)
+        guess = Guess(layer, probe, known[probe].both_s)
+        samples, outputs = (axis[len(axis) // 2] for axis in (full.samples, full.outputs))
+        middle = LocalSize(samples, outputs, whole.inputs)
+        if middle != probe and guess.seconds(middle) < point_limit_s / 4:
+            known[middle] = self._time(layer, middle)  # a larger one says more about the largest
+            guess = Guess(layer, middle, known[middle].both_s)
+        axes = choose_axes(full, whole, guess, allowance_s, point_limit_s, self.stretch_s)
+        sizes = axes.sizes(whole)
+        if layer.statistics and layer.kind == "batch_norm":
+            sizes += [replace(whole, samples=samples, shares_statistics=True) for samples in axes.samples]
+        for size in sizes:
+            if size not in known:
+                known[size] = self._time(layer, size)
+        return [Point(size, known[size]) for size in sizes]
+
+    def timing_s(self, seconds: float) -> float:
+        """About the seconds that it takes to time what takes `seconds`."""
+        return timing_s(seconds, self.stretch_s)
+
+    def time(self, name: str, size: LocalSize) -> Point:
+        """One size of a layer, that lies beside its grid."""
+        return Point(size, self._time(self.traced.graph[name], size))
+
+    def _time(self, layer: Layer, size: LocalSize) -> Times:
+        # As in training, where autograd is off around the executor and layers that need it turn it on.
+        with (
+            torch.no_grad(),
+            piece(
+                self.model, self.traced, layer, size, self.wants[layer.name], backward=layer.name in self.trained,
+                precision=self.precision,
+            ) as part,
+        ):  # fmt: skip
+            if size.shares_statistics:
+                part = replace(part, run=SharedStatistics(self.model, self.traced, layer))
+            return time_piece(part, self.clock, self.now, self.stretch_s)
+
+    def _signature(self, name: str) -> str:
+        layer, operation = self.traced.graph[name], self.traced.operations[name]
+        if layer.kind == "opaque" or layer.several or layer.kind == "pick":
+            return name
+        inputs = [(self.traced.graph[i].shape, self.traced.graph[i].dtype) for i in layer.inputs]
+        parameters = [(key, p.shape, p.trainable) for key, p in layer.parameters.items()]
+        row = (layer.kind, layer.shape, layer.groups, layer.axis, layer.batched, layer.statistics, inputs, parameters)
+        return repr((row, self.wants[name], name in self.trained, _call(self.model, operation)))
 
 
-def _time_layer(
-    run: Arithmetic, layer: Layer, graph: Graph, samples: int, clock: Clock, device: torch.device, repeats: int
-) -> LayerTime:
-    inputs = [_random(graph[name], samples, device) for name in layer.inputs]
-    wants = [
-        graph[name].kind != "input" and x.is_floating_point() for name, x in zip(layer.inputs, inputs, strict=True)
-    ]
-    gradient = _gradient_like(run.forward(inputs, samples, False, wants)[0]) if layer.differentiable else None
-    first = _once(run, inputs, gradient, samples, wants, clock, layer.name)
-    rows: list[tuple[float, float]] = []
-    # A processor under a quota runs in bursts: one short run says nothing, so short ones are repeated and averaged.
-    count = max(1, math.ceil(BURST_S / max(sum(first), 1e-6)))
-    while len(rows) < repeats and sum(f + b for f, b in rows) * count < LIMIT_S:
-        runs = [_once(run, inputs, gradient, samples, wants, clock, layer.name) for _ in range(count)]
-        rows.append((sum(f for f, _ in runs) / count, sum(b for _, b in runs) / count))
-    both = [f + b for f, b in rows]
-    spread = (max(both) - min(both)) / statistics.median(both)
-    return LayerTime(samples, statistics.median(f for f, _ in rows), statistics.median(b for _, b in rows), spread)
+def _call(model: nn.Module, operation: Operation) -> tuple[str, ...]:
+    if operation.call == "module":
+        return (repr(model.get_submodule(str(operation.target))),)
+    # Where a function has a name of its own; a local one would show its address, and be alike to none.
+    target = getattr(operation.target, "__qualname__", operation.target)
+    return (operation.call, repr(target), repr(operation.args), repr(dict(operation.kwargs)))
 
 
-def _once(
-    run: Arithmetic,
-    inputs: Sequence[Tensor],
-    gradient: Any,
-    samples: int,
+def _wants(graph: Graph, batch: int) -> tuple[dict[str, tuple[bool, ...]], frozenset[str]]:
+    """Which inputs of each layer need a gradient, and the layers that one comes to: as a step on one device says."""
+    steps = lower(Plan("measure", graph.fingerprint, 1, batch, {}, One(0)), graph).steps
+    computes = [step for step in steps if isinstance(step, Compute)]
+    wants = {step.layer: step.wants for step in computes if step.phase == "forward"}
+    return wants, frozenset(step.layer for step in computes if step.phase == "backward")
+
+
+# --- a piece of a layer ----------------------------------------------------------------------------------------------
+
+
+class SharedStatistics:
+    """A batch norm as it runs where its batch lies on several devices, but for the exchange: the rows are those from here."""
+
+    def __init__(self, model: nn.Module, traced: TracedModel, layer: Layer) -> None:
+        self.norm = GlobalBatchNorm(model.get_submodule(str(traced.operations[layer.name].target)), layer)
+
+    def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:  # noqa: ARG002
+        (x,) = inputs
+        row = self.norm.local_statistics(x)
+        by = self.norm.combine(row, [batch], math.prod(x.shape[2:]))
+        return self.norm.normalise(x, by), (x, by) if keep else None
+
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:  # noqa: ARG002
+        x, by = saved
+        row = self.norm.local_sums(x, g, by)
+        return self.norm.backward(x, g, by, row, row, wants[0])
+
+
+@contextmanager
+def piece(
+    model: nn.Module,
+    traced: TracedModel,
+    layer: Layer,
+    size: LocalSize,
     wants: Sequence[bool],
-    clock: Clock,
-    name: str,
-) -> tuple[float, float]:
-    device = inputs[0].device
-    marks = [_now(device)]
-    with clock.compute(name, "measure"):
-        _, saved = run.forward(inputs, samples, gradient is not None, wants)
-    marks.append(_now(device))
-    if gradient is None:
-        return marks[1] - marks[0], 0.0
-    with clock.compute(name, "measure"):
-        run.backward(saved, gradient, wants)
-    marks.append(_now(device))
-    return marks[1] - marks[0], marks[2] - marks[1]
+    *,
+    backward: bool,
+    precision: str = "float32",
+) -> Iterator[Piece]:
+    """A piece of a layer, for as long as the context lasts: until then `model` holds only its part of the weights.
+
+    Args:
+        model: a copy that nobody else uses; on the device that is timed.
+        size: how much of the layer; a multiple of its `granule`.
+        wants: which inputs need a gradient.
+        backward: whether a gradient comes to this layer.
+        precision: what it computes in; see `convoy.runtime.precision`.
+    """
+    operation = traced.operations[layer.name]
+    with _sliced(model, layer, operation.target, size):
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        run = lowered(arithmetic(model, layer, operation), precision, device.type)
+        inputs = [_input(model, traced, layer, i, size, device) for i in range(len(layer.inputs))]
+        y = run.forward(inputs, size.samples, False, wants)[0]
+        gradient = _gradient_like(y) if backward else None
+        yield Piece(layer.name, run, inputs, size.samples, wants, gradient, _bytes([*inputs, y]))
+
+
+def input_shape(graph: Graph, layer: Layer, index: int, size: LocalSize) -> Shape:
+    """Shape of what a piece of a layer reads as its input number `index`."""
+    source = graph[layer.inputs[index]]
+    shape, whole = list(source.batch_shape(size.samples)), whole_size(layer, 1)
+    if layer.weighted and layer.groups == 1:
+        shape[feature_axis(layer)] = size.inputs
+    elif size.outputs < whole.outputs:
+        # Of a join axes are aligned from the right, as in broadcasting: an input may have fewer, and 1 where others have more.
+        axis = 1 + len(shape) - len(layer.batch_shape(1)) if layer.kind == "join" else 1
+        if axis >= 0 and shape[axis] > 1:
+            shape[axis] = shape[axis] * size.outputs // whole.outputs
+    return tuple(shape)
+
+
+@contextmanager
+def _sliced(model: nn.Module, layer: Layer, target: Any, size: LocalSize) -> Iterator[None]:
+    """Leave only the piece's part of the parameters in the layer's module; afterwards all is as it was."""
+    whole = whole_size(layer, 1)
+    if layer.kind not in ("conv", "linear", "batch_norm") or (size.outputs, size.inputs) == (
+        whole.outputs,
+        whole.inputs,
+    ):
+        yield
+        return
+    module = model.get_submodule(str(target))
+    parameters, buffers = dict(module._parameters), dict(module._buffers)
+    fewer_inputs = layer.weighted and layer.groups == 1 and size.inputs < whole.inputs
+    try:
+        for name, old in parameters.items():
+            if old is not None:
+                new = old.detach()[: size.outputs]
+                new = new[:, : size.inputs] if fewer_inputs and name == "weight" else new
+                module._parameters[name] = nn.Parameter(new.clone(), requires_grad=old.requires_grad)
+        for name, held in buffers.items():
+            if held is not None and held.dim():
+                module._buffers[name] = held[: size.outputs].clone()
+        yield
+    finally:
+        module._parameters.update(parameters)
+        module._buffers.update(buffers)
+
+
+def _input(
+    model: nn.Module, traced: TracedModel, layer: Layer, index: int, size: LocalSize, device: torch.device
+) -> Any:
+    source = traced.graph[layer.inputs[index]]
+    if source.several:
+        return _several(model, traced, source, size.samples, device)
+    return _random(input_shape(traced.graph, layer, index, size), source.dtype, device)
+
+
+def _several(model: nn.Module, traced: TracedModel, layer: Layer, samples: int, device: torch.device) -> Any:
+    """What a layer with several outputs gives: only the layer itself knows their shapes."""
+    size = whole_size(layer, samples)
+    inputs = [_input(model, traced, layer, i, size, device) for i in range(len(layer.inputs))]
+    return arithmetic(model, layer, traced.operations[layer.name]).forward(inputs, samples, False, [])[0]
+
+
+def _random(shape: Shape, dtype_name: str, device: torch.device) -> Tensor:
+    dtype = getattr(torch, dtype_name)
+    if dtype.is_floating_point:
+        return torch.randn(shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _gradient_like(y: Any) -> Any:
     """Random gradient of a layer's output; for a layer with several, those of its tensors by their index; or None."""
     if isinstance(y, Tensor):
         return torch.randn_like(y) if y.is_floating_point() else None
-    rows = {
-        i: torch.randn_like(each) for i, each in enumerate(y) if isinstance(each, Tensor) and each.is_floating_point()
-    }
-    return rows or None
+    tensors = ((i, each) for i, each in enumerate(y) if isinstance(each, Tensor) and each.is_floating_point())
+    return {i: torch.randn_like(each) for i, each in tensors} or None
 
 
-def _now(device: torch.device) -> float:
-    finish(device)
-    return time.perf_counter()
-
-
-def _random(layer: Layer, samples: int, device: torch.device) -> Tensor:
-    dtype = getattr(torch, layer.dtype)
-    shape = layer.batch_shape(samples)
-    if dtype.is_floating_point:
-        return torch.randn(shape, dtype=dtype, device=device)
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def speeds_of(times: Sequence[DeviceTimes], graph: Graph) -> Speeds:
-    """Samples/s of each device on each layer and on the whole model, from the largest size that all of them timed."""
-    layers: dict[str, tuple[float, ...]] = {}
-    total_s = [0.0] * len(times)
-    for name in times[0]:
-        common = min(len(device[name]) for device in times) - 1
-        rows = [device[name][common] for device in times]
-        per_sample_s = [(row.forward_s + row.backward_s) / row.samples for row in rows]
-        total_s = [a + b for a, b in zip(total_s, per_sample_s, strict=True)]
-        if graph[name].weighted:
-            layers[name] = tuple(1.0 / s for s in per_sample_s)
-    return Speeds(tuple(1.0 / s for s in total_s), layers)
-
-
-def measure_speeds(
-    group: Group, traced: TracedModel, model: nn.Module, batch: int, clock: Clock, precision: str = "float32"
-) -> Speeds:
-    """Every device times the model's layers, all at the same time as in training; all learn all speeds.
-
-    Raises:
-        MismatchError: the devices have different models.
-        DeviceLostError: a device did not answer.
-    """
-    agree_on(group, "model to measure", traced.graph.fingerprint, "started with another model")
-    agree_on_precision(group, traced.graph, precision)
-    own = measure_layers(traced, model, batch, clock, group.torch_device, precision=precision)
-    clock.reset()
-    rows = {name: [[t.samples, t.forward_s, t.backward_s, t.spread] for t in times] for name, times in own.items()}
-    tables = gather(group, "measured speeds", rows)
-    times = [{n: tuple(LayerTime(*r) for r in rows) for n, rows in table.items()} for table in tables]
-    return speeds_of(times, traced.graph)
-
-
-def given_speeds(numbers: Sequence[float], devices: int) -> Speeds:
-    """Speeds that a person gives in place of measured ones.
-
-    Raises:
-        InputError: not one positive number per device.
-    """
-    if len(numbers) != devices or any(not 0 < n < math.inf for n in numbers):
-        raise InputError(
-            f"speeds {','.join(f'{n:g}' for n in numbers)}: give one positive number for each of the {devices} devices, "
-            "e.g. --speeds 4,2,1,1"
-        )
-    return Speeds(tuple(float(n) for n in numbers))
+def _bytes(values: Sequence[Any]) -> int:
+    flat = [t for v in values for t in (v if isinstance(v, tuple | list) else (v,)) if isinstance(t, Tensor)]
+    return sum(math.prod(t.shape) * t.element_size() for t in flat)

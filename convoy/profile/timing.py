@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from convoy.comm.environment import finish
-from convoy.profile.pieces import Piece
 from convoy.runtime.clock import Clock
+from convoy.runtime.kernels import Arithmetic
 
 Now = Callable[[], float]
 
@@ -37,6 +37,24 @@ class Times:
     @property
     def both_s(self) -> float:
         return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A layer's arithmetic at one size, with random numbers to run it on.
+
+    Attributes:
+        gradient: of the output (index -> gradient for a layer with several outputs); None where no backward runs.
+        held_bytes: inputs and outputs together, which backward may keep.
+    """
+
+    name: str
+    run: Arithmetic
+    inputs: Sequence[Any]
+    samples: int
+    wants: Sequence[bool]
+    gradient: Any
+    held_bytes: int
 
 
 @dataclass(slots=True)
@@ -77,16 +95,16 @@ def time_piece(piece: Piece, clock: Clock, now: Now, stretch_s: float = STRETCH_
     """
     held = 1 if piece.gradient is None else max(1, HELD_BYTES // max(1, piece.held_bytes))
     forward, backward = Repetition(MOST_CALLS, []), Repetition(held, [])
-    once = _round(piece, clock, now, 1, 1)
+    once = run_round(piece, clock, now, 1, 1)
     if sum(once) >= LONG * stretch_s:
         forward.note(once[0], 1)
         backward.note(once[1], 1)
     else:
         # The first call allocates and chooses kernels: the second tells how long one takes.
-        once = _round(piece, clock, now, 1, 1)
+        once = run_round(piece, clock, now, 1, 1)
     while not _enough(forward, backward, stretch_s):
         calls = forward.calls(stretch_s, once[0]), backward.calls(stretch_s, once[1])
-        forward_s, backward_s = _round(piece, clock, now, *calls)
+        forward_s, backward_s = run_round(piece, clock, now, *calls)
         forward.note(forward_s, calls[0])
         backward.note(backward_s, calls[1])
     both = [f + b for f, b in zip(forward.each_s, backward.each_s, strict=True)]
@@ -103,7 +121,7 @@ def _enough(forward: Repetition, backward: Repetition, stretch_s: float) -> bool
     return rounds >= 2 and backward.total_calls == rounds and total_s >= LONG * stretch_s
 
 
-def _round(piece: Piece, clock: Clock, now: Now, calls: int, backward_calls: int) -> tuple[float, float]:
+def run_round(piece: Piece, clock: Clock, now: Now, calls: int, backward_calls: int) -> tuple[float, float]:
     """Seconds of so many calls forward, and of so many backward."""
     saved: list[Any] = []
     start_s = now()

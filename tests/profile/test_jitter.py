@@ -7,8 +7,8 @@ import torch
 
 from convoy.comm.group import AloneGroup, Group
 from convoy.comm.threads import run_on_threads
-from convoy.profile import jitter
-from convoy.profile.jitter import Pieces, jitter_of, measure_jitter
+from convoy.profile import overheads
+from convoy.profile.overheads import Pieces, jitter_of, measure_jitter
 from convoy.runtime.clock import Clock
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def test_all_devices_meet_as_often_and_hear_the_same():
     rows = run_on_threads(3, work, timeout_s=30.0)
     assert {found for found, _ in rows} == {rows[0][0]}
     # One message to each of the others after each piece, and no tensors else.
-    meetings = jitter.BLOCKS * jitter.PIECES
+    meetings = overheads.BLOCKS * overheads.PIECES
     assert [sent for _, sent in rows] == [
         [0 if to == device else 256 * meetings for to in range(3)] for device in range(3)
     ]
@@ -89,7 +89,7 @@ def test_a_device_that_is_last_now_and_then_is_seen():
     times = [told(late=()), told(late=(4,))]
     first, second = run_on_threads(2, work, timeout_s=30.0)
     assert first == second
-    assert first[1] == pytest.approx(0.1 / jitter.PIECES - 0.001)
+    assert first[1] == pytest.approx(0.1 / overheads.PIECES - 0.001)
     assert first[0] == pytest.approx(0.0, abs=1e-12)  # its own pieces never vary
 
 
@@ -103,15 +103,15 @@ def told(late: tuple[int, ...], piece_s: float = 0.04) -> list[float]:
         at += passed_s
         looks.append(at)
 
-    for _ in range(1 + jitter.CALIBRATIONS):
+    for _ in range(1 + overheads.CALIBRATIONS):
         look()
         look(piece_s)
-    for _ in range(jitter.BLOCKS):
+    for _ in range(overheads.BLOCKS):
         look()
-        look(piece_s * jitter.PIECES)
+        look(piece_s * overheads.PIECES)
         look()
         waited_s = 0.0
-        for number in range(jitter.PIECES):
+        for number in range(overheads.PIECES):
             look(waited_s)
             own_s = piece_s + (0.1 if number in late else 0.0)
             look(own_s)

@@ -25,14 +25,13 @@ from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.size import LocalSize, whole_size
 from convoy.profile import overheads, timing
+from convoy.profile.axes import Axes, Guess, allowances, choose_axes, cost_s, full_axes, granule
 from convoy.profile.describe import Own, fit, fleet_of, host_indices, spreads, with_wire
-from convoy.profile.job import measure_job
-from convoy.profile.layers import measure_speeds
+from convoy.profile.job import Partial, measure_job
+from convoy.profile.layers import Bench, Point, SharedStatistics, piece
 from convoy.profile.links import WireTimes, measure_links, meetings, processor_share
-from convoy.profile.pieces import Piece, SharedStatistics, granule, piece
-from convoy.profile.resume import Partial
-from convoy.profile.tables import Axes, Bench, Guess, Point, allowances, choose_axes, cost_s, full_axes
-from convoy.profile.timing import Times, time_piece
+from convoy.profile.speeds import measure_speeds
+from convoy.profile.timing import Piece, Times, time_piece
 from convoy.report.measured import show
 from convoy.runtime.clock import Clock
 from convoy.simulator.simulate import simulate
@@ -137,7 +136,7 @@ def test_a_batch_norm_is_timed_as_it_runs_alone_and_with_others(monkeypatch: pyt
         timed.append((type(part.run).__name__, part.samples))
         return Times(1.0, 1.0, 0.0)
 
-    monkeypatch.setattr("convoy.profile.tables.time_piece", note)
+    monkeypatch.setattr("convoy.profile.layers.time_piece", note)
     bench = quick_bench(model, traced)
     layer = next(layer for layer in traced.graph.layers.values() if layer.statistics)
     points = bench.measure(layer.name, allowance_s=100.0, point_limit_s=1e9)

@@ -21,8 +21,8 @@ from convoy.plan.steps import Compute
 from convoy.planner.planner import candidates
 from convoy.planner.predict import PlanningContext
 from convoy.profile.job import measure_job
+from convoy.profile.layers import Bench
 from convoy.profile.sizes import wanted
-from convoy.profile.tables import Bench
 from convoy.profile.timing import Times
 
 LAYER = trace(build_net("two-conv:4:6", (3, 16, 16), 10), torch.zeros(2, 3, 16, 16)).graph["0"]

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import convoy.profile.layers
+import convoy.profile.speeds
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError
 from convoy.model.tracing import TracedModel, trace
 from convoy.plan.presets import Speeds
-from convoy.profile.layers import DeviceTimes, LayerTime, given_speeds, measure_layers, measure_speeds, speeds_of
+from convoy.profile.speeds import DeviceTimes, LayerTime, given_speeds, measure_layers, measure_speeds, speeds_of
 from convoy.runtime.clock import Clock
 from tests.support import nets
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     """One run instead of 20 ms of them: these tests look at everything but the precision."""
-    monkeypatch.setattr(convoy.profile.layers, "BURST_S", 0.0)
+    monkeypatch.setattr(convoy.profile.speeds, "BURST_S", 0.0)
 
 
 # ---------------------------------------------------------------------------------------------- tables by hand
