@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,7 +38,9 @@ from convoy.fleet import Fleet, Host
 PACE_LIMIT_S = 20.0
 """For the first convolution of a slow device. Once the others have been waiting so long, it counts as silent."""
 
-LEAVE_S = 2.0
+LEAVE_S = 5.0
+"""How long device 0 waits for the last word of a device that is slow or gone."""
+
 LIMIT_S = 120.0
 """For all that comes after the meeting, on the largest fleets."""
 
@@ -147,28 +149,14 @@ _ASK = (
 )
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What calling ssh on one host gave: its exit status, None if it took too long, and the last it printed."""
-
-    status: int | None
-    said: str
+Caller = Callable[[Sequence[str], float], "subprocess.CompletedProcess[str]"]
 
 
-Caller = Callable[[Sequence[str], float], Answer]
-
-
-def call(command: Sequence[str], limit_s: float) -> Answer:
+def call(command: Sequence[str], limit_s: float) -> "subprocess.CompletedProcess[str]":
     """Run a command to its end, or to the limit."""
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return Answer(None, "")
-    except OSError as error:
-        return Answer(127, f"{command[0]}: {error.strerror}")
-    return Answer(done.returncode, (done.stdout if done.returncode == 0 else done.stderr).strip())
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
+    )  # fmt: skip
 
 
 def examine_fleet(
@@ -203,19 +191,26 @@ def check_host(host: Host, caller: Caller = call) -> Finding | None:
     python, folder = host.python or sys.executable, host.folder or os.getcwd()
     command = f"cd {shlex.quote(folder)} && exec {shlex.join([python, '-c', _ASK])}"
     limit_s = CONNECT_S + PYTHON_START_S
-    answer = caller(ssh_call(ssh_program(os.environ), host, command), limit_s)
-    last = answer.said.splitlines()[-1] if answer.said else "no message"
+    words, status = ssh_call(ssh_program(os.environ), host, command), None
+    try:
+        done = caller(words, limit_s)
+        status, said = done.returncode, (done.stderr if done.returncode else done.stdout).strip()
+    except subprocess.TimeoutExpired:
+        said = ""
+    except OSError as error:
+        status, said = 127, f"{words[0]}: {error.strerror}"
+    last = said.splitlines()[-1] if said else "no message"
     # A login shell may greet before the line with both versions.
     versions = last.split()
-    if answer.status == 0 and len(versions) == 2 and versions[0] == __version__:
+    if status == 0 and len(versions) == 2 and versions[0] == __version__:
         return None
-    if answer.status is None:
+    if status is None:
         what = f"{host.name} at {host.address} did not answer ssh within {limit_s:g} s"
         cure = f"Try it by hand: {shlex.join(['ssh', str(host.address)])}; it may be overloaded, or wait for a password"
-    elif "No package metadata was found for torch" in answer.said:
+    elif "No package metadata was found for torch" in said:
         what, cure = f"{host.name}: {python} there has no torch", "Install the same torch there as here"
-    elif answer.status != 0:
-        what, cure = f"{host.name} at {host.address} cannot be used: {last}", remedy(host, answer.said, python, folder)
+    elif status != 0:
+        what, cure = f"{host.name} at {host.address} cannot be used: {last}", remedy(host, said, python, folder)
     else:
         what = f"{host.name} has convoy {versions[0] if len(versions) == 2 else repr(last)}, here is {__version__}"
         cure = "A job refuses to start. Install the same on every host"

@@ -3,15 +3,24 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from subprocess import CompletedProcess, TimeoutExpired
 
 import pytest
 
 from convoy.doctor import command
-from convoy.doctor.examine import Answer, check_host, kept_past, without
+from convoy.doctor.examine import check_host, kept_past, without
 from convoy.doctor.schema import CONTEXT, Context, Finding, from_text, to_text
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host
 from tests.doctor.test_doctor import described
+
+
+def said(status: int | None, words: str) -> CompletedProcess[str]:
+    """What ssh gives; no status: it took too long."""
+    if status is None:
+        raise TimeoutExpired("ssh", 20.0)
+    return CompletedProcess("ssh", status, "" if status else words, words if status else "")
+
 
 LAB = Host("lab", address="192.0.2.77", user="ann")
 
@@ -55,7 +64,7 @@ LAB = Host("lab", address="192.0.2.77", user="ann")
     ],
 )
 def test_what_ssh_meets_is_a_finding(status: int | None, words: str, what: str | None, cure: str | None) -> None:
-    found = check_host(replace(LAB, python="/opt/python", folder="/home/ann"), lambda *_: Answer(status, words))
+    found = check_host(replace(LAB, python="/opt/python", folder="/home/ann"), lambda *_: said(status, words))
     assert (found is None) == (what is None)
     if found is not None and what is not None and cure is not None:
         assert found.what.startswith(what)
@@ -67,9 +76,9 @@ def test_hosts_are_asked_for_their_versions_by_ssh(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("CONVOY_SSH", "ssh -F lab.config")
     calls: list[Sequence[str]] = []
 
-    def caller(call: Sequence[str], _: float) -> Answer:
+    def caller(call: Sequence[str], _: float) -> CompletedProcess[str]:
         calls.append(call)
-        return Answer(255, "ssh: Could not resolve hostname lab")
+        return said(255, "ssh: Could not resolve hostname lab")
 
     finding = check_host(replace(LAB, python="/opt/my python", folder="~/cnn"), caller)
     assert finding is not None
