@@ -28,9 +28,8 @@ import torch
 from convoy.data import digits, fashion_mnist
 from convoy.data.cifar import CIFAR10, CIFAR100
 from convoy.data.datasets import from_datasets
-from convoy.data.files import load_folder
-from convoy.data.images import Images
-from convoy.data.samples import Samples
+from convoy.data.folder import load_folder
+from convoy.data.images import Images, Samples
 from convoy.data.splits import Splits
 from convoy.errors import DataError, InputError, unknown_name
 from convoy.model.entry_points import call, find_callable, names_callable

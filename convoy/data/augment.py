@@ -1,4 +1,4 @@
-"""Training images anew in every epoch: a text like "crop:4,flip" becomes steps, and those are played on a batch.
+"""Augmentation: a text like "crop:4,flip" becomes steps, which change the training images anew in every epoch.
 
 | step                  | what it does                                                                                  |
 |-----------------------|-----------------------------------------------------------------------------------------------|
@@ -17,14 +17,252 @@ as if it were alone, bit for bit.
 Letters: N images, C channels, H height, W width, K numbers drawn per image.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 
-from convoy.data.augment_steps import STEPS, Step
-from convoy.data.draws import uniforms
 from convoy.errors import InputError, unknown_name
+
+Uniforms = npt.NDArray[np.float64]
+"""Numbers in [0, 1), shape `(N, K)`."""
+
+
+class Step(Protocol):
+    """One change of images.
+
+    Attributes:
+        draws: K, the numbers that it needs per image.
+        colours: it wants images with black = 0 and white = 1; the others want 0 to be the colour of what is blank.
+    """
+
+    draws: ClassVar[int]
+    colours: ClassVar[bool]
+
+    def __call__(self, x_NCHW: torch.Tensor, u_NK: Uniforms) -> torch.Tensor:
+        """A new tensor of the same shape."""
+        ...
+
+
+@dataclass(frozen=True)
+class Crop:
+    """A part as large as the image, of the image with a blank border (He et al. 2016)."""
+
+    padding: int | None = None
+    draws: ClassVar[int] = 2
+    colours: ClassVar[bool] = False
+
+    def __call__(self, x_NCHW: torch.Tensor, u_NK: Uniforms) -> torch.Tensor:
+        height, width = x_NCHW.shape[2:]
+        padding = self.padding or max(1, min(height, width) // 8)
+        corners = (u_NK * (2 * padding + 1)).astype(np.int64).tolist()
+        padded = F.pad(x_NCHW, (padding,) * 4)
+        return torch.stack(
+            [
+                x_CHW[:, top : top + height, left : left + width]
+                for x_CHW, (top, left) in zip(padded, corners, strict=True)
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class Flip:
+    """Left becomes right."""
+
+    draws: ClassVar[int] = 1
+    colours: ClassVar[bool] = False
+
+    def __call__(self, x_NCHW: torch.Tensor, u_NK: Uniforms) -> torch.Tensor:
+        return torch.where(_per_image(u_NK[:, 0] < 0.5), x_NCHW.flip(3), x_NCHW)
+
+
+@dataclass(frozen=True)
+class ResizedCrop:
+    """A part of another size and shape, enlarged bilinearly (Szegedy et al. 2015). A side longer than the image's is cut."""
+
+    least_area: float = 0.08
+    draws: ClassVar[int] = 4
+    colours: ClassVar[bool] = False
+
+    def __call__(self, x_NCHW: torch.Tensor, u_NK: Uniforms) -> torch.Tensor:
+        height, width = x_NCHW.shape[2:]
+        boxes = [self._box(row, height / width) for row in u_NK.tolist()]
+        top, left, tall, wide = torch.tensor(boxes, dtype=torch.float64).T[:, :, None]
+        # Centres of pixels, with -1 and 1 at the borders of the image, as grid_sample counts.
+        y_NH = (top + tall * _centres(height)) * 2 - 1
+        x_NW = (left + wide * _centres(width)) * 2 - 1
+        shape = (len(x_NCHW), height, width)
+        grid_NHW2 = torch.stack([x_NW[:, None, :].expand(shape), y_NH[:, :, None].expand(shape)], dim=-1)
+        return F.grid_sample(x_NCHW, grid_NHW2.to(x_NCHW.dtype), padding_mode="border", align_corners=False)
+
+    def _box(self, row: Sequence[float], tallness: float) -> tuple[float, float, float, float]:
+        """Top, left, height and width, as parts of the image's height and width."""
+        area, ratio = self.least_area + (1 - self.least_area) * row[0], (4 / 3) ** (2 * row[1] - 1)
+        tall, wide = (min(1.0, math.sqrt(area * factor)) for factor in (1 / ratio / tallness, ratio * tallness))
+        return (1 - tall) * row[2], (1 - wide) * row[3], tall, wide
+
+
+@dataclass(frozen=True)
+class Jitter:
+    """Brightness, then contrast, then saturation times a number around 1; cut at black and white."""
+
+    strength: float = 0.4
+    draws: ClassVar[int] = 3
+    colours: ClassVar[bool] = True
+
+    def __call__(self, x_NCHW: torch.Tensor, u_NK: Uniforms) -> torch.Tensor:
+        brightness, contrast, saturation = (
+            _per_image(factors).to(x_NCHW.dtype) for factors in (1 + self.strength * (2 * u_NK - 1)).T
+        )
+        x_NCHW = (x_NCHW * brightness).clamp_(0, 1)
+        # Of each image by itself, and by NumPy: torch's sums depend on the number of threads.
+        means = np.array([np.mean(grey.numpy(), dtype=np.float64) for grey in _grey(x_NCHW)])
+        x_NCHW = _away_from(_per_image(means).to(x_NCHW.dtype), x_NCHW, contrast)
+        return _away_from(_grey(x_NCHW), x_NCHW, saturation)
+
+
+@dataclass(frozen=True)
+class Cutout:
+    """A blank square around any pixel; what of it lies beyond the border is lost (DeVries and Taylor 2017)."""
+
+    side: int | None = None
+    draws: ClassVar[int] = 2
+    colours: ClassVar[bool] = False
+
+    def __call__(self, x_NCHW: torch.Tensor, u_NK: Uniforms) -> torch.Tensor:
+        height, width = x_NCHW.shape[2:]
+        side = self.side or max(1, min(height, width) // 2)
+        corners = [(int(row[0] * height) - side // 2, int(row[1] * width) - side // 2) for row in u_NK.tolist()]
+        return _blanked(x_NCHW, [(top, left, side, side) for top, left in corners])
+
+
+@dataclass(frozen=True)
+class Erase:
+    """A blank rectangle inside the image, of any shape from 1:3.3 to 3.3:1 (Zhong et al. 2017), in some of the images."""
+
+    probability: float = 0.5
+    draws: ClassVar[int] = 5
+    colours: ClassVar[bool] = False
+
+    def __call__(self, x_NCHW: torch.Tensor, u_NK: Uniforms) -> torch.Tensor:
+        height, width = x_NCHW.shape[2:]
+        return _blanked(x_NCHW, [self._box(row, height, width) for row in u_NK.tolist()])
+
+    def _box(self, row: Sequence[float], height: int, width: int) -> tuple[int, int, int, int]:
+        if row[0] >= self.probability:
+            return 0, 0, 0, 0
+        pixels, ratio = (0.02 + (1 / 3 - 0.02) * row[1]) * height * width, 3.3 ** (2 * row[2] - 1)
+        tall, wide = min(height, round(math.sqrt(pixels / ratio))), min(width, round(math.sqrt(pixels * ratio)))
+        return int(row[3] * (height - tall + 1)), int(row[4] * (width - wide + 1)), tall, wide
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a step is written: its name, and maybe a number after a colon.
+
+    Attributes:
+        make: from its number, or from nothing.
+        number: reads the number's text; None: the step takes none.
+        fits: whether a number is in its range; rule and example say which are.
+    """
+
+    make: Callable[..., Step]
+    number: Callable[[str], float] | None = None
+    fits: Callable[[float], bool] = lambda _: True
+    rule: str = ""
+    example: str = ""
+
+    def read(self, name: str, text: str) -> Step:
+        """The step with this number.
+
+        Raises:
+            InputError: a number that is none, out of range, or not taken.
+        """
+        if self.number is None:
+            raise InputError(f"augmentation {name}:{text}: {name} takes no number; write {name}")
+        try:
+            number = self.number(text)
+        except ValueError:
+            number = math.nan
+        if not self.fits(number):
+            raise InputError(f"augmentation {name}:{text}: give {self.rule}, e.g. {name}:{self.example}")
+        return self.make(number)
+
+
+def _is_pixels(number: float) -> bool:
+    return number >= 1
+
+
+def _is_share(number: float) -> bool:
+    return 0 < number <= 1
+
+
+STEPS: Mapping[str, _Kind] = {
+    "crop": _Kind(Crop, int, _is_pixels, "1 pixel of border or more", "4"),
+    "flip": _Kind(Flip),
+    "resized-crop": _Kind(ResizedCrop, float, _is_share, "the smallest share of the area, above 0 and up to 1", "0.25"),
+    "jitter": _Kind(Jitter, float, _is_share, "a strength above 0 and up to 1", "0.4"),
+    "cutout": _Kind(Cutout, int, _is_pixels, "a side of 1 pixel or more", "16"),
+    "erase": _Kind(Erase, float, _is_share, "a probability above 0 and up to 1", "0.5"),
+}
+
+
+def _per_image(values_N: npt.NDArray[np.generic]) -> torch.Tensor:
+    """One number for each image, shape `(N, 1, 1, 1)`."""
+    return torch.from_numpy(np.ascontiguousarray(values_N)).reshape(-1, 1, 1, 1)
+
+
+def _centres(pixels: int) -> torch.Tensor:
+    """Where the pixels of a row have their centres, as parts of its length."""
+    return (torch.arange(pixels, dtype=torch.float64) + 0.5) / pixels
+
+
+def _grey(x_NCHW: torch.Tensor) -> torch.Tensor:
+    """Brightness as the eye sees it (ITU-R BT.601), shape `(N, 1, H, W)`."""
+    channels = x_NCHW.shape[1]
+    if channels == 1:
+        return x_NCHW
+    if channels != 3:
+        raise InputError(f"augmentation jitter wants grey or red, green, blue: these images have {channels} channels")
+    red, green, blue = x_NCHW[:, 0:1], x_NCHW[:, 1:2], x_NCHW[:, 2:3]
+    return (red * 0.299).add_(green * 0.587).add_(blue * 0.114)
+
+
+def _away_from(centre: torch.Tensor, x_NCHW: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Differences to the centre times the factor. Operations apart: fused ones would round some pixels otherwise."""
+    return (x_NCHW - centre).mul_(factor).add_(centre).clamp_(0, 1)
+
+
+def _blanked(x_NCHW: torch.Tensor, boxes: Sequence[tuple[int, int, int, int]]) -> torch.Tensor:
+    """Zeros in one box (top, left, height, width) of each image; what of it lies outside is lost."""
+    y_NCHW = x_NCHW.clone()
+    for y_CHW, (top, left, tall, wide) in zip(y_NCHW, boxes, strict=True):
+        y_CHW[:, max(0, top) : max(0, top + tall), max(0, left) : max(0, left + wide)] = 0
+    return y_NCHW
+
+
+# ------------------------------------------------------------------------------------------------ several steps
+
+
+def uniforms(seed: int, epoch: int, indices: Sequence[int], count: int) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1) for samples of a data set, shape `(len(indices), count)`.
+
+    A row depends on the seed, the epoch and the sample's index and on nothing else. Counter-based: Philox-4x64-10 (Salmon et
+    al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with the seed and the epoch as its key, the index in its counter.
+    """
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    u_NK = np.empty((len(indices), count))
+    for row, index in enumerate(indices):
+        # The lowest word counts the blocks of one sample.
+        counter = np.array([0, index, 0, 0], dtype=np.uint64)
+        words = np.random.Philox(key=key, counter=counter).random_raw(count)
+        u_NK[row] = (words >> np.uint64(11)) * 2.0**-53
+    return u_NK
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from convoy.data.checksums import check_sums
-from convoy.data.fetch import cache_folder, digest, download, sweep_stale
+from convoy.data.fetch import cache_folder, check_sums, digest, download, sweep_stale
 from convoy.data.images import Labelled, check_labels
 from convoy.data.splits import Splits, splits
 from convoy.errors import DataError

@@ -1,22 +1,24 @@
-"""Data sets of yours: any map-style `torch.utils.data.Dataset` whose items are (tensor or PIL image, class number).
+"""Data sets of one's own: any map-style `torch.utils.data.Dataset` whose items are (tensor or PIL image, class number).
 
 PIL images and uint8 tensors are scaled by mean and deviation, as all other images; floating numbers are ready and stay as they
 are. Labels are read from `targets` where the data set offers them (as torchvision's do), else once from every item.
 """
 
+import hashlib
 import operator
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from convoy.data.draws import own_random_numbers, reseed
+from convoy.data.images import LOOKED_AT, Samples, Scale, measured_scale
 from convoy.data.picture import is_picture, pixels, survey, traits
-from convoy.data.samples import LOOKED_AT, Samples, measured_scale
-from convoy.data.scale import Scale
 from convoy.data.splits import TEST_FRACTION, Splits, fair_order, held_out, numbered
 from convoy.errors import DataError, InputError
 
@@ -237,3 +239,26 @@ def _look(own: _Source, rows: Sequence[int]) -> tuple[tuple[int, int, int], torc
     x = pixels(first, f"{own.name}[{rows[0]}]", channels) if is_picture(first) else first
     channels, height, width = x.shape
     return (channels, height, width), x.dtype, remarks
+
+
+# ------------------------------------------------------------------------------------------------ random numbers
+
+
+@contextmanager
+def own_random_numbers() -> Iterator[None]:
+    """Random numbers drawn inside leave no trace in the streams of the program."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def reseed(key: str) -> None:
+    """Make the streams of Python, NumPy and torch depend on the key alone, for data sets that draw from those."""
+    number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
+    random.seed(number)
+    np.random.seed(number)
+    torch.default_generator.manual_seed(number)

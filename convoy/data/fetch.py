@@ -1,10 +1,11 @@
-"""Download one file: bounded in time, checked, and whole or not there at all."""
+"""Fetch and check files: downloads bounded in time and whole or not there at all, and checksum files beside data."""
 
 import contextlib
 import glob
 import hashlib
 import http.client
 import os
+import re
 import shutil
 import time
 import urllib.error
@@ -169,3 +170,46 @@ def _reason(error: Exception) -> str:
     # urllib wraps the socket's error, whose own text is the one that helps.
     cause = error.reason if isinstance(error, urllib.error.URLError) else error
     return str(cause) or type(cause).__name__
+
+
+# ------------------------------------------------------------------------------------------------ checksum files
+
+
+_SUMS = {"SHA256SUMS": "sha256", "MD5SUMS": "md5"}
+
+
+def check_sums(folder: Path, names: Sequence[str]) -> None:
+    """Compare files of a folder with each checksum file that stands beside them; none is no error.
+
+    Raises:
+        DataError: a checksum differs or is not listed, or a line cannot be read.
+    """
+    for sums_name, algorithm in _SUMS.items():
+        sums_path = folder / sums_name
+        if not sums_path.is_file():
+            continue
+        listed = _listed_sums(sums_path)
+        unlisted = [name for name in names if name not in listed]
+        if unlisted:
+            raise DataError(
+                f"{sums_path} has no checksum of {', '.join(unlisted)}: write it anew in that folder "
+                f"({algorithm}sum *.bin > {sums_name}), or remove it"
+            )
+        for name in names:
+            met = digest(folder / name, algorithm)
+            if met != listed[name]:
+                raise DataError(
+                    f"{folder / name} has the {algorithm} {met}, and {sums_name} says {listed[name]}: fetch the file "
+                    f"again, or correct {sums_name} if the file is meant to be another one"
+                )
+
+
+def _listed_sums(path: Path) -> dict[str, str]:
+    """Checksums by file name, as `sha256sum` and `md5sum` write them."""
+    listed = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        match = re.fullmatch(r"([0-9a-fA-F]+) [ *](?:\./)?(.+)", line)
+        if match is None:
+            raise DataError(f"{path}, line {number}: {line!r} is not '<checksum>  <file name>'; write the file anew")
+        listed[match[2]] = match[1].lower()
+    return listed

@@ -1,10 +1,12 @@
-"""Labelled images in memory, as bytes, and normalised floats on demand.
+"""Labelled images, in memory or read when they are wanted, and their scaling from bytes to numbers around 0.
 
-Letters: N images, C channels, H height, W width.
+Letters: N images, C channels, H height, W width, B values of a byte.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +14,91 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from convoy.data.scale import Scale
 from convoy.errors import DataError, InputError
 
 Labelled = tuple[torch.Tensor, torch.Tensor]
 """`(x_NCHW uint8, y_N int64)`: pixels as stored, and their labels."""
+
+LOOKED_AT = 256
+"""Training images that are read to find out what a data set is like: its colours, its mean and deviation."""
+
+WHITE = 255
+_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Turns stored pixels into numbers: `((x / 255) - mean) / std`, channel by channel.
+
+    Attributes:
+        mean, std: per channel, in units of white = 1; both empty: numbers that are ready, only their dtype is changed.
+        dtype: of the numbers, float32 or float64.
+
+    Raises:
+        InputError: another dtype, a deviation that is not above 0.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise InputError(f"images of {self.dtype}: choose one of {', '.join(map(str, _DTYPES))}")
+        if not all(std > 0 for std in self.std):
+            raise InputError(f"standard deviations {self.std}: each must be above 0; give 1 for a constant channel")
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """A new tensor of the same shape, `(..., C, H, W)`."""
+        if not self.mean:
+            return x.to(self.dtype, copy=True)
+        return x.to(self.dtype).sub_(self._black_C11).mul_(self._scale_C11)
+
+    # In units of the stored bytes, so that a batch costs one subtraction and one product. Each of the two is rounded by
+    # itself: the numbers of an image do not depend on what else is in the batch.
+    @cached_property
+    def _black_C11(self) -> torch.Tensor:
+        return torch.tensor([WHITE * mean for mean in self.mean], dtype=self.dtype).reshape(-1, 1, 1)
+
+    @cached_property
+    def _scale_C11(self) -> torch.Tensor:
+        return torch.tensor([1 / (WHITE * std) for std in self.std], dtype=self.dtype).reshape(-1, 1, 1)
+
+
+def byte_counts(x_NCHW: torch.Tensor) -> torch.Tensor:
+    """How often each channel of uint8 images has each value, int64 of shape `(C, 256)`. Counts of parts add up."""
+    rows = [torch.bincount(x_NHW.reshape(-1), minlength=WHITE + 1) for x_NHW in x_NCHW.unbind(dim=1)]
+    return torch.stack(rows)
+
+
+def statistics(counts_CB: torch.Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel, in units of white = 1, from `byte_counts`.
+
+    Counted in whole numbers, so that every machine gets the same bits whatever its threads: devices that
+    normalised differently would not train the same model. The deviation is that of the population
+    (divided by the count). A constant channel gets 1, so that it becomes 0 and not NaN.
+    """
+    means, stds = [], []
+    for counts in counts_CB.tolist():
+        total = sum(counts)
+        first = sum(value * count for value, count in enumerate(counts))
+        second = sum(value * value * count for value, count in enumerate(counts))
+        scatter = total * second - first * first
+        means.append(first / (total * WHITE))
+        stds.append(math.sqrt(scatter / total**2) / WHITE if scatter else 1.0)
+    return tuple(means), tuple(stds)
+
+
+def measured_scale(read: Callable[[int], torch.Tensor], count: int, dtype: torch.dtype) -> Scale:
+    """Scale by mean and deviation of the first `count` images, exactly; one image is in memory at a time."""
+    first, *others = range(count)
+    counts_CB = byte_counts(read(first)[None])
+    for index in others:
+        counts_CB += byte_counts(read(index)[None])
+    return Scale(*statistics(counts_CB), dtype)
+
+
+# ------------------------------------------------------------------------------------------------ images
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -93,6 +175,62 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
     def __repr__(self) -> str:
         shape = "x".join(map(str, self.image_shape))
         return f"Images({len(self)} of {shape}, {self.classes} classes, {self.dtype})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Samples(Dataset[tuple[torch.Tensor, int]]):
+    """Labelled images behind a function that reads one of them.
+
+    Attributes:
+        read: gives image `index`, of `image_shape`: uint8, or numbers that are ready where `scale` has no mean.
+        targets: the labels y_N, int64, each in `range(classes)`; here to be read without loading any image.
+        classes: how many classes there are.
+        image_shape: `(C, H, W)` of every image.
+        scale: how pixels become numbers.
+
+    Raises:
+        DataError: a label outside `range(classes)`; while reading, whatever `read` raises.
+    """
+
+    read: Callable[[int], torch.Tensor]
+    targets: torch.Tensor
+    classes: int
+    image_shape: tuple[int, int, int]
+    scale: Scale
+
+    def __post_init__(self) -> None:
+        check_range(self.targets, self.classes)
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        """Per channel, in units of white = 1; empty where the numbers were ready."""
+        return self.scale.mean
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        """Per channel, in units of white = 1; empty where the numbers were ready."""
+        return self.scale.std
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        """One sample: `(x_CHW normalised, label)`.
+
+        Raises:
+            IndexError: no such image.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"no image {index}: they run from 0 to {len(self) - 1}")
+        return self.scale(self.read(index)), int(self.targets[index])
+
+    def first(self, count: int) -> "Samples":
+        """Only the first `count` images, normalised as before."""
+        return replace(self, targets=self.targets[:count])
+
+    def __repr__(self) -> str:
+        shape = "x".join(map(str, self.image_shape))
+        return f"Samples({len(self)} of {shape}, {self.classes} classes, {self.scale.dtype})"
 
 
 def check_range(targets: torch.Tensor, classes: int) -> None:

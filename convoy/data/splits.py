@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from convoy.data.images import Images, Labelled, check_tensors
-from convoy.data.samples import Samples
-from convoy.data.scale import byte_counts, statistics
+from convoy.data.images import Images, Labelled, Samples, byte_counts, check_tensors, statistics
 from convoy.errors import InputError
 
 TEST_FRACTION = 0.2

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from convoy.data.augment import Augment
-from convoy.data.datasets import targets_of
-from convoy.data.draws import own_random_numbers, reseed
+from convoy.data.datasets import own_random_numbers, reseed, targets_of
 from convoy.errors import ConvoyError, DataError, InputError
 from convoy.runtime.module import Distributed
 from convoy.sharding.layout import box

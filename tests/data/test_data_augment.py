@@ -5,9 +5,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from convoy.data.augment import Augment, augment_steps, read_augment
-from convoy.data.augment_steps import STEPS, Crop, Cutout, Erase, Flip, Jitter, ResizedCrop
-from convoy.data.draws import uniforms
+from convoy.data.augment import (
+    STEPS,
+    Augment,
+    Crop,
+    Cutout,
+    Erase,
+    Flip,
+    Jitter,
+    ResizedCrop,
+    augment_steps,
+    read_augment,
+    uniforms,
+)
 from convoy.errors import InputError
 from tests.support.data_files import assert_says
 

@@ -8,8 +8,7 @@ import torch
 
 from convoy.app.measure import MeasureJob
 from convoy.data import Samples, load
-from convoy.data.files import Files
-from convoy.data.folder import list_folder
+from convoy.data.folder import Files, list_folder
 from convoy.errors import DataError, InputError
 from tests.support.data_files import assert_says, plain_image, write_images
 

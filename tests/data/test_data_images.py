@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from convoy.data import Images
-from convoy.data.scale import byte_counts, statistics
+from convoy.data.images import byte_counts, statistics
 from convoy.data.splits import fair_order, held_out, splits
 from convoy.errors import DataError, InputError
 
