@@ -1,4 +1,4 @@
-"""Images to train on: data sets by name, folders of images, data sets of your own.
+"""Loads images to train on: data sets by name, folders of images, data sets of one's own.
 
 ::
 
@@ -12,7 +12,7 @@
 | `cifar10`         | 60,000 of 3x32x32 | six binary files or their archive: a folder, or download         |
 | `cifar100`        | 60,000 of 3x32x32 | two binary files or their archive: a folder, or download         |
 | `folder:PATH`     | JPEG and PNG      | a folder per class, see `folder`; a path without `folder:` too   |
-| `module:function` | yours             | data sets that the function returns, see `datasets`              |
+| `module:function` | your own          | data sets that the function returns, see `datasets`              |
 
 The named ones are held in memory, the others are read when they are wanted. A folder that you name is only read; an archive
 that lies in it is unpacked there. The network is used only for the named ones when no folder is named, and then the files go

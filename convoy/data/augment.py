@@ -9,10 +9,10 @@
 | `cutout[:SIDE]`       | a square of this side is blank; default: half the shorter side                                |
 | `erase[:PROBABILITY]` | a rectangle of 2 to 33 % of the area is blank, in this share of the images (0.5)               |
 
-Steps are played in the order in which they are written, on normalised images: blank, and what lies beyond the border, is 0,
-the mean colour. What is drawn for an image depends on the seed, the epoch and its index in the data set and on nothing
-else: not on the fleet, the plan, the batch or the worker that loads it. For this, every step works on each image of a batch
-as if it were alone, bit for bit.
+Steps are applied in the order in which they are written, to normalised images: blank pixels, and those beyond the border, are
+0, the mean colour. What is drawn for an image depends on its index in the data set, the seed and the epoch only, not on the
+fleet, the plan, the batch or the worker that loads it. For this, every step is exact per image: no sum or product runs over
+the batch, and none depends on the number of threads.
 
 Letters: N images, C channels, H height, W width, K numbers drawn per image.
 """
@@ -34,11 +34,11 @@ Uniforms = npt.NDArray[np.float64]
 
 
 class Step(Protocol):
-    """One change of images.
+    """Changes each image of a batch, by random numbers of its own.
 
     Attributes:
         draws: K, the numbers that it needs per image.
-        colours: it wants images with black = 0 and white = 1; the others want 0 to be the colour of what is blank.
+        colours: whether it takes images with black = 0 and white = 1; the others take normalised ones, 0 for blank.
     """
 
     draws: ClassVar[int]
@@ -51,7 +51,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class Crop:
-    """A part as large as the image, of the image with a blank border (He et al. 2016)."""
+    """Cuts a part of the image's size out of the image with a blank border (He et al. 2016)."""
 
     padding: int | None = None
     draws: ClassVar[int] = 2
@@ -72,7 +72,7 @@ class Crop:
 
 @dataclass(frozen=True)
 class Flip:
-    """Left becomes right."""
+    """Mirrors half of the images, left to right."""
 
     draws: ClassVar[int] = 1
     colours: ClassVar[bool] = False
@@ -83,7 +83,7 @@ class Flip:
 
 @dataclass(frozen=True)
 class ResizedCrop:
-    """A part of another size and shape, enlarged bilinearly (Szegedy et al. 2015). A side longer than the image's is cut."""
+    """Enlarges a part of random area and shape bilinearly (Szegedy et al. 2015). A side longer than the image's is cut."""
 
     least_area: float = 0.08
     draws: ClassVar[int] = 4
@@ -109,7 +109,7 @@ class ResizedCrop:
 
 @dataclass(frozen=True)
 class Jitter:
-    """Brightness, then contrast, then saturation times a number around 1; cut at black and white."""
+    """Multiplies brightness, then contrast, then saturation by a number around 1, and clamps to black and white."""
 
     strength: float = 0.4
     draws: ClassVar[int] = 3
@@ -128,7 +128,7 @@ class Jitter:
 
 @dataclass(frozen=True)
 class Cutout:
-    """A blank square around any pixel; what of it lies beyond the border is lost (DeVries and Taylor 2017)."""
+    """Blanks a square centred on any pixel, clipped at the border (DeVries and Taylor 2017)."""
 
     side: int | None = None
     draws: ClassVar[int] = 2
@@ -143,7 +143,7 @@ class Cutout:
 
 @dataclass(frozen=True)
 class Erase:
-    """A blank rectangle inside the image, of any shape from 1:3.3 to 3.3:1 (Zhong et al. 2017), in some of the images."""
+    """Blanks a rectangle inside some of the images, of shapes from 1:3.3 to 3.3:1 (Zhong et al. 2017)."""
 
     probability: float = 0.5
     draws: ClassVar[int] = 5
@@ -163,22 +163,21 @@ class Erase:
 
 @dataclass(frozen=True)
 class _Kind:
-    """How a step is written: its name, and maybe a number after a colon.
+    """How a step is written: its name, and for some a number after a colon.
 
     Attributes:
-        make: from its number, or from nothing.
-        number: reads the number's text; None: the step takes none.
-        fits: whether a number is in its range; rule and example say which are.
+        make: the step, from its number or without one.
+        number: parses the number, int for pixels and float for shares; None: the step takes none.
+        rule, example: which numbers fit.
     """
 
     make: Callable[..., Step]
     number: Callable[[str], float] | None = None
-    fits: Callable[[float], bool] = lambda _: True
     rule: str = ""
     example: str = ""
 
     def read(self, name: str, text: str) -> Step:
-        """The step with this number.
+        """The step with this number: 1 pixel or more, or a share above 0 and up to 1.
 
         Raises:
             InputError: a number that is none, out of range, or not taken.
@@ -189,41 +188,33 @@ class _Kind:
             number = self.number(text)
         except ValueError:
             number = math.nan
-        if not self.fits(number):
+        if not (number >= 1 if self.number is int else 0 < number <= 1):
             raise InputError(f"augmentation {name}:{text}: give {self.rule}, e.g. {name}:{self.example}")
         return self.make(number)
 
 
-def _is_pixels(number: float) -> bool:
-    return number >= 1
-
-
-def _is_share(number: float) -> bool:
-    return 0 < number <= 1
-
-
 STEPS: Mapping[str, _Kind] = {
-    "crop": _Kind(Crop, int, _is_pixels, "1 pixel of border or more", "4"),
+    "crop": _Kind(Crop, int, "1 pixel of border or more", "4"),
     "flip": _Kind(Flip),
-    "resized-crop": _Kind(ResizedCrop, float, _is_share, "the smallest share of the area, above 0 and up to 1", "0.25"),
-    "jitter": _Kind(Jitter, float, _is_share, "a strength above 0 and up to 1", "0.4"),
-    "cutout": _Kind(Cutout, int, _is_pixels, "a side of 1 pixel or more", "16"),
-    "erase": _Kind(Erase, float, _is_share, "a probability above 0 and up to 1", "0.5"),
+    "resized-crop": _Kind(ResizedCrop, float, "the smallest share of the area, above 0 and up to 1", "0.25"),
+    "jitter": _Kind(Jitter, float, "a strength above 0 and up to 1", "0.4"),
+    "cutout": _Kind(Cutout, int, "a side of 1 pixel or more", "16"),
+    "erase": _Kind(Erase, float, "a probability above 0 and up to 1", "0.5"),
 }
 
 
 def _per_image(values_N: npt.NDArray[np.generic]) -> torch.Tensor:
-    """One number for each image, shape `(N, 1, 1, 1)`."""
+    """Reshape one number per image to `(N, 1, 1, 1)`."""
     return torch.from_numpy(np.ascontiguousarray(values_N)).reshape(-1, 1, 1, 1)
 
 
 def _centres(pixels: int) -> torch.Tensor:
-    """Where the pixels of a row have their centres, as parts of its length."""
+    """Centres of the pixels of a row, as fractions of its length."""
     return (torch.arange(pixels, dtype=torch.float64) + 0.5) / pixels
 
 
 def _grey(x_NCHW: torch.Tensor) -> torch.Tensor:
-    """Brightness as the eye sees it (ITU-R BT.601), shape `(N, 1, H, W)`."""
+    """Luma (ITU-R BT.601), shape `(N, 1, H, W)`."""
     channels = x_NCHW.shape[1]
     if channels == 1:
         return x_NCHW
@@ -234,12 +225,12 @@ def _grey(x_NCHW: torch.Tensor) -> torch.Tensor:
 
 
 def _away_from(centre: torch.Tensor, x_NCHW: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Differences to the centre times the factor. Operations apart: fused ones would round some pixels otherwise."""
+    """Scale differences to the centre. One operation at a time: fused ones would round some pixels differently."""
     return (x_NCHW - centre).mul_(factor).add_(centre).clamp_(0, 1)
 
 
 def _blanked(x_NCHW: torch.Tensor, boxes: Sequence[tuple[int, int, int, int]]) -> torch.Tensor:
-    """Zeros in one box (top, left, height, width) of each image; what of it lies outside is lost."""
+    """Zero one box (top, left, height, width) of each image, clipped at the border."""
     y_NCHW = x_NCHW.clone()
     for y_CHW, (top, left, tall, wide) in zip(y_NCHW, boxes, strict=True):
         y_CHW[:, max(0, top) : max(0, top + tall), max(0, left) : max(0, left + wide)] = 0
@@ -250,7 +241,7 @@ def _blanked(x_NCHW: torch.Tensor, boxes: Sequence[tuple[int, int, int, int]]) -
 
 
 def uniforms(seed: int, epoch: int, indices: Sequence[int], count: int) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1) for samples of a data set, shape `(len(indices), count)`.
+    """Random numbers in [0, 1) for samples of a data set, shape `(len(indices), count)`.
 
     A row depends on the seed, the epoch and the sample's index and on nothing else. Counter-based: Philox-4x64-10 (Salmon et
     al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with the seed and the epoch as its key, the index in its counter.
@@ -267,7 +258,7 @@ def uniforms(seed: int, epoch: int, indices: Sequence[int], count: int) -> npt.N
 
 @dataclass(frozen=True)
 class Augment:
-    """Steps to be played on batches of images.
+    """Applies steps to batches of images.
 
     Attributes:
         steps: in their order.
@@ -289,14 +280,14 @@ class Augment:
             )
 
     def __call__(self, x_NCHW: torch.Tensor, indices: Sequence[int], seed: int, epoch: int) -> torch.Tensor:
-        """Images anew, of the same shape.
+        """Augment a batch; returns a tensor of the same shape.
 
         Args:
-            x_NCHW: normalised; it stays as it is.
+            x_NCHW: normalised; not changed.
             indices: of the images in their data set.
 
         Raises:
-            InputError: what are no such images.
+            InputError: not floating numbers of shape (N, C, H, W).
         """
         if x_NCHW.dim() != 4 or not x_NCHW.is_floating_point():
             raise InputError(
@@ -321,7 +312,7 @@ class Augment:
 
 
 def read_augment(text: str, mean: tuple[float, ...] = (), std: tuple[float, ...] = ()) -> Augment:
-    """Steps by their names, for images that were normalised by this mean and deviation: "crop,flip", "crop:4,cutout:8".
+    """Read an augmentation such as "crop:4,flip", for images that were normalised by this mean and deviation.
 
     Raises:
         InputError: as `augment_steps` and `Augment`.
@@ -330,7 +321,7 @@ def read_augment(text: str, mean: tuple[float, ...] = (), std: tuple[float, ...]
 
 
 def augment_steps(text: str) -> tuple[Step, ...]:
-    """The steps of a text.
+    """Parse the names and numbers of steps.
 
     Raises:
         InputError: an unknown name (the choices are listed), a number that does not fit, a step that comes twice.

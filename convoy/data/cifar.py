@@ -58,7 +58,7 @@ class Cifar:
         return self.train + self.test
 
     def load(self, data_dir: Path | None, dtype: torch.dtype) -> Splits:
-        """From a folder; without one from the cache, downloading the archive if it is not there.
+        """Load from a folder; without one from the cache, downloading the archive if it is not there.
 
         The folder holds the archive's folder or the archive (then unpacked beside it), or is itself the folder of the
         binary files. If `SHA256SUMS` or `MD5SUMS` stands beside the files, they must agree with it.
@@ -66,7 +66,11 @@ class Cifar:
         Raises:
             DataError: a file is missing or damaged, or the download failed.
         """
-        folder = self._binary_folder(data_dir if data_dir is not None else self._cache())
+        if data_dir is None:
+            data_dir = cache_folder(self.name)
+            if not (data_dir / self.folder).is_dir() and not (data_dir / self.archive).is_file():
+                download([self.page + self.archive], data_dir / self.archive, self.md5)
+        folder = self._binary_folder(data_dir)
         missing = [name for name in self.files if not (folder / name).is_file()]
         if missing:
             raise DataError(
@@ -102,19 +106,18 @@ class Cifar:
                 fresh = Path(scratch) / self.folder
                 fresh.mkdir()
                 self._extract(archive, fresh)
-                _publish(fresh, target)
+                try:
+                    fresh.rename(target)
+                except OSError:
+                    # Another process of this machine was faster; what it unpacked is the same.
+                    if not target.is_dir():
+                        raise
         except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
             raise DataError(
                 f"cannot unpack {archive} into {parent} ({error}): unpack it elsewhere by hand "
                 f"(tar xzf {self.archive}) and name that folder with --data-dir"
             ) from error
         return target
-
-    def _cache(self) -> Path:
-        folder = cache_folder(self.name)
-        if not (folder / self.folder).is_dir() and not (folder / self.archive).is_file():
-            download([self.page + self.archive], folder / self.archive, self.md5)
-        return folder
 
     def _binary_folder(self, data_dir: Path) -> Path:
         if data_dir.name == self.folder or any((data_dir / name).is_file() for name in self.files):
@@ -124,11 +127,8 @@ class Cifar:
         if (data_dir / self.archive).is_file():
             return self.unpack(data_dir / self.archive)
         pickled = [name for name in self.pickled if (data_dir / name).exists()]
-        hint = (
-            f"; its {pickled[0]} is the Python version, a pickle, and opening one runs whatever program is in it"
-            if pickled
-            else ""
-        )
+        danger = "is the Python version, a pickle, and opening one runs whatever program is in it"
+        hint = f"; its {pickled[0]} {danger}" if pickled else ""
         raise DataError(
             f"{data_dir} holds neither {self.folder} nor {self.archive}{hint}: put the binary version there, "
             f"{self.page}{self.archive}, or name no folder to download it"
@@ -175,15 +175,6 @@ class Cifar:
         rows = raw.reshape(images, row_bytes)
         check_labels(path, rows[:, self.label_bytes - 1], len(self.class_names))
         return rows
-
-
-def _publish(fresh: Path, target: Path) -> None:
-    try:
-        fresh.rename(target)
-    except OSError:
-        # Another process of this machine was faster; what it unpacked is the same.
-        if not target.is_dir():
-            raise
 
 
 CIFAR10 = Cifar(

@@ -1,7 +1,7 @@
-"""Data sets of one's own: any map-style `torch.utils.data.Dataset` whose items are (tensor or PIL image, class number).
+"""Adapts any map-style `torch.utils.data.Dataset` whose items are (tensor or PIL image, class number).
 
-PIL images and uint8 tensors are scaled by mean and deviation, as all other images; floating numbers are ready and stay as they
-are. Labels are read from `targets` where the data set offers them (as torchvision's do), else once from every item.
+PIL images and uint8 tensors are normalised as all other images; floating numbers stay as they are. Labels are read from
+`targets` where the data set offers them (as torchvision's do), else once from every item.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class Items:
-    """Images of a data set of yours, all of one shape.
+    """Images of a data set, all of one shape.
 
     Attributes:
         rows: the item of each image.
@@ -118,7 +118,7 @@ def from_datasets(
         InputError: not map-style, or a fraction is given beside test samples.
         DataError: an empty data set; items or labels that cannot be used.
     """
-    # What items draw at random here is the same on every device, and is not missed afterwards.
+    # Random numbers that items draw here are the same on every device, and leave the program's streams as they were.
     with own_random_numbers():
         reseed("looking")
         own = _source(name, train)
@@ -150,7 +150,7 @@ def from_datasets(
 
 
 def targets_of(dataset: Any) -> Any:
-    """The labels as they are in the items, or None where only the items have them."""
+    """The labels that a data set offers, or None where a transform may change them, or it offers none."""
     transforms = getattr(dataset, "transforms", None)
     changed = (
         getattr(dataset, "target_transform", None) is not None
@@ -186,7 +186,7 @@ def _source(name: str, dataset: Any) -> _Source:
 
 
 def _whole(what: str, label: Any) -> int:
-    """A label as a class number, whether it is a whole number of Python, NumPy or torch."""
+    """Convert a label, an integer of Python, NumPy or torch, to a class number."""
     try:
         number = operator.index(label)
     except TypeError:
@@ -219,7 +219,7 @@ def _check_trained(own: _Source, tested: _Source) -> None:
 
 
 def _parted(own: _Source, fraction: float) -> tuple[Sequence[int], Sequence[int], str]:
-    """Items to train on and to test on, in the order of the data set, and how they were told apart."""
+    """Items to train on and to test on, in the order of the data set, and a note on how they were chosen."""
     rows, test_rows = held_out(fair_order(numbered(len(own.labels))), own.labels, fraction)
     if not test_rows:
         raise DataError(f"{own.name}: {fraction:g} of each class leaves none for the test; give a larger fraction")
@@ -227,7 +227,7 @@ def _parted(own: _Source, fraction: float) -> tuple[Sequence[int], Sequence[int]
 
 
 def _look(own: _Source, rows: Sequence[int]) -> tuple[tuple[int, int, int], torch.dtype, tuple[str, ...]]:
-    """Shape and dtype of the images, and what is out of the ordinary about these."""
+    """Shape and dtype of the images, and remarks on unusual ones."""
     met = {}
     for row in rows:
         image, _ = own.item(row)
@@ -246,7 +246,7 @@ def _look(own: _Source, rows: Sequence[int]) -> tuple[tuple[int, int, int], torc
 
 @contextmanager
 def own_random_numbers() -> Iterator[None]:
-    """Random numbers drawn inside leave no trace in the streams of the program."""
+    """Restore the random streams of Python, NumPy and torch afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -257,7 +257,7 @@ def own_random_numbers() -> Iterator[None]:
 
 
 def reseed(key: str) -> None:
-    """Make the streams of Python, NumPy and torch depend on the key alone, for data sets that draw from those."""
+    """Seed the streams of Python, NumPy and torch from a key, for data sets that draw from those."""
     number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
     random.seed(number)
     np.random.seed(number)

@@ -6,10 +6,10 @@
     pets/cat/*.jpg          pets/dog/*.png                                       the test images are held out
 
 Beside `train` stands `val` or `test`; where both do, `val` is what is tested after each epoch. Where neither does, or
-there is no `train`, a fraction of each class is held out: which images, their names alone decide. Classes are the subfolders
+there is no `train`, a fraction of each class is held out, chosen by the images' names alone. Classes are the subfolders
 in alphabetical order. Hidden files and files with other endings are passed over.
 
-The order of the images is by a hash of their names, so that the first so many are a fair sample of all classes.
+Images are ordered by a hash of their names, so that any first part is a fair sample of all classes.
 """
 
 from collections import Counter
@@ -63,8 +63,9 @@ def list_folder(path: Path, test_fraction: float | None = None) -> Listing:
     root, test_root = _roots(path)
     classes = _subfolders(root)
     if len(classes) < 2:
+        listed = f" ({', '.join(classes)})" if classes else ""
         raise DataError(
-            f"{root} holds {len(classes) or 'no'} folder{'s' * (len(classes) != 1)}{_brackets(classes)}: a classifier wants "
+            f"{root} holds {len(classes) or 'no'} folder{'s' * (len(classes) != 1)}{listed}: a classifier wants "
             "two classes or more, a folder of images for each; name the folder above them"
         )
     images = [(name, label) for label, folder in enumerate(classes) for name in _images(root / folder)]
@@ -141,10 +142,6 @@ def _images(folder: Path) -> list[str]:
     return images
 
 
-def _brackets(names: Sequence[str]) -> str:
-    return f" ({', '.join(names)})" if names else ""
-
-
 # ------------------------------------------------------------------------------------------------ the images
 
 
@@ -203,23 +200,22 @@ def load_folder(
     else:
         _, height, width = read_file(listing.root / looked_at[0], channels, None).shape
         shape = (channels, height, width)
-    train, test = (
+    files = [
         Files(root, tuple(name for name, _ in images), shape, image_size is not None)
         for root, images in ((listing.root, listing.train), (listing.test_root, listing.test))
+    ]
+    scale = measured_scale(files[0], len(looked_at), dtype)
+    train, test = (
+        Samples(read, torch.tensor([label for _, label in images]), len(listing.class_names), shape, scale)
+        for read, images in zip(files, (listing.train, listing.test), strict=True)
     )
-    scale = measured_scale(train, len(looked_at), dtype)
-    classes = len(listing.class_names)
     return Splits(
         name=str(path),
-        train=Samples(train, _labels(listing.train), classes, shape, scale),
-        test=Samples(test, _labels(listing.test), classes, shape, scale),
+        train=train,
+        test=test,
         class_names=listing.class_names,
         notes=(_found(listing), f"mean and deviation of {len(looked_at)} training images", *remarks),
     )
-
-
-def _labels(images: tuple[Named, ...]) -> torch.Tensor:
-    return torch.tensor([label for _, label in images])
 
 
 def _found(listing: Listing) -> str:

@@ -20,7 +20,7 @@ Labelled = tuple[torch.Tensor, torch.Tensor]
 """`(x_NCHW uint8, y_N int64)`: pixels as stored, and their labels."""
 
 LOOKED_AT = 256
-"""Training images that are read to find out what a data set is like: its colours, its mean and deviation."""
+"""Training images that are read to determine channels, mean and deviation of a data set."""
 
 WHITE = 255
 _DTYPES = (torch.float32, torch.float64)
@@ -28,10 +28,10 @@ _DTYPES = (torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Scale:
-    """Turns stored pixels into numbers: `((x / 255) - mean) / std`, channel by channel.
+    """Normalises stored pixels: `((x / 255) - mean) / std`, channel by channel.
 
     Attributes:
-        mean, std: per channel, in units of white = 1; both empty: numbers that are ready, only their dtype is changed.
+        mean, std: per channel, in units of white = 1; both empty: the values are used as they are, in this dtype.
         dtype: of the numbers, float32 or float64.
 
     Raises:
@@ -66,17 +66,15 @@ class Scale:
 
 
 def byte_counts(x_NCHW: torch.Tensor) -> torch.Tensor:
-    """How often each channel of uint8 images has each value, int64 of shape `(C, 256)`. Counts of parts add up."""
-    rows = [torch.bincount(x_NHW.reshape(-1), minlength=WHITE + 1) for x_NHW in x_NCHW.unbind(dim=1)]
-    return torch.stack(rows)
+    """Histogram of each channel of uint8 images, int64 of shape `(C, 256)`. Histograms of parts add up."""
+    return torch.stack([torch.bincount(x_NHW.reshape(-1), minlength=WHITE + 1) for x_NHW in x_NCHW.unbind(dim=1)])
 
 
 def statistics(counts_CB: torch.Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of each channel, in units of white = 1, from `byte_counts`.
 
-    Counted in whole numbers, so that every machine gets the same bits whatever its threads: devices that
-    normalised differently would not train the same model. The deviation is that of the population
-    (divided by the count). A constant channel gets 1, so that it becomes 0 and not NaN.
+    In integers, so that every machine gets the same bits whatever its threads. The deviation is that of the population
+    (divided by the count); a constant channel gets 1, so that it becomes 0 and not NaN.
     """
     means, stds = [], []
     for counts in counts_CB.tolist():
@@ -91,9 +89,8 @@ def statistics(counts_CB: torch.Tensor) -> tuple[tuple[float, ...], tuple[float,
 
 def measured_scale(read: Callable[[int], torch.Tensor], count: int, dtype: torch.dtype) -> Scale:
     """Scale by mean and deviation of the first `count` images, exactly; one image is in memory at a time."""
-    first, *others = range(count)
-    counts_CB = byte_counts(read(first)[None])
-    for index in others:
+    counts_CB = byte_counts(read(0)[None])
+    for index in range(1, count):
         counts_CB += byte_counts(read(index)[None])
     return Scale(*statistics(counts_CB), dtype)
 
@@ -179,10 +176,10 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Samples(Dataset[tuple[torch.Tensor, int]]):
-    """Labelled images behind a function that reads one of them.
+    """Labelled images that a function reads one by one, for data too large for memory or made on demand.
 
     Attributes:
-        read: gives image `index`, of `image_shape`: uint8, or numbers that are ready where `scale` has no mean.
+        read: gives image `index`, of `image_shape`: uint8, or normalised already where `scale` has no mean.
         targets: the labels y_N, int64, each in `range(classes)`; here to be read without loading any image.
         classes: how many classes there are.
         image_shape: `(C, H, W)` of every image.
@@ -203,12 +200,12 @@ class Samples(Dataset[tuple[torch.Tensor, int]]):
 
     @property
     def mean(self) -> tuple[float, ...]:
-        """Per channel, in units of white = 1; empty where the numbers were ready."""
+        """Per channel, in units of white = 1; empty where images come normalised."""
         return self.scale.mean
 
     @property
     def std(self) -> tuple[float, ...]:
-        """Per channel, in units of white = 1; empty where the numbers were ready."""
+        """Per channel, in units of white = 1; empty where images come normalised."""
         return self.scale.std
 
     def __len__(self) -> int:

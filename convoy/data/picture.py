@@ -1,10 +1,10 @@
-"""One picture, from a file or as a PIL image, as bytes of a given number of channels and a given size.
+"""Decodes a picture, from a file or a PIL image, to bytes with a given number of channels and a given size.
 
 Pillow is imported when the first picture is read. Rules, whatever the file holds:
 
 - Colours and palettes become RGB. Grey among colours becomes RGB of three equal channels.
 - Of 16 bits the upper 8 are kept.
-- What is transparent is laid on white.
+- Transparent pixels are composited on white.
 - A photograph that says by EXIF which way is up is turned.
 - Resized, the shorter side fits and the middle of the longer one is kept (bilinear, smoothed where it shrinks).
 """
@@ -38,13 +38,13 @@ _RULES = {
 
 
 def is_picture(x: object) -> "TypeGuard[Image]":
-    """Whether this is a PIL image. Asks without importing Pillow: where nobody has, nothing is one."""
+    """Whether this is a PIL image. Does not import Pillow: where nothing has, nothing is one."""
     module: Any = sys.modules.get("PIL.Image")
     return module is not None and isinstance(x, module.Image)
 
 
 def traits(image: "Image") -> tuple[str, ...]:
-    """What is out of the ordinary about a picture, in words; its header tells."""
+    """Unusual properties of a picture, in words, from its header."""
     met = {
         "grey": image.mode in _GREY,
         "of 16 bits": image.mode in _SIXTEEN_BITS,
@@ -74,7 +74,7 @@ def traits_of_file(path: Path) -> tuple[str, ...]:
 
 
 def survey(met: Mapping[str, tuple[str, ...]]) -> tuple[int, tuple[str, ...]]:
-    """Channels that pictures with these traits are read with, and what to tell people about them.
+    """Choose the number of channels for pictures with these traits, and describe the traits.
 
     Args:
         met: the traits of some pictures, by name.

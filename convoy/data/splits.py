@@ -1,4 +1,4 @@
-"""What to train on and what to test on, and which samples of one set are held out for the test."""
+"""A data set split into training and test samples, and how samples are held out for the test."""
 
 import hashlib
 import json
@@ -19,14 +19,14 @@ TEST_FRACTION = 0.2
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """One dataset: what to train on, and what to test on. Both are normalised by the training images.
+    """Training and test images of a data set, both normalised by the training images.
 
     Attributes:
         name: as given to `convoy.data.load`.
         train: training images, in the order of the dataset.
         test: test images, in the order of the dataset.
         class_names: by label.
-        notes: what was found and decided while reading, for people; one line each.
+        notes: what was found and decided while reading, one line each.
     """
 
     name: str
@@ -100,7 +100,7 @@ def numbered(classes: int) -> tuple[str, ...]:
 
 
 def fair_order(names: Sequence[str]) -> list[int]:
-    """Positions of names in an order that depends on nothing but each name's own hash.
+    """Positions of names, ordered by the hash of each name.
 
     The first so many of it are a fair sample, and a name more or less leaves the order of the others alone.
     """
