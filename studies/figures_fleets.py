@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from convoy.model.graph import Graph
-from convoy.report.drawing import PLAN_LOOKS, legend, new_figure, plain, save
+from convoy.report.timeline import new_figure, save
 from studies.catalogue import DeviceClass, read_catalogue
+from studies.drawing import PLAN_LOOKS, legend, plain
 from studies.fleets import Replayed
 from studies.points import Points
 from studies.published import Published

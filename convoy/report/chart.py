@@ -80,41 +80,34 @@ class Axes:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """A curve: "x,y" of its points, and whether these are drawn as dots too."""
-
-    look: str
-    points: Sequence[str]
-    has_dots: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Drawing:
     """A chart as a template draws it.
 
     Attributes:
+        lines: of each curve its look, "x,y" of its points, and whether these are drawn as dots too.
+        axes: None where there are no lines.
         description: the chart in words, for those who do not see it.
         legend: look and text of each entry.
-        marks, levels, lines: places x; places y with their looks; curves.
+        marks, levels: places x; places y with their looks.
         strips: start, width and text of each.
     """
 
     name: str
     title: str
-    description: str
-    legend: Sequence[tuple[str, str]]
-    axes: Axes
-    marks: Sequence[float]
-    levels: Sequence[tuple[float, str]]
-    lines: Sequence[Line]
-    strips: Sequence[tuple[float, float, str]]
+    lines: Sequence[tuple[str, Sequence[str], bool]] = ()
+    axes: Axes | None = None
+    description: str = ""
+    legend: Sequence[tuple[str, str]] = ()
+    marks: Sequence[float] = ()
+    levels: Sequence[tuple[float, str]] = ()
+    strips: Sequence[tuple[float, float, str]] = ()
 
 
 def draw(chart: Chart) -> Drawing:
     """Place a chart. Curves without points are left out; where all are, the drawing has no lines."""
     curves = [curve for curve in chart.curves if curve.points]
     if not curves:
-        return Drawing(chart.name, chart.title, "", (), Axes((), (), "", ()), (), (), (), ())
+        return Drawing(chart.name, chart.title)
     frame = _Frame.around(curves, chart)
     shown, marks = chart.shown, [(frame.x(at), str(n)) for n, at in enumerate(chart.marks, 1)]
     legend = [(f"curve {curve.look}", curve.label) for curve in curves]
@@ -131,8 +124,8 @@ def draw(chart: Chart) -> Drawing:
         chart.x_label, [(x / WIDTH, text) for x, text in marks],
     )  # fmt: skip
     return Drawing(
-        chart.name, chart.title, "; ".join(words), legend, axes, [x for x, _ in marks if 0 <= x <= WIDTH],
-        [(frame.y(level.value), level.look) for level in chart.levels], [_line(frame, curve) for curve in curves],
+        chart.name, chart.title, [_line(frame, curve) for curve in curves], axes, "; ".join(words), legend,
+        [x for x, _ in marks if 0 <= x <= WIDTH], [(frame.y(level.value), level.look) for level in chart.levels],
         _strips(frame, chart, curves),
     )  # fmt: skip
 
@@ -165,9 +158,9 @@ class _Frame:
         return HEIGHT - (value - self.low) / (self.high - self.low) * HEIGHT
 
 
-def _line(frame: _Frame, curve: Curve) -> Line:
+def _line(frame: _Frame, curve: Curve) -> tuple[str, Sequence[str], bool]:
     places = [f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in thinned(curve.points)]
-    return Line(curve.look, places, curve.dots or len(places) == 1)
+    return curve.look, places, curve.dots or len(places) == 1
 
 
 def thinned(points: Sequence[Point]) -> Sequence[Point]:

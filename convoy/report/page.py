@@ -162,7 +162,7 @@ def _plan(record: Record) -> dict[str, Any]:
     return {
         "now": now, "rows": rows, "work": plan_picture.work_boxes(now),
         "stretches": bands(now.layers, stretches=True) if len(rows) > plan_picture.SHOWN_ROWS else None,
-        "plan_words": plan_picture.plan_words(record.plan.plan, now, changed=now is not record.plan),
+        "idle": [str(device) for device, part in enumerate(now.work) if not part],
     }  # fmt: skip
 
 

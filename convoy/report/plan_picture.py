@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convoy.report.numbers import percent
-from convoy.runlog.schema import LayerEntry, PlanEntry, PlanLine, ReshareLine
+from convoy.runlog.schema import LayerEntry, PlanLine, ReshareLine
 
 SHOWN_ROWS = 20
 """A net of more rows is shown as stretches of layers with the same shares; the rows are folded."""
@@ -92,23 +92,6 @@ def work_boxes(now: PlanLine | ReshareLine) -> list[Box]:
             f"device {device}: {percent(part)} of the arithmetic")
         for device, part in enumerate(now.work) if part
     ]  # fmt: skip
-
-
-def plan_words(plan: PlanEntry, now: PlanLine | ReshareLine, *, changed: bool) -> str:
-    """What the picture shows."""
-    wire = "" if plan.wire == "exact" else f", wire {plan.wire}"
-    words = (
-        f"Plan {plan.name}: {plan.batch} samples in one pass, sums by {plan.reduce}{wire}. Each row is a layer, each box a "
-        "device's part of it; arrows are what travels, in bytes of one pass, there and back; Σ: what travels for sums of "
-        "gradients and for statistics of batch norm."
-    )
-    if changed:
-        words += " These are the shares at the end; how they came to be is told below."
-    idle = [str(device) for device, part in enumerate(now.work) if not part]
-    if idle:
-        several = len(idle) > 1
-        words += f" Device{'s' * several} {', '.join(idle)} {'have' if several else 'has'} nothing to compute."
-    return words
 
 
 def colour(device: int) -> str:

@@ -2,6 +2,7 @@
 
 Each device has a row for computing, one for sending and one for receiving. Messages of one device that overlap need rows
 of their own, because a trace viewer shows only nested events in a row: "send 2", "send 3" and so on.
+matplotlib is imported only where a figure is drawn.
 """
 
 import json
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from convoy.errors import InputError
-from convoy.report.drawing import new_figure, save
 from convoy.report.intervals import KINDS, kind_of
 from convoy.report.numbers import unit_of
 from convoy.simulator.events import Activity, Event, Timeline
@@ -143,3 +143,31 @@ def _complete(event: Event, titles: Sequence[str], row: int) -> dict[str, Any]:
         "dur": (event.end_s - event.start_s) * 1e6,
         "args": args,
     }
+
+
+def new_figure(width_in: float, height_in: float) -> Any:
+    """An empty figure of this size, in inches.
+
+    Raises:
+        InputError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InputError(
+            "matplotlib is not installed: figures need it; pip install 'convoy-train[plots]', or leave the figures out"
+        ) from None
+    return Figure(figsize=(width_in, height_in), layout="constrained")
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Write a figure; the ending says the format (.png, .pdf, .svg).
+
+    Raises:
+        InputError: the folder does not exist or the format is unknown.
+    """
+    try:
+        figure.savefig(path, dpi=160)
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot write {path}: {error}; give a folder that exists and .png, .pdf or .svg") from None
+    return path

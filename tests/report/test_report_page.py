@@ -334,9 +334,9 @@ def test_no_peak_is_lost_where_many_points_are_drawn_as_few() -> None:
 def test_a_chart_of_any_numbers_lies_within_its_frame(ys: list[float]) -> None:
     for from_zero in (True, False):
         curve = Curve("it", [(float(x), y) for x, y in enumerate(ys)], dots=True)
-        (line,) = draw(Chart("it", "It", "step", [curve], (0, len(ys)), from_zero=from_zero)).lines
-        assert len(line.points) == len(ys)
-        for place in line.points:
+        ((_, points, _),) = draw(Chart("it", "It", "step", [curve], (0, len(ys)), from_zero=from_zero)).lines
+        assert len(points) == len(ys)
+        for place in points:
             x, y = map(float, place.split(","))
             assert 0 <= x <= 1000
             assert 0 <= y <= 400
