@@ -9,9 +9,7 @@ from rich.status import Status
 from rich.table import Table
 
 from convoy.cost.table import Measurement, layer_times
-
-LINE_EVERY_S = 10.0
-"""Where there is no terminal, a line of progress this often."""
+from convoy.report.screen import LINE_EVERY_S, new_table
 
 SHOWN_LAYERS = 12
 
@@ -56,10 +54,8 @@ def show(measured: Measurement, console: Console) -> None:
 
 def _layers(measured: Measurement) -> Table:
     """Forward and backward of a whole layer for the whole batch, the costliest layers first, and the others together."""
-    table = Table(title=f"{measured.net}, batch {measured.batch}", title_justify="left")
-    table.add_column("forward and backward")
-    for device in measured.fleet.devices:
-        table.add_column(device.name, justify="right")
+    names = [device.name for device in measured.fleet.devices]
+    table = new_table(f"{measured.net}, batch {measured.batch}", ("forward and backward",), names)
     rows = sorted(_layer_rows(measured).items(), key=lambda item: -max(s for s, _ in item[1]))
     for name, cells in rows[:SHOWN_LAYERS]:
         table.add_row(name, *(f"{_seconds(s)} {_about(spread)}" for s, spread in cells))
@@ -90,14 +86,10 @@ def _layer_rows(measured: Measurement) -> dict[str, list[tuple[float, float]]]:
 
 
 def _devices(measured: Measurement) -> Table:
-    table = Table(
-        title="Traffic in ns/byte of the processor, optimizer in ns/entry, how late to an exchange",
-        title_justify="left",
-    )
-    for name in ("device", "host"):
-        table.add_column(name)
-    for name in ("cores", "slowed", "send", "receive", "update", "late"):
-        table.add_column(name, justify="right")
+    table = new_table(
+        "Traffic in ns/byte of the processor, optimizer in ns/entry, how late to an exchange", ("device", "host"),
+        ("cores", "slowed", "send", "receive", "update", "late"),
+    )  # fmt: skip
     for device, costs in zip(measured.fleet.devices, measured.device, strict=True):
         table.add_row(
             device.name, device.host, "-" if device.cores is None else f"{device.cores:g}",
@@ -110,11 +102,7 @@ def _devices(measured: Measurement) -> Table:
 
 
 def _links(measured: Measurement) -> Table:
-    table = Table(title="Links, each alone in use", title_justify="left")
-    for name in ("from", "to"):
-        table.add_column(name)
-    for name in ("rate", "latency"):
-        table.add_column(name, justify="right")
+    table = new_table("Links, each alone in use", ("from", "to"), ("rate", "latency"))
     spread = {(each.source, each.target): each for each in measured.link}
     for link in measured.fleet.links:
         noise = spread.get((link.source, link.target))
@@ -127,10 +115,7 @@ def _links(measured: Measurement) -> Table:
 
 def _cards(measured: Measurement) -> Table:
     """A ring much slower than the card says that its two directions, or all hosts, share something."""
-    table = Table(title="Cards, with all other hosts at once", title_justify="left")
-    table.add_column("host")
-    for name in ("send", "receive", "in a ring"):
-        table.add_column(name, justify="right")
+    table = new_table("Cards, with all other hosts at once", ("host",), ("send", "receive", "in a ring"))
     for rates in measured.host:
         card = measured.fleet.card(rates.host)
         table.add_row(

@@ -4,22 +4,21 @@ import itertools
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from convoy.model.graph import Graph
 from convoy.planner.predict import PlanningContext, PlanPrediction
 from convoy.report.numbers import in_bytes
-from convoy.report.screen import Screen
+from convoy.report.screen import Screen, new_table
 
 
 def show_predictions(console: Console, rows: Sequence[PlanPrediction], context: PlanningContext) -> None:
     """A row per plan."""
     speeds, names = context.speeds.devices, context.names
     limit = sum(speeds)
-    table = Table(title=f"Predicted, before anything runs; the limit is {limit:,.4g} samples/s", title_justify="left")
-    table.add_column("plan")
-    for name in ("step", "samples/s", "of the limit", "traffic", "memory", "J/image", "devices"):
-        table.add_column(name, justify="right")
+    table = new_table(
+        f"Predicted, before anything runs; the limit is {limit:,.4g} samples/s", ("plan",),
+        ("step", "samples/s", "of the limit", "traffic", "memory", "J/image", "devices"),
+    )  # fmt: skip
     table.add_column("bound by")
     for row in rows:
         memory = in_bytes(max(m.total_bytes for m in row.memory))
@@ -56,10 +55,8 @@ def show_counts(console: Console, counts: Sequence[tuple[int, float]], context: 
 
 def show_devices(console: Console, row: PlanPrediction, context: PlanningContext) -> None:
     """A row per device: what it computes, sends, receives, keeps and draws in a step of one plan."""
-    table = Table(title=f"Plan {row.plan.name}, device by device, per step", title_justify="left")
-    table.add_column("device")
-    for name in ("computes", "sends", "receives", "memory", "of", "idle - busy", "joules"):
-        table.add_column(name, justify="right")
+    columns = ("computes", "sends", "receives", "memory", "of", "idle - busy", "joules")
+    table = new_table(f"Plan {row.plan.name}, device by device, per step", ("device",), columns)
     for device, name in enumerate(context.names):
         limit = context.room.limits_bytes[device]
         watts = (

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -23,6 +24,18 @@ FILE_WIDTH = 250
 """A table in a file or a pipe may be this wide, in characters: nothing in it is cut off."""
 
 
+def new_table(
+    title: str, words: Sequence[str], numbers: Sequence[str] = (), overflow: Literal["fold", "ellipsis"] = "ellipsis"
+) -> Table:
+    """A table with columns of words, and of numbers right of them."""
+    table = Table(title=title, title_justify="left")
+    for name in words:
+        table.add_column(name, overflow=overflow)
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
 class Screen:
     """Prints for one of the devices; the others have an invisible one."""
 
@@ -33,11 +46,8 @@ class Screen:
     def fleet(self, devices: Sequence[tuple[str, str, float]], speeds: Speeds, measured: bool) -> None:
         """A row per device: what it is, how fast it is at this model, its part of the fleet's speed."""
         how = "measured on the model's own layers" if measured else "given by --speeds"
-        table = Table(title=f"Fleet: {len(devices)} devices, speeds {how}", title_justify="left")
-        for name in ("device", "on", "host"):
-            table.add_column(name)
-        for name in ("slowed down", "samples/s" if measured else "speed", "of the fleet"):
-            table.add_column(name, justify="right")
+        title, speed_name = f"Fleet: {len(devices)} devices, speeds {how}", "samples/s" if measured else "speed"
+        table = new_table(title, ("device", "on", "host"), ("slowed down", speed_name, "of the fleet"))
         total = sum(speeds.devices)
         for index, ((kind, host, slowdown), speed) in enumerate(zip(devices, speeds.devices, strict=True)):
             slowed = f"{slowdown:g}x" if slowdown != 1 else "-"
@@ -50,9 +60,7 @@ class Screen:
         """A row per layer: who gets which filters and samples, and what travels for it."""
         wire = "" if plan.wire == "exact" else f", wire {plan.wire}"
         title = f"Plan {plan.name}: batch {plan.batch}, sums by {plan.reduce}{wire}"
-        table = Table(title=title, title_justify="left")
-        for name in ("layer", "kind", "split by"):
-            table.add_column(name)
+        table = new_table(title, ("layer", "kind", "split by"))
         for device in range(plan.devices):
             table.add_column(f"dev {device}", justify="right")
         table.add_column("per step", justify="right")
@@ -74,9 +82,7 @@ class Screen:
 
     def settings(self, rows: Sequence[tuple[str, str, str]]) -> None:
         """A row per setting: what it is, and where that comes from."""
-        table = Table(title="Settings in force", title_justify="left")
-        for name in ("setting", "value", "from"):
-            table.add_column(name, overflow="fold")
+        table = new_table("Settings in force", ("setting", "value", "from"), overflow="fold")
         for row in rows:
             table.add_row(*row)
         self.console.print(table)
@@ -115,9 +121,10 @@ class Screen:
     def usage(self, uses: Sequence[DeviceLine], history: History) -> None:
         """A row per device: its share, its busy time."""
         train_s = sum(epoch.train_s for epoch in history.epochs)
-        table = Table(title=f"Devices over {train_s:.1f} s of training and the tests after it", title_justify="left")
-        for name in ("device", "slowed down", "of the speed", "of the arithmetic", "busy", "exchange and wait", "sent"):
-            table.add_column(name, justify="right")
+        table = new_table(
+            f"Devices over {train_s:.1f} s of training and the tests after it", (),
+            ("device", "slowed down", "of the speed", "of the arithmetic", "busy", "exchange and wait", "sent"),
+        )  # fmt: skip
         for use in uses:
             slowed = f"{use.slowdown:g}x" if use.slowdown != 1 else "-"
             table.add_row(
@@ -147,11 +154,8 @@ class Screen:
         Args:
             devices: kind, host and slow-down of each.
         """
-        table = Table(title="The same training on one device (plain PyTorch)", title_justify="left")
-        table.add_column("epoch", justify="right")
-        for name in ("loss", "accuracy", "samples/s"):
-            table.add_column(f"{name}\nall", justify="right")
-            table.add_column(f"{name}\none", justify="right")
+        pairs = (f"{name}\n{who}" for name in ("loss", "accuracy", "samples/s") for who in ("all", "one"))
+        table = new_table("The same training on one device (plain PyTorch)", (), ("epoch", *pairs))
         for index, (a, b) in enumerate(zip(together.epochs, alone.epochs, strict=True)):
             table.add_row(
                 str(index + 1), f"{a.loss:.5f}", f"{b.loss:.5f}", in_percent(a.accuracy), in_percent(b.accuracy),
