@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from convoy.adapt.autotune import Trial
+from convoy.adapt.autotune import Autotune
 from convoy.api import distribute
 from convoy.comm.group import Group
 from convoy.data import Images
@@ -89,21 +89,21 @@ class ConvoyRunner:
         self._batches: Batches = iter(())
         self.rest()
 
-    def settle(self, steps: int, others: Sequence[Plan] = ()) -> tuple[Trial, Plan]:
-        """Train as `convoy train --plan auto` does, uncounted, through the trial of plans and so many steps more.
+    def settle(self, steps: int, others: Sequence[Plan] = ()) -> tuple[Autotune, Plan]:
+        """Train as `convoy train --plan auto` does, uncounted, through autotuning and so many steps more.
 
         Returns:
-            The trial, and what rebalancing made of the plan that won it, which is gone on with.
+            The state of autotuning, and what rebalancing made of the plan that won it, which is gone on with.
         """
         self.wake()
         rebalancer = Rebalancer(self._part, self._optimizer, others=others)
         left = steps
         while left:
-            left -= rebalancer.trial.is_over
+            left -= rebalancer.autotune.is_over
             train_steps(self._part, self._optimizer, self._batches, 1)
             rebalancer.step(self._loader.batch_size)
         self.rest()
-        return rebalancer.trial, self._part.plan
+        return rebalancer.autotune, self._part.plan
 
     def wake(self) -> float | None:
         for key, parameter in self._part.named_parameters():

@@ -246,12 +246,14 @@ class _FleetRun:
         return turns
 
     def _settled(self, row: Row, runner: ConvoyRunner, predictions: Predictions) -> Row:
-        """The row of the plan that the trial of plans leaves, with what was predicted for that plan, and its settled shares."""
+        """The row of the plan that autotuning leaves, with what was predicted for that plan, and its settled shares."""
         found = [predictions.plans[AUTO], *predictions.others]
-        trial, settled = runner.settle(self._settling(row), [Plan.from_json(each.plan) for each in predictions.others])
-        won = found[trial.running]
+        autotune, settled = runner.settle(
+            self._settling(row), [Plan.from_json(each.plan) for each in predictions.others]
+        )
+        won = found[autotune.running]
         tried = tuple(
-            (each.step_s, entry.step_s) for each, entry in zip(found, trial.entries, strict=True) if entry.seen_s
+            (each.step_s, entry.step_s) for each, entry in zip(found, autotune.entries, strict=True) if entry.seen_s
         )
         return replace(
             row, predicted_s=won.step_s, foreseen=won.where, card_s=won.card_s, bound=won.bound,

@@ -1,11 +1,11 @@
-"""A trial of plans: which of a few is the fastest, found by training with each in turn. A pure state machine.
+"""Autotune: finds the fastest of a few plans by training with each in turn. A pure state machine.
 
 A predicted step is some per cent off, most of all in what many messages cost. Where the planner's plans lie closer together
 than that, the devices know better: they train a few steps by each plan, and go on with the fastest. Nothing is lost by it
 but what the slower plans take longer, since every plan computes the same step.
 
-The turns go there and back (the first plan, the second, the third, the third, the second, the first), so that a machine that
-becomes slower meanwhile, evenly, is unfair to none. A plan that is far behind after its first turn has no second.
+The rounds go there and back (the first plan, the second, the third, the third, the second, the first), so that a machine that
+becomes slower meanwhile, evenly, is unfair to none. A plan that is far behind after its first round has no second.
 """
 
 import statistics
@@ -15,23 +15,23 @@ from dataclasses import dataclass, replace
 from convoy.adapt.rebalance import SETTLING, STARTING, Decision, Keep, Reshare
 from convoy.plan.plan import Plan
 
-TURN, TURN_S = 3, 0.5
-"""A turn has at least so many steps that count, and so many seconds of them."""
+ROUND_STEPS, ROUND_S = 3, 0.5
+"""A round has at least so many steps that count, and so many seconds of them."""
 
-HOPELESS = 0.15
-"""A plan that takes so much longer in its first turn has no second; the benchmarks' machine is as noisy as that."""
+FAR_BEHIND = 0.15
+"""A plan that takes so much longer in its first round has no second; the benchmarks' machine is as noisy as that."""
 
 AS_FAST = 0.02
 """Plans that lie closer than this are as fast: then the one with the fewest messages goes on, which is the last of them. It
-waits least when the others' pace varies, and no trial of a few steps tells plans apart by less."""
+waits least when the others' pace varies, and no round of a few steps tells plans apart by less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A plan in a trial.
+    """A plan that is tried.
 
     Attributes:
-        seen_s: seconds of its steps, the first of each turn left out.
+        seen_s: seconds of its steps, the first of each round left out.
     """
 
     plan: Plan
@@ -44,76 +44,78 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Autotune:
     """The state.
 
     Attributes:
         entries: the planner's choice first, each with fewer messages than those before it.
-        running: whose turn it is; once the trial is over, the winner.
-        turns: whose turns are to come.
-        turn_s: seconds of the steps of this turn.
+        running: whose round it is; once all is over, the winner.
+        rounds: whose rounds are to come.
+        round_s: seconds of the steps of this round.
         skips: so many steps do not count.
     """
 
     entries: tuple[Entry, ...]
     running: int = 0
-    turns: tuple[int, ...] = ()
-    turn_s: tuple[float, ...] = ()
+    rounds: tuple[int, ...] = ()
+    round_s: tuple[float, ...] = ()
     skips: int = STARTING
     is_over: bool = False
 
     @staticmethod
-    def start(plans: Sequence[Plan]) -> "Trial":
-        """Before the first step, which is one of the first plan. A single plan needs no trial."""
+    def start(plans: Sequence[Plan]) -> "Autotune":
+        """Before the first step, which is one of the first plan. A single plan has no rival: it is over at once."""
         there = tuple(range(len(plans)))
-        return Trial(tuple(Entry(plan) for plan in plans), turns=(*there[1:], *reversed(there)), is_over=len(plans) < 2)
+        return Autotune(
+            tuple(Entry(plan) for plan in plans), rounds=(*there[1:], *reversed(there)), is_over=len(plans) < 2
+        )
 
     @property
     def plan(self) -> Plan:
-        """Whose turn it is, or who has won."""
+        """Whose round it is, or who has won."""
         return self.entries[self.running].plan
 
 
-def observe(state: Trial, step_s: float) -> tuple[Trial, Decision]:
-    """One training step of the plan whose turn it is: the next state, and what to do.
+def observe(state: Autotune, step_s: float) -> tuple[Autotune, Decision]:
+    """One training step of the plan whose round it is: the next state, and what to do.
 
     Args:
         step_s: what the step took, from the end of the one before; the same number on every device.
     """
     if state.is_over:
-        return state, Keep("the trial of plans is over")
+        return state, Keep("autotuning is over")
     if state.skips:
         return replace(state, skips=state.skips - 1), Keep("the first steps by a plan do not count")
-    state = replace(state, turn_s=(*state.turn_s, step_s))
-    if len(state.turn_s) < TURN or sum(state.turn_s) < TURN_S:
+    state = replace(state, round_s=(*state.round_s, step_s))
+    if len(state.round_s) < ROUND_STEPS or sum(state.round_s) < ROUND_S:
         return state, Keep(f"plan {state.running + 1} of {len(state.entries)} is being tried")
     entries = list(state.entries)
     own = entries[state.running]
-    entries[state.running] = replace(own, seen_s=own.seen_s + state.turn_s)
-    turns = _worth_a_turn(entries, state.turns)
-    if not turns:
-        return _ended(replace(state, entries=tuple(entries), turns=(), turn_s=()))
-    after = replace(state, entries=tuple(entries), running=turns[0], turns=turns[1:], turn_s=(), skips=0)
+    entries[state.running] = replace(own, seen_s=own.seen_s + state.round_s)
+    rounds = _rounds_left(entries, state.rounds)
+    if not rounds:
+        return _ended(replace(state, entries=tuple(entries), rounds=(), round_s=()))
+    after = replace(state, entries=tuple(entries), running=rounds[0], rounds=rounds[1:], round_s=(), skips=0)
     if after.running == state.running:
-        return after, Keep(f"plan {state.running + 1} of {len(entries)} has its second turn at once")
+        return after, Keep(f"plan {state.running + 1} of {len(entries)} has its second round at once")
     return replace(after, skips=SETTLING), Reshare(
-        after.plan, (), f"trial of plans: {_words(entries)}; now plan {turns[0] + 1}"
+        after.plan, (), f"autotune: {_words(entries)}; now plan {rounds[0] + 1}"
     )
 
 
-def _worth_a_turn(entries: Sequence[Entry], turns: tuple[int, ...]) -> tuple[int, ...]:
-    """The turns that are left, without those of plans that are far behind."""
+def _rounds_left(entries: Sequence[Entry], rounds: tuple[int, ...]) -> tuple[int, ...]:
+    """The rounds that are left, without those of plans that are far behind."""
     best_s = min(entry.step_s for entry in entries if entry.seen_s)
-    hopeful = [not entry.seen_s or entry.step_s <= best_s * (1 + HOPELESS) for entry in entries]
-    left = tuple(turn for turn in turns if hopeful[turn])
-    # The only one whose second turn is left has nobody to be compared with.
-    return left if any(not entries[turn].seen_s for turn in left) or sum(hopeful) > 1 else ()
+    kept = [not entry.seen_s or entry.step_s <= best_s * (1 + FAR_BEHIND) for entry in entries]
+    left = tuple(plan for plan in rounds if kept[plan])
+    # The only one whose second round is left has nobody to be compared with.
+    return left if any(not entries[plan].seen_s for plan in left) or sum(kept) > 1 else ()
 
 
-def _ended(state: Trial) -> tuple[Trial, Decision]:
+def _ended(state: Autotune) -> tuple[Autotune, Decision]:
     rows = [entry.step_s for entry in state.entries]
     winner = max(i for i, step_s in enumerate(rows) if step_s <= min(rows) * (1 + AS_FAST))
-    words = f"trial of plans: {_words(state.entries)}; plan {winner + 1} goes on"
+    words = f"autotune: {_words(state.entries)}; plan {winner + 1} goes on"
     ended = replace(state, running=winner, is_over=True)
     if winner == state.running:
         return ended, Keep(words)

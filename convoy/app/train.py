@@ -146,7 +146,7 @@ def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack) -> 
     uses = _uses(settings, group, part, plans, work_shares(part.steps(settings.pass_batch), graph))
     screen.usage(uses, history)
     screen.best(history)
-    predicted_s = plans.predicted_s(plan if rebalancer is None else rebalancer.trial.plan)
+    predicted_s = plans.predicted_s(plan if rebalancer is None else rebalancer.autotune.plan)
     if predicted_s is not None:
         screen.lines([timer.beside(predicted_s * settings.accumulate)])
     if log is not None:

@@ -1,7 +1,7 @@
-"""Seconds of a move by formula: what each device sends and receives, without listing every transfer.
+"""Seconds of a move in closed form: what each device sends and receives, without listing every transfer.
 
-`sharding/redistribute.py` lists the transfers, which a replay needs; a planner that compares thousands of moves over hundreds of devices
-needs only their sums. `loads` gives the same sums as the schedule (a test holds the two together).
+`convoy.sharding` lists the transfers, which a simulation needs; a planner that compares thousands of moves over hundreds of
+devices needs only their sums. `loads` gives the same sums as the schedule (a test holds the two together).
 """
 
 from dataclasses import dataclass

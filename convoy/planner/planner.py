@@ -43,8 +43,8 @@ NAMED_DEVICES = 16
 """For more devices the named plans are not compared: each is priced by a search over all devices."""
 
 REACH, TRIED, FEWER = 0.25, 3, 0.75
-"""Worth a trial: predicted to take at most so much longer than the best; so many plans, with the best; each with at most this
-part of the messages of the one before it."""
+"""Worth autotuning: predicted to take at most so much longer than the best; so many plans, with the best; each with at most
+this part of the messages of the one before it."""
 
 MEMORY_ATTEMPTS = 8
 """Attempts to save memory, each at a higher price, for each set of devices."""

@@ -129,7 +129,7 @@ def predict_all(context: PlanningContext, least_energy_s: float | None = None) -
 
 
 def choices(context: PlanningContext) -> list[Candidate]:
-    """The planner's choice, and the plans that are worth a trial beside it; see `worth_trying`.
+    """The planner's choice, and the plans that are worth autotuning beside it; see `worth_trying`.
 
     Raises:
         PlanError: no plan fits the devices' memory.

@@ -31,7 +31,7 @@ from convoy.profile.describe import Own, describe, fit, fleet_of, host_indices, 
 from convoy.profile.layers import Bench, Point
 from convoy.profile.links import Traffic, WireTimes, measure_links, processor_share
 from convoy.profile.overheads import measure_jitter, measure_overheads
-from convoy.profile.sizes import wanted
+from convoy.profile.sizes import sizes_to_profile
 from convoy.profile.timing import STRETCH_S, Now, quota_now, time_update
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
@@ -199,7 +199,7 @@ def measure_job(
         precision=precision,
     )
     progress("the sizes that plans have", steps, steps)
-    measured = _with_wanted(group, bench, measured, budget_s * (1 - GRID_PART))
+    measured = _with_plan_sizes(group, bench, measured, budget_s * (1 - GRID_PART))
     kept.remove()
     return measured
 
@@ -243,13 +243,15 @@ def _measure_tables(group: Group, bench: Bench, kept: Partial, budget_s: float, 
     return len(names)
 
 
-def _with_wanted(group: Group, bench: Bench, measured: Measurement, allowance_s: float) -> Measurement:
+def _with_plan_sizes(group: Group, bench: Bench, measured: Measurement, allowance_s: float) -> Measurement:
     """The measurement with more sizes of layers: those that plans have, as many as there is time for."""
     first = bench.alike()
     sizes = from_first(
         group,
-        "wanted sizes",
-        lambda: [[asdict(w) for w in each] for each in wanted(measured, bench.traced.graph, bench.batch, first)],
+        "sizes to profile",
+        lambda: [
+            [asdict(w) for w in each] for each in sizes_to_profile(measured, bench.traced.graph, bench.batch, first)
+        ],
     )[group.device]
     start_s, allowance_s = time.monotonic(), min(allowance_s, group.timeout_s / 4)
     rows: dict[str, list[list[float]]] = {}
@@ -257,7 +259,7 @@ def _with_wanted(group: Group, bench: Bench, measured: Measurement, allowance_s:
         # A size that no longer fits may be followed by a shorter one that does.
         if time.monotonic() - start_s + bench.timing_s(each["seconds"]) <= allowance_s:
             rows.setdefault(each["layer"], []).append(_row(bench.time(each["layer"], LocalSize(**each["size"]))))
-    tables = gather(group, "times of wanted sizes", rows)
+    tables = gather(group, "times of these sizes", rows)
     more = tuple(
         replace(_point(device.name, name, row), beside=True)
         for device, table in zip(measured.fleet.devices, tables, strict=True)

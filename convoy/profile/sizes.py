@@ -28,7 +28,7 @@ LEAST = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SizeToProfile:
     """A size of a layer that a device would compute, and about how long that takes, forward and backward."""
 
     layer: str
@@ -36,7 +36,9 @@ class Wanted:
     seconds: float
 
 
-def wanted(measured: Measurement, graph: Graph, batch: int, alike: Mapping[str, str]) -> list[list[Wanted]]:
+def sizes_to_profile(
+    measured: Measurement, graph: Graph, batch: int, alike: Mapping[str, str]
+) -> list[list[SizeToProfile]]:
     """For each device the sizes that the named plans and the planner's best would run, the longest first.
 
     Args:
@@ -46,7 +48,7 @@ def wanted(measured: Measurement, graph: Graph, batch: int, alike: Mapping[str, 
     costs = measured.costs(graph)
     known = {(p.device, p.layer, p.samples, p.outputs, p.inputs) for p in measured.layer}
     names = [device.name for device in measured.fleet.devices]
-    found: list[dict[tuple[str, LocalSize], Wanted]] = [{} for _ in names]
+    found: list[dict[tuple[str, LocalSize], SizeToProfile]] = [{} for _ in names]
     for plan in _plans(PlanningContext.of(graph, batch, costs, measured.fleet)):
         steps = lower(plan, graph)
         for device, name in enumerate(names):
@@ -55,7 +57,7 @@ def wanted(measured: Measurement, graph: Graph, batch: int, alike: Mapping[str, 
                 size = each.size
                 if (name, each.layer, size.samples, size.outputs, size.inputs) not in known:
                     found[device].setdefault((each.layer, size), each)
-    return [sorted(each.values(), key=lambda wanted: -wanted.seconds) for each in found]
+    return [sorted(each.values(), key=lambda each: -each.seconds) for each in found]
 
 
 def _plans(context: PlanningContext) -> list[Plan]:
@@ -69,7 +71,9 @@ def _plans(context: PlanningContext) -> list[Plan]:
     return plans + [each.plan for each in best[:CANDIDATES]]
 
 
-def _sizes(steps: StepList, graph: Graph, costs: Costs, device: int, alike: Mapping[str, str]) -> Iterable[Wanted]:
+def _sizes(
+    steps: StepList, graph: Graph, costs: Costs, device: int, alike: Mapping[str, str]
+) -> Iterable[SizeToProfile]:
     for step in steps.phase("forward"):
         if isinstance(step, Compute) and step.layer in alike:
             layer = graph[step.layer]
@@ -81,10 +85,10 @@ def _sizes(steps: StepList, graph: Graph, costs: Costs, device: int, alike: Mapp
                 forward_s, backward_s = (
                     costs.times.seconds(device, layer, phase, size) for phase in ("forward", "backward")
                 )
-                yield Wanted(alike[step.layer], size, forward_s + backward_s)
+                yield SizeToProfile(alike[step.layer], size, forward_s + backward_s)
 
 
-def _large(sizes: Iterable[Wanted]) -> Sequence[Wanted]:
+def _large(sizes: Iterable[SizeToProfile]) -> Sequence[SizeToProfile]:
     rows = list(sizes)
     least_s = LEAST * sum(row.seconds for row in rows)
     return [row for row in rows if row.seconds > least_s]

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from convoy.adapt import autotune, rebalance
-from convoy.adapt.autotune import Trial
+from convoy.adapt.autotune import Autotune
 from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare
 from convoy.comm.agreement import share_tensor
 from convoy.comm.group import Pending
@@ -38,13 +38,13 @@ class Rebalancer:
 
     Args:
         optimizers: all that work on the model's parameters.
-        tell: is called with the number of the step, from 0, and what was done: a change, or that a trial has ended without one.
+        tell: is called with the number of the step, from 0, and what was done: a change, or that autotuning ended without.
         every: steps between two exchanges.
         others: plans to try beside the model's own, as from `make_plans`; the same on every device.
 
     Attributes:
         decision: the latest.
-        trial: of the plans.
+        autotune: of the plans.
         state: of the shares; None while plans are tried.
 
     Raises:
@@ -62,14 +62,14 @@ class Rebalancer:
         for plan in others:
             plan.check(model.traced[True].graph, model.group.devices)
         self.model, self.optimizers, self.tell, self.every = model, optimizers, tell, every
-        self.trial = Trial.start([model.plan, *others])
+        self.autotune = Autotune.start([model.plan, *others])
         self.state: Balancer | None = None
         self.decision: Decision = Keep("nothing was timed yet")
         self.steps = 0
         self._layers: list[str] = []
         self._rows: list[Tensor] = []
         self._travelling: tuple[Tensor, Pending] | None = None
-        if self.trial.is_over:
+        if self.autotune.is_over:
             self._balance()
         self.begin()
 
@@ -115,10 +115,10 @@ class Rebalancer:
         for step in table.permute(1, 2, 0).tolist():
             if self.state is None:
                 # Devices leave a step one after another, and end it as one: the mean is as long as the step.
-                self.trial, self.decision = autotune.observe(self.trial, sum(step[0]) / len(step[0]))
+                self.autotune, self.decision = autotune.observe(self.autotune, sum(step[0]) / len(step[0]))
             else:
                 self.state, self.decision = rebalance.observe(self.state, dict(zip(self._layers, step, strict=True)))
-            decided = self.state is None and self.trial.is_over
+            decided = self.state is None and self.autotune.is_over
             if isinstance(self.decision, Reshare):
                 reshare(self.model, self.decision.plan, *self.optimizers)
             if self.tell is not None and (decided or isinstance(self.decision, Reshare)):

@@ -1,4 +1,4 @@
-"""The trial of plans: a pure state machine on synthetic seconds, the plans that come to it, and training through it."""
+"""Autotune: a pure state machine on synthetic seconds, the plans that come to it, and training through it."""
 
 import copy
 import random
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import convoy
-from convoy.adapt.autotune import HOPELESS, Trial, observe
+from convoy.adapt.autotune import FAR_BEHIND, Autotune, observe
 from convoy.adapt.rebalance import Keep, Reshare
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
@@ -38,21 +38,21 @@ def some_plans(count: int) -> list[Plan]:
     return [Plan(f"plan {number}", "model", 2, 8, {}, Batch((8 - number, number))) for number in range(1, count + 1)]
 
 
-def tried(step_s: Step, count: int, most: int = 500) -> tuple[Trial, list[int], list[Reshare | Keep]]:
-    """The trial when it is over, which plan made each step, and what was decided."""
-    trial, ran, decisions = Trial.start(some_plans(count)), [], []
-    while not trial.is_over:
-        ran.append(trial.running)
-        assert len(ran) < most, "the trial does not end"
-        before = trial.plan
-        trial, decision = observe(trial, step_s(trial.running, len(ran)))
+def tried(step_s: Step, count: int, most: int = 500) -> tuple[Autotune, list[int], list[Reshare | Keep]]:
+    """The state when it is over, which plan made each step, and what was decided."""
+    state, ran, decisions = Autotune.start(some_plans(count)), [], []
+    while not state.is_over:
+        ran.append(state.running)
+        assert len(ran) < most, "autotuning does not end"
+        before = state.plan
+        state, decision = observe(state, step_s(state.running, len(ran)))
         decisions.append(decision)
-        assert isinstance(decision, Reshare) == (trial.plan != before), "it says so whenever the plan changes"
-        assert not isinstance(decision, Reshare) or decision.plan == trial.plan
-    return trial, ran, decisions
+        assert isinstance(decision, Reshare) == (state.plan != before), "it says so whenever the plan changes"
+        assert not isinstance(decision, Reshare) or decision.plan == state.plan
+    return state, ran, decisions
 
 
-def turns_of(ran: Sequence[int]) -> list[int]:
+def rounds_of(ran: Sequence[int]) -> list[int]:
     return [ran[0], *(b for a, b in pairwise(ran) if a != b)]
 
 
@@ -63,42 +63,42 @@ def turns_of(ran: Sequence[int]) -> list[int]:
 def test_the_fastest_plan_goes_on(fastest: int) -> None:
     seconds = [1.1, 1.1, 1.1]
     seconds[fastest] = 1.0
-    trial, ran, _ = tried(lambda plan, _: seconds[plan], 3)
-    assert trial.running == fastest
-    assert trial.plan == some_plans(3)[fastest]
-    assert turns_of(ran) == [0, 1, 2, 1, 0], "there and back"
+    state, ran, _ = tried(lambda plan, _: seconds[plan], 3)
+    assert state.running == fastest
+    assert state.plan == some_plans(3)[fastest]
+    assert rounds_of(ran) == [0, 1, 2, 1, 0], "there and back"
 
 
-def test_a_single_plan_needs_no_trial() -> None:
-    trial = Trial.start(some_plans(1))
-    assert trial.is_over
-    assert observe(trial, 1.0) == (trial, Keep("the trial of plans is over"))
+def test_a_single_plan_is_not_autotuned() -> None:
+    state = Autotune.start(some_plans(1))
+    assert state.is_over
+    assert observe(state, 1.0) == (state, Keep("autotuning is over"))
 
 
 @pytest.mark.parametrize(
     ("seconds", "winner"), [([1.0, 1.01], 1), ([1.0, 1.03], 0), ([1.0, 0.99, 1.02], 1), ([1.0, 1.03, 1.01], 2)]
 )
 def test_of_plans_that_are_as_fast_the_one_with_the_fewest_messages_goes_on(seconds: list[float], winner: int) -> None:
-    trial, _, _ = tried(lambda plan, _: seconds[plan], len(seconds))
-    assert trial.running == winner
+    state, _, _ = tried(lambda plan, _: seconds[plan], len(seconds))
+    assert state.running == winner
 
 
-def test_a_plan_far_behind_has_one_turn_only() -> None:
-    trial, ran, _ = tried(lambda plan, _: [1.0, 1.0 + 2 * HOPELESS, 0.9][plan], 3)
-    assert turns_of(ran) == [0, 1, 2, 0]
-    assert trial.running == 2
+def test_a_plan_far_behind_has_one_round_only() -> None:
+    state, ran, _ = tried(lambda plan, _: [1.0, 1.0 + 2 * FAR_BEHIND, 0.9][plan], 3)
+    assert rounds_of(ran) == [0, 1, 2, 0]
+    assert state.running == 2
 
 
-@pytest.mark.parametrize(("seconds", "winner", "turns"), [([1.0, 2.0], 0, [0, 1]), ([2.0, 1.0], 1, [0, 1])])
-def test_a_winner_without_a_rival_is_not_tried_again(seconds: list[float], winner: int, turns: list[int]) -> None:
-    trial, ran, _ = tried(lambda plan, _: seconds[plan], 2)
-    assert (trial.running, turns_of(ran)) == (winner, turns)
+@pytest.mark.parametrize(("seconds", "winner", "rounds"), [([1.0, 2.0], 0, [0, 1]), ([2.0, 1.0], 1, [0, 1])])
+def test_a_winner_without_a_rival_is_not_tried_again(seconds: list[float], winner: int, rounds: list[int]) -> None:
+    state, ran, _ = tried(lambda plan, _: seconds[plan], 2)
+    assert (state.running, rounds_of(ran)) == (winner, rounds)
 
 
 def test_a_machine_that_becomes_slower_evenly_is_unfair_to_no_plan() -> None:
-    """In one turn each, the second plan would look slower by more than it is faster."""
-    trial, _, _ = tried(lambda plan, step: [1.0, 0.95][plan] * (1 + 0.015 * step), 2)
-    assert trial.running == 1
+    """In one round each, the second plan would look slower by more than it is faster."""
+    state, _, _ = tried(lambda plan, step: [1.0, 0.95][plan] * (1 + 0.015 * step), 2)
+    assert state.running == 1
 
 
 def test_the_first_steps_by_a_plan_do_not_count() -> None:
@@ -110,38 +110,38 @@ def test_the_first_steps_by_a_plan_do_not_count() -> None:
         seen.append(plan)
         return (10.0 if first else 1.0) * [1.0, 0.9][plan]
 
-    trial, _, _ = tried(step_s, 2)
-    assert trial.running == 1
-    assert max(step_s for entry in trial.entries for step_s in entry.seen_s) <= 1.0
+    state, _, _ = tried(step_s, 2)
+    assert state.running == 1
+    assert max(step_s for entry in state.entries for step_s in entry.seen_s) <= 1.0
 
 
-def test_short_steps_have_longer_turns() -> None:
+def test_short_steps_have_longer_rounds() -> None:
     _, long, _ = tried(lambda *_: 1.0, 2)
     _, short, _ = tried(lambda *_: 0.01, 2)
     assert len(long) < 20
-    assert 150 < len(short) < 250, "half a second each turn"
+    assert 150 < len(short) < 250, "half a second each round"
 
 
 def test_by_a_noise_of_a_tenth_the_better_plan_is_missed_seldom_and_a_bad_one_never_chosen() -> None:
     chosen = []
     for seed in range(200):
         rng = random.Random(seed)
-        trial, _, _ = tried(lambda plan, _, rng=rng: [1.0, 0.9, 1.3][plan] * rng.uniform(0.9, 1.1), 3)
-        chosen.append(trial.running)
+        state, _, _ = tried(lambda plan, _, rng=rng: [1.0, 0.9, 1.3][plan] * rng.uniform(0.9, 1.1), 3)
+        chosen.append(state.running)
     assert chosen.count(1) > 170
     assert 2 not in chosen
 
 
 def test_the_words_name_every_plan_and_its_seconds() -> None:
     _, _, decisions = tried(lambda plan, _: [1.0, 0.8][plan], 2)
-    assert [d.reason for d in decisions if isinstance(d, Reshare)] == ["trial of plans: plan 1 1 s a step; now plan 2"]
-    assert decisions[-1] == Keep("trial of plans: plan 1 1 s, plan 2 0.8 s a step; plan 2 goes on")
+    assert [d.reason for d in decisions if isinstance(d, Reshare)] == ["autotune: plan 1 1 s a step; now plan 2"]
+    assert decisions[-1] == Keep("autotune: plan 1 1 s, plan 2 0.8 s a step; plan 2 goes on")
 
 
 # ---------------------------------------------------------------------------------------------------- what comes to it
 
 
-def test_only_plans_with_fewer_messages_and_nearly_the_same_time_are_worth_a_trial() -> None:
+def test_only_plans_with_fewer_messages_and_nearly_the_same_time_are_tried() -> None:
     graph = trace(build_net("two-conv:8:16", (3, 32, 32), 10), torch.zeros(2, 3, 32, 32)).graph
     found = candidates(graph, 32, costs_of([4e9, 3e9, 2e9], 1e7))
     rows = worth_trying(found, graph)
@@ -181,12 +181,12 @@ def plans_to_try() -> list[Plan]:
     ]
 
 
-def test_training_through_a_trial_is_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_while_plans_are_tried_is_that_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and Adam's state go from plan to plan, a smaller last batch lies between; shares are watched afterwards."""
     monkeypatch.setattr(
-        "convoy.adapt.autotune.TURN_S", 0.0
+        "convoy.adapt.autotune.ROUND_S", 0.0
     )  # steps take what they take here: which plan wins is chance
-    epochs = 14  # three steps of an epoch are looked at; five turns take 31 where no plan is far behind
+    epochs = 14  # three steps of an epoch are looked at; five rounds take 31 where no plan is far behind
     built = nets.build("two-conv")  # once: threads that each drew weights would take numbers from one another
 
     def train(group: Group | None) -> tuple[History, dict[str, torch.Tensor], list[str], list[Plan]]:
@@ -209,7 +209,7 @@ def test_training_through_a_trial_is_that_of_one_device(monkeypatch: pytest.Monk
         rebalancer = Rebalancer(here, optimizer, tell=tell, others=plans[1:])
         assert rebalancer.state is None
         history = fit(Training(here, optimizer), loader, test, epochs, rebalancer=rebalancer)
-        assert rebalancer.trial.is_over
+        assert rebalancer.autotune.is_over
         assert rebalancer.state is not None
         assert rebalancer.state.plan == here.plan
         return history, here.full_state_dict(), told, followed
@@ -223,15 +223,15 @@ def test_training_through_a_trial_is_that_of_one_device(monkeypatch: pytest.Monk
         for key, value in weights.items():
             assert torch.allclose(own_weights[key], value, rtol=0, atol=EXACT), key
     told, followed = found[0][2:]
-    trials = [text for text in told if text.startswith("trial")]
-    assert trials[0].endswith("now plan 2")
-    assert trials[-1].endswith("goes on")
+    told_of_it = [text for text in told if text.startswith("autotune")]
+    assert told_of_it[0].endswith("now plan 2")
+    assert told_of_it[-1].endswith("goes on")
     assert followed[:2] == plans_to_try()[1:]
 
 
 def test_the_loader_hands_out_the_parts_of_each_plan_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole batches for a layer that is split by filter, shares of it for one that is split by batch."""
-    monkeypatch.setattr("convoy.adapt.autotune.TURN_S", 0.0)
+    monkeypatch.setattr("convoy.adapt.autotune.ROUND_S", 0.0)
 
     model = nets.build("two-conv")
 

@@ -22,7 +22,7 @@ from convoy.planner.planner import candidates
 from convoy.planner.predict import PlanningContext
 from convoy.profile.job import measure_job
 from convoy.profile.layers import Bench
-from convoy.profile.sizes import wanted
+from convoy.profile.sizes import sizes_to_profile
 from convoy.profile.timing import Times
 
 LAYER = trace(build_net("two-conv:4:6", (3, 16, 16), 10), torch.zeros(2, 3, 16, 16)).graph["0"]
@@ -174,11 +174,11 @@ def test_the_sizes_of_the_plans_are_exact(measured: list[Measurement]) -> None:
     assert seen > 15
 
 
-def test_what_is_on_the_grid_or_small_is_not_wanted(measured: list[Measurement]) -> None:
+def test_what_is_on_the_grid_or_small_is_not_profiled_again(measured: list[Measurement]) -> None:
     graph = trace(build_net(NET, IMAGE, 10), torch.zeros(2, *IMAGE)).graph
     alone = by_grids(measured[0])
     alike = {name: name for name in graph.layers}
-    rows = wanted(alone, graph, BATCH, alike)
+    rows = sizes_to_profile(alone, graph, BATCH, alike)
     assert len(rows) == 3
     on_grid = {(p.layer, p.samples, p.outputs, p.inputs) for p in alone.points_of(alone.fleet.devices[0].name)["3"]}
     for each in rows[0]:
@@ -190,6 +190,6 @@ def test_what_is_on_the_grid_or_small_is_not_wanted(measured: list[Measurement])
         LayerPoint(names[d], w.layer, w.size.samples, w.size.outputs, w.size.inputs, 1.0, 1.0, 0.0, beside=True)
         for d, each in enumerate(rows) for w in each
     ]  # fmt: skip
-    again = wanted(replace(alone, layer=alone.layer + tuple(more)), graph, BATCH, alike)
+    again = sizes_to_profile(replace(alone, layer=alone.layer + tuple(more)), graph, BATCH, alike)
     for device, each in enumerate(again):
         assert not {(w.layer, w.size) for w in each} & {(w.layer, w.size) for w in rows[device]}
