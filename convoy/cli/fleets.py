@@ -19,10 +19,8 @@ from convoy.cli.options import (
     Slowdown,
     Timeout,
     image_of,
-    numbers_of,
 )
 from convoy.cli.top import app, in_job
-from convoy.config.option_types import device_names
 from convoy.config.settings import FIELDS
 from convoy.errors import InputError
 
@@ -58,17 +56,21 @@ def measure(
     mpirun, or under convoy rehearse.
     """
     from convoy.app.measure import MeasureJob, run_measure
+    from convoy.config.run_file import resolve_settings
 
     one_of_job = in_job()
     if not one_of_job and (fleet is not None or print_lines):
         from convoy.launch.command import fleet_to_start, measure_on_fleet
 
         if (hosts := fleet_to_start(fleet, print_lines)) is not None:
-            given = devices != FIELDS["devices"].default
-            raise typer.Exit(measure_on_fleet(hosts, fleet, sys.argv[1:], given, print_lines, port=port))
-    known = device_names(devices)
-    factors = (1.0,) * len(known) if slowdown is None else numbers_of("--slowdown", slowdown)
-    job = MeasureJob(output, fleet, data, data_dir, net, known, batch, factors, budget, timeout, image_size, precision)
+            named = devices != FIELDS["devices"].default
+            raise typer.Exit(measure_on_fleet(hosts, fleet, sys.argv[1:], named, print_lines, port=port))
+    given = {
+        "data": data, "data_dir": data_dir, "image_size": image_size, "net": net, "devices": devices, "batch": batch,
+        "slowdown": slowdown, "precision": precision, "budget_s": budget, "timeout_s": timeout,
+    }  # fmt: skip
+    settings = resolve_settings(None, {name: value for name, value in given.items() if value is not None}).settings
+    job, known = MeasureJob(output, settings, fleet), settings.device_names
     if one_of_job or len(known) == 1:
         run_measure(job)
         return

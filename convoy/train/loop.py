@@ -1,4 +1,4 @@
-"""An ordinary training loop, for the command line; the same loop trains a distributed model and a plain one."""
+"""The training loop of the command line, for a distributed model and an ordinary one: steps, tests, results per epoch."""
 
 import math
 import time
@@ -182,45 +182,43 @@ def fit(
     Args:
         keeper: saves the run as it goes, and knows from where it goes on.
     """
-    course = _Course(training, test, observer, rebalancer, keeper)
+    loop = _Loop(training, test, observer, rebalancer, keeper)
     start = keeper.progress if keeper is not None else Progress()
+    loop.steps = start.step
     for epoch in range(start.epoch, epochs):
         done = start.batch * training.recipe.accumulate if epoch == start.epoch else 0
         train.set_epoch(epoch, min(done, len(train)))  # the last step may have had fewer passes
-        course.epoch(epoch, train, is_last=epoch + 1 == epochs)
-    return course.history
+        loop.epoch(epoch, train, is_last=epoch + 1 == epochs)
+    return loop.history
 
 
-class _Course:
-    """The course of one training, epoch by epoch."""
+@dataclass
+class _Loop:
+    """One training, epoch by epoch; `steps` of the optimizer so far, `tested_s` seconds of tests in this epoch."""
 
-    def __init__(
-        self,
-        training: Training,
-        test: Loader,
-        observer: Observer | None,
-        rebalancer: Rebalancer | None,
-        keeper: Checkpointer | None,
-    ) -> None:
-        self.training, self.test, self.observer = training, test, observer
-        self.rebalancer, self.keeper = rebalancer, keeper
-        self.recipe, self.history = training.recipe, History()
-        self.steps = keeper.progress.step if keeper is not None else 0
-        self.tested_s = 0.0
+    training: Training
+    test: Loader
+    observer: Observer | None
+    rebalancer: Rebalancer | None
+    keeper: Checkpointer | None
+    history: History = field(default_factory=History)
+    steps: int = 0
+    tested_s: float = 0.0
 
     def epoch(self, epoch: int, train: Loader, *, is_last: bool) -> None:
+        recipe = self.training.recipe
         self.training.model.train()
         start_s, weighted, samples, self.tested_s = time.perf_counter(), 0.0, 0, 0.0
         if self.rebalancer is not None:
             self.rebalancer.begin()
         for index, (x, y) in enumerate(train, train.start):
-            batch = _samples(train, index, self.recipe.accumulate)
-            if index % self.recipe.accumulate == 0:
+            batch = _samples(train, index, recipe.accumulate)
+            if index % recipe.accumulate == 0:
                 self.training.optimizer.zero_grad()
                 loss = 0.0
             loss += self.training.backward(x, y, len(y) / batch)
             ends_epoch = index + 1 == len(train)
-            ends_step = ends_epoch or (index + 1) % self.recipe.accumulate == 0
+            ends_step = ends_epoch or (index + 1) % recipe.accumulate == 0
             if ends_step:
                 self._step(epoch, loss, batch)
                 weighted, samples = weighted + loss * batch, samples + batch
@@ -231,7 +229,7 @@ class _Course:
         train_s = time.perf_counter() - start_s - self.tested_s
         if self.rebalancer is not None:
             self.rebalancer.pause()
-        due = is_last or (epoch + 1) % self.recipe.evaluate_epochs == 0 or self._is_due
+        due = is_last or (epoch + 1) % recipe.evaluate_epochs == 0 or self._is_due
         accuracy = self._evaluate(epoch, ends_epoch=True) if due else None
         mean = weighted / samples if samples else math.nan  # a run may go on at the end of an epoch
         result = EpochResult(mean, accuracy, train_s, samples / train_s, self.training.rate())
@@ -243,7 +241,7 @@ class _Course:
 
     @property
     def _is_due(self) -> bool:
-        every = self.recipe.evaluate_steps
+        every = self.training.recipe.evaluate_steps
         return every is not None and self.steps % every == 0
 
     def _step(self, epoch: int, loss: float, samples: int) -> None:

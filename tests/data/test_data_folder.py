@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from convoy.app.measure import MeasureJob
+from convoy.app.inputs import load_images
+from convoy.config.run_file import resolve_settings
 from convoy.data import Samples, load
 from convoy.data.folder import Files, list_folder
 from convoy.errors import DataError, InputError
@@ -144,8 +145,8 @@ def test_images_of_different_sizes_want_one(pets: Path) -> None:
     assert both.image_shape == (3, 4, 4)
     assert {x_CHW.shape for split in (both.train, both.test) for x_CHW, _ in split} == {(3, 4, 4)}
     # Measuring takes them, too.
-    job = MeasureJob(Path("fleet.toml"), None, str(pets), None, "two-conv:1:1", ("cpu",), 1, (1.0,), image_size=4)
-    assert job.images().image_shape == (3, 4, 4)
+    settings = resolve_settings(None, {"data": str(pets), "image_size": 4}).settings
+    assert load_images(settings).image_shape == (3, 4, 4)
 
 
 # --------------------------------------------------------------------------------------------------------- damage

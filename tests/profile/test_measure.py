@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from convoy.app.measure import MeasureJob, run_measure
 from convoy.comm.group import AloneGroup, Arrived, Group, Message, Pending
 from convoy.comm.threads import run_on_threads
+from convoy.config.run_file import resolve_settings
 from convoy.cost.table import LayerPoint, Measurement, layer_times, read_fleet_file
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.fleet import Card, Device, Fleet, Host
@@ -727,9 +728,9 @@ def test_devices_with_different_fleet_files_are_refused() -> None:
         measure_on_threads([fleet, None])
 
 
-def job_of(output: Path, **changes: Any) -> MeasureJob:
-    job = MeasureJob(output, None, "digits", None, "two-conv:1:1", ("cpu", "cpu"), 1, (1.0, 3.0), budget_s=1.0)
-    return replace(job, **changes)
+def job_of(output: Path, fleet: Path | None = None, **changes: Any) -> MeasureJob:
+    given = {"net": "two-conv:1:1", "devices": "cpu,cpu", "batch": 1, "slowdown": "1,3", "budget_s": 1.0} | changes
+    return MeasureJob(output, resolve_settings(None, given).settings, fleet)
 
 
 def measure_command(_device: int, output: str) -> None:
@@ -763,7 +764,7 @@ def test_an_interruption_leaves_the_older_file(tmp_path: Path, monkeypatch: pyte
     output.write_text("older")
     monkeypatch.setattr("convoy.app.measure.measure_job", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        run_measure(job_of(output, devices=("cpu",), slowdown=(1.0,)))
+        run_measure(job_of(output, devices="cpu", slowdown="1"))
     assert output.read_text() == "older"
 
 
@@ -771,7 +772,7 @@ def test_an_interruption_leaves_the_older_file(tmp_path: Path, monkeypatch: pyte
 def test_whoever_is_cut_off_learns_that_nothing_measured_is_lost(
     error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = job_of(tmp_path / "fleet.toml", devices=("cpu",), slowdown=(1.0,))
+    job = job_of(tmp_path / "fleet.toml", devices="cpu", slowdown="1")
     kept: list[str] = []
 
     def cut_off(*_: Any, partial: Path, **__: Any) -> Measurement:
@@ -796,18 +797,18 @@ def test_whoever_is_cut_off_learns_that_nothing_measured_is_lost(
     [
         ({"data": "mnist"}, "unknown data set 'mnist'"),
         ({"batch": 0}, "--batch 0"),
-        ({"precision": "half"}, "unknown precision 'half'"),
+        ({"precision": "half"}, "--precision 'half': choose one of bf16, float32, fp16"),
         ({"precision": "fp16"}, "--precision fp16 on a CPU"),
         ({"image_size": 32}, "--image-size 32 with --data digits: only images of a folder are resized"),
         ({"budget_s": 0.0}, "--budget 0"),
         ({"timeout_s": float("inf")}, "--timeout inf"),
-        ({"slowdown": (1.0,)}, "--slowdown 1"),
-        ({"slowdown": (1.0, 0.5)}, "--slowdown 1,0.5"),
+        ({"slowdown": "1"}, "--slowdown 1"),
+        ({"slowdown": "1,0.5"}, "--slowdown 1,0.5"),
         ({"net": "two-cone"}, "unknown net 'two-cone'"),
         ({"output": Path("absent/fleet.toml")}, "does not exist"),
         ({"output": Path()}, "is a folder"),
         ({"fleet": Path("absent.toml")}, "absent.toml"),
-        ({"devices": ("cpu",), "slowdown": (1.0,), "fleet": Path("two.toml")}, "--devices 1, but the fleet file has 2"),
+        ({"devices": "cpu", "slowdown": "1", "fleet": Path("two.toml")}, "--devices 1, but the fleet file has 2"),
     ],
 )  # fmt: skip
 def test_bad_options_are_refused_before_anything_starts(

@@ -285,6 +285,8 @@ class Changing:
 
     def begin(self) -> None: ...
 
+    def pause(self) -> None: ...
+
     def step(self, batch: int) -> None:  # noqa: ARG002
         self.passes += 1
         if self.passes % 3 == 0:
@@ -570,12 +572,15 @@ def test_an_accuracy_between_two_steps_leaves_the_training_alone() -> None:
 
 
 def test_what_a_rebalancer_sees_of_tests_between_steps() -> None:
-    """It is told to begin anew after each test, and after it was told of the step before."""
+    """It is told to pause before each test and at the end, and to begin anew after each test, once it knows the step before."""
     calls: list[str] = []
 
     class Listening:
         def begin(self) -> None:
             calls.append("begin")
+
+        def pause(self) -> None:
+            calls.append("pause")
 
         def step(self, batch: int) -> None:
             calls.append(f"step {batch}")
@@ -583,7 +588,7 @@ def test_what_a_rebalancer_sees_of_tests_between_steps() -> None:
     model = nets.build("two-conv")
     training = Training(model, made_optimizer(model), Recipe(accumulate=2, evaluate_steps=1))
     fit(training, Loader(Samples(), 10), Loader(Samples(), 23), 1, None, Listening())  # type: ignore[arg-type]
-    assert calls == ["begin", "step 10", "step 10", "begin", "step 10", "step 10", "begin", "step 6"]
+    assert calls == ["begin", *["step 10", "step 10", "pause", "begin"] * 2, "step 6", "pause"]
 
 
 def test_the_pace_does_not_count_tests() -> None:
