@@ -24,8 +24,8 @@ Gloo: Any = _distributed_c10d.ProcessGroupGloo
 stubs leave out the methods it inherits."""
 
 
-class PeerFailure(Exception):  # noqa: N818 - it never leaves this folder: the group turns it into a DeviceLostError
-    """A connection closed, or was silent for the whole time limit. Why, and whose fault it is, is yet to be found."""
+class PeerFailure(Exception):  # noqa: N818 - inside this room only: the group makes it a DeviceLostError
+    """A connection closed, or was silent for the whole time limit; `find_failed` then finds out whose fault it is."""
 
     def __init__(self, peers: Sequence[int], cause: RuntimeError) -> None:
         # The first sentence says it; the rest of gloo's text is for its own developers.
@@ -35,8 +35,8 @@ class PeerFailure(Exception):  # noqa: N818 - it never leaves this folder: the g
         self.timed_out = "timed out" in str(cause).lower() or "timeout" in str(cause).lower()
 
 
-class Carrier(Protocol):
-    """What carries the tensors of a group.
+class Backend(Protocol):
+    """Sends and receives the tensors of a group.
 
     Attributes:
         lanes: see `Group.lanes`.
@@ -44,25 +44,25 @@ class Carrier(Protocol):
 
     lanes: int
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int) -> "Flight": ...
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int) -> "PendingWork": ...
 
     def cut(self, broken: bool) -> None:
         """Close all connections now, so that the others notice. Broken: messages may never arrive, await none."""
 
 
 @dataclass
-class Flight:
+class PendingWork:
     """Messages under way.
 
     Attributes:
         works: what to wait for, and the devices on the other side.
-        landings: (arrived in host memory, where it belongs) for staged messages.
+        staged: (staging buffer in host memory, where it belongs) of received messages.
     """
 
     works: list[tuple[tuple[int, ...], Work]]
-    landings: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
-    def land(self, limit_s: float, waits_for: Callable[[int | None], None]) -> None:
+    def wait(self, limit_s: float, waits_for: Callable[[int | None], None]) -> None:
         """Wait for everything, at most ``limit_s`` altogether; ``waits_for`` is told each time for whom.
 
         Raises:
@@ -78,14 +78,14 @@ class Flight:
                 raise PeerFailure(peers, error) from None
         waits_for(None)
         with torch.no_grad():
-            for host, target in self.landings:
+            for host, target in self.staged:
                 # From pinned memory this only queues the copy on the current stream; torch keeps the buffer till then.
                 target.copy_(host, non_blocking=host.is_pinned())
-        self.works, self.landings = [], []
+        self.works, self.staged = [], []
 
 
 @final
-class GlooCarrier:
+class GlooBackend:
     """Tensors over gloo's TCP connections, one to every other device, moved by a thread of gloo's own.
 
     Tensors on a GPU are staged through pinned host memory here, since gloo's own copies of CUDA tensors lack operations
@@ -113,7 +113,7 @@ class GlooCarrier:
         self._received: Counter[tuple[int, int]] = Counter()
         self._is_cut = False
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int) -> Flight:
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int) -> PendingWork:
         """Start messages; each gets the next tag of its lane, pair and direction.
 
         Raises:
@@ -124,20 +124,20 @@ class GlooCarrier:
             [(_next_tag(self._received, message, lane), message) for message in receives],
         )
 
-    def start_tagged(self, sends: Sequence[Tagged], receives: Sequence[Tagged]) -> Flight:
+    def start_tagged(self, sends: Sequence[Tagged], receives: Sequence[Tagged]) -> PendingWork:
         """Start messages under tags that both sides know, each unique among those under way between the pair."""
-        flight = Flight([])
+        work = PendingWork([])
         # Receives first: what arrives for a posted receive goes straight to its place.
         for tag, message in receives:
             tensor = message.tensor
             if self._goes_through_host(tensor):
                 tensor = _host_buffer(tensor)
-                flight.landings.append((tensor, message.tensor))
-            flight.works.append(self._begin(self._gloo.recv, tensor, message.peer, tag))
+                work.staged.append((tensor, message.tensor))
+            work.works.append(self._begin(self._gloo.recv, tensor, message.peer, tag))
         tensors = self._to_host([message.tensor.detach() for _, message in sends])
         for (tag, message), tensor in zip(sends, tensors, strict=True):
-            flight.works.append(self._begin(self._gloo.send, tensor, message.peer, tag))
-        return flight
+            work.works.append(self._begin(self._gloo.send, tensor, message.peer, tag))
+        return work
 
     def cut(self, broken: bool) -> None:  # noqa: ARG002 - it never waits for messages
         if self._is_cut:
@@ -167,12 +167,11 @@ class GlooCarrier:
         """The tensors in host memory, complete when this returns."""
         hosts = []
         for tensor in tensors:
+            host = tensor
             if self._goes_through_host(tensor):
                 host = _host_buffer(tensor)
                 host.copy_(tensor, non_blocking=host.is_pinned())
-                hosts.append(host)
-            else:
-                hosts.append(tensor)
+            hosts.append(host)
         if any(tensor.is_cuda for tensor in tensors):
             torch.cuda.current_stream(tensors[0].device).record_event().synchronize()
         return hosts
@@ -195,7 +194,7 @@ def _host_buffer(like: torch.Tensor) -> torch.Tensor:
 
 
 @final
-class NcclCarrier:
+class NcclBackend:
     """Tensors straight from GPU to GPU. Only where every device of the job is a GPU of its own, all of one kind.
 
     It joins torch's default process group, or makes it, because that is where torch offers batches of messages.
@@ -225,16 +224,14 @@ class NcclCarrier:
             distributed.all_reduce(torch.zeros(1, device=torch_device), group=self._group)
             torch.cuda.synchronize(torch_device)
 
-    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int) -> Flight:  # noqa: ARG002
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int) -> PendingWork:  # noqa: ARG002
         if not sends and not receives:
-            return Flight([])
-        operations = [
-            distributed.P2POp(distributed.isend, message.tensor.detach(), message.peer, self._group)
-            for message in sends
-        ] + [distributed.P2POp(distributed.irecv, message.tensor, message.peer, self._group) for message in receives]
+            return PendingWork([])
+        operations = [distributed.P2POp(distributed.isend, m.tensor.detach(), m.peer, self._group) for m in sends]
+        operations += [distributed.P2POp(distributed.irecv, m.tensor, m.peer, self._group) for m in receives]
         peers = tuple(dict.fromkeys(message.peer for message in (*receives, *sends)))
         try:
-            return Flight([(peers, work) for work in distributed.batch_isend_irecv(operations)])
+            return PendingWork([(peers, work) for work in distributed.batch_isend_irecv(operations)])
         except RuntimeError as error:
             raise PeerFailure(peers, error) from None
 

@@ -1,4 +1,4 @@
-"""The place of one process in its job, as the environment names it, and the address that leads to the others."""
+"""The rank of this process in its job, as the environment names it, its device, and the address that leads to the others."""
 
 import os
 import socket
@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
 
-from convoy.comm.launch_env import MAX_PROCESSES, PLACE_NAMES, as_torchrun, whole
+from convoy.comm.launch_env import MAX_PROCESSES, RANK_VARIABLES, as_torchrun, whole
 from convoy.errors import InputError
 
-if TYPE_CHECKING:  # the far side of a fleet asks for routes only, and should not wait for torch
+if TYPE_CHECKING:  # the agent on a host asks for routes only, and should not wait for torch
     import torch
 
 
 @dataclass(frozen=True)
-class Place:
-    """One process's place in the job, as the launcher's environment names it.
+class ProcessEnv:
+    """What the launcher's environment says of one process: its rank, and where all meet.
 
     Attributes:
         device: this process's index; torchrun calls it RANK.
@@ -39,26 +39,25 @@ class Place:
     attempt: int
 
 
-def read_place(environment: Mapping[str, str]) -> Place | None:
-    """The place that the variables of torchrun, srun or mpirun name, or None where there are none: the script was started
-    alone.
+def read_process_env(environment: Mapping[str, str]) -> ProcessEnv | None:
+    """Read the variables of torchrun, srun or mpirun; None where there are none: the script was started alone.
 
     Raises:
         InputError: some are set and others are not, or one is no number, or out of range.
     """
     environment = as_torchrun(environment)
-    missing = [name for name in PLACE_NAMES if not environment.get(name)]
+    missing = [name for name in RANK_VARIABLES if not environment.get(name)]
     if "RANK" in missing and "WORLD_SIZE" in missing:
         # MASTER_ADDR alone says nothing: clusters set it for every container.
         return None
     if missing:
-        present = ", ".join(f"{name}={environment[name]}" for name in PLACE_NAMES if name not in missing)
+        present = ", ".join(f"{name}={environment[name]}" for name in RANK_VARIABLES if name not in missing)
         raise InputError(
             f"the environment has {present} but no {', '.join(missing)}: a process of a job needs all of "
-            f"{', '.join(PLACE_NAMES)}; start it with torchrun, srun, mpirun or convoy, or unset them to run alone"
+            f"{', '.join(RANK_VARIABLES)}; start it with torchrun, srun, mpirun or convoy, or unset them to run alone"
         )
     devices = whole(environment, "WORLD_SIZE", 1, MAX_PROCESSES)
-    return Place(
+    return ProcessEnv(
         device=whole(environment, "RANK", 0, devices - 1),
         devices=devices,
         local=whole(environment, "LOCAL_RANK", 0, MAX_PROCESSES - 1) if environment.get("LOCAL_RANK") else 0,

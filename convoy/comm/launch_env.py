@@ -7,7 +7,7 @@
     mpirun (MPICH, Intel MPI)      PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS
     srun                           SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE
 
-An inner launcher's word counts before an outer one's: mpirun in a Slurm job, torchrun in either. MASTER_ADDR and
+An inner launcher's variables count before an outer one's: mpirun in a Slurm job, torchrun in either. MASTER_ADDR and
 MASTER_PORT, where a person has set them, count before what is worked out here.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from convoy.errors import InputError
 
-PLACE_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, and everything that follows its contract, sets for each process."""
 
 MAX_PROCESSES = 1 << 20
@@ -30,7 +30,7 @@ _FIRST_PORT, _PORTS = 15_000, 15_000
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """What an mpirun calls the place of a process, and how it is asked to pass a variable on."""
+    """What an mpirun calls the rank of a process, and how it is asked to pass a variable on."""
 
     launcher: str
     rank: str
@@ -56,25 +56,25 @@ def is_one_of_job(environment: Mapping[str, str]) -> bool:
 
 
 def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment, with the place that srun or mpirun gave this process told as torchrun tells it.
+    """The environment, with the rank that srun or mpirun gave this process in torchrun's variables.
 
     A job of one process is none: there, and where no launcher is to be seen, the environment stays as it is. So does it
     in the script of a Slurm job and in an interactive allocation, which are no part of a step.
 
     Raises:
-        InputError: a launcher that names half of a place, a value that is no number or out of range, or several machines
-            and no word where they can meet.
+        InputError: a launcher that sets some of its variables only, a value that is no number or out of range, or several
+            machines and no address where they can meet.
     """
-    place: dict[str, str] = {}
+    rank: dict[str, str] = {}
     if not is_one_of_job(environment):
-        if _says(environment, _OPEN_MPI):
-            place = _from_mpi(environment, _OPEN_MPI)
-        # Slurm, too, speaks MPICH's language to its processes, but leaves out the place on the machine.
-        elif _says(environment, _HYDRA) and not (_is_step(environment) and not environment.get(_HYDRA.local)):
-            place = _from_mpi(environment, _HYDRA)
+        if _is_set(environment, _OPEN_MPI):
+            rank = _from_mpi(environment, _OPEN_MPI)
+        # Slurm, too, speaks MPICH's language to its processes, but leaves out the number on the machine.
+        elif _is_set(environment, _HYDRA) and not (_is_step(environment) and not environment.get(_HYDRA.local)):
+            rank = _from_mpi(environment, _HYDRA)
         elif _is_step(environment):
-            place = _from_slurm(environment)
-    return {**environment, **place}
+            rank = _from_slurm(environment)
+    return {**environment, **rank}
 
 
 def whole(environment: Mapping[str, str], name: str, least: int, most: int) -> int:
@@ -88,7 +88,7 @@ def whole(environment: Mapping[str, str], name: str, least: int, most: int) -> i
 # --- mpirun ----------------------------------------------------------------------------------------------------------
 
 
-def _says(environment: Mapping[str, str], names: _Names) -> bool:
+def _is_set(environment: Mapping[str, str], names: _Names) -> bool:
     return bool(environment.get(names.rank) or environment.get(names.size))
 
 
@@ -195,6 +195,6 @@ def _need(environment: Mapping[str, str], launcher: str, *names: str) -> None:
     if missing:
         present = ", ".join(f"{name}={environment[name]}" for name in names if name not in missing)
         raise InputError(
-            f"the environment has {present or 'a place'} of {launcher} but no {', '.join(missing)}: a process of a job needs "
-            f"all of {', '.join(names)}. Start it with {launcher}, torchrun or convoy, or set {', '.join(PLACE_NAMES)}"
+            f"the environment has {present or 'some variables'} of {launcher} but no {', '.join(missing)}: a process of a job "
+            f"needs all of {', '.join(names)}. Start it with {launcher}, torchrun or convoy, or set {', '.join(RANK_VARIABLES)}"
         )

@@ -1,4 +1,4 @@
-"""A group of processes: join() takes the place that torchrun's environment names."""
+"""A group of processes: join() takes the rank that the environment names."""
 
 import atexit
 import itertools
@@ -15,11 +15,11 @@ from typing import TypeVar, final
 
 import torch
 
-from convoy.comm.backends import CONTROL, Carrier, Flight, GlooCarrier, NcclCarrier, PeerFailure, can_use_nccl
-from convoy.comm.environment import Place, own_address, pick_device, reachable_address, read_place
-from convoy.comm.failure import DONE_CAUSE, Answer, Door, Note, Silence, find_lost
+from convoy.comm.backends import CONTROL, Backend, GlooBackend, NcclBackend, PeerFailure, PendingWork, can_use_nccl
+from convoy.comm.environment import ProcessEnv, own_address, pick_device, reachable_address, read_process_env
+from convoy.comm.failure import DONE_CAUSE, FailureReport, Health, HealthServer, NoAnswer, find_failed
 from convoy.comm.group import AloneGroup, CountedGroup, Group, Message, Pending, closed_error
-from convoy.comm.rendezvous import Greeting, Meeting, own_greeting, store_at, title
+from convoy.comm.rendezvous import ProcessInfo, Rendezvous, own_info, store_at, title
 from convoy.errors import ConvoyError, DeviceLostError, InputError
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ T = TypeVar("T")
 FAREWELL_S = 5.0
 """How long a device that is done waits for the others to be done, so that no connection closes under a message."""
 
-_meetings = itertools.count()
+_rendezvous_count = itertools.count()
 
 
 def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, staged: bool = False) -> Group:
@@ -43,43 +43,44 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
         staged: send tensors through buffers in host memory even where that is not needed.
 
     Raises:
-        InputError: an incomplete environment, no such device, a port that is taken, a place claimed twice.
+        InputError: an incomplete environment, no such device, a port that is taken, a rank claimed twice.
         MismatchError: the devices run different versions.
         DeviceLostError: somebody did not come in time, or cannot be reached.
     """
     watch_parent()
     if not timeout_s > 0:
         raise InputError(f"timeout_s={timeout_s}: a time limit is a number of seconds above 0, such as 60")
-    place = read_place(os.environ)
-    torch_device = pick_device(device, place.local if place else 0)
-    if place is None or place.devices == 1:
+    env = read_process_env(os.environ)
+    torch_device = pick_device(device, env.local if env else 0)
+    if env is None or env.devices == 1:
         return AloneGroup(torch_device, timeout_s)
     try:
         # Torch's store and gloo wait out of reach of signals, some of it without a limit.
-        return within(timeout_s + 5.0, lambda: _join(place, torch_device, timeout_s, staged))
+        return within(timeout_s + 5.0, lambda: _join(env, torch_device, timeout_s, staged))
     except TimeoutError:
         raise DeviceLostError(
-            0, f"device 0 was lost: its store at {place.host} port {place.port} does not answer; start the job again"
+            0, f"device 0 was lost: its store at {env.host} port {env.port} does not answer; start the job again"
         ) from None
 
 
-def _join(place: Place, torch_device: torch.device, timeout_s: float, staged: bool) -> Group:
+def _join(env: ProcessEnv, torch_device: torch.device, timeout_s: float, staged: bool) -> Group:
     deadline_s = time.monotonic() + timeout_s
-    address = own_address(place.host, place.port)
+    address = own_address(env.host, env.port)
     try:
-        meeting = Meeting(store_at(place, deadline_s), place, next(_meetings), deadline_s)
-        greetings = meeting.greet(own_greeting(torch_device, place.devices, address))
-        address = reachable_address(address, [greeting.address for greeting in greetings])
-        group = JoinedGroup(place.device, torch_device, timeout_s, greetings)
+        rendezvous = Rendezvous(store_at(env, deadline_s), env, next(_rendezvous_count), deadline_s)
+        infos = rendezvous.exchange_infos(own_info(torch_device, env.devices, address))
+        address = reachable_address(address, [info.address for info in infos])
+        health = HealthServer(env.device, address, infos[0].nonce)
+        group = JoinedGroup(torch_device, timeout_s, infos, health)
         try:
-            group.connect(meeting, address, staged)
+            group.connect(rendezvous, address, staged)
         except BaseException as error:
             group.close(error)
             raise
     except RuntimeError as error:
         raise DeviceLostError(
             0,
-            f"device 0 was lost: the store at {place.host} port {place.port}, kept by it or its launcher, failed "
+            f"device 0 was lost: the store at {env.host} port {env.port}, kept by it or its launcher, failed "
             f"({str(error).splitlines()[0]}); start the job again",
         ) from error
     atexit.register(group.close_at_exit)
@@ -90,55 +91,55 @@ def _join(place: Place, torch_device: torch.device, timeout_s: float, staged: bo
 class JoinedGroup(CountedGroup):
     """This process in a group of processes. Made by :func:`join`."""
 
-    def __init__(self, device: int, torch_device: torch.device, timeout_s: float, greetings: Sequence[Greeting]):
-        super().__init__(device, len(greetings), torch_device, timeout_s)
-        self.greetings = tuple(greetings)
-        self._status = Answer()
+    _gloo: GlooBackend
+    _backend: Backend
+
+    def __init__(
+        self, torch_device: torch.device, timeout_s: float, infos: Sequence[ProcessInfo], health: HealthServer
+    ) -> None:
+        super().__init__(health.device, len(infos), torch_device, timeout_s)
+        self.infos = tuple(infos)
+        self._health = health
+        self._connected: list[Backend] = []
         self._waits_for: list[int | None] = [None] * self.lanes
-        self._losing = threading.Lock()
+        self._failing = threading.Lock()
         self._agreed = 0
         self._told = False
         self._closed = False
         self._process = os.getpid()
-        self._door: Door | None = None
-        self._gloo: GlooCarrier | None = None
-        self._carrier: Carrier | None = None
-        self._under_way: set[_InFlight] = set()
+        self._under_way: set[_PendingMessages] = set()
 
-    def connect(self, meeting: Meeting, address: str, staged: bool) -> None:
+    def connect(self, rendezvous: Rendezvous, address: str, staged: bool) -> None:
         """Open the connections to all others."""
-        door = self._door = Door(self.device, address, self.greetings[0].nonce, lambda: self._status)
-        texts = meeting.gather("door", json.dumps(door.address))
-        door.addresses = [(str(host), int(port)) for host, port in map(json.loads, texts)]
+        texts = rendezvous.gather("health", json.dumps(self._health.address))
+        self._health.addresses = [(str(host), int(port)) for host, port in map(json.loads, texts)]
         for peer in range(self.devices):
-            if peer != self.device:
-                self._check_reach(door, peer)
-        limit_s = meeting.deadline_s - time.monotonic()
+            if peer != self.device and isinstance(silence := self._health.ping(peer), NoAnswer):
+                host, port = self._health.addresses[peer]
+                raise DeviceLostError(
+                    peer,
+                    f"{self._title(peer)} came, but device {self.device} at {address} cannot reach it at {host} port "
+                    f"{port} ({silence.value}): open the ports between the machines, or name the interface that leads "
+                    "there in GLOO_SOCKET_IFNAME",
+                )
+        limit_s = rendezvous.deadline_s - time.monotonic()
         try:
-            self._gloo = GlooCarrier(meeting.store, self.device, self.devices, address, limit_s, staged)
+            self._gloo = GlooBackend(rendezvous.store, self.device, self.devices, address, limit_s, staged)
         except RuntimeError as error:
-            raise self._unconnected(door, address, str(error).splitlines()[0]) from error
-        self._carrier = self._gloo
-        hosts, names = [each.host for each in self.greetings], [each.name for each in self.greetings]
-        if can_use_nccl([each.device for each in self.greetings], names, hosts):
-            self._carrier = NcclCarrier(meeting.store, self.device, self.devices, self.torch_device, self.timeout_s)
-            self.lanes = self._carrier.lanes
+            raise self._unconnected(address, str(error).splitlines()[0]) from error
+        self._backend = self._gloo
+        self._connected.append(self._gloo)
+        hosts, names = [each.host for each in self.infos], [each.name for each in self.infos]
+        if can_use_nccl([each.device for each in self.infos], names, hosts):
+            self._backend = NcclBackend(rendezvous.store, self.device, self.devices, self.torch_device, self.timeout_s)
+            self._connected.append(self._backend)
+            self.lanes = self._backend.lanes
 
-    def _check_reach(self, door: Door, peer: int) -> None:
-        if isinstance(silence := door.knock(peer), Silence):
-            host, port = door.addresses[peer]
-            raise DeviceLostError(
-                peer,
-                f"{self._title(peer)} came, but device {self.device} at {door.address[0]} cannot reach it at {host} "
-                f"port {port} ({silence.value}): open the ports between the machines, or name the interface that "
-                "leads there in GLOO_SOCKET_IFNAME",
-            )
-
-    def _unconnected(self, door: Door, address: str, reason: str) -> ConvoyError:
+    def _unconnected(self, address: str, reason: str) -> ConvoyError:
         for peer in range(self.devices):
-            if (note := door.note_from(peer, 0.0)) is not None:
-                return DeviceLostError(note.root, f"{self._title(note.root)} {note.cause}")
-            if peer != self.device and isinstance(silence := door.knock(peer), Silence):
+            if (report := self._health.report_from(peer, 0.0)) is not None:
+                return DeviceLostError(report.root, f"{self._title(report.root)} {report.cause}")
+            if peer != self.device and isinstance(silence := self._health.ping(peer), NoAnswer):
                 return DeviceLostError(peer, f"{self._title(peer)} was lost before the job began: {silence.value}")
         return ConvoyError(
             f"device {self.device} met all others, but gloo could not connect to them from {address} within "
@@ -148,81 +149,69 @@ class JoinedGroup(CountedGroup):
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
         sends, receives = self._admit(sends, receives, lane)
         try:
-            return _InFlight(self, _present(self._carrier).start(sends, receives, lane), lane)
+            return _PendingMessages(self, self._backend.start(sends, receives, lane), lane)
         except PeerFailure as failure:
-            raise self._lose(failure) from failure
+            raise self._fail(failure) from failure
 
     def agree(self, topic: str, text: str) -> tuple[str, ...]:
         self._raise_failure()
         try:
-            pages = self._swap_pages(_page(topic, text), self.timeout_s)
+            pages = self._swap_pages([topic, text], self.timeout_s)
         except PeerFailure as failure:
-            raise self._lose(failure) from failure
-        topics, texts = zip(*(json.loads(each) for each in pages), strict=True)
+            raise self._fail(failure) from failure
+        topics, texts = zip(*(json.loads(page) for page in pages), strict=True)
         self._check_topics(topic, topics)
         return tuple(texts)
 
-    def _swap_pages(self, page: bytes, limit_s: float) -> list[bytes]:
-        """Everybody's page, in device order: first the lengths travel, then the pages."""
+    def _swap_pages(self, page: list[str], limit_s: float) -> list[bytes]:
+        """Everybody's page as JSON, in device order: first the lengths travel, then the pages."""
         tag = CONTROL + 2 * self._agreed % (CONTROL - 2)
         self._agreed += 1
         peers = [peer for peer in range(self.devices) if peer != self.device]
-        mine = torch.frombuffer(bytearray(page), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(json.dumps(page).encode()), dtype=torch.uint8)
         lengths = {peer: torch.zeros(1, dtype=torch.int64) for peer in peers}
-        self._swap(tag, torch.tensor([len(page)]), lengths, limit_s)
+        self._swap(tag, torch.tensor([len(mine)]), lengths, limit_s)
         pages = {peer: torch.empty(int(lengths[peer]), dtype=torch.uint8) for peer in peers}
         self._swap(tag + 1, mine, pages, limit_s)
         pages[self.device] = mine
         return [pages[device].numpy().tobytes() for device in range(self.devices)]
 
     def _swap(self, tag: int, mine: torch.Tensor, theirs: dict[int, torch.Tensor], limit_s: float) -> None:
-        flight = _present(self._gloo).start_tagged(
-            [(tag, Message(peer, mine)) for peer in theirs],
-            [(tag, Message(peer, tensor)) for peer, tensor in theirs.items()],
-        )
-        flight.land(limit_s, self._wait_for)
-
-    def _land(self, flight: Flight, lane: int) -> None:
-        try:
-            flight.land(self.timeout_s, lambda peer: self._wait_for(peer, lane))
-        except PeerFailure as failure:
-            raise self._lose(failure) from failure
+        sends = [(tag, Message(peer, mine)) for peer in theirs]
+        receives = [(tag, Message(peer, tensor)) for peer, tensor in theirs.items()]
+        self._gloo.start_tagged(sends, receives).wait(limit_s, self._wait_for)
 
     def _wait_for(self, peer: int | None, lane: int = 0) -> None:
-        # The door's thread reads this. It stays set after a failure, so that others can follow it.
+        # It stays set after a failure, so that others can follow it.
         self._waits_for[lane] = peer
-        if not self._status.done:
-            self._status = Answer(next((each for each in self._waits_for if each is not None), None))
+        if not self._health.state.done:
+            self._health.state = Health(next((each for each in self._waits_for if each is not None), None))
 
-    def _lose(self, failure: PeerFailure) -> ConvoyError:
-        """Find out who was lost, tell the others, and leave; where another lane was first, what it found."""
-        with self._losing:
-            return self.failure or self._find_lost(failure)
-
-    def _find_lost(self, failure: PeerFailure) -> DeviceLostError:
-        door = _present(self._door)
-        peer = failure.peers[0]
-        if len(failure.peers) > 1:
-            peer = next((each for each in failure.peers if isinstance(door.knock(each), Silence)), peer)
-        verdict = find_lost(door, self.device, peer, failure.timed_out, self.timeout_s)
-        error = DeviceLostError(verdict.device, f"{self._title(verdict.device)} {verdict.cause}")
-        self.failure = error
-        self._tell(Note(self.device, verdict.device, verdict.cause))
-        self._cut(broken=True)
-        return error
+    def _fail(self, failure: PeerFailure) -> ConvoyError:
+        """Find out which device failed, tell the others, and leave; where another lane was first, what it found."""
+        with self._failing:
+            if self.failure is None:
+                peer = failure.peers[0]
+                if len(failure.peers) > 1:
+                    silent = (each for each in failure.peers if isinstance(self._health.ping(each), NoAnswer))
+                    peer = next(silent, peer)
+                verdict = find_failed(self._health, self.device, peer, failure.timed_out, self.timeout_s)
+                self.failure = DeviceLostError(verdict.device, f"{self._title(verdict.device)} {verdict.cause}")
+                self._tell(verdict.device, verdict.cause)
+                self._cut(broken=True)
+            return self.failure
 
     def _title(self, device: int) -> str:
-        return title(device, self.greetings[device])
+        return title(device, self.infos[device])
 
-    def _tell(self, note: Note) -> None:
-        if not self._told and self._door is not None and self._door.addresses:
+    def _tell(self, root: int, cause: str) -> None:
+        if not self._told:
             self._told = True
-            self._door.leave_notes(note)
+            self._health.report_failure(FailureReport(self.device, root, cause))
 
     def _cut(self, broken: bool) -> None:
-        for carrier in (self._gloo, self._carrier):
-            if carrier is not None:
-                carrier.cut(broken)
+        for backend in self._connected:
+            backend.cut(broken)
 
     def close(self, error: BaseException | None = None) -> None:
         if self._closed or os.getpid() != self._process:
@@ -230,23 +219,21 @@ class JoinedGroup(CountedGroup):
         self._closed = True
         atexit.unregister(self.close_at_exit)
         if (reason := error or self.failure) is None:
-            self._part()
+            self._farewell()
         else:
-            cause = f"left because of its own error: {type(reason).__name__}: {reason}"[:4000]
-            self._tell(Note(self.device, self.device, cause))
+            self._tell(self.device, f"left because of its own error: {type(reason).__name__}: {reason}"[:4000])
         self._cut(broken=self.failure is not None or error is not None)
         self.failure = self.failure or closed_error()
         self._under_way.clear()
-        if self._door is not None:
-            self._door.close()
+        self._health.close()
 
-    def _part(self) -> None:
+    def _farewell(self) -> None:
         """Wait a little for the others to be done as well."""
-        self._status = Answer(done=True)
+        self._health.state = Health(done=True)
         try:
-            self._swap_pages(_page("the end of its work", ""), min(FAREWELL_S, self.timeout_s))
+            self._swap_pages(["the end of its work", ""], min(FAREWELL_S, self.timeout_s))
         except PeerFailure:
-            self._tell(Note(self.device, self.device, DONE_CAUSE))
+            self._tell(self.device, DONE_CAUSE)
 
     def close_at_exit(self) -> None:
         """Close with the error that ends this process, if one does: the interpreter has kept it."""
@@ -254,31 +241,22 @@ class JoinedGroup(CountedGroup):
 
 
 @final
-class _InFlight:
-    def __init__(self, group: JoinedGroup, flight: Flight, lane: int) -> None:
-        self.group = group
-        self.flight = flight
-        self.lane = lane
-        if flight.works:
+class _PendingMessages:
+    def __init__(self, group: JoinedGroup, work: PendingWork, lane: int) -> None:
+        self.group, self.work, self.lane = group, work, lane
+        if work.works:
             # Gloo forgets a message whose handle is dropped, on this side only, and the next ones never arrive.
             group._under_way.add(self)
 
     def wait(self) -> None:
-        if not self.flight.works:
+        if not self.work.works:
             return
         self.group._raise_failure()
-        self.group._land(self.flight, self.lane)
+        try:
+            self.work.wait(self.group.timeout_s, lambda peer: self.group._wait_for(peer, self.lane))
+        except PeerFailure as failure:
+            raise self.group._fail(failure) from failure
         self.group._under_way.discard(self)
-
-
-def _page(topic: str, text: str) -> bytes:
-    return json.dumps([topic, text]).encode()
-
-
-def _present(part: T | None) -> T:
-    if part is None:
-        raise ConvoyError("this group is not connected: make groups with join()")
-    return part
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:

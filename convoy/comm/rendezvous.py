@@ -1,4 +1,4 @@
-"""How the processes of a job meet: at a store, where each leaves its greeting and reads those of the others."""
+"""How the processes of a job find each other: at a store, where each leaves what the others must know of it."""
 
 import json
 import os
@@ -16,12 +16,12 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from convoy._version import __version__
-from convoy.comm.environment import Place, is_loopback, resolve
+from convoy.comm.environment import ProcessEnv, is_loopback, resolve
 from convoy.errors import DeviceLostError, InputError, MismatchError
 
 
 @dataclass(frozen=True)
-class Greeting:
+class ProcessInfo:
     """What a process says about itself when it joins. What an older or newer Convoy leaves out reads as ``"?"``."""
 
     device: str = "?"  # "cpu", "cuda:0"
@@ -31,13 +31,10 @@ class Greeting:
     devices: str = "?"  # how many it believes there are
     convoy: str = "?"
     torch: str = "?"  # major.minor: patch releases work together
-    nonce: str = "?"  # tells two processes apart that claim the same place
-
-    def to_text(self) -> str:
-        return json.dumps(asdict(self))
+    nonce: str = "?"  # tells two processes apart that claim the same env
 
     @classmethod
-    def from_text(cls, text: str) -> "Greeting":
+    def from_text(cls, text: str) -> "ProcessInfo":
         try:
             known = json.loads(text)
             return cls(**{field.name: str(known[field.name]) for field in fields(cls) if field.name in known})
@@ -45,31 +42,25 @@ class Greeting:
             return cls()
 
 
-def own_greeting(torch_device: torch.device, devices: int, address: str) -> Greeting:
-    """The greeting of this process."""
+def own_info(torch_device: torch.device, devices: int, address: str) -> ProcessInfo:
+    """What this process says about itself."""
     name = torch.cuda.get_device_name(torch_device) if torch_device.type == "cuda" else platform.machine()
-    return Greeting(
-        device=str(torch_device),
-        name=name,
-        host=platform.node(),
-        address=address,
-        devices=str(devices),
-        convoy=__version__,
-        torch=".".join(torch.__version__.split(".")[:2]),
-        nonce=uuid.uuid4().hex,
-    )
+    return ProcessInfo(
+        str(torch_device), name, platform.node(), address, str(devices), __version__,
+        torch=".".join(torch.__version__.split(".")[:2]), nonce=uuid.uuid4().hex,
+    )  # fmt: skip
 
 
-def check_greetings(greetings: Sequence[Greeting]) -> None:
+def check_infos(infos: Sequence[ProcessInfo]) -> None:
     """Refuse a job whose processes run different versions or count different numbers of devices.
 
     Raises:
         MismatchError: names the devices in the minority, what they have, and what the others have.
     """
     for field, meaning in (("devices", "number of devices (WORLD_SIZE)"), ("convoy", "convoy"), ("torch", "torch")):
-        values = [getattr(greeting, field) for greeting in greetings]
+        values = [getattr(info, field) for info in infos]
         usual = Counter(values).most_common(1)[0][0]
-        others = [f"{value} on {title(i, greetings[i])}" for i, value in enumerate(values) if value != usual]
+        others = [f"{value} on {title(i, infos[i])}" for i, value in enumerate(values) if value != usual]
         if others:
             raise MismatchError(
                 f"the devices do not run the same {meaning}: {usual} on most, but {', '.join(others)}. "
@@ -77,9 +68,9 @@ def check_greetings(greetings: Sequence[Greeting]) -> None:
             )
 
 
-def title(device: int, greeting: Greeting | None) -> str:
+def title(device: int, info: ProcessInfo | None) -> str:
     """A device as messages name it: its index, and where it is once that is known."""
-    return f"device {device}" if greeting is None else f"device {device} (host {greeting.host}, {greeting.device})"
+    return f"device {device}" if info is None else f"device {device} (host {info.host}, {info.device})"
 
 
 # ------------------------------------------------------------------------------------------------ the store
@@ -92,33 +83,33 @@ _stores: dict[tuple[str, int], Store] = {}
 """The stores this process has been to. They stay open until it ends, so that a job can meet again at the same port."""
 
 
-def store_at(place: Place, deadline_s: float) -> Store:
+def store_at(env: ProcessEnv, deadline_s: float) -> Store:
     """The store of this job; this process hosts it if it is device 0 and no launcher does.
 
     Raises:
         InputError: device 0 cannot listen there.
         DeviceLostError: nobody listened there until ``deadline_s`` (of ``time.monotonic``).
     """
-    key = (place.host, place.port)
+    key = (env.host, env.port)
     if key not in _stores:
-        if distributed.is_initialized() and distributed.get_world_size() == place.devices:
+        if distributed.is_initialized() and distributed.get_world_size() == env.devices:
             # The script has called init_process_group(): all have met already, and device 0's port is taken.
             return distributed.distributed_c10d._get_default_store()
-        if place.device == 0 and not place.hosted:
-            _check_open(place)
-            _stores[key] = host_store(place.host, place.port)
+        if env.device == 0 and not env.hosted:
+            _check_open(env)
+            _stores[key] = host_store(env.host, env.port)
         else:
-            _stores[key] = visit_store(place.host, place.port, deadline_s)
+            _stores[key] = visit_store(env.host, env.port, deadline_s)
     return _stores[key]
 
 
-def _check_open(place: Place) -> None:
+def _check_open(env: ProcessEnv) -> None:
     """Refuse to wait for other machines at an address that they cannot reach."""
-    address = str(resolve(place.host, place.port, socket.SOCK_STREAM)[0][1][0])
-    if place.local_devices is not None and place.local_devices < place.devices and is_loopback(address):
+    address = str(resolve(env.host, env.port, socket.SOCK_STREAM)[0][1][0])
+    if env.local_devices is not None and env.local_devices < env.devices and is_loopback(address):
         raise InputError(
-            f"MASTER_ADDR={place.host} is {address} on this machine, which leads to itself only, but {place.devices} "
-            f"devices are to meet there and {place.local_devices} of them are here: give the address of this machine "
+            f"MASTER_ADDR={env.host} is {address} on this machine, which leads to itself only, but {env.devices} "
+            f"devices are to meet there and {env.local_devices} of them are here: give the address of this machine "
             "in the network (Debian maps a machine's own name to loopback in /etc/hosts)"
         )
 
@@ -142,13 +133,9 @@ def host_store(host: str, port: int) -> TCPStore:
                 "job may use this one; port 0 or none takes a free one) and an address of this machine"
             ) from None
         address, port = listener.getsockname()[:2]
+        # Multi-tenant: a script that also calls init_process_group() then finds this store, not a taken port.
         return TCPStore(
-            address,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=True,  # a script that also calls init_process_group() then finds this store, not a taken port
-            master_listen_fd=listener.detach(),
+            address, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
         )
 
 
@@ -180,45 +167,46 @@ def visit_store(host: str, port: int, deadline_s: float) -> TCPStore:
     return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
 
 
-class Meeting:
-    """One meeting of all processes at a store: each topic gathers one text from every one of them."""
+class Rendezvous:
+    """One rendezvous of all processes at a store: each topic gathers one text from every one of them."""
 
-    def __init__(self, store: Store, place: Place, number: int, deadline_s: float) -> None:
-        """Meeting ``number`` of this process; all processes hold equally many. It ends at ``deadline_s``."""
-        # A restarted or second meeting must not find the greetings, or gloo's addresses, of the one before.
-        self.store = PrefixStore(f"convoy/{place.attempt}/{number}", store)
-        self.place = place
+    def __init__(self, store: Store, env: ProcessEnv, number: int, deadline_s: float) -> None:
+        """Rendezvous ``number`` of this process; all processes hold equally many. It ends at ``deadline_s``."""
+        # A restarted or second one must not find the infos, or gloo's addresses, of the one before.
+        self.store = PrefixStore(f"convoy/{env.attempt}/{number}", store)
+        self.env = env
         self.deadline_s = deadline_s
-        self.greetings: list[Greeting] = []
+        self.infos: list[ProcessInfo] = []
 
-    def greet(self, greeting: Greeting) -> list[Greeting]:
-        """Everybody's greeting.
+    def exchange_infos(self, info: ProcessInfo) -> list[ProcessInfo]:
+        """Everybody's info.
 
         Raises:
             InputError, DeviceLostError: as in :meth:`gather`.
-            MismatchError: as in :func:`check_greetings`.
+            MismatchError: as in :func:`check_infos`.
         """
-        self.greetings = [Greeting.from_text(text) for text in self.gather("greeting", greeting.to_text())]
+        texts = self.gather("greeting", json.dumps(asdict(info)))  # the key that all versions use
+        self.infos = [ProcessInfo.from_text(text) for text in texts]
         try:
-            check_greetings(self.greetings)
+            check_infos(self.infos)
         except MismatchError:
             self._linger()
             raise
-        return self.greetings
+        return self.infos
 
     def gather(self, topic: str, text: str) -> list[str]:
         """Everybody's text on the topic, in device order.
 
         Raises:
-            InputError: another process has this one's place.
+            InputError: another process has this one's rank.
             DeviceLostError: some device brought nothing until the deadline; all such devices are named.
         """
-        keys = [f"{topic}/{device}" for device in range(self.place.devices)]
-        kept = self.store.compare_set(keys[self.place.device], "", text).decode()
+        keys = [f"{topic}/{device}" for device in range(self.env.devices)]
+        kept = self.store.compare_set(keys[self.env.device], "", text).decode()
         if kept != text:
             raise InputError(
-                f"two processes claim to be device {self.place.device} (RANK={self.place.device}): this one, and one "
-                f"on host {Greeting.from_text(kept).host}; give every process its own RANK"
+                f"two processes claim to be device {self.env.device} (RANK={self.env.device}): this one, and one "
+                f"on host {ProcessInfo.from_text(kept).host}; give every process its own RANK"
             )
         pause_s = 0.002
         while not self.store.check(keys):
@@ -237,21 +225,21 @@ class Meeting:
 
     def _linger(self) -> None:
         """Give the others the time to read what went wrong, if the store ends with this process."""
-        if self.place.device == 0 and not self.place.hosted:
+        if self.env.device == 0 and not self.env.hosted:
             time.sleep(3 * LONGEST_PAUSE_S)
 
     def _absence(self, present: Sequence[str], keys: Sequence[str]) -> DeviceLostError:
         missing = [device for device, key in enumerate(keys) if key not in present]
-        if self.greetings:
-            names = ", ".join(title(device, self.greetings[device]) for device in missing)
+        if self.infos:
+            names = ", ".join(title(device, self.infos[device]) for device in missing)
             return DeviceLostError(
                 missing[0], f"{names} came and was lost before the job began: see its own output, and start again"
             )
-        hosts = sorted({Greeting.from_text(self.store.get(key).decode()).host for key in present})
+        hosts = sorted({ProcessInfo.from_text(self.store.get(key).decode()).host for key in present})
         names = ", ".join(str(device) for device in missing)
         return DeviceLostError(
             missing[0],
-            f"{'devices' if len(missing) > 1 else 'device'} {names} of {self.place.devices} did not come within the "
+            f"{'devices' if len(missing) > 1 else 'device'} {names} of {self.env.devices} did not come within the "
             f"time limit; here are {len(present)}, on {', '.join(hosts)}. Start the missing ones with "
-            f"MASTER_ADDR={self.place.host} MASTER_PORT={self.place.port}, or a job of fewer devices",
+            f"MASTER_ADDR={self.env.host} MASTER_PORT={self.env.port}, or a job of fewer devices",
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from convoy.comm.environment import Place, read_place
+from convoy.comm.environment import ProcessEnv, read_process_env
 from convoy.comm.processes import watch_parent
 from convoy.config.files import write_whole
 from convoy.doctor.examine import examine_alone, examine_fleet, examine_job, read_context
@@ -44,13 +44,13 @@ def run_doctor(fleet_file: Path | None, json_file: Path | None, wait_s: float, c
     if not 0 < wait_s < math.inf:
         raise InputError(f"--wait {wait_s:g}: give a number of seconds above 0")
     watch_parent()
-    place = read_place(os.environ)
+    env = read_process_env(os.environ)
     if context_text is not None:
-        status = _run(place, from_text(CONTEXT, context_text, "--case"), json_file, wait_s, start_s)
+        status = _run(env, from_text(CONTEXT, context_text, "--case"), json_file, wait_s, start_s)
         return ERROR_STATUS if status == FOUND_ERRORS else status
     context = read_context(fleet_file)
-    if place is not None or fleet_file is None:
-        return _run(place, context, json_file, wait_s, start_s)
+    if env is not None or fleet_file is None:
+        return _run(env, context, json_file, wait_s, start_s)
     # What examines a machine alone should need little.
     from convoy.launch.fleet import startable
 
@@ -67,17 +67,17 @@ def run_doctor(fleet_file: Path | None, json_file: Path | None, wait_s: float, c
     return FOUND_ERRORS if status == ERROR_STATUS else status
 
 
-def _run(place: Place | None, context: Context, json_file: Path | None, wait_s: float, start_s: float) -> int:
-    if place is None or place.devices == 1:
+def _run(env: ProcessEnv | None, context: Context, json_file: Path | None, wait_s: float, start_s: float) -> int:
+    if env is None or env.devices == 1:
         examination = examine_alone(context)
     else:
-        own = check_up(place)
+        own = check_up(env)
         slowdown = float(os.environ.get("CONVOY_SLOWDOWN", "1"))
-        with Screen(visible=place.device == 0).working(f"Examining {place.devices} devices"):
-            outcome = examine_job(place, own, context, wait_s, slowdown=slowdown)
+        with Screen(visible=env.device == 0).working(f"Examining {env.devices} devices"):
+            outcome = examine_job(env, own, context, wait_s, slowdown=slowdown)
         if outcome is None:
             return 0
-        if isinstance(outcome, Finding) and place.device != 0:
+        if isinstance(outcome, Finding) and env.device != 0:
             # Device 0 does not hear of it, so it goes where this device's output goes.
             tell([outcome], Console(stderr=True, width=FILE_WIDTH, highlight=False, markup=False, emoji=False))
             time.sleep(LINGER_S)

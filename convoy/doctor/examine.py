@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from convoy._version import __version__
-from convoy.comm.environment import Place, is_own
+from convoy.comm.environment import ProcessEnv, is_own
 from convoy.comm.processes import within
 from convoy.cost.table import Measurement, read_fleet_file
 from convoy.doctor.exchange import Exchange, connect
@@ -83,7 +83,7 @@ def examine_alone(context: Context) -> Examination:
 
 
 def examine_job(
-    place: Place,
+    env: ProcessEnv,
     own: Checkup,
     context: Context,
     wait_s: float,
@@ -102,7 +102,7 @@ def examine_job(
     Returns:
         All facts on device 0; None on the others; and on a device that could not meet the others, what is in the way.
     """
-    exchange = connect(place, wait_s, addresses_of(place.host))
+    exchange = connect(env, wait_s, addresses_of(env.host))
     if isinstance(exchange, Finding):
         return exchange
     try:
@@ -110,7 +110,7 @@ def examine_job(
         return within(wait_s + LIMIT_S, lambda: _examine(exchange, own, context, wait_s, slowdown, wall_ns))
     except (RuntimeError, TimeoutError) as error:
         reason = str(error).splitlines()[0]
-        what = f"device {place.device} lost the meeting point {place.host} port {place.port} ({reason})"
+        what = f"device {env.device} lost the meeting point {env.host} port {env.port} ({reason})"
         return Finding("error", what, "Its process, or its machine, is gone: see its own output, and start again")
     except ConvoyError as error:
         return Finding("error", str(error), "Then start the doctor again, on all devices at one time")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from convoy.comm.environment import Place, is_loopback
+from convoy.comm.environment import ProcessEnv, is_loopback
 from convoy.comm.rendezvous import store_at
 from convoy.doctor.probes import ping
 from convoy.doctor.schema import TEXT_BYTES, Finding, Reach
@@ -105,7 +105,7 @@ class Exchange:
             self.wait([f"left/{device}" for device in self.present], limit_s)
 
 
-def connect(place: Place, limit_s: float, resolved: Sequence[str]) -> Exchange | Finding:
+def connect(env: ProcessEnv, limit_s: float, resolved: Sequence[str]) -> Exchange | Finding:
     """The exchange of this job; or what is between this device and it.
 
     Args:
@@ -113,22 +113,22 @@ def connect(place: Place, limit_s: float, resolved: Sequence[str]) -> Exchange |
         resolved: what the name of the meeting point resolves to on this machine.
     """
     deadline_s = time.monotonic() + limit_s
-    if place.device != 0 or place.hosted:
-        reach = _await_store(place, deadline_s) if resolved else Reach.NO_ROUTE
+    if env.device != 0 or env.hosted:
+        reach = _await_store(env, deadline_s) if resolved else Reach.NO_ROUTE
         if reach is not Reach.OPEN:
-            return unreached(place, reach, resolved, limit_s)
+            return unreached(env, reach, resolved, limit_s)
     try:
-        store = store_at(place, deadline_s + CONNECT_S)
+        store = store_at(env, deadline_s + CONNECT_S)
     except (InputError, DeviceLostError) as error:
-        return Finding("error", f"device {place.device} cannot meet the others: {error}", "Correct that first")
-    return Exchange(PrefixStore(f"convoy-doctor/{place.attempt}", store), place.device, tuple(range(place.devices)))
+        return Finding("error", f"device {env.device} cannot meet the others: {error}", "Correct that first")
+    return Exchange(PrefixStore(f"convoy-doctor/{env.attempt}", store), env.device, tuple(range(env.devices)))
 
 
-def _await_store(place: Place, deadline_s: float) -> Reach:
+def _await_store(env: ProcessEnv, deadline_s: float) -> Reach:
     """Connect to the meeting point, again and again: its process may start later."""
     pause_s = 0.02
     while True:
-        reach, connection = ping(place.host, place.port, min(CONNECT_S, max(0.2, deadline_s - time.monotonic())))
+        reach, connection = ping(env.host, env.port, min(CONNECT_S, max(0.2, deadline_s - time.monotonic())))
         if connection is not None:
             connection.close()
         if connection is not None or time.monotonic() + pause_s > deadline_s:
@@ -137,14 +137,14 @@ def _await_store(place: Place, deadline_s: float) -> Reach:
         pause_s = min(0.25, 1.5 * pause_s)
 
 
-def unreached(place: Place, reach: Reach, resolved: Sequence[str], waited_s: float) -> Finding:
+def unreached(env: ProcessEnv, reach: Reach, resolved: Sequence[str], waited_s: float) -> Finding:
     """What a device reports that could not reach the meeting point: only it knows."""
-    open_port = f"sudo ufw allow {place.port}/tcp"
+    open_port = f"sudo ufw allow {env.port}/tcp"
     if not resolved:
-        what = f": the name {place.host} is unknown on this machine"
+        what = f": the name {env.host} is unknown on this machine"
         cure = "Give the IP address of device 0's machine as MASTER_ADDR, or add it to /etc/hosts"
     elif is_loopback(resolved[0]):
-        what = f": {place.host} is {resolved[0]} on this machine, which leads to itself, and nobody listens here"
+        what = f": {env.host} is {resolved[0]} on this machine, which leads to itself, and nobody listens here"
         cure = "Give the address of device 0's machine in the network as MASTER_ADDR, everywhere"
     else:
         what, cure = {
@@ -166,8 +166,6 @@ def unreached(place: Place, reach: Reach, resolved: Sequence[str], waited_s: flo
                 "a firewall (firewalld) may answer like that too",
             ),
         )
-        what = what if resolved[0] == place.host else f" ({resolved[0]}){what}"
-    who = f"device {place.device}"
-    return Finding(
-        "error", f"{who} cannot come to the meeting point {place.host} port {place.port}{what}", cure, (who,)
-    )
+        what = what if resolved[0] == env.host else f" ({resolved[0]}){what}"
+    who = f"device {env.device}"
+    return Finding("error", f"{who} cannot come to the meeting point {env.host} port {env.port}{what}", cure, (who,))

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import conv2d
 
 from convoy._version import __version__
-from convoy.comm.environment import Place, finish, is_loopback, own_address, pick_device, resolve, route_to
+from convoy.comm.environment import ProcessEnv, finish, is_loopback, own_address, pick_device, resolve, route_to
 from convoy.doctor.schema import Checkup, Gpu, Interface, Reach
 from convoy.errors import InputError
 from convoy.profile.describe import describe
@@ -108,7 +108,7 @@ def addresses_of(name: str) -> tuple[str, ...]:
 
 
 def check_up(
-    place: Place | None,
+    env: ProcessEnv | None,
     on: str | None = None,
     *,
     environment: Mapping[str, str] = os.environ,
@@ -123,21 +123,21 @@ def check_up(
     """
     device, on_problem = torch.device("cpu"), ""
     try:
-        device = pick_device(on, place.local if place else 0)
+        device = pick_device(on, env.local if env else 0)
     except InputError as error:
         on_problem = f"{on or os.environ.get('CONVOY_DEVICE')} cannot be used: {error}"
     known = describe(device, slowdown=1.0)
-    address, address_problem = _address(place, environment)
+    address, address_problem = _address(env, environment)
     memory, gpus = psutil.virtual_memory(), range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     return Checkup(
-        device=place.device if place else 0,
-        devices=place.devices if place else 1,
+        device=env.device if env else 0,
+        devices=env.devices if env else 1,
         host=known.name,
         machine=known.machine,
         on=str(device),
         hardware=torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         on_problem=on_problem,
-        meets_at=(f"{place.host} port {place.port}", next(iter(resolver(place.host)), "")) if place else ("", ""),
+        meets_at=(f"{env.host} port {env.port}", next(iter(resolver(env.host)), "")) if env else ("", ""),
         address=address,
         address_problem=address_problem,
         interfaces=_interfaces(),
@@ -162,11 +162,11 @@ def check_up(
     )
 
 
-def _address(place: Place | None, environment: Mapping[str, str]) -> tuple[str, str]:
+def _address(env: ProcessEnv | None, environment: Mapping[str, str]) -> tuple[str, str]:
     """(where others reach this machine, ""), or ("", why they cannot)."""
     try:
-        if place is not None or environment.get("GLOO_SOCKET_IFNAME"):
-            return own_address(place.host if place else SOMEWHERE, place.port if place else 9, environment), ""
+        if env is not None or environment.get("GLOO_SOCKET_IFNAME"):
+            return own_address(env.host if env else SOMEWHERE, env.port if env else 9, environment), ""
     except InputError as error:
         return "", str(error)
     # A machine without a network can train alone.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from convoy.comm.launch_env import PLACE_NAMES
+from convoy.comm.launch_env import RANK_VARIABLES
 
 if TYPE_CHECKING:  # the agent on a host knows no fleet, and should not wait for what reads its file
     from convoy.fleet import Device, Fleet, Host
@@ -59,7 +59,7 @@ def device_environments(
         hosted: the launcher keeps the store there; otherwise device 0 does.
         own: further variables of each.
     """
-    kept = {name: value for name, value in base.items() if name not in (*PLACE_NAMES, "TORCHELASTIC_RESTART_COUNT")}
+    kept = {name: value for name, value in base.items() if name not in (*RANK_VARIABLES, "TORCHELASTIC_RESTART_COUNT")}
     kept |= memory_environment(base)
     # Torch warns of names and connections that Convoy needs not, or tells of itself.
     kept.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

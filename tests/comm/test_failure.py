@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from convoy.comm.failure import Answer, Note, Silence, find_lost
+from convoy.comm.failure import FailureReport, Health, NoAnswer, find_failed
 from convoy.comm.group import Group, Message
 from convoy.comm.processes import join
 from convoy.errors import MismatchError
@@ -132,51 +132,51 @@ def test_troubles_are_told_apart() -> None:
 
 
 @dataclass(frozen=True)
-class LateNote:
+class LateReport:
     """A note that is still on the way: it is here only for those who wait a moment."""
 
-    note: Note
+    note: FailureReport
 
 
-Said = Answer | Silence | Note | LateNote
+Said = Health | NoAnswer | FailureReport | LateReport
 
 
-class StoryDoors:
+class StoryPeers:
     """What the doors of devices say in a story."""
 
     def __init__(self, story: dict[int, Said]) -> None:
         self.story = story
 
-    def knock(self, device: int) -> Answer | Silence:
+    def ping(self, device: int) -> Health | NoAnswer:
         said = self.story[device]
-        return said if isinstance(said, (Answer, Silence)) else Silence.DEAD
+        return said if isinstance(said, (Health, NoAnswer)) else NoAnswer.DEAD
 
-    def note_from(self, device: int, timeout_s: float) -> Note | None:
+    def report_from(self, device: int, timeout_s: float) -> FailureReport | None:
         said = self.story[device]
-        if isinstance(said, LateNote) and timeout_s > 0:
+        if isinstance(said, LateReport) and timeout_s > 0:
             return said.note
-        return said if isinstance(said, Note) else None
+        return said if isinstance(said, FailureReport) else None
 
 
 @pytest.mark.parametrize(
     ("story", "timed_out", "lost", "words"),
     [
-        ({1: Silence.DEAD}, False, 1, "without a word"),
-        ({1: Silence.FROZEN}, True, 1, "sent nothing for 60 s, and its process exists but does not answer"),
-        ({1: Silence.UNREACHABLE}, True, 1, "cable"),
-        ({1: Answer(2), 2: Answer(3), 3: Silence.DEAD}, True, 3, "without a word"),
-        ({1: Answer(2), 2: Answer(3), 3: Silence.FROZEN}, False, 3, "frozen"),
-        ({1: Answer(2), 2: Note(2, 3, "was lost: a story")}, True, 3, "a story"),
-        ({1: Answer(2), 2: LateNote(Note(2, 3, "was lost: a story"))}, True, 3, "a story"),
-        ({1: LateNote(Note(1, 1, "left because of its own error"))}, False, 1, "own error"),
-        ({1: Note(1, 1, "left because of its own error")}, False, 1, "own error"),
-        ({1: Answer(2), 2: Answer(None)}, True, 2, "alive but sent nothing"),
-        ({1: Answer(None)}, False, 1, "went on after an error"),
-        ({1: Answer(2), 2: Answer(done=True)}, True, 2, "had ended its work"),
-        ({1: Answer(0)}, True, 1, r"0 -> 1 -> 0"),
+        ({1: NoAnswer.DEAD}, False, 1, "without a word"),
+        ({1: NoAnswer.FROZEN}, True, 1, "sent nothing for 60 s, and its process exists but does not answer"),
+        ({1: NoAnswer.UNREACHABLE}, True, 1, "cable"),
+        ({1: Health(2), 2: Health(3), 3: NoAnswer.DEAD}, True, 3, "without a word"),
+        ({1: Health(2), 2: Health(3), 3: NoAnswer.FROZEN}, False, 3, "frozen"),
+        ({1: Health(2), 2: FailureReport(2, 3, "was lost: a story")}, True, 3, "a story"),
+        ({1: Health(2), 2: LateReport(FailureReport(2, 3, "was lost: a story"))}, True, 3, "a story"),
+        ({1: LateReport(FailureReport(1, 1, "left because of its own error"))}, False, 1, "own error"),
+        ({1: FailureReport(1, 1, "left because of its own error")}, False, 1, "own error"),
+        ({1: Health(2), 2: Health(None)}, True, 2, "alive but sent nothing"),
+        ({1: Health(None)}, False, 1, "went on after an error"),
+        ({1: Health(2), 2: Health(done=True)}, True, 2, "had ended its work"),
+        ({1: Health(0)}, True, 1, r"0 -> 1 -> 0"),
     ],
 )
 def test_the_root_of_a_loss_is_found(story: dict[int, Said], timed_out: bool, lost: int, words: str) -> None:
-    verdict = find_lost(StoryDoors(story), me=0, peer=1, timed_out=timed_out, limit_s=60.0)
+    verdict = find_failed(StoryPeers(story), me=0, peer=1, timed_out=timed_out, limit_s=60.0)
     assert verdict.device == lost
     assert words in verdict.cause

@@ -262,7 +262,7 @@ def test_a_sent_tensor_may_change_once_the_call_has_been_waited_for() -> None:
 
 
 def test_a_group_of_one_needs_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in environment.PLACE_NAMES:
+    for name in environment.RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     with join("cpu") as group:
         assert isinstance(group, AloneGroup)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from convoy.cli.top import in_job
-from convoy.comm.environment import pick_device, read_place
+from convoy.comm.environment import pick_device, read_process_env
 from convoy.comm.launch_env import as_torchrun, first_host, is_one_of_job, tasks_on
 from convoy.errors import InputError
 from tests.app.test_cli import QUIET, TINY, results
@@ -73,7 +73,7 @@ SLURM_SHELL = SLURM_SCRIPT | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1",
 
 
 def place_of(environment: Mapping[str, str]) -> tuple[int, int, int, int | None, str, int] | None:
-    place = read_place(environment)
+    place = read_process_env(environment)
     if place is None:
         return None
     return place.device, place.devices, place.local, place.local_devices, place.host, place.port
@@ -163,7 +163,7 @@ REFUSED: list[tuple[dict[str, str], list[str]]] = [
 )
 def test_half_a_place_is_told(environment: dict[str, str], words: list[str]) -> None:
     with pytest.raises(InputError) as caught:
-        read_place(environment)
+        read_process_env(environment)
     for word in words:
         assert word in str(caught.value)
 

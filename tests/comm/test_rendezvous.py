@@ -11,7 +11,7 @@ import torch
 from convoy.comm import environment, rendezvous
 from convoy.comm.group import Message
 from convoy.comm.processes import join
-from convoy.comm.rendezvous import Greeting, check_greetings
+from convoy.comm.rendezvous import ProcessInfo, check_infos
 from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError
 from tests.support.processes import on_processes
 
@@ -82,7 +82,7 @@ def test_a_script_may_have_a_process_group_of_its_own(torch_first: bool) -> None
 
 def set_place(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
     for name in (
-        *environment.PLACE_NAMES,
+        *environment.RANK_VARIABLES,
         "LOCAL_RANK",
         "LOCAL_WORLD_SIZE",
         "TORCHELASTIC_USE_AGENT_STORE",
@@ -156,12 +156,12 @@ def test_a_master_that_others_cannot_reach_is_refused(monkeypatch: pytest.Monkey
         join("cpu", timeout_s=5)
 
 
-GREETING = Greeting(device="cpu", name="x", host="lab1", address="10.0.0.1", devices="2", convoy="1.0", torch="2.13")
+INFO = ProcessInfo(device="cpu", name="x", host="lab1", address="10.0.0.1", devices="2", convoy="1.0", torch="2.13")
 
 
 def test_greetings_of_other_versions_are_read() -> None:
-    assert Greeting.from_text('{"convoy": "2.0", "colour": "red"}') == Greeting(convoy="2.0")
-    assert Greeting.from_text("no JSON") == Greeting()
-    check_greetings([GREETING, GREETING])
+    assert ProcessInfo.from_text('{"convoy": "2.0", "colour": "red"}') == ProcessInfo(convoy="2.0")
+    assert ProcessInfo.from_text("no JSON") == ProcessInfo()
+    check_infos([INFO, INFO])
     with pytest.raises(MismatchError, match=r"torch: 2.13 on most, but 2.12 on device 1 \(host lab2, cpu\)"):
-        check_greetings([GREETING, Greeting("cpu", "x", "lab2", "a", "2", "1.0", "2.12"), GREETING])
+        check_infos([INFO, ProcessInfo("cpu", "x", "lab2", "a", "2", "1.0", "2.12"), INFO])

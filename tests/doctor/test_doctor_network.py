@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from convoy.comm.environment import Place
+from convoy.comm.environment import ProcessEnv
 from convoy.doctor.examine import examine_job
 from convoy.doctor.findings import diagnose
 from convoy.doctor.probes import check_up
@@ -55,13 +55,13 @@ def examine_on(device: int, wiring: list[list[str]], devices: int, wait_s: float
     """What one device of a job finds: device 0 all findings, a stranded one what is in its way."""
     namespace, _ = wiring[device]
     enter(namespace)
-    place = Place(device, devices, 0, 1, wiring[0][1], PORT, False, 0)
+    env = ProcessEnv(device, devices, 0, 1, wiring[0][1], PORT, False, 0)
     names = troubles.get("names", {}).get(str(device), ["10.0.0.1"])
-    facts = check_up(place, "cpu", environment={}, resolver=lambda name: [name] if name[0].isdigit() else names)
+    facts = check_up(env, "cpu", environment={}, resolver=lambda name: [name] if name[0].isdigit() else names)
     facts = replace(facts, host="abcdefgh"[device], **troubles.get("facts", {}).get(str(device), {}))
     ahead_ns = int(troubles.get("ahead_s", {}).get(str(device), 0) * 1e9)
     start_s = time.monotonic()
-    outcome = examine_job(place, facts, Context(), wait_s, wall_ns=lambda: time.time_ns() + ahead_ns)
+    outcome = examine_job(env, facts, Context(), wait_s, wall_ns=lambda: time.time_ns() + ahead_ns)
     took_s = time.monotonic() - start_s
     if isinstance(outcome, Examination):
         reaches = {f"{link.source}{link.target}": link.reach.value for link in outcome.links}

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from torch.distributed import HashStore
 
-from convoy.comm.environment import Place
+from convoy.comm.environment import ProcessEnv
 from convoy.doctor import command, examine
 from convoy.doctor import exchange as exchange_file
 from convoy.doctor import links as links_file
@@ -206,7 +206,7 @@ def test_names_are_looked_up_where_they_are_used() -> None:
         asked.append(name)
         return ["127.0.1.1"]
 
-    here = Place(0, 2, 0, None, "127.0.0.1", 29500, False, 0)
+    here = ProcessEnv(0, 2, 0, None, "127.0.0.1", 29500, False, 0)
     known = check_up(here, environment={}, resolver=resolver)
     assert asked == ["127.0.0.1", known.host]
     assert known.resolves_to == ("127.0.1.1",)
@@ -334,8 +334,8 @@ def test_a_host_that_cannot_listen_holds_nobody_up() -> None:
 # --- coming to the meeting point --------------------------------------------------------------------------------------
 
 
-def place_at(host: str, port: int, device: int = 1) -> Place:
-    return Place(device, 2, 0, None, host, port, False, 0)
+def place_at(host: str, port: int, device: int = 1) -> ProcessEnv:
+    return ProcessEnv(device, 2, 0, None, host, port, False, 0)
 
 
 def test_what_is_between_a_device_and_the_meeting_point(free_port: int) -> None:
@@ -376,11 +376,11 @@ def test_a_port_that_is_taken_is_found_by_device_0() -> None:
 
 
 def examine_as(device: int, devices: int, port: int, skewed: int) -> Any:
-    place = Place(device, devices, device, devices, "127.0.0.1", port, False, 0)
-    facts = replace(check_up(place, "cpu", environment={}), machine=f"machine {device}")
+    env = ProcessEnv(device, devices, device, devices, "127.0.0.1", port, False, 0)
+    facts = replace(check_up(env, "cpu", environment={}), machine=f"machine {device}")
     if device == skewed:
         facts = replace(facts, torch="1.13.1")
-    outcome = examine_job(place, facts, Context(), 2.0)
+    outcome = examine_job(env, facts, Context(), 2.0)
     if isinstance(outcome, Examination):
         return {
             "came": [each.device for each in outcome.checkups],
