@@ -46,14 +46,6 @@ COPIED_BYTES = 4 << 20
 BATCH = 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """What something costs at two counts: seconds of each more, and of none."""
-
-    each_s: float
-    none_s: float
-
-
 def measure_overheads(
     device: torch.device, now: Now, stretch_s: float, message_s: float = 0.0, share: float = 1.0
 ) -> Overheads:
@@ -65,19 +57,19 @@ def measure_overheads(
             held back by a quota: it holds one message's processor time at full speed, which is taken off a round.
     """
     clock = Clock(device)
-    per_tensor_s = _line(TENSORS, lambda count: _repeated(_optimizer(count, device), now, stretch_s)).each_s
-    steps = _line(LAYERS, lambda count: _repeated(_training(count, device), now, stretch_s))
+    per_tensor_s = _line(TENSORS, lambda count: _repeated(_optimizer(count, device), now, stretch_s))[0]
+    step_each_s, step_none_s = _line(LAYERS, lambda count: _repeated(_training(count, device), now, stretch_s))
     layers = [_layer_s(kind, device, clock, now, stretch_s) for kind in ("flatten", "linear", "elementwise")]
-    layer_s = max(0.0, steps.each_s - layers[2])
+    layer_s = max(0.0, step_each_s - layers[2])
     # Flatten and Linear are in every step, and the two parameters of the Linear.
-    step_s = max(0.0, steps.none_s - layers[0] - layers[1] - 2 * layer_s - 2 * per_tensor_s)
-    rounds = _line(PEERS, lambda count: _repeated(_round(count, device), now, stretch_s))
+    step_s = max(0.0, step_none_s - layers[0] - layers[1] - 2 * layer_s - 2 * per_tensor_s)
+    peer_s, round_s = _line(PEERS, lambda count: _repeated(_round(count, device), now, stretch_s))
     held_s = message_s * share
-    each_message_s = message_s + max(0.0, rounds.each_s) / 2  # each peer is sent a message and sends one
+    each_message_s = message_s + max(0.0, peer_s) / 2  # each peer is sent a message and sends one
     return Overheads(
         step_s=step_s,
         layer_s=layer_s,
-        round_s=max(0.0, rounds.none_s + each_message_s - held_s),
+        round_s=max(0.0, round_s + each_message_s - held_s),
         message_s=each_message_s,
         copy_s_per_byte=_repeated(_copy(device), now, stretch_s) / COPIED_BYTES,
         add_s_per_byte=_repeated(_add(device), now, stretch_s) / COPIED_BYTES,
@@ -86,11 +78,12 @@ def measure_overheads(
     )
 
 
-def _line(counts: tuple[int, int], seconds: Callable[[int], float]) -> _Line:
+def _line(counts: tuple[int, int], seconds: Callable[[int], float]) -> tuple[float, float]:
+    """Seconds of each more, and of none, by the seconds at two counts."""
     few, many = counts
     few_s, many_s = seconds(few), seconds(many)
     each_s = (many_s - few_s) / (many - few)
-    return _Line(each_s, few_s - few * each_s)
+    return each_s, few_s - few * each_s
 
 
 def _repeated(work: Callable[[], object], now: Now, stretch_s: float) -> float:
