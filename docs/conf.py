@@ -40,8 +40,7 @@ nitpicky = True
 # What is not Convoy's: no network, no inventories of other projects.
 nitpick_ignore_regex = [
     # Values that are handed on, and that nobody has to look into.
-    (r"py:class", r"convoy\.(data\.scale\.Scale|data\.augment_steps\.Step|adapt\.rebalance\.Change)"),
-    (r"py:class", r"convoy\.(model\.operation\.TracedModel|cost\.table\.Measurement|plan\.presets\.Speeds)"),
+    (r"py:class", r"convoy\.[\w.]+\.(Change|Measurement|Scale|Speeds|Step|TracedModel)"),
     (r"py:.*", r"(torch|nn|collections|pathlib|typing|types|contextlib|optim|Optimizer|Dataset|Tensor)(\..*)?"),
 ]
 

@@ -215,3 +215,27 @@ def test_a_trace_computes_what_the_model_computes(name: str) -> None:
         found = run_traced(disable_in_place(copy.deepcopy(model).train(training)), traced, [x])
         first = expected[0] if isinstance(expected, tuple) else expected
         assert torch.allclose(found[0] if isinstance(found, tuple) else found, first, rtol=1e-12, atol=1e-12)
+
+
+class Sorted(nn.Module):
+    """No rule knows it, so whether its samples are independent is found out by running it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sort(x * self.weight if float(self.weight[0]) > 0 else x, 1).values
+
+
+def test_a_model_without_weights_is_traced_only_where_nothing_must_be_run() -> None:
+    """Opaque layers are judged by what they compute. Without weights that says nothing: better an error than a guess."""
+    with torch.device("meta"):
+        known, unknown = nn.Sequential(nn.Linear(4, 3), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), Sorted())
+    assert [layer.kind for layer in trace(known, torch.zeros(2, 4)).graph.layers.values()] == [
+        "input",
+        "linear",
+        "elementwise",
+    ]
+    with pytest.raises(InputError, match="give a model with weights"):
+        trace(unknown, torch.zeros(2, 4))

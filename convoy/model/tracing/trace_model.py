@@ -36,7 +36,8 @@ def trace(
     """Trace a model into layers and the operations that compute them. The model itself is not changed.
 
     Args:
-        model: an ordinary module on any device, the meta device too; its inputs are tensors whose first axis is the batch.
+        model: an ordinary module on any device, the meta device too where all layers are of known kinds; its inputs are
+            tensors whose first axis is the batch.
         example: one batch of each input; only shape and dtype matter.
         training: trace what the model does in training (dropout, batch statistics, auxiliary outputs) or in evaluation.
         like: a trace of the same model in the other mode; what is one layer there is one layer here, so that both
@@ -66,9 +67,17 @@ def trace(
                 raise Untraceable("it is one layer in the other mode")
             traced = LayerBuilder(local, specs, leaves).run()
             _check_same_results(local, traced, specs)
-            return traced
+            opaque = [name for name, layer in traced.graph.layers.items() if layer.kind == "opaque"]
         except Untraceable as reason:
-            return _as_one_layer(local, specs, str(reason))
+            if not _on_meta(local):
+                return _as_one_layer(local, specs, str(reason))
+            opaque = [str(reason)]
+    if opaque and _on_meta(local):
+        raise InputError(
+            f"{type(model).__name__} has parameters on the meta device, and a part of it must be run to know how it treats "
+            f"samples ({opaque[0]}): give a model with weights"
+        )
+    return traced
 
 
 def _on_meta(model: nn.Module) -> bool:
