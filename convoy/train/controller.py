@@ -12,6 +12,7 @@ from convoy.adapt.autotune import Autotune
 from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare
 from convoy.comm.agreement import share_tensor
 from convoy.comm.group import Pending
+from convoy.errors import InputError
 from convoy.plan.plan import Plan
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshare
@@ -48,6 +49,7 @@ class Rebalancer:
         state: of the shares; None while plans are tried.
 
     Raises:
+        InputError: `every` below 1.
         PlanError: one of the others is for another model or another number of devices.
     """
 
@@ -59,6 +61,8 @@ class Rebalancer:
         every: int = 2,
         others: Sequence[Plan] = (),
     ) -> None:
+        if every < 1:
+            raise InputError(f"every={every}: the devices exchange times every so many steps; give 1 or more")
         for plan in others:
             plan.check(model.traced[True].graph, model.group.devices)
         self.model, self.optimizers, self.tell, self.every = model, optimizers, tell, every

@@ -24,6 +24,7 @@ from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
 from convoy.app.train import _teller
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
+from convoy.errors import InputError
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, One
@@ -267,6 +268,15 @@ def test_one_small_message_to_each_device_every_so_many_steps() -> None:
             assert sent == [0, 0, 0, 2 * 3 * 8 * 8, 0], (
                 "two others, three steps, eight layers; 7 is no batch of the plan"
             )
+
+
+def test_times_are_exchanged_every_step_at_most() -> None:
+    """`every=0` failed after the first step, with an empty list that could not be stacked."""
+    model = nets.build("two-conv")
+    with convoy.join() as group, one_trace("two-conv", torch.float64):
+        here = convoy.distribute(model, by_samples((8,)), group, torch.zeros(2, 3, 8, 8, dtype=torch.float64))
+        with pytest.raises(InputError, match=r"every=0: .*give 1 or more"):
+            Rebalancer(here, every=0)
 
 
 def test_nobody_waits_for_the_slowest_at_the_end_of_a_step() -> None:
