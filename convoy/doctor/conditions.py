@@ -1,7 +1,7 @@
 """Conditions over the facts of an examination: what holds, of which hosts or devices, with which values. Pure.
 
-A condition gives one mapping per occurrence: `about`, the names of the hosts or devices concerned, and the values that the
-texts in `convoy.doctor.findings` name.
+A condition gives one mapping per occurrence: `about`, the names of the hosts or devices concerned, the values that the texts
+in `convoy.doctor.findings` name, and `kind` where those tell several kinds of occurrences apart.
 """
 
 import statistics
@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from convoy.comm.environment import is_loopback
-from convoy.doctor.schema import Checkup, Examination, Interface, Link, Reach
+from convoy.doctor.schema import Checkup, Examination, Link, Reach
 
 MIN_FREE = 0.1
 """Of a host's memory. Of a GPU's, half: what is taken there belongs to another program."""
@@ -69,6 +69,11 @@ def _each(facts: Examination, those: Mapping[str, Checkup], holds: OfDevice) -> 
             yield {"about": (name,), **shown, **values}
 
 
+def only(kind: object, condition: Condition) -> Condition:
+    """The occurrences of one kind."""
+    return lambda facts: (values for values in condition(facts) if values["kind"] == kind)
+
+
 def listed(names: Sequence[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return " and ".join(filter(None, (", ".join(names[:-1]), *names[-1:])))
@@ -77,17 +82,18 @@ def listed(names: Sequence[str]) -> str:
 # ------------------------------------------------------------------------------------------------ the job as a whole
 
 
-def absent(facts: Examination, *, loopback: bool) -> Iterator[Values]:
-    """Devices that did not come, together; if the meeting point is (or is not) a loopback address of device 0."""
+def absent(facts: Examination) -> Iterator[Values]:
+    """Devices that did not come, together; kind: whether the meeting point is a loopback address of device 0."""
     came = {own.device: own for own in facts.checkups}
     missing = [device for device in range(facts.devices) if device not in came]
-    at, address = facts.checkups[0].meets_at if came else ("", "")
-    if missing and came and loopback == (0 in came and is_loopback(address)):
+    if missing and came:
+        at, address = facts.checkups[0].meets_at
         on_host = {device: f" on host {host}" for device, host in facts.host.items()}
         yield {
             "about": tuple(map(facts.name, missing)), "facts": facts, "missing": len(missing), "came": len(came),
             "who": ", ".join(facts.name(device) + on_host.get(device, "") for device in missing),
             "at": at or "the meeting point", "address": address, "host": facts.host.get(0), "own": facts.checkups[0],
+            "kind": 0 in came and is_loopback(address),
         }  # fmt: skip
 
 
@@ -135,22 +141,17 @@ def same_address(facts: Examination) -> Iterator[Values]:
 # ------------------------------------------------------------------------------------------------ links
 
 
-def closed(reach: Reach) -> Condition:
-    """Links that could not be opened, for one reason. A host that is cut off, or a pair closed both ways, occurs once."""
-
-    def find(facts: Examination) -> Iterator[Values]:
-        for (source, target), whom, about in _closed(facts.ways):
-            link, back = facts.ways[source, target], facts.ways.get((target, source))
-            if link.reach is reach:
-                address, _, port = link.at.partition(" port ")
-                works = back is not None and back.reach is Reach.OPEN
-                yield {
-                    "about": about, "whom": whom, "source": source, "target": target, "at": link.at, "address": address,
-                    "port": port, "allowed": facts.hosts[source].address or "the others' addresses",
-                    "one_way": f"; the other way works, so look at the firewall of {target} first" if works else "",
-                }  # fmt: skip
-
-    return find
+def closed(facts: Examination) -> Iterator[Values]:
+    """Links that could not be opened; kind: why. A host that is cut off, or a pair closed both ways, occurs once."""
+    for (source, target), whom, about in _closed(facts.ways):
+        link, back = facts.ways[source, target], facts.ways.get((target, source))
+        address, _, port = link.at.partition(" port ")
+        works = back is not None and back.reach is Reach.OPEN
+        yield {
+            "kind": link.reach, "about": about, "whom": whom, "source": source, "target": target, "at": link.at,
+            "address": address, "port": port, "allowed": facts.hosts[source].address or "the others' addresses",
+            "one_way": f"; the other way works, so look at the firewall of {target} first" if works else "",
+        }  # fmt: skip
 
 
 def _closed(ways: Mapping[tuple[str, str], Link]) -> Iterator[tuple[tuple[str, str], str, tuple[str, ...]]]:
@@ -165,14 +166,13 @@ def _closed(ways: Mapping[tuple[str, str], Link]) -> Iterator[tuple[tuple[str, s
             whom = f"no host reaches {host}" if cut[0] is into else f"{host} reaches no host"
             yield cut[0][0], whom + f", and {host} reaches none" * (len(cut) - 1), (host,)
             shut = {pair: reach for pair, reach in shut.items() if not any(pair in those for those in cut)}
-    while shut:
-        (source, target), reach = next(iter(shut.items()))
+    told: set[tuple[str, str]] = set()
+    for (source, target), reach in shut.items():
         both = shut.get((target, source)) is reach
-        whom = f"{source} and {target} do not reach each other" if both else f"{source} does not reach {target}"
-        yield (source, target), whom, (source, target)
-        shut = {
-            pair: r for pair, r in shut.items() if pair != (source, target) and not (both and pair == (target, source))
-        }
+        if (target, source) not in told or not both:
+            told.add((source, target))
+            whom = f"{source} and {target} do not reach each other" if both else f"{source} does not reach {target}"
+            yield (source, target), whom, (source, target)
 
 
 def swallowing(facts: Examination) -> Iterator[Values]:
@@ -216,27 +216,22 @@ def ahead_of_most(offsets: Mapping[tuple[str, str], float]) -> dict[str, float]:
     return {host: of_pivot[host] - middle for host in hosts if host in of_pivot}
 
 
-def slow(*, hundred_mbit: bool) -> Condition:
-    """Links that carry little, and what (or not what) 100 Mbit/s carry. A slow network, or a slow host, occurs once."""
-
-    def find(facts: Examination) -> Iterator[Values]:
-        fleet, rates = (
-            facts.job_fleet,
-            {pair: link.bytes_per_s for pair, link in facts.ways.items() if link.bytes_per_s},
-        )
-        usual = usual_rate(rates) or 0.0
-        expected = {pair: fleet.path(*pair).bandwidth_bytes_per_s if fleet else usual for pair in rates}
-        for what, about, host, those in _slow(rates, expected, tuple(facts.hosts)):
-            best = max(those, key=rates.__getitem__)
-            if hundred_mbit == (0.7 < rates[best] / FAST_ETHERNET_BYTES_PER_S <= 1.05):
-                yield {
-                    "about": about, "what": what, "host": host, "rate": rates[best], "expected": expected[best],
-                    "most": "" if len(those) == 1 else "at most ", "of": "of the fleet file" if fleet else "that others carry",
-                    "then": "If it is to stay so: convoy measure, so that plans count with it" if fleet
-                    else "Plans with little traffic suffer less: convoy measure, then --plan auto",
-                }  # fmt: skip
-
-    return find
+def slow(facts: Examination) -> Iterator[Values]:
+    """Links that carry little; kind: whether it is what 100 Mbit/s carry. A slow network, or a slow host, occurs once."""
+    fleet, usual = facts.job_fleet, "that others carry"
+    rates = {pair: link.bytes_per_s for pair, link in facts.ways.items() if link.bytes_per_s}
+    expected = dict.fromkeys(rates, usual_rate(rates) or 0.0)
+    then = "Plans with little traffic suffer less: convoy measure, then --plan auto"
+    if fleet is not None:
+        expected, usual = {pair: fleet.path(*pair).bandwidth_bytes_per_s for pair in rates}, "of the fleet file"
+        then = "If it is to stay so: convoy measure, so that plans count with it"
+    for what, about, host, those in _slow(rates, expected, tuple(facts.hosts)):
+        best = max(those, key=lambda pair: rates[pair])
+        yield {
+            "kind": 0.7 < rates[best] / FAST_ETHERNET_BYTES_PER_S <= 1.05, "about": about, "what": what, "host": host,
+            "most": "" if len(those) == 1 else "at most ", "rate": rates[best], "expected": expected[best], "of": usual,
+            "then": then,
+        }  # fmt: skip
 
 
 def _slow(
@@ -292,20 +287,17 @@ def few_files(facts: Examination, own: Checkup) -> Iterator[Values]:
         yield {"least": least}
 
 
-def interface(kind: str) -> Condition:
-    """The interface in use, of hosts where there is a "faster" one, where it is a "radio", or where there are "others"."""
-
-    def find(_: Examination, own: Checkup) -> Iterator[Values]:
-        used = next((each for each in own.interfaces if own.address in each.addresses), Interface("", ()))
-        rest = [each for each in own.interfaces if each is not used]
+def interface(_: Examination, own: Checkup) -> Iterator[Values]:
+    """The interface in use, if there is a "faster" one, if it is a "radio", or if there are "others" (the kind)."""
+    used = next((each for each in own.interfaces if own.address in each.addresses), None)
+    rest = [each for each in own.interfaces if each is not used]
+    if used is not None and (rest or used.wireless):
         best = max(rest, key=lambda each: each.bytes_per_s or 0.0, default=used)
         faster = used.bytes_per_s and (best.bytes_per_s or 0.0) > MIN_FASTER * used.bytes_per_s
-        if used.name and kind == ("faster" if faster else "radio" if used.wireless else "others" if rest else None):
-            wired = f": GLOO_SOCKET_IFNAME={rest[0].name} where it is plugged in" if rest else ""
-            others = ", ".join(f"{each.name} ({each.addresses[0]})" for each in rest)
-            yield {"used": used, "best": best, "wired": wired, "others": others}
-
-    return each_host(find)
+        wired = f": GLOO_SOCKET_IFNAME={rest[0].name} where it is plugged in" if rest else ""
+        others = ", ".join(f"{each.name} ({each.addresses[0]})" for each in rest)
+        kind = "faster" if faster else "radio" if used.wireless else "others"
+        yield {"kind": kind, "used": used, "best": best, "wired": wired, "others": others}
 
 
 def nccl_interface(_: Examination, own: Checkup) -> Iterator[Values]:
@@ -331,33 +323,27 @@ def taken_gpus(_: Examination, own: Checkup) -> Iterator[Values]:
             yield {"taken": gpu.total_bytes - gpu.free_bytes, "gpu": gpu, "index": index}
 
 
-def without_gpus(why: str) -> Condition:
-    """Hosts with NVIDIA's driver and no GPU: because they are "hidden", torch is built for "cpu", or for "no reason"."""
-
-    def find(_: Examination, own: Checkup) -> bool:
-        hidden = own.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        reason = "hidden" if hidden else "no reason" if own.cuda else "cpu"
-        return own.nvidia_driver and not own.gpus and why == reason
-
-    return each_host(find)
+def without_gpus(_: Examination, own: Checkup) -> Iterator[Values]:
+    """NVIDIA's driver and no GPU: because they are "hidden", torch is built for "cpu", or for "no reason" (the kind)."""
+    hidden = own.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if own.nvidia_driver and not own.gpus:
+        yield {"kind": "hidden" if hidden else "no reason" if own.cuda else "cpu"}
 
 
-def threads(fits: Callable[[float, float], bool]) -> Condition:
-    """CPU devices whose threads and share of the host's cores, in that order, meet a condition."""
-
-    def find(facts: Examination, own: Checkup) -> Iterator[Values]:
-        on_cpu = [facts.host[each.device] for each in facts.checkups if each.on.startswith("cpu")]
-        device, share = facts.described(own), own.usable_cores / max(1, on_cpu.count(facts.host[own.device]))
-        if device is not None and device.cores is not None:
-            # A quota that the fleet file states is the device's own; any other is shared by all on the host.
-            share = min(own.usable_cores, device.cores)
-        if own.on.startswith("cpu") and fits(own.threads, share):
-            set_to = own.environment.get("OMP_NUM_THREADS")
-            why = f", since OMP_NUM_THREADS={set_to} (torchrun sets 1 by itself)" if set_to else ""
-            compute = f"{own.threads} thread{'s' * (own.threads > 1)} compute{'s' * (own.threads == 1)}"
-            yield {"compute": compute, "share": share, "why": why, "advised": max(1, round(share))}
-
-    return each_device(find)
+def threads(facts: Examination, own: Checkup) -> Iterator[Values]:
+    """Too "many" or too "few" threads of a CPU device (the kind) for its share of the host's cores."""
+    on_cpu = [facts.host[each.device] for each in facts.checkups if each.on.startswith("cpu")]
+    device, share = facts.described(own), own.usable_cores / max(1, on_cpu.count(facts.host[own.device]))
+    if device is not None and device.cores is not None:
+        # A quota that the fleet file states is the device's own; any other is shared by all on the host.
+        share = min(own.usable_cores, device.cores)
+    many = own.threads > max(1.0, 1.5 * share)
+    if own.on.startswith("cpu") and (many or own.threads * 2 < share):
+        set_to = own.environment.get("OMP_NUM_THREADS")
+        why = f", since OMP_NUM_THREADS={set_to} (torchrun sets 1 by itself)" if set_to else ""
+        compute = f"{own.threads} thread{'s' * (own.threads > 1)} compute{'s' * (own.threads == 1)}"
+        advised = max(1, round(share))
+        yield {"kind": "many" if many else "few", "compute": compute, "share": share, "why": why, "advised": advised}
 
 
 # ------------------------------------------------------------------------------------------------ speeds

@@ -3,12 +3,11 @@
 import string
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from convoy.comm.environment import is_loopback
 from convoy.doctor import conditions as on
-from convoy.doctor.conditions import Condition, each_device, each_host, listed
+from convoy.doctor.conditions import Condition, each_device, each_host, listed, only
 from convoy.doctor.schema import Examination, Finding, Reach, Severity
 
 ABOUT = "{about}"
@@ -81,10 +80,10 @@ _NO_GPU = "on {about} there is an NVIDIA driver, but "
 # fmt: off
 RULES: tuple[Rule, ...] = (
     # the job as a whole
-    Rule("error", partial(on.absent, loopback=True), _ABSENT,
+    Rule("error", only(True, on.absent), _ABSENT,
          "The meeting point {at} is {address} on {host}, which leads to itself only: set MASTER_ADDR to its address in the "
          "network{own.example}"),
-    Rule("error", partial(on.absent, loopback=False), _ABSENT,
+    Rule("error", only(False, on.absent), _ABSENT,
          "Look at their own output: if they run, it says why they cannot reach {at}. If there is none, start them with "
          "MASTER_ADDR and MASTER_PORT of that point, or a job of {came} devices"),
     Rule("error", each_device(lambda facts, own: own.device not in facts.paces),
@@ -120,17 +119,17 @@ RULES: tuple[Rule, ...] = (
          "one of the machines another address"),
 
     # links
-    Rule("error", on.closed(Reach.REFUSED),
+    Rule("error", only(Reach.REFUSED, on.closed),
          "{whom}: {at} refuses the connection, though {target} listens there",
          f"A firewall rejects it: {_PORTS}"),
-    Rule("error", on.closed(Reach.SILENT),
+    Rule("error", only(Reach.SILENT, on.closed),
          "{whom}: {at} does not answer",
          f"A firewall drops it, or {{target}} cannot answer: {_PORTS}{{one_way}}"),
-    Rule("error", on.closed(Reach.NO_ROUTE),
+    Rule("error", only(Reach.NO_ROUTE, on.closed),
          "{whom}: there is no way to {at} (no route to host)",
          "See on {source}: ip route get {address}. The hosts must be on one network, or have routes to each other; "
          "GLOO_SOCKET_IFNAME chooses the interface. A firewall (firewalld) may answer like that too{one_way}"),
-    Rule("error", on.closed(Reach.STRANGER),
+    Rule("error", only(Reach.STRANGER, on.closed),
          "{whom}: at {at} answers another program than the doctor of {target}",
          "Two machines may have that address, or port {port} is forwarded elsewhere (NAT, a container): give each host an "
          "address that the others reach directly"),
@@ -138,10 +137,10 @@ RULES: tuple[Rule, ...] = (
          "small messages pass from {pair[0]} to {pair[1]}, but data does not",
          "Packets of full size are lost on the way: the MTU must be the same on both hosts and the switch (ip link shows it; "
          "1500 is safe, in tunnels less)"),
-    Rule("warning", on.slow(hundred_mbit=True), _SLOW,
+    Rule("warning", only(True, on.slow), _SLOW,
          "This is what 100 Mbit/s carry: a bad cable, or an old switch or port; ethtool on {host} says at what it runs. "
          "{then}"),
-    Rule("warning", on.slow(hundred_mbit=False), _SLOW,
+    Rule("warning", only(False, on.slow), _SLOW,
          "Look at its cable, switch port and other traffic; ethtool on {host} says at what its card runs. {then}"),
     Rule("warning", on.late,
          "messages between {pair[0]} and {pair[1]} take long: {trip:ms} there and back",
@@ -158,10 +157,10 @@ RULES: tuple[Rule, ...] = (
     Rule("error", each_device(lambda _, own: own.address_problem != ""),
          "{name} has no address: {own.address_problem}",
          "Until then no other host can reach it"),
-    Rule("warning", on.threads(lambda threads, cores: threads > max(1.0, 1.5 * cores)),
+    Rule("warning", only("many", each_device(on.threads)),
          "{about}: {compute}, where {share:.3g} cores may be used",
          "They stand in each other's way: set OMP_NUM_THREADS={advised} there"),
-    Rule("warning", on.threads(lambda threads, cores: threads * 2 < cores),
+    Rule("warning", only("few", each_device(on.threads)),
          "{about}: {compute}{why}, though there are {share:.3g} cores",
          "Set OMP_NUM_THREADS={advised} there"),
     Rule("error", each_host(lambda _, own: not own.loopback_works),
@@ -171,14 +170,14 @@ RULES: tuple[Rule, ...] = (
          "on {about} the machine's own name leads to itself only ({own.resolves_to[0]})",
          "Convoy does not use it, but as MASTER_ADDR it would keep all others waiting: give its address in the network there "
          "(ip -br address shows it), or put that before the name in /etc/hosts"),
-    Rule("warning", on.interface("faster"),
+    Rule("warning", only("faster", each_host(on.interface)),
          "{name} talks through {used.name} ({used.bytes_per_s:Gbit/s}), though {best.name} ({best.bytes_per_s:Gbit/s}, "
          "{best.addresses[0]}) is up",
          "If all hosts are on that network: GLOO_SOCKET_IFNAME={best.name}, and MASTER_ADDR with an address of it"),
-    Rule("warning", on.interface("radio"),
+    Rule("warning", only("radio", each_host(on.interface)),
          "{name} talks through {used.name}, a radio: slow, and slower at times",
          "Use a cable{wired}"),
-    Rule("note", on.interface("others"),
+    Rule("note", only("others", each_host(on.interface)),
          "{name} talks through {used.name} ({own.address}), where its route leads; it also has {others}",
          "If another is the one to use, name it in GLOO_SOCKET_IFNAME on that host"),
     Rule("error", each_host(on.nccl_interface),
@@ -187,13 +186,13 @@ RULES: tuple[Rule, ...] = (
     Rule("warning", each_host(on.nccl_slow),
          "{variable}=1 on {name}: its {count} GPUs talk the slow way",
          "Unset {variable} unless they hang without it"),
-    Rule("note", on.without_gpus("hidden"),
+    Rule("note", only("hidden", each_host(on.without_gpus)),
          _NO_GPU + "CUDA_VISIBLE_DEVICES={own.environment[CUDA_VISIBLE_DEVICES]!r} hides the GPUs",
          "Unset it to train on them"),
-    Rule("warning", on.without_gpus("cpu"),
+    Rule("warning", only("cpu", each_host(on.without_gpus)),
          _NO_GPU + "torch {own.torch} is a build for processors only",
          "Install torch with CUDA there (pytorch.org has the command), on every host"),
-    Rule("warning", on.without_gpus("no reason"),
+    Rule("warning", only("no reason", each_host(on.without_gpus)),
          _NO_GPU + "torch {own.torch} (CUDA {own.cuda}) finds no GPU",
          "Look at nvidia-smi: the driver may be too old for this CUDA, or a container started without --gpus all"),
     Rule("warning", each_host(lambda _, own: own.free_bytes < on.MIN_FREE * own.memory_bytes),
