@@ -59,7 +59,8 @@ def trained(command: list[str]) -> dict[str, Any]:
     epoch = [line for line in lines if line["what"] == "epoch"][-1]
     losses = [line["loss"] for line in lines if line["what"] == "step"]
     sent_bytes = sum(line["sent_bytes"] for line in lines if line["what"] == "device")
-    step_s = {line["what"]: line["step_s"] for line in lines if line["what"] in ("prediction", "end")}
+    chosen = [line for line in lines if line["what"] in ("prediction", "end") and not line.get("shares_only")]
+    step_s = {line["what"]: line["step_s"] for line in chosen}
     return {
         "accuracy": epoch["accuracy"], "loss": epoch["loss"], "steps": len(losses), "losses": losses[::50],
         "sent_bytes": sent_bytes, "train_s": epoch["train_s"], "date": run["date"], "torch": run["torch"],

@@ -448,7 +448,8 @@ def test_what_a_training_wrote_into_its_log_is_summed_up(monkeypatch: pytest.Mon
     epoch = {"what": "epoch", "loss": 2.0, "accuracy": None, "train_s": 3.0}
     lines = [
         {"what": "run", "date": "2026-01-01", "torch": "2", "convoy": "0.1"}, {"what": "prediction", "step_s": 0.5},
-        {"what": "step", "loss": 2.3}, epoch, {"what": "reshare"}, {"what": "step", "loss": 2.1},
+        {"what": "step", "loss": 2.3}, epoch, {"what": "reshare"}, {"what": "prediction", "step_s": 0.7, "shares_only": True},
+        {"what": "step", "loss": 2.1},
         epoch | {"accuracy": 0.6, "loss": 1.5, "train_s": 4.0}, {"what": "device", "sent_bytes": 10},
         {"what": "device", "sent_bytes": 5}, {"what": "end", "step_s": 0.4},
     ]  # fmt: skip
