@@ -28,11 +28,11 @@ def run_on_threads(devices: int, work: Callable[[Group], T], timeout_s: float = 
     """
     if devices < 1:
         raise InputError(f"{devices} devices were asked for: a group has at least one")
-    post = _Post(devices, timeout_s)
+    mail = _Mailboxes(devices, timeout_s)
     results: dict[int, T] = {}
 
     def run(device: int) -> None:
-        group = _ThreadGroup(post, device)
+        group = _ThreadGroup(mail, device)
         try:
             results[device] = work(group)
         except BaseException as error:
@@ -46,19 +46,19 @@ def run_on_threads(devices: int, work: Callable[[Group], T], timeout_s: float = 
     for thread in threads:
         thread.start()
     try:
-        post.await_end()
+        mail.await_end()
     finally:
-        post.stop()
+        mail.stop()
         deadline_s = time.monotonic() + timeout_s
         for thread in threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
-    if post.first_error is not None:
-        raise post.first_error
+    if mail.first_error is not None:
+        raise mail.first_error
     return [results[device] for device in range(devices)]
 
 
 @dataclass
-class _Post:
+class _Mailboxes:
     """What the threads share. Every field is read and written under ``changed`` only."""
 
     devices: int
@@ -90,14 +90,14 @@ class _Post:
             self.changed.wait_for(lambda: len(self.left) == self.devices, self.timeout_s)
 
     def await_peer(self, peer: int, arrived: Callable[[], bool], waiting: int) -> None:
-        """Wait, with ``changed`` held, until ``arrived()``; say who is to blame if that cannot be any more."""
+        """Wait, with ``changed`` held, until ``arrived()``; where that cannot be any more, raise what names the cause."""
         gone = self.changed.wait_for(
             lambda: arrived() or self.stopped or self.first_device is not None or peer in self.left, self.timeout_s
         )
         if not arrived():
-            raise self._loss(peer, waiting, timed_out=not gone)
+            raise self._failure(peer, waiting, timed_out=not gone)
 
-    def _loss(self, peer: int, waiting: int, timed_out: bool) -> DeviceLostError:
+    def _failure(self, peer: int, waiting: int, timed_out: bool) -> DeviceLostError:
         if self.first_device is not None and self.first_error is not None:
             cause = f"{type(self.first_error).__name__}: {self.first_error}"
             return DeviceLostError(self.first_device, f"device {self.first_device} left because of its error: {cause}")
@@ -116,9 +116,9 @@ class _Post:
 
 @final
 class _ThreadGroup(CountedGroup):
-    def __init__(self, post: _Post, device: int) -> None:
-        super().__init__(device, post.devices, torch.device("cpu"), post.timeout_s)
-        self.post = post
+    def __init__(self, mail: _Mailboxes, device: int) -> None:
+        super().__init__(device, mail.devices, torch.device("cpu"), mail.timeout_s)
+        self.mail = mail
         self.sent: Counter[tuple[int, int]] = Counter()  # (lane, peer) -> messages
         self.received: Counter[tuple[int, int]] = Counter()
         self.agreed = 0
@@ -131,36 +131,36 @@ class _ThreadGroup(CountedGroup):
             expected.append(((message.peer, self.device, lane, number), message.tensor))
             self.received[lane, message.peer] += 1
         copies = [(message.peer, message.tensor.detach().clone()) for message in sends]
-        with self.post.changed:
+        with self.mail.changed:
             for peer, tensor in copies:
-                self.post.boxes[(self.device, peer, lane, self.sent[lane, peer])] = tensor
+                self.mail.boxes[(self.device, peer, lane, self.sent[lane, peer])] = tensor
                 self.sent[lane, peer] += 1
-            self.post.changed.notify_all()
+            self.mail.changed.notify_all()
         return _Awaited(self, expected)
 
     def agree(self, topic: str, text: str) -> tuple[str, ...]:
         self._raise_failure()
-        post, number = self.post, self.agreed
+        mail, number = self.mail, self.agreed
         self.agreed += 1
-        with post.changed:
-            post.texts[(number, self.device)] = (topic, text)
-            post.changed.notify_all()
+        with mail.changed:
+            mail.texts[(number, self.device)] = (topic, text)
+            mail.changed.notify_all()
             try:
                 for peer in range(self.devices):
-                    post.await_peer(peer, lambda peer=peer: (number, peer) in post.texts, self.device)  # type: ignore[misc]
+                    mail.await_peer(peer, lambda peer=peer: (number, peer) in mail.texts, self.device)  # type: ignore[misc]
             except DeviceLostError as error:
                 self.failure = error
                 raise
-            answers = [post.texts[(number, peer)] for peer in range(self.devices)]
+            answers = [mail.texts[(number, peer)] for peer in range(self.devices)]
             # A device that answers here has read everything before, so what lies two back is read by all.
-            post.texts.pop((number - 2, self.device), None)
+            mail.texts.pop((number - 2, self.device), None)
         self._check_topics(topic, [answer[0] for answer in answers])
         return tuple(answer[1] for answer in answers)
 
     def close(self, error: BaseException | None = None) -> None:
         if self.failure is None:
             self.failure = closed_error()
-        self.post.leave(self.device, error)
+        self.mail.leave(self.device, error)
 
 
 class _Awaited:
@@ -169,15 +169,15 @@ class _Awaited:
         self.expected = expected
 
     def wait(self) -> None:
-        group, post = self.group, self.group.post
+        group, mail = self.group, self.group.mail
         if not self.expected:
             return
         group._raise_failure()
         try:
             for route, tensor in self.expected:
-                with post.changed:
-                    post.await_peer(route[0], lambda route=route: route in post.boxes, group.device)  # type: ignore[misc]
-                    arrived = post.boxes.pop(route)
+                with mail.changed:
+                    mail.await_peer(route[0], lambda route=route: route in mail.boxes, group.device)  # type: ignore[misc]
+                    arrived = mail.boxes.pop(route)
                 _copy(arrived, tensor, route)
         except ConvoyError as error:
             group.failure = error

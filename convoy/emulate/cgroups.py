@@ -123,18 +123,10 @@ def entrance(group: Path) -> Path:
 def members(group: Path) -> list[int]:
     """Process ids in a group; none if the group is gone."""
     try:
-        return [int(line) for line in entrance(group).read_text().split()]
+        # Id 0 stands for a process of another pid namespace; as a target of kill it would mean ourselves.
+        return [pid for pid in map(int, entrance(group).read_text().split()) if pid > 0]
     except OSError:
         return []
-
-
-def signal_members(group: Path, signum: signal.Signals) -> None:
-    """Send a signal to every process in a group."""
-    for pid in members(group):
-        # Id 0 stands for a process of another pid namespace; as a target of kill it would mean ourselves.
-        if pid > 0:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signum)
 
 
 def remove(parent: Path) -> None:
@@ -151,7 +143,9 @@ def remove(parent: Path) -> None:
                     f"{group} is still in use after {_END_LIMIT_S:g} s by processes {members(group)}: "
                     "end them, then rehearse again, which removes it"
                 )
-            signal_members(group, signal.SIGKILL)
+            for pid in members(group):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             time.sleep(_POLL_S)
 
 

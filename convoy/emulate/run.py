@@ -8,10 +8,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from convoy.emulate import cgroups, machine, namespaces, orphans
 from convoy.emulate.machine import RunName
@@ -76,11 +75,14 @@ def rehearse(
             if found:
                 orphans.remove(found)
                 note(f"removed what was {found}")
-            with _hosts(fleet, fleet_path) as starts:
+            with _hosts(fleet, command, fleet_path) as starts:
                 interrupts.check()
                 with Supervisor(interrupts) as processes:
+                    first = None if output is None else decoded(partial(print, end="", file=output, flush=True))
                     for index, start in enumerate(starts):
-                        _start(processes, start, index, fleet, command, output)
+                        stdout: Output = "keep" if index else first
+                        stderr = None if stdout is None else subprocess.STDOUT
+                        processes.start(index, **start, stdout=stdout, stderr=stderr, lifeline=True, own_session=True)
                     return _watch(processes, fleet, timeout_s, note)
         except Interrupted as interrupted:
             return interrupted.status
@@ -143,51 +145,33 @@ def environment(fleet: Fleet, index: int, wiring: namespaces.Wiring, fleet_path:
     return variables
 
 
-@dataclass(frozen=True)
-class _Start:
-    """Where one device's process starts: the network namespace it runs in, the control group it joins, its variables."""
-
-    namespace: str
-    group: Path
-    variables: dict[str, str]
-
-
 @contextmanager
-def _hosts(fleet: Fleet, fleet_path: Path | None) -> Iterator[list[_Start]]:
-    """The emulated hosts, ready for one process per device, for as long as the context lasts."""
+def _hosts(fleet: Fleet, command: Sequence[str], fleet_path: Path | None) -> Iterator[list[dict[str, Any]]]:
+    """The emulated hosts, for as long as the context lasts; how each device's process starts on its host.
+
+    It joins its control group, enters its network namespace, and becomes the command.
+    """
     run = RunName.mine()
     wiring = namespaces.wire(run, [host.name for host in fleet.hosts])
+    join = [machine.find("sh"), "-c", 'echo $$ > "$0" && exec "$@"']
     with ExitStack() as stack:
         controller = stack.enter_context(cgroups.cpu_controller(run))
         stack.enter_context(namespaces.network(wiring))
         for port in wiring.ports if len(fleet.hosts) > 1 else ():
             namespaces.shape(wiring, port, fleet.card(port.host))
         groups = stack.enter_context(cgroups.groups(controller, run, [device.cores for device in fleet.devices]))
-        yield [
-            _Start(wiring.port(device.host).namespace, groups[index], environment(fleet, index, wiring, fleet_path))
-            for index, device in enumerate(fleet.devices)
-        ]
-
-
-def _start(
-    processes: Supervisor, start: _Start, index: int, fleet: Fleet, command: Sequence[str], output: TextIO | None
-) -> None:
-    """Start a process that joins its control group, enters its namespace, and becomes the command."""
-    stdout: Output = "keep"
-    if index == 0:
-        stdout = None if output is None else decoded(partial(_write, output))
-    enter = [machine.find("ip"), "netns", "exec", start.namespace]
-    processes.start(
-        index, fleet.devices[index].name,
-        [machine.find("sh"), "-c", 'echo $$ > "$0" && exec "$@"', str(cgroups.entrance(start.group)), *enter, *command],
-        environment=os.environ | start.variables, stdout=stdout, stderr=None if stdout is None else subprocess.STDOUT,
-        lifeline=True, own_session=True, members=partial(cgroups.members, start.group),
-    )  # fmt: skip
-
-
-def _write(output: TextIO, text: str) -> None:
-    output.write(text)
-    output.flush()
+        starts: list[dict[str, Any]] = []
+        for index, (device, group) in enumerate(zip(fleet.devices, groups, strict=True)):
+            enter = [machine.find("ip"), "netns", "exec", wiring.port(device.host).namespace]
+            starts.append(
+                {
+                    "name": device.name,
+                    "command": [*join, str(cgroups.entrance(group)), *enter, *command],
+                    "environment": os.environ | environment(fleet, index, wiring, fleet_path),
+                    "members": partial(cgroups.members, group),
+                }
+            )
+        yield starts
 
 
 def _watch(processes: Supervisor, fleet: Fleet, timeout_s: float, note: Callable[[str], None]) -> int:

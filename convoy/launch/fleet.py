@@ -1,4 +1,4 @@
-"""Starting a job on every host of a fleet, and seeing all of it end."""
+"""Starts a job on every host of a fleet, and waits until all of it has ended."""
 
 import math
 import os
@@ -7,9 +7,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from convoy._version import __version__
 from convoy.comm.environment import is_own
@@ -185,16 +184,15 @@ class _Hosts:
         self._beat_s = time.monotonic()
 
     def __enter__(self) -> "_Hosts":
-        with ExitStack() as stack:
-            stack.enter_context(self._processes)
+        try:
             for job in self._jobs:
                 self.sessions.append(HostSession(self._processes, job, lambda *got: self._inbox.append(got)))
-            stack.pop_all()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._processes, suppress(Interrupted):
             for session in self.sessions:
                 session.hang_up()
@@ -205,7 +203,7 @@ class _Hosts:
         self._inbox.append((next(each for each in self.sessions if each.job.ranks[0] == ending.device), None))
 
     def check(self, files: Sequence[Path]) -> None:
-        """Hear from all hosts that they can do it, before any of them starts a device."""
+        """Check versions and files on all hosts, before any of them starts a device."""
         answers = self._ask(self.sessions, "check", "here", files=[str(path) for path in files])
         versions = {
             session: answer["version"] for session, answer in answers.items() if answer["version"] != __version__

@@ -1,4 +1,4 @@
-"""Starting all devices of one machine as processes of this one, and ending them together."""
+"""Starts all devices of one machine as processes of this one, and ends them together."""
 
 import os
 import subprocess

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import IO, Any, Literal
 
 from convoy.launch.exit_status import Ending
@@ -69,9 +69,7 @@ class Interrupts:
                     self._before[signum] = signal.signal(signum, self._note)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for signum, handler in self._before.items():
             # None stands for a handler that C code installed; Python cannot give it back.
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)
@@ -163,9 +161,7 @@ class Supervisor:
     def __enter__(self) -> "Supervisor":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.send_signal(signal.SIGKILL)
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
@@ -277,8 +273,7 @@ class Supervisor:
             if process.popen.poll() is None:
                 process.stopped |= signum is not signal.SIGINT
                 pids.add(process.popen.pid)
-            # Id 0 stands for a process of another pid namespace; as a target of kill it would mean ourselves.
-            for pid in pids - {0}:
+            for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signum)
 

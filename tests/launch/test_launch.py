@@ -307,6 +307,13 @@ def test_after_ctrl_c_no_device_stays(tmp_path: Path, how: str) -> None:
     assert errors == ""
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_launcher_that_is_asked_to_end_ends_its_devices(tmp_path: Path, signum: signal.Signals) -> None:
+    """Only Ctrl-C was heeded: a scheduler's SIGTERM ended the launcher alone, and devices that watch nobody trained on."""
+    status, output, errors = end_launcher(tmp_path, "plain", lambda pid: os.kill(pid, signum))
+    assert (status, output, errors) == (0, f"status {128 + signum}\n", "")
+
+
 def test_when_the_launcher_is_killed_its_devices_end(tmp_path: Path) -> None:
     status, _, errors = end_launcher(tmp_path, "watched", lambda pid: os.kill(pid, signal.SIGKILL))
     assert status == -signal.SIGKILL
