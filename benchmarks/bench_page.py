@@ -41,9 +41,8 @@ def bench_page(sources: Sources) -> str:
     rows = [row for result in sources.results for row in result.measured_rows()]
     compared = [row for row in rows if not row.fleet.startswith(EQUAL)]
     parts = [
+        "<!-- Made by `python -m benchmarks.bench`; do not edit. -->",
         "# Benchmarks",
-        "Made by `python -m benchmarks.bench`; do not edit.",
-        hardware(sources.results),
         "## In short",
         "\n".join(f"- {line}" for line in [*_in_short(compared), *in_turn_line(rows), quietness(sources.results)]),
         _HOW + how_timed(),
@@ -61,6 +60,8 @@ def bench_page(sources: Sources) -> str:
         "Spread: (slowest - fastest) / median of the rounds; middle: that of the middle half. Error: (predicted - measured) "
         "/ measured; DDP is not predicted.",
         _full_table(rows),
+        "## Machines and commands",
+        hardware(sources.results),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -44,12 +44,12 @@ def validation_page(paper: Paper) -> str:
     short = [*_verdicts(rows), *_choice_verdicts(choices(rows)), *_noise(rows)]
     short += [quietness(paper.results), *_losses(rows)]
     parts = [
+        "<!-- Made by `python -m benchmarks.validate`; do not edit. -->",
         "# Predicted and measured",
-        "Made by `python -m benchmarks.validate`; do not edit. Every prediction was written to the results file before "
-        "the first run of its net, from measuring the layers and the wire of that fleet; nothing was fitted to a run.",
-        hardware(paper.results),
         "## In short",
         "\n".join(f"- {line}" for line in short),
+        "Every prediction was written to the results file before the first run of its net, from measuring the layers and the "
+        "wire of that fleet; nothing was fitted to a run. Machines and commands are at the end of the page.",
         "## Error by plan",
         "(predicted - measured) / measured, where measured is the median of the rounds. Steady rows are those where the "
         "middle half of the rounds lies within 5 % of the median. Filter-split are `master`, `model`, and `auto` where it "
@@ -65,6 +65,8 @@ def validation_page(paper: Paper) -> str:
         "## Every configuration",
         "Spread: (slowest - fastest) / median of the rounds; middle: that of the middle half. " + how_timed(),
         _full_table(rows),
+        "## Machines and commands",
+        hardware(paper.results),
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -55,7 +55,7 @@ def step_figure() -> Drawing:
     drawing = Drawing(720, 456, "One training step as it is simulated, without overlap and with it")
     scale = 560 / awaited.step_s
     _timeline(drawing, 14, "Everything awaited where it stands", awaited, scale)
-    _timeline(drawing, 218, "What travels does so while devices compute", overlapped, scale)
+    _timeline(drawing, 218, "Communication overlaps computation", overlapped, scale)
     x = 130.0
     for kind, colour in COLOURS.items():
         drawing.box(x, 430, 12, 12, colour)

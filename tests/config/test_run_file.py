@@ -276,9 +276,9 @@ def told(log: Path) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_readme_shows_the_example_and_it_is_good() -> None:
+def test_the_page_shows_the_example_and_it_is_good() -> None:
     text = (ROOT / "examples" / "run.toml").read_text()
-    section = (ROOT / "README.md").read_text().partition("## A run is a file")[2].partition("\n## ")[0]
+    section = (ROOT / "docs" / "training.md").read_text().partition("## A run is a file")[2].partition("\n## ")[0]
     (block,) = re.findall(r"```toml\n(.*?)```", section, re.DOTALL)
     assert block == text
     settings = resolve_settings(ROOT / "examples" / "run.toml", {}).settings
