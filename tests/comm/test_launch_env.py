@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from convoy.comm.environment import pick_device, read_process_env
 from convoy.comm.launch_env import as_torchrun, first_host, is_one_of_job, tasks_on
 from convoy.errors import InputError
 from tests.app.test_cli import QUIET, TINY, results
+from tests.support.programs import needs
 
 TORCHRUN = {
     "RANK": "2",
@@ -206,7 +206,7 @@ def test_the_command_knows_that_it_is_one_of_a_job(monkeypatch: pytest.MonkeyPat
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("6", "8")
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun")
+@needs("mpirun")
 def test_the_same_command_under_mpirun(tmp_path: Path) -> None:
     def train(*launcher: str) -> str:
         root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -122,7 +122,7 @@ def test_fashion_mnist_refuses_a_label_above_nine(fashion: Path, tmp_path: Path)
 
 def test_the_real_fashion_mnist_of_debian() -> None:
     if not fashion_mnist._DEBIAN_FOLDER.is_dir():
-        pytest.skip("the Debian package dataset-fashion-mnist is not installed")
+        pytest.skip("needs Fashion-MNIST: apt-get install dataset-fashion-mnist")
     both = load("fashion-mnist")
     assert torch.bincount(both.train.targets).tolist() == [6000] * 10
     assert torch.bincount(both.test.targets).tolist() == [1000] * 10

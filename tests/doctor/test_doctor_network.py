@@ -2,8 +2,6 @@
 
 import ctypes
 import os
-import platform
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,14 +20,13 @@ from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName, call
 from convoy.fleet import Card
 from tests.support.processes import on_processes
+from tests.support.programs import needs
 
 PORT = 29_511
 GIGABIT, FAST_ETHERNET = Card(125e6, 125e6, 5e-5), Card(12.5e6, 12.5e6, 5e-5)
 CLONE_NEWNET = 0x40000000
 
-missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
-cannot = platform.system() != "Linux" or os.geteuid() != 0 or bool(missing)
-pytestmark = [pytest.mark.root, pytest.mark.skipif(cannot, reason="needs Linux, root, ip and tc")]
+pytestmark = [pytest.mark.root, needs("ip", "tc", root=True)]
 
 
 @contextmanager

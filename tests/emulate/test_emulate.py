@@ -26,24 +26,16 @@ from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host, Link
 from convoy.launch import supervisor
 from convoy.launch.supervisor import Interrupted, Interrupts
+from tests.support.programs import needs
 
 ROOT = Path(__file__).parent.parent.parent
 HANG_S = 30.0
 FAST = Card(125e6, 125e6, 5e-5)
 
 
-def _why_not() -> str:
-    if platform.system() != "Linux":
-        return "needs Linux"
-    if os.geteuid() != 0:
-        return "needs root"
-    missing = [program for program in ("ip", "tc") if shutil.which(program) is None]
-    return f"needs {', '.join(missing)}" if missing else ""
-
-
 def needs_root(function: Callable[..., None]) -> Callable[..., None]:
     marked = pytest.mark.root(pytest.mark.usefixtures("untouched_machine")(function))
-    return pytest.mark.skipif(bool(_why_not()), reason=_why_not() or "can run")(marked)
+    return needs("ip", "tc", root=True)(marked)
 
 
 def fleet_of(cores: Sequence[float | None], network: Card = FAST) -> Fleet:

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from tests.app.test_cli import TINY, results
-from tests.support.ssh_hosts import Lab, eventually, lab, why_not
+from tests.support.ssh_hosts import Lab, eventually, lab, needs_ssh
 
 pytestmark = [
     pytest.mark.root,
-    pytest.mark.skipif(bool(why_not()), reason=why_not() or "can run"),
+    needs_ssh,
 ]
 
 FLEET = """

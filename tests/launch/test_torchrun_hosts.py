@@ -13,11 +13,11 @@ from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName
 from tests.app.test_cli import TINY, assert_close, results
 from tests.support.processes import PLACE, ROOT
-from tests.support.ssh_hosts import why_not
+from tests.support.ssh_hosts import needs_ssh
 
 pytestmark = [
     pytest.mark.root,
-    pytest.mark.skipif(bool(why_not()), reason=why_not() or "can run"),
+    needs_ssh,
 ]
 
 LIMIT_S = 100.0

@@ -26,7 +26,7 @@ OPTIONS = (
 LIMIT_S = 40.0
 
 needs_browser = pytest.mark.skipif(
-    not any(map(shutil.which, PROGRAMS)), reason="no browser on this machine: apt-get install chromium"
+    not any(map(shutil.which, PROGRAMS)), reason="needs a browser: apt-get install chromium"
 )
 
 

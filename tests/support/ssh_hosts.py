@@ -1,7 +1,6 @@
 """Hosts with ssh servers of their own on one machine: network namespaces, an sshd in each, and a client that knows them."""
 
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -14,17 +13,14 @@ from pathlib import Path
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName
 from tests.support.processes import PLACE, ROOT
+from tests.support.programs import needs
 
 PRIVILEGES = Path("/run/sshd")
 """sshd locks itself into this empty folder. A service makes it at boot; here there may be none, and it stays for the next."""
 
 
-def why_not() -> str:
-    """Why there can be no such hosts on this machine; nothing if there can."""
-    if platform.system() != "Linux" or os.geteuid() != 0:
-        return "needs Linux and root"
-    missing = [name for name in ("ip", "sshd", "ssh", "ssh-keygen") if shutil.which(name) is None]
-    return f"needs {', '.join(missing)}" if missing else ""
+needs_ssh = needs("ip", "sshd", "ssh", "ssh-keygen", root=True)
+"""Skips a test where there can be no such hosts."""
 
 
 @dataclass(frozen=True)

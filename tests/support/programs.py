@@ -1,0 +1,31 @@
+"""Programs of the system that some tests need, and the Debian packages that bring them."""
+
+import os
+import platform
+import shutil
+
+import pytest
+
+PACKAGES = {
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "sshd": "openssh-server",
+    "mpirun": "openmpi-bin",
+}
+
+
+def lacking(*programs: str, root: bool = False) -> str:
+    """Why tests that need these programs, and root on Linux if asked for, cannot run here; nothing if they can."""
+    if root and (platform.system() != "Linux" or os.geteuid() != 0):
+        return "needs Linux and root"
+    missing = [program for program in programs if shutil.which(program) is None]
+    packages = dict.fromkeys(PACKAGES[program] for program in missing)
+    return f"needs {', '.join(missing)}: apt-get install {' '.join(packages)}" if missing else ""
+
+
+def needs(*programs: str, root: bool = False) -> pytest.MarkDecorator:
+    """A mark that skips a test where it cannot run, and says which package is lacking."""
+    reason = lacking(*programs, root=root)
+    return pytest.mark.skipif(bool(reason), reason=reason or "can run")
