@@ -2,9 +2,10 @@
 
     python -m benchmarks.overhead [--results FILE]
 
-One device, one thread, the same steps (loss, backward, SGD with momentum) in plain PyTorch and in Convoy, in turns: with the
-layers as one run (`convoy.plan.fusion`), as a device alone computes them, and one by one, as where others share the work.
-Beside it, what `convoy measure` finds for this machine: the seconds that predictions charge.
+One device, one thread, the same steps (loss, backward, SGD with momentum) in plain PyTorch and in Convoy, in turns: alone, with
+all layers as one fused stretch (`convoy.plan.fusion`); shared, as one of two devices that share a batch of twice the size by
+`data-by-speed`, with everything but the wire (batch norms over both devices, gradients joined, summed and given back); and
+alone, layer by layer. Beside it, what `convoy measure` finds for this machine: the seconds that predictions charge.
 Writes results/overhead.json.
 """
 
@@ -14,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 from benchmarks.hardware import stamp
 from benchmarks.score import middle_spread
-from convoy.comm.group import AloneGroup
+from convoy.comm.group import AloneGroup, Arrived, CountedGroup, Message, Pending, closed_error
 from convoy.config.files import write_whole
 from convoy.launch.host_job import memory_environment
 from convoy.model.nets import build_net
@@ -43,26 +44,49 @@ CASES = (
     ("two-conv:50:500", (1, 28, 28), 16),
     ("resnet:8:16", (3, 32, 32), 2),
     ("resnet:8:16", (3, 32, 32), 64),
+    ("resnet18:64", (3, 32, 32), 64),
     ("vgg:11:512", (3, 32, 32), 16),
 )
 """Net, image, batch: from layers that take long to a step that is nearly all calls."""
 
-WAYS = ("plain", "one run", "layer by layer")
+WAYS = ("plain", "alone", "shared", "layer by layer")
+
+
+class SilentPeer(CountedGroup):
+    """A group of two whose other device is never there: its messages are zeros that have arrived at once."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2, torch.device("cpu"), 60.0)
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
+        for message in self._admit(sends, receives, lane)[1]:
+            message.tensor.zero_()
+        return Arrived()
+
+    def agree(self, topic: str, text: str) -> tuple[str, ...]:  # noqa: ARG002
+        return (text, text)
+
+    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002
+        self.failure = self.failure or closed_error()
+
+
 WARM = 3
 
 
 def steps_of(net: str, image: tuple[int, int, int], batch: int) -> dict[str, Callable[[], float]]:
-    """By way: a training step on random numbers; it gives the loss."""
+    """By way: a training step on random numbers; it gives the loss. Each has so many samples of its own."""
     plain = build_net(net, image, 10)
     x, y = torch.randn(batch, *image), torch.randint(0, 10, (batch,))
-    plan = named_plan("data", trace(plain, x[:1]).graph, batch, Speeds((1.0,)))
+    graph = trace(plain, x[:1]).graph
     models: dict[str, nn.Module] = {"plain": plain}
-    for way, in_runs in (("one run", True), ("layer by layer", False)):
-        group = AloneGroup(torch.device("cpu"))
-        part = Distributed(copy.deepcopy(plain), plan, group, x[:1], in_runs=in_runs)
-        part.announce(batch)
+    for way, devices, fuse in (("alone", 1, True), ("shared", 2, True), ("layer by layer", 1, False)):
+        plan = named_plan("data-by-speed", graph, devices * batch, Speeds((1.0,) * devices))
+        group = AloneGroup(torch.device("cpu")) if devices == 1 else SilentPeer()
+        part = Distributed(copy.deepcopy(plain), plan, group, x[:1], fuse=fuse)
+        part.announce(devices * batch)
         models[way] = part
-    return {way: _step(model, x, y) for way, model in models.items()}
+    targets = {way: torch.cat([y, y]) if way == "shared" else y for way in models}
+    return {way: _step(model, x, targets[way]) for way, model in models.items()}
 
 
 def _step(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], float]:
@@ -85,7 +109,7 @@ def in_turns(steps: dict[str, Callable[[], float]], rounds: int, round_s: float)
         AssertionError: the losses of the first steps differ, so that they are not the same training.
     """
     first = {way: [step() for _ in range(WARM)] for way, step in steps.items()}
-    for way in WAYS[1:]:
+    for way in ("alone", "layer by layer"):
         torch.testing.assert_close(torch.tensor(first[way]), torch.tensor(first["plain"]), rtol=1e-4, atol=1e-5)
     found: dict[str, list[float]] = {way: [] for way in steps}
     for _ in range(rounds):
@@ -110,7 +134,7 @@ def main(
         # The settings of a device that Convoy starts. They are read at start, and plain PyTorch has them here, too.
         os.execve(sys.executable, [sys.executable, "-m", __spec__.name, *sys.argv[1:]], os.environ | memory)
     table = Table(title="A step on one device", title_justify="left")
-    for name in ("net", "batch", "plain PyTorch", "one run", "layer by layer"):
+    for name in ("net", "batch", "plain PyTorch", *WAYS[1:]):
         table.add_column(name)
     rows: list[dict[str, Any]] = []
     for net, image, batch in CASES:
@@ -119,8 +143,9 @@ def main(
         ratios = {way: [a / b for a, b in zip(times[way], times["plain"], strict=True)] for way in WAYS[1:]}
         rows.append(
             {
-                "net": net, "batch": batch, "plain_s": middle["plain"], "run_s": middle["one run"],
-                "layered_s": middle["layer by layer"], "run": statistics.median(ratios["one run"]),
+                "net": net, "batch": batch, "plain_s": middle["plain"], "alone_s": middle["alone"],
+                "shared_s": middle["shared"], "layered_s": middle["layer by layer"],
+                "alone": statistics.median(ratios["alone"]), "shared": statistics.median(ratios["shared"]),
                 "layered": statistics.median(ratios["layer by layer"]), "spread": middle_spread(times["plain"]),
                 "rounds_s": times,
             }

@@ -17,17 +17,19 @@ class OverheadRow:
     """One net at one batch.
 
     Attributes:
-        plain_s, run_s, layered_s: medians of a step, in plain PyTorch and in Convoy's two ways.
-        run, layered: the same over plain PyTorch, the median of the ratios of each round.
+        plain_s, alone_s, shared_s, layered_s: medians of a step, in plain PyTorch and in Convoy's three ways.
+        alone, shared, layered: the same over plain PyTorch, the median of the ratios of each round.
         spread: of plain PyTorch's rounds, the middle half, relative to their median.
     """
 
     net: str
     batch: int
     plain_s: float
-    run_s: float
+    alone_s: float
+    shared_s: float
     layered_s: float
-    run: float
+    alone: float
+    shared: float
     layered: float
     spread: float
 
@@ -66,7 +68,8 @@ def overhead_section(found: OverheadFile | None) -> list[str]:
             str(row.batch),
             seconds(row.plain_s),
             f"{row.spread:.1%}",
-            f"{row.run - 1:+.1%}",
+            f"{row.alone - 1:+.1%}",
+            f"{row.shared - 1:+.1%}",
             f"{row.layered - 1:+.1%}",
         ]
         for row in found.rows
@@ -75,10 +78,11 @@ def overhead_section(found: OverheadFile | None) -> list[str]:
     return [
         "## What Convoy takes of a step",
         f"One thread of {here.processor}, convoy {here.convoy} at {here.revision or 'an unknown revision'}, {found.date[:10]}; "
-        f"load average {found.load_average:.1f}. The same steps in plain PyTorch and in Convoy on one device, in turns. As one "
-        "run: what a device alone computes. Layer by layer: what devices do that share the work.",
+        f"load average {found.load_average:.1f}. The same steps in plain PyTorch and in Convoy on one device, in turns. Alone: "
+        "the only device. Shared: one of two devices by `data-by-speed` with as many samples of its own, without the wire. "
+        "Layer by layer: alone, without fused stretches.",
         f"```\n{found.command}\n```",
-        table(["net", "batch", "plain PyTorch", "spread (middle half)", "as one run", "layer by layer"], body),
+        table(["net", "batch", "plain PyTorch", "spread (middle half)", "alone", "shared", "layer by layer"], body),
         f"What predictions charge on this machine beside layers, bytes and copies: {seconds(of.layer_s)} a layer, forward "
         f"and backward; {seconds(of.round_s)} a round of messages with one message, {seconds(of.message_s)} each further one; "
         f"{seconds(of.update_s_per_tensor)} a parameter tensor in the optimizer; {seconds(of.step_s)} a step for the batch, "

@@ -18,7 +18,6 @@ from convoy.profile.auto import BUDGET_S, Plans, plan_together
 from convoy.profile.speeds import given_speeds, measure_speeds
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
-from convoy.runtime.optimizer import mark_pieces
 from convoy.runtime.precision import compute_in
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Sum
@@ -141,7 +140,6 @@ def distribute(
         InputError, PlanError, MismatchError: see `Distributed` and `compute_in`.
     """
     part = Distributed(model, plan, group, example, slowdown=slowdown)
-    mark_pieces(part)
     compute_in(part, precision)
     return part
 

@@ -23,11 +23,13 @@ from convoy.config.run_file import RunSettings, to_toml
 from convoy.config.settings import Settings, key_of
 from convoy.data import Splits
 from convoy.errors import InputError, MismatchError
+from convoy.plan.compile import compile_all
 from convoy.plan.explain import layer_rows, step_lines, work_shares
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS
+from convoy.plan.program_text import program_lines
 from convoy.planner.predict import working
-from convoy.profile.auto import Plans
+from convoy.profile.auto import Plans, expect_measured
 from convoy.report.page import write_report
 from convoy.report.screen import Screen
 from convoy.runlog.directory import RunDirectory, RunHeader, check_directory, make_directory
@@ -98,6 +100,7 @@ def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack) -> 
         )  # fmt: skip
     plan = plans[0]
     part = distribute(model, plan, group, example, slowdown=slowdown, precision=settings.precision)
+    expect_measured(part, plans.measured)
     graph, steps = part.traced[True].graph, part.steps(settings.pass_batch)
     devices = _devices(settings, group)
     screen.fleet(devices, plans.speeds, measured=settings.speeds is None)
@@ -110,7 +113,9 @@ def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack) -> 
         _save(settings, plan)
     screen.plan(plan, layer_rows(plan, graph), work_shares(steps, graph))
     if settings.explain:
-        screen.lines(step_lines(steps, graph))
+        screen.lines(step_lines(steps))
+        for program in compile_all(steps, graph):
+            screen.lines(program_lines(program))
     train, test = build_loaders(settings, splits, part)
     if settings.accumulate > 1:
         screen.lines([f"A step of {settings.batch} samples is {settings.accumulate} passes of {settings.pass_batch}."])

@@ -6,18 +6,21 @@ gradients of activations on their way through backward, the images of the next b
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from convoy.errors import unknown_name
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
+from convoy.plan.compile import compile_all
+from convoy.plan.device_program import DeviceProgram, Make, Pack, Receive, Send, View
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.steps import Compute, Move, ShareStatistics, Step, StepList, SumGradients
-from convoy.sharding.comm_dtype import rounds_own_copy, sent_itemsize
+from convoy.plan.steps import Compute as ComputeStep
+from convoy.plan.steps import Move, ShareStatistics, StepList
+from convoy.sharding.comm_dtype import sent_itemsize
 from convoy.sharding.layout import Layout, box, dual, entries, holders
-from convoy.sharding.redistribute import Round, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,15 +159,15 @@ def memory_of_steps(
     """As `memory_of`, for a step list."""
     state = optimizer_named(optimizer).state
     result = []
-    for device in range(steps.devices):
+    for device, program in enumerate(compile_all(steps, graph)):
         kept, trained = parameter_entries(steps, graph, device)
         result.append(
             DeviceMemory(
                 weights_bytes=kept * itemsize,
                 gradients_bytes=trained * itemsize,
                 optimizer_bytes=trained * state * itemsize,
-                activations_bytes=_activations(steps, graph, device) * itemsize,
-                exchange_bytes=max((_buffers_bytes(step, device, itemsize) for step in steps.steps), default=0),
+                activations_bytes=_activations(program, steps, graph) * itemsize,
+                exchange_bytes=max(exchange_bytes(program, steps, itemsize).values(), default=0),
             )
         )
     return tuple(result)
@@ -175,7 +178,7 @@ def parameter_entries(steps: StepList, graph: Graph, device: int) -> tuple[int, 
     kept: dict[str, int] = {}
     trained: dict[str, int] = {}
     for step in steps.phase("forward"):
-        if isinstance(step, Compute):
+        if isinstance(step, ComputeStep):
             layer = graph[step.layer]
             for key, layout in step.parameters.items():
                 parameter = layer.parameters[key]
@@ -195,74 +198,90 @@ def update_s_per_entry(optimizer: str, bytes_per_s: float, itemsize: int = 4) ->
     return optimizer_named(optimizer).moved * itemsize / bytes_per_s
 
 
-def _activations(steps: StepList, graph: Graph, device: int) -> int:
+def _activations(program: DeviceProgram, steps: StepList, graph: Graph) -> int:
     """Entries kept from forward to backward; a tensor that several layers keep is there once.
 
     Convolutions, Linear and batch norms over several devices keep their input. Every other layer runs under autograd, which
     keeps its input and its output; what it keeps besides (the indices of max pooling, a mask of dropout) is not counted.
     Flatten is a view of its input.
     """
-    back = {step.layer for step in steps.phase("backward") if isinstance(step, Compute)}
+    back = {step.layer for step in steps.phase("backward") if isinstance(step, ComputeStep)}
     spread = {step.layer for step in steps.phase("forward") if isinstance(step, ShareStatistics)}
-    source = _views(steps, graph, device)
+    device, source = program.device, _views(program, steps, graph)
     kept: dict[str, int] = {}
     for step in steps.phase("forward"):
-        if isinstance(step, Compute) and step.layer in back and device in holders(step.writes.layout):
+        if isinstance(step, ComputeStep) and step.layer in back and device in holders(step.writes.layout):
             inputs_only = graph[step.layer].weighted or step.layer in spread
             for value in step.reads if inputs_only else (*step.reads, step.writes):
                 kept[source.get(value.key, value.key)] = _here(value.layout, device, value.shape)
     return sum(kept.values())
 
 
-def _views(steps: StepList, graph: Graph, device: int) -> dict[str, str]:
+def _views(program: DeviceProgram, steps: StepList, graph: Graph) -> dict[str, str]:
     """Values that are the same memory as another one on this device: flattened, or moved with nothing arriving or rounded."""
+    flattened = {
+        step.writes.key: step.reads[0].key
+        for step in steps.phase("forward")
+        if isinstance(step, ComputeStep) and graph[step.layer].kind == "flatten"
+    }
+    moved = {op.buffer: op.of.buffer for op in program.forward if isinstance(op, View) and op.of.box is None}
     source: dict[str, str] = {}
     for step in steps.phase("forward"):
-        if isinstance(step, Compute) and graph[step.layer].kind == "flatten":
-            source[step.writes.key] = source.get(step.reads[0].key, step.reads[0].key)
-        elif isinstance(step, Move):
-            schedule, here = step.schedule, box(step.reads.layout, device, step.reads.shape)
-            other = _arrives(schedule, device) or rounds_own_copy(step.wire, schedule, step.writes.layout)
-            if not other and here is not None and here == box(step.writes.layout, device, step.writes.shape):
-                source[step.writes.key] = source.get(step.reads.key, step.reads.key)
+        if isinstance(step, ComputeStep | Move):
+            key = step.writes.key
+            of = flattened.get(key) or moved.get(key)
+            if of is not None:
+                source[key] = source.get(of, of)
     return source
 
 
-def _buffers_bytes(step: Step, device: int, itemsize: int) -> int:
-    """Bytes of the buffers of a step's rounds under way on a device; a sum works on a flat copy besides, but for a
-    gradient alone.
+def exchange_bytes(program: DeviceProgram, steps: StepList, itemsize: int = 4) -> dict[int, int]:
+    """Bytes of the buffers of each exchange of a device, by step: where messages land, narrow numbers that leave, and the flat
+    tensor that a sum works on.
 
     A gradient that is moved stays until it has left, while the layer's other gradient is computed; where narrow numbers
     leave, those do.
     """
-    if isinstance(step, Compute):
-        return 0
-    schedule, narrow = step.schedule, step.wire != "exact"
-    buffers = [_buffered(transfers, device, schedule, narrow) for transfers in schedule.rounds]
-    # The pieces of a move are begun together; of a sum, so many rounds as its window holds.
-    under_way = max(buffers, default=0) * schedule.window if schedule.in_place else sum(buffers)
-    size = under_way * sent_itemsize(step.wire, itemsize)
-    if schedule.in_place:
-        copied = 0 if isinstance(step, SumGradients) and step.alone else schedule.shape[0]
-        return copied * itemsize + size if _arrives(schedule, device) else 0
-    if isinstance(step, Move) and step.phase == "backward" and not narrow and _leaves(schedule, device):
-        size += _here(dual(step.reads.layout), device, step.reads.shape) * itemsize
-    return size
+    rounds: dict[int, dict[int, int]] = {}  # by step and round
+    flat: Counter[int] = Counter()
+    leaves: set[int] = set()
+    turns: dict[int, set[str]] = {}
+    narrow_parts = {op.buffer: sent_itemsize("inexact-bf16", itemsize) for op in _made(program) if op.narrow}
+    counted: set[str] = set()
+    for op in program.operations():
+        match op:
+            case Make(buffer=buffer, reused=True):
+                turns.setdefault(op.step, set()).add(buffer.rpartition(".")[0])
+            case Make(buffer=buffer, shape=shape) if buffer.endswith(".flat"):
+                flat[op.step] += math.prod(shape) * itemsize
+            case Pack(alone=False, size=size):
+                flat[op.step] += size * itemsize
+            case Receive(part=part, size=size) | Send(part=part, size=size):
+                wide = part.buffer not in narrow_parts
+                is_flat = part.buffer.startswith("sum ") or part.buffer.endswith(".flat")
+                taken = rounds.setdefault(op.step, {})
+                if isinstance(op, Receive) and not is_flat:
+                    taken[op.number] = taken.get(op.number, 0) + size * narrow_parts.get(part.buffer, itemsize)
+                elif isinstance(op, Send) and not wide and part.buffer not in counted:
+                    counted.add(part.buffer)
+                    taken[op.number] = taken.get(op.number, 0) + size * narrow_parts[part.buffer]
+                if isinstance(op, Send) and wide:
+                    leaves.add(op.step)
+    found: dict[int, int] = {}
+    for step, taken in rounds.items():
+        # The chunks of a move are begun together; of a sum, so many rounds as have memory of their own.
+        at_once = len(turns.get(step, ())) or 1
+        found[step] = flat[step] + (
+            max(taken.values(), default=0) * at_once if flat[step] or step in turns else sum(taken.values())
+        )
+    for each in steps.phase("backward"):
+        if isinstance(each, Move) and each.id in leaves and not flat[each.id]:
+            found[each.id] += _here(dual(each.reads.layout), program.device, each.reads.shape) * itemsize
+    return found
 
 
-def _buffered(transfers: Round, device: int, schedule: Schedule, narrow: bool) -> int:
-    """Entries that land, and narrow ones that leave. In a sum, wide numbers that are not added land in the flat copy."""
-    landing = [t for t in transfers if t.receiver == device != t.sender and (narrow or t.adds or not schedule.in_place)]
-    leaving = {t.box for t in transfers if narrow and t.sender == device != t.receiver}
-    return sum(entries(t.box) for t in landing) + sum(entries(b) for b in leaving)
-
-
-def _leaves(schedule: Schedule, device: int) -> bool:
-    return any(t.sender == device != t.receiver for transfers in schedule.rounds for t in transfers)
-
-
-def _arrives(schedule: Schedule, device: int) -> bool:
-    return any(t.receiver == device != t.sender for transfers in schedule.rounds for t in transfers)
+def _made(program: DeviceProgram) -> list[Make]:
+    return [op for op in program.operations() if isinstance(op, Make)]
 
 
 def _here(layout: Layout, device: int, shape: tuple[int, ...]) -> int:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convoy.model.graph import Graph
-from convoy.plan.fusion import runs
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, traffic
@@ -62,34 +61,29 @@ def work_shares(steps: StepList, graph: Graph) -> tuple[float, ...]:
     return tuple(w / total if total else 1 / steps.devices for w in work)
 
 
-def step_lines(steps: StepList, graph: Graph, itemsize: int = 4) -> list[str]:
-    """The step list as text, a line each. Steps of a run (see `convoy.plan.fusion`) bear its number."""
-    of = {
-        step.id: f"  run {number}"
-        for number, run in enumerate(runs(steps, graph), start=1)
-        for step in (*run.steps, *run.back)
-    }
+def step_lines(steps: StepList, itemsize: int = 4) -> list[str]:
+    """The step list as text, a line each."""
     lines = [f"one step of {steps.batch} samples on {steps.devices} devices"]
     phase = ""
     for step in steps.steps:
         if step.phase != phase:
             phase = step.phase
             lines.append(f"{phase}:")
-        lines.append(f"  {step.id:4d}  {_words(step)}{_on_the_wire(step, itemsize)}{_after(step)}{of.get(step.id, '')}")
+        lines.append(f"  {step.id:4d}  {_words(step)}{_on_the_wire(step, itemsize)}{_after(step)}")
     return lines
 
 
 def _words(step: Step) -> str:
     match step:
         case Compute():
-            reads = ", ".join(f"{v.key.partition('@')[0]} {v.layout}" for v in step.reads)
+            reads = ", ".join(f"{v.layer} {v.layout}" for v in step.reads)
             arrow = (
                 f"{reads} -> {step.writes.layout}" if step.phase == "forward" else f"{step.writes.layout} -> {reads}"
             )
             gradient = "" if step.part == "all" else f" ({step.part} gradient)"
             return f"compute  {step.layer}{gradient}: {arrow}" + (f"  [{step.note}]" if step.note else "")
         case Move():
-            name = step.reads.key.partition("@")[0]
+            name = step.reads.layer
             what = "move    " if step.phase == "forward" else "gradient"
             return f"{what} {name}: {step.reads.layout} -> {step.writes.layout}"
         case ReturnGradient():
@@ -174,7 +168,7 @@ def _charged_to(
         case Move():
             value = step.writes if step.phase == "forward" else step.reads
             # The last move of all brings the outputs to every device; it counts for the layer that made them.
-            return [(first_reader.get(value.key, value.key.partition("@")[0]), total)]
+            return [(first_reader.get(value.key, value.layer), total)]
         case ShareStatistics():
             return [(step.layer, total)]
         case SumGradients():

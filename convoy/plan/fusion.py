@@ -1,128 +1,135 @@
-"""Runs: layers that one device computes alone, one after another, in forward and backward.
+"""Fused stretches: layers that a device computes one after another, in forward and backward, with no exchange between them.
 
-Nothing is sent, received, shared or summed between them, and nothing of theirs has to leave early. So the executor hands them
-to autograd as one graph, as plain PyTorch would, and a device pays once what Convoy takes for a layer. A device that trains
-alone has one run.
+Autograd gets such a stretch as one graph, as it would in plain PyTorch. Gradients of parameters are summed over devices
+beside it, on the second lane, so a gradient sum does not end a stretch; every other exchange that the device has a part in
+does, and so does a wait for one that its first layer does not wait for.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from convoy.model.graph import Graph
-from convoy.plan.steps import Compute, Move, ShareStatistics, Step, StepList
-from convoy.sharding.layout import Layout, holders
+from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
+from convoy.sharding.layout import holders
+
+SHORTEST = 2
+"""Computations in a stretch: one alone gains nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Stretch:
     """Layers of one device.
 
     Attributes:
-        steps: in forward, in order; two at least.
+        steps: in forward, in order.
         back: in backward, in order: the steps of those of the layers that have a gradient.
-        reads: keys of the values that come from outside, and whether each has a gradient.
-        writes: keys of the values that somebody else reads.
-        forgets: keys of the run's own values that nobody reads after each step.
+        reads: the values that come from outside, and whether each has a gradient.
+        writes: keys of the values that are used outside on this device.
     """
 
     steps: tuple[Compute, ...]
     back: tuple[Compute, ...]
     reads: Mapping[str, bool]
     writes: tuple[str, ...]
-    forgets: tuple[tuple[str, ...], ...]
-
-    @property
-    def device(self) -> int:
-        (device,) = holders(self.steps[0].writes.layout)
-        return device
 
 
-def runs(steps: StepList, graph: Graph) -> tuple[Run, ...]:
-    """All runs of a list, in its order."""
-    backward = steps.phase("backward")
-    place = {step.layer: index for index, step in enumerate(backward) if isinstance(step, Compute)}
-    readers = _readers(steps)
-    found = [_run(row, backward, place, readers) for row in _rows(steps.phase("forward"), backward, place)]
-    return tuple(run for run in found if not _cuts_apart(run, graph))
+def stretches(steps: StepList, graph: Graph, device: int, takes_part: Callable[[Step], bool]) -> tuple[Stretch, ...]:
+    """All fused stretches of a device, in the order of the list.
+
+    Args:
+        takes_part: whether the device has anything to do in a step.
+    """
+    forward = [step for step in steps.phase("forward") if takes_part(step)]
+    backward = [
+        step
+        for step in steps.phase("backward")
+        if not isinstance(step, SumGradients | ReturnGradient) and takes_part(step)
+    ]
+    exchanged = {step.layer for step in steps.steps if isinstance(step, ShareStatistics)}
+    rows = list(_rows(forward, _Backward(backward), device, exchanged))
+    found = [_stretch(row, forward, backward, steps.outputs) for row in rows]
+    return tuple(each for each in found if not _cuts_apart(each, graph))
+
+
+class _Backward:
+    """Where each layer's steps are in a device's backward, and what each step is the first to wait for."""
+
+    def __init__(self, backward: Sequence[Step]) -> None:
+        self.places: dict[str, list[int]] = {}
+        self.waits: list[bool] = []
+        moves = {step.id for step in backward if isinstance(step, Move)}
+        landed: set[int] = set()
+        for place, step in enumerate(backward):
+            if isinstance(step, Compute):
+                self.places.setdefault(step.layer, []).append(place)
+            fresh = moves.intersection(step.after) - landed
+            self.waits.append(bool(fresh))
+            landed |= fresh
 
 
 def _rows(
-    forward: tuple[Step, ...], backward: tuple[Step, ...], place: Mapping[str, int]
+    forward: Sequence[Step], backward: _Backward, device: int, exchanged: set[str]
 ) -> Iterator[tuple[Compute, ...]]:
-    """As many as possible of the steps that follow each other, on one device, in forward and in backward."""
     row: list[Compute] = []
+    first: int | None = None  # the row's first place in backward
+    moves = {step.id for step in forward if isinstance(step, Move)}
+    landed: set[int] = set()
     for step in forward:
-        own = step if isinstance(step, Compute) and _is_alone(step, backward, place) else None
-        if row and (own is None or not _follows(row, own, place)):
-            if len(row) > 1:
+        fresh = moves.intersection(step.after) - landed
+        landed |= fresh
+        fits = (
+            isinstance(step, Compute)
+            and step.pieces == 1
+            and step.layer not in exchanged
+            and all(device in holders(value.layout) for value in step.reads)
+            and _contiguous(backward.places.get(step.layer, []))
+        )
+        places = backward.places.get(step.layer, []) if isinstance(step, Compute) else []
+        follows = fits and not fresh and (
+            not places or first is None or (places[-1] == first - 1 and not backward.waits[first])
+        )  # fmt: skip
+        if row and not follows:
+            if len(row) >= SHORTEST:
                 yield tuple(row)
-            row = []
-        if own is not None:
-            row.append(own)
-    if len(row) > 1:
+            row, first = [], None
+        if fits and isinstance(step, Compute):
+            row.append(step)
+            first = places[0] if places else first
+    if len(row) >= SHORTEST:
         yield tuple(row)
 
 
-def _is_alone(step: Compute, backward: tuple[Step, ...], place: Mapping[str, int]) -> bool:
-    """Whether one device computes a layer from what it holds, and its backward is one step or none."""
-    device = _only(step.writes.layout)
-    if step.pieces > 1 or device is None or any(device not in holders(value.layout) for value in step.reads):
-        return False
-    back = backward[place[step.layer]] if step.layer in place else None
-    return back is None or (isinstance(back, Compute) and back.part == "all")
+def _contiguous(places: Sequence[int]) -> bool:
+    return not places or places[-1] - places[0] == len(places) - 1
 
 
-def _follows(row: list[Compute], step: Compute, place: Mapping[str, int]) -> bool:
-    """Whether a step is on the row's device, and its backward the step before those of the row."""
-    at, last = place.get(step.layer), next((place[s.layer] for s in reversed(row) if s.layer in place), None)
-    adjoins = at is None or last is None or at == last - 1
-    return adjoins and holders(step.writes.layout) == holders(row[-1].writes.layout)
-
-
-def _only(layout: Layout) -> int | None:
-    devices = holders(layout)
-    return devices[0] if len(devices) == 1 else None
-
-
-def _readers(steps: StepList) -> dict[str, set[int]]:
-    """By value: the forward steps that read it; -1 stands for the caller."""
-    readers: dict[str, set[int]] = {}
-    for step in steps.phase("forward"):
-        match step:
-            case Compute():
-                values = step.reads
-            case Move() | ShareStatistics():
-                values = (step.reads,)
-            case _:
-                values = ()
-        for value in values:
-            readers.setdefault(value.key, set()).add(step.id)
-    for value in steps.outputs:
-        readers.setdefault(value.key, set()).add(-1)
-    return readers
-
-
-def _run(
-    row: tuple[Compute, ...], backward: tuple[Step, ...], place: Mapping[str, int], readers: Mapping[str, set[int]]
-) -> Run:
-    inside, made = {step.id for step in row}, {step.writes.key for step in row}
+def _stretch(
+    row: tuple[Compute, ...], forward: Sequence[Step], backward: Sequence[Step], outputs: tuple[Value, ...]
+) -> Stretch:
+    inside, layers = {step.id for step in row}, {step.layer for step in row}
+    made = {step.writes.key for step in row}
     reads: dict[str, bool] = {}
-    last: dict[str, int] = {}
     for step in row:
-        last[step.writes.key] = step.id
         for value, wanted in zip(step.reads, step.wants, strict=True):
-            if value.key in made:
-                last[value.key] = step.id
-            else:
+            if value.key not in made:
                 reads[value.key] = reads.get(value.key, False) or wanted
-    writes = tuple(step.writes.key for step in row if readers.get(step.writes.key, set()) - inside)
-    forgets = tuple(tuple(k for k, at in last.items() if at == step.id and k not in writes) for step in row)
-    back = [backward[place[step.layer]] for step in reversed(row) if step.layer in place]
-    return Run(row, tuple(b for b in back if isinstance(b, Compute)), reads, writes, forgets)
+    used = {value.key for value in outputs}
+    used.update(value.key for step in forward if step.id not in inside for value in _values_read(step))
+    back = tuple(step for step in backward if isinstance(step, Compute) and step.layer in layers)
+    return Stretch(row, back, reads, tuple(step.writes.key for step in row if step.writes.key in used))
 
 
-def _cuts_apart(run: Run, graph: Graph) -> bool:
-    """Whether a layer with several outputs is in the run and one that picks from it is not, or the other way round."""
-    inside = {step.layer for step in run.steps}
+def _values_read(step: Step) -> tuple[Value, ...]:
+    match step:
+        case Compute():
+            return step.reads
+        case Move() | ShareStatistics():
+            return (step.reads,)
+    return ()
+
+
+def _cuts_apart(stretch: Stretch, graph: Graph) -> bool:
+    """Whether a layer with several outputs is in the stretch and one that picks from it is not, or the other way round."""
+    inside = {step.layer for step in stretch.steps}
     picks = (layer for layer in graph.layers.values() if layer.kind == "pick")
     return any((pick.name in inside) != (pick.inputs[0] in inside) for pick in picks)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from convoy.errors import PlanError
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute, Move, Part, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
@@ -24,7 +25,7 @@ def lower(plan: Plan, graph: Graph, batch: int | None = None) -> StepList:
         PlanError: the plan does not fit the graph.
     """
     plan.check(graph)
-    return _Lowering(plan, graph, batch or plan.batch).run()
+    return _Lowering(plan, graph, plan.batch if batch is None else batch).run()
 
 
 def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, Placement]:
@@ -34,7 +35,11 @@ def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, 
         PlanError: a named strategy does not fit its layer.
     """
     result: dict[str, Placement] = {}
-    batch = batch or plan.batch
+    batch = plan.batch if batch is None else batch
+    if batch < 1:
+        raise PlanError(
+            f"a batch of {batch}: a batch holds one sample at least; give 1 or more, or None for the plan's"
+        )
     for layer in graph.layers.values():
         if layer.kind == "input":
             layout = _input_layout(plan, graph, layer, batch)
@@ -225,7 +230,7 @@ class _Lowering:
         if known is not None:
             return known
         source = self.values[name]
-        value = Value(f"{name}@{layout}", source.shape, layout)
+        value = Value(f"{name}@{layout}", source.shape, layout, name)
         layer = self.graph[name]
         # Without a batch axis it is a parameter or a buffer, or made of those, and they are never rounded.
         wire = comm_dtype_of(layer.dtype, self.plan.wire) if layer.batched else "exact"

@@ -1,11 +1,12 @@
 """How much of a layer one device computes: the sizes that its time depends on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from convoy.model.graph import Layer
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import feature_axis
 from convoy.sharding.layout import Layout, Split, box, holders
+from convoy.sharding.redistribute import chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +64,10 @@ def flop(layer: Layer, size: LocalSize) -> float:
     """Forward FLOP of a part of a layer."""
     whole = whole_size(layer, 1)
     return layer.flop * size.samples * (size.outputs / whole.outputs) * (size.inputs / whole.inputs)
+
+
+def sizes_in_chunks(size: LocalSize, pieces: int) -> list[LocalSize]:
+    """What a device computes of a layer at a time, where its input comes in so many pieces."""
+    if pieces == 1:
+        return [size]
+    return [replace(size, samples=stop - start) for start, stop in chunks(size.samples, pieces)]

@@ -29,11 +29,20 @@ Part = Literal["all", "input", "weight"]
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor of a step: `key` names it, `shape` is the shape of the whole (global) tensor."""
+    """One tensor of a step: `key` names it, `shape` is the shape of the whole (global) tensor.
+
+    Attributes:
+        layer: that makes it; by default the key is the layer's name.
+    """
 
     key: str
     shape: Shape
     layout: Layout
+    layer: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.layer:
+            object.__setattr__(self, "layer", self.key)
 
 
 @dataclass(frozen=True, slots=True)

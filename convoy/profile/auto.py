@@ -17,8 +17,11 @@ from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
+from convoy.plan.size import local_size
+from convoy.plan.steps import Compute
 from convoy.planner.predict import PlanningContext, choices, predict_plan
 from convoy.profile.job import measure_job
+from convoy.runtime.module import Distributed
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Sum
 
@@ -152,3 +155,29 @@ def _planned(
         "step_s": [step_s for _, step_s in plans],
         "speeds": context.speeds.devices,
     }
+
+
+def expect_measured(part: Distributed, measured: Measurement | None) -> None:
+    """Every device learns what its layers were measured to take: by that, the time of a fused stretch is told apart.
+
+    Args:
+        measured: on device 0; None: nothing was measured, and the layers' arithmetic counts. All devices call it.
+    """
+    graph = part.traced[True].graph
+    steps = part.steps(part.plan.batch)
+
+    def table() -> list[dict[str, float]]:
+        rows: list[dict[str, float]] = [{} for _ in range(part.group.devices)]
+        times = measured.costs(graph).times if measured is not None else None
+        for step in steps.steps if times is not None else ():
+            if isinstance(step, Compute):
+                for device, row in enumerate(rows):
+                    size = local_size(step, graph[step.layer], device)
+                    if size is not None and times is not None:
+                        seconds = times.seconds(device, graph[step.layer], step.phase, size, step.part)
+                        row[f"{step.phase} {step.layer}"] = row.get(f"{step.phase} {step.layer}", 0.0) + seconds
+        return rows
+
+    mine = from_first(part.group, "layer times", table)[part.group.device]
+    if mine:
+        part.expect(lambda layer, phase, _: mine.get(f"{phase} {layer.name}", 0.0))

@@ -25,8 +25,8 @@ from convoy.profile.axes import POINT_LIMIT_S, Axes, Guess, choose_axes, full_ax
 from convoy.profile.timing import STRETCH_S, Now, Piece, Times, device_now, time_piece
 from convoy.runtime.batch_norm import GlobalBatchNorm
 from convoy.runtime.clock import Clock
-from convoy.runtime.kernels import Gradients, arithmetic
-from convoy.runtime.precision import lowered
+from convoy.runtime.kernels import Gradients, arithmetic, in_precision
+from convoy.runtime.precision import dtype_named
 from convoy.sharding.layout import Shape
 
 
@@ -197,7 +197,7 @@ def piece(
     operation = traced.operations[layer.name]
     with _sliced(model, layer, operation.target, size):
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        run = lowered(arithmetic(model, layer, operation), precision, device.type)
+        run = in_precision(arithmetic(model, layer, operation), dtype_named(precision), device.type)
         inputs = [_input(model, traced, layer, i, size, device) for i in range(len(layer.inputs))]
         y = run.forward(inputs, size.samples, False, wants)[0]
         gradient = _gradient_like(y) if backward else None

@@ -104,7 +104,7 @@ def _training(activations: int, device: torch.device) -> Callable[[], object]:
     model, example = _chain(activations), images[0][0][None]
     plan = named_plan("data", trace(model, example).graph, BATCH, Speeds((1.0,)))
     # Layer by layer: one device alone would compute the whole chain as one run.
-    part = Distributed(model, plan, AloneGroup(device), example, in_runs=False)
+    part = Distributed(model, plan, AloneGroup(device), example, fuse=False)
     optimizer = torch.optim.SGD(part.parameters(), lr=0.0, momentum=0.9)
     loader = Loader(images, BATCH, part)
     batches = iter(loader)

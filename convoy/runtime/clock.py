@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -36,16 +36,37 @@ class Clock:
 
     @contextmanager
     def compute(self, layer: str, phase: str) -> Iterator[None]:
-        start, begun = time.perf_counter(), self._now()
-        yield
-        if self.waits or self.slowdown > 1.0:
+        """What happens meanwhile is one layer's arithmetic."""
+        with self.stretch({layer: 1.0}, phase):
+            yield
+
+    @contextmanager
+    def stretch(self, expected_s: Mapping[str, float], phase: str) -> Iterator[Callable[[], None]]:
+        """What happens meanwhile is the arithmetic of these layers, told apart in proportion to what each is expected to take.
+
+        Yields:
+            a function to be called where something leaves in between: a slowed device is as late as it would be then.
+        """
+        watched = self.waits or self.slowdown > 1.0
+        start = lap = time.perf_counter()
+        begun = self._now() if watched else 0.0
+
+        def end_lap() -> None:
+            nonlocal lap, begun
+            if not watched:
+                return
             finish(self._device)  # kernels are only queued, and a sleep would run beside them
-        if self.slowdown > 1.0:
-            wanted_s = (self._now() - begun) * self.slowdown
-            time.sleep(max(0.0, start + wanted_s - time.perf_counter()))
-        elapsed = time.perf_counter() - start
+            if self.slowdown > 1.0:
+                wanted_s = (self._now() - begun) * self.slowdown
+                time.sleep(max(0.0, lap + wanted_s - time.perf_counter()))
+            lap, begun = time.perf_counter(), self._now()
+
+        yield end_lap
+        end_lap()
+        elapsed, total = (lap if watched else time.perf_counter()) - start, sum(expected_s.values())
         self.compute_s += elapsed
-        self.layers_s[layer, phase] += elapsed
+        for layer, seconds in expected_s.items():
+            self.layers_s[layer, phase] += elapsed * (seconds / total if total else 1 / len(expected_s))
 
     @contextmanager
     def exchange(self) -> Iterator[None]:

@@ -1,12 +1,8 @@
-"""The executor: runs a step list on one device, forward and then backward, in the order of the list.
-
-Moves are begun where they stand in the list. What a step needs is awaited just before it, by the ids in its `after`; what
-nobody here needs, at the end of the phase.
-"""
+"""The executor: interprets the program of one device, forward and then backward, operation by operation."""
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,18 +10,149 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.group import Group
-from convoy.model.graph import Layer
+from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, bind_operation
-from convoy.plan.fusion import Run
-from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, SumGradients, Value
+from convoy.plan.compile import compile_device, output_gradient
+from convoy.plan.device_program import (
+    Compute,
+    DeviceProgram,
+    Fused,
+    Make,
+    Operation,
+    Pack,
+    Signal,
+    Unpack,
+    Wait,
+    reads_of,
+    writes_of,
+)
+from convoy.plan.size import LocalSize, flop, whole_size
+from convoy.plan.steps import Compute as ComputeStep
+from convoy.plan.steps import Phase, ShareStatistics, StepList
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
-from convoy.runtime.exchange import Flights, Landing, run_move, start_move
-from convoy.runtime.gradients import Found, Sums
-from convoy.runtime.kernels import Arithmetic, arithmetic, detached, gradients_of, or_zeros, widened, with_gradients
-from convoy.runtime.script import Line, RunLine, Script
-from convoy.sharding.layout import Replicated, Split, dual, local_shape
-from convoy.sharding.redistribute import chunks
+from convoy.runtime.exchange import Bound, Buffers, Lane, Slots, with_messages
+from convoy.runtime.gradients import Found, Sums, packed, sums_of, unpack
+from convoy.runtime.kernels import (
+    Arithmetic,
+    Roots,
+    arithmetic,
+    detached,
+    edge_of,
+    enter,
+    gradients_of,
+    in_precision,
+    widened,
+    with_gradients,
+)
+from convoy.sharding.layout import Split
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One operation, or several exchange operations that follow each other, and what is dropped afterwards.
+
+    Attributes:
+        drops: buffers that nobody reads any more.
+    """
+
+    operations: tuple[Bound, ...]
+    drops: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundFused:
+    """What a fused stretch needs beside its operations.
+
+    Attributes:
+        wants: of the values it reads, which have a gradient.
+        drops: after each computation in forward, its own values that nobody reads any more.
+        whole: layers whose module can be called as it is: this device holds all of their parameters.
+    """
+
+    wants: tuple[bool, ...]
+    drops: tuple[tuple[str, ...], ...]
+    whole: frozenset[str]
+
+
+class Program:
+    """A device program made ready to run: messages joined, and for every operation what can be dropped after it.
+
+    Args:
+        steps: the list that it was compiled from.
+    """
+
+    def __init__(self, steps: StepList, program: DeviceProgram, graph: Graph, model: nn.Module) -> None:
+        self.steps, self.program, self.graph = steps, program, graph
+        self.forward = _items(program.forward, set(program.outputs))
+        self.backward = _items(program.backward, set())
+        self.sums = sums_of(program.sums)
+        by_id = {step.id: step for step in steps.steps}
+        self.statistics = {
+            step.layer: step for step in by_id.values() if isinstance(step, ShareStatistics) and step.phase == "forward"
+        }
+        self.dtypes = {
+            step.id: getattr(torch, graph[_layer_of(step)].dtype) for step in by_id.values() if _layer_of(step)
+        }
+        self.fused = {op.number: _bound(op, graph, model) for op in program.forward if isinstance(op, Fused)}
+        self.mixes = any(isinstance(op, Pack) and op.mixed_over for op in program.backward)
+        self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by stretch and phase, what its layers take
+        self.natural: dict[str, torch.dtype] = {}  # by layer, what autocast computed it in
+        self.variants: dict[tuple[frozenset[int], int], Program] = {}
+
+
+def _layer_of(step: Any) -> str:
+    """The layer whose numbers a step works with; "" for a gradient sum, which has the parameters' own."""
+    if isinstance(step, ComputeStep | ShareStatistics):
+        return step.layer
+    reads = getattr(step, "reads", None)
+    return reads.layer if reads is not None else ""
+
+
+def _items(operations: Sequence[Operation], kept: set[str]) -> list[Item]:
+    rows: list[list[Operation]] = []
+    for operation in operations:
+        if not rows or _stands_alone(operation) or _stands_alone(rows[-1][0]):
+            rows.append([])
+        rows[-1].append(operation)
+    items: list[Item] = []
+    seen = set(kept)
+    for row in reversed(rows):
+        named = {name for operation in row for name in (*reads_of(operation), *writes_of(operation))}
+        items.append(Item(tuple(with_messages(row)), tuple(named - seen)))
+        seen |= named
+    return items[::-1]
+
+
+def _stands_alone(operation: Operation) -> bool:
+    summed = isinstance(operation, Wait) and operation.events[0][0] == "summed"
+    return summed or isinstance(operation, Compute | Fused | Pack | Unpack | Signal)
+
+
+def _bound(fused: Fused, graph: Graph, model: nn.Module) -> BoundFused:
+    computed = [op for op in fused.operations if isinstance(op, Compute)]
+    wants = dict.fromkeys(fused.reads, False)
+    for op in computed:
+        for key, wanted in zip(op.reads, op.wants, strict=True):
+            if key in wants:
+                wants[key] = wants[key] or wanted
+    last: dict[str, int] = {}
+    for number, op in enumerate(computed):
+        last.update(dict.fromkeys((*op.reads, *op.writes), number))
+    drops: list[list[str]] = [[] for _ in computed]
+    for key, number in last.items():
+        if key not in fused.writes:
+            drops[number].append(key)
+    whole = frozenset(op.layer for op in computed if _holds_all(graph, op.layer, model))
+    return BoundFused(tuple(wants.values()), tuple(map(tuple, drops)), whole)
+
+
+def _holds_all(graph: Graph, layer: str, model: nn.Module) -> bool:
+    for parameter in graph[layer].parameters.values():
+        holder, _, name = parameter.key.rpartition(".")
+        if tuple(getattr(model.get_submodule(holder), name).shape) != parameter.shape:
+            return False
+    return True
 
 
 @dataclass
@@ -35,312 +162,365 @@ class Tape:
     Attributes:
         saved: per layer, what its arithmetic kept.
         norms: per batch norm over several devices, the statistics of the whole batch.
-        rows: per such batch norm, in backward: the sums of this device, and those of all.
-        runs: per run, by the id of its first step: the values that it read and made, with autograd's graph between them.
+        fused: per stretch, the graph of autograd: where it begins, and where each of its outputs is.
+        precision: what the layers computed in, where not in the model's own type.
     """
 
-    script: Script
+    program: Program
+    precision: torch.dtype | None
     saved: dict[str, Any] = field(default_factory=dict)
     norms: dict[str, Normalisation] = field(default_factory=dict)
-    rows: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    runs: dict[int, tuple[dict[str, Tensor], dict[str, Any]]] = field(default_factory=dict)
+    fused: dict[int, tuple[Roots, tuple[Any, ...]]] = field(default_factory=dict)
 
 
 class Executor:
-    """Runs step lists on this device's part of a model.
+    """Runs programs on this device's part of a model.
 
     Args:
         group: the devices.
         model: the module tree that holds this device's pieces of the parameters.
         traced: graph and operations of the whole model, as traced in one mode (training or evaluation).
         clock: adds up computing and exchanging.
+        fuse: layers between two exchanges go to autograd as one graph; False: each by itself.
 
     Attributes:
-        lowered_to: what runs are computed in by autocast; None: the type that the model has.
+        expected_s: by which the time of a stretch is told apart by layer.
     """
 
-    def __init__(self, group: Group, model: nn.Module, traced: TracedModel, clock: Clock) -> None:
-        self.group, self.model, self.traced, self.clock = group, model, traced, clock
-        self.lowered_to: torch.dtype | None = None
+    def __init__(self, group: Group, model: nn.Module, traced: TracedModel, clock: Clock, *, fuse: bool = True) -> None:
+        self.group, self.model, self.traced, self.clock, self.fuse = group, model, traced, clock, fuse
         self.arithmetic: dict[str, Arithmetic] = {}
         self.calls = {name: bind_operation(model, operation) for name, operation in traced.operations.items()}
         self.norms: dict[str, GlobalBatchNorm] = {}
-        self.landing = Landing()
+        self.slots = Slots()
+        self.expected_s: Expected = by_arithmetic
+        self._lowered: dict[torch.dtype, dict[str, Arithmetic]] = {}
         for name, layer in traced.graph.layers.items():
             if layer.kind != "input":
                 self.arithmetic[name] = arithmetic(model, layer, traced.operations[name])
             if layer.kind == "batch_norm":
                 self.norms[name] = GlobalBatchNorm(model.get_submodule(str(traced.operations[name].target)), layer)
 
+    def program(self, steps: StepList, missing: frozenset[int] = frozenset(), stage: int = 0) -> Program:
+        """The program of this device for a step list; `missing` and `stage` as for `compile_device`."""
+        graph = self.traced.graph
+        made = compile_device(steps, graph, self.group.device, fuse=self.fuse, stage=stage, missing=missing)
+        return Program(steps, made, graph, self.model)
+
+    def _arithmetic(self, precision: torch.dtype | None) -> Mapping[str, Arithmetic]:
+        if precision is None:
+            return self.arithmetic
+        if precision not in self._lowered:
+            kind = self.group.torch_device.type
+            self._lowered[precision] = {n: in_precision(run, precision, kind) for n, run in self.arithmetic.items()}
+        return self._lowered[precision]
+
     # --- forward -----------------------------------------------------------------------------------------------------
 
-    def forward(self, script: Script, inputs: Sequence[Tensor], *, keep: bool) -> tuple[list[Tensor], Tape]:
-        """Outputs (the whole batch, on every device), and the tape for backward (empty unless `keep`)."""
-        steps = script.steps
-        values: dict[str, Any] = {v.key: x for v, x in zip(steps.inputs, inputs, strict=True)}
-        tape = Tape(script)
-        flights = Flights(self.clock)
-        for line in script.forward:
-            if isinstance(line, RunLine):
-                flights.land(line.after)
-                self._run(line, values, tape, keep=keep)
-            else:
-                self._forward_step(line, values, tape, flights, keep=keep)
-            for key in line.forgets:
-                del values[key]
-        flights.land_all()
-        return [values[v.key] for v in steps.outputs], tape
+    @torch.no_grad()  # but where a layer, or a stretch of layers, is handed to autograd
+    def forward(
+        self, program: Program, inputs: Sequence[Tensor], *, keep: bool, precision: torch.dtype | None = None
+    ) -> tuple[list[Tensor], Tape]:
+        """Outputs (the whole batch, on every device), and the tape for backward (empty unless `keep`).
 
-    def _forward_step(self, line: Line, values: dict[str, Any], tape: Tape, flights: Flights, *, keep: bool) -> None:
-        step = line.step
-        if line.takes_part and not (isinstance(step, Compute) and step.pieces > 1):
-            flights.land(step.after)
-        match step:
-            case Compute() if not line.takes_part:
-                values[step.writes.key] = self._nothing(step.writes)
-            case Compute(pieces=pieces) if pieces > 1:
-                values[step.writes.key] = self._compute_in_pieces(step, values, tape, flights, keep=keep)
-            case Compute():
-                values[step.writes.key] = self._compute(step, line.samples, values, tape, keep=keep)
-            case Move():
-                values[step.writes.key] = self._begin(step, values[step.reads.key], flights)
-            case ShareStatistics():
-                self._statistics(step, values, tape)
+        Args:
+            precision: what layers compute in, as autocast has it; None: in the type that the model has.
+        """
+        buffers: Buffers = dict(zip(program.program.inputs, inputs, strict=True))
+        tape, lane = Tape(program, precision), Lane(self.group, 0, self.slots)
+        for item in program.forward:
+            match item.operations[0]:
+                case Fused() as fused:
+                    self._fused_forward(fused, buffers, tape, keep=keep)
+                case Compute(part="all") as compute:
+                    self._forward(compute, buffers, tape, keep=keep)
+                case Compute() as compute:
+                    self._statistics(compute, buffers, tape)
+                case _:
+                    self._exchange(lane, item.operations, program, buffers)
+            for name in item.drops:
+                buffers.pop(name, None)
+        return [buffers[name] for name in program.program.outputs], tape
 
-    def _begin(self, step: Move, piece: Tensor, flights: Flights) -> Tensor:
-        """The tensor that a move fills; complete once it has landed."""
-        src, dst = step.reads.layout, step.writes.layout
-        if step.phase == "backward":
-            src, dst = dual(src), dual(dst)
+    def _exchange(self, lane: Lane, operations: Sequence[Bound], program: Program, buffers: Buffers) -> None:
         with self.clock.exchange():
-            moving = start_move(self.group, step.schedule, piece, src, dst, step.reads.shape, step.wire)
-        return flights.add(step.id, moving)
+            for operation in operations:
+                dtype = torch.float32
+                if isinstance(operation, Make):
+                    dtype = program.dtypes.get(operation.step) or buffers[f"sum {operation.step}"].dtype
+                lane.run((operation,), buffers, dtype)
 
-    def _run(self, line: RunLine, values: dict[str, Any], tape: Tape, *, keep: bool) -> None:
-        """Layers of this device alone, as one graph of autograd."""
-        run = line.run
-        with self.clock.compute(run.steps[0].layer, "forward"):
-            roots = {key: values[key].detach().requires_grad_(keep and wanted) for key, wanted in run.reads.items()}
-            own: dict[str, Any] = dict(roots)
-            with self._lowered():
-                for step, samples, forgets in zip(run.steps, line.samples, run.forgets, strict=True):
-                    inputs = [own[value.key] for value in step.reads]
-                    with torch.set_grad_enabled(keep and self.traced.graph[step.layer].differentiable):
-                        own[step.writes.key] = self.calls[step.layer](inputs, samples)
-                    for key in forgets:
-                        del own[key]
-            with torch.set_grad_enabled(keep):
-                made = {key: widened(own[key], self.lowered_to) for key in run.writes}
-        values.update((key, detached(y)) for key, y in made.items())
+    def _fused_forward(self, fused: Fused, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
+        """Layers of this device, as one graph of autograd."""
+        bound = tape.program.fused[fused.number]
+        wants = [keep and wanted for wanted in bound.wants]
+        with self.clock.stretch(self._expected_s(fused, tape.program), fused.phase), torch.set_grad_enabled(keep):
+            roots = [enter(buffers[k]) if w else buffers[k] for k, w in zip(fused.reads, wants, strict=True)]
+            own: dict[str, Any] = dict(zip(fused.reads, roots, strict=True))
+            begin = Roots(roots, wants)
+            del roots
+            with self._autocast(tape.precision):
+                for op, drops in zip(fused.operations, bound.drops, strict=True):
+                    assert isinstance(op, Compute)
+                    inputs = [own[name] for name in op.reads]
+                    with torch.set_grad_enabled(keep and self.traced.graph[op.layer].differentiable):
+                        own[op.writes[0]] = self._call(op, inputs, whole=op.layer in bound.whole)
+                    del inputs
+                    for name in drops:
+                        del own[name]
+            made = [widened(own[name], tape.precision) for name in fused.writes]
+            if tape.precision is not None:
+                layers = {op.writes[0]: op.layer for op in fused.operations if isinstance(op, Compute)}
+                natural = ((layers[name], own[name]) for name in fused.writes)
+                tape.program.natural.update((layer, y.dtype) for layer, y in natural if isinstance(y, Tensor))
+        buffers.update(zip(fused.writes, map(detached, made), strict=True))
         if keep:
-            tape.runs[run.steps[0].id] = (roots, made)
+            tape.fused[fused.number] = (begin, tuple(map(edge_of, made)))
 
-    def _lowered(self) -> AbstractContextManager[Any]:
-        """Autocast where a precision was asked for; else whatever the caller computes in."""
-        if self.lowered_to is None:
-            return nullcontext()
-        return torch.autocast(self.group.torch_device.type, self.lowered_to)
+    def _call(self, op: Compute, inputs: Sequence[Any], *, whole: bool) -> Any:
+        """A layer's output with autograd's graph behind it; a layer that is here in part cannot be called as it is."""
+        if whole:
+            return self.calls[op.layer](inputs, op.size.samples)
+        return self.arithmetic[op.layer].forward(inputs, op.size.samples, False, op.wants)[0]
 
-    def _compute(self, step: Compute, samples: int, values: Mapping[str, Any], tape: Tape, *, keep: bool) -> Any:
-        inputs = [values[v.key] for v in step.reads]
-        saved: Any
-        with self.clock.compute(step.layer, "forward"):
-            if step.layer in tape.norms:
-                value, saved = self.norms[step.layer].normalise(inputs[0], tape.norms[step.layer]), inputs[0]
+    def _expected_s(self, fused: Fused, program: Program) -> dict[str, float]:
+        """By layer of a stretch, for the clock, which times the whole of it."""
+        key = (fused.number, fused.phase)
+        if key not in program.expected_s:
+            found: dict[str, float] = {}
+            for op in fused.operations:
+                if isinstance(op, Compute):
+                    seconds = self.expected_s(self.traced.graph[op.layer], fused.phase, op.size)
+                    found[op.layer] = found.get(op.layer, 0.0) + seconds
+            program.expected_s[key] = found
+        return program.expected_s[key]
+
+    def _no_rows(self, norm: GlobalBatchNorm) -> Tensor:
+        """The sums of a device without samples."""
+        return torch.zeros(1, 2 * norm.channels, dtype=norm.dtype, device=self.group.torch_device)
+
+    def _autocast(self, precision: torch.dtype | None) -> AbstractContextManager[Any]:
+        return nullcontext() if precision is None else torch.autocast(self.group.torch_device.type, precision)
+
+    def _forward(self, op: Compute, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
+        run = self._arithmetic(tape.precision)[op.layer]
+        with self.clock.compute(op.layer, "forward"):
+            saved: Any
+            if op.layer in tape.norms:
+                x = buffers[op.reads[0]]
+                value, saved = self.norms[op.layer].normalise(x, tape.norms[op.layer]), x
+            elif op.rows is not None:
+                (x,) = (buffers[name] for name in op.reads)
+                value, saved = run.forward([x[slice(*op.rows)]], op.size.samples, False, op.wants)[0], x
             else:
-                value, saved = self.arithmetic[step.layer].forward(inputs, samples, keep, step.wants)
+                value, saved = run.forward([buffers[name] for name in op.reads], op.size.samples, keep, op.wants)
+        buffers[op.writes[0]] = value
         if keep:
-            tape.saved[step.layer] = saved
-        return value
+            tape.saved[op.layer] = saved
+        if tape.precision is not None:
+            tape.program.natural[op.layer] = getattr(run, "natural", torch.float32)
 
-    def _compute_in_pieces(
-        self, step: Compute, values: Mapping[str, Any], tape: Tape, flights: Flights, *, keep: bool
-    ) -> Tensor:
-        """A layer whose input still arrives: each piece is computed as soon as it is there."""
-        (x,) = (values[v.key] for v in step.reads)
-        run = self.arithmetic[step.layer]
-        outputs = []
-        for start, stop in chunks(x.shape[0], step.pieces):
-            flights.land_next(step.after)
-            with self.clock.compute(step.layer, "forward"):
-                outputs.append(run.forward([x[start:stop]], stop - start, False, step.wants)[0])
-        flights.land(step.after)
-        if keep:
-            tape.saved[step.layer] = x
-        with self.clock.compute(step.layer, "forward"):
-            return torch.cat(outputs)
-
-    def _nothing(self, value: Value) -> Tensor:
-        """This device's piece of a value that it has no part in."""
-        layer = self.traced.graph[value.key.partition("@")[0]]
-        shape = local_shape(value.layout, self.group.device, value.shape)
-        return torch.zeros(shape, dtype=getattr(torch, layer.dtype), device=self.group.torch_device)
-
-    def _statistics(self, step: ShareStatistics, values: Mapping[str, Any], tape: Tape) -> None:
-        if self.group.device not in step.members:
-            return
-        norm = self.norms[step.layer]
-        with self.clock.compute(step.layer, "forward"):
-            row = norm.local_statistics(values[step.reads.key])
-        rows = self._share(step, row)
-        assert isinstance(step.reads.layout, Split)
-        samples = [step.reads.layout.shares[d] for d in step.members]
-        tape.norms[step.layer] = norm.combine(rows, samples, math.prod(step.reads.shape[2:]))
-
-    def _share(self, step: ShareStatistics, row: Tensor) -> Tensor:
-        """Every member's row, in the order of the devices."""
-        with self.clock.exchange():
-            return run_move(self.group, step.schedule, row, step.layout, Replicated(step.members), step.shape)
+    def _statistics(self, op: Compute, buffers: Buffers, tape: Tape) -> None:
+        norm = self.norms[op.layer]
+        with self.clock.compute(op.layer, "forward"):
+            if op.part == "statistics":
+                x = buffers[op.reads[0]] if op.reads else None
+                buffers[op.writes[0]] = self._no_rows(norm) if x is None else norm.local_statistics(x)
+                return
+            step = tape.program.statistics[op.layer]
+            assert isinstance(step.reads.layout, Split)
+            samples = [step.reads.layout.shares[d] for d in step.members]
+            tape.norms[op.layer] = norm.combine(buffers[op.reads[0]], samples, math.prod(step.reads.shape[2:]))
+            buffers[op.writes[0]] = tape.norms[op.layer].mean
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def backward(self, tape: Tape, output_gradients: Sequence[Tensor | None], mixing_stage: int) -> None:
-        """Run the backward steps; adds to `.grad` of the parameters held here."""
-        gradients = _Gradients()
+    def backward(self, tape: Tape, output_gradients: Sequence[Tensor | None], mixing_stage: int = 0) -> None:
+        """Run the backward operations; adds to `.grad` of the parameters held here."""
+        program = self._with(tape.program, output_gradients, mixing_stage)
+        buffers: Buffers = {output_gradient(i): g for i, g in enumerate(output_gradients) if g is not None}
         found: Found = {}
-        flights, sums = Flights(self.clock), Sums(self.group, self.model, mixing_stage, self.landing)
+        sums = Sums(self.group, program.sums, self.slots)
         try:
-            for line in tape.script.backward:
-                if isinstance(line, RunLine):
-                    flights.land(line.after)
-                    self._back_through(line.run, gradients, found, tape)
-                    continue
-                if line.takes_part:
-                    flights.land(line.step.after)
-                self._backward_step(line, output_gradients, gradients, found, tape, flights, sums)
-            flights.land_all()
+            self._run_backward(program, tape, buffers, found, sums)
         except BaseException:
             sums.abandon()
             raise
-        with self.clock.exchange():
-            sums.finish(found)
         taken = {g.untyped_storage().data_ptr() for g in output_gradients if g is not None}
         for key, gradient in found.items():
             if gradient is not None:
                 _deposit(self.model.get_parameter(key), gradient, taken)
 
-    def _backward_step(
-        self,
-        line: Line,
-        output_gradients: Sequence[Tensor | None],
-        gradients: "_Gradients",
-        found: Found,
-        tape: Tape,
-        flights: Flights,
-        sums: Sums,
-    ) -> None:
-        match line.step:
-            case ReturnGradient() as step:
-                g = output_gradients[step.output]
-                if g is not None:
-                    src, dst = step.reads.layout, dual(step.writes.layout)
-                    gradients.add(step.writes.key, run_move(self.group, step.schedule, g, src, dst, step.reads.shape))
-            # Where an output is not part of the loss, nothing arrives below; so on every device.
-            case Move() as step if step.reads.key in gradients:
-                gradients.add(step.writes.key, self._begin(step, gradients.sum(step.reads.key), flights))
-                gradients.drop(step.reads.key)
-            case ShareStatistics() as step if step.layer in gradients and self.group.device in step.members:
-                self._backward_statistics(step, gradients.sum(step.layer), tape)
-            case Compute() as step if step.writes.key in gradients:
-                self._backward_compute(step, gradients, found, tape, works=line.takes_part)
-            case SumGradients() as step:
-                sums.begin(step, found)
+    def _with(self, program: Program, output_gradients: Sequence[Tensor | None], mixing_stage: int) -> Program:
+        """The program for the outputs that the loss depends on, and for a stage of mixing."""
+        missing = frozenset(i for i, g in enumerate(output_gradients) if g is None)
+        missing &= {int(name.rpartition(" ")[2]) for name in program.program.output_gradients}
+        key = (missing, mixing_stage if program.mixes else 0)
+        if key not in program.variants:
+            program.variants[key] = self.program(program.steps, *key) if any(key) else program
+        return program.variants[key]
 
-    def _backward_statistics(self, step: ShareStatistics, g: Tensor, tape: Tape) -> None:
-        norm, by = self.norms[step.layer], tape.norms[step.layer]
-        with self.clock.compute(step.layer, "backward"):
-            row = norm.local_sums(tape.saved.get(step.layer), g, by)
-        tape.rows[step.layer] = (row, self._share(step, row))
+    def _run_backward(self, program: Program, tape: Tape, buffers: Buffers, found: Found, sums: Sums) -> None:
+        lane = Lane(self.group, 0, self.slots)
+        for item in program.backward:
+            match item.operations[0]:
+                case Fused() as fused:
+                    self._fused_backward(fused, buffers, found, tape, sums)
+                case Compute(part="statistics") as compute:
+                    self._backward_statistics(compute, buffers, tape)
+                case Compute() as compute:
+                    self._backward(compute, buffers, found, tape)
+                case Pack() as pack:
+                    buffers[pack.buffer] = packed(pack, found, self.model, self.group)
+                case Signal(step=step):
+                    sums.begin(step, buffers[f"sum {step}"])
+                case Wait(events=(("summed", _, _), *_)):
+                    with self.clock.exchange():
+                        sums.finish()
+                case Unpack() as pack:
+                    unpack(pack, buffers[pack.buffer], found, self.model)
+                case _:
+                    self._exchange(lane, item.operations, program, buffers)
+            for name in item.drops:
+                buffers.pop(name, None)
 
-    def _back_through(self, run: Run, gradients: "_Gradients", found: Found, tape: Tape) -> None:
-        """The gradients of a run's inputs and parameters, all at once."""
-        roots, made = tape.runs.pop(run.steps[0].id)
-        given = {key: gradients.sum(key) for key in run.writes if key in gradients}
-        for key in given:
-            gradients.drop(key)
-        # As layer by layer, a layer to which no gradient comes is passed by; a run without any is, too.
-        reached, parameters = set(given), dict[str, nn.Parameter]()
-        for step in run.back:
-            if step.writes.key in reached:
-                reached.update(v.key for v, wanted in zip(step.reads, step.wants, strict=True) if wanted)
-                parameters.update(
-                    (p.key, self.model.get_parameter(p.key)) for p in self.traced.graph[step.layer].trainable
-                )
-        wanted = {key: x for key, x in roots.items() if x.requires_grad and key in reached}
-        pairs = [with_gradients(made[key], g) for key, g in given.items()]
-        with self.clock.compute(run.steps[0].layer, "backward"):
-            results = iter(gradients_of(pairs, [*wanted.values(), *parameters.values()]))
-            for key, x in wanted.items():
-                gradients.add(key, or_zeros(next(results), x))
+    def _backward_statistics(self, op: Compute, buffers: Buffers, tape: Tape) -> None:
+        norm, by = self.norms[op.layer], tape.norms[op.layer]
+        with self.clock.compute(op.layer, "backward"):
+            g = buffers[op.reads[0]] if op.reads else None
+            row = self._no_rows(norm) if g is None else norm.local_sums(tape.saved.get(op.layer), g, by)
+        buffers[op.writes[0]] = row
+
+    def _fused_backward(self, fused: Fused, buffers: Buffers, found: Found, tape: Tape, sums: Sums) -> None:
+        """The gradients of a stretch's inputs and parameters; those of parameters leave as soon as they are there."""
+        roots, outputs = tape.fused.pop(fused.number)
+        computed = [op for op in fused.operations if isinstance(op, Compute)]
+        layers = dict.fromkeys(op.layer for op in computed)
+        parameters = {
+            p.key: self.model.get_parameter(p.key) for name in layers for p in self.traced.graph[name].trainable
+        }
+        pairs = [
+            with_gradients(edge, buffers[name])
+            for edge, name in zip(outputs, fused.reads, strict=True)
+            if name in buffers
+        ]
+        for name in fused.reads:
+            buffers.pop(name, None)
+        with self.clock.stretch(self._expected_s(fused, tape.program), fused.phase) as end_lap:
+            leaving = _Leaving(self, fused, buffers, found, sums, end_lap)
+            with leaving.watching(parameters):
+                results = iter(gradients_of(pairs, [*roots.edges, *parameters.values()]))
+            del pairs
+            gradients = roots.or_zeros(results)
+        wanted = [
+            name for name, wants in zip(fused.writes, tape.program.fused[fused.number].wants, strict=True) if wants
+        ]
+        buffers.update((name, g) for name, g in zip(wanted, gradients, strict=True) if name)
         for key, gradient in zip(parameters, results, strict=True):
-            _collect(found, key, gradient)
+            leaving.collect(key, gradient)
+        leaving.finish()
 
-    def _backward_compute(
-        self, step: Compute, gradients: "_Gradients", found: Found, tape: Tape, *, works: bool
-    ) -> None:
-        layer = self.traced.graph[step.layer]
-        own: Mapping[str, Tensor | None] = {}
-        inputs: Sequence[Tensor | None]
-        if not works:
-            # Of copies that it holds but does not use (a bare parameter, say) the gradient is zero, not empty.
-            inputs = [self._nothing(v) if w else None for v, w in zip(step.reads, step.wants, strict=True)]
-        else:
-            g = gradients.sum(step.writes.key)
-            saved = tape.saved.pop(step.layer) if step.last else tape.saved[step.layer]
-            with self.clock.compute(step.layer, "backward"):
-                if step.layer in tape.rows:
-                    by, rows = tape.norms.pop(step.layer), tape.rows.pop(step.layer)
-                    inputs, own = self.norms[step.layer].backward(saved, g, by, *rows, step.wants[0])
-                else:
-                    inputs, own = self.arithmetic[step.layer].backward(saved, g, step.wants, step.part)
-        if step.last:
-            gradients.drop(step.writes.key)
-        if step.part != "weight":
-            for value, gradient in zip(step.reads, inputs, strict=True):
-                if gradient is not None:
-                    self._pass_on(layer, value, gradient, gradients)
-        if step.part != "input":
+    def _backward(self, op: Compute, buffers: Buffers, found: Found, tape: Tape) -> None:
+        layer = self.traced.graph[op.layer]
+        g = buffers[op.reads[0]]
+        saved = tape.saved.pop(op.layer) if op.last else tape.saved[op.layer]
+        with self.clock.compute(op.layer, "backward"):
+            if len(op.reads) > 1:
+                row, rows = (buffers[name] for name in op.reads[1:])
+                by = tape.norms.pop(op.layer)
+                inputs, own = self.norms[op.layer].backward(saved, g, by, row, rows, op.wants[0])
+            else:
+                inputs, own = self._arithmetic(tape.precision)[op.layer].backward(saved, g, op.wants, op.part)  # type: ignore[arg-type]
+        if op.part != "weight":
+            for name, gradient in zip(op.writes, inputs, strict=True):
+                if name and gradient is not None:
+                    pick = layer.kind == "pick"
+                    # The gradient of a layer with several outputs: index -> gradient.
+                    buffers[name] = {self.traced.operations[layer.name].args[1]: gradient} if pick else gradient
+        if op.part != "input":
             for key, parameter in layer.parameters.items():
                 if parameter.trainable:
-                    _collect(found, parameter.key, own.get(key))
-
-    def _pass_on(self, layer: Layer, value: Value, gradient: Tensor, gradients: "_Gradients") -> None:
-        if layer.kind == "pick":
-            # The gradient of a layer with several outputs: index -> gradient.
-            gradients.add_item(value.key, self.traced.operations[layer.name].args[1], gradient)
-        else:
-            gradients.add(value.key, gradient)
+                    collect(found, parameter.key, own.get(key))
 
 
-class _Gradients:
-    """Gradients of values on their way back. They are added up when they are read: until then some may still travel."""
+class _Leaving:
+    """The gradient sums that begin while autograd is in a fused stretch: each as soon as its last gradient is there."""
 
-    def __init__(self) -> None:
-        self._parts: dict[str, list[Any]] = {}
+    def __init__(
+        self,
+        executor: Executor,
+        fused: Fused,
+        buffers: Buffers,
+        found: Found,
+        sums: Sums,
+        end_lap: Callable[[], None],
+    ) -> None:
+        self._executor, self._buffers, self._found, self._sums, self._end_lap = executor, buffers, found, sums, end_lap
+        self._missing: dict[int, set[str]] = {}
+        self._packs: dict[int, Pack] = {}
+        self._collected: set[str] = set()
+        computed: set[str] = set()
+        for op in fused.operations:
+            if isinstance(op, Compute) and op.part != "input":
+                computed.update(p.key for p in executor.traced.graph[op.layer].trainable)
+            elif isinstance(op, Pack):
+                self._packs[op.step] = op
+                self._missing[op.step] = computed.intersection(op.keys)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._parts
+    @contextmanager
+    def watching(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """While autograd runs, it tells of every gradient of these that a sum waits for."""
+        waited = set().union(*self._missing.values())
+        hooks = [p.register_hook(self._hook(k)) for k, p in parameters.items() if k in waited]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-    def add(self, key: str, gradient: Tensor) -> None:
-        self._parts.setdefault(key, []).append(gradient)
+    def _hook(self, key: str) -> Any:
+        def arrived(gradient: Tensor) -> None:
+            self.collect(key, gradient.detach())
 
-    def add_item(self, key: str, item: Any, gradient: Tensor) -> None:
-        """A gradient for one of the outputs of a layer with several."""
-        (items,) = self._parts.setdefault(key, [{}])
-        items[item] = items[item] + gradient if item in items else gradient
+        return arrived
 
-    def sum(self, key: str) -> Any:
-        first, *others = self._parts[key]
-        for other in others:
-            first = first + other
-        self._parts[key] = [first]
-        return first
+    def collect(self, key: str, gradient: Tensor | None) -> None:
+        """A parameter's gradient of this stretch is there."""
+        if key in self._collected:
+            return
+        self._collected.add(key)
+        collect(self._found, key, gradient)
+        for step, missing in list(self._missing.items()):
+            missing.discard(key)
+            if not missing:
+                self._begin(step)
 
-    def drop(self, key: str) -> None:
-        del self._parts[key]
+    def finish(self) -> None:
+        """Begin the sums that waited for nothing of this stretch."""
+        for step in list(self._missing):
+            self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        del self._missing[step]
+        pack = self._packs[step]
+        self._end_lap()
+        flat = packed(pack, self._found, self._executor.model, self._executor.group)
+        self._buffers[pack.buffer] = flat
+        self._sums.begin(step, flat)
 
 
-def _collect(found: Found, key: str, gradient: Tensor | None) -> None:
+Expected = Callable[[Layer, Phase, LocalSize], float]
+"""Seconds that a part of a layer is expected to take on this device."""
+
+
+def by_arithmetic(layer: Layer, _phase: Phase, size: LocalSize) -> float:
+    """What is expected where nothing was measured: 100 GFLOP/s, and each entry of the output twice through 10 GB/s."""
+    outputs = math.prod(layer.shape) * size.samples * size.outputs / max(1, whole_size(layer, 1).outputs)
+    return flop(layer, size) / 100e9 + 2 * 4 * outputs / 10e9
+
+
+def collect(found: Found, key: str, gradient: Tensor | None) -> None:
+    """Add a gradient to what was found of a parameter's."""
     before = found.get(key)
     found[key] = gradient if before is None else before if gradient is None else before + gradient
 

@@ -2,15 +2,16 @@
 
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from convoy.comm.agreement import share_number
 from convoy.comm.group import Group
-from convoy.plan.steps import SumGradients
-from convoy.runtime.exchange import Landing, run_rounds
+from convoy.plan.device_program import Operation, Pack, Signal, Unpack, Wait
+from convoy.runtime.exchange import Bound, Lane, Slots, with_messages
 
 SUM_LANE = 1
 
@@ -19,107 +20,143 @@ Found = dict[str, Tensor | None]
 A key that is missing was reached on no device: the loss does not depend on that parameter."""
 
 
-class Sums:
-    """The gradient sums of one backward. Each is begun as soon as its gradients are there, and runs while backward goes on.
+def sums_of(lane: Sequence[Operation]) -> dict[int, list[Bound]]:
+    """The operations of each gradient sum of a program's second lane, by its step, in the order in which they run."""
+    found: dict[int, list[Operation]] = {}
+    for operation in lane:
+        row = found.setdefault(operation.step, [])
+        if not isinstance(operation, Signal) and not (
+            isinstance(operation, Wait) and operation.events[0][0] == "ready"
+        ):
+            row.append(operation)
+    return {step: with_messages(row) for step, row in found.items()}
 
-    A thread takes them one after the other, in the order of the step list, on a lane of the group that is its own. It
-    waits for the network, without a processor, and adds. Where a group has a single lane, sums are made at once.
+
+class Sums:
+    """The gradient sums of one backward. Each begins as soon as its gradients are there, and runs while backward goes on.
+
+    A thread takes them one after the other, in the order of the program, on a lane of the group that is its own. It waits for
+    the network, without a processor, and adds. Where a group has a single lane, sums are made at once. Every device begins its
+    sums in the same order: one whose gradients are there early waits for those before it.
 
     Args:
-        model: holds this device's parameters.
-        mixing_stage: for mixing, which counts its stages over training steps.
-        landing: where summands arrive, step after step.
+        sums: the operations of each, as `sums_of` gives them.
+        slots: where summands arrive, step after step.
     """
 
-    def __init__(self, group: Group, model: nn.Module, mixing_stage: int, landing: Landing) -> None:
-        self.group, self.model, self.mixing_stage, self.landing = group, model, mixing_stage, landing
-        self._begun: list[tuple[SumGradients, Tensor]] = []
-        self._queue: queue.SimpleQueue[tuple[SumGradients, Tensor] | None] = queue.SimpleQueue()
+    def __init__(self, group: Group, sums: dict[int, list[Bound]], slots: Slots) -> None:
+        self.group, self.slots = group, slots
+        self._sums = sums
+        self._order = list(sums)
+        self._ready: dict[int, Tensor] = {}
+        self._queue: queue.SimpleQueue[tuple[int, Tensor] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def begin(self, step: SumGradients, found: Found) -> None:
-        """Start one sum of what `found` holds."""
-        if self.group.device not in step.devices or not any(key in found for key in step.keys):
-            return
-        parts = [_flat(found.get(key), self.model.get_parameter(key)) for key in step.keys]
-        if step.flags:
-            # Counts of devices: no wire format rounds one of them to zero.
-            parts.append(torch.tensor([float(found.get(k) is not None) for k in step.keys]).to(parts[0]))
-        if step.reduce == "inexact-butterfly-mixing":
-            self._begun.append((step, _mix(self.group, self.model, step, parts, self.mixing_stage)))
-            return
-        flat = parts[0] if step.alone else torch.cat(parts)
-        self._begun.append((step, flat))
+    def begin(self, step: int, flat: Tensor) -> None:
+        """The summands of one sum are there: it is made in place, in its turn."""
+        self._ready[step] = flat
+        while self._order and self._order[0] in self._ready:
+            turn = self._order.pop(0)
+            self._start(turn, self._ready.pop(turn))
+
+    def _start(self, step: int, flat: Tensor) -> None:
         if self.group.lanes == 1:
-            run_rounds(self.group, step.schedule, flat, wire=step.wire, landing=self.landing)
+            Lane(self.group, 0, self.slots).run(self._sums[step], {f"sum {step}": flat}, flat.dtype)
             return
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="convoy-sums", daemon=True)
+            stream = Streams(self.group.torch_device)
+            self._thread = threading.Thread(target=self._work, args=(stream,), name="convoy-sums", daemon=True)
             self._thread.start()
         self._queue.put((step, flat))
 
-    def finish(self, found: Found) -> None:
-        """Wait for all sums, and put them in the place of what they were made of.
+    def finish(self) -> None:
+        """Wait for all sums.
 
         Raises:
             DeviceLostError: a device did not send its part.
         """
+        assert not self._ready, "a gradient sum was never begun"
         if self._thread is not None:
             self._queue.put(None)
             self._thread.join()  # every wait in it has the group's own limit
             if self._error is not None:
                 raise self._error
-        for step, flat in self._begun:
-            _replace(found, step, flat, self.model)
 
     def abandon(self) -> None:
         """Begin no more sums; what is under way ends with the group."""
         self._queue.put(None)
 
-    @torch.no_grad()  # a thread of its own starts with autograd on
-    def _work(self) -> None:
+    def _work(self, stream: "Streams") -> None:
+        lane = Lane(self.group, SUM_LANE, self.slots)
         try:
-            while (each := self._queue.get()) is not None:
-                step, flat = each
-                run_rounds(self.group, step.schedule, flat, SUM_LANE, step.wire, self.landing)
+            with stream.entered(), torch.no_grad():  # a thread of its own starts with autograd on
+                while (each := self._queue.get()) is not None:
+                    step, flat = each
+                    lane.run(self._sums[step], {f"sum {step}": flat}, flat.dtype)
         except BaseException as error:
             self._error = error
 
 
-def _replace(found: Found, step: SumGradients, flat: Tensor, model: nn.Module) -> None:
-    used = flat[-step.flags :].tolist() if step.flags else [1.0] * len(step.keys)
+class Streams:
+    """The accelerator stream of the thread that made this, for another thread to go on in.
+
+    A thread starts in its device's default stream. There, what the first thread has queued in a stream of its own may not have
+    run yet: a gradient would be read before it is computed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.accelerator.current_stream(device) if device.type != "cpu" else None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """The present thread works in that stream; nothing changes on a CPU."""
+        if self._stream is not None:
+            torch.accelerator.set_stream(self._stream)
+        yield
+
+
+def packed(operation: Pack, found: Found, model: nn.Module, group: Group) -> Tensor:
+    """The flat buffer that gradients are summed in."""
+    parts = [_flat(found.get(key), model.get_parameter(key)) for key in operation.keys]
+    if operation.mixed_over:
+        weights = [model.get_parameter(key) for key in operation.keys]
+        parts = [w.detach().view(-1) / operation.mixed_over for w in weights] + parts
+    if operation.flags:
+        # Counts of devices: no wire format rounds one of them to zero.
+        used = [float(found.get(key) is not None) for key in operation.keys]
+        parts.append(torch.tensor(used, device=group.torch_device).to(parts[0]))
+    return parts[0] if operation.alone else torch.cat(parts)
+
+
+def unpack(operation: Unpack, flat: Tensor, found: Found, model: nn.Module) -> None:
+    """Put sums in the place of what they were made of."""
+    if operation.mixed_over:
+        flat = _unmixed(operation, flat, model)
+    used = flat[-operation.flags :].tolist() if operation.flags else [1.0] * len(operation.keys)
     start = 0
-    for key, size, flag in zip(step.keys, step.sizes, used, strict=True):
-        if key in found:
-            # No device used it (control flow): then it has no gradient, as on one device.
-            found[key] = flat[start : start + size].view_as(model.get_parameter(key)) if flag else None
+    for key, size, flag in zip(operation.keys, operation.sizes, used, strict=True):
+        # No device used it (control flow): then it has no gradient, as on one device.
+        found[key] = flat[start : start + size].view_as(model.get_parameter(key)) if flag else None
         start += size
 
 
-def _flat(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter).detach().view(-1) if gradient is None else gradient.reshape(-1)
-
-
-def _mix(group: Group, model: nn.Module, step: SumGradients, parts: list[Tensor], stage: int) -> Tensor:
+def _unmixed(operation: Unpack, flat: Tensor, model: nn.Module) -> Tensor:
     """INEXACT. One stage of butterfly mixing: this device and one partner average their weights and their gradients.
 
     Zhao & Canny interleave each gradient step with one stage of the butterfly instead of a full reduction. The copies of
     a parameter are then no longer equal, and training no longer follows the single-device trajectory.
     """
-    schedule = step.stage(stage)
-    partner = next((t.receiver for t in schedule.rounds[0] if t.sender == group.device), None)
-    both = [group.device] if partner is None else [group.device, partner]
-    weights = [model.get_parameter(key) for key in step.keys]
-    flat = torch.cat([w.detach().view(-1) / len(both) for w in weights] + parts)
-    run_rounds(group, schedule, flat)
-    count = sum(step.sizes)
-    for weight, mixed in zip(weights, torch.split(flat[:count], list(step.sizes)), strict=True):
-        weight.detach().copy_(mixed.view_as(weight))
-    # The gradient parts are sums over samples, divided by the global batch: scale what two devices saw to a whole batch.
-    samples = sum(step.samples[d] for d in both)
-    flat[count : 2 * count] *= sum(step.samples) / samples if samples else 0.0
+    count = sum(operation.sizes)
+    for key, mixed in zip(operation.keys, torch.split(flat[:count], list(operation.sizes)), strict=True):
+        weight = model.get_parameter(key).detach()
+        weight.copy_(mixed.view_as(weight))
+    flat[count : 2 * count] *= operation.scale
     return flat[count:]
+
+
+def _flat(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter).detach().view(-1) if gradient is None else gradient.reshape(-1)
 
 
 def global_norm(group: Group, gradients: Iterable[tuple[Tensor, bool]], norm_type: float = 2.0) -> float:

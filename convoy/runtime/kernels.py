@@ -3,12 +3,14 @@
 Legend: N samples, C input channels, K output channels (filters), F features; `g` is the gradient of the output.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from convoy.model.graph import Layer
 from convoy.model.operation import Operation, bind_operation
@@ -103,19 +105,16 @@ class ByAutograd:
         if not keep:
             return self.call(inputs, batch), None
         with torch.enable_grad():
-            roots = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, wants, strict=True)]
+            roots = [enter(x) if wanted else x for x, wanted in zip(inputs, wants, strict=True)]
             y = self.call(roots, batch)
-        return detached(y), (roots, y)
+        return detached(y), (Roots(roots, wants), edge_of(y))
 
     def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:
         assert part == "all", "autograd computes all gradients of a layer at once"
         roots, y = saved
-        sources = [x for x, wanted in zip(roots, wants, strict=True) if wanted]
-        found = gradients_of([with_gradients(y, g)], [*sources, *self.parameters.values()])
-        # An input that the output does not depend on has the gradient zero, on this device as on any other.
-        remaining = iter(found)
-        gx = [or_zeros(next(remaining), x) if w else None for x, w in zip(roots, wants, strict=True)]
-        return gx, dict(zip(self.parameters, remaining, strict=True))
+        found = iter(gradients_of([with_gradients(y, g)], [*roots.edges, *self.parameters.values()]))
+        gx = iter(roots.or_zeros(found))
+        return [next(gx) if wanted else None for wanted in wants], dict(zip(self.parameters, found, strict=True))
 
 
 class Picking:
@@ -160,15 +159,55 @@ def widened(y: Any, dtype: torch.dtype | None) -> Any:
     return y.float() if isinstance(y, Tensor) and y.dtype == dtype else y
 
 
-def or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if gradient is None else gradient
+class _Enter(torch.autograd.Function):
+    """The beginning of a graph of autograd: gradients are taken at its edge, and nothing keeps the tensor for that."""
+
+    @staticmethod
+    def forward(_ctx: Any, _anchor: Tensor, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(_ctx: Any, g: Tensor) -> tuple[None, Tensor]:
+        return None, g
 
 
-Pairs = tuple[list[Tensor], list[Tensor]]
+_ANCHOR = torch.zeros((), requires_grad=True)
+
+
+def enter(x: Tensor) -> Tensor:
+    """The same numbers, as the root of a graph of autograd."""
+    return _Enter.apply(_ANCHOR, x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Roots:
+    """Where a graph of autograd begins: edges that gradients are taken at, for those of some tensors that want one.
+
+    It holds no tensor: a layer that does not need its input for backward does not keep it.
+    """
+
+    def __init__(self, tensors: Sequence[Any], wants: Sequence[bool]) -> None:
+        wanted = [x for x, wants_it in zip(tensors, wants, strict=True) if wants_it]
+        self.edges = [get_gradient_edge(x) for x in wanted]
+        self._shapes = [(x.shape, x.dtype, x.device) for x in wanted]
+
+    def or_zeros(self, gradients: Iterator[Tensor | None]) -> list[Tensor]:
+        """The next gradients, one for each root: zeros where the output does not depend on it, as on any other device."""
+        rows = [(next(gradients), shape) for shape in self._shapes]
+        return [torch.zeros(s, dtype=t, device=d) if g is None else g for g, (s, t, d) in rows]
+
+
+def edge_of(y: Any) -> Any:
+    """Where the gradient of a tensor enters a graph of autograd; None where it has none. Of several outputs, a tuple."""
+    if isinstance(y, tuple | list):
+        return tuple(edge_of(each) for each in y)
+    return get_gradient_edge(y) if isinstance(y, Tensor) and y.requires_grad else None
+
+
+Pairs = tuple[list[GradientEdge], list[Tensor]]
 """Outputs, and the gradient of each."""
 
 
-def gradients_of(pairs: Sequence[Pairs], sources: Sequence[Tensor]) -> Sequence[Tensor | None]:
+def gradients_of(pairs: Sequence[Pairs], sources: Sequence[Any]) -> Sequence[Tensor | None]:
     """The gradient of each source; None where no output depends on it."""
     outputs, gradients = [y for ys, _ in pairs for y in ys], [g for _, gs in pairs for g in gs]
     if not outputs or not sources:
@@ -178,7 +217,65 @@ def gradients_of(pairs: Sequence[Pairs], sources: Sequence[Tensor]) -> Sequence[
 
 def with_gradients(y: Any, g: Any) -> Pairs:
     """Outputs that have a gradient, beside it. A layer with several outputs has a dict: index -> gradient."""
-    if not isinstance(y, tuple | list):
-        return ([y], [g]) if y.requires_grad else ([], [])
-    pairs = [(y[i], gradient) for i, gradient in g.items() if y[i].requires_grad]
+    if not isinstance(y, tuple) or isinstance(y, GradientEdge):
+        return ([], []) if y is None else ([y], [g])
+    pairs = [(y[i], gradient) for i, gradient in g.items() if y[i] is not None]
     return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+# --- the same in fewer bits ------------------------------------------------------------------------------------------
+
+
+def in_precision(run: Arithmetic, dtype: torch.dtype | None, device: str) -> Arithmetic:
+    """A layer's arithmetic in a precision as torch.autocast has it, on a kind of device. Outputs and gradients are float32."""
+    if dtype is None:
+        return run
+    if isinstance(run, Convolution | FullyConnected):
+        return _Rounded(run, dtype)
+    return _Autocast(run, dtype, device)
+
+
+class _Rounded:
+    """A convolution or a fully connected layer. It calls torch's backward kernels itself, which autocast does not see."""
+
+    def __init__(self, run: Convolution | FullyConnected, dtype: torch.dtype) -> None:
+        self.run, self.dtype, self.natural = run, dtype, dtype
+
+    def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:
+        y, saved = self._run().forward([x.to(self.dtype) for x in inputs], batch, keep, wants)
+        return y.float(), saved
+
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:
+        inputs, own = self._run().backward(saved.to(self.dtype), g.to(self.dtype), wants, part)
+        return [_float(x) for x in inputs], {key: _float(w) for key, w in own.items()}
+
+    def _run(self) -> Arithmetic:
+        """The same on rounded weights, which are made anew: the weights change with every step."""
+        run, module = copy.copy(self.run), copy.copy(self.run.module)
+        module._parameters = {
+            name: None if p is None else nn.Parameter(p.detach().to(self.dtype), p.requires_grad)
+            for name, p in module._parameters.items()
+        }
+        run.module = module
+        return run
+
+
+class _Autocast:
+    """Any other layer: autocast decides what in it is safe to compute in fewer bits."""
+
+    def __init__(self, run: Arithmetic, dtype: torch.dtype, device: str) -> None:
+        self.run, self.dtype, self.device = run, dtype, device
+        self.natural = torch.float32
+
+    def forward(self, inputs: Sequence[Any], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:
+        with torch.autocast(self.device, self.dtype):
+            y, saved = self.run.forward(inputs, batch, keep, wants)
+        self.natural = y.dtype if isinstance(y, Tensor) else self.natural
+        return widened(y, self.dtype), saved
+
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:
+        return self.run.backward(saved, g, wants, part)
+
+
+def _float(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.float()

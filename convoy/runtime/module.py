@@ -8,25 +8,31 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _IncompatibleKeys
 
 from convoy._version import __version__
-from convoy.comm.agreement import agree_on
+from convoy.comm.agreement import agree_on, gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.model.graph import Parameter
 from convoy.model.operation import Ref
 from convoy.model.tracing import TracedModel, disable_in_place, trace
+from convoy.plan.compile import compile_all
 from convoy.plan.evaluation import misplaced, pin
 from convoy.plan.lower import lower, parameter_layouts
 from convoy.plan.plan import Plan
+from convoy.plan.program_check import check_programs
 from convoy.plan.steps import StepList
 from convoy.runtime.clock import Clock
+from convoy.runtime.elementwise import mark_pieces
 from convoy.runtime.exchange import run_move
-from convoy.runtime.executor import Executor
+from convoy.runtime.executor import Executor, Expected, Program
 from convoy.runtime.gradients import global_norm
-from convoy.runtime.script import Script, script
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, box, holders, local_shape
 from convoy.sharding.redistribute import schedule
+
+CHECKED_DEVICES = 16
+"""Of larger fleets the programs are not checked against each other before the first step: that takes seconds."""
 
 
 class Distributed(nn.Module):
@@ -42,12 +48,13 @@ class Distributed(nn.Module):
         group: the devices.
         example: one batch of each input, for the shapes.
         slowdown: makes this device play one that is so many times slower.
-        in_runs: layers that a device computes alone, one after another, go as one (see `convoy.plan.fusion`).
+        fuse: layers between two exchanges go to autograd as one graph (see `convoy.plan.fusion`); False: each by itself.
 
     Attributes:
         plan: the present one.
         reshares: how often the shares have changed.
         layouts: of each parameter and buffer, by its key in `state_dict`.
+        precision: what layers compute in (see `compute_in`); None: the type that the model has, or the caller's autocast.
 
     Raises:
         PlanError: the plan is for another model or another number of devices.
@@ -62,10 +69,9 @@ class Distributed(nn.Module):
         example: Tensor | Sequence[Tensor],
         *,
         slowdown: float = 1.0,
-        in_runs: bool = True,
+        fuse: bool = True,
     ) -> None:
         super().__init__()
-        self._in_runs = in_runs
         trained = trace(model, example, training=True)
         traced = {True: trained, False: trace(model, example, training=False, like=trained)}
         _agree(group, traced[True], plan)
@@ -78,11 +84,14 @@ class Distributed(nn.Module):
         self.follow(plan)
         self.module = disable_in_place(copy.deepcopy(model)).to(group.torch_device)
         self._keep_own_pieces()
-        self._executors = {mode: Executor(group, self.module, t, self.clock) for mode, t in traced.items()}
+        self._executors = {m: Executor(group, self.module, t, self.clock, fuse=fuse) for m, t in traced.items()}
+        self.precision: torch.dtype | None = None
+        self._autocast_outputs: dict[tuple[bool, torch.dtype], list[torch.dtype]] = {}
         self._announced: int | None = None
         self._mixing_stage = 0
         self._anchor = torch.zeros((), requires_grad=True, device=group.torch_device)
         self.training = model.training
+        self.mark_pieces()
 
     def follow(self, plan: Plan) -> None:
         """From now on, steps and layouts are those of this plan. It moves nothing: see `reshare`, which does."""
@@ -92,7 +101,7 @@ class Distributed(nn.Module):
         self._misplaced = misplaced(self._plans[False], plan, trained, evaluated)
         everyone = Replicated(tuple(range(self.group.devices)))
         self.layouts = _layouts(self._plans, self.traced) | dict.fromkeys(self._unused, everyone)
-        self._scripts: dict[tuple[bool, int], Script] = {}
+        self._programs: dict[tuple[bool, int], Program] = {}
         self.reshares += 1
 
     # --- calling -----------------------------------------------------------------------------------------------------
@@ -110,33 +119,62 @@ class Distributed(nn.Module):
         size = batch if batch is not None else self._announced
         if size is None:
             raise InputError("the size of the whole batch is not known: use convoy.loader, or call model(x, batch=64)")
-        own = self._script(size)
+        own = self._program(size)
         self._check_inputs(inputs, own.steps)
         executor = self._executors[self.training]
         self._check_frozen(executor)
-        if torch.is_grad_enabled():
-            outputs = _Run.apply(self._anchor, self, executor, own, *inputs)  # type: ignore[no-untyped-call]
-        else:
-            outputs = executor.forward(own, inputs, keep=False)[0]
+        kind = self.group.torch_device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        precision = self.precision or autocast
+        with torch.autocast(kind, enabled=False):  # the executor applies it, layer by layer, in backward too
+            if torch.is_grad_enabled():
+                outputs = _Step.apply(self._anchor, self, executor, own, precision, *inputs)  # type: ignore[no-untyped-call]
+            else:
+                outputs = executor.forward(own, inputs, keep=False, precision=precision)[0]
+        if autocast is not None and self.precision is None:
+            outputs = [y.to(t) for y, t in zip(outputs, self._as_autocast(own, autocast), strict=True)]
         result = executor.traced.result
         return fx.node.map_aggregate(result, lambda a: outputs[a.index] if isinstance(a, Ref) else a)
 
     def steps(self, batch: int) -> StepList:
         """The step list that runs for a global batch of this size, in the present mode."""
-        return self._script(batch).steps
+        return self._program(batch).steps
 
-    def _script(self, batch: int) -> Script:
+    def _program(self, batch: int) -> Program:
         mode = self.training
         if not mode and self._misplaced:
             raise InputError(
                 f"in evaluation, layer {self._misplaced[0]!r} is built so differently from training that no device has its "
                 "parameters: evaluate on one device, with the weights of full_state_dict()"
             )
-        if (mode, batch) not in self._scripts:
-            graph = self._executors[mode].traced.graph
-            steps = lower(self._plans[mode], graph, batch)
-            self._scripts[mode, batch] = script(steps, graph, self.group.device, in_runs=self._in_runs)
-        return self._scripts[mode, batch]
+        if (mode, batch) not in self._programs:
+            executor = self._executors[mode]
+            steps = lower(self._plans[mode], executor.traced.graph, batch)
+            if not self._programs and self.group.devices <= CHECKED_DEVICES:
+                check_programs(compile_all(steps, executor.traced.graph))
+            self._programs[mode, batch] = executor.program(steps)
+        return self._programs[mode, batch]
+
+    def _as_autocast(self, own: Program, autocast: torch.dtype) -> list[torch.dtype]:
+        """The types that torch.autocast gives the outputs, as a device tells that computed them; the same on every device."""
+        key = (self.training, autocast)
+        if key not in self._autocast_outputs:
+            natural = [str(own.natural.get(v.layer, "")) for v in own.steps.outputs]
+            rows = gather(self.group, "autocast", natural)
+            told = [next((row[i] for row in rows if row[i]), "torch.float32") for i in range(len(natural))]
+            self._autocast_outputs[key] = [getattr(torch, name.removeprefix("torch.")) for name in told]
+        return self._autocast_outputs[key]
+
+    def expect(self, seconds: Expected) -> None:
+        """What parts of layers are expected to take here, as measured: the time of a fused stretch is told apart by it."""
+        for executor in self._executors.values():
+            executor.expected_s = seconds
+        for program in self._programs.values():
+            program.expected_s.clear()
+
+    def mark_pieces(self) -> None:
+        """From now on, an optimizer that is not exact on this device's pieces is refused at its step."""
+        mark_pieces((parameter, not self.is_copied(key)) for key, parameter in self.named_parameters())
 
     def announce(self, batch: int) -> None:
         """The loader tells how many samples the batch has whose part it hands out next."""
@@ -227,6 +265,54 @@ class Distributed(nn.Module):
             "which gives the whole model under its ordinary keys"
         )
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Take this device's pieces of the weights of the whole model. Every device must call it, with the same weights.
+
+        Args:
+            state_dict: of the model as it was before `distribute`, under its ordinary keys.
+            strict: refuse keys that are missing or not known; False: they are returned, as by torch.
+            assign: refused.
+
+        Returns:
+            the missing and the unexpected keys, as torch gives them.
+
+        Raises:
+            InputError: keys that do not fit, or a tensor of another shape than the whole parameter.
+        """
+        if assign:
+            raise InputError("load_state_dict(assign=True): a device holds pieces, which are copied: leave assign out")
+        tied, known = _canonical(self.module), self.module.state_dict()
+        missing = [key for key in known if key not in state_dict]
+        unexpected = [key for key in state_dict if key not in known]
+        if strict and (missing or unexpected):
+            hint = (
+                "use the model's ordinary keys, without 'module.'"
+                if all(k.startswith("module.") for k in unexpected) and unexpected
+                else "give all of them, or strict=False"
+            )
+            raise InputError(f"load_state_dict: keys {missing} are missing, {unexpected} are not known: {hint}")
+        for key in known:
+            if key in state_dict and tied.get(key, key) in self.parameters_by_key:
+                self._load(key, tied.get(key, key), state_dict[key])
+        return _IncompatibleKeys(missing, unexpected)
+
+    def _load(self, key: str, parameter: str, whole: Tensor) -> None:
+        shape, layout = self.parameters_by_key[parameter].shape, self.layouts[parameter]
+        if tuple(whole.shape) != tuple(shape):
+            raise InputError(
+                f"load_state_dict: {key!r} has the shape {tuple(whole.shape)}, the whole parameter has {tuple(shape)}: give "
+                "the weights of the whole model, as full_state_dict() does"
+            )
+        here = box(layout, self.group.device, shape)
+        if here is not None:
+            self._held(parameter).copy_(whole.detach()[tuple(slice(*span) for span in here)])
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """This device's pieces of the buffers under the names they have in the model."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """The whole model under its ordinary keys, on every device. Every device must call it.
 
@@ -271,14 +357,20 @@ class Distributed(nn.Module):
                 )
 
 
-class _Run(torch.autograd.Function):
-    """One training step as one node of the caller's autograd graph: backward runs the backward steps of the list."""
+class _Step(torch.autograd.Function):
+    """One training step as one node of the caller's autograd graph: backward runs the backward operations of the program."""
 
     @staticmethod
     def forward(
-        ctx: Any, _anchor: Tensor, owner: Distributed, executor: Executor, script: Script, *inputs: Tensor
+        ctx: Any,
+        _anchor: Tensor,
+        owner: Distributed,
+        executor: Executor,
+        program: Program,
+        precision: torch.dtype | None,
+        *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        outputs, ctx.tape = executor.forward(script, inputs, keep=True)
+        outputs, ctx.tape = executor.forward(program, inputs, keep=True, precision=precision)
         ctx.owner, ctx.executor, ctx.inputs, ctx.reshares = owner, executor, len(inputs), owner.reshares
         ctx.set_materialize_grads(False)
         # A view of an input or a tensor used twice must not leave a Function as it is.
@@ -295,9 +387,10 @@ class _Run(torch.autograd.Function):
             raise InputError(
                 "the shares changed between a forward pass and its backward: call reshare() after backward()"
             )
-        ctx.executor.backward(tape, gradients, owner._mixing_stage)
+        with torch.autocast(owner.group.torch_device.type, enabled=False):
+            ctx.executor.backward(tape, gradients, owner._mixing_stage)
         owner._mixing_stage += 1
-        return tuple(None for _ in range(4 + ctx.inputs))
+        return tuple(None for _ in range(5 + ctx.inputs))
 
 
 def _agree(group: Group, traced: TracedModel, plan: Plan) -> None:

@@ -5,7 +5,6 @@ optimizer state, gradients, their sums over devices and what travels are float32
 torch.autocast makes on one device, too.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +16,7 @@ from convoy.comm.agreement import difference, gather, share_number
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, unknown_name
 from convoy.model.graph import Graph
-from convoy.plan.steps import Part
-from convoy.runtime.kernels import Arithmetic, Convolution, FullyConnected, Gradients, widened
+from convoy.runtime.kernels import widened
 from convoy.runtime.module import Distributed
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,7 +29,7 @@ def check_kinds(precision: str, devices: Sequence[str]) -> None:
     Raises:
         InputError: unknown precision, or fp16 where one of the devices is a CPU.
     """
-    _dtype(precision)
+    dtype_named(precision)
     on_cpu = [name for name in devices if name.startswith("cpu") or (name == "auto" and not torch.cuda.is_available())]
     if precision == "fp16" and on_cpu:
         raise InputError("--precision fp16 on a CPU, which does not gain from it: use bf16, or GPUs only")
@@ -45,10 +43,7 @@ def compute_in(model: Distributed, precision: str) -> None:
         MismatchError: the devices were given different precisions.
     """
     agree_on_precision(model.group, model.traced[True].graph, precision)
-    for executor in model._executors.values():
-        executor.lowered_to = _dtype(precision)
-        for name, run in executor.arithmetic.items():
-            executor.arithmetic[name] = lowered(run, precision, model.group.torch_device.type)
+    model.precision = dtype_named(precision)
 
 
 def agree_on_precision(group: Group, graph: Graph, precision: str) -> None:
@@ -57,7 +52,7 @@ def agree_on_precision(group: Group, graph: Graph, precision: str) -> None:
     Raises:
         InputError, MismatchError: see `compute_in`.
     """
-    dtype = _dtype(precision)
+    dtype = dtype_named(precision)
     rows = gather(group, "precision", [precision, group.torch_device.type])
     if found := difference([row[0] for row in rows]):
         raise MismatchError(f"the devices compute in different precisions: {found}; give all the same")
@@ -71,7 +66,12 @@ def agree_on_precision(group: Group, graph: Graph, precision: str) -> None:
         _check_float32(graph, precision)
 
 
-def _dtype(precision: str) -> torch.dtype | None:
+def dtype_named(precision: str) -> torch.dtype | None:
+    """What layers compute in; None: in the type that the model has.
+
+    Raises:
+        InputError: unknown name; the choices are listed.
+    """
     if precision not in PRECISIONS:
         raise unknown_name("precision", precision, PRECISIONS)
     return PRECISIONS[precision]
@@ -86,64 +86,6 @@ def _check_float32(graph: Graph, precision: str) -> None:
             )
 
 
-def lowered(run: Arithmetic, precision: str, device: str) -> Arithmetic:
-    """A layer's arithmetic in this precision, on this kind of device.
-
-    Raises:
-        InputError: unknown name.
-    """
-    dtype = _dtype(precision)
-    if dtype is None:
-        return run
-    if isinstance(run, Convolution | FullyConnected):
-        return _Rounded(run, dtype)
-    return _Autocast(run, dtype, device)
-
-
-class _Rounded:
-    """A convolution or a fully connected layer. It calls torch's backward kernels itself, which autocast does not see."""
-
-    def __init__(self, run: Convolution | FullyConnected, dtype: torch.dtype) -> None:
-        self.run, self.dtype = run, dtype
-
-    def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:
-        y, saved = self._run().forward([x.to(self.dtype) for x in inputs], batch, keep, wants)
-        return y.float(), saved
-
-    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:
-        inputs, own = self._run().backward(saved.to(self.dtype), g.to(self.dtype), wants, part)
-        return [_float(x) for x in inputs], {key: _float(w) for key, w in own.items()}
-
-    def _run(self) -> Arithmetic:
-        """The same on rounded weights, which are made anew: the weights change with every step."""
-        run, module = copy.copy(self.run), copy.copy(self.run.module)
-        module._parameters = {
-            name: None if p is None else nn.Parameter(p.detach().to(self.dtype), p.requires_grad)
-            for name, p in module._parameters.items()
-        }
-        run.module = module
-        return run
-
-
-class _Autocast:
-    """Any other layer: autocast decides what in it is safe to compute in fewer bits."""
-
-    def __init__(self, run: Arithmetic, dtype: torch.dtype, device: str) -> None:
-        self.run, self.dtype, self.device = run, dtype, device
-
-    def forward(self, inputs: Sequence[Any], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:
-        with torch.autocast(self.device, self.dtype):
-            y, saved = self.run.forward(inputs, batch, keep, wants)
-        return widened(y, self.dtype), saved
-
-    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:
-        return self.run.backward(saved, g, wants, part)
-
-
-def _float(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.float()
-
-
 class UnderAutocast(nn.Module):
     """An ordinary model that computes in a precision as torch itself does it: what a distributed one is compared with.
 
@@ -153,7 +95,7 @@ class UnderAutocast(nn.Module):
 
     def __init__(self, model: nn.Module, precision: str, device: str = "cpu") -> None:
         super().__init__()
-        self.module, self.dtype, self.device = model, _dtype(precision), device
+        self.module, self.dtype, self.device = model, dtype_named(precision), device
 
     def forward(self, x: Tensor) -> Any:
         with torch.autocast(self.device, self.dtype, enabled=self.dtype is not None):

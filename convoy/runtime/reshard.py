@@ -11,9 +11,10 @@ from torch.optim.optimizer import Optimizer
 from convoy.comm.agreement import agree_on, gather
 from convoy.errors import InputError
 from convoy.plan.plan import Plan
+from convoy.runtime.elementwise import ELEMENTWISE
 from convoy.runtime.exchange import Moving, start_move
 from convoy.runtime.module import Distributed
-from convoy.runtime.optimizer import ELEMENTWISE, described, mark_pieces
+from convoy.runtime.optimizer import described
 from convoy.sharding.layout import Layout, box, holders, local_shape
 from convoy.sharding.redistribute import schedule
 
@@ -47,7 +48,7 @@ def reshare(model: Distributed, plan: Plan, *optimizers: Optimizer) -> None:
         model.follow(kept)
         raise
     _Reshare(model, moved, optimizers).run()
-    mark_pieces(model)
+    model.mark_pieces()
 
 
 def _check(optimizer: Optimizer, held: Mapping[str, nn.Parameter], moved: Mapping[str, Any]) -> None:

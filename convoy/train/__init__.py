@@ -10,7 +10,8 @@
 
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.clip import clip_grad_norm_
-from convoy.runtime.optimizer import ELEMENTWISE, full_optimizer_state
+from convoy.runtime.elementwise import ELEMENTWISE
+from convoy.runtime.optimizer import full_optimizer_state
 from convoy.runtime.precision import GradScaler
 from convoy.runtime.reshard import reshare
 from convoy.train.controller import Rebalancer

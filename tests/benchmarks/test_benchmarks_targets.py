@@ -407,8 +407,8 @@ def test_the_page_shows_what_convoy_takes_of_a_step(tmp_path: Path) -> None:
     path = tmp_path / "overhead.json"
     assert read_overhead(path) is None
     row = {
-        "net": "a-net:1", "batch": 16, "plain_s": 0.1, "run_s": 0.102, "layered_s": 0.11, "run": 1.02, "layered": 1.095,
-        "spread": 0.03,
+        "net": "a-net:1", "batch": 16, "plain_s": 0.1, "alone_s": 0.1, "shared_s": 0.102, "layered_s": 0.11, "alone": 1.004,
+        "shared": 1.02, "layered": 1.095, "spread": 0.03,
     }  # fmt: skip
     document = {
         "command": "python -m it", "date": "2026-01-01T0", "ground": asdict(GROUND), "load_average": 0.5, "rows": [row],
@@ -417,7 +417,7 @@ def test_the_page_shows_what_convoy_takes_of_a_step(tmp_path: Path) -> None:
     path.write_text(json.dumps(document))
     page = bench_page(Sources([result(case(1.0, 2.0))], overhead=read_overhead(path)))
     assert "## What Convoy takes of a step" in page
-    assert "| a-net:1 | 16 | 100 ms | 3.0% | +2.0% | +9.5% |" in page
+    assert "| a-net:1 | 16 | 100 ms | 3.0% | +0.4% | +2.0% | +9.5% |" in page
     assert "0.1 ms a layer" in page
     assert "0.2 ms a round of messages with one message, 0.03 ms each further one" in page
     path.write_text("{}")
@@ -428,9 +428,9 @@ def test_the_page_shows_what_convoy_takes_of_a_step(tmp_path: Path) -> None:
 def test_ways_that_train_otherwise_are_not_compared() -> None:
     steps = steps_of("two-conv:4:6", (1, 8, 8), 4)
     times = in_turns(steps, 2, 0.0)
-    assert {way: len(each) for way, each in times.items()} == {"plain": 2, "one run": 2, "layer by layer": 2}
+    assert {way: len(each) for way, each in times.items()} == {"plain": 2, "alone": 2, "shared": 2, "layer by layer": 2}
     with pytest.raises(AssertionError):
-        in_turns(steps | {"one run": lambda: 0.0}, 1, 0.0)
+        in_turns(steps | {"alone": lambda: 0.0}, 1, 0.0)
 
 
 # --- accuracy on a fleet ---------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_auto_plans_it_explains_it_and_trains_it_as_one_device(name: str) -> Non
     assert plan is plans[0] or "convnext" in name
     assert BOARD not in _computing(plan, graph)
 
-    lines, rows = step_lines(lower(plan, graph), graph), layer_rows(plan, graph)
+    lines, rows = step_lines(lower(plan, graph)), layer_rows(plan, graph)
     for layer in graph.layers.values():
         assert layer.kind == "input" or any(f" {layer.name}: " in line for line in lines), layer.name
     assert {row.layer for row in rows} == {layer.name for layer in graph.layers.values() if layer.kind != "input"}

@@ -1,4 +1,4 @@
-"""Layers that one device computes alone, one after another, go to autograd as one graph: same numbers, fewer calls."""
+"""Layers that a device computes between two exchanges go to autograd as one graph: same numbers, fewer calls."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -15,7 +15,9 @@ from convoy.cost.costs import Costs
 from convoy.cost.overhead import Overheads
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import trace
-from convoy.plan.fusion import runs
+from convoy.plan.compile import compile_device
+from convoy.plan.device_program import Compute as Computation
+from convoy.plan.device_program import Fused
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute, Step, StepList, Value
@@ -36,58 +38,85 @@ def alone(net: str, device: int = 0, devices: int = 1, **layers: Any) -> Plan:
     return Plan("alone", graph_of(net).fingerprint, devices, 10, layers, One(device))
 
 
-def rows(net: str, plan: Plan) -> list[list[str]]:
+def rows(net: str, plan: Plan, device: int = 0, steps: StepList | None = None) -> list[list[str]]:
+    """The layers of each fused stretch of a device."""
     graph = graph_of(net)
-    return [[step.layer for step in run.steps] for run in runs(lower(plan, graph), graph)]
+    program = compile_device(steps or lower(plan, graph), graph, device)
+    return [
+        [each.layer for each in op.operations if isinstance(each, Computation)]
+        for op in program.forward
+        if isinstance(op, Fused)
+    ]
 
 
-# --- what a run is ---------------------------------------------------------------------------------------------------
+def layers_of(net: str) -> list[str]:
+    return [layer.name for layer in graph_of(net).layers.values() if layer.kind != "input"]
+
+
+# --- what a stretch is -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("net", ["two-conv", "resnet", "mobile", "concatenation"])
-def test_a_device_alone_has_one_run(net: str) -> None:
-    every = [layer.name for layer in graph_of(net).layers.values() if layer.kind != "input"]
-    assert rows(net, alone(net)) == [every]
-    assert rows(net, alone(net, device=2, devices=3)) == [every]
+def test_a_device_alone_has_one_stretch(net: str) -> None:
+    assert rows(net, alone(net)) == [layers_of(net)]
+    assert rows(net, alone(net, device=2, devices=3), device=2) == [layers_of(net)]
+    assert rows(net, alone(net, device=2, devices=3), device=0) == []
     by_samples = replace(alone(net, devices=3), otherwise=Batch((0, 10, 0)))
-    assert rows(net, by_samples) == [every], "all samples on one device are the same"
+    assert rows(net, by_samples, device=1) == [layers_of(net)], "all samples on one device are the same"
 
 
-def test_what_is_shared_out_is_in_no_run() -> None:
-    assert rows("two-conv", by_name("data-by-speed", "two-conv")) == []
-    layers = [layer.name for layer in graph_of("two-conv").layers.values() if layer.kind != "input"]
-    conv = graph_of("two-conv").weighted[1].name
-    place = layers.index(conv)
-    plan = alone("two-conv", devices=2, **{conv: Filter((5, 2))})
-    assert rows("two-conv", plan) == [layers[:place]], "what has no weights follows the second; the last one is no row"
+def test_devices_that_share_out_samples_have_one_stretch_each() -> None:
+    """Nothing is exchanged but sums of gradients, which go on a lane of their own."""
+    plan = by_name("data-by-speed", "two-conv")
+    assert [rows("two-conv", plan, device) for device in range(4)] == [
+        [layers_of("two-conv")],
+        [],
+        *[[layers_of("two-conv")]] * 2,
+    ]
 
 
-def test_a_run_ends_where_the_device_changes() -> None:
-    """The gradient of the second convolution's input has to leave before that of its weights: it is two steps."""
+def test_batch_norms_over_devices_end_a_stretch() -> None:
+    """Each tells the others its sums, in forward and backward: what lies between two of them is a stretch."""
+    graph = graph_of("resnet")
+    plan = by_name("data-by-speed", "resnet")
+    found = rows("resnet", plan)
+    norms = {layer.name for layer in graph.layers.values() if layer.kind == "batch_norm"}
+    assert len(found) > 1
+    assert not norms & {name for row in found for name in row}
+
+
+def test_a_split_by_channel_that_stays_is_a_stretch() -> None:
+    """Filters, ReLU and pooling of the own channels: nothing travels between them."""
     graph = graph_of("two-conv")
-    layers = [layer.name for layer in graph.layers.values() if layer.kind != "input"]
+    conv = graph.weighted[1].name
+    place = layers_of("two-conv").index(conv)
+    plan = alone("two-conv", devices=2, **{conv: Filter((5, 2))})
+    assert rows("two-conv", plan) == [layers_of("two-conv")[:place], layers_of("two-conv")[place + 1 : -1]]
+    assert rows("two-conv", plan, device=1) == [layers_of("two-conv")[place + 1 : -1]]
+
+
+def test_a_stretch_ends_where_the_device_changes() -> None:
+    """The gradient of the second convolution's input has to leave before that of its weights: it is two steps."""
+    layers = layers_of("two-conv")
     place = layers.index("conv2")
     plan = alone("two-conv", devices=2, conv2=One(1), fc=One(1))
-    assert rows("two-conv", plan) == [layers[:place], layers[place + 1 :]]
-    assert [run.device for run in runs(lower(plan, graph), graph)] == [0, 1]
+    assert rows("two-conv", plan, device=0) == [layers[:place]]
+    assert rows("two-conv", plan, device=1) == [layers[place + 1 :]]
 
 
-def test_a_run_ends_where_a_gradient_is_computed_in_two_steps() -> None:
-    """As for a convolution whose weights another device has copies of: their sum leaves before the input's gradient."""
-    graph = graph_of("two-conv")
-    layers = [layer.name for layer in graph.layers.values() if layer.kind != "input"]
+def test_a_gradient_sum_between_two_parts_of_a_backward_ends_no_stretch() -> None:
+    """The sum begins when autograd has its gradients, wherever it stands in the list."""
+    graph, layers = graph_of("two-conv"), layers_of("two-conv")
     whole = lower(alone("two-conv"), graph)
     steps: list[Step] = []
     for step in whole.steps:
         back = isinstance(step, Compute) and step.phase == "backward" and step.layer == "conv2"
         steps += [replace(step, part="weight", last=False), replace(step, part="input")] if back else [step]  # type: ignore[call-arg]
     numbered = tuple(replace(step, id=number) for number, step in enumerate(steps))
-    found = runs(replace(whole, steps=numbered), graph)
-    place = layers.index("conv2")
-    assert [[step.layer for step in run.steps] for run in found] == [layers[:place], layers[place + 1 :]]
+    assert rows("two-conv", alone("two-conv"), steps=replace(whole, steps=numbered)) == [layers]
 
 
-def test_neighbours_on_two_devices_are_no_run() -> None:
+def test_neighbours_on_two_devices_are_no_stretch() -> None:
     """Two inputs, each with layers of its own: nothing travels between them."""
     shape = (4, 3)
     x, y = Value("x", shape, OnOne(0)), Value("y", shape, OnOne(1))
@@ -102,12 +131,8 @@ def test_neighbours_on_two_devices_are_no_run() -> None:
     graph = Graph(
         "Sides", {"x": Layer("x", "input", (), (3,)), "y": Layer("y", "input", (), (3,)), **layers}, ("b", "d")
     )
-    found = runs(sides, graph)
-    assert [[step.layer for step in run.steps] for run in found] == [["a", "b"], ["c", "d"]]
-    assert [(run.device, run.reads, run.writes) for run in found] == [
-        (0, {"x": True}, ("b",)),
-        (1, {"y": True}, ("d",)),
-    ]
+    found = [op for d in (0, 1) for op in compile_device(sides, graph, d).forward if isinstance(op, Fused)]
+    assert [(op.reads, op.writes) for op in found] == [(("x",), ("b",)), (("y",), ("d",))]
 
 
 # --- the same numbers ------------------------------------------------------------------------------------------------
@@ -127,7 +152,7 @@ def halves(net: str) -> Plan:
 
 @pytest.mark.parametrize("net", ["two-conv", "resnet", "concatenation", "mobile", "frozen", "shuffle", "tokens"])
 def test_two_devices_with_runs_train_as_plain_pytorch(net: str) -> None:
-    assert len(rows(net, halves(net))) >= 2
+    assert sum(len(rows(net, halves(net), d)) for d in (0, 1)) >= 2
     check(Training(net, SHORT, accumulate=2), halves(net))
 
 
@@ -135,10 +160,10 @@ def test_layer_by_layer_gives_the_same_bits() -> None:
     torch.manual_seed(3)
     x, y = torch.randn(10, 3, 8, 8), torch.randint(0, nets.CLASSES, (10,))
 
-    def gradients(in_runs: bool) -> list[Tensor]:
+    def gradients(fuse: bool) -> list[Tensor]:
         def work(group: Group) -> list[Tensor]:
             model = nets.build("resnet", dtype=torch.float32)
-            here = Distributed(model, alone("resnet"), group, x[:2], in_runs=in_runs)
+            here = Distributed(model, alone("resnet"), group, x[:2], fuse=fuse)
             F.cross_entropy(here(x, batch=10), y).backward()  # type: ignore[no-untyped-call]
             return [p.grad for p in here.parameters() if p.grad is not None]
 
@@ -207,7 +232,6 @@ def test_what_a_run_reads_in_vain_gets_no_gradient() -> None:
     last = {name: One(1) for name in graph.layers if name not in ("a", "b") and graph[name].kind != "input"}
     first = {reader.name: One(0) for name in ("a", "b") for reader in graph.readers[name]}
     plan = Plan("mine", graph.fingerprint, 2, 10, last | first, One(0))
-    assert [run.device for run in runs(lower(plan, graph), graph)] == [0, 1]
 
     def work(group: Group) -> dict[str, Tensor | None]:
         here = Distributed(model, plan, group, x[:2])
@@ -267,7 +291,7 @@ def test_autocast_of_the_caller_counts_as_in_plain_pytorch() -> None:
 # --- what it saves ---------------------------------------------------------------------------------------------------
 
 
-def calls_of_autograd(net: str, monkeypatch: pytest.MonkeyPatch, *, in_runs: bool) -> int:
+def calls_of_autograd(net: str, monkeypatch: pytest.MonkeyPatch, *, fuse: bool) -> int:
     x, y = torch.randn(10, 3, 8, 8, dtype=torch.float64), torch.randint(0, nets.CLASSES, (10,))
     counted: list[int] = []
     grad = torch.autograd.grad
@@ -277,7 +301,7 @@ def calls_of_autograd(net: str, monkeypatch: pytest.MonkeyPatch, *, in_runs: boo
         return grad(*args, **kwargs)
 
     def work(group: Group) -> None:
-        here = Distributed(nets.build(net), alone(net), group, x[:2], in_runs=in_runs)
+        here = Distributed(nets.build(net), alone(net), group, x[:2], fuse=fuse)
         monkeypatch.setattr(torch.autograd, "grad", counting)  # not before: tracing takes gradients, too
         F.cross_entropy(here(x, batch=10), y).backward()  # type: ignore[no-untyped-call]
 
@@ -286,8 +310,8 @@ def calls_of_autograd(net: str, monkeypatch: pytest.MonkeyPatch, *, in_runs: boo
 
 
 def test_a_run_is_one_call_of_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert calls_of_autograd("resnet", monkeypatch, in_runs=True) == 1
-    assert calls_of_autograd("resnet", monkeypatch, in_runs=False) > 8
+    assert calls_of_autograd("resnet", monkeypatch, fuse=True) == 1
+    assert calls_of_autograd("resnet", monkeypatch, fuse=False) > 8
 
 
 def test_the_replay_charges_a_run_as_one_layer() -> None:
@@ -301,4 +325,4 @@ def test_the_replay_charges_a_run_as_one_layer() -> None:
         return round(sum(item.seconds for item in main if isinstance(item, Work)))
 
     assert beside_s(alone("resnet", devices=2)) == 1
-    assert beside_s(by_name("data", "resnet")) > len(layers) / 2
+    assert 10 < beside_s(by_name("data", "resnet")) < len(layers), "batch norms over devices come one by one"

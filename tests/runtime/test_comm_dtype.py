@@ -13,32 +13,32 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import convoy.runtime.exchange
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.cost.memory import memory_of
-from convoy.cost.overhead import Handling, handling
+from convoy.cost.overhead import Handling
 from convoy.errors import InputError
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
+from convoy.plan.device_program import Copy
 from convoy.plan.explain import layer_rows, step_lines
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import Move, ShareStatistics, StepList, SumGradients, Value, traffic
 from convoy.planner.planner import candidates
-from convoy.runtime.exchange import run_move
+from convoy.runtime.exchange import Buffers, Lane, run_move
 from convoy.runtime.module import Distributed
 from convoy.sharding.comm_dtype import CommDtype, comm_dtype_of, parse_comm_dtype
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
-from convoy.sharding.redistribute import Transfer
 from convoy.simulator.simulate import Costs, simulate
 from tests.cost.test_energy_memory import GRAPH as SMALL
 from tests.planner.test_planner import costs_of
 from tests.runtime.test_exchange import LIMIT_S, Case, check_outcomes, every_case, move_all, own_piece
 from tests.simulator.test_simulate import GRAPH, Table, hosts, spans
 from tests.support import nets
+from tests.support.device_programs import handled
 from tests.support.local_pieces import DEVICES, every_layout
 from tests.support.one_device import (
     OPTIMIZERS,
@@ -160,17 +160,18 @@ def test_a_large_direct_sum_is_rounded_once_and_copied(readers: tuple[int, ...])
 
 def test_what_goes_to_several_is_narrowed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four devices each sends three parts of its summand, and then its part of the sum to three: four, not six."""
-    narrowed: list[int] = []
-    original = convoy.runtime.exchange._span_on_wire
+    narrowed: list[tuple[int, int]] = []
+    original = Lane._copy
 
-    def counted(flat: Tensor, t: Transfer, dtype: torch.dtype) -> Tensor:
-        narrowed.append(t.sender)
-        return original(flat, t, dtype)
+    def counted(lane: Lane, operation: Copy, buffers: Buffers, dtype: torch.dtype) -> None:
+        if ">" in operation.target.buffer:
+            narrowed.append((lane.group.device, operation.size))
+        original(lane, operation, buffers, dtype)
 
-    monkeypatch.setattr(convoy.runtime.exchange, "_span_on_wire", counted)
+    monkeypatch.setattr(Lane, "_copy", counted)
     everyone = (0, 1, 2, 3)
     moved([Case(Partial(everyone), Replicated(everyone), (20_000,), "direct")])
-    assert sorted(narrowed) == sorted(everyone * 4)
+    assert sorted(narrowed) == sorted([(device, 5_000) for device in everyone] * 4)
 
 
 def test_what_one_device_alone_holds_is_rounded_only_on_its_way() -> None:
@@ -258,20 +259,20 @@ def test_a_message_takes_half_as_long() -> None:
 def test_copies_are_narrowed_once_and_widened_where_they_lie() -> None:
     """Device 0 holds 40 numbers and narrows them; it writes those and the 20 that arrive into the 60 wide ones."""
     step = move(Split(1, (2, 1)), EVERYONE)
-    assert handling(step, 0) == [(Handling(copied=40, made=(40,)), Handling(copied=60, made=(60, 20)))]
+    assert handled(step, 0) == [(Handling(copied=40, made=(40,)), Handling(copied=60, made=(60, 20)))]
     step = move(Split(0, (3, 2)), EVERYONE)
-    assert handling(step, 1) == [(Handling(copied=24, made=(24,)), Handling(copied=60, made=(60, 36)))]
+    assert handled(step, 1) == [(Handling(copied=24, made=(24,)), Handling(copied=60, made=(60, 36)))]
 
 
 def test_a_producer_narrows_and_widens_its_own_copy() -> None:
     step = move(OnOne(0), EVERYONE)
-    assert handling(step, 0) == [(Handling(copied=120, made=(60, 60)), Handling())]
-    assert handling(step, 1) == [(Handling(), Handling(copied=60, made=(60, 60)))]
+    assert handled(step, 0) == [(Handling(copied=120, made=(60, 60)), Handling())]
+    assert handled(step, 1) == [(Handling(), Handling(copied=60, made=(60, 60)))]
 
 
 def test_on_its_way_to_one_owner_only_what_leaves_is_narrowed() -> None:
-    assert handling(move(OnOne(0), OnOne(1)), 0) == [(Handling(copied=60, made=(60,)), Handling())]
-    before, after = handling(move(EVERYONE, Split(1, (2, 1)), "backward"), 0)[0]
+    assert handled(move(OnOne(0), OnOne(1)), 0) == [(Handling(copied=60, made=(60,)), Handling())]
+    before, after = handled(move(EVERYONE, Split(1, (2, 1)), "backward"), 0)[0]
     assert before == Handling(copied=20, made=(20,))
     # Zeros, and the summand that arrived, widened.
     assert after == Handling(copied=40 + 40, added=40 + 40, made=(40, 40, 40))
@@ -279,9 +280,9 @@ def test_on_its_way_to_one_owner_only_what_leaves_is_narrowed() -> None:
 
 def test_a_ring_of_two_casts_each_half_and_rounds_its_own() -> None:
     """100 numbers are joined; a half leaves, a half is widened and added. Then the own half is rounded, and leaves."""
-    assert handling(SUM, 0) == [
+    assert handled(SUM, 0) == [
         (Handling(copied=100 + 50, made=(100, 50)), Handling(copied=50, added=50, made=(50,))),
-        (Handling(copied=50 + 50, made=(50,)), Handling(copied=50, made=(50,))),
+        (Handling(copied=50 + 50, made=(50,)), Handling(copied=50)),
     ]
 
 
@@ -302,7 +303,7 @@ def test_explain_names_it() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
     graph = trace(model, torch.zeros(1, 1, 2, 2)).graph
     plan = narrow(named_plan("master", graph, 4, Speeds((3.0, 1.0))))
-    lines = step_lines(lower(plan, graph), graph)
+    lines = step_lines(lower(plan, graph))
     assert lines[3] == "     1  move     0: channel(3,1) -> on(0)  (32 bytes in 1 round, inexact-bf16)  after 0"
     assert "(nothing travels)" in lines[9]
     assert sum(row.bytes_ for row in layer_rows(plan, graph)) == lower(plan, graph).traffic().total() == 32 + 32 + 16

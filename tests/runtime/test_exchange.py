@@ -23,11 +23,12 @@ from torch import Tensor
 
 from convoy.comm.group import CountedGroup, Group, Message, Pending
 from convoy.comm.threads import run_on_threads
-from convoy.runtime.exchange import Landing, run_move, run_rounds
+from convoy.runtime.exchange import Slots, run_move
 from convoy.sharding import redistribute
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
 from convoy.sharding.redistribute import Reduce
+from tests.support.device_programs import run_rounds
 from tests.support.local_pieces import (
     DEVICES,
     Array,
@@ -380,7 +381,7 @@ def test_run_rounds_works_in_place() -> None:
 @pytest.mark.parametrize("n", [2, 3, 10, 31])
 def test_a_sum_in_segments(reduce: Reduce, n: int) -> None:
     """Two rounds are under way at a time, and each lands in memory of its own: sums may not mix."""
-    devices, landing = (0, 1, 2), [Landing() for _ in range(3)]
+    devices, landing = (0, 1, 2), [Slots() for _ in range(3)]
 
     def work(group: Group) -> list[Tensor]:
         sums = []
@@ -426,7 +427,7 @@ class _Landed:
 
 
 def test_segments_under_way_land_in_memory_of_their_own() -> None:
-    group, landing = _Watched(), Landing()
+    group, landing = _Watched(), Slots()
     run_rounds(group, redistribute.sum_in_segments((0, 1), 8, "ring", 2), torch.zeros(8), landing=landing)
     assert group.open == set()
 

@@ -4,6 +4,7 @@ The resident memory of a process would count the interpreter, torch's own pages 
 what is counted is every storage that an operation gives, while it lives; workspaces within an operation are not seen.
 """
 
+import copy
 import gc
 from collections.abc import Iterable
 from dataclasses import replace
@@ -20,6 +21,7 @@ from convoy.api import distribute
 from convoy.comm.group import Group
 from convoy.cost.memory import memory_of
 from convoy.model.graph import Graph
+from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
@@ -29,6 +31,8 @@ from tests.support.processes import on_processes
 
 BATCH = 32
 TOLERANCE = 0.15
+SMALL_BYTES = 64 << 10
+"""Statistics of batch norms, outputs of the whole batch."""
 
 
 def net() -> nn.Module:
@@ -69,6 +73,51 @@ def peak_bytes(group: Group, name: str, wire: CommDtype) -> int:
         step()
         step()
     return living.peak_bytes
+
+
+def peak_beside_plain(group: Group, name: str) -> tuple[int, int]:
+    """The most that the tensors of two training steps hold at once: on this device by `data-by-speed`, and in plain PyTorch
+    with as many samples."""
+    model = build_net(name, (3, 32, 32), 10, seed=0)
+    graph = trace(model, torch.zeros(2, 3, 32, 32)).graph
+    plan = named_plan("data-by-speed", graph, group.devices * BATCH, Speeds((1.0,) * group.devices))
+    part = distribute(copy.deepcopy(model), plan, group, torch.zeros(2, 3, 32, 32))
+    part.announce(group.devices * BATCH)
+    x = torch.randn(BATCH, 3, 32, 32)
+
+    def peak(module: nn.Module, labels: int) -> int:
+        y, optimizer = torch.arange(labels) % 10, torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+
+        def step() -> None:
+            gc.collect()
+            loss = nn.functional.cross_entropy(module(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+        step()
+        with Living() as living:
+            living.note([*module.parameters(), x, *(v for s in optimizer.state.values() for v in s.values())])
+            step()
+            step()
+        return living.peak_bytes
+
+    return peak(part, group.devices * BATCH), peak(model, BATCH)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_step_holds_no_more_than_plain_pytorch_and_what_travels(devices: int) -> None:
+    """A ResNet: layer by layer, what batch norms give and activations keep was held twice."""
+    name = "resnet:8:16"
+    graph = trace(build_net(name, (3, 32, 32), 10), torch.zeros(2, 3, 32, 32)).graph
+    plan = named_plan("data-by-speed", graph, devices * BATCH, Speeds((1.0,) * devices))
+    found = on_processes(devices, "tests.runtime.test_memory_peak:peak_beside_plain", name)
+    for (shared, plain), predicted in zip(found, memory_of(plan, graph), strict=True):
+        print(
+            devices,
+            f"{shared / 1e6:.2f} MB, plain PyTorch {plain / 1e6:.2f}, {predicted.exchange_bytes / 1e6:.2f} travel",
+        )
+        assert shared <= plain + predicted.exchange_bytes + SMALL_BYTES
 
 
 class Living(TorchDispatchMode):

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from convoy.api import distribute
 from convoy.comm.group import Group, Message, Pending
 from convoy.comm.threads import run_on_threads
 from convoy.model.tracing import trace
+from convoy.plan import lower
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Filter, One, Strategy
 from convoy.runtime.module import Distributed
@@ -30,11 +31,17 @@ class Watched:
     """A group that writes down when messages of lane 0 are begun and awaited.
 
     Args:
-        hold: called before messages of lane 1 are said to have arrived.
+        hold: called before messages of lane 1 are said to have arrived; begun: when they are begun.
     """
 
-    def __init__(self, group: Group, happened: Happened, hold: Callable[[], None] = lambda: None) -> None:
-        self._group, self._happened, self._hold = group, happened, hold
+    def __init__(
+        self,
+        group: Group,
+        happened: Happened,
+        hold: Callable[[], None] = lambda: None,
+        begun: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._group, self._happened, self._hold, self._sum_begun = group, happened, hold, begun
         self._begun = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -43,6 +50,7 @@ class Watched:
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
         pending = self._group.start(sends, receives, lane)
         if lane:
+            self._sum_begun()
             return _Arriving(pending, self._hold)
         self._begun += 1
         name = str(self._begun)
@@ -92,7 +100,7 @@ def plan_of(layers: dict[str, Strategy], **changes: Any) -> Plan:
 
 
 def what_happens(plan: Plan, held_until: tuple[str, ...] | None = None) -> tuple[Happened, list[torch.Tensor]]:
-    """A training step on two devices: what device 0 did, in its order, and its gradient pieces.
+    """A training step on two devices, layer by layer: what device 0 did, in its order, and its gradient pieces.
 
     Args:
         held_until: on each device, messages of sums arrive only when this has been computed there.
@@ -112,7 +120,8 @@ def what_happens(plan: Plan, held_until: tuple[str, ...] | None = None) -> tuple
         def hold() -> None:
             assert held_until is None or went_on.wait(HELD_S), f"a sum is awaited before {held_until}"
 
-        part = distribute(copy.deepcopy(whole), plan, Watched(group, happened, hold), example())  # type: ignore[arg-type]
+        watched = Watched(group, happened, hold)
+        part = Distributed(copy.deepcopy(whole), plan, watched, example(), fuse=False)  # type: ignore[arg-type]
         watch(part, tell)
         happened.clear()
         together = isinstance(plan.layers["0"], Filter)
@@ -147,12 +156,36 @@ def test_a_convolution_begins_with_the_first_piece_of_its_input() -> None:
     assert [what[0] for what in happened[first - 1 : second + 1]] == ["await", "forward", "await", "forward"]
 
 
-def test_sums_are_under_way_while_backward_goes_on() -> None:
+def test_sums_are_under_way_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of the last layer is held back until the first layer's backward has run, two layers further on: were it
     awaited where it stands in the list, neither would ever end. The numbers are those of one device all the same."""
+    monkeypatch.setattr(lower, "BUCKET_ENTRIES", 300)
     plan = plan_of({name: Batch((5, 3)) for name in ("0", "2", "4")})
     happened, gradients = what_happens(plan, held_until=("backward", "0", "all"))
     assert ("backward", "0", "all") in happened
+    check_as_alone(gradients)
+
+
+def test_a_sum_begins_while_autograd_is_in_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All three layers are one graph of autograd, and the gradients of the last one fill a bucket. When the first layer has its
+    gradient, the sum of the last one's has begun: begun after the stretch, it would be waited for in vain."""
+    monkeypatch.setattr(lower, "BUCKET_ENTRIES", 300)
+    plan, whole = plan_of({name: Batch((5, 3)) for name in ("0", "2", "4")}), net()
+
+    def work(group: Group) -> tuple[bool, list[torch.Tensor]]:
+        begun, seen = threading.Event(), []
+        watched = Watched(group, [], begun=begun.set)
+        part = Distributed(copy.deepcopy(whole), plan, watched, example())  # type: ignore[arg-type]
+        dict(part.named_parameters())["0.weight"].register_hook(lambda _: seen.append(begun.wait(HELD_S)))  # type: ignore[no-untyped-call]
+        part(example()[:5] if group.device == 0 else example()[5:], batch=8).square().sum().backward()
+        return seen == [True], [p.grad for p in part.parameters() if p.grad is not None]
+
+    for seen, gradients in run_on_threads(2, work, timeout_s=2 * HELD_S):
+        assert seen
+        check_as_alone(gradients)
+
+
+def check_as_alone(gradients: list[torch.Tensor]) -> None:
     alone = net()
     alone(example()).square().sum().backward()
     for mine, its in zip(gradients, (p.grad for p in alone.parameters()), strict=True):

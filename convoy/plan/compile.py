@@ -1,0 +1,459 @@
+"""compile_device: from the step list to the program of one device.
+
+Every device walks the list in order. A move is begun where it stands and awaited by the first step that names it in `after`, at
+the latest at the end of its phase. Gradients are summed on the second lane.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from convoy.model.graph import Graph
+from convoy.plan.device_program import (
+    GRADIENT,
+    Compute,
+    Copy,
+    DeviceProgram,
+    Fused,
+    Make,
+    Merge,
+    Operation,
+    Pack,
+    Part,
+    Signal,
+    Unpack,
+    Wait,
+)
+from convoy.plan.exchange_program import ExchangeOperations, MoveOf, involved, sum_operations
+from convoy.plan.fusion import Stretch, stretches
+from convoy.plan.size import local_size
+from convoy.plan.steps import Compute as ComputeStep
+from convoy.plan.steps import Move, Phase, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
+from convoy.sharding.layout import Layout, Replicated, box, dual, entries, holders, local_shape
+from convoy.sharding.redistribute import Round, Schedule, chunks
+
+MIXING = "inexact-butterfly-mixing"
+
+
+def compile_all(steps: StepList, graph: Graph, *, overlap: bool = True) -> list[DeviceProgram]:
+    """The programs of all devices; see `compile_device`."""
+    rounds = Rounds()
+    return [compile_device(steps, graph, d, overlap=overlap, rounds=rounds) for d in range(steps.devices)]
+
+
+def compile_device(
+    steps: StepList,
+    graph: Graph,
+    device: int,
+    *,
+    fuse: bool = True,
+    overlap: bool = True,
+    stage: int = 0,
+    missing: frozenset[int] = frozenset(),
+    rounds: "Rounds | None" = None,
+) -> DeviceProgram:
+    """The program of one device.
+
+    Args:
+        fuse: layers between two exchanges go to autograd as one graph; False: every layer by itself.
+        overlap: False: everything is awaited where it stands in the list, to see what overlap brings.
+        stage: of inexact mixing, which counts its stages over training steps.
+        missing: outputs that the loss does not depend on, by their place in `steps.outputs`: backward leaves out what no
+            gradient comes to. Forward is the same.
+        rounds: of the same list, where programs of several devices are made.
+    """
+    every, end = rounds or Rounds(), len(steps.steps)
+    found = stretches(steps, graph, device, lambda step: takes_part(step, device, every)) if fuse else ()
+    if missing:
+        steps = without_gradients(steps, graph, missing)
+        alive = {step.id for step in steps.steps}
+        found = tuple(replace(each, back=tuple(s for s in each.back if s.id in alive)) for each in found)
+        every = Rounds()
+    return _Compiler(steps, graph, device, found, overlap, stage, every, end).program()
+
+
+def without_gradients(steps: StepList, graph: Graph, missing: frozenset[int]) -> StepList:
+    """The list without the backward steps that no gradient comes to, where the loss depends on some outputs alone.
+
+    Args:
+        missing: the outputs that have no gradient, by their place in `steps.outputs`.
+    """
+    reached: set[str] = set()
+    parameters: set[str] = set()
+    kept: list[Step] = []
+    for step in steps.steps:
+        match step:
+            case ReturnGradient():
+                alive = step.output not in missing
+                reached.update([step.writes.key] if alive else [])
+            case Move(phase="backward"):
+                alive = step.reads.key in reached
+                reached.update([step.writes.key] if alive else [])
+            case ComputeStep(phase="backward"):
+                alive = step.writes.key in reached
+                if alive and step.part != "weight":
+                    reached.update(v.key for v, wanted in zip(step.reads, step.wants, strict=True) if wanted)
+                if alive and step.part != "input":
+                    parameters.update(p.key for p in graph[step.layer].trainable)
+            case ShareStatistics(phase="backward"):
+                alive = step.layer in reached
+            case SumGradients():
+                rows = [(k, n) for k, n in zip(step.keys, step.sizes, strict=True) if k in parameters]
+                alive = bool(rows)
+                if alive and len(rows) < len(step.keys):
+                    keys, sizes = (tuple(each) for each in zip(*rows, strict=True))
+                    step = replace(step, keys=keys, sizes=sizes, flags=len(keys) if step.flags else 0)
+            case _:
+                alive = True
+        if alive:
+            kept.append(step)
+    return replace(steps, steps=tuple(kept))
+
+
+class Rounds:
+    """The transfers of every exchange of a list by device, looked up once for all devices."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Schedule, dict[int, list[Round]]]] = {}
+
+    def of(
+        self, step: Move | ReturnGradient | ShareStatistics | SumGradients, device: int
+    ) -> tuple[Schedule, Sequence[Round]]:
+        """The schedule, and of each of its rounds what the device sends, receives or keeps."""
+        if step.id not in self._found:
+            self._found[step.id] = (step.schedule, _by_device(step.schedule))
+        schedule, rounds = self._found[step.id]
+        return schedule, rounds.get(device) or [()] * len(schedule.rounds)
+
+
+def _by_device(schedule: Schedule) -> dict[int, list[Round]]:
+    found: dict[int, list[list]] = {}  # type: ignore[type-arg]
+    for number, transfers in enumerate(schedule.rounds):
+        for t in transfers:
+            for device in {t.sender, t.receiver}:
+                rows = found.setdefault(device, [[] for _ in schedule.rounds])
+                rows[number].append(t)
+    return {device: [tuple(row) for row in rows] for device, rows in found.items()}
+
+
+def takes_part(step: Step, device: int, rounds: Rounds) -> bool:
+    """Whether a device has anything to do in a step."""
+    match step:
+        case ComputeStep(phase="forward"):
+            return device in holders(step.writes.layout)
+        case ComputeStep():
+            return any(device in holders(value.layout) for value in (step.writes, *step.reads))
+        case Move() | ReturnGradient():
+            holds = any(device in holders(value.layout) for value in (step.reads, step.writes))
+            return holds or any(rounds.of(step, device)[1])
+        case ShareStatistics():
+            return device in step.members
+        case SumGradients():
+            return device in step.devices
+
+
+class _Compiler:
+    """Compiles the program of one device, step by step."""
+
+    def __init__(
+        self,
+        steps: StepList,
+        graph: Graph,
+        device: int,
+        found: tuple[Stretch, ...],
+        overlap: bool,
+        stage: int,
+        rounds: Rounds,
+        end: int,
+    ) -> None:
+        self.steps, self.graph, self.device = steps, graph, device
+        self.overlap, self.stage, self.rounds = overlap, stage, rounds
+        self.end = end  # what is awaited at the end of a phase bears this step
+        self.main: list[Operation] = []
+        self.sums: list[Operation] = []
+        self.under_way: dict[int, ExchangeOperations] = {}
+        self.begun: list[SumGradients] = []
+        self.merged: set[str] = set()
+        self.shared = {step.layer for step in steps.steps if isinstance(step, ShareStatistics)}
+        self.stretches = found
+        self.stretch_at: dict[int, int] = {}  # first step, in forward or backward -> which stretch
+        self.given_by: dict[int, int] = {}  # backward step of a stretch -> the first of them
+        self.made_in: dict[str, int] = {}  # value -> the stretch that makes it
+        self.stretch_of: dict[str, int] = {}  # layer -> its stretch
+        for number, stretch in enumerate(self.stretches):
+            for row in (stretch.steps, stretch.back):
+                self.stretch_at.update({row[0].id: number} if row else {})
+            self.given_by.update({step.id: stretch.back[0].id for step in stretch.back})
+            self.made_in.update({step.writes.key: number for step in stretch.steps})
+            self.stretch_of.update({step.layer: number for step in stretch.steps})
+        self.givers, self.values = self._givers()
+
+    def program(self) -> DeviceProgram:
+        forward, backward = self._phase("forward"), self._phase("backward")
+        returned = tuple(output_gradient(s.output) for s in self.steps.steps if isinstance(s, ReturnGradient))
+        inputs, outputs = (tuple(v.key for v in row) for row in (self.steps.inputs, self.steps.outputs))
+        lanes = (forward, backward, tuple(self.sums))
+        return DeviceProgram(self.device, self.steps.devices, self.steps.batch, inputs, outputs, returned, *lanes)
+
+    def _phase(self, phase: Phase) -> tuple[Operation, ...]:
+        self.main = []
+        steps = self.steps.phase(phase)
+        place = 0
+        while place < len(steps):
+            number = self.stretch_at.get(steps[place].id)
+            if number is None:
+                self._step(steps[place])
+                place += 1
+            else:
+                place += self._stretch(steps[place:], number, self.stretches[number])
+        self._await(list(self.under_way), self.end)
+        if self.begun:
+            self.main.append(Wait(self.end, tuple(("summed", step.id, 0) for step in self.begun)))
+            self.main += [_unpack(step) for step in self.begun]
+            self.begun = []
+        return tuple(self.main)
+
+    def _step(self, step: Step) -> None:
+        match step:
+            case ComputeStep(phase="forward"):
+                self._forward(step)
+            case ComputeStep():
+                self._backward(step)
+            case Move(phase="forward"):
+                self._move(step, step.reads.layout, step.writes.layout, step.reads.key, step.writes.key)
+            case Move():
+                source, result = GRADIENT + step.reads.key, self._gives(step.writes.key, step.id)
+                self._move(step, dual(step.reads.layout), dual(step.writes.layout), source, result)
+            case ReturnGradient():
+                source, result = output_gradient(step.output), self._gives(step.writes.key, step.id)
+                self._move(step, step.reads.layout, dual(step.writes.layout), source, result)
+            case ShareStatistics():
+                self._statistics(step)
+            case SumGradients():
+                self._sum(step)
+
+    # --- computing ---------------------------------------------------------------------------------------------------
+
+    def _holds(self, value: Value) -> bool:
+        return box(value.layout, self.device, value.shape) is not None
+
+    def _computes(self, step: ComputeStep) -> bool:
+        return self.device in holders(step.writes.layout)
+
+    def _forward(self, step: ComputeStep) -> None:
+        if not self._computes(step):
+            return
+        operation = self._computation(step)
+        if step.pieces == 1:
+            self._await(step.after, step.id)
+            self.main.append(operation)
+            return
+        # A layer whose input still arrives: each chunk of rows is computed as soon as it is there.
+        shape = local_shape(step.writes.layout, self.device, step.writes.shape)
+        parts = []
+        for rows in chunks(shape[0], step.pieces):
+            for exchange in (self.under_way[s] for s in step.after if s in self.under_way):
+                self.main += exchange.landing(step.id, 1)
+            made = f"{step.writes.key} {rows[0]}:{rows[1]}"
+            size = replace(operation.size, samples=rows[1] - rows[0])
+            self.main.append(replace(operation, writes=(made,), rows=rows, size=size))
+            here = (rows, *((0, n) for n in shape[1:]))
+            parts.append(Copy(step.id, Part(made), Part(step.writes.key, here), entries(here)))
+        self._await(step.after, step.id)
+        self.main += [Make(step.id, step.writes.key, shape, result=True), *parts]
+
+    def _computation(self, step: ComputeStep) -> Compute:
+        """The operation of a layer in forward or backward."""
+        size = local_size(step, self.graph[step.layer], self.device)
+        assert size is not None
+        if step.phase == "forward":
+            reads = tuple(value.key for value in step.reads)
+            reads += (f"{step.layer} norm",) if step.layer in self.shared else ()
+            return Compute(step.id, "forward", step.layer, reads, (step.writes.key,), step.wants, size=size)
+        reads = (GRADIENT + step.writes.key,)
+        if step.layer in self.shared:
+            reads += (f"{GRADIENT}{step.layer} row", f"{GRADIENT}{step.layer} rows")
+        gives = tuple(
+            self._gives(value.key, step.id) if wanted and step.part != "weight" else ""
+            for value, wanted in zip(step.reads, step.wants, strict=True)
+        )
+        return Compute(step.id, "backward", step.layer, reads, gives, step.wants, step.part, step.last, size)
+
+    def _backward(self, step: ComputeStep) -> None:
+        if self._computes(step):
+            self._await(step.after, step.id)
+            self._merge(step.writes.key, step.id)
+            self.main.append(self._computation(step))
+        elif step.part != "weight":
+            for value, wanted in zip(step.reads, step.wants, strict=True):
+                if wanted and step.id in self.givers.get(value.key, ()):
+                    # It holds the value, but computed nothing from it: the gradient from here is zero.
+                    shape = local_shape(value.layout, self.device, value.shape)
+                    self.main.append(Make(step.id, self._gives(value.key, step.id), shape, zeros=True, result=True))
+
+    def _stretch(self, steps: Sequence[Step], number: int, stretch: Stretch) -> int:
+        """A fused stretch that begins with the first of these steps; how many of them belong to it or lie inside it."""
+        phase, first = steps[0].phase, steps[0].id
+        row = {step.id: step for step in (stretch.steps if phase == "forward" else stretch.back)}
+        count = 1 + max(place for place, step in enumerate(steps) if step.id in row)
+        self._await(sorted({a for step in row.values() for a in step.after} - set(row)), first)
+        operations: list[Compute | Pack | Signal] = []
+        behind: list[SumGradients] = []
+        for step in steps[:count]:
+            if step.id in row:
+                operations.append(self._computation(row[step.id]))
+            elif isinstance(step, SumGradients) and self.device in step.devices:
+                if self.overlap and step.reduce != MIXING:
+                    operations += self._begin_sum(step)
+                else:
+                    behind.append(step)
+        if phase == "forward":
+            reads, writes = tuple(stretch.reads), stretch.writes
+        else:
+            for key in stretch.writes:
+                self._merge(key, first)
+            reads = tuple(GRADIENT + key if self.givers.get(key) else "" for key in stretch.writes)
+            writes = tuple(
+                self._gives(key, first) if first in self.givers.get(key, ()) else "" for key in stretch.reads
+            )
+        self.main.append(Fused(first, phase, number, reads, writes, tuple(operations)))
+        for each in behind:
+            self._sum(each)
+        return count
+
+    # --- gradients of values -----------------------------------------------------------------------------------------
+
+    def _givers(self) -> tuple[dict[str, list[int]], dict[str, Value]]:
+        """For each value, the steps that give a part of its gradient on this device; and the values by key.
+
+        A stretch gives one part by all its layers, named after its first step; between its layers, autograd adds.
+        """
+        givers: dict[str, list[int]] = {}
+        zeros: dict[str, int] = {}
+        values: dict[str, Value] = {}
+        for step in self.steps.phase("backward"):
+            match step:
+                case Move() | ReturnGradient():
+                    values[step.writes.key] = step.writes
+                    if self._holds(step.writes):
+                        givers.setdefault(step.writes.key, []).append(step.id)
+                case ComputeStep() if step.part != "weight":
+                    for value, wanted in zip(step.reads, step.wants, strict=True):
+                        values[value.key] = value
+                        inside = self.made_in.get(value.key, -1) == self.stretch_of.get(step.layer, -2)
+                        if not wanted or inside:
+                            continue
+                        if self._computes(step):
+                            row = givers.setdefault(value.key, [])
+                            first = self.given_by.get(step.id, step.id)
+                            row += [first] if first not in row else []
+                        elif self._holds(value):
+                            zeros.setdefault(value.key, step.id)
+        return {key: [step] for key, step in zeros.items()} | givers, values
+
+    def _gives(self, key: str, step: int) -> str:
+        """The buffer of what one step gives to a value's gradient."""
+        several = len(self.givers.get(key, ())) > 1
+        return f"{GRADIENT}{key} from {self.given_by.get(step, step)}" if several else GRADIENT + key
+
+    def _merge(self, key: str, step: int) -> None:
+        """Before a gradient is read for the first time: what several steps gave is added up."""
+        ids = self.givers.get(key, ())
+        if len(ids) > 1 and key not in self.merged:
+            self.merged.add(key)
+            here = box(self.values[key].layout, self.device, self.values[key].shape)
+            size = entries(here) if here is not None else 0
+            self.main.append(Merge(step, GRADIENT + key, tuple(self._gives(key, each) for each in ids), size))
+
+    # --- exchanging --------------------------------------------------------------------------------------------------
+
+    def _move(self, step: Move | ReturnGradient, src: Layout, dst: Layout, source: str, result: str) -> None:
+        schedule, rounds = self.rounds.of(step, self.device)
+        if any(rounds):
+            self._await(step.after, step.id)
+        if step.phase == "backward":
+            self._merge(step.reads.key, step.id)
+        move = MoveOf(step.id, schedule, rounds, self.device, src, dst, step.reads.shape, step.wire, source, result)
+        found = move.operations()
+        self.main += found.begin
+        if found.landings:
+            self.under_way[step.id] = found
+            if not self.overlap or isinstance(step, ReturnGradient):
+                self._await([step.id], step.id)
+
+    def _statistics(self, step: ShareStatistics) -> None:
+        """Each member's row of sums, then the rows of all; in forward they are combined to the statistics of the batch."""
+        if self.device not in step.members:
+            return
+        self._await(step.after, step.id)
+        of = step.layer if step.phase == "forward" else GRADIENT + step.layer
+        if step.phase == "backward":
+            self._merge(step.layer, step.id)
+        here = self._holds(step.reads)
+        read = (step.reads.key if step.phase == "forward" else GRADIENT + step.layer,) if here else ()
+        self.main.append(Compute(step.id, step.phase, step.layer, read, (f"{of} row",), part="statistics"))
+        everyone, me = Replicated(step.members), self.device
+        schedule, rounds = self.rounds.of(step, me)
+        found = MoveOf(
+            step.id, schedule, rounds, me, step.layout, everyone, step.shape, "exact", f"{of} row", f"{of} rows"
+        ).operations()
+        self.main += [*found.begin, *found.landing(step.id)]
+        if step.phase == "forward":
+            combined = Compute(step.id, "forward", step.layer, (f"{of} rows",), (f"{of} norm",), part="combine")
+            self.main.append(combined)
+
+    def _await(self, steps: Iterable[int], at: int) -> None:
+        """Wait for those of these steps that are under way."""
+        for step in steps:
+            if step in self.under_way:
+                self.main += self.under_way.pop(step).landing(at)
+
+    def _sum(self, step: SumGradients) -> None:
+        if self.device not in step.devices:
+            return
+        if self.overlap and step.reduce != MIXING:
+            self.main += self._begin_sum(step)
+            return
+        if step.reduce != MIXING:
+            self.main.append(_pack(step))
+            schedule, rounds = self.rounds.of(step, self.device)
+            self.main += sum_operations(step.id, schedule, rounds, self.device, _flat(step), step.wire, lane=0)
+            self.main.append(_unpack(step))
+            return
+        schedule = step.stage(self.stage)
+        partner = next((t.receiver for t in schedule.rounds[0] if t.sender == self.device), None)
+        both = [self.device] if partner is None else [self.device, partner]
+        # The gradient parts are sums over samples, divided by the global batch: scale what two devices saw to a whole batch.
+        samples = sum(step.samples[d] for d in both)
+        self.main.append(replace(_pack(step), alone=False, mixed_over=len(both)))
+        rounds = involved(schedule, self.device)
+        self.main += sum_operations(step.id, schedule, rounds, self.device, _flat(step), "exact", lane=0)
+        scale = sum(step.samples) / samples if samples else 0.0
+        self.main.append(replace(_unpack(step), mixed_over=len(both), scale=scale))
+
+    def _begin_sum(self, step: SumGradients) -> list[Pack | Signal]:
+        """The main lane joins the gradients and says that they are there; the second lane waits for that, and sums."""
+        ready, summed = ("ready", step.id, 0), ("summed", step.id, 0)
+        schedule, rounds = self.rounds.of(step, self.device)
+        self.sums.append(Wait(step.id, (ready,)))
+        self.sums += sum_operations(step.id, schedule, rounds, self.device, _flat(step), step.wire, lane=1)
+        self.sums.append(Signal(step.id, summed))
+        self.begun.append(step)
+        return [_pack(step), Signal(step.id, ready)]
+
+
+def output_gradient(output: int) -> str:
+    """The buffer of the gradient of an output, which the caller gives."""
+    return f"{GRADIENT}output {output}"
+
+
+def _flat(step: SumGradients) -> str:
+    return f"sum {step.id}"
+
+
+def _pack(step: SumGradients) -> Pack:
+    return Pack(step.id, _flat(step), step.keys, step.sizes, step.flags, step.alone)
+
+
+def _unpack(step: SumGradients) -> Unpack:
+    apart = len(step.keys) > 1 and len(step.devices) > 1
+    return Unpack(step.id, _flat(step), step.keys, step.sizes, step.flags, copied=apart)

@@ -1,0 +1,266 @@
+"""The operations of one exchange on one device: a move between two layouts, or the rounds of a sum.
+
+A cut that is one block of memory is sent, and received into, as it lies; any other is copied into a block or out of one.
+What is added arrives beside the tensor it is added to: a summand must not be overwritten while it is being sent. Summands
+are added in the order of the devices that sent them, so that every run gives the same bits.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from convoy.plan.device_program import Add, Copy, Event, Make, Operation, Part, Receive, Send, View, Wait
+from convoy.sharding.comm_dtype import CommDtype, rounds_own_copy
+from convoy.sharding.layout import Box, Layout, Partial, Shape, box, covers, entries, local_shape
+from convoy.sharding.redistribute import Round, Schedule, Transfer
+
+
+@dataclass(slots=True)
+class ExchangeOperations:
+    """An exchange as one device has it.
+
+    Attributes:
+        begin: everything up to the last message that can be started without waiting.
+        landings: per round under way, what to wait for (None where no message is) and what is done after that.
+    """
+
+    begin: list[Operation] = field(default_factory=list)
+    landings: list[tuple[Event | None, list[Operation]]] = field(default_factory=list)
+
+    def landing(self, at: int, number: int | None = None) -> Iterator[Operation]:
+        """The operations that finish all rounds, or the next ones alone, for a step that waits for them."""
+        for event, after in self.landings[:number]:
+            if event is not None:
+                yield Wait(at, (event,))
+            yield from after
+        del self.landings[:number]
+
+
+def involved(schedule: Schedule, device: int) -> tuple[Round, ...]:
+    """Of each round, the transfers that a device sends, receives or keeps."""
+    return tuple(tuple(t for t in r if device in (t.sender, t.receiver)) for r in schedule.rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class MoveOf:
+    """A move as one device has it: of a tensor of `shape`, from layout `src` to layout `dst`.
+
+    Attributes:
+        step: id in the step list.
+        rounds: those of the schedule as `involved` gives them.
+        source, result: the buffers with what the device holds before and afterwards.
+    """
+
+    step: int
+    schedule: Schedule
+    rounds: Sequence[Round]
+    device: int
+    src: Layout
+    dst: Layout
+    shape: Shape
+    wire: CommDtype
+    source: str
+    result: str
+
+    @property
+    def own(self) -> Box | None:
+        """What the device holds before."""
+        return box(self.src, self.device, self.shape)
+
+    @property
+    def wanted(self) -> Box | None:
+        """What the device holds afterwards."""
+        return box(self.dst, self.device, self.shape)
+
+    def operations(self) -> ExchangeOperations:
+        """The operations of the move."""
+        if not self.schedule.rounds:
+            here = local_shape(self.dst, self.device, self.shape)
+            view = View(self.step, self.result, Part(self.source), here)
+            return ExchangeOperations([view] if self.wanted is not None else [])
+        if not any(self.rounds) and self.wanted is None:
+            return ExchangeOperations()
+        return ExchangeOperations(self._sum()) if self.schedule.in_place else self._direct()
+
+    def _sum(self) -> list[Operation]:
+        """A pending sum becomes copies. Every copy is computed once and then copied, so all are equal to the last bit."""
+        flat = f"message {self.step}.flat"
+        operations: list[Operation] = [Make(self.step, flat, self.schedule.shape)]
+        if self.own is not None:
+            operations.append(Copy(self.step, Part(self.source), Part(flat), math.prod(self.shape)))
+        operations += sum_operations(self.step, self.schedule, self.rounds, self.device, flat, self.wire, lane=0)
+        if self.wanted is not None:
+            operations.append(View(self.step, self.result, Part(flat), self.shape))
+        return operations
+
+    def _direct(self) -> ExchangeOperations:
+        own, wanted, step = self.own, self.wanted, self.step
+        transfers = [t for each in self.rounds for t in each]
+        kept = [t for t in transfers if t.sender == t.receiver]
+        arrives = any(t.receiver == self.device != t.sender for t in transfers)
+        rounds_own = rounds_own_copy(self.wire, self.schedule, self.dst)
+        found = ExchangeOperations()
+        piece = self.source
+        if rounds_own and own is not None and any(t.sender == self.device for t in transfers):
+            # What is kept is then made of the same numbers as what is sent.
+            piece = f"message {step}.own"
+            narrow = Make(step, piece, _extent(own), narrow=True)
+            found.begin += [narrow, Copy(step, Part(self.source), Part(piece), entries(own))]
+        if wanted is not None and not arrives and covers([t.box for t in kept], wanted):
+            here = Part(piece, local_box(wanted, own))
+            if rounds_own:
+                made = Make(step, self.result, _extent(wanted), result=True)
+                found.begin += [made, Copy(step, here, Part(self.result), entries(wanted))]
+            else:
+                found.begin.append(View(step, self.result, here, _extent(wanted)))
+            kept = []
+        elif wanted is not None:
+            # From zero where only a part of the box is written: a pending sum, or a box that nobody fills.
+            zeros = isinstance(self.dst, Partial) or any(t.adds for t in transfers if t.receiver == self.device)
+            found.begin.append(Make(step, self.result, _extent(wanted), zeros=zeros, result=True))
+        writer = _DirectRound(step, self.device, own, wanted, piece, self.result, self.wire != "exact", rounds_own)
+        for number, each in enumerate(self.rounds):
+            writer.write(number, each, bool(kept), found)
+        return found
+
+
+@dataclass(slots=True)
+class _DirectRound:
+    """Writes the rounds of a direct move."""
+
+    step: int
+    device: int
+    own: Box | None
+    wanted: Box | None
+    piece: str
+    result: str
+    narrow: bool
+    rounds_own: bool
+
+    def write(self, number: int, transfers: Round, keeps: bool, found: ExchangeOperations) -> None:
+        leaving = [t for t in transfers if t.sender == self.device != t.receiver and entries(t.box)]
+        arriving = [t for t in transfers if t.receiver == self.device != t.sender and entries(t.box)]
+        kept = [t for t in transfers if t.sender == t.receiver] if keeps else []
+        sent = {t.box: self._packed(number, place, t, found) for place, t in enumerate(leaving)}
+        messages: list[Operation] = [
+            Send(self.step, number, t.receiver, sent[t.box], entries(t.box), self.narrow) for t in leaving
+        ]
+        landed: dict[Transfer, Part] = {}
+        for place, t in enumerate(arriving):
+            target = Part(self.result, local_box(t.box, self.wanted))
+            if t.adds or self.narrow or not is_block(t.box, self.wanted):
+                landed[t] = Part(f"message {self.step}.{number}<{place}")
+                found.begin.append(Make(self.step, landed[t].buffer, _extent(t.box), narrow=self.narrow))
+                target = landed[t]
+            messages.append(Receive(self.step, number, t.sender, target, entries(t.box), self.narrow))
+        found.begin += messages
+        found.begin += [self._into(t, Part(self.piece, local_box(t.box, self.own))) for t in kept if not t.adds]
+        parts = landed | {t: Part(self.piece, local_box(t.box, self.own)) for t in kept if t.adds}
+        after = [self._into(t, parts[t]) for t in sorted(parts, key=lambda t: t.sender)]
+        if messages:
+            found.landings.append((("round", self.step, number), after))
+        else:
+            found.begin += after
+
+    def _packed(self, number: int, place: int, t: Transfer, found: ExchangeOperations) -> Part:
+        """What is sent: the cut where it is one block of the numbers that travel, else a copy."""
+        cut = Part(self.piece, local_box(t.box, self.own))
+        if is_block(t.box, self.own) and (self.rounds_own or not self.narrow):
+            return cut
+        ready = f"message {self.step}.{number}>{place}"
+        found.begin += [
+            Make(self.step, ready, _extent(t.box), narrow=self.narrow),
+            Copy(self.step, cut, Part(ready), entries(t.box)),
+        ]
+        return Part(ready)
+
+    def _into(self, t: Transfer, part: Part) -> Operation:
+        target = Part(self.result, local_box(t.box, self.wanted))
+        if t.adds:
+            return Add(self.step, part, target, entries(t.box), self.narrow and t.sender != self.device)
+        return Copy(self.step, part, target, entries(t.box))
+
+
+def sum_operations(
+    step: int, schedule: Schedule, rounds: Sequence[Round], device: int, flat: str, wire: CommDtype, lane: int
+) -> Iterator[Operation]:
+    """The rounds of a summing collective, in place on a flat buffer. Summands arrive in memory that every step uses again."""
+    under_way: deque[tuple[Event | None, list[Operation]]] = deque()
+    for number, transfers in enumerate(rounds):
+        if len(under_way) == schedule.window:
+            yield from _landed(under_way.popleft())
+        yield from _begun(
+            step, number, transfers, device, flat, wire, f"slot {lane}.{number % schedule.window}", under_way
+        )
+    while under_way:
+        yield from _landed(under_way.popleft())
+
+
+def _landed(arrival: tuple[Event | None, list[Operation]]) -> Iterator[Operation]:
+    event, after = arrival
+    if event is not None:
+        yield Wait(event[1], (event,))
+    yield from after
+
+
+def _begun(
+    step: int,
+    number: int,
+    transfers: Round,
+    device: int,
+    flat: str,
+    wire: CommDtype,
+    slot: str,
+    under_way: deque[tuple[Event | None, list[Operation]]],
+) -> Iterator[Operation]:
+    narrow = wire != "exact"
+    leaving = [t for t in transfers if t.sender == device and entries(t.box)]
+    arriving = sorted((t for t in transfers if t.receiver == device and entries(t.box)), key=lambda t: t.sender)
+    ready: dict[Box, Part] = {}
+    for place, (span, adds) in enumerate({t.box: t.adds for t in leaving}.items()):
+        ready[span] = Part(flat, span)
+        if narrow:
+            ready[span] = Part(f"message {step}.{number}>{place}")
+            yield Make(step, ready[span].buffer, _extent(span), narrow=True)
+            yield Copy(step, Part(flat, span), ready[span], entries(span))
+            if not adds:  # what the others get as the sum is the sum here, too
+                yield Copy(step, ready[span], Part(flat, span), entries(span))
+    after: list[Operation] = []
+    receives: list[Operation] = []
+    for place, t in enumerate(arriving):
+        target = Part(flat, t.box)
+        if t.adds or narrow:
+            yield Make(step, f"{slot}.{place}", _extent(t.box), narrow=narrow, reused=True)
+            landed = Part(f"{slot}.{place}")
+            size = entries(t.box)
+            after.append(Add(step, landed, target, size, narrow) if t.adds else Copy(step, landed, target, size))
+            target = landed
+        receives.append(Receive(step, number, t.sender, target, entries(t.box), narrow))
+    for t in leaving:
+        yield Send(step, number, t.receiver, ready[t.box], entries(t.box), narrow)
+    yield from receives
+    under_way.append((("round", step, number) if leaving or receives else None, after))
+
+
+def local_box(part: Box, of: Box | None) -> Box | None:
+    """A box in the coordinates of a piece; None where it is the whole piece."""
+    assert of is not None
+    if part == of:
+        return None
+    return tuple((start - origin, stop - origin) for (start, stop), (origin, _) in zip(part, of, strict=True))
+
+
+def _extent(of: Box) -> Shape:
+    return tuple(stop - start for start, stop in of)
+
+
+def is_block(part: Box, of: Box | None) -> bool:
+    """Whether a part of a tensor is one block of memory, where the tensor itself is one."""
+    if of is None:
+        return True
+    extents = [(stop - start, end - origin) for (start, stop), (origin, end) in zip(part, of, strict=True)]
+    if math.prod(n for n, _ in extents) <= 1:
+        return True
+    last = max((axis for axis, (n, whole) in enumerate(extents) if n < whole), default=0)
+    return all(n == 1 for n, _ in extents[:last])

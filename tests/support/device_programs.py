@@ -1,0 +1,86 @@
+"""Device programs of a single exchange: what a device copies around its messages, and sums run on a group."""
+
+from collections import defaultdict
+
+from torch import Tensor
+
+from convoy.comm.group import Group
+from convoy.cost.overhead import NOTHING, Handling, handling_of
+from convoy.model.graph import Graph, Layer
+from convoy.plan.compile import compile_device
+from convoy.plan.device_program import Add, Copy, DeviceProgram, Make, Operation, Pack, Receive, Send, Unpack, Wait
+from convoy.plan.exchange_program import involved, sum_operations
+from convoy.plan.steps import Exchange, StepList
+from convoy.runtime.exchange import Lane, Slots, run_sum
+from convoy.sharding.comm_dtype import CommDtype
+from convoy.sharding.redistribute import Schedule
+
+_GRAPH = Graph("One", {"work": Layer("work", "elementwise", (), (1,))}, ("work",))
+
+
+def program_of(step: Exchange, device: int, devices: int = 4) -> DeviceProgram:
+    """The program of a list with one exchange."""
+    return compile_device(StepList(1, devices, (), (), (step,)), _GRAPH, device)
+
+
+def run_rounds(
+    group: Group,
+    schedule: Schedule,
+    flat: Tensor,
+    lane: int = 0,
+    wire: CommDtype = "exact",
+    landing: Slots | None = None,
+) -> None:
+    """Sum a flat buffer in place, by the rounds of a schedule."""
+    rounds = involved(schedule, group.device)
+    operations = list(sum_operations(0, schedule, rounds, group.device, "sum 0", wire, lane))
+    run_sum(Lane(group, lane, landing or Slots()), operations, "sum 0", flat)
+
+
+def messages(step: Exchange, device: int) -> list[int]:
+    """How many messages a device sends and receives in each round."""
+    counts: dict[int, int] = defaultdict(int)
+    for operation in program_of(step, device).operations():
+        if isinstance(operation, Send | Receive):
+            counts[operation.number] += 1
+    return [counts[n] for n in range(len(step.schedule.rounds))]
+
+
+def handled(step: Exchange, device: int) -> list[tuple[Handling, Handling]]:
+    """What a device copies, adds and makes before and after the messages of each round.
+
+    What the result is made of, and where messages land, counts as after them, wherever it stands in the program.
+    """
+    program = program_of(step, device)
+    operations = [*program.forward, *program.backward, *program.sums]
+    arrives = any(isinstance(op, Receive) for op in operations)
+    around = [[NOTHING, NOTHING] for _ in step.schedule.rounds]
+    number, landed = 0, False
+    for place, operation in enumerate(operations):
+        if isinstance(operation, Wait) and operation.events[0][0] == "round":
+            number, landed = operation.events[0][2], True
+        elif isinstance(operation, Send | Receive):
+            number, landed = operation.number, False
+        found = handling_of(operation)
+        if found is None or found == NOTHING or isinstance(operation, Unpack):
+            continue
+        after = _is_after(operation, arrives)
+        at = number if after and landed else _next_round(operations[place:], number)
+        around[at][after] = around[at][after] + found
+    return [(before, after) for before, after in around]
+
+
+def _next_round(operations: list[Operation], number: int) -> int:
+    return next((op.number for op in operations if isinstance(op, Send | Receive)), number)
+
+
+def _is_after(operation: Operation, arrives: bool) -> bool:
+    match operation:
+        case Pack():
+            return False
+        case Make(buffer=buffer, result=result):
+            return (result and arrives) or "<" in buffer or buffer.startswith("slot")
+        case Copy(source=source, target=target) | Add(source=source, target=target):
+            into_result = not target.buffer.startswith(("message", "sum")) and arrives
+            return into_result or "<" in source.buffer or source.buffer.startswith("slot")
+    return False
