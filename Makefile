@@ -16,10 +16,10 @@ demo: $(READY)  ## four unequal local processes train one CNN; one device beside
 	$(BIN)/convoy demo
 
 test: $(READY)  ## everything that fits into ten minutes on two cores
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-full: $(READY)  ## the slow checks too
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow or not slow'
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'slow or not slow'
 
 check: $(READY)  ## what a commit must pass: format, lint, imports one way, types
 	$(BIN)/ruff format --check .
