@@ -236,7 +236,7 @@ class _Reader:
         return self.units[step.layer] if isinstance(layout, Split) and layout.axis > 0 else EVERYONE
 
     def _layer(self, value: Value) -> Layer:
-        return self.graph[value.key.partition("@")[0]]
+        return self.graph[value.layer]
 
     def _owner(self, key: str) -> Layer:
         return next(

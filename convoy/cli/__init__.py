@@ -1,4 +1,4 @@
-"""The command line: verbs, thin. Options become values; everything else happens elsewhere.
+"""The command line: each verb turns its options into values and calls one function of `app`, `doctor`, `emulate` or `launch`.
 
 ::
 

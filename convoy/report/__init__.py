@@ -1,1 +1,1 @@
-"""Showing it: tables, progress, figures."""
+"""Tables on the terminal, the HTML page of a run, and pictures of a step."""

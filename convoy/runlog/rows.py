@@ -104,7 +104,7 @@ def _moves(steps: StepList) -> Mapping[str, list[MoveEntry]]:
     for step in steps.phase("forward"):
         if isinstance(step, Move):
             entry = MoveEntry(
-                value=step.reads.key.partition("@")[0], source=_words(step.reads.layout),
+                value=step.reads.layer, source=_words(step.reads.layout),
                 target=_words(step.writes.layout), bytes=size[step.writes.key],
             )  # fmt: skip
             result.setdefault(readers.get(step.writes.key, OUTPUTS), []).append(entry)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from convoy.comm.group import Group
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, bind_operation
-from convoy.plan.compile import compile_device, output_gradient
+from convoy.plan.compile import MIXING, compile_device, output_gradient
 from convoy.plan.device_program import (
     Compute,
     DeviceProgram,
@@ -28,7 +28,7 @@ from convoy.plan.device_program import (
 )
 from convoy.plan.size import LocalSize, flop, whole_size
 from convoy.plan.steps import Compute as ComputeStep
-from convoy.plan.steps import Phase, ShareStatistics, StepList
+from convoy.plan.steps import Phase, ShareStatistics, StepList, SumGradients
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
 from convoy.runtime.exchange import Bound, Buffers, Lane, Slots, with_messages
@@ -95,7 +95,9 @@ class Program:
             step.id: getattr(torch, graph[_layer_of(step)].dtype) for step in by_id.values() if _layer_of(step)
         }
         self.fused = {op.number: _bound(op, graph, model) for op in program.forward if isinstance(op, Fused)}
-        self.mixes = any(isinstance(op, Pack) and op.mixed_over for op in program.backward)
+        mixing = [s for s in by_id.values() if isinstance(s, SumGradients) and s.reduce == MIXING]
+        # After so many stages of inexact mixing, partners are those of the first again.
+        self.mixing_stages = math.lcm(1, *(max(1, (len(s.devices) - 1).bit_length()) for s in mixing))
         self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by stretch and phase, what its layers take
         self.natural: dict[str, torch.dtype] = {}  # by layer, what autocast computed it in
         self.variants: dict[tuple[frozenset[int], int], Program] = {}
@@ -355,7 +357,7 @@ class Executor:
         """The program for the outputs that the loss depends on, and for a stage of mixing."""
         missing = frozenset(i for i, g in enumerate(output_gradients) if g is None)
         missing &= {int(name.rpartition(" ")[2]) for name in program.program.output_gradients}
-        key = (missing, mixing_stage if program.mixes else 0)
+        key = (missing, mixing_stage % program.mixing_stages)
         if key not in program.variants:
             program.variants[key] = self.program(program.steps, *key) if any(key) else program
         return program.variants[key]

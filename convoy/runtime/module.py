@@ -202,7 +202,7 @@ class Distributed(nn.Module):
     # --- parameters --------------------------------------------------------------------------------------------------
 
     def _keep_own_pieces(self) -> None:
-        """Device 0's weights reach every device that has a part in them; the rest is forgotten."""
+        """Shard device 0's weights: every device gets its pieces, and frees the rest."""
         for key, parameter in self.parameters_by_key.items():
             holder, _, name = key.rpartition(".")
             module = self.module.get_submodule(holder)

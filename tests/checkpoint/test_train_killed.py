@@ -83,6 +83,7 @@ def steps(log: Path) -> dict[int, float]:
     return found
 
 
+@pytest.mark.slow  # half a minute
 def test_a_training_killed_with_all_its_devices_goes_on_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

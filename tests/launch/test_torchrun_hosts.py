@@ -16,6 +16,7 @@ from tests.support.processes import PLACE, ROOT
 from tests.support.ssh_hosts import needs_ssh
 
 pytestmark = [
+    pytest.mark.slow,  # twenty seconds
     pytest.mark.root,
     needs_ssh,
 ]

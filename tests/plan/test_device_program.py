@@ -1,5 +1,6 @@
 """Device programs: by hand, printed and read back, their bytes, and broken ones that are refused before anything runs."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -102,18 +103,18 @@ def test_a_loss_of_some_outputs_leaves_out_the_rest_of_backward() -> None:
 # --- what holds for all ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wire", ["exact", "inexact-bf16"])
-@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("net", nets.NETS)
-def test_programs_can_run_print_and_send_what_the_list_says(net: str, plan: str, wire: CommDtype) -> None:
+def test_programs_can_run_print_and_send_what_the_list_says(net: str) -> None:
+    """By every plan by name, exact and narrow, inputs whole and in chunks."""
     graph = graph_of(net)
-    for pieces in (1, 3):
+    wires: tuple[CommDtype, ...] = ("exact", "inexact-bf16")
+    for plan, wire, pieces in itertools.product(PLANS, wires, (1, 3)):
         steps = lower(replace(by_name(plan, net), wire=wire, pieces=pieces), graph)
         found = compile_all(steps, graph)
         check_programs(found)
-        assert [parse_program(program_lines(each)) for each in found] == found
+        assert [parse_program(program_lines(each)) for each in found] == found, (plan, wire, pieces)
         sent = Counter({(each.device, peer): n for each in found for peer, n in each.sent_bytes(4).items()})
-        assert sent == steps.traffic(4)
+        assert sent == steps.traffic(4), (plan, wire, pieces)
 
 
 def test_without_overlap_everything_is_awaited_where_it_stands() -> None:

@@ -222,7 +222,7 @@ def test_integers_are_priced_as_they_are() -> None:
     graph = graph_of("two-conv")
     layers = {name: replace(layer, dtype="int64") if name == "pool" else layer for name, layer in graph.layers.items()}
     steps = lower(narrow(by_name("model", "two-conv")), Graph(graph.model, layers, graph.outputs))
-    wires = {(s.reads.key.partition("@")[0], s.wire) for s in steps.steps if isinstance(s, Move)}
+    wires = {(s.reads.layer, s.wire) for s in steps.steps if isinstance(s, Move)}
     assert ("pool", "exact") in wires
     assert {wire for name, wire in wires if name != "pool"} == {BF16}
 
@@ -231,7 +231,7 @@ def test_a_bare_parameter_is_moved_as_it_is() -> None:
     """What layers compute is rounded on its way; what has no batch axis is made of parameters and buffers alone."""
     graph = graph_of("bare")
     moves = [s for s in lower(narrow(by_name("model", "bare")), graph).steps if isinstance(s, Move)]
-    batched = {move: graph[move.reads.key.partition("@")[0]].batched for move in moves}
+    batched = {move: graph[move.reads.layer].batched for move in moves}
     assert set(batched.values()) == {True, False}
     assert all((move.wire == BF16) is batched[move] for move in moves)
 
