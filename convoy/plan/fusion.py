@@ -2,7 +2,8 @@
 
 Autograd gets such a stretch as one graph, as it would in plain PyTorch. Gradients of parameters are summed over devices
 beside it, on the second lane, so a gradient sum does not end a stretch; every other exchange that the device has a part in
-does, and so does a wait for one that its first layer does not wait for.
+does, and so does a wait for one that its first layer does not wait for, and a layer whose backward is split in two so that one
+gradient travels while the other is computed.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,7 +83,8 @@ def _rows(
             and step.pieces == 1
             and step.layer not in exchanged
             and all(device in holders(value.layout) for value in step.reads)
-            and _contiguous(backward.places.get(step.layer, []))
+            # Of a backward in two parts, what the first gives travels during the second.
+            and len(backward.places.get(step.layer, [])) <= 1
         )
         places = backward.places.get(step.layer, []) if isinstance(step, Compute) else []
         follows = fits and not fresh and (
@@ -97,10 +99,6 @@ def _rows(
             first = places[0] if places else first
     if len(row) >= SHORTEST:
         yield tuple(row)
-
-
-def _contiguous(places: Sequence[int]) -> bool:
-    return not places or places[-1] - places[0] == len(places) - 1
 
 
 def _stretch(

@@ -104,16 +104,17 @@ def test_a_stretch_ends_where_the_device_changes() -> None:
     assert rows("two-conv", plan, device=1) == [layers[place + 1 :]]
 
 
-def test_a_gradient_sum_between_two_parts_of_a_backward_ends_no_stretch() -> None:
-    """The sum begins when autograd has its gradients, wherever it stands in the list."""
+def test_a_stretch_ends_where_a_gradient_is_computed_in_two_steps() -> None:
+    """As for a convolution whose weights another device has copies of: their sum leaves before the input's gradient."""
     graph, layers = graph_of("two-conv"), layers_of("two-conv")
+    place = layers.index("conv2")
     whole = lower(alone("two-conv"), graph)
     steps: list[Step] = []
     for step in whole.steps:
         back = isinstance(step, Compute) and step.phase == "backward" and step.layer == "conv2"
         steps += [replace(step, part="weight", last=False), replace(step, part="input")] if back else [step]  # type: ignore[call-arg]
-    numbered = tuple(replace(step, id=number) for number, step in enumerate(steps))
-    assert rows("two-conv", alone("two-conv"), steps=replace(whole, steps=numbered)) == [layers]
+    numbered = replace(whole, steps=tuple(replace(step, id=number) for number, step in enumerate(steps)))
+    assert rows("two-conv", alone("two-conv"), steps=numbered) == [layers[:place], layers[place + 1 :]]
 
 
 def test_neighbours_on_two_devices_are_no_stretch() -> None:
