@@ -167,8 +167,8 @@ def test_sums_are_under_way_while_backward_goes_on(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_sum_begins_while_autograd_is_in_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All three layers are one graph of autograd, and the gradients of the last one fill a bucket, in one part with that of its
-    input. When the first layer has its gradient, that sum has begun: begun after the stretch, it would be waited for in vain."""
+    """All three layers are one graph of autograd, and the gradients of the last one fill a bucket, in one part with that of
+    its input. When the first layer has its gradient, that sum has begun: after the stretch, it would be waited for in vain."""
     monkeypatch.setattr(lower, "BUCKET_ENTRIES", 300)
     monkeypatch.setattr(lower._Lowering, "_parts", lambda *_: (("all", True),))
     plan, whole = plan_of({name: Batch((5, 3)) for name in ("0", "2", "4")}), net()
