@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-full check fix docs bench targets bench-full validate clean
+.PHONY: demo test test-full check fix docs package gpu bench targets bench-full validate clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +37,14 @@ docs: $(READY)  ## the pages, into docs/_build: figures drawn anew, warnings are
 	$(BIN)/python -m docs.figures_rooms
 	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs docs/_build
 
+package: $(READY)  ## sdist and wheel into dist/; the wheel in an environment of its own runs the demo
+	rm -rf dist && $(BIN)/python -m pip install --quiet build
+	$(BIN)/python -m build --quiet
+	$(BIN)/python -m tests.support.distribution dist
+	$(PYTHON) -m venv --clear dist/venv
+	dist/venv/bin/python -m pip install --quiet -c constraints.txt "$$(ls dist/*.whl)[digits]"
+	cd dist && venv/bin/python -W error -m convoy --version && venv/bin/convoy demo --epochs 1
+
 bench: $(READY)  ## Convoy beside one device and PyTorch DDP, some minutes; Linux, root
 	$(BIN)/python -m benchmarks.bench
 
@@ -49,5 +57,8 @@ bench-full: $(READY)  ## all fleets, nets and batches, how cost grows; hours; Li
 validate: $(READY)  ## predictions beside measurements, an hour; Linux, root
 	$(BIN)/python -m benchmarks.validate
 
+gpu: $(READY)  ## what Convoy does on this machine's accelerator, ten minutes; docs/gpu.md
+	$(BIN)/python -m benchmarks.gpu --page docs/gpu.md
+
 clean:
-	rm -rf $(VENV) docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) dist docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

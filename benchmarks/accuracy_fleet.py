@@ -25,8 +25,8 @@ from benchmarks.accuracy import trained
 from benchmarks.configurations import fleet_named
 from benchmarks.hardware import ground
 from benchmarks.page import seconds, table
-from convoy.config.files import write_whole
 from convoy.errors import ConvoyError, InputError
+from convoy.files import write_whole
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "accuracy-fleet.json"

@@ -24,7 +24,7 @@ from benchmarks.rebalance import RESULTS as REBALANCED
 from benchmarks.rebalance_page import read_rebalanced
 from benchmarks.results import FleetResult
 from benchmarks.verb import verb
-from convoy.config.files import write_whole
+from convoy.files import write_whole
 
 
 def write_page(results: Sequence[FleetResult], folder: Path, page: Path) -> None:

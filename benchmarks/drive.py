@@ -12,10 +12,10 @@ from benchmarks.estimate import estimate_s
 from benchmarks.hardware import Ground, ground
 from benchmarks.results import FleetResult, newest, read_result, still_to_run
 from benchmarks.worker import JOB, WorkerJob
-from convoy.config.files import write_whole
 from convoy.data import load
 from convoy.emulate import rehearse
 from convoy.errors import InputError
+from convoy.files import write_whole
 
 SHOWN_DATA = "D"
 

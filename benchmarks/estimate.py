@@ -46,7 +46,7 @@ def guessed(fleet: Fleet) -> Fleet:
     devices = [
         replace(
             device, peak_flop_per_s=(device.cores or 1.0) * FLOP_PER_CORE_S,
-            memory_bandwidth_bytes_per_s=(device.cores or 1.0) * BYTES_PER_CORE_S,
+            memory_bytes_per_s=(device.cores or 1.0) * BYTES_PER_CORE_S,
         )
         for device in fleet.devices
     ]  # fmt: skip

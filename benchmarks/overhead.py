@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from benchmarks.hardware import stamp
 from benchmarks.score import middle_spread
 from convoy.comm.group import AloneGroup, Arrived, CountedGroup, Message, Pending, closed_error
-from convoy.config.files import write_whole
+from convoy.files import write_whole
 from convoy.launch.host_job import memory_environment
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace

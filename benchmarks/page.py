@@ -7,11 +7,14 @@ from benchmarks.configurations import PLAN_NAMES
 from benchmarks.results import FleetResult, Row
 from benchmarks.score import (
     Choice,
+    Residual,
     by,
     choices,
     error,
     error_at_measured_speed,
     full_spread,
+    held,
+    inside,
     middle_spread,
     percentile,
     relative_range,
@@ -20,10 +23,12 @@ from benchmarks.score import (
     steady,
     summarise,
 )
+from convoy.cost.interval import REPLAY
 
 MEAN_TARGET = 0.05
 FILTER_TARGET = 0.08
 CHOICE_TARGET = 0.95
+INTERVAL_TARGET = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class Paper:
 def validation_page(paper: Paper) -> str:
     """docs/validation.md."""
     rows = [row for row in paper.rows if row.plan in PLAN_NAMES]
-    short = [*_verdicts(rows), *_choice_verdicts(choices(rows)), *_noise(rows)]
+    short = [*_verdicts(rows), *_intervals(rows), *_choice_verdicts(choices(rows)), *_noise(rows)]
     short += [quietness(paper.results), *_losses(rows)]
     parts = [
         "<!-- Made by `python -m benchmarks.validate`; do not edit. -->",
@@ -138,6 +143,25 @@ def _verdicts(rows: Sequence[Row]) -> list[str]:
             f"{found.worst:.1%}, with its sign {found.mean_signed:+.1%}); the target of {target:.0%} is {verdict}."
         )
     return lines
+
+
+def _intervals(rows: Sequence[Row]) -> list[str]:
+    """How often the interval holds that Convoy tells beside a step of a measured fleet."""
+    factor = REPLAY["measured"].step
+    found = [Residual(row.plan, row.net, row.predicted_s, row.median_s) for row in rows if row.predicted_s is not None]
+    if not found:
+        return []
+    nets = by(found, lambda each: each.group)
+    short = [
+        f"{net} {inside(some, factor):.0%}" for net, some in nets.items() if inside(some, factor) < INTERVAL_TARGET
+    ]
+    verdict = "met" if inside(found, factor) >= INTERVAL_TARGET else "missed"
+    others = f"; taken from all other nets it holds {held(found):.0%} of a net's" if len(nets) > 1 else ""
+    return [
+        f"The interval, predicted / {factor} to predicted * {factor}, holds {inside(found, factor):.0%} of {len(found)} rows; "
+        f"the target of {INTERVAL_TARGET:.0%} is {verdict}. Its factor is from these rows{others}. Nets below the target: "
+        f"{', '.join(short) or 'none'}."
+    ]
 
 
 def _choice_verdicts(found: Sequence[Choice]) -> list[str]:

@@ -1,4 +1,4 @@
-"""How long planning takes: ResNet-50 over 16 unequal devices, over 1,000 devices; a sweep of 10,000 points.
+"""How long planning takes: RegNetY-400MF over 3 devices, ResNet-50 over 16 and over 1,000; a sweep of 10,000 points.
 
     python -m benchmarks.planning [--results FILE]
 
@@ -22,8 +22,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.hardware import stamp
-from convoy.config.files import write_whole
 from convoy.cost.costs import roofline_costs
+from convoy.cost.memory import room_of
+from convoy.files import write_whole
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
@@ -69,6 +70,57 @@ def resnet50(blocks: Sequence[int] = (3, 4, 6, 3), classes: int = 1000) -> nn.Mo
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
 
 
+def _normed(channels_in: int, out: int, kernel: int, stride: int = 1, groups: int = 1) -> list[nn.Module]:
+    conv = nn.Conv2d(channels_in, out, kernel, stride, kernel // 2, groups=groups, bias=False)
+    return [conv, nn.BatchNorm2d(out)]
+
+
+class Excited(nn.Module):
+    """Channels weighted by what a small net makes of their means (squeeze and excitation)."""
+
+    def __init__(self, channels: int, squeezed: int) -> None:
+        super().__init__()
+        layers = [
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(channels, squeezed, 1),
+            nn.ReLU(),
+            nn.Conv2d(squeezed, channels, 1),
+        ]
+        self.weight = nn.Sequential(*layers, nn.Sigmoid())
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        out: Tensor = x_NCHW * self.weight(x_NCHW)
+        return out
+
+
+class GroupedBottleneck(nn.Module):
+    """1x1, 3x3 in groups of 8 channels, excitation, 1x1, beside a shortcut; the stride is in the 3x3."""
+
+    def __init__(self, channels_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        grouped = _normed(width, width, 3, stride, width // 8)
+        excited = Excited(width, round(channels_in / 4))
+        layers = [*_normed(channels_in, width, 1), nn.ReLU(), *grouped, nn.ReLU(), excited, *_normed(width, width, 1)]
+        self.layers, self.relu = nn.Sequential(*layers), nn.ReLU()
+        same = stride == 1 and channels_in == width
+        self.shortcut = nn.Identity() if same else nn.Sequential(*_normed(channels_in, width, 1, stride))
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        out: Tensor = self.relu(self.shortcut(x_NCHW) + self.layers(x_NCHW))
+        return out
+
+
+def regnet_y_400mf(classes: int = 1000) -> nn.Module:
+    """The network of Radosavovic et al. 2020 with 4.3 million parameters: deep, of short layers, most of them normalised."""
+    layers: list[nn.Module] = [*_normed(3, 32, 3, 2), nn.ReLU()]
+    channels = 32
+    for width, blocks in ((48, 1), (104, 3), (208, 6), (440, 6)):
+        for block in range(blocks):
+            layers.append(GroupedBottleneck(channels, width, 1 if block else 2))
+            channels = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
 def unequal(devices: int, kinds: int, seed: int = 0) -> Fleet:
     """A fleet of one device per host, of so many kinds, their speeds up to 100 times apart."""
     rng = random.Random(seed)
@@ -76,16 +128,26 @@ def unequal(devices: int, kinds: int, seed: int = 0) -> Fleet:
     return Fleet(
         tuple(Host(f"h{i}") for i in range(devices)),
         tuple(
-            Device(f"d{i}", f"h{i}", "cpu", peak_flop_per_s=rows[i % kinds][0], memory_bandwidth_bytes_per_s=rows[i % kinds][1])
+            Device(f"d{i}", f"h{i}", "cpu", peak_flop_per_s=rows[i % kinds][0], memory_bytes_per_s=rows[i % kinds][1])
             for i in range(devices)
         ),
         CARD,
     )  # fmt: skip
 
 
+def three_cores() -> Fleet:
+    """Processors of three generations at 1 Gbit/s: near enough to each other for many plans to be worth a replay."""
+    rates = {"a": 88e9, "b": 55e9, "c": 33e9}
+    devices = (
+        Device(f"{n}-cpu", n, "cpu", peak_flop_per_s=rate, memory_bytes_per_s=rate / 8, memory_bytes=8 * 10**9)
+        for n, rate in rates.items()
+    )
+    return Fleet(tuple(Host(name) for name in rates), tuple(devices), Card(125e6, 125e6, 1e-4))
+
+
 def plan_once(graph: Graph, fleet: Fleet, batch: int) -> dict[str, Any]:
     """Costs of the fleet and the planner's choice, from nothing."""
-    best = candidates(graph, batch, roofline_costs(fleet))[0]
+    best = candidates(graph, batch, roofline_costs(fleet), room_of(fleet))[0]
     return {"plan": best.plan.name, "step_s": best.step_s}
 
 
@@ -112,14 +174,17 @@ def timed(work: Callable[[], dict[str, Any]], repeats: int) -> dict[str, Any]:
 def main(results: Annotated[Path, typer.Option(help="File to write.")] = RESULTS) -> None:
     """Time all of them, write the results, print a table."""
     torch.set_num_threads(1)
+    images = torch.zeros(2, 3, 224, 224)
     start_s = time.perf_counter()
-    graph = trace(resnet50(), torch.zeros(2, 3, 224, 224)).graph
+    graph = trace(resnet50(), images).graph
     trace_s = time.perf_counter() - start_s
+    regnet = trace(regnet_y_400mf(), images).graph
     alexnet = graph_of("alexnet:4096")
-    sixteen, thousand = unequal(16, 16), unequal(1000, 16)
+    three, sixteen, thousand = three_cores(), unequal(16, 16), unequal(1000, 16)
     rows: dict[str, tuple[float, dict[str, Any]]] = {
-        "ResNet-50, 16 unequal devices": (1.0, timed(lambda: plan_once(graph, sixteen, 256), 5)),
-        "ResNet-50, 1,000 devices of 16 kinds": (10.0, timed(lambda: plan_once(graph, thousand, 16_000), 3)),
+        "RegNetY-400MF, 3 devices": (2.0, timed(lambda: plan_once(regnet, three, 64), 5)),
+        "ResNet-50, 16 unequal devices": (0.5, timed(lambda: plan_once(graph, sixteen, 256), 5)),
+        "ResNet-50, 1,000 devices of 16 kinds": (5.0, timed(lambda: plan_once(graph, thousand, 16_000), 3)),
         "sweep of 10,000 points, four plans": (10.0, timed(lambda: sweep_once(alexnet), 5)),
     }
     document = {

@@ -2,30 +2,9 @@
 
 import json
 import os
-import time
-from dataclasses import dataclass
-
-import psutil
 
 from convoy.comm.group import Group
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Seconds, all since some start: of the wall, of all processors of this machine busy, of this process's processor."""
-
-    wall_s: float
-    busy_s: float
-    own_s: float
-
-
-def read() -> Reading:
-    """The clocks now."""
-    times = psutil.cpu_times()
-    idle_s = (
-        times.idle + getattr(times, "iowait", 0.0) + getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
-    )
-    return Reading(time.perf_counter(), sum(times) - idle_s, time.process_time())
+from convoy.profile.load import Reading, read
 
 
 def others_share(group: Group, begin: Reading) -> float:

@@ -38,7 +38,7 @@ from convoy.adapt.rebalance import Reshare
 from convoy.api import distribute, loader
 from convoy.comm.group import Group
 from convoy.comm.processes import join
-from convoy.config.files import write_whole
+from convoy.files import write_whole
 from convoy.launch.local import launch_local
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace

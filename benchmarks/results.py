@@ -13,8 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from benchmarks.configurations import Case
 from benchmarks.hardware import Ground
-from convoy.config.files import write_whole
 from convoy.errors import InputError
+from convoy.files import write_whole
 
 Kept = TypeVar("Kept")
 

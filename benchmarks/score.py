@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from benchmarks.configurations import ALONE, AUTO, IN_TURN, PLAN_NAMES
 from benchmarks.results import Row
@@ -83,9 +84,12 @@ def summarise(rows: Iterable[Row], of: Callable[[Row], float] = error) -> ErrorS
     )
 
 
-def by(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
+_T = TypeVar("_T")
+
+
+def by(rows: Iterable[_T], key: Callable[[_T], str]) -> dict[str, list[_T]]:
     """Rows under their keys, in order of first appearance."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[_T]] = {}
     for row in rows:
         found.setdefault(key(row), []).append(row)
     return found
@@ -167,3 +171,47 @@ def percentile(values: Sequence[float], part: float) -> float:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+# --- intervals -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """One thing predicted and measured.
+
+    Attributes:
+        known: the factor that its known causes explain: how devices err of which nothing was measured, repetitions, other load.
+    """
+
+    what: str
+    group: str
+    predicted: float
+    measured: float
+    known: float = 1.0
+
+    @property
+    def size(self) -> float:
+        """What the known causes leave, as causes add up: by squares."""
+        off, known = abs(math.log(self.predicted / self.measured)), math.log(self.known)
+        return math.sqrt(max(0.0, off * off - known * known))
+
+
+def spread_of(residuals: Iterable[Residual]) -> float:
+    """The factor within which nine of ten lie: the (n + 1) * 0.9-th of the sizes in order, the largest where n is small."""
+    sizes = sorted(each.size for each in residuals)
+    return math.exp(sizes[min(len(sizes), math.ceil((len(sizes) + 1) * 0.9)) - 1])
+
+
+def held(residuals: Sequence[Residual], others: bool = True) -> float:
+    """The part of residuals within a spread that was taken from all other groups."""
+    inside = 0
+    for each in residuals:
+        rest = [other for other in residuals if not others or other.group != each.group]
+        inside += math.exp(each.size) <= spread_of(rest) * (1 + 1e-12)
+    return inside / len(residuals)
+
+
+def inside(residuals: Sequence[Residual], constant: float) -> float:
+    """The part of residuals within the interval that Convoy tells."""
+    return sum(each.size <= math.log(constant) for each in residuals) / len(residuals)

@@ -16,7 +16,7 @@ from benchmarks.figure import draw
 from benchmarks.page import Paper, validation_page
 from benchmarks.results import FleetResult
 from benchmarks.verb import verb
-from convoy.config.files import write_whole
+from convoy.files import write_whole
 
 
 def write_page(results: Sequence[FleetResult], _folder: Path, page: Path) -> None:

@@ -36,11 +36,11 @@ from benchmarks.targets import missed
 from benchmarks.tuning import Setting
 from convoy.comm.group import Group
 from convoy.comm.processes import join
-from convoy.config.files import write_whole
 from convoy.cost.costs import Costs
 from convoy.cost.table import Measurement, read_fleet_file
 from convoy.data import Images, load
 from convoy.errors import ConvoyError, InputError
+from convoy.files import write_whole
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net

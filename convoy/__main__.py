@@ -1,5 +1,32 @@
 """python -m convoy"""
 
-from convoy.cli import main
+import atexit
+import os
+import sys
+import threading
+from contextlib import suppress
 
-main()
+
+def run() -> None:
+    """The command as a program of its own.
+
+    It ends without taking the interpreter apart, which takes a second and more with torch in it.
+    """
+    try:
+        from convoy.cli import main
+
+        main()
+    except KeyboardInterrupt:  # while the modules load
+        os._exit(130)
+    except SystemExit as ended:
+        status = ended.code
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status if isinstance(status, int) else int(status is not None))
+
+
+if __name__ == "__main__":
+    run()

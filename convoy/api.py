@@ -1,27 +1,152 @@
-"""The four lines: make_plan, distribute, loader (and join, in comm/processes.py)."""
+"""One line, `prepare`, or four: join (comm/processes.py), make_plan, distribute, loader. And what a script does only once."""
 
+import builtins
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
+from convoy.comm.environment import read_process_env
 from convoy.comm.group import Group
+from convoy.comm.processes import join
 from convoy.data.augment import read_augment
 from convoy.errors import InputError, PlanError
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, named_plan
 from convoy.profile.auto import BUDGET_S, Plans, plan_together
+from convoy.profile.job import Progress
 from convoy.profile.speeds import given_speeds, measure_speeds
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import compute_in
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Sum
+from convoy.train.adopt import AdoptedLoader, batch_size_of, check_loader, first_samples, rebind
 from convoy.train.loader import Loader
+
+_group: Group | None = None
+"""That of this process, once `prepare` has joined one: a second model trains on the same devices."""
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    loader: DataLoader[Any] | Dataset[Any],
+    *more: DataLoader[Any],
+    plan: str | Plan = AUTO,
+    batch_size: int | None = None,
+    parts: bool = False,
+    group: Group | None = None,
+    speeds: Sequence[float] | None = None,
+    fleet: Path | None = None,
+    budget_s: float = BUDGET_S,
+    precision: str = "float32",
+    slowdown: float = 1.0,
+) -> tuple[Any, ...]:
+    """A model, its optimizer and its loader, for training on all devices of the job. Every device calls it.
+
+    ::
+
+        model, optimizer, loader = convoy.prepare(model, optimizer, loader)
+
+    The training loop stays as it is. Where there is no job, the script trains on one device, with the same numbers.
+
+    Args:
+        model: an ordinary module. It is copied; device 0's weights count.
+        optimizer: made from `model.parameters()`. It stays the same object, with its groups, settings and what it remembers,
+            and works on this device's pieces from now on; schedules that hold it go on. None: it is made afterwards.
+        loader: an ordinary DataLoader; its batch is the whole batch, of all devices. Or a data set, with `batch_size`.
+        more: DataLoaders for tests; they are prepared alike.
+        parts: every device loads its own part of each batch alone, and the loaders hand out that part: for loops that do
+            nothing with inputs but give them to the model. Otherwise every device loads all of it, so that mixing samples,
+            counting them, or a loader that was not prepared is as on one device.
+        plan: a name, a plan as from a file, or "auto": the devices are measured, and the planner chooses.
+        group: the devices, from `convoy.join`; None: joined here, once per process, and left at its end.
+        speeds, fleet, budget_s, precision, slowdown: as for `make_plan` and `distribute`.
+
+    Returns:
+        the distributed model, the optimizer, the loader, and `more` loaders, in this order.
+
+    Raises:
+        InputError: an optimizer of another model, a loader whose batches cannot be shared out, a model that does not run.
+        PlanError: a plan that does not fit.
+        MismatchError: the devices were started differently.
+        DeviceLostError: a device did not come, or did not answer.
+    """
+    global _group
+    _check_kinds(model, optimizer, loader)
+    if not isinstance(loader, DataLoader):
+        if batch_size is None:
+            raise InputError("prepare was given a data set and no batch_size: give one, in samples of the whole batch")
+        loader = DataLoader(loader, batch_size, shuffle=True)
+    elif batch_size is not None and batch_size != batch_size_of(loader):
+        raise InputError(
+            f"batch_size={batch_size}, and the DataLoader has batches of {batch_size_of(loader)}: leave batch_size out, it is "
+            "for a data set"
+        )
+    for each in (loader, *more):
+        check_loader(each)
+    if group is None:
+        group = _group = _group if _group is not None and _group.failure is None else join()
+    example = first_samples(loader)
+    made = make_plans(
+        model, example, batch_size_of(loader), group, plan=plan, speeds=speeds, fleet=fleet, budget_s=budget_s,
+        precision=precision, slowdown=slowdown, optimizer=_kind_of_optimizer(optimizer),
+    )[0]  # fmt: skip
+    part = distribute(model, made, group, example, slowdown=slowdown, precision=precision)
+    part.takes_whole = not parts
+    if optimizer is not None:
+        rebind(optimizer, model, part)
+    return (part, optimizer, *(AdoptedLoader(each, part, parts=parts) for each in (loader, *more)))
+
+
+def _check_kinds(model: object, optimizer: object, loader: Any) -> None:
+    if isinstance(model, Distributed):
+        raise InputError(
+            "prepare was given a model that is distributed already: go on with it; to begin anew (a cell of a notebook that "
+            "runs twice), make model, optimizer and loader anew before"
+        )
+    wanted = (("model", model, nn.Module), ("optimizer", optimizer, Optimizer | None))
+    for name, given, kind in wanted:
+        if not isinstance(given, kind):
+            raise InputError(
+                f"prepare takes a model, an optimizer and a loader, in this order; its {name} is a {type(given).__name__}"
+            )
+    if not isinstance(loader, DataLoader) and not hasattr(loader, "__getitem__"):
+        check_loader(loader)
+
+
+def _kind_of_optimizer(optimizer: Optimizer | None) -> str:
+    """How much it remembers, in the planner's terms: one tensor like the weights, two, or none."""
+    if optimizer is None:
+        return "sgd-momentum"
+    momentum = optimizer.defaults.get("momentum", 0)
+    if isinstance(optimizer, torch.optim.SGD):
+        return "sgd-momentum" if momentum else "sgd"
+    return "adam"
+
+
+def is_first() -> bool:
+    """Whether this process is device 0 of its job, or alone: the one that prints and saves.
+
+    Raises:
+        InputError: the environment names a job incompletely.
+    """
+    env = read_process_env(os.environ)
+    return env is None or env.device == 0
+
+
+def print(*values: object, **options: Any) -> None:
+    """Python's print, on device 0 only."""
+    if is_first():
+        builtins.print(*values, **options)
 
 
 def make_plan(
@@ -48,11 +173,12 @@ def make_plan(
         example: one batch of each input; only shape and dtype matter.
         batch: global batch, in samples.
         group: the devices.
-        speeds: one number per device; None: every device times the model's own layers first, which takes seconds.
+        speeds: one number per device; None: every device times the model's own layers first, which takes seconds. One device
+            alone has nothing to share, and nothing is measured.
         reduce: "ring", "butterfly", "direct", "star", or "inexact-butterfly-mixing"; None: what the plan is known for.
         wire: "exact" (None: the same), or "inexact-bf16": what travels is rounded to bfloat16, in half the bytes.
         slowdown: this device plays one that is so many times slower.
-        budget_s: for "auto", about the seconds that measuring may take.
+        budget_s: for "auto", about the seconds on the wall that measuring may take.
         fleet: for "auto", a file that `convoy measure` wrote for this model: nothing is measured then. Only device 0 reads it.
         precision: what the layers will compute in, as for `distribute`: they are timed so.
 
@@ -83,6 +209,7 @@ def make_plans(
     precision: str = "float32",
     optimizer: str = "sgd-momentum",
     net: str | None = None,
+    progress: Progress = lambda *_: None,
 ) -> Plans:
     """The plan of `make_plan`, and for "auto" those that are predicted to take nearly as long with fewer messages.
 
@@ -93,6 +220,7 @@ def make_plans(
         plan: a name; or a plan, as from a file: then only speeds are measured, and `reduce` and `wire` replace its own.
         optimizer: for "auto", whose state counts as memory: "sgd", "sgd-momentum" or "adam".
         net: for "auto", the model's name in messages and files; None: that of its class.
+        progress: for "auto", told what is measured, how much is done, and how much there is.
     """
     if batch < 1:
         raise PlanError(f"a batch of {batch}: a batch holds one sample at least; give 1 or more")
@@ -102,10 +230,14 @@ def make_plans(
             raise InputError(
                 "speeds with the plan auto: it needs the times of every layer; leave speeds out, or name a plan"
             )
-        return plan_together(
-            group, traced, model, batch, net=type(model).__name__ if net is None else net, fleet=fleet, budget_s=budget_s,
-            slowdown=slowdown, optimizer=optimizer, reduce=reduce, wire="exact" if wire is None else wire, precision=precision,
-        )  # fmt: skip
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # what is timed draws its numbers; the script's are to stay those of one device
+            return plan_together(
+                group, traced, model, batch, net=type(model).__name__ if net is None else net, fleet=fleet,
+                budget_s=budget_s, slowdown=slowdown, optimizer=optimizer, reduce=reduce,
+                wire="exact" if wire is None else wire, precision=precision, progress=progress,
+            )  # fmt: skip
     if isinstance(plan, Plan) and plan.batch != batch:
         raise PlanError(f"the plan {plan.name} is for a batch of {plan.batch}, not {batch}: make a new plan")
     measured = given_speeds((1.0,) * group.devices if speeds is None else speeds, group.devices)
@@ -114,8 +246,9 @@ def make_plans(
         plan.check(traced.graph, group.devices)
     else:
         named_plan(plan, traced.graph, batch, measured, reduce)
-    if speeds is None:
-        measured = measure_speeds(group, traced, model, batch, Clock(group.torch_device, slowdown), precision)
+    if speeds is None and group.devices > 1:
+        with torch.random.fork_rng(devices=[]):
+            measured = measure_speeds(group, traced, model, batch, Clock(group.torch_device, slowdown), precision)
     made = plan if isinstance(plan, Plan) else named_plan(plan, traced.graph, batch, measured, reduce)
     reduce, wire = made.reduce if reduce is None else reduce, made.wire if wire is None else wire
     return Plans((replace(made, reduce=reduce, wire=wire),), measured)

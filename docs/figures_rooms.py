@@ -1,4 +1,4 @@
-"""The figure of "The house": the rooms of the package in the order of their imports, and what each imports.
+"""Draws the rooms of the package in the order of their imports, and what each imports.
 
 python -m docs.figures_rooms         # writes docs/figures/rooms.svg
 
@@ -20,8 +20,8 @@ STEP, TOP, LEFT = 23.0, 48.0, 20.0
 KINDS = {
     "values and pure functions": "sharding model plan fleet cost simulator planner adapt errors",
     "devices, clocks, network, disk": "comm runtime checkpoint data train profile",
-    "what people write and read": "config runlog report",
-    "ways in": "app api launch emulate doctor cli",
+    "what people write and read": "files config runlog report",
+    "ways in": "app api launch emulate doctor setup cli",
 }
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7")
 

@@ -15,7 +15,8 @@ from convoy.report.page import write_report
 
 PICTURE = Path(__file__).parent / "figures" / "run.png"
 SECTIONS = ("numbers", "rate", "plan")
-LEFT_OUT = (f"section:not(#{'):not(#'.join(SECTIONS)})", "section > h2 ~ p", ".note", "details", "footer")
+OTHERS = f"section:not(#{'):not(#'.join(SECTIONS)})"
+LEFT_OUT = (OTHERS, "section > h2 ~ p", ".note", "details:not([open])", "summary", "footer")
 WIDTH, SCALE = 1060, 2
 LIMIT_S = 60.0
 

@@ -35,7 +35,7 @@ def fleet() -> Fleet:
     """Three hosts that are only described: unequal processors, 1 Gbit/s between them."""
     rates = {f"{name}-cpu": rate for name, rate in zip("abc", GFLOP_PER_S, strict=True)}
     devices = [
-        Device(name, name[0], "cpu", peak_flop_per_s=rate * 1e9, memory_bandwidth_bytes_per_s=2e10)
+        Device(name, name[0], "cpu", peak_flop_per_s=rate * 1e9, memory_bytes_per_s=2e10)
         for name, rate in rates.items()
     ]
     return Fleet(tuple(Host(name) for name in "abc"), tuple(devices), Card(125e6, 125e6, 5e-5))

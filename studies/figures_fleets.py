@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 
+from convoy.fleet.catalogue import device_class
 from convoy.model.graph import Graph
 from convoy.report.timeline import new_figure, save
-from studies.catalogue import DeviceClass, read_catalogue
+from studies.catalogue import KINDS, power_of_class
 from studies.drawing import PLAN_LOOKS, legend, plain
 from studies.fleets import Replayed
 from studies.points import Points
@@ -26,7 +27,7 @@ def energy_rows(
     link_bytes_per_s: float = 125e6,
     counts: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
     efficiency: float = 0.5,
-    catalogue: Mapping[str, DeviceClass] | None = None,
+    classes: Sequence[str] = KINDS,
 ) -> list[dict[str, str | float]]:
     """Time and joules per image of fleets of one class each, by whichever plan is fastest there.
 
@@ -34,7 +35,8 @@ def energy_rows(
         efficiency: the part of the peak that dense kernels reach, the same for every class: an assumption.
     """
     rows: list[dict[str, str | float]] = []
-    for name, known in (read_catalogue() if catalogue is None else catalogue).items():
+    for name in classes:
+        known = device_class(name)
         points = Points.of(
             devices=np.asarray(counts), batch=batch, flop_per_s=known.peak_flop_per_s.value, efficiency=efficiency,
             memory_bytes_per_s=known.memory_bytes_per_s.value, link_bytes_per_s=link_bytes_per_s,
@@ -45,7 +47,7 @@ def energy_rows(
             each = sweeps[int(best[i])]
             row: dict[str, str | float] = {"class": name, "devices": count, "plan": each.plan if count > 1 else "alone"}
             row |= {"step_s": float(each.times.step_s[i]), "images_per_s": float(each.samples_per_s[i])}
-            rows.append(row | {"joules_per_image": float(each.image_j(known.power)[i])})
+            rows.append(row | {"joules_per_image": float(each.image_j(power_of_class(known))[i])})
     return rows
 
 

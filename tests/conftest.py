@@ -72,7 +72,10 @@ def belongings() -> Belongings:
             processes.add(f"{child.pid} {' '.join(child.cmdline())[:200]}")
         except psutil.Error:
             continue
-    threads = {f"{thread.name} ({thread.ident})" for thread in threading.enumerate()}
+    started = [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
+    threads = {
+        f"{thread.name} ({thread.ident})" for thread in started
+    }  # autograd keeps one of its own for each accelerator
     ports = {
         f"{connection.laddr.ip} port {connection.laddr.port}"
         for connection in here.net_connections(kind="inet")

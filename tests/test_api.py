@@ -1,4 +1,4 @@
-"""The four lines: the example is the README's, runs alone and on processes; and what the functions refuse."""
+"""One line, and four: the examples run alone and on processes, with the same losses; and what the functions refuse."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ from convoy.plan.strategy import Batch
 from tests.support import nets
 from tests.support.processes import PLACE, ROOT, on_processes
 
-EXAMPLE = ROOT / "examples" / "four_lines.py"
+ONE, FOUR = ROOT / "examples" / "one_line.py", ROOT / "examples" / "four_lines.py"
 X = torch.zeros(1, 3, 8, 8, dtype=torch.float64)
 
 
@@ -32,34 +32,29 @@ X = torch.zeros(1, 3, 8, 8, dtype=torch.float64)
 
 def test_the_readme_shows_the_example() -> None:
     readme = (ROOT / "README.md").read_text()
-    section = readme.partition("## Four lines")[2].partition("\n## ")[0]
+    section = readme.partition("## One line")[2].partition("\n## ")[0]
     (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert block.strip() in EXAMPLE.read_text()
-    assert all(f"convoy.{call}(" in block for call in ("join", "make_plan", "distribute", "loader"))
+    assert block.strip() in ONE.read_text()
 
 
-def test_the_example_differs_from_an_ordinary_script_by_four_lines() -> None:
-    lines = [line for line in EXAMPLE.read_text().splitlines() if re.search(r"= convoy\.\w+\(", line)]
-    assert len(lines) == 4
+def test_the_examples_differ_from_an_ordinary_script_by_one_line_and_by_four() -> None:
+    def lines(example: Path) -> list[str]:
+        return [line for line in example.read_text().splitlines() if re.search(r"= convoy\.\w+\(", line)]
+
+    assert (len(lines(ONE)), len(lines(FOUR))) == (1, 4)
+    assert all(f"convoy.{call}(" in "".join(lines(FOUR)) for call in ("join", "make_plan", "distribute", "loader"))
 
 
-def losses_of(output: str) -> list[float]:
-    return [
-        float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+) on \d devices, plan data-by-speed$", output, re.M)
-    ]
-
-
-def test_the_example_alone_and_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("example", [ONE, FOUR], ids=["one line", "four lines"])
+def test_the_example_alone_and_under_torchrun(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same losses, with warnings as errors, and not a word beside the example's own."""
     for name in PLACE:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(convoy.profile.speeds, "BURST_S", 0.0)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(str(EXAMPLE))
-    alone = losses_of(printed.getvalue())
-    assert printed.getvalue().count("on 1 devices") == 2
+        runpy.run_path(str(example))
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(EXAMPLE)],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(example)],
         cwd=ROOT,
         env={**os.environ, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -68,9 +63,11 @@ def test_the_example_alone_and_under_torchrun(monkeypatch: pytest.MonkeyPatch) -
     )
     assert done.stderr == ""
     assert done.returncode == 0
-    together = losses_of(done.stdout)
-    assert done.stdout.count("on 3 devices") == len(done.stdout.splitlines()) == 2
-    assert len(alone) == len(together) == 2
+    alone, together = (
+        [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)", text, re.MULTILINE)]
+        for text in (printed.getvalue(), done.stdout)
+    )
+    assert len(done.stdout.splitlines()) == len(alone) == len(together) == 2
     assert together == pytest.approx(alone, abs=2e-3), "float32 on both sides"
     assert alone[1] < 0.5 * alone[0]
 

@@ -1,6 +1,8 @@
 """What `import convoy` costs and offers."""
 
 import importlib
+import re
+import shutil
 import subprocess
 import sys
 
@@ -58,7 +60,7 @@ def test_every_name_is_there() -> None:
 
 def test_about_fifteen_names_are_offered() -> None:
     """The rest is found in five modules, which `import convoy` alone makes known."""
-    assert len(convoy.__all__) == 15
+    assert len(convoy.__all__) == 21
     assert callable(convoy.train.clip_grad_norm_)
     assert callable(convoy.api.make_plans)
     assert convoy.checkpoint.Progress(step=3).step == 3
@@ -77,3 +79,23 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         _ = convoy.accelerate
     with pytest.raises(ImportError):
         from convoy import accelerate  # noqa: F401
+
+
+def test_the_version_to_cite_is_the_version() -> None:
+    """It stands in two files, because one of them is read without Python."""
+    cited = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {convoy.__version__}\n" in cited
+
+
+def test_a_tag_is_the_version() -> None:
+    """What is released as v1.2.3 says so of itself, and the CHANGELOG has its section, with a date."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("no git repository: nothing is tagged")
+    tagged = subprocess.run(
+        ["git", "tag", "--points-at", "HEAD", "v*"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    ).stdout.split()
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    for tag in tagged:
+        assert tag == f"v{convoy.__version__}"
+        assert re.search(rf"^## {re.escape(convoy.__version__)} \(\d{{4}}-\d\d-\d\d\)$", changes, re.MULTILINE)
+    assert re.search(rf"^## {re.escape(convoy.__version__)} ", changes, re.MULTILINE)

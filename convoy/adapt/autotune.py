@@ -103,6 +103,14 @@ def observe(state: Autotune, step_s: float) -> tuple[Autotune, Decision]:
     )
 
 
+_GOES_ON = "goes on"
+
+
+def is_end(decision: Decision) -> bool:
+    """Whether this is the decision that ends autotuning."""
+    return decision.reason.endswith(_GOES_ON)
+
+
 def _rounds_left(entries: Sequence[Entry], rounds: tuple[int, ...]) -> tuple[int, ...]:
     """The rounds that are left, without those of plans that are far behind."""
     best_s = min(entry.step_s for entry in entries if entry.seen_s)
@@ -115,7 +123,7 @@ def _rounds_left(entries: Sequence[Entry], rounds: tuple[int, ...]) -> tuple[int
 def _ended(state: Autotune) -> tuple[Autotune, Decision]:
     rows = [entry.step_s for entry in state.entries]
     winner = max(i for i, step_s in enumerate(rows) if step_s <= min(rows) * (1 + AS_FAST))
-    words = f"autotune: {_words(state.entries)}; plan {winner + 1} goes on"
+    words = f"autotune: {_words(state.entries)}; plan {winner + 1} {_GOES_ON}"
     ended = replace(state, running=winner, is_over=True)
     if winner == state.running:
         return ended, Keep(words)

@@ -6,24 +6,20 @@ from pathlib import Path
 
 from rich.console import Console
 
-from convoy.app.inputs import (
-    build_model,
-    check,
-    check_output,
-    device_named,
-    example_of,
-    imposed_slowdown,
-    load_images,
-)
+from convoy.app.checks import check, check_devices, check_output
+from convoy.app.inputs import build_model, device_named, example_of, load_images
+from convoy.comm.environment import imposed_slowdown
 from convoy.comm.processes import join
-from convoy.config.files import write_whole
 from convoy.config.settings import Settings
 from convoy.cost.table import read_fleet_file
 from convoy.errors import ConvoyError, InputError
+from convoy.files import write_whole
 from convoy.fleet import Fleet
 from convoy.model.tracing import trace
-from convoy.profile.job import measure_job, unfinished
-from convoy.report.measured import Watch, show
+from convoy.profile.job import measure_job
+from convoy.profile.partial import unfinished
+from convoy.report.measured import show
+from convoy.report.waiting import Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +51,7 @@ class MeasureJob:
             InputError, DataError: as the parts say.
         """
         check(self.settings)
+        check_devices(self.settings)
         check_output("--output", self.output)
         fleet, count = self.read_fleet(), len(self.settings.device_names)
         if fleet is not None and len(fleet.devices) != count:
@@ -83,10 +80,10 @@ def run_measure(job: MeasureJob) -> None:
         console = Console(quiet=not first, highlight=False)
         slowdown = settings.slowdowns[group.device] * imposed_slowdown()
         try:
-            with Watch(console) as watch:
+            with Wait(console, "measuring", settings.budget_s) as tell:
                 measured = measure_job(
                     group, traced, model, settings.batch, net=settings.net, fleet=job.read_fleet(), budget_s=settings.budget_s,
-                    slowdown=slowdown, partial=job.partial, precision=settings.precision, progress=watch,
+                    slowdown=slowdown, partial=job.partial, precision=settings.precision, progress=tell,
                 )  # fmt: skip
         except (KeyboardInterrupt, ConvoyError):
             if remark := unfinished(job.partial):

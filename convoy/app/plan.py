@@ -1,18 +1,21 @@
-"""`convoy plan`: from a measured fleet and a net to predictions, and a plan file."""
+"""`convoy plan`: from a fleet, measured or described, and a net to predictions, and a plan file."""
 
 import math
 from pathlib import Path
 
-import torch
+from rich.console import Console
 
-from convoy.config.files import write_whole
-from convoy.cost.table import Measurement
+from convoy.app.checks import check_counts, check_output
+from convoy.cost.described import fleet_costs
+from convoy.cost.table import read_fleet_file
 from convoy.errors import InputError
-from convoy.model.nets import build_net
-from convoy.model.tracing import trace
+from convoy.files import write_whole
+from convoy.model.nets import graph_of
 from convoy.planner.predict import PlanningContext, predict_all, rates_by_devices
-from convoy.report.plans import show_counts, show_devices, show_plan, show_predictions
+from convoy.report.measured import remarks
+from convoy.report.plans import show_basis, show_counts, show_devices, show_plan, show_predictions
 from convoy.report.screen import Screen
+from convoy.report.waiting import Wait
 from convoy.sharding.comm_dtype import parse_comm_dtype
 
 
@@ -28,7 +31,7 @@ def run_plan(
     least_energy_s: float | None = None,
     wire: str = "exact",
 ) -> None:
-    """Print the predictions for a net on a measured fleet; write the chosen plan if asked to.
+    """Print the predictions for a net on a fleet, measured or described; write the chosen plan if asked to.
 
     Args:
         optimizer: whose state counts as memory.
@@ -36,31 +39,34 @@ def run_plan(
         wire: of every plan, by its name or "bf16".
 
     Raises:
-        InputError: sizes that cannot be, an unknown wire format, a fleet file without measured times, or measured with
-            another model.
+        InputError: sizes that cannot be, an unknown wire format, a fleet file with neither times nor classes or peaks.
+        MismatchError: times of another model.
         PlanError: no plan fits the devices' memory or the limit.
     """
     if least_energy_s is not None and not 0 < least_energy_s < math.inf:
         raise InputError(f"--least-energy {least_energy_s:g}: give the seconds that a step may take, above 0")
-    if batch < 1 or classes < 1:
-        raise InputError(f"--batch {batch}, --classes {classes}: give 1 or more")
+    check_counts(batch, classes)
+    if output is not None:
+        check_output("--output", output)
     numbers = parse_comm_dtype(wire)
-    try:
-        measured = Measurement.from_toml(fleet.read_text(encoding="utf-8"), str(fleet))
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {fleet}: {error}; give a file that convoy measure wrote") from None
-    channels, height, width = image
-    model = build_net(net, (channels, height, width), classes)
-    graph = trace(model, torch.zeros(2, channels, height, width)).graph
-    costs = measured.costs(graph)
-    context = PlanningContext.of(graph, batch, costs, measured.fleet, optimizer, numbers)
+    described, measured = read_fleet_file(fleet)
     console = Screen(visible=True).console  # as wide as its tables where there is no terminal
-    rows = predict_all(context, least_energy_s)
+    with Wait(Console(stderr=True), f"planning {net}", first_s=1.0) as tell:
+        tell("reading the net")
+        graph = graph_of(net, image, classes)
+        costs = fleet_costs(described, measured, graph, optimizer)
+        context = PlanningContext.of(graph, batch, costs, described, optimizer, numbers)
+        tell("predicting plans")
+        rows = predict_all(context, least_energy_s)
+        tell("what fewer devices would bring")
+        counts = [] if least_energy_s is not None else rates_by_devices(context)
     show_predictions(console, rows, context)
-    if least_energy_s is None:
-        show_counts(console, rates_by_devices(context), context)
+    show_basis(console, rows[-1], context)
+    for remark in [] if measured is None else remarks(measured):
+        console.print(remark, soft_wrap=True)
+    show_counts(console, counts, context)
     show_devices(console, rows[-1], context)
-    show_plan(console, rows[-1], graph)
+    show_plan(console, rows[-1], context)
     names = context.names
     if output is not None:
         write_whole(output, rows[-1].plan.to_json())

@@ -1,11 +1,16 @@
 """One training step of a plan on a fleet, measured or described, to look at: a Chrome trace and a picture."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from convoy.cost.costs import Costs, roofline_costs
+from convoy.app.checks import check_counts
+from convoy.cost.costs import Costs
+from convoy.cost.described import fleet_costs
+from convoy.cost.interval import Basis
 from convoy.cost.table import read_fleet_file
-from convoy.errors import InputError, unknown_name
+from convoy.errors import InputError, shown, unknown_name
+from convoy.files import unwritable
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
@@ -14,8 +19,15 @@ from convoy.plan.presets import PLANS, named_plan
 from convoy.planner.planner import plan_auto, predicted_speeds
 from convoy.planner.predict import PlanningContext, predict_plan
 from convoy.report.numbers import in_bytes
+from convoy.report.plans import between
 from convoy.report.timeline import draw as draw_timeline
 from convoy.report.timeline import write_chrome_trace
+
+HOW: Mapping[Basis | None, str] = {
+    None: "given costs", "measured": "measured times", "rates": "rates measured with another net",
+    "described": "described devices",
+}  # fmt: skip
+"""What a step is made from, in a title's words."""
 
 
 def run_step(
@@ -33,7 +45,7 @@ def run_step(
     """Replay one step and write `step.json` (for Perfetto or chrome://tracing) and `step.png` into a folder.
 
     Args:
-        fleet: a fleet file. Where it holds measured times of this net they count, else the devices' rooflines.
+        fleet: a fleet file. Where it holds measured times of this net they count, else what its devices can do.
         plan: a plan by name, "auto", or a plan file.
         draw: the picture too (needs matplotlib).
         say: called with a line for each result.
@@ -42,27 +54,32 @@ def run_step(
         the files written.
 
     Raises:
-        InputError: an unknown net or plan, a fleet without times and rooflines, a folder that cannot be written.
+        InputError: an unknown net or plan, a fleet without times and peaks, a folder that cannot be written.
         PlanError: a plan that does not fit the model, the batch or the fleet.
         MismatchError: times of another model.
     """
-    if batch < 1:
-        raise InputError(f"--batch {batch}: give 1 or more")
+    check_counts(batch, classes)
+    if why := unwritable(out):
+        raise InputError(f"cannot make the folder {shown(out)}: {why}; give one that can be made")
     described, measured = read_fleet_file(fleet)
+    say(f"reading {net}")
     graph = graph_of(net, image, classes)
-    costs = roofline_costs(described) if measured is None else measured.costs(graph)
+    costs = fleet_costs(described, measured, graph)
+    if plan == "auto":
+        say(f"planning for {len(described.devices)} devices")
     chosen = _plan(plan, graph, batch, costs, described)
     context = PlanningContext.of(graph, chosen.batch, costs, described)
     row = predict_plan(chosen, context)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"cannot make the folder {out}: {error}; give one that can be made") from None
-    how = "roofline" if measured is None else "measured times"
+        raise InputError(f"cannot make the folder {shown(out)}: {error.strerror}; give one that can be made") from None
+    how = HOW[costs.errors.basis]
     energy = "" if row.energy is None else f", {row.energy.image_j:.4g} J/image"
     say(
-        f"plan {chosen.name}, batch {chosen.batch}, {how}: {row.step_s:.4g} s a step, {row.samples_per_s:,.4g} samples/s, "
-        f"{row.efficiency:.1%} of the limit, {in_bytes(row.traffic_bytes)} on the wire{energy}; {row.bound}"
+        f"plan {chosen.name}, batch {chosen.batch}, {how}: {row.step_s:.3g} s a step (nine of ten: {between(row.within)}), "
+        f"{row.samples_per_s:,.4g} samples/s, {row.efficiency:.1%} of the limit, "
+        f"{in_bytes(row.traffic_bytes)} on the wire{energy}; {row.bound}"
     )
     for words in row.overfull:
         say(f"does not fit: {words}")
@@ -81,7 +98,7 @@ def _plan(name: str, graph: Graph, batch: int, costs: Costs, fleet: Fleet) -> Pl
         return plan_auto(graph, batch, costs, context.room).named("auto")
     if name in PLANS:
         return named_plan(name, graph, batch, predicted_speeds(graph, batch, costs))
-    if not name.endswith(".json") and not Path(name).is_file():
+    if not name.endswith(".json") and not os.path.isfile(name):
         raise unknown_name("plan", name, [*PLANS, "auto", "a plan file (….json)"])
     saved = Plan.load(Path(name))
     saved.check(graph, len(fleet.devices))

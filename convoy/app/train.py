@@ -3,38 +3,48 @@
 import math
 import os
 import shlex
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from convoy.adapt.autotune import is_end
 from convoy.adapt.rebalance import Decision, Reshare
 from convoy.api import distribute, loader, make_plans
-from convoy.app.inputs import build_model, check, check_outputs, device_named, example_of, imposed_slowdown, load_images
+from convoy.app.checks import check, check_outputs
+from convoy.app.inputs import build_model, check_images, check_resume, device_named, example_of, load_images
+from convoy.app.without_compiler import leave_compiler_out
 from convoy.checkpoint import Checkpointer, Progress
-from convoy.comm.agreement import difference, gather
+from convoy.comm.agreement import difference, from_first, gather
+from convoy.comm.environment import imposed_slowdown
 from convoy.comm.group import Group
 from convoy.comm.processes import join
-from convoy.config.files import write_whole
 from convoy.config.run_file import RunSettings, to_toml
 from convoy.config.settings import Settings, key_of
 from convoy.data import Splits
-from convoy.errors import InputError, MismatchError
+from convoy.errors import MismatchError
+from convoy.files import write_whole
 from convoy.plan.compile import compile_all
-from convoy.plan.explain import layer_rows, step_lines, work_shares
+from convoy.plan.explain import differences, layer_rows, step_lines, work_shares
+from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS
 from convoy.plan.program_text import program_lines
 from convoy.planner.predict import working
 from convoy.profile.auto import Plans, expect_measured
+from convoy.report.measured import remarks
 from convoy.report.page import write_report
 from convoy.report.screen import Screen
 from convoy.runlog.directory import RunDirectory, RunHeader, check_directory, make_directory
-from convoy.runlog.observers import Observers, StepTimer, TensorBoard, Utilization
-from convoy.runlog.schema import DeviceLine, EndLine
+from convoy.runlog.loggers import Logger, to_mlflow, to_tensorboard, to_wandb
+from convoy.runlog.meters import Meters
+from convoy.runlog.observers import StepTimer, Utilization
+from convoy.runlog.schema import DeviceLine, EndLine, SystemLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.clock import Clock
@@ -42,8 +52,9 @@ from convoy.runtime.module import Distributed
 from convoy.runtime.precision import GradScaler, UnderAutocast
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
-from convoy.train.loop import History, Observer, Recipe, Training, build_optimizer, fit
+from convoy.train.loop import History, Recipe, Training, build_optimizer, fit
 from convoy.train.lr import Schedule, build_schedule
+from convoy.train.observer import Observer, Observers
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,7 @@ class _Done:
 def run_device(run: RunSettings) -> None:
     """What each device of a job does."""
     settings = run.settings
+    leave_compiler_out()
     check(settings)
     torch.manual_seed(settings.seed)
     with ExitStack() as stack:
@@ -72,6 +84,7 @@ def run_device(run: RunSettings) -> None:
             check_directory(settings)
             if settings.explain:
                 screen.settings(run.rows())
+        from_first(group, "checkpoint: to resume", lambda: check_resume(settings))
         done = _train(run, group, screen, stack)
     # The others are free to go while device 0 trains alone beside them.
     if settings.compare and screen.visible:
@@ -85,80 +98,84 @@ def run_device(run: RunSettings) -> None:
 def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack) -> _Done:
     settings = run.settings
     splits = load_images(settings)
+    check_images(settings, splits)
     _agree_on_data(splits, group)
     if splits.notes:
         screen.lines([f"  {note}" for note in splits.notes])
     model, example = build_model(settings, splits), example_of(splits)
     slowdown = settings.slowdowns[group.device] * imposed_slowdown()
-    with nullcontext() if settings.speeds is not None else screen.working(_planning(settings)):
-        plans = make_plans(
-            model, example, settings.pass_batch, group,
-            plan=settings.plan if settings.plan in (*PLANS, AUTO) else Plan.load(Path(settings.plan)),
-            speeds=settings.speeds, reduce=settings.reduce, wire=settings.wire, slowdown=slowdown,
-            budget_s=settings.budget_s, fleet=settings.fleet, precision=settings.precision,
-            optimizer=settings.optimizer_state, net=settings.net,
-        )  # fmt: skip
-    plan = plans[0]
-    part = distribute(model, plan, group, example, slowdown=slowdown, precision=settings.precision)
+    quick = settings.speeds is not None or group.devices == 1
+    measures = settings.plan == AUTO and settings.fleet is None
+    about_s = settings.budget_s if measures else None
+    with nullcontext(lambda *_: None) if quick else screen.working(_planning(settings), about_s) as tell:
+        plans = _plans(settings, model, example, group, slowdown, tell)
+    for remark in [] if plans.measured is None else remarks(plans.measured):
+        screen.line(remark)
+    part = distribute(model, plans[0], group, example, slowdown=slowdown, precision=settings.precision)
     expect_measured(part, plans.measured)
-    graph, steps = part.traced[True].graph, part.steps(settings.pass_batch)
     devices = _devices(settings, group)
-    screen.fleet(devices, plans.speeds, measured=settings.speeds is None)
-    idle = [str(d) for d in range(group.devices) if d not in working(plan, graph)]
-    if settings.plan == AUTO and idle:
-        screen.lines(
-            [f"auto gives device{'s' * (len(idle) > 1)} {', '.join(idle)} nothing to compute: it is faster so."]
-        )
+    screen.fleet(devices, plans.speeds)
     if group.device == 0:
-        _save(settings, plan)
-    screen.plan(plan, layer_rows(plan, graph), work_shares(steps, graph))
-    if settings.explain:
-        screen.lines(step_lines(steps))
-        for program in compile_all(steps, graph):
-            screen.lines(program_lines(program))
+        _save(settings, plans[0])
+    _show_plan(settings, part, screen)
     train, test = build_loaders(settings, splits, part)
-    if settings.accumulate > 1:
-        screen.lines([f"A step of {settings.batch} samples is {settings.accumulate} passes of {settings.pass_batch}."])
     training = build_training(settings, part, train)
-    keeper = build_checkpointer(settings, training, screen)
+    keeper = build_checkpointer(settings, training, screen, stack)
     done = keeper.progress if keeper is not None else Progress()
     # Once nothing can refuse the job any more: until then an older log stays as it is.
-    directory, log = make_directory(settings) if group.device == 0 else None, None
+    directory, graph = make_directory(settings) if group.device == 0 else None, part.traced[True].graph
     header = RunHeader(
-        run, devices, plans.speeds, plan, graph, plans.measured, train.samples,
+        run, devices, plans.speeds, plans[0], graph, plans.measured, train.samples,
         math.ceil(len(train) / settings.accumulate), done.step,
     )  # fmt: skip
-    if directory is not None:
-        log = header.open_log(directory, training.rate, stack)
-    observers: list[Observer] = [Utilization(group, part.clock, log)]
-    if log is not None:
-        observers.append(log)
-    if settings.tensorboard is not None and group.device == 0:
-        observers.append(stack.enter_context(TensorBoard(settings.tensorboard, done.step, training.rate)))
+    log = header.open_log(directory, screen.line, stack) if directory is not None else None
+    loggers = build_loggers(settings, directory, done.step, screen, stack) if group.device == 0 else []
+    observers: list[Observer] = [Utilization(group, part.clock, log), *([log] if log is not None else []), *loggers]
+    observers.append(Meters(group, partial(_tell_meters, log, loggers), done.step))
     part.clock.reset()
     timer = StepTimer(settings.batch)
-    title, seen = f"{group.devices} devices, plan {plan.name}", done.epoch * train.samples + done.batch * settings.batch
-    with screen.progress(title, settings.epochs, train.samples, seen) as bar:
+    title, seen = (
+        f"{group.devices} device{'s' * (group.devices > 1)}, plan {part.plan.name}",
+        done.epoch * train.samples + done.batch * settings.batch,
+    )
+    start_s = time.perf_counter()
+    with screen.progress(title, settings.epochs, train.samples, seen, test.samples) as bar:
         rebalancer = None
-        if settings.rebalances(device for device, _, _ in devices):
-            if len(plans) > 1:
-                screen.lines(
-                    [f"{len(plans)} plans are predicted to take nearly as long: some steps by each will tell."]
-                )
-            tell = _teller(screen, timer, log, header.predict)
-            rebalancer = Rebalancer(part, training.optimizer, tell=tell, others=plans[1:])
-        history = fit(training, train, test, settings.epochs, Observers(timer, bar, *observers), rebalancer, keeper)
-    uses = _uses(settings, group, part, plans, work_shares(part.steps(settings.pass_batch), graph))
+        if settings.rebalances:
+            tell = _teller(screen, timer, log, header.predict, partial(_show_new_plan, part, plans[0], screen))
+            rebalancer = _rebalancer(part, training, plans, tell, screen)
+        observer = Observers(timer, bar, *observers)
+        history = fit(training, train, test, settings.epochs, observer, rebalancer, keeper, screen.line)
+    wall_s = time.perf_counter() - start_s
+    uses = _uses(settings, group, part, plans, work_shares(part.steps(settings.pass_batch), graph), wall_s)
     screen.usage(uses, history)
     screen.best(history)
-    predicted_s = plans.predicted_s(plan if rebalancer is None else rebalancer.autotune.plan)
-    if predicted_s is not None:
-        screen.lines([timer.beside(predicted_s * settings.accumulate)])
+    chosen = plans[0] if rebalancer is None else rebalancer.autotune.plan
+    predicted_s, within = plans.predicted_s(chosen), plans.within(chosen)
+    if predicted_s is not None and within is not None:
+        screen.lines([timer.beside(predicted_s, within, settings.accumulate)])
     if log is not None:
         for use in uses:
             log.write(use)
         log.write(EndLine(step_s=timer.step_s))
-    return _Done(history, splits, devices, uses, plan.inexact, directory)
+    return _Done(history, splits, devices, uses, plans[0].inexact, directory)
+
+
+def _plans(
+    settings: Settings,
+    model: nn.Module,
+    example: Tensor,
+    group: Group,
+    slowdown: float,
+    tell: Callable[[str, int, int], None],
+) -> Plans:
+    return make_plans(
+        model, example, settings.pass_batch, group,
+        plan=settings.plan if settings.plan in (*PLANS, AUTO) else Plan.load(Path(settings.plan)),
+        speeds=settings.speeds, reduce=settings.reduce, wire=settings.wire, slowdown=slowdown,
+        budget_s=settings.budget_s, fleet=settings.fleet, precision=settings.precision,
+        optimizer=settings.optimizer_state, net=settings.net, progress=tell,
+    )  # fmt: skip
 
 
 @dataclass
@@ -180,8 +197,8 @@ def _train_alone(settings: Settings, done: _Done, screen: Screen) -> None:
     training = build_training(settings, model, train)
     slowed = _Slowed(**vars(training), clock=Clock(torch.device("cpu"), slowdown))
     title = "one device, plain PyTorch" + (f", slowed down {slowdown:g}x" if slowdown != 1 else "")
-    with screen.progress(title, settings.epochs, train.samples) as bar:
-        alone = fit(slowed, train, test, settings.epochs, bar)
+    with screen.progress(title, settings.epochs, train.samples, tests=test.samples) as bar:
+        alone = fit(slowed, train, test, settings.epochs, bar, tell=screen.line)
     screen.comparison(done.history, alone, done.devices, done.uses, inexact=done.inexact, precision=settings.precision)
 
 
@@ -204,7 +221,8 @@ def build_training(settings: Settings, model: nn.Module, train: Loader) -> Train
         settings.drop_epochs * steps_per_epoch, settings.drop_factor,
     )  # fmt: skip
     recipe = Recipe(
-        settings.accumulate, settings.clip_norm, settings.label_smoothing, settings.evaluate_epochs, settings.evaluate_steps
+        settings.accumulate, settings.clip_norm, settings.label_smoothing, settings.evaluate_epochs,
+        settings.evaluate_steps, settings.on_nan == "stop",
     )  # fmt: skip
     return Training(
         model,
@@ -216,11 +234,12 @@ def build_training(settings: Settings, model: nn.Module, train: Loader) -> Train
     )
 
 
-def build_checkpointer(settings: Settings, training: Training, screen: Screen) -> Checkpointer | None:
-    """What saves the run. Where it is resumed, the model and its training are then where it goes on.
+def build_checkpointer(settings: Settings, training: Training, screen: Screen, stack: ExitStack) -> Checkpointer | None:
+    """What saves the run, and holds its folder while `stack` lasts. Where it is resumed, the model and its training are then
+    where it goes on.
 
     Raises:
-        InputError: the checkpoints cannot be used, or the run is complete.
+        InputError: the checkpoints cannot be used, or another run writes there.
     """
     if settings.checkpoint is None:
         return None
@@ -229,14 +248,28 @@ def build_checkpointer(settings: Settings, training: Training, screen: Screen) -
         schedule=training.schedule, scaler=training.scaler, settings=settings.lasting,
         tell=lambda line: screen.lines([f"  {line}"]),
     )  # fmt: skip
+    stack.callback(keeper.close)
     done = keeper.begin(settings.resume)
-    if done.epoch >= settings.epochs:
-        raise InputError(
-            f"the run in {settings.checkpoint} is complete: {done.epoch} epochs are done; give --epochs above {done.epoch}"
-        )
     # Dropout must not draw again what it drew in the first steps.
     torch.manual_seed(settings.seed + done.step)
     return keeper
+
+
+def build_loggers(
+    settings: Settings, directory: RunDirectory | None, done: int, screen: Screen, stack: ExitStack
+) -> list[Logger]:
+    """Loggers of other projects, as the settings want them, which last as long as `stack`."""
+    folder = None if directory is None else directory.folder
+    name = None if folder is None else folder.name
+    shown = {key_of(name): value for name, value in settings.model_dump(mode="json").items()}
+    loggers = []
+    if settings.tensorboard is not None:
+        loggers.append(to_tensorboard(settings.tensorboard, done, screen.line))
+    if settings.wandb is not None:
+        loggers.append(to_wandb(settings.wandb, name, shown, folder, screen.line))
+    if settings.mlflow is not None:
+        loggers.append(to_mlflow(settings.mlflow, name, shown, screen.line))
+    return [stack.enter_context(logger) for logger in loggers]
 
 
 # --------------------------------------------------------------------------------------- what all devices must know alike
@@ -280,16 +313,16 @@ def _devices(settings: Settings, group: Group) -> list[tuple[str, str, float]]:
 
 
 def _uses(
-    settings: Settings, group: Group, part: Distributed, plans: Plans, shares: tuple[float, ...]
+    settings: Settings, group: Group, part: Distributed, plans: Plans, shares: tuple[float, ...], wall_s: float
 ) -> list[DeviceLine]:
-    rows = gather(group, "use", [part.clock.compute_s, part.clock.exchange_s, sum(group.sent_bytes)])
+    rows = gather(group, "use", [part.clock.compute_s, part.clock.exchange_s, sum(group.sent_bytes), wall_s])
     speeds = plans.speeds.devices
     return [
         DeviceLine(
             device=device, slowdown=settings.slowdowns[device], speed_share=speeds[device] / sum(speeds),
-            work_share=shares[device], compute_s=compute_s, exchange_s=exchange_s, sent_bytes=sent_bytes,
+            work_share=shares[device], compute_s=compute_s, exchange_s=exchange_s, sent_bytes=sent_bytes, wall_s=device_s,
         )
-        for device, (compute_s, exchange_s, sent_bytes) in enumerate(rows)
+        for device, (compute_s, exchange_s, sent_bytes, device_s) in enumerate(rows)
     ]  # fmt: skip
 
 
@@ -302,6 +335,29 @@ def _planning(settings: Settings) -> str:
     return "the devices are measured and planned for" if settings.fleet is None else "the planner reads the fleet"
 
 
+def _show_plan(settings: Settings, part: Distributed, screen: Screen) -> None:
+    plan, graph, steps = part.plan, part.traced[True].graph, part.steps(settings.pass_batch)
+    idle = [str(d) for d in range(plan.devices) if d not in working(plan, graph)]
+    if settings.plan == AUTO and idle:
+        screen.lines(
+            [f"auto gives device{'s' * (len(idle) > 1)} {', '.join(idle)} nothing to compute: it is faster so."]
+        )
+    screen.plan(plan, layer_rows(plan, graph), work_shares(steps, graph))
+    if settings.explain:
+        screen.lines(step_lines(steps))
+        for program in compile_all(steps, graph):
+            screen.lines(program_lines(program))
+    if settings.accumulate > 1:
+        screen.lines([f"A step of {settings.batch} samples is {settings.accumulate} passes of {settings.pass_batch}."])
+
+
+def _show_new_plan(part: Distributed, shown: Plan, screen: Screen) -> None:
+    """The table of the plan that goes on, where it is not the one that was shown: shares change from its own."""
+    plan, graph = part.plan, part.traced[True].graph
+    if plan != shown:
+        screen.plan(plan, layer_rows(plan, graph), work_shares(lower(plan, graph), graph))
+
+
 def _save(settings: Settings, plan: Plan) -> None:
     """What was asked for as files, before the training that they are for."""
     if settings.save_run is not None:
@@ -310,13 +366,42 @@ def _save(settings: Settings, plan: Plan) -> None:
         write_whole(settings.save_plan, plan.to_json())
 
 
+def _tell_meters(log: RunLog | None, loggers: Sequence[Logger], line: SystemLine) -> None:
+    if log is not None:
+        log.write(line)
+    for logger in loggers:
+        logger.on_system(line)
+
+
+def _rebalancer(
+    part: Distributed, training: Training, plans: Plans, tell: Callable[[int, Decision], None], screen: Screen
+) -> Rebalancer:
+    if len(plans) > 1:
+        first, graph = plans[0], part.traced[True].graph
+        told = [f"  plan {i}: {differences(first, plan, graph)}" for i, plan in enumerate(plans[1:], start=2)]
+        screen.lines(
+            [
+                f"{len(plans)} plans are predicted to take nearly as long: some steps by each will tell.",
+                "  plan 1: as above",
+                *told,
+            ]
+        )
+    return Rebalancer(part, training.optimizer, tell=tell, others=plans[1:])
+
+
 def _teller(
-    screen: Screen, timer: StepTimer, log: RunLog | None, predict: Callable[[Plan, RunLog, bool], None]
+    screen: Screen,
+    timer: StepTimer,
+    log: RunLog | None,
+    predict: Callable[[Plan, RunLog, bool], None],
+    on_chosen: Callable[[], None] = lambda: None,
 ) -> Callable[[int, Decision], None]:
-    """Says what was changed and why, on the screen and in the log."""
+    """Says what was changed and why, on the screen and in the log; `on_chosen` when one of several plans goes on."""
 
     def tell(step: int, decision: Decision) -> None:
         screen.lines([f"  step {step}: {decision.reason}"])
+        if is_end(decision):
+            on_chosen()
         if log is not None and isinstance(decision, Reshare):
             log.reshare(step, decision)
             predict(decision.plan, log, bool(decision.changes))

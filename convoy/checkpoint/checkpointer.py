@@ -1,6 +1,8 @@
 """When a training run is saved, and from where it goes on: what a training loop needs of checkpoints."""
 
 import math
+import os
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +11,53 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from convoy.checkpoint.folder import Progress, latest
+from convoy.checkpoint.folder import Progress, is_checkpoint, latest, run_folder
 from convoy.checkpoint.load import load_checkpoint
+from convoy.checkpoint.lock import LOCK, hold, release
 from convoy.checkpoint.save import KEEP, Stateful, save_checkpoint
 from convoy.checkpoint.tensors import Parts
 from convoy.comm.agreement import from_first
-from convoy.errors import InputError
+from convoy.errors import InputError, shown
+
+_TRACES = {LOCK, ".draft", "log.jsonl", "run.toml"}
+"""What a run leaves in its folder that was ended before its first checkpoint."""
+
+
+def starting_point(folder: Path, resume: bool) -> Path | None:
+    """The checkpoint that a run begins from; None where it begins at its beginning. Nothing is changed.
+
+    Args:
+        folder: of the run, or one of its checkpoints.
+
+    Raises:
+        InputError: there is nothing to resume; or without `resume` there is.
+    """
+    if not resume:
+        if is_checkpoint(folder):
+            raise InputError(
+                f"{folder} is a checkpoint of a run: go on from it (--resume), or name another folder for a new run"
+            )
+        if held := latest(folder):
+            raise InputError(
+                f"{folder} holds the checkpoints of another run, the latest is {held.name}: resume it (--resume), or name "
+                "another folder"
+            )
+        return None
+    if not os.path.isdir(folder):
+        raise InputError(
+            f"there is nothing to resume: the folder {folder} does not exist; give that of an earlier run, or start without "
+            "resuming"
+        )
+    if is_checkpoint(folder):
+        run_folder(folder)
+        return folder
+    names = {path.name for path in folder.iterdir()}
+    if (path := latest(folder)) is None and names and not names & _TRACES:
+        raise InputError(
+            f"there is nothing to resume: {folder} is a folder of something else ({shown(min(names))}, ...); give that of an "
+            "earlier run, or start without resuming"
+        )
+    return path
 
 
 class Checkpointer:
@@ -33,7 +76,7 @@ class Checkpointer:
             keeper.at_evaluation(accuracy(model))
 
     Args:
-        folder: of the run, on device 0's machine.
+        folder: of the run, on device 0's machine; to go on from one of its checkpoints, that checkpoint.
         model, optimizer, schedule, scaler, settings, keep: see `save_checkpoint`.
         every: steps from one checkpoint to the next; None: only after evaluations.
         tell: is called on every device with a line of text when a run goes on, and when it was saved.
@@ -67,30 +110,34 @@ class Checkpointer:
         self.every, self.keep, self.tell = every, keep, tell
         self.progress = Progress()
         self._saved = Progress()
+        self._release: Callable[[], object] | None = None
 
     def begin(self, resume: bool) -> Progress:
         """Before the first step.
 
         Args:
-            resume: go on from the latest checkpoint, or from the beginning where a run was ended before its first.
+            resume: go on from the latest checkpoint, or the one that was named; from the beginning where a run was ended before
+                its first.
 
         Returns:
             where the run goes on.
 
         Raises:
-            InputError: without `resume`, the folder holds the checkpoints of another run; with it, see `load_checkpoint`.
+            InputError: another run writes into the folder; without `resume`, it holds the checkpoints of another run; with it,
+                it holds something else than a run; see also `load_checkpoint`.
         """
         group = Parts.of(self.model).group
-        found = from_first(group, "checkpoint: begin", lambda: self._found(resume))
+        folder, found = from_first(group, "checkpoint: begin", lambda: self._begin(resume))
+        self.folder = Path(folder)
         if found is not None:
-            self.progress = self._saved = load_checkpoint(
-                found,
-                self.model,
-                self.optimizer,
-                schedule=self.schedule,
-                scaler=self.scaler,
-                settings=self.settings,
-            )
+            try:
+                self.progress = self._saved = load_checkpoint(
+                    found, self.model, self.optimizer,
+                    schedule=self.schedule, scaler=self.scaler, settings=self.settings,
+                )  # fmt: skip
+            except BaseException:
+                self.close()
+                raise
             self._tell(f"goes on from {found}: step {self.progress.step}, epoch {self.progress.epoch}")
         elif resume:
             self._tell(f"{self.folder} holds no checkpoint yet: the run begins at its beginning")
@@ -113,37 +160,41 @@ class Checkpointer:
         self._save(score if math.isfinite(score) else None)
 
     def at_end(self) -> None:
-        """When the run is over: saves it unless that has been done."""
+        """When the run is over: saves it unless that has been done, and lets another run have the folder."""
         if self.progress != self._saved:
             self._save()
+        self.close()
 
-    def _found(self, resume: bool) -> str | None:
-        if resume:
-            if not self.folder.is_dir():
-                raise InputError(
-                    f"there is nothing to resume: the folder {self.folder} does not exist; give that of an earlier run, or "
-                    "start without resuming"
-                )
-            path = latest(self.folder)
-            return None if path is None else str(path)
-        if held := latest(self.folder):
-            raise InputError(
-                f"{self.folder} holds the checkpoints of another run, the latest is {held.name}: resume it (--resume), or "
-                "name another folder"
-            )
+    def close(self) -> None:
+        """Let another run have the folder. So does the end of this object, or of the process."""
+        if self._release is not None:
+            self._release()
+
+    def _begin(self, resume: bool) -> tuple[str, str | None]:
+        """Take the folder of the run for this process; that folder, and the checkpoint to go on from."""
+        starting_point(self.folder, resume)  # what it refuses leaves no trace
+        folder = run_folder(self.folder)
         try:
             # From now on there is something to resume, even if the run is ended before its first checkpoint.
-            self.folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            hold(folder)
+            self._release = weakref.finalize(self, release, folder)
         except OSError as error:
             raise InputError(
-                f"cannot make the folder {self.folder} for checkpoints: {error.strerror}; name one that you may write"
+                f"cannot make the folder {folder} for checkpoints: {error.strerror}; name one that you may write"
             ) from None
-        return None
+        try:
+            found = starting_point(self.folder, resume)  # nobody else writes there from now on
+        except InputError:
+            self.close()
+            raise
+        return str(folder), None if found is None else str(found)
 
     def _save(self, score: float | None = None) -> None:
         path = save_checkpoint(
             self.folder, self.model, self.optimizer, self.progress,
             schedule=self.schedule, scaler=self.scaler, settings=self.settings, score=score, keep=self.keep,
+            tell=self.tell,
         )  # fmt: skip
         self._saved = self.progress
         self._tell(f"saved {path}")

@@ -8,12 +8,13 @@
 
 A checkpoint is written under another name, and renamed when all of it is on the disk. Nothing under its final name is ever
 written again: a run that goes back to an older checkpoint, or comes by the same step twice, only adds higher numbers. One run
-at a time writes into a folder.
+at a time writes into a folder (`lock.py`).
 """
 
 import hashlib
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +23,12 @@ from pathlib import Path
 from typing import Annotated, Any, BinaryIO
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from convoy._version import __version__
-from convoy.errors import InputError
+from convoy.checkpoint.values import dtype_named
+from convoy.errors import InputError, shown
+from convoy.files import MOST_TEXT_BYTES, open_regular
 
 FORMAT = 1
 MANIFEST = "checkpoint.json"
@@ -45,7 +48,7 @@ SYNC_BYTES = 64 << 20
 
 # ------------------------------------------------------------------------------------------------------------- manifest
 
-_Count = Annotated[int, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0, le=2**53)]
 
 
 class _Saved(BaseModel):
@@ -75,6 +78,17 @@ class Written:
     sha256: str
 
 
+def _checked_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as `runtime.optimizer.described` makes it. ValueError for any other."""
+    wanted = {"tensor": {"kind", "dtype"}, "number": {"kind", "dtype", "value", "near"}, "plain": {"kind", "value"}}
+    kind = row.get("kind")
+    if not isinstance(kind, str) or set(row) != wanted.get(kind):
+        raise ValueError(f"{shown(row)} says of nothing that an optimizer remembers what it is")
+    if "dtype" in row:
+        dtype_named(row["dtype"])
+    return row
+
+
 class SavedGroup(_Saved):
     """One parameter group: names in its order, and its settings as `values.encode` writes them."""
 
@@ -92,12 +106,12 @@ class SavedOptimizer(_Saved):
 
     name: str
     groups: list[SavedGroup]
-    state: dict[str, dict[str, dict[str, Any]]]
+    state: dict[str, dict[str, Annotated[dict[str, Any], AfterValidator(_checked_row)]]]
 
     def tensors(self) -> list[tuple[str, str, torch.dtype]]:
         """(parameter, name, type) of each tensor that lies in the optimizer's file."""
         rows = [(key, name, row) for key, state in self.state.items() for name, row in state.items()]
-        return [(key, name, getattr(torch, row["dtype"])) for key, name, row in rows if row["kind"] == "tensor"]
+        return [(key, name, dtype_named(row["dtype"])) for key, name, row in rows if row["kind"] == "tensor"]
 
 
 class SavedState(_Saved):
@@ -115,20 +129,33 @@ class Manifest(_Saved):
         score: of the evaluation at this point; the greater the better.
         others: what else has a state, by what it is for: "schedule", "scaler".
         files: the others in the folder.
+        finite: no weight is NaN or infinite; see `tensors.broken`.
+        own_sha256: of this text itself, without these digits; empty in those of an earlier Convoy.
     """
 
     format: int = FORMAT
     convoy: str = __version__
     torch: str = str(torch.__version__)
     progress: Progress
-    score: float | None
+    score: Annotated[float, Field(allow_inf_nan=False)] | None
     settings: dict[str, Any]
     optimizer: SavedOptimizer | None
     others: dict[str, SavedState]
     files: dict[str, Written]
+    finite: bool = True
+    own_sha256: str = ""
 
     def to_json(self) -> str:
-        return self.model_dump_json(indent=1) + "\n"
+        """The text of the file, with its own checksum."""
+        text = self.model_copy(update={"own_sha256": ""}).model_dump_json(indent=1) + "\n"
+        return text.replace(_UNSIGNED, _UNSIGNED[:-1] + _sha256(text) + '"')
+
+
+_UNSIGNED = '"own_sha256": ""'
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class _Stamp(BaseModel):
@@ -146,14 +173,15 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """
     path = checkpoint / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        with open_regular(path) as file:
+            text = file.read(MOST_TEXT_BYTES).decode()
         stamp = _Stamp.model_validate_json(text)
         if stamp.format > FORMAT:
             raise InputError(
                 f"{path} has format {stamp.format}, written by Convoy {stamp.convoy}; this is Convoy {__version__}, which "
                 f"reads formats up to {FORMAT}: update Convoy"
             )
-        return Manifest.model_validate_json(text)
+        manifest = Manifest.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "the file"
@@ -162,6 +190,14 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise InputError(f"{path} is no checkpoint's description, or was damaged: it is not text") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    own, wanted = manifest.own_sha256, {MODEL, *([OPTIMIZER] if manifest.optimizer is not None else [])}
+    if own and _sha256(text.replace(f'"own_sha256": "{own}"', _UNSIGNED)) != own:
+        raise InputError(f"{path} is not the file that was written: its own checksum does not fit")
+    if set(manifest.files) - {AVERAGE} != wanted:
+        raise InputError(
+            f"{path} names the files {shown(sorted(manifest.files))}: a checkpoint has {', '.join(sorted(wanted))} beside it"
+        )
+    return manifest
 
 
 def read_checked(checkpoint: Path) -> Manifest:
@@ -174,7 +210,7 @@ def read_checked(checkpoint: Path) -> Manifest:
     for name, expected in manifest.files.items():
         path = checkpoint / name
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 sha256, size_bytes = hashlib.file_digest(file, "sha256").hexdigest(), os.fstat(file.fileno()).st_size
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from None
@@ -190,7 +226,7 @@ def read_checked(checkpoint: Path) -> Manifest:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints of a run, oldest first; none where there is no such folder."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return []
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_number)
 
@@ -208,7 +244,28 @@ def best(folder: Path) -> Path | None:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder is a checkpoint, by its name or by what is in it."""
-    return _NAME.fullmatch(path.name) is not None or (path / MANIFEST).exists()
+    return _NAME.fullmatch(path.name) is not None or os.path.exists(path / MANIFEST)
+
+
+def run_folder(path: Path) -> Path:
+    """The folder of a run, where that or one of its checkpoints is given (also as `best`).
+
+    Raises:
+        InputError: a checkpoint that was copied under another name: nothing says which run it belongs to.
+    """
+    if not is_checkpoint(path):
+        return path
+    real = Path(os.path.realpath(path)) if path.is_symlink() else path
+    if _NAME.fullmatch(real.name) is None:
+        fresh, place = (
+            shlex.quote(f"{path}-run"),
+            shlex.quote(f"{path}-run/000001-step-{read_manifest(path).progress.step}"),
+        )
+        raise InputError(
+            f"{path} is a checkpoint under a name of its own: put it into the folder of a new run, mkdir {fresh} && cp -r "
+            f"{shlex.quote(str(path))} {place}, and give {place}"
+        )
+    return real.parent
 
 
 @contextmanager
@@ -220,7 +277,7 @@ def draft(folder: Path) -> Iterator[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left_behind in (folder / _DRAFT, folder / _GONE):
-        if left_behind.exists():
+        if os.path.exists(left_behind):
             shutil.rmtree(left_behind)
     path = folder / _DRAFT
     path.mkdir()
@@ -241,15 +298,20 @@ def publish(path: Path, step: int) -> Path:
 
 
 def tidy(folder: Path, keep: int) -> None:
-    """Point `best` to the best checkpoint, and remove all but that and the last few."""
-    favourite = best(folder)
+    """Point `best` to the best checkpoint, and remove all but that, the last few, and the last one whose weights are numbers.
+
+    Raises:
+        OSError: with the file's name.
+    """
+    favourite, kept = best(folder), checkpoints(folder)
+    sane = next((path for path in reversed(kept) if _is_finite(path)), None)
     if favourite is not None:
         link = folder / _LINK
         link.unlink(missing_ok=True)
         link.symlink_to(favourite.name)
         link.replace(folder / BEST)
-    for path in checkpoints(folder)[:-keep]:
-        if path != favourite:
+    for path in kept[:-keep]:
+        if path not in (favourite, sane):
             # Renamed first: what is half removed must not look like a checkpoint.
             shutil.rmtree(path.rename(folder / _GONE))
     _sync_folder(folder)
@@ -257,6 +319,13 @@ def tidy(folder: Path, keep: int) -> None:
 
 def _number(path: Path) -> int:
     return int(path.name.partition("-")[0])
+
+
+def _is_finite(path: Path) -> bool:
+    try:
+        return read_manifest(path).finite
+    except InputError:
+        return False
 
 
 def _score(path: Path) -> float | None:

@@ -1,8 +1,9 @@
 """Saving: the pieces travel to device 0, tensor by tensor, and it writes them as they come."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from convoy.checkpoint.folder import (
     AVERAGE,
+    BEST,
     MANIFEST,
     MODEL,
     OPTIMIZER,
@@ -21,12 +23,14 @@ from convoy.checkpoint.folder import (
     SavedOptimizer,
     SavedState,
     draft,
+    is_checkpoint,
     latest,
     new_file,
     publish,
     tidy,
 )
-from convoy.checkpoint.tensors import Parts, Spec, Stream, file_order, write_tensors
+from convoy.checkpoint.lock import holding
+from convoy.checkpoint.tensors import Parts, Spec, Stream, broken, file_order, write_tensors
 from convoy.checkpoint.values import encode
 from convoy.comm.agreement import agree_on, from_first
 from convoy.errors import InputError
@@ -58,6 +62,7 @@ def save_checkpoint(
     settings: Mapping[str, Any] | None = None,
     score: float | None = None,
     keep: int = KEEP,
+    tell: Callable[[str], None] | None = None,
 ) -> Path:
     """Save a run between two steps. Every device calls it; device 0 writes, into a folder of its own machine.
 
@@ -73,14 +78,16 @@ def save_checkpoint(
         scaler: of the loss, for fp16.
         settings: what JSON can hold, and must be the same when the run goes on: the seed of the loader, the batch, the data.
         score: of an evaluation at this point; the greater the better. `best` in the folder leads to the highest.
-        keep: the last few stay, and the best; older ones are removed.
+        keep: the last few stay, the best, and the last one whose weights are all numbers; older ones are removed.
+        tell: is called on device 0 with a line of text where the checkpoint was saved and something beside it went wrong;
+            default: a warning.
 
     Returns:
         the folder of the checkpoint, as device 0 names it.
 
     Raises:
-        InputError: it cannot be written (the message says which earlier one is still there), or holds something that a file
-            cannot; on every device.
+        InputError: it cannot be written (the message says which earlier one is still there), another run writes into the
+            folder, or it holds something that a file cannot; on every device.
         MismatchError: the devices are at different steps.
         DeviceLostError: a device did not take part; device 0 needed longer than the group's time limit for a tensor.
     """
@@ -98,11 +105,25 @@ def save_checkpoint(
 
     def write() -> str:
         try:
-            return str(_write(folder, streams, description, keep))
-        except OSError as error:
+            if is_checkpoint(folder):
+                raise InputError(f"{folder} is a checkpoint itself: name the folder of the run, {folder.parent}")
+            folder.mkdir(parents=True, exist_ok=True)
+            with holding(folder):
+                written = _write(folder, streams, description, parts)
+                try:
+                    tidy(folder, keep)
+                except OSError as error:
+                    (tell or warnings.warn)(
+                        f"{written} is saved, but {error.filename or folder} could not be tidied ({error.strerror}): "
+                        f"{BEST} may lead to an earlier one, and old checkpoints may stay; remove what is in the way"
+                    )
+                return str(written)
+        except (OSError, InputError) as error:
             # The others are in the middle of sending.
             _drain(streams)
-            raise InputError(_unwritten(folder, progress, error)) from error
+            if isinstance(error, OSError):
+                raise InputError(_unwritten(folder, progress, error)) from error
+            raise
 
     if not parts.first:
         _drain(streams)
@@ -155,14 +176,21 @@ def _drain(streams: Mapping[str, Stream]) -> None:
             pass
 
 
-def _write(folder: Path, streams: Mapping[str, Stream], description: Manifest, keep: int) -> Path:
+def _write(folder: Path, streams: Mapping[str, Stream], description: Manifest, parts: Parts) -> Path:
+    faults: list[str] = []
+
+    def watched(stream: Stream) -> Iterator[torch.Tensor]:
+        for name, tensor in zip(stream.specs, stream.tensors, strict=True):
+            faults.append(broken(name, tensor, is_parameter=parts.is_parameter(name)))
+            yield tensor
+
+    streams = {**streams, MODEL: replace(streams[MODEL], tensors=watched(streams[MODEL]))}
     with draft(folder) as path:
         files = {name: write_tensors(path / name, stream) for name, stream in streams.items()}
         with new_file(path / MANIFEST) as sink:
-            sink.write(description.model_copy(update={"files": files}).to_json().encode())
-        written = publish(path, description.progress.step)
-    tidy(folder, keep)
-    return written
+            whole = description.model_copy(update={"files": files, "finite": not any(faults)})
+            sink.write(whole.to_json().encode())
+        return publish(path, description.progress.step)
 
 
 def _unwritten(folder: Path, progress: Progress, error: OSError) -> str:

@@ -26,6 +26,7 @@ from convoy.errors import InputError
 from convoy.runtime.exchange import run_move
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
+from convoy.runtime.own_state import reading_pieces
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, box
 from convoy.sharding.redistribute import schedule
 
@@ -94,7 +95,8 @@ class Parts:
             InputError: `state_dict` holds something that is no tensor.
         """
         inner = model.module if isinstance(model, Distributed) else model
-        own = inner.state_dict(keep_vars=True)
+        with reading_pieces():
+            own = inner.state_dict(keep_vars=True)
         for key, value in own.items():
             if not isinstance(value, Tensor):
                 raise InputError(
@@ -127,6 +129,14 @@ class Parts:
     def specs(self) -> dict[str, Spec]:
         """The whole tensors, in the order of `state_dict`."""
         return {key: Spec(self.shapes[key], piece.dtype) for key, piece in self.pieces.items()}
+
+    def is_parameter(self, key: str) -> bool:
+        """Whether a key names a parameter, and no buffer."""
+        return self.first_names[key] in self._parameter_names
+
+    @cached_property
+    def _parameter_names(self) -> frozenset[str]:
+        return frozenset(self.names.values())
 
     def holds(self, key: str) -> bool:
         """Whether this device has a part of a tensor."""
@@ -250,6 +260,18 @@ def read_specs(path: Path) -> dict[str, Spec]:
             return {key: Spec(tuple(s.get_shape()), names[s.get_dtype()]) for key, s in slices.items()}
     except (SafetensorError, KeyError, OSError) as error:
         raise InputError(f"{path} cannot be read as safetensors ({error})") from None
+
+
+def broken(name: str, tensor: Tensor, *, is_parameter: bool) -> str:
+    """What makes a tensor useless for training, in words; empty where nothing does.
+
+    NaN does, and infinity in a parameter. In a buffer infinity may be meant, as in the mask of an attention.
+    """
+    if not tensor.is_floating_point():
+        return ""
+    if bool(tensor.isnan().any()):
+        return f"{name} holds NaN"
+    return f"{name} holds infinity" if is_parameter and bool(tensor.isinf().any()) else ""
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from convoy.errors import InputError
+from convoy.errors import InputError, shown
 
 MOST_NUMBERS = 10_000
 """A tensor with more of them is no setting, and would make the JSON file unreadable."""
@@ -47,13 +47,25 @@ def encode(value: Any, what: str) -> Any:
     )
 
 
+def dtype_named(name: object) -> torch.dtype:
+    """The type of that name, such as "float32". ValueError where torch has none."""
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no type {shown(name)}")
+    return dtype
+
+
 def decode(coded: Any) -> Any:
-    """The value that `encode` made this JSON of. Tensors come on the CPU."""
+    """The value that `encode` made this JSON of. Tensors come on the CPU.
+
+    Raises:
+        ValueError, TypeError: it made no such JSON.
+    """
     match coded:
         case {"!float": text}:
             return float(text)
         case {"!tensor": numbers, "dtype": dtype}:
-            return torch.tensor(decode(numbers), dtype=getattr(torch, dtype))
+            return torch.tensor(decode(numbers), dtype=dtype_named(dtype))
         case {"!tuple": items}:
             return tuple(decode(items))
         case {"!counter": rows}:

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from convoy.cli.options import (
+    PATH,
+    SECONDS,
     Batch,
     Data,
     DataDir,
@@ -28,13 +30,14 @@ from convoy.errors import InputError
 @app.command()
 def measure(
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Fleet file to write: devices, links, times of layers.")
+        Path, typer.Option("--output", "-o", help="Fleet file to write: devices, links, times of layers.", **PATH)
     ],
     fleet: Annotated[
         Path | None,
         typer.Option(
             help="Fleet file with what is known; default: what the devices say. If its hosts have addresses, they are "
-            "started over ssh."
+            "started over ssh.",
+            **PATH,
         ),
     ] = None,
     data: Data = "digits",
@@ -45,7 +48,7 @@ def measure(
     batch: Batch = 64,
     slowdown: Slowdown = None,
     precision: Precision = FIELDS["precision"].default,
-    budget: Annotated[float, typer.Option(help="Seconds that each device may spend on layers.")] = 60.0,
+    budget: Annotated[float, typer.Option(help="About the seconds that measuring may take.", **SECONDS)] = 60.0,
     timeout: Timeout = 60.0,
     port: Port = None,
     print_lines: Print = False,
@@ -83,12 +86,14 @@ def measure(
 @app.command()
 def plan(
     net: Annotated[str, typer.Argument(help="two-conv:K1:K2, alexnet:F, resnet:DEPTH:WIDTH.")],
-    fleet: Annotated[Path, typer.Option(help="Fleet file that `convoy measure` wrote for this net.")],
+    fleet: Annotated[
+        Path, typer.Option(help="Fleet file that `convoy measure` wrote for this net, or described.", **PATH)
+    ],
     batch: Batch = 64,
     image: Annotated[str, typer.Option(help="Channels, height, width of the images.")] = "3,32,32",
     classes: Annotated[int, typer.Option(help="Classes.")] = 10,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the chosen plan to this file (JSON).")
+        Path | None, typer.Option("--output", "-o", help="Write the chosen plan to this file (JSON).", **PATH)
     ] = None,
     optimizer: Annotated[
         str, typer.Option(help="Whose state counts as memory: sgd, sgd-momentum or adam.")
@@ -96,7 +101,8 @@ def plan(
     least_energy: Annotated[
         float | None,
         typer.Option(
-            help="Choose the least joules per image among the plans whose step takes at most so many seconds."
+            help="Choose the least joules per image among the plans whose step takes at most so many seconds.",
+            **SECONDS,
         ),
     ] = None,
     wire: Annotated[
@@ -104,8 +110,8 @@ def plan(
         typer.Option(help="In which numbers activations and gradients travel: exact, or inexact-bf16 (short: bf16)."),
     ] = "exact",
 ) -> None:
-    """Predict every plan on a measured fleet, and choose: step time, share of the limit, traffic, memory, joules, what
-    bounds it. Plans that do not fit a device's memory are marked, and never chosen.
+    """Predict every plan on a fleet, measured or described, and choose: step time, share of the limit, traffic, memory, joules,
+    what bounds it. Plans that do not fit a device's memory are marked, and never chosen.
 
     Example: convoy plan two-conv:150:800 --batch 256 --fleet fleet.toml -o plan.json
     """
@@ -126,11 +132,15 @@ def plan(
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def rehearse(
-    fleet: Annotated[Path, typer.Argument(help="Fleet file (TOML): hosts, their cards, devices with their cores.")],
+    fleet: Annotated[
+        Path, typer.Argument(**PATH, help="Fleet file (TOML): hosts, their cards, devices with their cores.")
+    ],
     command: Annotated[
         list[str], typer.Argument(help="Program and arguments, run once per device; write -- before it.")
     ],
-    limit_s: Annotated[float, typer.Option("--limit", help="Seconds after which the command is ended.")] = 3600.0,
+    limit_s: Annotated[
+        float, typer.Option("--limit", help="Seconds after which the command is ended.", **SECONDS)
+    ] = 3600.0,
 ) -> None:
     """Run a command on every device of a fleet that is emulated on this machine (Linux, root).
 
@@ -154,13 +164,14 @@ def doctor(
         Path | None,
         typer.Option(
             help="Fleet file: the hosts by name, and what their links and devices should do. Hosts with an address are "
-            "visited by ssh."
+            "visited by ssh.",
+            **PATH,
         ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write all facts and findings to this file (JSON).")
+        Path | None, typer.Option("--json", help="Also write all facts and findings to this file (JSON).", **PATH)
     ] = None,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for hosts that have not come.")] = 30.0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for hosts that have not come.", **SECONDS)] = 30.0,
     case: Annotated[
         str | None, typer.Option(hidden=True, help="The context of an examination that was started over ssh (JSON).")
     ] = None,

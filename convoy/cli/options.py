@@ -1,15 +1,17 @@
 """Options that several verbs have, and those that are made from the list of settings."""
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from convoy.config.option_types import numbers
+from convoy.config.option_types import a_path, numbers, seconds
 from convoy.config.settings import FIELDS, key_of, kind_of, panel
-from convoy.errors import InputError
+from convoy.errors import InputError, shortened, shown
+from convoy.fleet.units import Dimension, quantity
 
 
 def _meaning(name: str) -> Any:
@@ -18,7 +20,32 @@ def _meaning(name: str) -> Any:
 
 
 Data = Annotated[str, _meaning("data")]
-DataDir = Annotated[Path | None, _meaning("data_dir")]
+
+
+def path_of(text: str) -> Path:
+    """A path that a person gives. The command's own error where it names nothing."""
+    try:
+        return Path(a_path(text))
+    except InputError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+PATH: Mapping[str, Any] = {"parser": path_of, "metavar": "PATH"}
+"""Of every option and argument that is a path."""
+
+
+def seconds_of(text: str | float) -> float:
+    """Seconds that a person gives, with a unit or without. The command's own error where they are none."""
+    try:
+        return float(seconds(text))
+    except InputError as error:
+        raise typer.BadParameter(f"{shown(str(text))}: {error}") from None
+
+
+SECONDS: Mapping[str, Any] = {"parser": seconds_of, "metavar": "TIME"}
+"""Of every option that is a time: 30, 450 ms, 2 min."""
+
+DataDir = Annotated[Path | None, typer.Option(help=FIELDS["data_dir"].description, **PATH)]
 ImageSize = Annotated[int | None, _meaning("image_size")]
 Net = Annotated[str, _meaning("net")]
 PlanName = Annotated[str, _meaning("plan")]
@@ -26,7 +53,7 @@ Precision = Annotated[str, _meaning("precision")]
 Devices = Annotated[str, _meaning("devices")]
 Batch = Annotated[int, _meaning("batch")]
 Slowdown = Annotated[str | None, _meaning("slowdown")]
-Timeout = Annotated[float, _meaning("timeout_s")]
+Timeout = Annotated[float, typer.Option(help=FIELDS["timeout_s"].description, **SECONDS)]
 Port = Annotated[int | None, _meaning("port")]
 Print = Annotated[
     bool,
@@ -39,11 +66,13 @@ def with_settings(verb: Callable[..., None]) -> Callable[..., None]:
     own = [p for p in inspect.signature(verb).parameters.values() if p.kind is not p.VAR_KEYWORD]
     options = []
     for name, field in FIELDS.items():
-        kind = str if kind_of(name) is tuple else kind_of(name)
+        # A path is taken as a text: an empty one is to be refused, and would be the current folder.
+        kind, is_path = (str if kind_of(name) in (tuple, Path) else kind_of(name)), kind_of(name) is Path
         default = "" if field.default is None or kind is bool else f" [dim]\\[default: {field.default}][/]"
         option = typer.Option(
             *([] if kind is bool else [f"--{key_of(name)}"]),
             help=f"{field.description}{default}", show_default=False, rich_help_panel=panel(name),
+            **(SECONDS if name.endswith("_s") else {"metavar": "PATH" if is_path else None}),
         )  # fmt: skip
         options.append(
             inspect.Parameter(
@@ -54,12 +83,19 @@ def with_settings(verb: Callable[..., None]) -> Callable[..., None]:
     return verb
 
 
+MOST_PIXELS = 8192
+"""Of a side of an image."""
+
+
 def image_of(text: str) -> tuple[int, int, int]:
     """Channels, height and width as `--image` gives them. InputError if it does not."""
-    sizes = [int(n) for n in numbers_of("--image", text)]
-    if len(sizes) != 3 or min(sizes) < 1:
-        raise InputError(f"--image {text}: give channels, height and width, e.g. 3,32,32")
-    return sizes[0], sizes[1], sizes[2]
+    sizes = numbers_of("--image", text)
+    if len(sizes) != 3 or not all(n == int(n) and 1 <= n <= MOST_PIXELS for n in sizes if math.isfinite(n)):
+        raise InputError(
+            f"--image {shortened(text)}: give channels, height and width, whole numbers of 1 to {MOST_PIXELS}, e.g. 3,32,32"
+        )
+    channels, height, width = map(int, sizes)
+    return channels, height, width
 
 
 def numbers_of(option: str, text: str) -> tuple[float, ...]:
@@ -67,4 +103,15 @@ def numbers_of(option: str, text: str) -> tuple[float, ...]:
     try:
         return numbers(text)
     except InputError as error:
-        raise InputError(f"{option} {text!r}: {error}") from None
+        raise InputError(f"{option} {shown(text)}: {error}") from None
+
+
+def quantity_of(option: str, text: str, dimension: Dimension) -> float:
+    """An option's number with its unit, above 0. InputError if it has another."""
+    try:
+        number = quantity(text, dimension)
+    except InputError as error:
+        raise InputError(f"{option} {shown(text)}: {error}") from None
+    if number <= 0:
+        raise InputError(f"{option} {shown(text)}: give more than 0")
+    return number

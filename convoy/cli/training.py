@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from convoy.cli.options import PlanName, Print, with_settings
+from convoy.cli.options import PlanName, Print, path_of, with_settings
 from convoy.cli.top import app, in_job
 
 
@@ -15,7 +15,11 @@ from convoy.cli.top import app, in_job
 def train(
     run: Annotated[
         Path | None,
-        typer.Argument(metavar="RUN.TOML", help="Settings in a file: the options below, without the dashes in front."),
+        typer.Argument(
+            parser=path_of,
+            metavar="RUN.TOML",
+            help="Settings in a file: the options below, without the dashes in front.",
+        ),
     ] = None,
     print_lines: Print = False,
     **given: Any,
@@ -39,15 +43,22 @@ def train(
         if (fleet := fleet_to_start(resolved.settings.fleet, print_lines)) is not None:
             raise typer.Exit(train_on_fleet(resolved, fleet, print_lines))
     devices = resolved.settings.device_names
+    if not one_of_job:
+        from convoy.app.checks import check_at_once, must_fetch
+
+        check_at_once(resolved.settings)
+        print(f"Starting {len(devices)} device{'s' * (len(devices) > 1)} ...", flush=True)
     if one_of_job or len(devices) == 1:
         from convoy.app.train import run_device
 
         run_device(resolved)
         return
-    from convoy.app.inputs import check_inputs
+    if must_fetch(resolved.settings):
+        from convoy.app.inputs import load_images
+
+        load_images(resolved.settings)
     from convoy.launch.local import launch_local
 
-    check_inputs(resolved.settings)
     raise typer.Exit(launch_local(sys.argv[1:], devices, port=resolved.settings.port))
 
 

@@ -12,6 +12,7 @@ from torch import distributed
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import PrefixStore, Store, Work
 
+from convoy.comm.accelerator import finish, in_host_memory, queued
 from convoy.comm.group import Message
 
 CONTROL = 1 << 30
@@ -88,8 +89,8 @@ class PendingWork:
 class GlooBackend:
     """Tensors over gloo's TCP connections, one to every other device, moved by a thread of gloo's own.
 
-    Tensors on a GPU are staged through pinned host memory here, since gloo's own copies of CUDA tensors lack operations
-    and have been wrong in some releases. ``staged`` forces the same path for tensors in host memory.
+    Tensors on an accelerator are staged through pinned host memory here, since gloo knows some kinds only, and its own
+    copies of their tensors have been wrong in some releases. ``staged`` forces the same path for tensors in host memory.
     """
 
     lanes = 2
@@ -131,7 +132,7 @@ class GlooBackend:
         for tag, message in receives:
             tensor = message.tensor
             if self._goes_through_host(tensor):
-                tensor = _host_buffer(tensor)
+                tensor = in_host_memory(tensor)
                 work.staged.append((tensor, message.tensor))
             work.works.append(self._begin(self._gloo.recv, tensor, message.peer, tag))
         tensors = self._to_host([message.tensor.detach() for _, message in sends])
@@ -169,11 +170,12 @@ class GlooBackend:
         for tensor in tensors:
             host = tensor
             if self._goes_through_host(tensor):
-                host = _host_buffer(tensor)
+                host = in_host_memory(tensor)
                 host.copy_(tensor, non_blocking=host.is_pinned())
             hosts.append(host)
-        if any(tensor.is_cuda for tensor in tensors):
-            torch.cuda.current_stream(tensors[0].device).record_event().synchronize()
+        # A tensor leaves when it is there: the device goes on meanwhile with whatever is queued behind it.
+        if tensors and tensors[0].device.type != "cpu":
+            queued(tensors[0].device).synchronize()
         return hosts
 
 
@@ -187,10 +189,6 @@ def _next_tag(counters: Counter[tuple[int, int]], message: Message, lane: int) -
     counters[lane, message.peer] += 1
     size_bytes = message.tensor.numel() * message.tensor.element_size()
     return lane << 29 | number << 15 | (size_bytes * 2654435761 >> 12) & 0x7FFF
-
-
-def _host_buffer(like: torch.Tensor) -> torch.Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
 
 
 @final
@@ -220,9 +218,8 @@ class NcclBackend:
         else:
             self._group = distributed.new_group(backend="nccl", timeout=limit, device_id=torch_device)
         # Batches of messages between some devices only are allowed once all have met in a collective.
-        with torch.cuda.device(torch_device):
-            distributed.all_reduce(torch.zeros(1, device=torch_device), group=self._group)
-            torch.cuda.synchronize(torch_device)
+        distributed.all_reduce(torch.zeros(1, device=torch_device), group=self._group)
+        finish(torch_device)
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int) -> PendingWork:  # noqa: ARG002
         if not sends and not receives:

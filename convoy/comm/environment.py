@@ -1,19 +1,16 @@
-"""The rank of this process in its job, as the environment names it, its device, and the address that leads to the others."""
+"""The rank of this process in its job, as the environment names it, and the address that leads to the others."""
 
+import math
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
 
 from convoy.comm.launch_env import MAX_PROCESSES, RANK_VARIABLES, as_torchrun, whole
-from convoy.errors import InputError
-
-if TYPE_CHECKING:  # the agent on a host asks for routes only, and should not wait for torch
-    import torch
+from convoy.errors import InputError, shown
 
 
 @dataclass(frozen=True)
@@ -67,51 +64,30 @@ def read_process_env(environment: Mapping[str, str]) -> ProcessEnv | None:
         host=environment["MASTER_ADDR"],
         port=whole(environment, "MASTER_PORT", 1, 65535),
         hosted=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0),
+        attempt=whole(environment, "TORCHELASTIC_RESTART_COUNT", 0, 1 << 30)
+        if environment.get("TORCHELASTIC_RESTART_COUNT")
+        else 0,
     )
 
 
-def local_devices() -> tuple[str, ...]:
-    """The names of all devices of this machine: its GPUs (CUDA, Apple's MPS) and its CPU, last."""
-    import torch
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    apple = ("mps",) if torch.backends.mps.is_available() else ()
-    return (*(f"cuda:{gpu}" for gpu in range(gpus)), *apple, "cpu")
-
-
-def pick_device(name: "str | torch.device | None", local: int) -> "torch.device":
-    """The device to compute on; process number ``local`` of its machine takes that GPU unless told otherwise.
+def imposed_slowdown() -> float:
+    """How many times slower a rehearsal wants this device (its fleet file's `slowdown`).
 
     Raises:
-        InputError: no such device.
+        InputError: CONVOY_SLOWDOWN is no such number.
     """
-    import torch
+    from convoy.fleet import MAX_SLOWDOWN  # the agent on a host has no use for what reads fleet files
 
-    chosen = name or os.environ.get("CONVOY_DEVICE")
-    if chosen is None:
-        devices = local_devices()
-        chosen = devices[min(local, len(devices) - 1)]
+    text = os.environ.get("CONVOY_SLOWDOWN") or "1"
     try:
-        device = torch.device(chosen)
-        if device.type == "cuda":
-            device = torch.device("cuda", device.index or 0)
-            torch.cuda.set_device(device)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, AttributeError) as error:  # the last: a torch for processors only
-        reason = str(error).splitlines()[0]
+        slowdown = float(text)
+    except ValueError:
+        slowdown = math.nan
+    if not 1 <= slowdown <= MAX_SLOWDOWN:
         raise InputError(
-            f"device {str(chosen)!r} cannot be used ({reason}): choose cpu, or cuda:0 to cuda:{{number of GPUs - 1}}"
-        ) from None
-    return device
-
-
-def finish(device: "torch.device") -> None:
-    """Wait until a device has done all that it was given: the work of GPUs is queued. A CPU's is done when a call returns."""
-    import torch
-
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+            f"CONVOY_SLOWDOWN={shown(text)} in the environment: it must be a number from 1 to {MAX_SLOWDOWN:g}; unset it"
+        )
+    return slowdown
 
 
 def route_to(host: str, port: int) -> str:
@@ -156,6 +132,42 @@ def own_address(host: str, port: int, environment: Mapping[str, str] = os.enviro
             if address.family == family:
                 return str(address.address)
     raise InputError(f"GLOO_SOCKET_IFNAME={chosen!r}: this interface has no IP address; give it one or choose another")
+
+
+LISTENER = "CONVOY_LISTENER"
+"""Of device 0, whose launcher has chosen where all meet: the number of the socket that listens there."""
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """A socket that listens at an address of this machine. Port 0: a free one.
+
+    Raises:
+        InputError: the port is taken, or the address is none of this machine.
+    """
+    family, target = resolve(host, port, socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(target)
+        # Two sockets may be bound to one port as long as neither listens.
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise InputError(
+            f"cannot listen at {host} port {port}: {os.strerror(error.errno or 0)}. Choose another port (another "
+            "job may use this one; port 0 or none takes a free one) and an address of this machine"
+        ) from None
+    return listener
+
+
+def inherited_listener() -> socket.socket | None:
+    """The socket that the launcher of this process listens with already; None where there is none."""
+    # Taken out of the environment: in a process started from here the number would mean another file.
+    number = os.environ.pop(LISTENER, "")
+    try:
+        return socket.socket(fileno=int(number)) if number.isdecimal() else None
+    except OSError:
+        return None
 
 
 def is_own(host: str) -> bool:

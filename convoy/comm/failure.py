@@ -10,10 +10,13 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Protocol
+
+from convoy.comm.place import SAME_STEPS, own_place
 
 PING_S = 2.0
 """How long a live process may take to answer: its server has a thread that does nothing else."""
@@ -45,10 +48,11 @@ class FailureReport:
 
 @dataclass(frozen=True)
 class Health:
-    """A live device's answer: for whom it waits at the moment, if it does, or that its work is done."""
+    """A live device's answer: for whom it waits at the moment, if it does, or that its work is done; and at which line."""
 
     waits_for: int | None = None
     done: bool = False
+    place: str | None = None
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,14 @@ class Peers(Protocol):
     def report_from(self, device: int, timeout_s: float) -> FailureReport | None: ...
 
 
-def find_failed(peers: Peers, me: int, peer: int, timed_out: bool, limit_s: float) -> Verdict:
+def find_failed(peers: Peers, me: int, peer: int, timed_out: bool, limit_s: float, place: str | None = None) -> Verdict:
     """Follow who waits for whom, from a peer that closed or fell silent to the device that everybody waits for.
 
     Args:
         timed_out: the peer was silent for ``limit_s``; otherwise its connection closed.
+        place: the line of the user's program at which this device waits.
     """
-    chain = [me]
+    chain, places = [me], {me: place}
     device, closed = peer, not timed_out
     while True:
         report = peers.report_from(device, 0.0)
@@ -82,19 +87,31 @@ def find_failed(peers: Peers, me: int, peer: int, timed_out: bool, limit_s: floa
             # It left a moment ago: its report may still be on the way.
             report = peers.report_from(device, REPORT_S)
         if report is not None:
-            return Verdict(report.root, report.cause)
+            # Whoever ends its work does not know at which line others still wait.
+            return Verdict(
+                report.root, report.cause + (_told({**places, device: None}) if report.cause == DONE_CAUSE else "")
+            )
         if isinstance(answer, NoAnswer):
             return Verdict(device, _silence_cause(answer, limit_s, closed))
         chain.append(device)
+        if answer is not None:
+            places[device] = answer.place
         if answer is not None and answer.done:
-            return Verdict(device, DONE_CAUSE)
+            return Verdict(device, DONE_CAUSE + _told(places))
         if answer is None or answer.waits_for is None:
-            return Verdict(device, _busy_cause(limit_s, closed))
+            return Verdict(device, _busy_cause(limit_s, closed) + ("" if closed else _told(places)))
         if answer.waits_for in chain:
             circle = " -> ".join(str(each) for each in [*chain, answer.waits_for])
             same = "the devices do not run the same steps; start all with the same program"
-            return Verdict(device, f"waits in a circle ({circle}): {same}")
+            return Verdict(device, f"waits in a circle ({circle}): {same}{_told(places)}")
         device, closed = answer.waits_for, False
+
+
+def _told(places: Mapping[int, str | None]) -> str:
+    """At which lines the devices are, where that is known and tells something."""
+    known = [f"device {device} is at {place}" for device, place in sorted(places.items()) if place is not None]
+    remedy = f". {SAME_STEPS}" if len(set(places.values())) > 1 else ""
+    return f". {'; '.join(known)}{remedy}" if known else ""
 
 
 def _silence_cause(silence: NoAnswer, limit_s: float, closed: bool) -> str:
@@ -160,7 +177,12 @@ class HealthServer:
                 connected = True
                 connection.sendall(self._line({"ask": "health"}))
                 answer = json.loads(_read_line(connection))
-                return Health(None if answer["waits_for"] is None else int(answer["waits_for"]), bool(answer["done"]))
+                place = answer["place"]
+                return Health(
+                    None if answer["waits_for"] is None else int(answer["waits_for"]),
+                    bool(answer["done"]),
+                    None if place is None else str(place),
+                )
         except TimeoutError:
             return NoAnswer.FROZEN if connected else NoAnswer.UNREACHABLE
         except (ConnectionError, ValueError, LookupError, TypeError):
@@ -207,7 +229,7 @@ class HealthServer:
         if words["token"] != self.token:
             return
         if (report := words.get("report")) is None:
-            client.sendall(json.dumps(asdict(self.state)).encode() + b"\n")
+            client.sendall(json.dumps(asdict(replace(self.state, place=own_place()))).encode() + b"\n")
             return
         with self._reported:
             device = int(report["device"])

@@ -13,6 +13,7 @@ from typing import Protocol, Self, final
 
 import torch
 
+from convoy.comm.place import SAME_STEPS
 from convoy.errors import ConvoyError, InputError, MismatchError
 
 
@@ -51,6 +52,7 @@ class Group(Protocol):
         torch_device: where this device computes; message tensors live there.
         timeout_s: how long a wait may last before the other side counts as lost.
         sent_bytes: payload bytes sent to each device since the start, or since ``clear_counters``.
+        failure: why the group can no longer be used, its own closing included; None while it can.
     """
 
     device: int
@@ -59,6 +61,7 @@ class Group(Protocol):
     torch_device: torch.device
     timeout_s: float
     sent_bytes: list[int]
+    failure: ConvoyError | None
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
         """Start to send and to receive, and return at once.
@@ -163,12 +166,14 @@ class CountedGroup(ABC):
                 "contiguous, and messages travel as one block of memory: send tensor.contiguous()"
             )
 
-    def _check_topics(self, topic: str, topics: Sequence[str]) -> None:
+    def _check_topics(self, topic: str, topics: Sequence[str], places: Sequence[str | None] = ()) -> None:
+        lines = [f" ({place})" if place is not None else "" for place in places] or [""] * len(topics)
         for peer, other in enumerate(topics):
             if other != topic:
                 self.failure = MismatchError(
-                    f"device {self.device} is at {topic!r} while device {peer} is at {other!r}: all devices must run "
-                    "the same program with the same arguments"
+                    f"device {self.device} is at {topic!r}{lines[self.device]} while device {peer} is at "
+                    f"{other!r}{lines[peer]}: all devices must run the same program with the same arguments"
+                    + (f". {SAME_STEPS}" if any(lines) else "")
                 )
                 raise self.failure
 

@@ -6,6 +6,7 @@
     mpirun (Open MPI)              OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
     mpirun (MPICH, Intel MPI)      PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS
     srun                           SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE
+    convoy run, to a script        CONVOY_RANK, CONVOY_WORLD_SIZE, ...: torchrun's with a prefix (see `hidden`)
 
 An inner launcher's variables count before an outer one's: mpirun in a Slurm job, torchrun in either. MASTER_ADDR and
 MASTER_PORT, where a person has set them, count before what is worked out here.
@@ -16,12 +17,19 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from convoy.errors import InputError
+from convoy.errors import InputError, shown
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, and everything that follows its contract, sets for each process."""
 
 MAX_PROCESSES = 1 << 20
+
+_OWN = "CONVOY_"
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_OF_STORE = ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT")
+_OF_LAUNCHERS = re.compile(
+    rf"{'|'.join(_PLACE)}|TORCHELASTIC_\w+|(GROUP|ROLE)_\w+|(OMPI|PMI|PMIX|MPI)_\w+|SLURM_(PROCID|LOCALID|NODEID|NTASKS|NPROCS|STEP_\w+)"
+)
 
 _LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _PORTS = 15_000, 15_000
@@ -52,7 +60,18 @@ _HYDRA = _Names(
 
 def is_one_of_job(environment: Mapping[str, str]) -> bool:
     """Whether torchrun's variables say that this process is one of a job (see `as_torchrun`); otherwise it is alone."""
-    return bool(environment.get("RANK") or environment.get("WORLD_SIZE"))
+    return any(environment.get(name) for name in ("RANK", "WORLD_SIZE", f"{_OWN}RANK"))
+
+
+def hidden(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of one process of a job for a script that was written for one device, or for torch's own parallelism.
+
+    What launchers tell their processes is taken out: scripts that find RANK or SLURM_PROCID share out samples and wrap the
+    model themselves. Convoy finds the place of the process under names of its own.
+    """
+    told = as_torchrun(environment)
+    kept = {name: value for name, value in environment.items() if not _OF_LAUNCHERS.fullmatch(name)}
+    return kept | {f"{_OWN}{name}": told[name] for name in (*_PLACE, *_OF_STORE) if told.get(name)}
 
 
 def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
@@ -66,8 +85,11 @@ def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
             machines and no address where they can meet.
     """
     rank: dict[str, str] = {}
-    if not is_one_of_job(environment):
-        if _is_set(environment, _OPEN_MPI):
+    if not (environment.get("RANK") or environment.get("WORLD_SIZE")):
+        if environment.get(f"{_OWN}RANK"):
+            own = ((name, environment.get(f"{_OWN}{name}")) for name in (*_PLACE, *_OF_STORE))
+            rank = {name: value for name, value in own if value}
+        elif _is_set(environment, _OPEN_MPI):
             rank = _from_mpi(environment, _OPEN_MPI)
         # Slurm, too, speaks MPICH's language to its processes, but leaves out the number on the machine.
         elif _is_set(environment, _HYDRA) and not (_is_step(environment) and not environment.get(_HYDRA.local)):
@@ -80,8 +102,8 @@ def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
 def whole(environment: Mapping[str, str], name: str, least: int, most: int) -> int:
     """A variable's whole number. InputError if it is none, or not from `least` to `most`."""
     text = environment[name]
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise InputError(f"{name}={text!r} in the environment: it must be a whole number from {least} to {most}")
+    if not (text.isdecimal() and len(text) <= 20) or not least <= int(text) <= most:
+        raise InputError(f"{name}={shown(text)} in the environment: it must be a whole number from {least} to {most}")
     return int(text)
 
 

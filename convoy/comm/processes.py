@@ -15,14 +15,18 @@ from typing import TypeVar, final
 
 import torch
 
+from convoy.comm.accelerator import pick_device
 from convoy.comm.backends import CONTROL, Backend, GlooBackend, NcclBackend, PeerFailure, PendingWork, can_use_nccl
-from convoy.comm.environment import ProcessEnv, own_address, pick_device, reachable_address, read_process_env
+from convoy.comm.environment import ProcessEnv, own_address, reachable_address, read_process_env
 from convoy.comm.failure import DONE_CAUSE, FailureReport, Health, HealthServer, NoAnswer, find_failed
 from convoy.comm.group import AloneGroup, CountedGroup, Group, Message, Pending, closed_error
+from convoy.comm.place import own_place
 from convoy.comm.rendezvous import ProcessInfo, Rendezvous, own_info, store_at, title
 from convoy.errors import ConvoyError, DeviceLostError, InputError
 
 T = TypeVar("T")
+
+MOST_TIMEOUT_S = 1e6
 
 FAREWELL_S = 5.0
 """How long a device that is done waits for the others to be done, so that no connection closes under a message."""
@@ -37,8 +41,8 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
     The group closes itself at the end of the process, or of a ``with`` block.
 
     Args:
-        device: where to compute, such as "cpu" or "cuda:1". By default CONVOY_DEVICE, else the GPU of this process's
-            number on its machine, else the CPU.
+        device: where to compute, such as "cpu" or "cuda:1". By default CONVOY_DEVICE, else the accelerator of this
+            process's number on its machine, else the CPU.
         timeout_s: how long to wait for the others here, and in every later wait, before they count as lost.
         staged: send tensors through buffers in host memory even where that is not needed.
 
@@ -48,8 +52,10 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
         DeviceLostError: somebody did not come in time, or cannot be reached.
     """
     watch_parent()
-    if not timeout_s > 0:
-        raise InputError(f"timeout_s={timeout_s}: a time limit is a number of seconds above 0, such as 60")
+    if not 0 < timeout_s <= MOST_TIMEOUT_S:
+        raise InputError(
+            f"timeout_s={timeout_s}: a time limit is a number of seconds above 0, at most {MOST_TIMEOUT_S:g}, such as 60"
+        )
     env = read_process_env(os.environ)
     torch_device = pick_device(device, env.local if env else 0)
     if env is None or env.devices == 1:
@@ -156,14 +162,14 @@ class JoinedGroup(CountedGroup):
     def agree(self, topic: str, text: str) -> tuple[str, ...]:
         self._raise_failure()
         try:
-            pages = self._swap_pages([topic, text], self.timeout_s)
+            pages = self._swap_pages([topic, text, own_place()], self.timeout_s)
         except PeerFailure as failure:
             raise self._fail(failure) from failure
-        topics, texts = zip(*(json.loads(page) for page in pages), strict=True)
-        self._check_topics(topic, topics)
+        topics, texts, places = zip(*(json.loads(page) for page in pages), strict=True)
+        self._check_topics(topic, topics, places)
         return tuple(texts)
 
-    def _swap_pages(self, page: list[str], limit_s: float) -> list[bytes]:
+    def _swap_pages(self, page: list[str | None], limit_s: float) -> list[bytes]:
         """Everybody's page as JSON, in device order: first the lengths travel, then the pages."""
         tag = CONTROL + 2 * self._agreed % (CONTROL - 2)
         self._agreed += 1
@@ -195,7 +201,7 @@ class JoinedGroup(CountedGroup):
                 if len(failure.peers) > 1:
                     silent = (each for each in failure.peers if isinstance(self._health.ping(each), NoAnswer))
                     peer = next(silent, peer)
-                verdict = find_failed(self._health, self.device, peer, failure.timed_out, self.timeout_s)
+                verdict = find_failed(self._health, self.device, peer, failure.timed_out, self.timeout_s, own_place())
                 self.failure = DeviceLostError(verdict.device, f"{self._title(verdict.device)} {verdict.cause}")
                 self._tell(verdict.device, verdict.cause)
                 self._cut(broken=True)
@@ -231,7 +237,7 @@ class JoinedGroup(CountedGroup):
         """Wait a little for the others to be done as well."""
         self._health.state = Health(done=True)
         try:
-            self._swap_pages(["the end of its work", ""], min(FAREWELL_S, self.timeout_s))
+            self._swap_pages(["the end of its work", "", None], min(FAREWELL_S, self.timeout_s))
         except PeerFailure:
             self._tell(self.device, DONE_CAUSE)
 

@@ -1,7 +1,6 @@
 """How the processes of a job find each other: at a store, where each leaves what the others must know of it."""
 
 import json
-import os
 import platform
 import socket
 import time
@@ -16,7 +15,8 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from convoy._version import __version__
-from convoy.comm.environment import ProcessEnv, is_loopback, resolve
+from convoy.comm.accelerator import hardware_name
+from convoy.comm.environment import ProcessEnv, inherited_listener, is_loopback, listen_at, resolve
 from convoy.errors import DeviceLostError, InputError, MismatchError
 
 
@@ -44,9 +44,8 @@ class ProcessInfo:
 
 def own_info(torch_device: torch.device, devices: int, address: str) -> ProcessInfo:
     """What this process says about itself."""
-    name = torch.cuda.get_device_name(torch_device) if torch_device.type == "cuda" else platform.machine()
     return ProcessInfo(
-        str(torch_device), name, platform.node(), address, str(devices), __version__,
+        str(torch_device), hardware_name(torch_device), platform.node(), address, str(devices), __version__,
         torch=".".join(torch.__version__.split(".")[:2]), nonce=uuid.uuid4().hex,
     )  # fmt: skip
 
@@ -97,7 +96,8 @@ def store_at(env: ProcessEnv, deadline_s: float) -> Store:
             return distributed.distributed_c10d._get_default_store()
         if env.device == 0 and not env.hosted:
             _check_open(env)
-            _stores[key] = host_store(env.host, env.port)
+            listener = inherited_listener()
+            _stores[key] = store_on(listen_at(env.host, env.port) if listener is None else listener)
         else:
             _stores[key] = visit_store(env.host, env.port, deadline_s)
     return _stores[key]
@@ -114,24 +114,9 @@ def _check_open(env: ProcessEnv) -> None:
         )
 
 
-def host_store(host: str, port: int) -> TCPStore:
-    """A store that listens on ``host`` only (torch's own choice is every address of the machine). Port 0: a free one.
-
-    Raises:
-        InputError: the port is taken, or the address is none of this machine.
-    """
-    family, target = resolve(host, port, socket.SOCK_STREAM)[0]
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(target)
-            # Two sockets may be bound to one port as long as neither listens.
-            listener.listen(1024)
-        except OSError as error:
-            raise InputError(
-                f"cannot listen at {host} port {port}: {os.strerror(error.errno or 0)}. Choose another port (another "
-                "job may use this one; port 0 or none takes a free one) and an address of this machine"
-            ) from None
+def store_on(listener: socket.socket) -> TCPStore:
+    """A store that listens where a socket listens already, and there only: torch's own choice is every address."""
+    with listener:
         address, port = listener.getsockname()[:2]
         # Multi-tenant: a script that also calls init_process_group() then finds this store, not a taken port.
         return TCPStore(

@@ -9,6 +9,7 @@ from typing import TypeVar, final
 
 import torch
 
+from convoy.comm.accelerator import check_device, enter
 from convoy.comm.group import CountedGroup, Group, Message, Pending, closed_error
 from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError
 
@@ -16,24 +17,30 @@ T = TypeVar("T")
 Route = tuple[int, int, int, int]  # sender, receiver, lane, number of the message on this way
 
 
-def run_on_threads(devices: int, work: Callable[[Group], T], timeout_s: float = 60.0) -> list[T]:
+def run_on_threads(
+    devices: int, work: Callable[[Group], T], timeout_s: float = 60.0, on: Sequence[str] = ("cpu",)
+) -> list[T]:
     """Run ``work`` on ``devices`` threads, each with its own group, and return the results in device order.
 
     When one device raises, the others get a DeviceLostError that names it at their next exchange, and the first cause
     is raised here. After a failure or Ctrl-C the remaining threads get ``timeout_s`` to end.
 
+    Args:
+        on: what they compute on, such as ("cpu", "cuda:0"); taken in turns where there are fewer names than devices.
+
     Raises:
-        InputError: fewer than one device.
+        InputError: fewer than one device, or no such device.
         BaseException: whatever ``work`` raised first.
     """
     if devices < 1:
         raise InputError(f"{devices} devices were asked for: a group has at least one")
-    mail = _Mailboxes(devices, timeout_s)
+    mail, places = _Mailboxes(devices, timeout_s), [check_device(name) for name in on]
     results: dict[int, T] = {}
 
     def run(device: int) -> None:
-        group = _ThreadGroup(mail, device)
+        group = _ThreadGroup(mail, device, places[device % len(places)])
         try:
+            enter(group.torch_device)
             results[device] = work(group)
         except BaseException as error:
             group.close(error)
@@ -116,8 +123,8 @@ class _Mailboxes:
 
 @final
 class _ThreadGroup(CountedGroup):
-    def __init__(self, mail: _Mailboxes, device: int) -> None:
-        super().__init__(device, mail.devices, torch.device("cpu"), mail.timeout_s)
+    def __init__(self, mail: _Mailboxes, device: int, torch_device: torch.device) -> None:
+        super().__init__(device, mail.devices, torch_device, mail.timeout_s)
         self.mail = mail
         self.sent: Counter[tuple[int, int]] = Counter()  # (lane, peer) -> messages
         self.received: Counter[tuple[int, int]] = Counter()
@@ -130,7 +137,7 @@ class _ThreadGroup(CountedGroup):
             number = self.received[lane, message.peer]
             expected.append(((message.peer, self.device, lane, number), message.tensor))
             self.received[lane, message.peer] += 1
-        copies = [(message.peer, message.tensor.detach().clone()) for message in sends]
+        copies = [(message.peer, message.tensor.detach().to("cpu", copy=True)) for message in sends]
         with self.mail.changed:
             for peer, tensor in copies:
                 self.mail.boxes[(self.device, peer, lane, self.sent[lane, peer])] = tensor

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from convoy.errors import InputError
+from convoy.errors import InputError, shortened, shown
+from convoy.files import unwritable
+from convoy.fleet.units import quantity
 from convoy.sharding.comm_dtype import parse_comm_dtype
 
 MAX_DEVICES = 1024
@@ -33,9 +35,21 @@ def numbers(value: Any) -> tuple[float, ...]:
     try:
         if isinstance(parts, list | tuple) and not any(isinstance(part, bool) for part in parts):
             return tuple(float(part) for part in parts)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
     raise InputError("give numbers with commas between them, e.g. 1,1,2,4")
+
+
+def seconds(value: Any) -> Any:
+    """Seconds as a person writes them: 450 ms, 2 min, 30; what is no text is left as it is.
+
+    Raises:
+        InputError: says what to give.
+    """
+    return quantity(value, "s") if isinstance(value, str) else value
+
+
+Seconds = Annotated[float, BeforeValidator(seconds)]
 
 
 def device_names(text: str) -> tuple[str, ...]:
@@ -45,26 +59,34 @@ def device_names(text: str) -> tuple[str, ...]:
         InputError: no device, too many, or a name left out.
     """
     named = tuple(part.strip() for part in text.split(","))
-    if os.environ.get("WORLD_SIZE", "").isdigit():
-        count = int(os.environ["WORLD_SIZE"])
-        return named if len(named) == count and not text.isdigit() and text != ALL else (AUTO_DEVICE,) * count
+    if (count := _count(os.environ.get("WORLD_SIZE", ""))) is not None:
+        return named if len(named) == count and not text.isdecimal() and text != ALL else (AUTO_DEVICE,) * count
     if text in (AUTO_DEVICE, ALL):
         return _devices_here(every=text == ALL)
-    if text.strip().isdigit():
-        count = int(text)
+    if (count := _count(text)) is not None:
         if not 1 <= count <= MAX_DEVICES:
-            raise InputError(f"--devices {count}: give a number from 1 to {MAX_DEVICES}, or their names: cuda:0,cpu")
+            raise InputError(
+                f"--devices {shortened(text)}: give a number from 1 to {MAX_DEVICES}, or their names: cuda:0,cpu"
+            )
         return ("cpu",) * count if count > 1 else (AUTO_DEVICE,)
     if not all(named):
-        raise InputError(f"--devices {text!r}: give a number, or names with commas between them: cuda:0,cpu")
+        raise InputError(f"--devices {shown(text)}: give a number, or names with commas between them: cuda:0,cpu")
     return named
+
+
+def _count(text: str) -> int | None:
+    """A whole number, `MAX_DEVICES + 1` for any larger one; None where a text is none."""
+    digits = text.strip().lstrip("0") or "0"
+    if not (text.strip().isascii() and text.strip().isdecimal()):
+        return None
+    return int(digits) if len(digits) < 10 else MAX_DEVICES + 1
 
 
 def _devices_here(every: bool) -> tuple[str, ...]:
     """This machine's GPUs, or the CPU where there is none; or every device, its GPUs and its CPU."""
     if os.environ.get("CONVOY_DEVICE") and not every:
         return (AUTO_DEVICE,)
-    devices: tuple[str, ...] = importlib.import_module("convoy.comm.environment").local_devices()
+    devices: tuple[str, ...] = importlib.import_module("convoy.comm.accelerator").local_devices()
     chosen = devices if every else devices[:-1]
     return chosen if len(chosen) > 1 else (AUTO_DEVICE,)
 
@@ -93,11 +115,41 @@ def checked_tensorboard(folder: Path) -> Path:
     Raises:
         InputError: tensorboard is not installed, or the path is no folder.
     """
-    if importlib.util.find_spec("tensorboard") is None:
-        raise InputError("tensorboard is not installed: pip install 'convoy-train[tensorboard]', or leave it out")
-    if folder.exists() and not folder.is_dir():
-        raise InputError("give a folder: this is a file")
+    _check_installed("tensorboard")
+    if why := unwritable(folder):
+        raise InputError(f"give a folder that you may write: {why}")
     return folder
+
+
+def checked_wandb(project: str) -> str:
+    """The name of a project of Weights & Biases.
+
+    Raises:
+        InputError: wandb is not installed, or the name is none.
+    """
+    _check_installed("wandb")
+    if not project.strip() or len(project) > 128 or any(sign in project for sign in "/\\#?%:"):
+        raise InputError("give the name of a project: 1 to 128 characters, none of / \\ # ? % :")
+    return project
+
+
+def checked_mlflow(uri: str) -> str:
+    """The address of MLflow's store.
+
+    Raises:
+        InputError: mlflow is not installed, or the address is none.
+    """
+    _check_installed("mlflow")
+    kind, _, rest = uri.partition(":")
+    if uri != "databricks" and not (kind.isascii() and kind.replace("+", "").isalnum() and rest.strip("/")):
+        raise InputError("give the address of a tracking store, such as http://host:5000 or sqlite:///mlflow.db")
+    return uri
+
+
+def _check_installed(name: str) -> None:
+    found = importlib.util.find_spec(name)
+    if found is None or found.origin is None:  # W&B keeps its files in a folder "wandb", which is no package
+        raise InputError(f"{name} is not installed: pip install 'convoy-train[{name}]', or leave it out")
 
 
 def wire_text(value: Any) -> Any:
@@ -117,5 +169,38 @@ def one_of(home: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-File = Annotated[Path, Field(strict=False)]
+MOST_CHARACTERS = 20_000
+"""Of an option's value: more than the names of `MAX_DEVICES` devices need."""
+
+
+def check_text(text: str) -> None:
+    """Refuse what no file, and no file's name, could hold.
+
+    Raises:
+        InputError: it is too long, or holds a zero byte or bytes that are no UTF-8.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise InputError(f"give a text of at most {MOST_CHARACTERS:,} characters")
+    if "\0" in text or (not text.isascii() and text.encode("utf-8", "replace").decode() != text):
+        raise InputError("give a text in UTF-8, without zero bytes")
+
+
+def a_path(value: Any) -> Any:
+    """A path that names something: "" would be the current folder.
+
+    Raises:
+        InputError: it is empty, or longer than a system takes.
+    """
+    if isinstance(value, str):
+        if not value.strip():
+            raise InputError("give a path: this is empty; the current folder is .")
+        check_text(value)
+        if len(value.encode()) > MOST_PATH_BYTES or any(len(part.encode()) > 255 for part in Path(value).parts):
+            raise InputError(f"give a path of at most {MOST_PATH_BYTES} bytes, with names of at most 255")
+    return value
+
+
+MOST_PATH_BYTES = 4000
+
+File = Annotated[Path, BeforeValidator(a_path), Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(numbers)]

@@ -13,7 +13,6 @@ the defaults. Paths mean what they mean on the command line.
 
 import difflib
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,9 @@ from typing import Any
 import tomlkit
 from pydantic import ValidationError
 
-from convoy.config.settings import FIELDS, Settings, key_of, panel, rule_of
-from convoy.errors import InputError
+from convoy.config.settings import FIELDS, Settings, key_of, kind_of, panel, rule_of
+from convoy.errors import InputError, shortened, shown
+from convoy.files import parse_toml, read_text
 
 _NAMES = {key_of(name): name for name in FIELDS}
 
@@ -63,8 +63,9 @@ def resolve_settings(file: Path | None, given: Mapping[str, Any]) -> RunSettings
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
-        shown = _shown(values[name])
-        said = f"--{key_of(name)} {shown}" if name in given else f"{sources[name]}: {key_of(name)} = {shown}"
+        is_path = kind_of(name) is Path and values[name] != ""
+        value = shortened(str(values[name]) if is_path else _shown(values[name]))
+        said = f"--{key_of(name)} {value}" if name in given else f"{sources[name]}: {key_of(name)} = {value}"
         # A rule of our own says itself what to give.
         own = first.get("ctx", {}).get("error")
         raise InputError(f"{said}: {own or f'give {rule_of(name)}'}") from None
@@ -73,23 +74,14 @@ def resolve_settings(file: Path | None, given: Mapping[str, Any]) -> RunSettings
 
 def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of a run file, by name of the setting, and where each stands."""
-    try:
-        text = file.read_text(encoding="utf-8")
-        table = tomllib.loads(text)
-    except OSError as error:
-        raise InputError(
-            f"cannot read the run file {file}: {error.strerror}; give a TOML file, or settings as options: --net NET"
-        ) from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file} is no text in UTF-8: {error.reason}; give a TOML file") from None
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f'{file} is no TOML: {error}; write lines such as net = "two-conv:50:500"') from None
+    text = read_text(file, "the run file", "give a TOML file, or settings as options: --net NET")
+    table = parse_toml(text, str(file), 'write lines such as net = "two-conv:50:500"')
     places = {key: _place(file, text, key) for key in table}
     for key, place in places.items():
         if key not in _NAMES:
-            near = difflib.get_close_matches(key.replace("_", "-").lower(), _NAMES, n=1)
+            near = difflib.get_close_matches(key[:80].replace("_", "-").lower(), _NAMES, n=1)
             remedy = f"did you mean {near[0]!r}?" if near else "convoy train --help lists them, with -- before each"
-            raise InputError(f"{place}: unknown key {key!r}: {remedy}")
+            raise InputError(f"{place}: unknown key {shown(key)}: {remedy}")
     return {_NAMES[key]: value for key, value in table.items()}, {_NAMES[key]: at for key, at in places.items()}
 
 

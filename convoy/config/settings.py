@@ -1,31 +1,43 @@
 """The settings of a training, as one list: the command line, run files and `--explain` are made from it."""
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from convoy.config.option_types import (
     File,
     Numbers,
+    Seconds,
+    check_text,
     checked_augment,
     checked_data,
+    checked_mlflow,
     checked_tensorboard,
+    checked_wandb,
     device_names,
     devices_text,
     one_of,
     wire_text,
 )
+from convoy.errors import InputError
 from convoy.plan.presets import AUTO, PLANS
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Sum
 
 MAX_SEED = 2**32 - 1
+
+NO_LOG = Path("none")
+"""What `log` is where nothing is to be logged."""
+
+MOST_NUMBER = 1e10
+MOST: Mapping[str, float] = {"timeout_s": 1e6, "budget_s": 1e6, "workers": 256, "image_size": 8192}
+"""The largest number that each setting may have; of all others `MOST_NUMBER`."""
 
 
 def _setting(panel: str, default: Any, meaning: str, *, here: bool = False, **rules: Any) -> Any:
@@ -130,9 +142,9 @@ class Settings(BaseModel):
         "convoy measure wrote them; default: measure now.",
         here=True,
     )
-    budget_s: float = _fleet(20.0, "For --plan auto: about the seconds that measuring may take.", here=True, gt=0)
+    budget_s: Seconds = _fleet(20.0, "For --plan auto: about the seconds that measuring may take.", here=True, gt=0)
     port: int | None = _fleet(None, "Port where the processes meet; default: a free one.", here=True, ge=0, le=65535)
-    timeout_s: float = _fleet(60.0, "Seconds after which a silent device counts as lost.", here=True, gt=0)
+    timeout_s: Seconds = _fleet(60.0, "Seconds after which a silent device counts as lost.", here=True, gt=0)
 
     epochs: int = _step(1, "Passes over the training images.", ge=1)
     batch: int = _step(64, "Global batch: samples per step, over all devices.", ge=1)
@@ -180,6 +192,10 @@ class Settings(BaseModel):
     resume: bool = _output(
         False, "Go on from the latest checkpoint in the folder: on any devices, by any plan, on the same curve."
     )
+    on_nan: Literal["warn", "stop"] = _output(
+        "warn",
+        "At the first step whose loss is NaN or infinite: [b]warn[/], and go on; or [b]stop[/] there, with exit status 2.",
+    )
     compare: bool = _output(
         False,
         "Afterwards, the same training on one CPU by plain PyTorch, slowed down as the fastest device is.",
@@ -205,6 +221,29 @@ class Settings(BaseModel):
         "'convoy-train\\[tensorboard]').",
         here=True,
     )
+    wandb: Annotated[str, AfterValidator(checked_wandb)] | None = _output(
+        None,
+        "The same numbers, and what each device uses, to Weights & Biases, into this project (pip install "
+        "'convoy-train\\[wandb]'); without a network: WANDB_MODE=offline.",
+        here=True,
+    )
+    mlflow: Annotated[str, AfterValidator(checked_mlflow)] | None = _output(
+        None,
+        "Likewise to MLflow: the address of a tracking server, or sqlite:///FILE (pip install 'convoy-train\\[mlflow]').",
+        here=True,
+    )
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _within_bounds(cls, value: Any, info: ValidationInfo) -> Any:
+        """What no training can mean: numbers beyond all use, and texts that no file could hold."""
+        name = str(info.field_name)
+        most = MOST.get(name, MOST_NUMBER)
+        if isinstance(value, int | float) and value > most:
+            raise InputError(f"give {rule_of(name)}, at most {most:g}")
+        if isinstance(value, str | Path):
+            check_text(str(value))
+        return value
 
     @property
     def device_names(self) -> tuple[str, ...]:
@@ -220,10 +259,10 @@ class Settings(BaseModel):
         """Samples of one pass over all devices: what a plan is for."""
         return self.batch // self.accumulate
 
-    def rebalances(self, devices: Iterable[str]) -> bool:
-        """Whether plans are tried and shares change while training on these devices, cpu or cuda:0 by name."""
-        by_default = self.plan == AUTO and all(name.startswith("cpu") for name in devices)
-        return by_default if self.rebalance is None else self.rebalance
+    @property
+    def rebalances(self) -> bool:
+        """Whether plans are tried and shares change while training."""
+        return self.plan == AUTO if self.rebalance is None else self.rebalance
 
     @property
     def optimizer_state(self) -> str:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from convoy.errors import InputError
 from convoy.model.graph import Layer
-from convoy.plan.size import LocalSize, flop, whole_size
+from convoy.plan.size import LocalSize, flop
 from convoy.plan.steps import Part, Phase
 
 
@@ -115,7 +115,7 @@ class LayerTimes:
         4,096 features was predicted three times too slow for 64 samples.
         """
         by_inputs = self.forward_inputs if phase == "forward" else self.backward_inputs
-        if size.inputs < whole_size(layer, 1).inputs and layer.weighted and by_inputs is not None:
+        if size.inputs < layer.extents[1] and by_inputs is not None:
             edge = replace(
                 size, samples=min(size.samples, by_inputs.samples[-1]), inputs=min(size.inputs, by_inputs.others[-1])
             )
@@ -193,11 +193,20 @@ class Rate:
         flop_per_s: peak arithmetic.
         bytes_per_s: memory bandwidth.
         efficiency: the part of the peak that dense kernels reach; 1 is the roofline itself.
+        conv_flop_per_s: peak of convolutions, where it is another one (tensor cores); None: as the rest.
+        call_s: of each call of a layer, whatever its size: starting its kernels.
     """
 
     flop_per_s: float
     bytes_per_s: float
     efficiency: float = 1.0
+    conv_flop_per_s: float | None = None
+    call_s: float = 0.0
+
+    def arithmetic_s(self, layer: Layer, flop: float) -> float:
+        """Of so much arithmetic in a layer."""
+        peak = self.flop_per_s if self.conv_flop_per_s is None or layer.kind != "conv" else self.conv_flop_per_s
+        return flop / (peak * self.efficiency)
 
 
 SHARED_PASSES: Mapping[Phase, int] = {"forward": 5, "backward": 18}
@@ -223,13 +232,30 @@ class Roofline:
         rate = self.rates[device]
         products = 2 if phase == "backward" and part == "all" else 1
         work = flop(layer, size) * products
-        moved = _bytes_moved(layer, size, self.itemsize) * products
+        moved = bytes_moved(layer, size, self.itemsize) * products
         if size.shares_statistics:
             moved = SHARED_PASSES[phase] * size.samples * math.prod(layer.shape) * self.itemsize
-        return max(work / (rate.flop_per_s * rate.efficiency), moved / rate.bytes_per_s)
+        return max(rate.arithmetic_s(layer, work), moved / rate.bytes_per_s) + rate.call_s
 
     def alike(self, device: int) -> int:
         return self.rates.index(self.rates[device])
+
+
+class RememberedTimes:
+    """The times of one model's layers, each asked for once: the plans that a planner compares have most sizes in common."""
+
+    def __init__(self, times: ComputeTimes) -> None:
+        self.times = times
+        self.known: dict[tuple[int, str, Phase, LocalSize, Part], float] = {}
+
+    def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:
+        key = (device, layer.name, phase, size, part)
+        if key not in self.known:
+            self.known[key] = self.times.seconds(device, layer, phase, size, part)
+        return self.known[key]
+
+    def alike(self, device: int) -> int:
+        return self.times.alike(device)
 
 
 PROCESSOR = Rate(flop_per_s=10.0, bytes_per_s=1.0)
@@ -241,12 +267,12 @@ def shape_s(layer: Layer, size: LocalSize) -> float:
     return Roofline((PROCESSOR,)).seconds(0, layer, "forward", size)
 
 
-def _bytes_moved(layer: Layer, size: LocalSize, itemsize: int) -> float:
+def bytes_moved(layer: Layer, size: LocalSize, itemsize: int) -> float:
     """Memory traffic of one pass, each tensor once: inputs, output, weights."""
-    whole = whole_size(layer, 1)
-    part = size.outputs / whole.outputs
+    outputs, inputs = layer.extents
+    part = size.outputs / outputs
     output = math.prod(layer.shape) * part
     # A weighted layer reads all channels whatever its filters, others only the channels they write.
-    read = layer.input_entries * (size.inputs / whole.inputs if layer.weighted and layer.groups == 1 else part)
-    weights = sum(p.entries for p in layer.parameters.values()) * part * (size.inputs / whole.inputs)
+    read = layer.input_entries * (size.inputs / inputs if layer.weighted and layer.groups == 1 else part)
+    weights = layer.entries * part * (size.inputs / inputs)
     return (size.samples * (output + read) + weights) * itemsize

@@ -18,9 +18,9 @@ from convoy.plan.device_program import DeviceProgram, Make, Pack, Receive, Send,
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute as ComputeStep
-from convoy.plan.steps import Move, ShareStatistics, StepList
-from convoy.sharding.comm_dtype import sent_itemsize
-from convoy.sharding.layout import Layout, box, dual, entries, holders
+from convoy.plan.steps import Exchange, Move, ReturnGradient, ShareStatistics, StepList
+from convoy.sharding.comm_dtype import narrow_itemsize
+from convoy.sharding.layout import dual, held_entries, holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +173,28 @@ def memory_of_steps(
     return tuple(result)
 
 
+def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4) -> tuple[int, ...]:
+    """More than each device needs, by the layouts alone: where that fits there is no need to compile every program.
+
+    Parameters are counted as they lie; each value as if it were kept and shared no memory with another; the largest exchange
+    as if all summands arrived at once, beside a tensor to sum in and what leaves.
+    """
+    numbers = 2 + optimizer_named(optimizer).state
+    values = {v.key: v for s in steps.phase("forward") if isinstance(s, ComputeStep) for v in (*s.reads, s.writes)}
+    exchanged = (math.prod(_shape(step)) for step in steps.steps if not isinstance(step, ComputeStep))
+    most = max(exchanged, default=0) * (steps.devices + 3)
+    result = []
+    for device in range(steps.devices):
+        kept, _ = parameter_entries(steps, graph, device)
+        held = sum(held_entries(v.layout, device, v.shape) for v in values.values())
+        result.append((numbers * kept + held + most) * itemsize)
+    return tuple(result)
+
+
+def _shape(step: Exchange) -> tuple[int, ...]:
+    return step.reads.shape if isinstance(step, Move | ReturnGradient) else step.shape
+
+
 def parameter_entries(steps: StepList, graph: Graph, device: int) -> tuple[int, int]:
     """Entries of parameters and buffers on a device, and how many of them it trains."""
     kept: dict[str, int] = {}
@@ -183,7 +205,7 @@ def parameter_entries(steps: StepList, graph: Graph, device: int) -> tuple[int, 
             for key, layout in step.parameters.items():
                 parameter = layer.parameters[key]
                 # Two layers may share one parameter: by its key it counts once.
-                kept[parameter.key] = _here(layout, device, parameter.shape)
+                kept[parameter.key] = held_entries(layout, device, parameter.shape)
                 if parameter.trainable:
                     trained[parameter.key] = kept[parameter.key]
     return sum(kept.values()), sum(trained.values())
@@ -210,10 +232,10 @@ def _activations(program: DeviceProgram, steps: StepList, graph: Graph) -> int:
     device, source = program.device, _views(program, steps, graph)
     kept: dict[str, int] = {}
     for step in steps.phase("forward"):
-        if isinstance(step, ComputeStep) and step.layer in back and device in holders(step.writes.layout):
+        if isinstance(step, ComputeStep) and step.layer in back and holds(step.writes.layout, device):
             inputs_only = graph[step.layer].weighted or step.layer in spread
             for value in step.reads if inputs_only else (*step.reads, step.writes):
-                kept[source.get(value.key, value.key)] = _here(value.layout, device, value.shape)
+                kept[source.get(value.key, value.key)] = held_entries(value.layout, device, value.shape)
     return sum(kept.values())
 
 
@@ -246,7 +268,7 @@ def exchange_bytes(program: DeviceProgram, steps: StepList, itemsize: int = 4) -
     flat: Counter[int] = Counter()
     leaves: set[int] = set()
     turns: dict[int, set[str]] = {}
-    narrow_parts = {op.buffer: sent_itemsize("inexact-bf16", itemsize) for op in _made(program) if op.narrow}
+    narrow_parts = {op.buffer: narrow_itemsize(itemsize) for op in _made(program) if op.narrow}
     counted: set[str] = set()
     for op in program.operations():
         match op:
@@ -276,14 +298,9 @@ def exchange_bytes(program: DeviceProgram, steps: StepList, itemsize: int = 4) -
         )
     for each in steps.phase("backward"):
         if isinstance(each, Move) and each.id in leaves and not flat[each.id]:
-            found[each.id] += _here(dual(each.reads.layout), program.device, each.reads.shape) * itemsize
+            found[each.id] += held_entries(dual(each.reads.layout), program.device, each.reads.shape) * itemsize
     return found
 
 
 def _made(program: DeviceProgram) -> list[Make]:
     return [op for op in program.operations() if isinstance(op, Make)]
-
-
-def _here(layout: Layout, device: int, shape: tuple[int, ...]) -> int:
-    here = box(layout, device, shape)
-    return entries(here) if here is not None else 0

@@ -128,11 +128,15 @@ def _resources(
     for f, (sender, receiver) in enumerate(flows):
         a, b = network.host[sender], network.host[receiver]
         if a == b:
-            add("within", a, f, network.within_bytes_per_s[a])
+            card = network.within_bytes_per_s[a]
+            add("within", a, f, card)
         else:
+            card = min(network.send_bytes_per_s[a], network.receive_bytes_per_s[b])
             add("send", a, f, network.send_bytes_per_s[a])
             add("receive", b, f, network.receive_bytes_per_s[b])
-        add("pair", f, f, network.pair_bytes_per_s[sender][receiver])
+        pair = network.pair_bytes_per_s[sender][receiver]
+        if pair < card:  # else the card is full first
+            add("pair", f, f, pair)
         for device in (sender, receiver):
             free = 1.0 if processor_room is None else processor_room[device]
             add("processor", device, f, free, network.processor_s_per_byte[device])

@@ -2,7 +2,7 @@
 
 The file is a fleet file with one more table, written by `convoy measure` and readable by a person::
 
-    [[host]] ... [[device]] ... [[link]] ...      # as in fleet.py, cards and links as measured
+    [[host]] ... [[device]] ... [[link]] ...      # as in fleet/file.py, cards and links as measured
 
     [measured]
     format = 2
@@ -16,7 +16,6 @@ The file is a fleet file with one more table, written by `convoy measure` and re
 Seconds are wall-clock seconds of the device as it is allowed to run, its slow-down included.
 """
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -25,12 +24,14 @@ from typing import Annotated, Any, ClassVar, Self
 import tomlkit
 from pydantic import ConfigDict, Field, Strict, TypeAdapter, ValidationError
 
-from convoy.cost.compute import Correction, Grid, LayerTimes, MeasuredTimes
+from convoy.cost.compute import ComputeTimes, Correction, Grid, LayerTimes, MeasuredTimes
 from convoy.cost.costs import Costs
+from convoy.cost.interval import Errors, of_repeats, together
 from convoy.cost.network import network_of
 from convoy.cost.overhead import Overheads
-from convoy.errors import InputError, MismatchError, unknown_name
-from convoy.fleet import CLOSED, Fleet, Text, Truth, explain
+from convoy.errors import InputError, MismatchError, shown, unknown_name
+from convoy.files import parse_toml, read_text
+from convoy.fleet import CLOSED, LEAST, MOST, Fleet, Text, Truth, explain, first_of
 from convoy.model.graph import Graph
 from convoy.plan.size import LocalSize
 
@@ -38,10 +39,10 @@ FORMAT = 2
 """2: batch norms with shared statistics, and what a step costs beside its layers. Without these a prediction is too low, so
 files of format 1 are refused."""
 
-Seconds = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Strict(), Field(ge=0, le=1e9)]
 Spread = Seconds
 """(slowest - fastest) / typical of the repetitions."""
-Count = Annotated[int, Strict(), Field(ge=1)]
+Count = Annotated[int, Strict(), Field(ge=1, le=2**40)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ class DeviceCosts:
         step_s, layer_s, round_s, message_s, copy_s_per_byte, add_s_per_byte, fresh_s_per_byte, update_s_per_tensor:
             see `convoy.cost.overhead.Overheads`.
         jitter_s: see `convoy.cost.network.Network`.
+        other_load: how much longer its work took because of other programs, at most: 0.5 is half as long again.
+        flop_per_s, memory_bytes_per_s: what it reached at the weighted layers of this net, and at all others; 0: not known.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -98,6 +101,9 @@ class DeviceCosts:
     jitter_s: Seconds = 0.0
     traffic_spread: Spread = 0.0
     update_spread: Spread = 0.0
+    other_load: Spread = 0.0
+    flop_per_s: Annotated[float, Strict(), Field(ge=0, le=MOST)] = 0.0
+    memory_bytes_per_s: Annotated[float, Strict(), Field(ge=0, le=MOST)] = 0.0
 
     @property
     def overheads(self) -> Overheads:
@@ -132,7 +138,7 @@ class HostRates:
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
     host: Text
-    ring_bytes_per_s: Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+    ring_bytes_per_s: Annotated[float, Strict(), Field(ge=LEAST, le=MOST)]
     send_spread: Spread
     receive_spread: Spread
 
@@ -222,8 +228,12 @@ class Measurement:
                 f"these times are of {self.net} ({self.fingerprint}), not of this {graph.model} ({graph.fingerprint}): "
                 "measure this model on this fleet first"
             )
+        return self.costs_with(self.times(), itemsize)
+
+    def costs_with(self, times: ComputeTimes, itemsize: int = 4) -> Costs:
+        """The costs with other times of layers: wire, optimizer and the rest of a step as they were measured."""
         return Costs(
-            times=self.times(),
+            times=times,
             network=network_of(
                 self.fleet,
                 [costs.processor_s_per_byte for costs in self.device],
@@ -232,7 +242,19 @@ class Measurement:
             itemsize=itemsize,
             update_s_per_entry=tuple(costs.update_s_per_entry for costs in self.device),
             overheads=tuple(costs.overheads for costs in self.device),
+            errors=self.errors(),
         )
+
+    def errors(self) -> Errors:
+        """How far times and rates may err, by how their repetitions differed and by other load; see `convoy.cost.interval`."""
+        devices = []
+        for costs in self.device:
+            largest = [_largest(points) for points in self.points_of(costs.device).values()]
+            repeats = of_repeats((point.forward_s + point.backward_s, point.spread) for point in largest)
+            devices.append(together([repeats, 1.0 + costs.other_load]))
+        load = max((costs.other_load for costs in self.device), default=0.0)
+        wires = [of_repeats([(1.0, link.bandwidth_spread)]) for link in self.link]
+        return Errors("measured", tuple(devices), together([max(wires, default=1.0), 1.0 + load]))
 
     @classmethod
     def from_toml(cls, text: str, source: str = "fleet.toml") -> Self:
@@ -242,16 +264,25 @@ class Measurement:
             InputError: not TOML, no [measured] table, another format, unknown keys, wrong types, missing points. The
                 message gives the path of the field, such as `measured.layer[2].samples`.
         """
-        fleet, measured = _split(text, source)
-        if measured is None:
+        sections = parse_toml(text, source)
+        fleet = Fleet.from_sections(sections, source)
+        if "measured" not in sections:
             raise InputError(f"{source}: no [measured] table: this is a fleet as described; run convoy measure on it")
-        if (number := measured.pop("format", None)) != FORMAT:
-            raise InputError(f"{source}: measured.format = {number!r}: this version reads {FORMAT}; measure again")
+        return cls._from_sections(sections, fleet, source)
+
+    @classmethod
+    def _from_sections(cls, sections: Mapping[str, Any], fleet: Fleet, source: str) -> Self:
+        measured = sections["measured"]
+        if not isinstance(measured, dict):
+            raise InputError(f"{source}: measured = {shown(measured)}: it is a table; measure again")
+        if (number := measured.get("format")) != FORMAT:
+            raise InputError(f"{source}: measured.format = {shown(number)}: this version reads {FORMAT}; measure again")
+        rows = {name: value for name, value in measured.items() if name != "format"}
         try:
-            return TypeAdapter(cls).validate_python(measured | {"fleet": fleet})
+            return TypeAdapter(cls).validate_python(rows | {"fleet": fleet})
         except ValidationError as error:
-            lines = (explain(each, cls, _SECTIONS, "measure again", "measured.") for each in error.errors())
-            raise InputError("\n".join(f"{source}: {line}" for line in lines)) from error
+            lines = [explain(each, cls, _SECTIONS, "measure again", "measured.") for each in error.errors()]
+            raise InputError(first_of(lines, source)) from error
 
     def to_toml(self) -> str:
         """The text of the file; `Measurement.from_toml` gives an equal measurement back."""
@@ -276,23 +307,10 @@ def read_fleet_file(path: Path) -> tuple[Fleet, Measurement | None]:
     Raises:
         InputError: the file cannot be read or used; see `Fleet.from_toml` and `Measurement.from_toml`.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as a fleet ({error}): give the path of a UTF-8 TOML file") from error
-    fleet, measured = _split(text, str(path))
-    return fleet, None if measured is None else Measurement.from_toml(text, str(path))
-
-
-def _split(text: str, source: str) -> tuple[Fleet, dict[str, Any] | None]:
-    """The fleet's own sections, and the [measured] table if there is one."""
-    try:
-        measured = tomllib.loads(text).get("measured")
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{source}: not TOML: {error}; correct that line") from error
-    if measured is not None and not isinstance(measured, dict):
-        raise InputError(f"{source}: measured = {measured!r}: it is a table; measure again")
-    return Fleet.from_toml(text, source), measured
+    source = str(path)
+    sections = parse_toml(read_text(path, "the fleet", "give the path of a TOML file"), source)
+    fleet = Fleet.from_sections(sections, source)
+    return fleet, Measurement._from_sections(sections, fleet, source) if "measured" in sections else None
 
 
 def _row(value: DeviceCosts | HostRates | LinkSpread | LayerPoint) -> str:
@@ -378,6 +396,10 @@ def _grids(points: Mapping[tuple[int, int], LayerPoint], any_point: LayerPoint) 
         for phase in ("forward_s", "backward_s")
     )
     return forward, backward
+
+
+def _largest(points: Sequence[LayerPoint]) -> LayerPoint:
+    return max(points, key=lambda point: (point.samples, point.outputs, point.inputs, not point.shared))
 
 
 def _name(point: LayerPoint) -> str:

@@ -20,30 +20,49 @@ to `$XDG_CACHE_HOME/convoy/<name>` (`~/.cache` by default).
 """
 
 import os
-from collections.abc import Callable
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from convoy.data import digits, fashion_mnist
-from convoy.data.cifar import CIFAR10, CIFAR100
-from convoy.data.datasets import from_datasets
-from convoy.data.folder import load_folder
-from convoy.data.images import Images, Samples
-from convoy.data.splits import Splits
 from convoy.errors import DataError, InputError, unknown_name
 from convoy.model.entry_points import call, find_callable, names_callable
 
-__all__ = ["NAMES", "Images", "Samples", "Splits", "check", "folder_of", "from_datasets", "load"]
+if TYPE_CHECKING:  # names are checked, and devices started, before torch is imported
+    import torch
 
-_LOADERS: dict[str, Callable[[Path | None, torch.dtype], Splits]] = {
-    "digits": digits.load,
-    "fashion-mnist": fashion_mnist.load,
-    "cifar10": CIFAR10.load,
-    "cifar100": CIFAR100.load,
+    from convoy.data.datasets import from_datasets
+    from convoy.data.images import Images, Samples
+    from convoy.data.splits import Splits
+
+__all__ = ["FETCHED", "NAMES", "Images", "Samples", "Splits", "check", "folder_of", "from_datasets", "load"]
+
+_HOMES = {
+    "Images": "convoy.data.images",
+    "Samples": "convoy.data.images",
+    "Splits": "convoy.data.splits",
+    "from_datasets": "convoy.data.datasets",
 }
 
+_LOADERS = {
+    "digits": ("convoy.data.digits", "load"),
+    "fashion-mnist": ("convoy.data.fashion_mnist", "load"),
+    "cifar10": ("convoy.data.cifar", "CIFAR10.load"),
+    "cifar100": ("convoy.data.cifar", "CIFAR100.load"),
+}
+"""Of each data set by name, the module and the function in it: (data_dir, dtype) -> Splits."""
+
 NAMES = tuple(_LOADERS)
+
+FETCHED = tuple(name for name in NAMES if name != "digits")
+"""Those that are downloaded, where no folder is named."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'convoy.data' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
 
 _FOLDER = "folder:"
 _WANTED = "a function that takes nothing and returns a data set, or two: to train and to test on"
@@ -53,16 +72,16 @@ def load(
     data: str,
     data_dir: Path | None = None,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: "torch.dtype | None" = None,
     image_size: int | None = None,
     test_fraction: float | None = None,
-) -> Splits:
+) -> "Splits":
     """The training and test images of one data set.
 
     Args:
         data: one of `NAMES`, `folder:PATH` or a path, or `module:function`.
         data_dir: for a named one, the folder that holds its files; nothing is downloaded then. `digits` reads none.
-        dtype: of the normalised images, float32 or float64.
+        dtype: of the normalised images, float32 (None: that) or float64.
         image_size: for a folder of images, the side in pixels of the square that each is resized to; None: all have one size.
         test_fraction: of each class, held out where there are no test images; None: `splits.TEST_FRACTION`.
 
@@ -71,17 +90,25 @@ def load(
         DataError: folders or files are missing, damaged or laid out in another way; samples that cannot be used; a download
             failed.
     """
+    import torch
+
+    from convoy.data.datasets import from_datasets
+    from convoy.data.folder import load_folder
+
     check(data, data_dir, image_size, test_fraction)
+    dtype = torch.float32 if dtype is None else dtype
     if (folder := folder_of(data)) is not None:
         return load_folder(folder, dtype, image_size, test_fraction)
     if names_callable(data):
-        made = call(data, find_callable(data, _WANTED))
-        train, test = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        given = call(data, find_callable(data, _WANTED))
+        train, test = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
         return from_datasets(train, test, name=data, dtype=dtype, test_fraction=test_fraction)
-    if data_dir is not None and not data_dir.is_dir():
-        met = "is not a folder" if data_dir.exists() else "does not exist"
+    if data_dir is not None and not os.path.isdir(data_dir):
+        met = "is not a folder" if os.path.exists(data_dir) else "does not exist"
         raise DataError(f"data folder {data_dir} {met}: --data-dir wants the folder that holds the {data} files")
-    return _LOADERS[data](data_dir, dtype)
+    module, function = _LOADERS[data]
+    made: Splits = attrgetter(function)(import_module(module))(data_dir, dtype)
+    return made
 
 
 def check(
@@ -92,6 +119,8 @@ def check(
     Raises:
         InputError: an unknown name, or an option that does not fit the data or its range.
     """
+    if not data.removeprefix(_FOLDER).strip():
+        raise InputError(f"--data {data!r}: name a data set ({', '.join(NAMES)}), folder:PATH or module:function")
     named, folder = data in NAMES, folder_of(data)
     if not named and folder is None and not names_callable(data):
         raise unknown_name("data set", data, (*NAMES, "folder:PATH", "module:function"))
@@ -112,6 +141,6 @@ def folder_of(data: str) -> Path | None:
     """The folder that `data` names, or None where it names something else: a data set's name goes before a folder's."""
     if data.startswith(_FOLDER):
         return Path(data.removeprefix(_FOLDER)).expanduser()
-    if data not in NAMES and (os.sep in data or Path(data).is_dir()):
+    if data not in NAMES and (os.sep in data or os.path.isdir(data)):
         return Path(data)
     return None

@@ -27,7 +27,10 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from convoy.errors import InputError, unknown_name
+from convoy.errors import InputError, shown, unknown_name
+
+MOST_PIXELS = 65_536
+"""Of a number of pixels."""
 
 Uniforms = npt.NDArray[np.float64]
 """Numbers in [0, 1), shape `(N, K)`."""
@@ -60,6 +63,11 @@ class Crop:
     def __call__(self, x_NCHW: torch.Tensor, u_NK: Uniforms) -> torch.Tensor:
         height, width = x_NCHW.shape[2:]
         padding = self.padding or max(1, min(height, width) // 8)
+        if padding > max(height, width):
+            raise InputError(
+                f"augmentation crop:{padding}: images of {height} x {width} pixels would be moved out of sight; give "
+                f"crop:{max(height, width)} or less"
+            )
         corners = (u_NK * (2 * padding + 1)).astype(np.int64).tolist()
         padded = F.pad(x_NCHW, (padding,) * 4)
         return torch.stack(
@@ -188,13 +196,13 @@ class _Kind:
             number = self.number(text)
         except ValueError:
             number = math.nan
-        if not (number >= 1 if self.number is int else 0 < number <= 1):
-            raise InputError(f"augmentation {name}:{text}: give {self.rule}, e.g. {name}:{self.example}")
+        if not (1 <= number <= MOST_PIXELS if self.number is int else 0 < number <= 1):
+            raise InputError(f"augmentation {shown(f'{name}:{text}')}: give {self.rule}, e.g. {name}:{self.example}")
         return self.make(number)
 
 
 STEPS: Mapping[str, _Kind] = {
-    "crop": _Kind(Crop, int, "1 pixel of border or more", "4"),
+    "crop": _Kind(Crop, int, "1 pixel of border or more, at most the image's side", "4"),
     "flip": _Kind(Flip),
     "resized-crop": _Kind(ResizedCrop, float, "the smallest share of the area, above 0 and up to 1", "0.25"),
     "jitter": _Kind(Jitter, float, "a strength above 0 and up to 1", "0.4"),

@@ -4,6 +4,7 @@ A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009. Re
 the Python versions are pickles, and opening a pickle runs whatever program is in it.
 """
 
+import os
 import shutil
 import tarfile
 import tempfile
@@ -68,10 +69,10 @@ class Cifar:
         """
         if data_dir is None:
             data_dir = cache_folder(self.name)
-            if not (data_dir / self.folder).is_dir() and not (data_dir / self.archive).is_file():
+            if not os.path.isdir(data_dir / self.folder) and not os.path.isfile(data_dir / self.archive):
                 download([self.page + self.archive], data_dir / self.archive, self.md5)
         folder = self._binary_folder(data_dir)
-        missing = [name for name in self.files if not (folder / name).is_file()]
+        missing = [name for name in self.files if not os.path.isfile(folder / name)]
         if missing:
             raise DataError(
                 f"{folder} lacks {', '.join(missing)}: {self.title} is {len(self.files)} binary files. Add them, or "
@@ -110,7 +111,7 @@ class Cifar:
                     fresh.rename(target)
                 except OSError:
                     # Another process of this machine was faster; what it unpacked is the same.
-                    if not target.is_dir():
+                    if not os.path.isdir(target):
                         raise
         except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
             raise DataError(
@@ -120,13 +121,13 @@ class Cifar:
         return target
 
     def _binary_folder(self, data_dir: Path) -> Path:
-        if data_dir.name == self.folder or any((data_dir / name).is_file() for name in self.files):
+        if data_dir.name == self.folder or any(os.path.isfile(data_dir / name) for name in self.files):
             return data_dir
-        if (data_dir / self.folder).is_dir():
+        if os.path.isdir(data_dir / self.folder):
             return data_dir / self.folder
-        if (data_dir / self.archive).is_file():
+        if os.path.isfile(data_dir / self.archive):
             return self.unpack(data_dir / self.archive)
-        pickled = [name for name in self.pickled if (data_dir / name).exists()]
+        pickled = [name for name in self.pickled if os.path.exists(data_dir / name)]
         danger = "is the Python version, a pickle, and opening one runs whatever program is in it"
         hint = f"; its {pickled[0]} {danger}" if pickled else ""
         raise DataError(

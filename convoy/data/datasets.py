@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset
 from convoy.data.images import LOOKED_AT, Samples, Scale, measured_scale
 from convoy.data.picture import is_picture, pixels, survey, traits
 from convoy.data.splits import TEST_FRACTION, Splits, fair_order, held_out, numbered
-from convoy.errors import DataError, InputError
+from convoy.errors import ConvoyError, DataError, InputError
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ class _Source:
         Raises:
             DataError: an item that is none.
         """
-        what, item = f"{self.name}[{row}]", self.dataset[row]
+        what = f"{self.name}[{row}]"
+        with naming(what):
+            item = self.dataset[row]
         if not isinstance(item, Sequence) or len(item) != 2:
             raise DataError(f"{what} is a {type(item).__name__}: items are pairs, (tensor or PIL image, class number)")
         image, label = item
@@ -147,6 +149,18 @@ def from_datasets(
         class_names=class_names,
         notes=(found, *remarks),
     )
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """An error of somebody else's code says which sample it was about, below its traceback."""
+    try:
+        yield
+    except ConvoyError:
+        raise
+    except Exception as error:
+        error.add_note(f"The data set raised this for {what}.")
+        raise
 
 
 def targets_of(dataset: Any) -> Any:

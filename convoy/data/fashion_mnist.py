@@ -6,6 +6,7 @@ algorithms", 2017. Four IDX files, each gzipped or not. MNIST comes in files of 
 
 import gzip
 import math
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -85,13 +86,13 @@ def _folder_of_this_machine() -> Path:
 
 
 def _missing(folder: Path) -> list[str]:
-    return [name for name in _MD5 if not _path(folder, name).is_file()]
+    return [name for name in _MD5 if not os.path.isfile(_path(folder, name))]
 
 
 def _path(folder: Path, name: str) -> Path:
     """The gzipped file if it is there, for it carries a checksum; else the plain one."""
     gzipped = folder / name
-    return gzipped if gzipped.is_file() else gzipped.with_suffix("")
+    return gzipped if os.path.isfile(gzipped) else gzipped.with_suffix("")
 
 
 def _read(folder: Path, part: str, images: int) -> Labelled:

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from convoy._version import __version__
 from convoy.errors import DataError
+from convoy.files import open_regular
 
 _CHUNK_BYTES = 1 << 20
 _STALE_S = 3600.0
@@ -36,7 +37,7 @@ def cache_folder(name: str) -> Path:
 
 def digest(path: Path, algorithm: str) -> str:
     """Checksum of a file in lower-case hexadecimal digits; `algorithm` as `hashlib.new` names it."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
 
 

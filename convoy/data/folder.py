@@ -12,6 +12,7 @@ in alphabetical order. Hidden files and files with other endings are passed over
 Images are ordered by a hash of their names, so that any first part is a fair sample of all classes.
 """
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -109,8 +110,8 @@ def _fair(images: Sequence[Named]) -> tuple[Named, ...]:
 
 def _roots(path: Path) -> tuple[Path, Path | None]:
     """Where the class folders are, for training and for the test."""
-    tests = [path / name for name in _TESTS if (path / name).is_dir()]
-    if (path / "train").is_dir():
+    tests = [path / name for name in _TESTS if os.path.isdir(path / name)]
+    if os.path.isdir(path / "train"):
         return path / "train", tests[0] if tests else None
     if tests:
         raise DataError(

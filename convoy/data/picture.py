@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from convoy.errors import DataError, InputError
+from convoy.files import open_regular
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -67,7 +68,7 @@ def traits_of_file(path: Path) -> tuple[str, ...]:
             "image files are read by Pillow, which is not installed: run pip install 'convoy-train[images]'"
         ) from None
     try:
-        with Image.open(path) as image:
+        with open_regular(path) as file, Image.open(file) as image:
             return traits(image)
     except (*_BROKEN, Image.DecompressionBombError) as error:
         raise _damaged(path, error) from error
@@ -101,7 +102,7 @@ def read_file(path: Path, channels: int, side: int | None) -> torch.Tensor:
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(path) as image:
+        with open_regular(path) as file, Image.open(file) as image:
             if side is not None:
                 # A large JPEG is decoded at a half, a quarter or an eighth, still twice as large as wanted.
                 image.draft(None, (2 * side, 2 * side))

@@ -10,15 +10,15 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from convoy.comm.environment import ProcessEnv, read_process_env
+from convoy.comm.environment import ProcessEnv, imposed_slowdown, read_process_env
 from convoy.comm.processes import watch_parent
-from convoy.config.files import write_whole
 from convoy.doctor.examine import examine_alone, examine_fleet, examine_job, read_context
 from convoy.doctor.findings import diagnose
 from convoy.doctor.probes import check_up
 from convoy.doctor.report import show, tell, verdict
 from convoy.doctor.schema import CONTEXT, Context, Examination, Finding, Pace, from_text
 from convoy.errors import InputError
+from convoy.files import write_whole
 from convoy.launch.exit_status import ERROR_STATUS
 from convoy.report.screen import FILE_WIDTH, Screen
 
@@ -72,7 +72,7 @@ def _run(env: ProcessEnv | None, context: Context, json_file: Path | None, wait_
         examination = examine_alone(context)
     else:
         own = check_up(env)
-        slowdown = float(os.environ.get("CONVOY_SLOWDOWN", "1"))
+        slowdown = imposed_slowdown()
         with Screen(visible=env.device == 0).working(f"Examining {env.devices} devices"):
             outcome = examine_job(env, own, context, wait_s, slowdown=slowdown)
         if outcome is None:

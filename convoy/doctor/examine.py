@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from convoy._version import __version__
+from convoy.comm.accelerator import local_devices
 from convoy.comm.environment import ProcessEnv, is_own
 from convoy.comm.processes import within
 from convoy.cost.table import Measurement, read_fleet_file
@@ -75,7 +76,8 @@ def past_samples_per_s(measured: Measurement) -> tuple[float, ...]:
 
 def examine_alone(context: Context) -> Examination:
     """Examine this machine: its processor, and every GPU that torch sees."""
-    names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    *accelerators, cpu = local_devices()
+    names = [cpu, *accelerators]
     checkups = [replace(check_up(None, name), device=index, devices=len(names)) for index, name in enumerate(names)]
     busy = busy_cores()
     paces = {own.device: _pace(own, 1.0, busy) for own in checkups}

@@ -16,10 +16,12 @@ import torch
 from torch.nn.functional import conv2d
 
 from convoy._version import __version__
-from convoy.comm.environment import ProcessEnv, finish, is_loopback, own_address, pick_device, resolve, route_to
+from convoy.comm.accelerator import finish, hardware_name, local_devices, memory_of, pick_device
+from convoy.comm.environment import ProcessEnv, is_loopback, own_address, resolve, route_to
 from convoy.doctor.schema import Checkup, Gpu, Interface, Reach
 from convoy.errors import InputError
 from convoy.profile.describe import describe
+from convoy.profile.load import quota_cores
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 PREFIXES = ("NCCL_",)
@@ -117,7 +119,7 @@ def check_up(
     """Collect everything that this process can say without asking another machine.
 
     Args:
-        place: its place in the job; None alone.
+        env: its rank in the job; None alone.
         on: what it computes on; by default what training would take.
         environment, resolver: where to read variables and names from.
     """
@@ -128,14 +130,14 @@ def check_up(
         on_problem = f"{on or os.environ.get('CONVOY_DEVICE')} cannot be used: {error}"
     known = describe(device, slowdown=1.0)
     address, address_problem = _address(env, environment)
-    memory, gpus = psutil.virtual_memory(), range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    memory, gpus = psutil.virtual_memory(), [torch.device(name) for name in local_devices()[:-1]]
     return Checkup(
         device=env.device if env else 0,
         devices=env.devices if env else 1,
         host=known.name,
         machine=known.machine,
         on=str(device),
-        hardware=torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        hardware=_processor() if device.type == "cpu" else hardware_name(device),
         on_problem=on_problem,
         meets_at=(f"{env.host} port {env.port}", next(iter(resolver(env.host)), "")) if env else ("", ""),
         address=address,
@@ -148,7 +150,7 @@ def check_up(
         convoy=__version__,
         cuda=torch.version.cuda or "",
         nvidia_driver=Path("/proc/driver/nvidia/version").exists(),
-        gpus=tuple(Gpu(torch.cuda.get_device_name(gpu), *torch.cuda.mem_get_info(gpu)) for gpu in gpus),
+        gpus=tuple(Gpu(hardware_name(gpu), *memory_of(gpu)) for gpu in gpus),
         cores=len(os.sched_getaffinity(0)),
         quota_cores=quota_cores(),
         threads=torch.get_num_threads(),
@@ -208,36 +210,3 @@ def _processor() -> str:
             if key.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
-
-
-def quota_cores(proc: Path = Path("/proc/self"), mounts: Path = Path("/proc/mounts")) -> float | None:
-    """Processor seconds per second that the control groups above this process grant it; None without a limit.
-
-    Reads version 1 (cpu.cfs_quota_us) and version 2 (cpu.max). The tightest group on the way up counts.
-    """
-    try:
-        groups = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
-        roots = [line.split() for line in mounts.read_text().splitlines()]
-    except OSError:
-        return None
-    found = []
-    for _, controllers, path in groups:
-        wanted = "cgroup2" if not controllers else "cgroup" if "cpu" in controllers.split(",") else None
-        for _, mount, kind, options, *_ in roots:
-            if kind == wanted and (kind == "cgroup2" or "cpu" in options.split(",")):
-                # Inside a container the path is the host's, and the mount shows the own group as its root.
-                root, group = Path(mount), Path(mount, path.strip("/"))
-                chain = [group, *group.parents] if group.is_dir() else [root]
-                found += [_quota(folder, kind) for folder in chain[: chain.index(root) + 1]]
-    return min((quota for quota in found if quota is not None), default=None)
-
-
-def _quota(folder: Path, kind: str) -> float | None:
-    with suppress(OSError, ValueError):
-        if kind == "cgroup2":
-            quota, period = (folder / "cpu.max").read_text().split()
-        else:
-            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
-        if int(quota) > 0:  # "max" is no number, and -1 means none
-            return int(quota) / int(period)
-    return None

@@ -76,7 +76,7 @@ def _devices(examination: Examination) -> Table:
         on_cpu, described = own.on.startswith("cpu"), examination.described(own)
         usable = min(own.usable_cores, (described and described.cores) or own.usable_cores)
         cores = f"{usable:.3g}" + (f" of {own.cores}" if usable < own.cores else "")
-        gpu = own.gpus[int(own.on.partition(":")[2] or 0)] if own.on.startswith("cuda") else None
+        gpu = own.gpus[int(own.on.partition(":")[2] or 0)] if not on_cpu and own.gpus else None
         hardware = own.hardware.replace("(R)", "").replace("(TM)", "").split(" @")[0].removesuffix(" Processor")
         table.add_row(
             str(device), examination.host[device], own.address or "none", f"{own.on}: {hardware}", cores if on_cpu else "",

@@ -16,5 +16,8 @@
     local.py         launch_local: the devices of this machine
     host_job.py      what each host starts, the environment of each device, the lines to paste. Pure
     ssh.py           the call of ssh, and what its complaints mean. Pure
-    command.py       `--fleet` and `--print` of convoy train and convoy measure
+    slurm.py, kubernetes.py   the same fleet as a file for sbatch, as a JobSet for kubectl. Pure
+    notebook.py      a cell of a notebook as a script
+    survey.py        convoy fleet init: asks hosts what they are made of
+    command.py       `--fleet` and `--print` of convoy run, train and measure
 """

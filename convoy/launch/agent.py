@@ -23,7 +23,7 @@ from convoy._version import __version__
 from convoy.comm.environment import resolve, route_to
 from convoy.errors import ConvoyError, InputError
 from convoy.launch.exit_status import Ending
-from convoy.launch.host_job import CONVOY_COMMAND, device_environments
+from convoy.launch.host_job import CONVOY_COMMAND, device_environments, log_of
 from convoy.launch.supervisor import Interrupted, Interrupts, Output, Sink, Supervisor, by_line, decoded
 
 BEAT_S = 5.0
@@ -90,6 +90,7 @@ class Agent:
             port=order["port"], own=order["own"],
         )  # fmt: skip
         command = [*CONVOY_COMMAND, *order["argv"]]
+        logs = None if order["logs"] is None else Path(order["logs"])
         for rank, title, variables in zip(order["ranks"], order["titles"], environments, strict=True):
             stdout: Output = subprocess.DEVNULL
             stderr: Output = "keep"
@@ -99,7 +100,10 @@ class Agent:
                 stdout, stderr = (self._forward(stream) for stream in ("stdout", "stderr"))
                 variables["PYTHONUNBUFFERED"] = "1"
             try:
-                devices.start(rank, title, command, environment=variables, lifeline=True, stdout=stdout, stderr=stderr)
+                devices.start(
+                    rank, title, command, environment=variables, lifeline=True, stdout=stdout, stderr=stderr,
+                    log=log_of(logs, rank),
+                )  # fmt: skip
             except OSError as error:
                 raise InputError(f"cannot start {command[0]!r}: {error.strerror}; correct the host's python") from None
 

@@ -1,4 +1,4 @@
-"""`--fleet` of convoy train and convoy measure, where it names hosts to start: from options to what every host is told."""
+"""`--fleet` of convoy run, train and measure, where it names hosts to start: from options to what every host is told."""
 
 import os
 import socket
@@ -6,14 +6,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from convoy.app.inputs import check
+from convoy.app.checks import check
 from convoy.comm.environment import is_loopback, is_own, resolve, route_to
 from convoy.config.run_file import RunSettings
 from convoy.config.settings import key_of
-from convoy.errors import InputError
+from convoy.errors import InputError, unknown_name
 from convoy.fleet import Fleet
 from convoy.launch.fleet import run_on_fleet, startable
 from convoy.launch.host_job import host_jobs, line_to_paste
+from convoy.launch.kubernetes import jobset
+from convoy.launch.slurm import sbatch_file
 from convoy.plan.presets import AUTO, PLANS
 
 PASTED_PORT = 29_500
@@ -73,6 +75,52 @@ def measure_on_fleet(
     return _start(fleet, argv, [] if path is None else [path], port, print_lines)
 
 
+PRINTED = ("shell", "slurm", "kubernetes")
+"""What `convoy run --print` can write."""
+
+
+def script_on_fleet(
+    fleet: Fleet,
+    words: Sequence[str],
+    *,
+    port: int | None,
+    print_for: str | None,
+    image: str | None = None,
+    logs: Path | None = None,
+    files: Sequence[Path] = (),
+) -> int:
+    """`convoy run` on every device of a fleet; its exit status.
+
+    Args:
+        words: what follows `python`: a script, or -m and a module, and its own arguments.
+        print_for: start nothing, and print what starts the fleet: one of PRINTED.
+        image: of the containers in Kubernetes.
+        logs: a folder on each host for what its devices print, but for device 0.
+        files: that must be the same on every host, beside the script.
+
+    Raises:
+        InputError, MismatchError, DeviceLostError: as :func:`run_on_fleet` says; an unknown `print_for`, no image.
+    """
+    if os.path.isabs(words[0]) and Path.cwd() in Path(words[0]).parents:
+        words = [os.path.relpath(words[0]), *words[1:]]  # hosts may have the folder elsewhere
+    if print_for not in (None, *PRINTED):
+        raise unknown_name("--print", print_for, PRINTED)
+    if (image is None) == (print_for == "kubernetes"):
+        raise InputError(
+            "--print kubernetes and --image go together: give the container image that has Convoy and the script, e.g. "
+            "--image registry.lab/convoy:1"
+        )
+    if print_for == "slurm":
+        print(sbatch_file(host_jobs(fleet), words, port=port, python=sys.executable, folder=os.getcwd()), end="")
+        return 0
+    argv = ["run", *words] if words[0] == "-m" else ["run", "--", *words]
+    if image is not None:
+        print(jobset(host_jobs(fleet), argv, image=image, port=port or PASTED_PORT), end="")
+        return 0
+    files = [*([] if words[0] == "-m" else [Path(words[0])]), *(path for path in files if path != Path(words[0]))]
+    return _start(fleet, argv, files, port, print_for == "shell", logs)
+
+
 def _refuse_devices(given: bool, fleet: Fleet) -> None:
     if given:
         raise InputError(
@@ -92,12 +140,19 @@ def _option(run: RunSettings, name: str) -> list[str]:
     return [f"--{key}", text]
 
 
-def _start(fleet: Fleet, argv: Sequence[str], files: Sequence[Path], port: int | None, print_lines: bool) -> int:
+def _start(
+    fleet: Fleet,
+    argv: Sequence[str],
+    files: Sequence[Path],
+    port: int | None,
+    print_lines: bool,
+    logs: Path | None = None,
+) -> int:
     first = host_jobs(fleet)[0].host
     if not print_lines:
         if not is_own(str(first.address)):
             print(f"Device 0 is on host {first.name}: files that the job writes lie there.", flush=True)
-        return run_on_fleet(fleet, argv, port=port, files=files)
+        return run_on_fleet(fleet, argv, port=port, files=files, logs=logs)
     address, meeting_port = _meeting_address(fleet), port or PASTED_PORT
     for job in host_jobs(fleet):
         line = line_to_paste(

@@ -10,6 +10,9 @@ from convoy.errors import DeviceLostError
 ERROR_STATUS = 2
 """The exit status of a device that has printed ``error: <message>``: a ConvoyError, which needs no traceback."""
 
+PIPE_STATUS = 128 + signal.SIGPIPE
+"""That of a device whose reader of its output is gone: as after `| head -1`, which is no failure that is to be told."""
+
 SHOWN_LINES = 30
 
 
@@ -52,6 +55,8 @@ def judge(endings: Sequence[Ending]) -> Outcome:
     with errors of their own, some of them sooner than it takes the first to end.
     """
     bad = [ending for ending in endings if ending.status != 0 and not ending.stopped_by_us]
+    if any(ending.device == 0 and ending.status == PIPE_STATUS for ending in bad):
+        return Outcome(PIPE_STATUS)
     killed = [ending for ending in bad if ending.status < 0]
     crashed = [ending for ending in bad if ending.status not in (0, ERROR_STATUS)]
     # Whoever tells of another's loss is no cause. What device 0 told is not known here.

@@ -50,7 +50,13 @@ def startable(path: Path | None) -> Fleet | None:
 
 
 def run_on_fleet(
-    fleet: Fleet, argv: Sequence[str], *, port: int | None = None, files: Sequence[Path] = (), grace_s: float = 5.0
+    fleet: Fleet,
+    argv: Sequence[str],
+    *,
+    port: int | None = None,
+    files: Sequence[Path] = (),
+    grace_s: float = 5.0,
+    logs: Path | None = None,
 ) -> int:
     """Run ``python -m convoy argv`` once per device, each on its host, as one job, and wait for all of them.
 
@@ -62,6 +68,7 @@ def run_on_fleet(
         port: where the devices meet, on the host of device 0; None: a free one.
         files: what `argv` names must be on every host, at the same path and with the same content.
         grace_s: once one has failed, or after Ctrl-C, the others get this long to end by themselves.
+        logs: a folder on each host for what its devices print, but for device 0.
 
     Returns:
         0 if all ended well, 2 if devices ended with an error that has been printed, 128 + n after signal n: 130 after Ctrl-C.
@@ -81,6 +88,7 @@ def run_on_fleet(
                     "start", argv=list(argv), ranks=session.job.ranks, names=session.job.names, own=session.job.own,
                     titles=[session.job.title(rank) for rank in session.job.ranks], total=len(fleet.devices),
                     address=address, port=meeting_port, grace_s=grace_s, terminal=session.terminal,
+                    logs=None if logs is None else str(logs),
                 )  # fmt: skip
             hosts.follow()
         except Interrupted as interrupted:
@@ -211,7 +219,8 @@ class _Hosts:
         if versions:
             found = ", ".join(f"{version} on {session.title}" for session, version in versions.items())
             raise MismatchError(
-                f"the hosts do not have the same Convoy: {__version__} here, but {found}. Install the same version everywhere"
+                f"the hosts do not have the same Convoy: {__version__} here, but {found}. Install the same version "
+                "everywhere, as `convoy setup` does"
             )
         troubles = []
         for path in files:
@@ -220,7 +229,8 @@ class _Hosts:
                 if (theirs := answer["digests"][str(path)]) != mine:
                     what = "is not there" if theirs is None else "is another file there"
                     troubles.append(
-                        f"{session.title}: {path} {what}, in {answer['folder']}: all hosts need it at the same path; copy it"
+                        f"{session.title}: {path} {what}, in {answer['folder']}: all hosts need it at the same path; "
+                        "`convoy setup` brings it, or copy it"
                     )
         if troubles:
             raise InputError("\n".join(troubles))

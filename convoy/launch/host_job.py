@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from convoy.comm.launch_env import RANK_VARIABLES
@@ -18,9 +19,6 @@ CONVOY_COMMAND = (sys.executable, "-m", "convoy")
 MALLOC_NAMES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 _CHOSEN = (*MALLOC_NAMES, "GLIBC_TUNABLES", "LD_PRELOAD")
 _LARGEST_BYTES = str(2**31 - 1)
-
-_COUNTED = ("cuda", "xpu")
-"""Kinds of which a machine may have several: they are numbered there."""
 
 
 def memory_environment(base: Mapping[str, str]) -> dict[str, str]:
@@ -88,6 +86,11 @@ def rank_variables(rank: int, local: int, total: int, local_total: int, address:
     }
 
 
+def log_of(folder: Path | None, rank: int) -> Path | None:
+    """Where a device's output is kept; device 0 has the terminal."""
+    return None if folder is None or rank == 0 else folder / f"device-{rank}.log"
+
+
 def _cores() -> int:
     """Processor cores that this process may use. Only Linux can be asked for that."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -116,14 +119,14 @@ class HostJob:
 def host_jobs(fleet: "Fleet") -> list[HostJob]:
     """The hosts, that of device 0 first.
 
-    The cuda devices of a host are its cuda:0, cuda:1, ... in the order of the file.
+    The accelerators of a host are its cuda:0, cuda:1, ... (or as torch calls them) in the order of the file.
     """
     made = []
     for host in fleet.hosts:
         ranks = fleet.devices_on(host.name)
         devices = [fleet.devices[rank] for rank in ranks]
         kinds = [device.kind for device in devices]
-        names = tuple(f"{kind}:{kinds[:n].count(kind)}" if kind in _COUNTED else kind for n, kind in enumerate(kinds))
+        names = tuple(f"{kind}:{kinds[:n].count(kind)}" if kind != "cpu" else kind for n, kind in enumerate(kinds))
         made.append(HostJob(host, ranks, names, tuple(map(_own_variables, devices))))
     return sorted(made, key=lambda job: job.ranks)
 

@@ -5,12 +5,17 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
-from convoy.comm.rendezvous import host_store
+from convoy.comm.environment import LISTENER, listen_at
+from convoy.comm.launch_env import hidden
 from convoy.errors import InputError
 from convoy.launch.exit_status import judge
-from convoy.launch.host_job import CONVOY_COMMAND, device_environments
+from convoy.launch.host_job import CONVOY_COMMAND, device_environments, log_of
 from convoy.launch.supervisor import Interrupted, Interrupts, Supervisor
+
+KILLED_GRACE_S = 0.5
+"""Once a device was killed, the others get this long to end by themselves."""
 
 
 def launch_local(
@@ -22,18 +27,24 @@ def launch_local(
     timeout_s: float = 5.0,
     environment: Mapping[str, str] | None = None,
     command: Sequence[str] = CONVOY_COMMAND,
+    script: bool = False,
+    logs: Path | None = None,
 ) -> int:
     """Run ``command argv`` once per device, as one job, and wait for all of them.
 
     Device 0 has the terminal. The others' error output is kept and shown where it explains a failure; their standard
-    output is dropped. Every device finds its rank in torchrun's variables and its hardware in CONVOY_DEVICE.
+    output is dropped. Every device finds its rank in torchrun's variables (a script in Convoy's own) and its hardware in
+    CONVOY_DEVICE.
 
     Args:
         devices: what each device computes on, such as ``("cpu", "cuda:0")``.
         host, port: where the devices meet; None takes a free port.
         timeout_s: once one has failed, or after Ctrl-C, the others get this long to end by themselves.
         environment: further variables for every device.
-        command: what to start, in place of this Python's convoy.
+        command: what to start, in place of this Python's convoy. The store at which the devices meet is then kept here, since
+            a program of one's own may want one before it joins; else by device 0, and this process needs no torch.
+        script: it is one of the user's own, which is not to see that it is one of several processes.
+        logs: a folder for what the devices but 0 print.
 
     Returns:
         0 if all ended well, 2 if devices ended with an error that has been printed, 128 + n after signal n: 130 after Ctrl-C.
@@ -44,24 +55,39 @@ def launch_local(
     """
     if not devices:
         raise InputError("there are no devices to start: name at least one, such as cpu")
-    store = host_store(host, port or 0)
+    listener, hosted = listen_at(host, port or 0), command is not CONVOY_COMMAND
+    address, port = listener.getsockname()[:2]
     environments = device_environments(
-        {**os.environ, **(environment or {})}, range(len(devices)), devices, total=len(devices), address=store.host,
-        port=store.port, hosted=True,
+        {**os.environ, **(environment or {})}, range(len(devices)), devices, total=len(devices), address=address, port=port,
+        hosted=hosted,
     )  # fmt: skip
-    with Interrupts() as interrupts, Supervisor(interrupts) as processes:
+    if not hosted:
+        environments[0][LISTENER] = str(listener.fileno())
+    store: object = None
+    with listener, Interrupts() as interrupts, Supervisor(interrupts) as processes:
         try:
             for rank, variables in enumerate(environments):
                 output = None if rank == 0 else subprocess.DEVNULL
                 processes.start(
-                    rank, devices[rank], [*command, *argv], environment=variables, lifeline=True, stdin=output,
-                    stdout=output, stderr="keep" if rank else None,
+                    rank, devices[rank], [*command, *argv], environment=hidden(variables) if script else variables,
+                    lifeline=True, stdin=output,
+                    stdout=output, stderr="keep" if rank else None, log=log_of(logs, rank),
+                    pass_fds=[listener.fileno()] if rank == 0 and not hosted else (),
                 )  # fmt: skip
+            if hosted:  # while they start
+                from convoy.comm.rendezvous import store_on
+
+                store = store_on(listener)
+            else:
+                listener.close()
             processes.listen(lambda: processes.failed or not processes.running)
-            processes.end(timeout_s)
+            # A signal says which device was the cause: what the others would say is of no more use.
+            killed = any(ending.status < 0 for ending in processes.endings)
+            processes.end(min(KILLED_GRACE_S, timeout_s) if killed else timeout_s)
         except OSError as error:
             raise InputError(f"cannot start {command[0]!r}: {error.strerror}; give a program that exists") from None
         except Interrupted as interrupted:
+            print(f"{interrupted.signum.name}: ending {len(processes.running)} devices", file=sys.stderr, flush=True)
             with suppress(Interrupted):  # a second one: no more waiting
                 # Ctrl-C has reached the devices, too.
                 processes.end(timeout_s if interrupted.is_ctrl_c else 0.0)

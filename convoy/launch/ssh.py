@@ -43,7 +43,10 @@ _REMEDIES = (
         r"Connection refused|timed out|No route to host|Network is unreachable|Connection closed|Connection reset",
         "see whether the machine is on, its address and ssh_port are right, and its ssh server runs: {call}",
     ),
-    (r"No module named '?convoy", "{python} there has no Convoy: install it there, or name another `python` in its [[host]]"),
+    (
+        r"No module named '?convoy",
+        "{python} there has no Convoy: install it there, as `convoy setup` does, or name another `python` in its [[host]]",
+    ),
     (r"\bcd:", "the folder {folder} is not there: make it, or name its `folder` in its [[host]]"),
     (
         r"not found|No such file or directory|Permission denied",
@@ -66,8 +69,19 @@ def ssh_program(environment: Mapping[str, str]) -> list[str]:
 
 def ssh_call(program: Sequence[str], host: Host, command: str) -> list[str]:
     """The command line that runs `command` in the login shell of a host."""
+    return [*ssh_words(program, host), "--", str(host.address), command]
+
+
+def ssh_words(program: Sequence[str], host: Host) -> list[str]:
+    """The call of ssh without the address: for programs that start ssh themselves."""
     options = [word for option in _OPTIONS for word in ("-o", option)]
-    return [*program, "-T", *options, *_way(host), "--", str(host.address), command]
+    return [*program, "-T", *options, *_way(host)]
+
+
+def by_hand(host: Host) -> str:
+    """How a person gets to a host."""
+    target = host.address if host.user is None else f"{host.user}@{host.address}"
+    return shlex.join(["ssh", *([] if host.ssh_port is None else ["-p", str(host.ssh_port)]), str(target)])
 
 
 def agent_command(host: Host, python: str, folder: str) -> str:
@@ -79,7 +93,7 @@ def agent_command(host: Host, python: str, folder: str) -> str:
 def remedy(host: Host, words: str, python: str, folder: str) -> str:
     """What to do when a host could not be started on, from what ssh and the host's shell said."""
     target = host.address if host.user is None else f"{host.user}@{host.address}"
-    call = shlex.join(["ssh", *([] if host.ssh_port is None else ["-p", str(host.ssh_port)]), str(target)])
+    call = by_hand(host)
     facts = {"address": host.address, "target": target, "call": call}
     facts |= {"python": host.python or python, "folder": host.folder or folder}
     for pattern, text in _REMEDIES:

@@ -13,9 +13,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Literal
 
+import psutil  # type: ignore[import-untyped]
+
+from convoy.errors import InputError
 from convoy.launch.exit_status import Ending
 
 TERMINATE_S = 2.0
@@ -145,6 +149,33 @@ class Process:
     ended: bool = False
 
 
+def _opened(path: Path) -> Sink:
+    """A sink that writes into a file. It is opened for each piece: few come, and none is lost whichever way all ends.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; give another folder for the logs, or none") from None
+
+    def write(chunk: bytes) -> None:
+        with suppress(OSError), path.open("ab") as file:  # a full disk ends the log, not the job
+            file.write(chunk)
+
+    return write
+
+
+def _both(first: Sink, second: Sink) -> Sink:
+    def take(chunk: bytes) -> None:
+        first(chunk)
+        second(chunk)
+
+    return take
+
+
 class Supervisor:
     """Running processes. Leaving the context kills what still runs; no process, pipe or file of it is left."""
 
@@ -198,6 +229,7 @@ class Supervisor:
         pass_fds: Sequence[int] = (),
         lifeline: bool = False,
         own_session: bool = False,
+        log: Path | None = None,
         members: Callable[[], Iterable[int]] = lambda: (),
     ) -> Process:
         """Start a process.
@@ -206,6 +238,7 @@ class Supervisor:
             environment: all its variables; None: this process's.
             lifeline: it can notice the end of this process, however that ends, by `convoy.comm.processes.watch_parent`.
             own_session: Ctrl-C in the terminal reaches this process alone, which then ends the others in order.
+            log: a file that gets all it prints, beside what its output goes to here: the terminal's excepted.
             members: ids of further processes that get the same signals, such as its children.
 
         Raises:
@@ -217,6 +250,9 @@ class Supervisor:
             self._lifeline = self._lifeline or os.pipe()
             variables["CONVOY_PARENT_PIPE"] = str(self._lifeline[0])
             pass_fds = (*pass_fds, self._lifeline[0])
+        written = None if log is None else _opened(log)
+        if written is not None and stdout == subprocess.DEVNULL:
+            stdout = written
         piped = [subprocess.PIPE if callable(out) or out == "keep" else out for out in (stdout, stderr)]
         popen = subprocess.Popen(
             command, env=variables, cwd=folder, stdin=stdin, stdout=piped[0], stderr=piped[1], pass_fds=pass_fds,
@@ -226,7 +262,9 @@ class Supervisor:
         self._processes.append(process)
         for pipe, out in ((popen.stdout, stdout), (popen.stderr, stderr)):
             if pipe is not None:
-                process.pipes[pipe] = out if callable(out) else process.tail
+                process.pipes[pipe] = (
+                    out if callable(out) else process.tail if written is None else _both(process.tail, written)
+                )
                 os.set_blocking(pipe.fileno(), False)
                 self._selector.register(pipe, selectors.EVENT_READ, lambda pipe=pipe: self._read(process, pipe))
         if hasattr(os, "pidfd_open"):
@@ -283,11 +321,20 @@ class Supervisor:
         Raises:
             Interrupted: this process was asked to end, perhaps once more. What still runs is left to the context's end.
         """
+        self._kill_suspended()
         for signum, limit_s in ((None, grace_s), (signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, KILL_S)):
             if signum is not None and self.running:
                 self.send_signal(signum)
             if self.listen(lambda: not self.running, limit_s):
                 return
+
+    def _kill_suspended(self) -> None:
+        """A process that is stopped (Ctrl-Z, a debugger) hears of nothing but SIGKILL."""
+        for process in self.running:
+            with suppress(psutil.Error, ProcessLookupError):
+                if psutil.Process(process.popen.pid).status() == psutil.STATUS_STOPPED:
+                    process.stopped = True
+                    os.kill(process.popen.pid, signal.SIGKILL)
 
     def _note_ends(self) -> None:
         for process in self.running:

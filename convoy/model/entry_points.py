@@ -39,7 +39,7 @@ def find_callable(text: str, wanted: str) -> Callable[..., Any]:
         raise InputError(f"{text}: the module does not import ({where(error)}); correct it there") from error
     found = getattr(module, name, None)
     if not callable(found):
-        near = difflib.get_close_matches(name, [n for n, value in vars(module).items() if callable(value)])
+        near = difflib.get_close_matches(name[:80], [n for n, value in vars(module).items() if callable(value)])
         met = "is not there" if found is None else f"is a {type(found).__name__}"
         raise InputError(
             f"{text}: {name} {met}; " + (f"did you mean {' or '.join(near)}?" if near else f"write {wanted}")

@@ -6,6 +6,7 @@
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -17,11 +18,14 @@ from convoy.sharding.layout import Shape
 Kind = Literal[
     "input",  # the images
     "conv",  # Conv1d/2d/3d; groups > 1 splits only in step with its input
+    "conv_transpose",  # ConvTranspose1d/2d/3d; its filters are the second axis of the weight
     "linear",
+    "filters",  # computes every filter for itself, as a convolution does, but in a way of its own: `Layer.cuts` has the axes
     "batch_norm",
     "elementwise",  # one input, entry by entry: activations, dropout, scaling by a number
     "pool",  # each channel for itself, whatever it does to the axes after the channels
     "flatten",  # channels and everything behind them become one axis of features
+    "parts",  # computes parts of some axes each for itself, as group norm does and attention: `Layer.cuts` has the axes
     "join",  # several inputs, entry by entry: residual sums, gates
     "cat",
     "parameter",  # a bare parameter or buffer of a module, without a batch axis
@@ -45,6 +49,23 @@ class Parameter:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """An axis of a layer's output along which devices may compute parts, each for itself.
+
+    Attributes:
+        axis: of the output, counted with the batch axis.
+        parts: so many equal parts stay whole: groups of channels, heads, or single entries. A share is some of them.
+        inputs: for each input the axis that is cut alike; None: it is read whole.
+        parameters: of each parameter or buffer that is cut alike, the axis; the others are copies.
+    """
+
+    axis: int
+    parts: int
+    inputs: tuple[int | None, ...]
+    parameters: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Layer:
     """One operation of the model.
 
@@ -56,6 +77,7 @@ class Layer:
         batched: whether the output has a batch axis; a bare parameter has none and lies everywhere.
         parameters: what it owns, keyed relative to the layer ("weight", "bias", "running_mean").
         groups: groups of a convolution.
+        cuts: of kinds whose axes follow from nothing else ("parts", "filters"): where they may be cut.
         axis: the axis `cat` joins along, counted with the batch axis.
         per_sample: False where samples depend on each other or no batch axis is seen: then it runs on one device.
         several: it gives a tuple or list of tensors; only `pick` reads those.
@@ -63,9 +85,13 @@ class Layer:
         dtype: of the output, as torch names it.
         differentiable: False where no gradient passes: integers, `x.detach()`, what ran under `torch.no_grad()`.
         reason: why a layer is opaque, or runs whole; shown by `explain`.
-        shared: another layer uses the same parameters, so they are never split.
+        shared: another layer uses the same parameters, or they have hooks: they are never split, and every device has them.
         random: it draws random numbers in this mode (dropout), so copies of it on several devices would differ.
         statistics: a batch norm that normalises by the statistics of the batch (not by its running ones).
+        everywhere: every device computes it for the whole batch, because hooks look at it.
+        alone: its backward does not work as a part of another, so it is in no fused stretch (a reentrant checkpoint).
+        blocked: inputs, by their place, that no gradient passes to from here: inside it is cut off.
+        notes: a call changes its Python state, its buffers or its parameters.
         input_entries: of all batched inputs together, per sample. A `Graph` fills it in.
     """
 
@@ -86,32 +112,74 @@ class Layer:
     random: bool = False
     dtype: str = "float32"
     differentiable: bool = True
+    everywhere: bool = False
+    alone: bool = False
+    notes: bool = False
+    blocked: tuple[int, ...] = ()
     input_entries: int = 0
+    cuts: tuple[Cut, ...] = ()
 
     def batch_shape(self, batch: int) -> Shape:
         """Shape of the output for a global batch."""
         return (batch, *self.shape) if self.batched else self.shape
 
     @property
+    def feature_axis(self) -> int:
+        """The axis that `filter` splits, counted with the batch axis: 1 for convolutions, the last one for a Linear."""
+        if self.kind == "filters":
+            return self.cuts[0].axis
+        return len(self.shape) if self.kind == "linear" else 1
+
+    @property
     def channels_out(self) -> int:
         """Extent of the axis that `filter` splits: output channels, or the features of a Linear."""
-        return self.parameters["weight"].shape[0]
+        return self.shape[self.feature_axis - 1]
 
     @property
     def channels_in(self) -> int:
-        """Input channels of all groups together."""
+        """Input channels of all groups together; 1 where no device sums over a part of them."""
+        if self.kind == "filters":
+            return 1
         weight = self.parameters["weight"].shape
-        return weight[1] * self.groups
+        return weight[0] if self.kind == "conv_transpose" else weight[1] * self.groups
 
     @property
+    def sums_channels(self) -> bool:
+        """Whether its output is a sum over input channels, of which each device may compute its part."""
+        return self.multiplies and self.groups == 1
+
+    @cached_property
+    def extents(self) -> tuple[int, int]:
+        """Outputs (filters, features) and inputs that the layer as a whole has; of one without weights, its channels twice."""
+        if self.weighted:
+            return self.channels_out, self.channels_in
+        channels = self.shape[0] if self.shape else 1
+        return channels, channels
+
+    @cached_property
+    def entries(self) -> int:
+        """Of all its parameters and buffers."""
+        return sum(parameter.entries for parameter in self.parameters.values())
+
+    @cached_property
     def trainable(self) -> tuple[Parameter, ...]:
         """The parameters that get a gradient from this layer."""
         return tuple(p for p in self.parameters.values() if p.trainable) if self.differentiable else ()
 
     @property
+    def traced_back(self) -> tuple[bool, ...]:
+        """Of each input, whether a gradient passes to it."""
+        return tuple(self.differentiable and i not in self.blocked for i in range(len(self.inputs)))
+
+    @cached_property
+    def multiplies(self) -> bool:
+        """Whether the gradients of its input and of its weight are two products, which are computed apart."""
+        return self.kind in ("conv", "conv_transpose", "linear")
+
+    @cached_property
     def weighted(self) -> bool:
-        """Whether it is a convolution or a Linear: the layers that plans list."""
-        return self.kind in ("conv", "linear")
+        """Whether it is made of filters, as convolutions and Linears are: the layers that plans list."""
+        return self.multiplies or self.kind == "filters"
 
 
 @dataclass(frozen=True)
@@ -163,9 +231,14 @@ class Graph:
     def fingerprint(self) -> str:
         """Short hash of everything a plan relies on: the layers, their inputs, shapes and parameters."""
         rows = [asdict(layer) for layer in self.layers.values()]
-        for row in rows:
+        uses = Counter(key for layer in self.layers.values() for key in {p.key for p in layer.parameters.values()})
+        for row, layer in zip(rows, self.layers.values(), strict=True):
+            row["shared"] = any(uses[p.key] > 1 for p in layer.parameters.values())  # hooks may come after a plan
             # A plan holds in any precision; input_entries follow from the inputs.
-            row.pop("reason"), row.pop("dtype"), row.pop("input_entries")
+            row.pop("reason"), row.pop("dtype"), row.pop("input_entries"), row.pop("alone"), row.pop("notes")
+            row.pop("blocked")
+            if not row["cuts"]:
+                row.pop("cuts")  # as it was before there were any
             if row["kind"] == "opaque":
                 # Python that branches on values may take another path with the weights of another device.
                 row["flop"] = 0

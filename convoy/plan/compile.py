@@ -4,6 +4,7 @@ Every device walks the list in order. A move is begun where it stands and awaite
 the latest at the end of its phase. Gradients are summed on the second lane.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -23,21 +24,20 @@ from convoy.plan.device_program import (
     Unpack,
     Wait,
 )
-from convoy.plan.exchange_program import ExchangeOperations, MoveOf, involved, sum_operations
+from convoy.plan.exchange_program import Landing, MoveOf, landing, operations_of, sum_operations
 from convoy.plan.fusion import Stretch, stretches
 from convoy.plan.size import local_size
 from convoy.plan.steps import Compute as ComputeStep
 from convoy.plan.steps import Move, Phase, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
-from convoy.sharding.layout import Layout, Replicated, box, dual, entries, holders, local_shape
-from convoy.sharding.redistribute import Round, Schedule, chunks
+from convoy.sharding.layout import Layout, Replicated, dual, entries, held_entries, holds, local_shape
+from convoy.sharding.redistribute import chunks
 
 MIXING = "inexact-butterfly-mixing"
 
 
 def compile_all(steps: StepList, graph: Graph, *, overlap: bool = True) -> list[DeviceProgram]:
     """The programs of all devices; see `compile_device`."""
-    rounds = Rounds()
-    return [compile_device(steps, graph, d, overlap=overlap, rounds=rounds) for d in range(steps.devices)]
+    return [compile_device(steps, graph, d, overlap=overlap) for d in range(steps.devices)]
 
 
 def compile_device(
@@ -49,7 +49,6 @@ def compile_device(
     overlap: bool = True,
     stage: int = 0,
     missing: frozenset[int] = frozenset(),
-    rounds: "Rounds | None" = None,
 ) -> DeviceProgram:
     """The program of one device.
 
@@ -59,16 +58,14 @@ def compile_device(
         stage: of inexact mixing, which counts its stages over training steps.
         missing: outputs that the loss does not depend on, by their place in `steps.outputs`: backward leaves out what no
             gradient comes to. Forward is the same.
-        rounds: of the same list, where programs of several devices are made.
     """
-    every, end = rounds or Rounds(), len(steps.steps)
-    found = stretches(steps, graph, device, lambda step: takes_part(step, device, every)) if fuse else ()
+    end = len(steps.steps)
+    found = stretches(steps, graph, device, lambda step: takes_part(step, device)) if fuse else ()
     if missing:
         steps = without_gradients(steps, graph, missing)
         alive = {step.id for step in steps.steps}
         found = tuple(replace(each, back=tuple(s for s in each.back if s.id in alive)) for each in found)
-        every = Rounds()
-    return _Compiler(steps, graph, device, found, overlap, stage, every, end).program()
+    return _Compiler(steps, graph, device, found, overlap, stage, end).program()
 
 
 def without_gradients(steps: StepList, graph: Graph, missing: frozenset[int]) -> StepList:
@@ -106,45 +103,20 @@ def without_gradients(steps: StepList, graph: Graph, missing: frozenset[int]) ->
                 alive = True
         if alive:
             kept.append(step)
-    return replace(steps, steps=tuple(kept))
+    gradients = tuple(v if v is not None and v.key in reached else None for v in steps.input_gradients)
+    return replace(steps, steps=tuple(kept), input_gradients=gradients)
 
 
-class Rounds:
-    """The transfers of every exchange of a list by device, looked up once for all devices."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, tuple[Schedule, dict[int, list[Round]]]] = {}
-
-    def of(
-        self, step: Move | ReturnGradient | ShareStatistics | SumGradients, device: int
-    ) -> tuple[Schedule, Sequence[Round]]:
-        """The schedule, and of each of its rounds what the device sends, receives or keeps."""
-        if step.id not in self._found:
-            self._found[step.id] = (step.schedule, _by_device(step.schedule))
-        schedule, rounds = self._found[step.id]
-        return schedule, rounds.get(device) or [()] * len(schedule.rounds)
-
-
-def _by_device(schedule: Schedule) -> dict[int, list[Round]]:
-    found: dict[int, list[list]] = {}  # type: ignore[type-arg]
-    for number, transfers in enumerate(schedule.rounds):
-        for t in transfers:
-            for device in {t.sender, t.receiver}:
-                rows = found.setdefault(device, [[] for _ in schedule.rounds])
-                rows[number].append(t)
-    return {device: [tuple(row) for row in rows] for device, rows in found.items()}
-
-
-def takes_part(step: Step, device: int, rounds: Rounds) -> bool:
+def takes_part(step: Step, device: int) -> bool:
     """Whether a device has anything to do in a step."""
     match step:
         case ComputeStep(phase="forward"):
-            return device in holders(step.writes.layout)
+            return holds(step.writes.layout, device)
         case ComputeStep():
-            return any(device in holders(value.layout) for value in (step.writes, *step.reads))
+            return any(holds(value.layout, device) for value in (step.writes, *step.reads))
         case Move() | ReturnGradient():
-            holds = any(device in holders(value.layout) for value in (step.reads, step.writes))
-            return holds or any(rounds.of(step, device)[1])
+            either = any(holds(value.layout, device) for value in (step.reads, step.writes))
+            return either or any(step.schedule.involving(device))
         case ShareStatistics():
             return device in step.members
         case SumGradients():
@@ -162,15 +134,14 @@ class _Compiler:
         found: tuple[Stretch, ...],
         overlap: bool,
         stage: int,
-        rounds: Rounds,
         end: int,
     ) -> None:
         self.steps, self.graph, self.device = steps, graph, device
-        self.overlap, self.stage, self.rounds = overlap, stage, rounds
+        self.overlap, self.stage = overlap, stage
         self.end = end  # what is awaited at the end of a phase bears this step
         self.main: list[Operation] = []
         self.sums: list[Operation] = []
-        self.under_way: dict[int, ExchangeOperations] = {}
+        self.under_way: dict[int, deque[Landing]] = {}
         self.begun: list[SumGradients] = []
         self.merged: set[str] = set()
         self.shared = {step.layer for step in steps.steps if isinstance(step, ShareStatistics)}
@@ -192,11 +163,17 @@ class _Compiler:
         returned = tuple(output_gradient(s.output) for s in self.steps.steps if isinstance(s, ReturnGradient))
         inputs, outputs = (tuple(v.key for v in row) for row in (self.steps.inputs, self.steps.outputs))
         lanes = (forward, backward, tuple(self.sums))
-        return DeviceProgram(self.device, self.steps.devices, self.steps.batch, inputs, outputs, returned, *lanes)
+        gradients = tuple(
+            GRADIENT + v.key if v is not None and v.key in self.givers else "" for v in self.steps.input_gradients
+        )
+        return DeviceProgram(
+            self.device, self.steps.devices, self.steps.batch, inputs, outputs, returned, *lanes, gradients
+        )
 
     def _phase(self, phase: Phase) -> tuple[Operation, ...]:
         self.main = []
         steps = self.steps.phase(phase)
+        places = {step.id: place for place, step in enumerate(steps)}
         place = 0
         while place < len(steps):
             number = self.stretch_at.get(steps[place].id)
@@ -204,8 +181,14 @@ class _Compiler:
                 self._step(steps[place])
                 place += 1
             else:
-                place += self._stretch(steps[place:], number, self.stretches[number])
+                row = self.stretches[number].steps if phase == "forward" else self.stretches[number].back
+                end = 1 + places[row[-1].id]
+                self._stretch(steps[place:end], number, row)
+                place = end
         self._await(list(self.under_way), self.end)
+        for value in self.steps.input_gradients if phase == "backward" else ():
+            if value is not None:
+                self._merge(value.key, self.end)
         if self.begun:
             self.main.append(Wait(self.end, tuple(("summed", step.id, 0) for step in self.begun)))
             self.main += [_unpack(step) for step in self.begun]
@@ -234,10 +217,10 @@ class _Compiler:
     # --- computing ---------------------------------------------------------------------------------------------------
 
     def _holds(self, value: Value) -> bool:
-        return box(value.layout, self.device, value.shape) is not None
+        return holds(value.layout, self.device)
 
     def _computes(self, step: ComputeStep) -> bool:
-        return self.device in holders(step.writes.layout)
+        return holds(step.writes.layout, self.device)
 
     def _forward(self, step: ComputeStep) -> None:
         if not self._computes(step):
@@ -251,8 +234,8 @@ class _Compiler:
         shape = local_shape(step.writes.layout, self.device, step.writes.shape)
         parts = []
         for rows in chunks(shape[0], step.pieces):
-            for exchange in (self.under_way[s] for s in step.after if s in self.under_way):
-                self.main += exchange.landing(step.id, 1)
+            for rounds in (self.under_way[s] for s in step.after if self.under_way.get(s)):
+                self.main += landing([rounds.popleft()], step.id)
             made = f"{step.writes.key} {rows[0]}:{rows[1]}"
             size = replace(operation.size, samples=rows[1] - rows[0])
             self.main.append(replace(operation, writes=(made,), rows=rows, size=size))
@@ -290,15 +273,14 @@ class _Compiler:
                     shape = local_shape(value.layout, self.device, value.shape)
                     self.main.append(Make(step.id, self._gives(value.key, step.id), shape, zeros=True, result=True))
 
-    def _stretch(self, steps: Sequence[Step], number: int, stretch: Stretch) -> int:
-        """A fused stretch that begins with the first of these steps; how many of them belong to it or lie inside it."""
-        phase, first = steps[0].phase, steps[0].id
-        row = {step.id: step for step in (stretch.steps if phase == "forward" else stretch.back)}
-        count = 1 + max(place for place, step in enumerate(steps) if step.id in row)
+    def _stretch(self, steps: Sequence[Step], number: int, computes: Sequence[ComputeStep]) -> None:
+        """A fused stretch: these steps belong to it or lie inside it."""
+        phase, first, stretch = steps[0].phase, steps[0].id, self.stretches[number]
+        row = {step.id: step for step in computes}
         self._await(sorted({a for step in row.values() for a in step.after} - set(row)), first)
         operations: list[Compute | Pack | Signal] = []
         behind: list[SumGradients] = []
-        for step in steps[:count]:
+        for step in steps:
             if step.id in row:
                 operations.append(self._computation(row[step.id]))
             elif isinstance(step, SumGradients) and self.device in step.devices:
@@ -318,7 +300,6 @@ class _Compiler:
         self.main.append(Fused(first, phase, number, reads, writes, tuple(operations)))
         for each in behind:
             self._sum(each)
-        return count
 
     # --- gradients of values -----------------------------------------------------------------------------------------
 
@@ -360,23 +341,23 @@ class _Compiler:
         ids = self.givers.get(key, ())
         if len(ids) > 1 and key not in self.merged:
             self.merged.add(key)
-            here = box(self.values[key].layout, self.device, self.values[key].shape)
-            size = entries(here) if here is not None else 0
+            size = held_entries(self.values[key].layout, self.device, self.values[key].shape)
             self.main.append(Merge(step, GRADIENT + key, tuple(self._gives(key, each) for each in ids), size))
 
     # --- exchanging --------------------------------------------------------------------------------------------------
 
     def _move(self, step: Move | ReturnGradient, src: Layout, dst: Layout, source: str, result: str) -> None:
-        schedule, rounds = self.rounds.of(step, self.device)
-        if any(rounds):
+        schedule = step.schedule
+        if any(schedule.involving(self.device)):
             self._await(step.after, step.id)
-        if step.phase == "backward":
+        if step.phase == "backward" and isinstance(step, Move):
             self._merge(step.reads.key, step.id)
-        move = MoveOf(step.id, schedule, rounds, self.device, src, dst, step.reads.shape, step.wire, source, result)
-        found = move.operations()
+        found = operations_of(
+            MoveOf(step.id, schedule, self.device, src, dst, step.reads.shape, step.wire, source, result)
+        )
         self.main += found.begin
         if found.landings:
-            self.under_way[step.id] = found
+            self.under_way[step.id] = deque(found.landings)
             if not self.overlap or isinstance(step, ReturnGradient):
                 self._await([step.id], step.id)
 
@@ -392,11 +373,10 @@ class _Compiler:
         read = (step.reads.key if step.phase == "forward" else GRADIENT + step.layer,) if here else ()
         self.main.append(Compute(step.id, step.phase, step.layer, read, (f"{of} row",), part="statistics"))
         everyone, me = Replicated(step.members), self.device
-        schedule, rounds = self.rounds.of(step, me)
-        found = MoveOf(
-            step.id, schedule, rounds, me, step.layout, everyone, step.shape, "exact", f"{of} row", f"{of} rows"
-        ).operations()
-        self.main += [*found.begin, *found.landing(step.id)]
+        found = operations_of(
+            MoveOf(step.id, step.schedule, me, step.layout, everyone, step.shape, "exact", f"{of} row", f"{of} rows")
+        )
+        self.main += [*found.begin, *landing(found.landings, step.id)]
         if step.phase == "forward":
             combined = Compute(step.id, "forward", step.layer, (f"{of} rows",), (f"{of} norm",), part="combine")
             self.main.append(combined)
@@ -405,7 +385,7 @@ class _Compiler:
         """Wait for those of these steps that are under way."""
         for step in steps:
             if step in self.under_way:
-                self.main += self.under_way.pop(step).landing(at)
+                self.main += landing(self.under_way.pop(step), at)
 
     def _sum(self, step: SumGradients) -> None:
         if self.device not in step.devices:
@@ -415,8 +395,7 @@ class _Compiler:
             return
         if step.reduce != MIXING:
             self.main.append(_pack(step))
-            schedule, rounds = self.rounds.of(step, self.device)
-            self.main += sum_operations(step.id, schedule, rounds, self.device, _flat(step), step.wire, lane=0)
+            self.main += sum_operations(step.id, step.schedule, self.device, _flat(step), step.wire, lane=0)
             self.main.append(_unpack(step))
             return
         schedule = step.stage(self.stage)
@@ -425,17 +404,15 @@ class _Compiler:
         # The gradient parts are sums over samples, divided by the global batch: scale what two devices saw to a whole batch.
         samples = sum(step.samples[d] for d in both)
         self.main.append(replace(_pack(step), alone=False, mixed_over=len(both)))
-        rounds = involved(schedule, self.device)
-        self.main += sum_operations(step.id, schedule, rounds, self.device, _flat(step), "exact", lane=0)
+        self.main += sum_operations(step.id, schedule, self.device, _flat(step), "exact", lane=0)
         scale = sum(step.samples) / samples if samples else 0.0
         self.main.append(replace(_unpack(step), mixed_over=len(both), scale=scale))
 
     def _begin_sum(self, step: SumGradients) -> list[Pack | Signal]:
         """The main lane joins the gradients and says that they are there; the second lane waits for that, and sums."""
         ready, summed = ("ready", step.id, 0), ("summed", step.id, 0)
-        schedule, rounds = self.rounds.of(step, self.device)
         self.sums.append(Wait(step.id, (ready,)))
-        self.sums += sum_operations(step.id, schedule, rounds, self.device, _flat(step), step.wire, lane=1)
+        self.sums += sum_operations(step.id, step.schedule, self.device, _flat(step), step.wire, lane=1)
         self.sums.append(Signal(step.id, summed))
         self.begun.append(step)
         return [_pack(step), Signal(step.id, ready)]

@@ -142,6 +142,8 @@ def _of_channels(
         if layer.groups > 1:
             extents.append(layer.groups)
         here = placed[layer.name]
+        # Groups and heads stay whole, which the extents alone do not say.
+        extents += [cut.parts for cut in layer.cuts if isinstance(here.gives, Split) and cut.axis == here.gives.axis]
         extents += [sum(layout.shares) for layout in (*here.takes, here.gives) if isinstance(layout, Split)]
     leading = plan.layers[strategies[0]]
     assert isinstance(leading, Filter | Channel)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from convoy.plan.size import LocalSize
 from convoy.plan.steps import Phase
+from convoy.sharding.comm_dtype import narrow_itemsize
 from convoy.sharding.layout import Box, Shape
 
 Event = tuple[str, int, int]
@@ -245,6 +246,7 @@ class DeviceProgram:
         inputs: the parts of the batch that the loader provides, as buffers.
         outputs: buffers that the caller gets.
         output_gradients: buffers that the caller gives to backward.
+        input_gradients: for each input, the buffer that the caller gets from backward; "" where this device has no part in it.
         forward, backward: the main lane.
         sums: the second lane.
     """
@@ -258,6 +260,7 @@ class DeviceProgram:
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
     sums: tuple[Operation, ...]
+    input_gradients: tuple[str, ...] = ()
 
     def operations(self) -> Iterator[Operation]:
         """All of them, those inside fused stretches too."""
@@ -266,18 +269,17 @@ class DeviceProgram:
             if isinstance(operation, Fused):
                 yield from operation.operations
 
-    def sent_bytes(self, itemsize: int = 4, narrow_itemsize: int = 2) -> Counter[int]:
+    def sent_bytes(self, itemsize: int = 4) -> Counter[int]:
         """Bytes that this device sends to each other one in a training step.
 
         Args:
-            itemsize: bytes of one number in memory, 4 for float32; narrow_itemsize: of one that travels in fewer bits.
+            itemsize: bytes of one number in memory, 4 for float32.
         """
         total: Counter[int] = Counter()
         for operation in self.operations():
             if isinstance(operation, Send):
-                total[operation.peer] += operation.size * (
-                    min(itemsize, narrow_itemsize) if operation.narrow else itemsize
-                )
+                size = narrow_itemsize(itemsize) if operation.narrow else itemsize
+                total[operation.peer] += operation.size * size
         return total
 
 

@@ -7,6 +7,7 @@ auxiliary output is gone. Layers that follow their input could then land elsewhe
 from collections.abc import Mapping
 from dataclasses import replace
 
+from convoy.errors import PlanError
 from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import parameter_layouts, placements
 from convoy.plan.plan import Plan
@@ -32,9 +33,28 @@ def pin(plan: Plan, training: Graph, evaluation: Graph) -> Plan:
     return pinned
 
 
-def misplaced(pinned: Plan, plan: Plan, training: Graph, evaluation: Graph) -> tuple[str, ...]:
-    """Layers of evaluation that no strategy brings to their parameters; nothing in ordinary models."""
-    return tuple(layer.name for layer in _strays(pinned, training, evaluation, plan))
+def borrowed(pinned: Plan, plan: Plan, training: Graph, evaluation: Graph) -> dict[str, Layout]:
+    """Where the parameters of layers lie in evaluation that no strategy brings to them; nothing in ordinary models.
+
+    A layer that is whole in evaluation only, of which training splits the inside, say.
+
+    Raises:
+        PlanError: two such layers want the same parameter in different parts.
+    """
+    kept, placed = parameter_layouts(plan, training), placements(pinned, evaluation)
+    result: dict[str, Layout] = {}
+    for layer in _strays(pinned, training, evaluation, plan):
+        for name, wanted in placed[layer.name].parameters.items():
+            key = layer.parameters[name].key
+            before = result.get(key, wanted)
+            if _held(wanted, kept.get(key, wanted)) and before == wanted:
+                continue
+            if before != wanted and (isinstance(before, Split) or isinstance(wanted, Split)):
+                raise PlanError(
+                    f"in evaluation two layers want other parts of {key!r} than training keeps: give them the strategy 'one'"
+                )
+            result[key] = wanted if before == wanted else Replicated(tuple(range(plan.devices)))
+    return result
 
 
 def _homes(graph: Graph, placed: Mapping[str, Placement]) -> dict[str, Layout]:

@@ -7,39 +7,38 @@ are added in the order of the devices that sent them, so that every run gives th
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 from convoy.plan.device_program import Add, Copy, Event, Make, Operation, Part, Receive, Send, View, Wait
 from convoy.sharding.comm_dtype import CommDtype, rounds_own_copy
 from convoy.sharding.layout import Box, Layout, Partial, Shape, box, covers, entries, local_shape
 from convoy.sharding.redistribute import Round, Schedule, Transfer
 
+Landing = tuple[Event | None, list[Operation]]
+"""Of a round under way: what to wait for (None where no message is), and what is done after that."""
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class ExchangeOperations:
     """An exchange as one device has it.
 
     Attributes:
         begin: everything up to the last message that can be started without waiting.
-        landings: per round under way, what to wait for (None where no message is) and what is done after that.
+        landings: per round under way.
     """
 
-    begin: list[Operation] = field(default_factory=list)
-    landings: list[tuple[Event | None, list[Operation]]] = field(default_factory=list)
-
-    def landing(self, at: int, number: int | None = None) -> Iterator[Operation]:
-        """The operations that finish all rounds, or the next ones alone, for a step that waits for them."""
-        for event, after in self.landings[:number]:
-            if event is not None:
-                yield Wait(at, (event,))
-            yield from after
-        del self.landings[:number]
+    begin: Sequence[Operation] = ()
+    landings: Sequence[Landing] = ()
 
 
-def involved(schedule: Schedule, device: int) -> tuple[Round, ...]:
-    """Of each round, the transfers that a device sends, receives or keeps."""
-    return tuple(tuple(t for t in r if device in (t.sender, t.receiver)) for r in schedule.rounds)
+def landing(landings: Iterable[Landing], at: int) -> Iterator[Operation]:
+    """The operations that finish rounds, for a step that waits for them."""
+    for event, after in landings:
+        if event is not None:
+            yield Wait(at, (event,))
+        yield from after
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +47,11 @@ class MoveOf:
 
     Attributes:
         step: id in the step list.
-        rounds: those of the schedule as `involved` gives them.
         source, result: the buffers with what the device holds before and afterwards.
     """
 
     step: int
     schedule: Schedule
-    rounds: Sequence[Round]
     device: int
     src: Layout
     dst: Layout
@@ -73,6 +70,11 @@ class MoveOf:
         """What the device holds afterwards."""
         return box(self.dst, self.device, self.shape)
 
+    @property
+    def rounds(self) -> Sequence[Round]:
+        """What the device sends, receives or keeps."""
+        return self.schedule.involving(self.device)
+
     def operations(self) -> ExchangeOperations:
         """The operations of the move."""
         if not self.schedule.rounds:
@@ -89,7 +91,7 @@ class MoveOf:
         operations: list[Operation] = [Make(self.step, flat, self.schedule.shape)]
         if self.own is not None:
             operations.append(Copy(self.step, Part(self.source), Part(flat), math.prod(self.shape)))
-        operations += sum_operations(self.step, self.schedule, self.rounds, self.device, flat, self.wire, lane=0)
+        operations += sum_operations(self.step, self.schedule, self.device, flat, self.wire, lane=0)
         if self.wanted is not None:
             operations.append(View(self.step, self.result, Part(flat), self.shape))
         return operations
@@ -100,29 +102,36 @@ class MoveOf:
         kept = [t for t in transfers if t.sender == t.receiver]
         arrives = any(t.receiver == self.device != t.sender for t in transfers)
         rounds_own = rounds_own_copy(self.wire, self.schedule, self.dst)
-        found = ExchangeOperations()
+        begin: list[Operation] = []
+        landings: list[Landing] = []
         piece = self.source
         if rounds_own and own is not None and any(t.sender == self.device for t in transfers):
             # What is kept is then made of the same numbers as what is sent.
             piece = f"message {step}.own"
             narrow = Make(step, piece, _extent(own), narrow=True)
-            found.begin += [narrow, Copy(step, Part(self.source), Part(piece), entries(own))]
+            begin += [narrow, Copy(step, Part(self.source), Part(piece), entries(own))]
         if wanted is not None and not arrives and covers([t.box for t in kept], wanted):
             here = Part(piece, local_box(wanted, own))
             if rounds_own:
                 made = Make(step, self.result, _extent(wanted), result=True)
-                found.begin += [made, Copy(step, here, Part(self.result), entries(wanted))]
+                begin += [made, Copy(step, here, Part(self.result), entries(wanted))]
             else:
-                found.begin.append(View(step, self.result, here, _extent(wanted)))
+                begin.append(View(step, self.result, here, _extent(wanted)))
             kept = []
         elif wanted is not None:
             # From zero where only a part of the box is written: a pending sum, or a box that nobody fills.
             zeros = isinstance(self.dst, Partial) or any(t.adds for t in transfers if t.receiver == self.device)
-            found.begin.append(Make(step, self.result, _extent(wanted), zeros=zeros, result=True))
+            begin.append(Make(step, self.result, _extent(wanted), zeros=zeros, result=True))
         writer = _DirectRound(step, self.device, own, wanted, piece, self.result, self.wire != "exact", rounds_own)
         for number, each in enumerate(self.rounds):
-            writer.write(number, each, bool(kept), found)
-        return found
+            writer.write(number, each, bool(kept), begin, landings)
+        return ExchangeOperations(begin, landings)
+
+
+@lru_cache(maxsize=8192)
+def operations_of(move: MoveOf) -> ExchangeOperations:
+    """The operations of a move, worked out once: the plans that a planner compares have most moves in common."""
+    return move.operations()
 
 
 @dataclass(slots=True)
@@ -138,11 +147,13 @@ class _DirectRound:
     narrow: bool
     rounds_own: bool
 
-    def write(self, number: int, transfers: Round, keeps: bool, found: ExchangeOperations) -> None:
+    def write(
+        self, number: int, transfers: Round, keeps: bool, begin: list[Operation], landings: list[Landing]
+    ) -> None:
         leaving = [t for t in transfers if t.sender == self.device != t.receiver and entries(t.box)]
         arriving = [t for t in transfers if t.receiver == self.device != t.sender and entries(t.box)]
         kept = [t for t in transfers if t.sender == t.receiver] if keeps else []
-        sent = {t.box: self._packed(number, place, t, found) for place, t in enumerate(leaving)}
+        sent = {t.box: self._packed(number, place, t, begin) for place, t in enumerate(leaving)}
         messages: list[Operation] = [
             Send(self.step, number, t.receiver, sent[t.box], entries(t.box), self.narrow) for t in leaving
         ]
@@ -151,25 +162,25 @@ class _DirectRound:
             target = Part(self.result, local_box(t.box, self.wanted))
             if t.adds or self.narrow or not is_block(t.box, self.wanted):
                 landed[t] = Part(f"message {self.step}.{number}<{place}")
-                found.begin.append(Make(self.step, landed[t].buffer, _extent(t.box), narrow=self.narrow))
+                begin.append(Make(self.step, landed[t].buffer, _extent(t.box), narrow=self.narrow))
                 target = landed[t]
             messages.append(Receive(self.step, number, t.sender, target, entries(t.box), self.narrow))
-        found.begin += messages
-        found.begin += [self._into(t, Part(self.piece, local_box(t.box, self.own))) for t in kept if not t.adds]
+        begin += messages
+        begin += [self._into(t, Part(self.piece, local_box(t.box, self.own))) for t in kept if not t.adds]
         parts = landed | {t: Part(self.piece, local_box(t.box, self.own)) for t in kept if t.adds}
         after = [self._into(t, parts[t]) for t in sorted(parts, key=lambda t: t.sender)]
         if messages:
-            found.landings.append((("round", self.step, number), after))
+            landings.append((("round", self.step, number), after))
         else:
-            found.begin += after
+            begin += after
 
-    def _packed(self, number: int, place: int, t: Transfer, found: ExchangeOperations) -> Part:
+    def _packed(self, number: int, place: int, t: Transfer, begin: list[Operation]) -> Part:
         """What is sent: the cut where it is one block of the numbers that travel, else a copy."""
         cut = Part(self.piece, local_box(t.box, self.own))
         if is_block(t.box, self.own) and (self.rounds_own or not self.narrow):
             return cut
         ready = f"message {self.step}.{number}>{place}"
-        found.begin += [
+        begin += [
             Make(self.step, ready, _extent(t.box), narrow=self.narrow),
             Copy(self.step, cut, Part(ready), entries(t.box)),
         ]
@@ -183,25 +194,17 @@ class _DirectRound:
 
 
 def sum_operations(
-    step: int, schedule: Schedule, rounds: Sequence[Round], device: int, flat: str, wire: CommDtype, lane: int
+    step: int, schedule: Schedule, device: int, flat: str, wire: CommDtype, lane: int
 ) -> Iterator[Operation]:
     """The rounds of a summing collective, in place on a flat buffer. Summands arrive in memory that every step uses again."""
-    under_way: deque[tuple[Event | None, list[Operation]]] = deque()
-    for number, transfers in enumerate(rounds):
+    under_way: deque[Landing] = deque()
+    for number, transfers in enumerate(schedule.involving(device)):
         if len(under_way) == schedule.window:
-            yield from _landed(under_way.popleft())
+            yield from landing([under_way.popleft()], step)
         yield from _begun(
             step, number, transfers, device, flat, wire, f"slot {lane}.{number % schedule.window}", under_way
         )
-    while under_way:
-        yield from _landed(under_way.popleft())
-
-
-def _landed(arrival: tuple[Event | None, list[Operation]]) -> Iterator[Operation]:
-    event, after = arrival
-    if event is not None:
-        yield Wait(event[1], (event,))
-    yield from after
+    yield from landing(under_way, step)
 
 
 def _begun(
@@ -212,7 +215,7 @@ def _begun(
     flat: str,
     wire: CommDtype,
     slot: str,
-    under_way: deque[tuple[Event | None, list[Operation]]],
+    under_way: deque[Landing],
 ) -> Iterator[Operation]:
     narrow = wire != "exact"
     leaving = [t for t in transfers if t.sender == device and entries(t.box)]

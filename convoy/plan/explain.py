@@ -7,7 +7,7 @@ from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, traffic
-from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, box, entries, holders
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, box, entries, holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,25 @@ def layer_rows(plan: Plan, graph: Graph, batch: int | None = None, itemsize: int
                 )
             )
     return rows
+
+
+MOST_DIFFERENCES = 4
+"""Layers of another plan that are named."""
+
+
+def differences(known: Plan, plan: Plan, graph: Graph) -> str:
+    """What a plan does otherwise than a known one, layer by layer, in words."""
+    rows = {row.layer: (row.strategy, row.parts) for row in layer_rows(known, graph)}
+    other = [
+        row
+        for row in layer_rows(plan, graph)
+        if graph[row.layer].weighted and rows.get(row.layer) != (row.strategy, row.parts)
+    ]
+    told = [f"{row.layer} by {row.strategy}, {'/'.join(row.parts)}" for row in other[:MOST_DIFFERENCES]]
+    told += [f"{len(other) - MOST_DIFFERENCES} layers more"] * (len(other) > MOST_DIFFERENCES)
+    if plan.reduce != known.reduce:
+        told.append(f"sums by {plan.reduce}")
+    return "; ".join(told) or "the same shares, other moves"
 
 
 def work_shares(steps: StepList, graph: Graph) -> tuple[float, ...]:
@@ -123,7 +142,7 @@ def _strategy(layout: Layout) -> str:
 
 def _fraction(step: Compute, device: int) -> float:
     """How much of a layer's arithmetic a device does."""
-    if device not in holders(step.writes.layout):
+    if not holds(step.writes.layout, device):
         return 0.0
     # Of a sum over input channels, the part is that of the input.
     value = step.reads[0] if isinstance(step.writes.layout, Partial) else step.writes
@@ -132,7 +151,7 @@ def _fraction(step: Compute, device: int) -> float:
 
 
 def _part(layout: Layout, device: int, step: Compute) -> str:
-    if device not in holders(layout):
+    if not holds(layout, device):
         return "-"
     match layout:
         case Split(_, shares):

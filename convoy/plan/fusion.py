@@ -6,12 +6,13 @@ does, and so does a wait for one that its first layer does not wait for, and a l
 gradient travels while the other is computed.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from convoy.model.graph import Graph
+from convoy.model.graph import Graph, Layer
 from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
-from convoy.sharding.layout import holders
+from convoy.sharding.layout import holds
 
 SHORTEST = 2
 """Computations in a stretch: one alone gains nothing."""
@@ -47,15 +48,21 @@ def stretches(steps: StepList, graph: Graph, device: int, takes_part: Callable[[
         if not isinstance(step, SumGradients | ReturnGradient) and takes_part(step)
     ]
     exchanged = {step.layer for step in steps.steps if isinstance(step, ShareStatistics)}
-    rows = list(_rows(forward, _Backward(backward), device, exchanged))
-    found = [_stretch(row, forward, backward, steps.outputs) for row in rows]
-    return tuple(each for each in found if not _cuts_apart(each, graph))
+    exchanged |= {layer.name for layer in graph.layers.values() if layer.alone}
+    places = _Backward(backward)
+    readers = Counter(value.key for value in steps.outputs)
+    for step in forward:
+        readers.update({value.key for value in _values_read(step)})
+    found = (_stretch(row, places, readers) for row in _rows(forward, places, device, exchanged))
+    picks = [layer for layer in graph.layers.values() if layer.kind == "pick"]
+    return tuple(each for each in found if not _cuts_apart(each, picks))
 
 
 class _Backward:
     """Where each layer's steps are in a device's backward, and what each step is the first to wait for."""
 
     def __init__(self, backward: Sequence[Step]) -> None:
+        self.steps = backward
         self.places: dict[str, list[int]] = {}
         self.waits: list[bool] = []
         moves = {step.id for step in backward if isinstance(step, Move)}
@@ -82,7 +89,7 @@ def _rows(
             isinstance(step, Compute)
             and step.pieces == 1
             and step.layer not in exchanged
-            and all(device in holders(value.layout) for value in step.reads)
+            and all(holds(value.layout, device) for value in step.reads)
             # Of a backward in two parts, what the first gives travels during the second.
             and len(backward.places.get(step.layer, [])) <= 1
         )
@@ -101,20 +108,24 @@ def _rows(
         yield tuple(row)
 
 
-def _stretch(
-    row: tuple[Compute, ...], forward: Sequence[Step], backward: Sequence[Step], outputs: tuple[Value, ...]
-) -> Stretch:
-    inside, layers = {step.id for step in row}, {step.layer for step in row}
-    made = {step.writes.key for step in row}
+def _stretch(row: tuple[Compute, ...], backward: _Backward, readers: Counter[str]) -> Stretch:
+    """The stretch of a row of layers.
+
+    Args:
+        readers: how many forward steps read each value; whoever gets the model's outputs counts as one.
+    """
+    made = dict.fromkeys(step.writes.key for step in row)
     reads: dict[str, bool] = {}
+    inside: Counter[str] = Counter()
     for step in row:
+        inside.update({value.key for value in step.reads})
         for value, wanted in zip(step.reads, step.wants, strict=True):
             if value.key not in made:
                 reads[value.key] = reads.get(value.key, False) or wanted
-    used = {value.key for value in outputs}
-    used.update(value.key for step in forward if step.id not in inside for value in _values_read(step))
-    back = tuple(step for step in backward if isinstance(step, Compute) and step.layer in layers)
-    return Stretch(row, back, reads, tuple(step.writes.key for step in row if step.writes.key in used))
+    places = sorted(place for step in row for place in backward.places.get(step.layer, ()))
+    back = tuple(each for each in (backward.steps[place] for place in places) if isinstance(each, Compute))
+    used = tuple(key for key in made if readers[key] > inside[key])
+    return Stretch(row, back, reads, used)
 
 
 def _values_read(step: Step) -> tuple[Value, ...]:
@@ -126,8 +137,7 @@ def _values_read(step: Step) -> tuple[Value, ...]:
     return ()
 
 
-def _cuts_apart(stretch: Stretch, graph: Graph) -> bool:
+def _cuts_apart(stretch: Stretch, picks: Sequence[Layer]) -> bool:
     """Whether a layer with several outputs is in the stretch and one that picks from it is not, or the other way round."""
-    inside = {step.layer for step in stretch.steps}
-    picks = (layer for layer in graph.layers.values() if layer.kind == "pick")
+    inside = {step.layer for step in stretch.steps} if picks else set()
     return any((pick.name in inside) != (pick.inputs[0] in inside) for pick in picks)

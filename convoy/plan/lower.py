@@ -1,31 +1,53 @@
 """lower(plan): from strategies per layer to one list of steps for one batch size."""
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from convoy.errors import PlanError
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan.plan import Plan
-from convoy.plan.steps import Compute, Move, Part, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
+from convoy.plan.steps import (
+    Compute,
+    InputGradient,
+    Move,
+    Part,
+    ReturnGradient,
+    ShareStatistics,
+    Step,
+    StepList,
+    SumGradients,
+    Value,
+)
 from convoy.plan.strategy import Batch, One, Placement, Strategy, follow, parameter_holders, place
 from convoy.sharding import redistribute
 from convoy.sharding.comm_dtype import comm_dtype_of
-from convoy.sharding.layout import Layout, OnOne, Replicated, Split, holders
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, holders
 from convoy.sharding.shares import rescale
 
 BUCKET_ENTRIES = 500_000
 """A sum of gradients starts when this many entries are ready: large enough for full bandwidth, small enough to overlap."""
 
 
-def lower(plan: Plan, graph: Graph, batch: int | None = None) -> StepList:
+def lower(
+    plan: Plan,
+    graph: Graph,
+    batch: int | None = None,
+    input_gradients: Sequence[InputGradient] = (),
+    kept: Mapping[str, Layout] | None = None,
+) -> StepList:
     """The steps of one training step of `plan` for a global batch of `batch` samples (default: the plan's).
+
+    Args:
+        input_gradients: for each input of the graph, where backward brings the gradient of it; nothing: none has one.
+        kept: where the parameters lie, by key, if not as this plan has it: all devices that keep copies get their gradients.
 
     Raises:
         PlanError: the plan does not fit the graph.
     """
     plan.check(graph)
-    return _Lowering(plan, graph, plan.batch if batch is None else batch).run()
+    return _Lowering(plan, graph, plan.batch if batch is None else batch, input_gradients, kept or {}).run()
 
 
 def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, Placement]:
@@ -51,10 +73,14 @@ def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, 
 
 def parameter_layouts(plan: Plan, graph: Graph) -> dict[str, Layout]:
     """Layout of every parameter and buffer by its `state_dict` key; it does not depend on the batch at hand."""
+    return _parameter_layouts(graph, placements(plan, graph))
+
+
+def _parameter_layouts(graph: Graph, placed: Mapping[str, Placement]) -> dict[str, Layout]:
     return {
-        layer.parameters[key].key: layout
-        for layer, placed in zip(graph.layers.values(), placements(plan, graph).values(), strict=True)
-        for key, layout in placed.parameters.items()
+        graph[name].parameters[key].key: layout
+        for name, each in placed.items()
+        for key, layout in each.parameters.items()
     }
 
 
@@ -143,16 +169,21 @@ def _wants(plan: Plan, graph: Graph, layer: Layer, batch: int, known: dict[str, 
 
 
 class _Lowering:
-    def __init__(self, plan: Plan, graph: Graph, batch: int) -> None:
+    def __init__(
+        self, plan: Plan, graph: Graph, batch: int, input_gradients: Sequence[InputGradient], kept: Mapping[str, Layout]
+    ) -> None:
         self.plan, self.graph, self.batch = plan, graph, batch
-        self.placed, self.nominal = placements(plan, graph, batch), placements(plan, graph)
-        self.kept = parameter_layouts(plan, graph)
+        names = [layer.name for layer in graph.inputs]
+        self.wanted = {name: how for name, how in zip(names, input_gradients, strict=False) if how != "none"}
+        self.placed = placements(plan, graph, batch)
+        self.nominal = self.placed if batch == plan.batch else placements(plan, graph)
+        self.kept = {**_parameter_layouts(graph, self.nominal), **kept}
         self.steps: list[Step] = []
         self.values: dict[str, Value] = {}
         self.versions: dict[tuple[str, Layout], Value] = {}
         self.made_by: dict[str, int] = {}
         self.moved_for: dict[str, list[Move]] = {}  # layer -> the moves that were made for it
-        self.trains = trains(graph)
+        self.trains = trains(graph, self.wanted)
 
     def run(self) -> StepList:
         for layer in self.graph.layers.values():
@@ -166,9 +197,9 @@ class _Lowering:
                 after = self._after([value])
                 step = ReturnGradient(self._id, i, value, self.values[name], after)
                 ready.setdefault(name, []).append(self._add(step))
-        self._backward(forward, ready)
+        gradients = self._backward(forward, ready)
         inputs = tuple(self.values[layer.name] for layer in self.graph.inputs)
-        return StepList(self.batch, self.plan.devices, inputs, outputs, tuple(self.steps))
+        return StepList(self.batch, self.plan.devices, inputs, outputs, tuple(self.steps), gradients)
 
     @property
     def _id(self) -> int:
@@ -198,7 +229,7 @@ class _Lowering:
         after = self._after(reads)
         if shared := self._statistics(layer, placed):
             after = (self._add(ShareStatistics(self._id, "forward", layer.name, reads[0], *shared, after)),)
-        wants = tuple(layer.differentiable and name in self.trains for name in layer.inputs)
+        wants = tuple(p and name in self.trains for name, p in zip(layer.inputs, layer.traced_back, strict=True))
         step = Compute(
             self._id, "forward", layer.name, reads, value, wants, self._parameters(layer), placed.note, after,
             pieces=pieces,
@@ -239,14 +270,32 @@ class _Lowering:
         self.versions[name, layout] = value
         return value
 
-    def _backward(self, forward: list[Step], ready: dict[str, list[int]]) -> None:
+    def _backward(self, forward: list[Step], ready: dict[str, list[int]]) -> tuple[Value | None, ...]:
+        """All of backward; the values whose gradients are those of the inputs, None where an input has none."""
         sums = _Buckets(self)
         for step in reversed(forward):
             if isinstance(step, Move):
                 self._return(step, ready)
             elif isinstance(step, Compute) and step.writes.key in ready:
                 self._backward_compute(step, ready, sums)
+        gradients = tuple(self._input_gradient(layer, ready) for layer in self.graph.inputs) if self.wanted else ()
         self.steps.extend(sums.take(self._id, everything=True))
+        return gradients
+
+    def _input_gradient(self, layer: Layer, ready: dict[str, list[int]]) -> Value | None:
+        """The value whose gradient the caller gets: the input itself, or what its gradient is brought to."""
+        after, value = ready.get(layer.name), self.values[layer.name]
+        if after is None or layer.name not in self.wanted:
+            return None
+        everyone = tuple(range(self.plan.devices))
+        devices = everyone if self.wanted[layer.name] == "whole" else holders(value.layout)
+        # The gradient of a pending sum is known whole to each of its devices.
+        if self.wanted[layer.name] == "part" and not isinstance(value.layout, Replicated):
+            return value
+        whole = Value(f"{layer.name} whole", value.shape, Partial(devices), layer.name)
+        wire = comm_dtype_of(layer.dtype, self.plan.wire)
+        self._add(Move(self._id, "backward", value, whole, self.plan.collective, tuple(after), wire=wire))
+        return whole
 
     def _return(self, step: Move, ready: dict[str, list[int]]) -> None:
         """The gradient of what was moved goes back, once, when everything that read it has contributed."""
@@ -282,18 +331,18 @@ class _Lowering:
         first only where they fill a bucket, which then leaves.
         """
         layer = self.graph[step.layer]
-        if layer.kind not in ("conv", "linear") or not layer.trainable or not any(step.wants):
+        if not layer.multiplies or not layer.trainable or not any(step.wants):
             return (("all", True),)
         if self.moved_for[step.layer]:
             return (("input", False), ("weight", True))
         return (("weight", False), ("input", True)) if sums.would_fill(step) else (("all", True),)
 
 
-def trains(graph: Graph) -> set[str]:
-    """Layers whose output has a gradient: they or something before them is trainable."""
-    result: set[str] = set()
+def trains(graph: Graph, inputs: Collection[str] = ()) -> set[str]:
+    """Layers whose output has a gradient: they or something before them is trainable, or an input that wants a gradient."""
+    result = set(inputs)
     for layer in graph.layers.values():
-        if layer.differentiable and (layer.trainable or any(name in result for name in layer.inputs)):
+        if layer.trainable or result.intersection(_traced_back(layer)):
             result.add(layer.name)
     return result
 
@@ -303,8 +352,12 @@ def _reached(graph: Graph, trains: set[str]) -> set[str]:
     result = trains.intersection(graph.outputs)
     for layer in reversed(list(graph.layers.values())):
         if layer.name in result:
-            result |= trains.intersection(layer.inputs)
+            result |= trains.intersection(_traced_back(layer))
     return result
+
+
+def _traced_back(layer: Layer) -> Iterator[str]:
+    return itertools.compress(layer.inputs, layer.traced_back)
 
 
 @dataclass
@@ -330,7 +383,7 @@ class _Buckets:
         self.open: dict[_Name, _Bucket] = {}
         reached = _reached(self.graph, lowering.trains)
         self.uses = Counter(p.key for name in reached for p in self.graph[name].trainable)
-        others = [self.graph[name] for name in reached if self.graph[name].kind not in ("conv", "linear")]
+        others = [self.graph[name] for name in reached if not self.graph[name].multiplies]
         self.read_by_others = {p.key for layer in others for p in layer.trainable}
 
     def add(self, step: Compute) -> None:
@@ -345,20 +398,20 @@ class _Buckets:
             bucket.sizes.append(parameter.entries)
             # Only a layer with Python of its own may leave a parameter unused on one device and not on another.
             bucket.flagged += layer.kind == "opaque"
-            bucket.after = sorted({*bucket.after, step.id})
+            if step.id not in bucket.after[-1:]:
+                bucket.after.append(step.id)
 
     def would_fill(self, step: Compute) -> bool:
         """Whether a sum is due when this layer's weight gradients are there."""
         new = [p for p in self.graph[step.layer].trainable if self.uses[p.key] == 1 and self._is_copied(p.key)]
-        filled = Counter({name: sum(bucket.sizes) for name, bucket in self.open.items()})
+        filled: Counter[_Name] = Counter()
         for parameter in new:
             filled[self._bucket_of(step, parameter)] += parameter.entries
-        return any(filled[self._bucket_of(step, parameter)] >= BUCKET_ENTRIES for parameter in new)
+        return any(n + sum(self.open.get(name, _Bucket()).sizes) >= BUCKET_ENTRIES for name, n in filled.items())
 
     def _bucket_of(self, step: Compute, parameter: Parameter) -> "_Name":
         """A gradient that fills a bucket has one of its own, where its memory is its own too: then nothing is copied."""
-        kind = self.graph[step.layer].kind
-        alone = kind in ("conv", "linear") and parameter.key not in self.read_by_others and not self.plan.mixes
+        alone = self.graph[step.layer].multiplies and parameter.key not in self.read_by_others and not self.plan.mixes
         name = parameter.key if alone and parameter.entries >= BUCKET_ENTRIES else ""
         return (*self._group(step, self.kept[parameter.key]), name)
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from convoy.errors import PlanError
+from convoy.errors import PlanError, shown
+from convoy.files import parse_json, read_text
 from convoy.model.graph import Graph
 from convoy.plan import strategy as strategies
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
@@ -97,8 +98,11 @@ class Plan:
             raise PlanError(
                 f"plan {self.name!r} has a batch of {self.batch}: a batch holds one sample at least; set 1 or more"
             )
-        if self.pieces < 1:
-            raise PlanError(f"plan {self.name!r}: {self.pieces} pieces: a move goes in one piece or more")
+        if not 1 <= self.pieces <= self.batch:
+            raise PlanError(
+                f"plan {self.name!r}: {self.pieces} pieces: a move goes in one piece or more, at most one for each of the "
+                f"{self.batch} samples"
+            )
         if self.reduce not in SUMS:
             raise PlanError(f"plan {self.name!r}: unknown reduce {self.reduce!r}: choose one of {', '.join(SUMS)}")
         if self.wire not in COMM_DTYPES:
@@ -145,14 +149,14 @@ class Plan:
                 the field is named.
         """
         try:
-            raw = json.loads(text, object_pairs_hook=_without_doubles)
-        except (ValueError, RecursionError) as error:
+            raw = parse_json(text, _without_doubles)
+        except ValueError as error:
             raise PlanError(
                 f"{source} cannot be read as JSON ({error}): correct it there or make the plan anew"
             ) from None
         version = raw.get("format") if isinstance(raw, dict) else None
         if version != FORMAT:
-            raise PlanError(f"{source} has format {version!r}, this version reads {FORMAT}: make the plan anew")
+            raise PlanError(f"{source} has format {shown(version)}, this version reads {FORMAT}: make the plan anew")
         try:
             row = _PlanFile.model_validate(raw)
         except ValidationError as error:
@@ -169,11 +173,7 @@ class Plan:
         Raises:
             PlanError: the file is missing or not a plan.
         """
-        try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise PlanError(f"cannot read the plan {path}: {error}; give the path of a plan file") from None
-        return Plan.from_json(text, str(path))
+        return Plan.from_json(read_text(path, "the plan", "give the path of a plan file", kind=PlanError), str(path))
 
 
 class _Row(BaseModel):
@@ -202,8 +202,8 @@ class _PlanFile(_Row):
     format: Literal[1]
     name: str
     model: str
-    devices: int = Field(ge=1)
-    batch: int = Field(ge=1)
+    devices: int = Field(ge=1, le=2**200)
+    batch: int = Field(ge=1, le=2**200)
     reduce: Sum
     wire: CommDtype = "exact"
     pieces: int = 1
@@ -234,7 +234,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these pairs; JSON itself would silently keep the last of two layers of one name."""
     counts = Counter(key for key, _ in pairs)
     if doubled := [key for key, count in counts.items() if count > 1]:
-        raise ValueError(f"the key {doubled[0]!r} stands there twice")
+        raise ValueError(f"the key {shown(doubled[0])} stands there twice")
     return dict(pairs)
 
 
@@ -242,7 +242,7 @@ def _first_fault(error: ValidationError) -> str:
     fault = error.errors()[0]
     where = ".".join(str(part) for part in fault["loc"]) or "the file"
     if fault["type"] == "extra_forbidden":
-        return f"unknown key {where!r}: remove it, or use the version of Convoy that wrote it"
+        return f"unknown key {shown(where)}: remove it, or use the version of Convoy that wrote it"
     if fault["type"] == "missing":
         return f"the key {where!r} is missing: add it or make the plan anew"
-    return f"{where}: {fault['msg']} (found {fault['input']!r}): correct it or make the plan anew"
+    return f"{where}: {fault['msg']} (found {shown(fault['input'])}): correct it or make the plan anew"

@@ -21,15 +21,17 @@ from convoy.sharding.shares import Shares, apportion, even
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Measured speeds, the larger the faster.
+    """Speeds, the larger the faster.
 
     Attributes:
         devices: samples/s of each device on the whole model.
         layers: samples/s of each device on one layer, by layer name, where measured.
+        measured: False: only their proportions count.
     """
 
     devices: tuple[float, ...]
     layers: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    measured: bool = field(default=True, compare=False)
 
     def of(self, layer: Layer) -> tuple[float, ...]:
         return self.layers.get(layer.name, self.devices)
@@ -79,7 +81,7 @@ def _data_by_speed(_graph: Graph, batch: int, speeds: Speeds) -> _Parts:
 def _master(graph: Graph, _batch: int, speeds: Speeds) -> _Parts:
     layers: dict[str, Strategy] = {}
     for layer in graph.layers.values():
-        if layer.kind == "conv" and not layer.shared:
+        if layer.weighted and layer.kind != "linear" and not layer.shared:
             layers[layer.name] = Filter(_filters(layer, speeds.of(layer)))
         elif layer.kind not in ("input", "parameter", "pick") and layer.batched:
             layers[layer.name] = One(speeds.fastest)

@@ -32,7 +32,7 @@ _KINDS: dict[str, type] = {
     for kind in (Add, Compute, Copy, Fused, Make, Merge, Pack, Receive, Send, Signal, Unpack, View, Wait)
 }
 _PHASES = ("forward", "backward", "sums")
-_HEAD = ("device", "devices", "batch", "inputs", "outputs", "output_gradients")
+_HEAD = ("device", "devices", "batch", "inputs", "outputs", "output_gradients", "input_gradients")
 
 
 def program_lines(program: DeviceProgram) -> list[str]:

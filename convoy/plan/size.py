@@ -4,8 +4,7 @@ from dataclasses import dataclass, replace
 
 from convoy.model.graph import Layer
 from convoy.plan.steps import Compute
-from convoy.plan.strategy import feature_axis
-from convoy.sharding.layout import Layout, Split, box, holders
+from convoy.sharding.layout import Layout, Split, holders, holds
 from convoy.sharding.redistribute import chunks
 
 
@@ -29,30 +28,33 @@ class LocalSize:
 
 def whole_size(layer: Layer, samples: int) -> LocalSize:
     """The size of a layer that is not split, for some samples."""
-    if layer.weighted:
-        return LocalSize(samples, layer.channels_out, layer.channels_in)
-    channels = layer.shape[0] if layer.shape else 1
-    return LocalSize(samples, channels, channels)
+    return LocalSize(samples, *layer.extents)
 
 
 def local_size(step: Compute, layer: Layer, device: int) -> LocalSize | None:
     """What `device` computes in a step; None where it has no part in it."""
-    if device not in holders(step.writes.layout):
+    gives = step.writes.layout
+    if not holds(gives, device):
         return None
-    whole = whole_size(layer, step.writes.shape[0] if layer.batched else 1)
-    written = box(step.writes.layout, device, step.writes.shape)
-    assert written is not None
     if not layer.batched:
-        return whole
-    axis = feature_axis(layer)
-    samples = written[0][1] - written[0][0]
-    outputs = written[axis][1] - written[axis][0] if len(written) > axis else whole.outputs
-    inputs = whole.inputs
-    if layer.weighted and layer.groups == 1:
-        read = box(step.reads[0].layout, device, step.reads[0].shape)
-        if read is not None:
-            inputs = read[axis][1] - read[axis][0]
-    return LocalSize(samples, outputs, inputs, shares_statistics(layer, step.writes.layout))
+        return whole_size(layer, 1)
+    samples, inputs = step.writes.shape[0], layer.extents[1]
+    if isinstance(gives, Split) and gives.axis == 0:
+        samples = gives.shares[device]
+    if layer.sums_channels:
+        takes = step.reads[0].layout
+        if isinstance(takes, Split) and takes.axis == layer.feature_axis:
+            inputs = takes.shares[device] or inputs
+    outputs = part_of_outputs(layer, gives, device)
+    return LocalSize(samples, outputs, inputs, shares_statistics(layer, gives))
+
+
+def part_of_outputs(layer: Layer, layout: Layout, device: int) -> int:
+    """How many of its outputs a device computes: its part of the axis that is split, whichever that is."""
+    outputs = layer.extents[0]
+    if not isinstance(layout, Split) or layout.axis == 0:
+        return outputs
+    return max(1, outputs * layout.shares[device] // sum(layout.shares))
 
 
 def shares_statistics(layer: Layer, layout: Layout) -> bool:
@@ -62,8 +64,8 @@ def shares_statistics(layer: Layer, layout: Layout) -> bool:
 
 def flop(layer: Layer, size: LocalSize) -> float:
     """Forward FLOP of a part of a layer."""
-    whole = whole_size(layer, 1)
-    return layer.flop * size.samples * (size.outputs / whole.outputs) * (size.inputs / whole.inputs)
+    outputs, inputs = layer.extents
+    return layer.flop * size.samples * (size.outputs / outputs) * (size.inputs / inputs)
 
 
 def sizes_in_chunks(size: LocalSize, pieces: int) -> list[LocalSize]:

@@ -20,6 +20,9 @@ from convoy.sharding.redistribute import Reduce, Schedule, Sum
 
 Phase = Literal["forward", "backward"]
 
+InputGradient = Literal["none", "part", "whole"]
+"""Where the gradient of an input comes to: nowhere; to each device that has of its part; whole to every device."""
+
 SEGMENT_ENTRIES = 1 << 19
 """A sum whose messages would be longer goes in two segments: 2 MiB of float32 travel for many times a message's latency."""
 
@@ -217,6 +220,8 @@ class StepList:
         inputs: the values that the loader provides.
         outputs: the values that the model returns, copies on every device.
         steps: in an order that every device follows.
+        input_gradients: for each input, the value whose gradient is that of the input for the caller; None: it has none.
+            Empty where no input wants one.
     """
 
     batch: int
@@ -224,6 +229,7 @@ class StepList:
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
     steps: tuple[Step, ...]
+    input_gradients: tuple[Value | None, ...] = ()
 
     def phase(self, phase: Phase) -> tuple[Step, ...]:
         return tuple(step for step in self.steps if step.phase == phase)

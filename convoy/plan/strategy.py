@@ -5,13 +5,13 @@ without a strategy of their own follow the layout of their first input where the
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from convoy.errors import PlanError
-from convoy.model.graph import Graph, Kind, Layer
+from convoy.model.graph import Cut, Graph, Kind, Layer
 from convoy.sharding import shares as share_rules
-from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, holders
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, Split, holders
 from convoy.sharding.shares import Shares
 
 
@@ -87,10 +87,10 @@ def check(layer: Layer, strategy: Strategy, batch: int, devices: int) -> None:
             return
     if layer.shared:
         raise PlanError(
-            f"{what}: its parameters belong to another layer too, so they cannot be split: use batch or one"
+            f"{what}: its parameters belong to another layer too, or have hooks, so they cannot be split: use batch or one"
         )
     if isinstance(strategy, Channel):
-        if not layer.weighted or layer.groups > 1:
+        if not layer.sums_channels:
             raise PlanError(
                 f"{what}: only Linear and convolutions of one group sum over channels: use batch, filter or one"
             )
@@ -105,13 +105,8 @@ def _check_filter(layer: Layer, shares: Shares, devices: int, what: str) -> None
         per_group = layer.channels_out // layer.groups
         if layer.groups > 1 and any(share % per_group for share in shares):
             raise PlanError(f"{what}: shares {shares} cut a group: each must be a multiple of {per_group} filters")
-    elif layer.kind not in _FOLLOWS or len(shares) != devices:
+    elif layer.kind not in _CUTS or len(shares) != devices:
         raise PlanError(f"{what}: a {layer.kind} layer cannot keep a split of its channels: use batch or one")
-
-
-def feature_axis(layer: Layer) -> int:
-    """The axis that `filter` splits, counted with the batch axis: 1 for convolutions, the last one for a Linear."""
-    return len(layer.shape) if layer.kind == "linear" else 1
 
 
 def place(graph: Graph, layer: Layer, strategy: Strategy, batch: int, devices: int) -> Placement:
@@ -127,40 +122,73 @@ def place(graph: Graph, layer: Layer, strategy: Strategy, batch: int, devices: i
             return _uniform(graph, layer, OnOne(device), devices)
         case Channel(shares):
             active = share_rules.holders(shares)
-            parameters: dict[str, Layout] = {"weight": Split(1, shares), "bias": OnOne(active[0])}
-            return Placement((Split(feature_axis(layer), shares),), Partial(active), _only(layer, parameters))
-        case Filter(shares) if layer.weighted and layer.groups == 1:
-            split = Split(0, shares)
-            takes = (Replicated(share_rules.holders(shares)),)
-            return Placement(takes, Split(feature_axis(layer), shares), _only(layer, {"weight": split, "bias": split}))
+            axis = 0 if layer.kind == "conv_transpose" else 1
+            parameters: dict[str, Layout] = {"weight": Split(axis, shares), "bias": OnOne(active[0])}
+            placed = Placement((Split(layer.feature_axis, shares),), Partial(active))
+            return replace(placed, parameters={key: parameters[key] for key in layer.parameters})
         case Filter(shares):
-            leading = shares
-            if not layer.weighted:
-                axis = graph[layer.inputs[0]] if layer.kind == "flatten" else layer
-                what = f"layer {layer.name!r}, strategy 'filter'"
-                share_rules.check(shares, (*axis.shape, 0)[0], devices, what)
-            else:
-                per_group_in, per_group_out = layer.channels_in // layer.groups, layer.channels_out // layer.groups
-                leading = tuple(share // per_group_out * per_group_in for share in shares)
-            placed = follow(graph, layer, Split(1, leading), devices)
-            if placed is None:
+            what = f"layer {layer.name!r}, strategy 'filter'"
+            cut = next((cut for cut in cuts(graph, layer) if cut.axis == layer.feature_axis), None)
+            # Of what is flattened, the channels before are counted.
+            counted = graph[layer.inputs[0]] if layer.kind == "flatten" else layer
+            extent = layer.channels_out if layer.weighted else (*counted.shape, 0)[0]
+            share_rules.check(shares, extent, devices, what)
+            units = _units(shares, extent, cut.parts) if cut is not None else None
+            if cut is None or units is None:
                 raise PlanError(f"layer {layer.name!r} cannot keep a split of its channels: use batch or one")
-            return placed
+            return _along(graph, layer, cut, units)
 
 
 def follow(graph: Graph, layer: Layer, leading: Layout, devices: int) -> Placement | None:
-    """Placement of a layer whose first input lies in `leading`; None where it must be moved first."""
+    """Placement of a layer whose first batched input lies in `leading`; None where that must be moved first."""
     match leading:
         case Partial():
             return None
-        case Split(axis, _) if axis > 0:
-            rule = _FOLLOWS.get(layer.kind)
-            return rule(graph, layer, leading) if rule is not None and not layer.shared else None
+        case Split(axis, shares) if axis > 0:
+            return None if layer.shared else _kept(graph, layer, axis, shares)
         case Split() if not layer.per_sample or (layer.kind == "cat" and layer.axis == 0):
             return None
-        case Replicated() if layer.random:
+        case Replicated() if layer.random or layer.notes:
             return None
     return _uniform(graph, layer, leading, devices)
+
+
+def _kept(graph: Graph, layer: Layer, axis: int, shares: Shares) -> Placement | None:
+    """The layer on the parts of its first batched input that devices have already."""
+    first = next(i for i, name in enumerate(layer.inputs) if graph[name].batched)
+    extent = sum(shares)
+    for cut in cuts(graph, layer):
+        if cut.inputs[first] == axis and (units := _units(shares, extent, cut.parts)) is not None:
+            return _along(graph, layer, cut, units)
+    return None
+
+
+def _units(shares: Shares, extent: int, parts: int) -> Shares | None:
+    """How many whole parts each share is; None where one is cut."""
+    entries = extent // parts if parts else 0
+    if not entries or any(share % entries for share in shares):
+        return None
+    return tuple(share // entries for share in shares)
+
+
+def _along(graph: Graph, layer: Layer, cut: Cut, units: Shares) -> Placement:
+    """Each device computes so many of the parts of a cut."""
+    holding = Replicated(share_rules.holders(units))
+    everyone = Replicated(tuple(range(len(units))))
+
+    def split(axis: int, shape: Shape) -> Split:
+        return Split(axis, tuple(count * (shape[axis] // cut.parts) for count in units))
+
+    takes: list[Layout] = []
+    for name, axis in zip(layer.inputs, cut.inputs, strict=True):
+        source = graph[name]
+        whole = holding if source.batched else everyone
+        takes.append(whole if axis is None else split(axis, source.batch_shape(1)))
+    parameters = {
+        key: split(cut.parameters[key], p.shape) if key in cut.parameters else holding
+        for key, p in layer.parameters.items()
+    }
+    return Placement(tuple(takes), split(cut.axis, layer.batch_shape(1)), parameters)
 
 
 def parameter_holders(layer: Layer, gives: Layout, devices: int) -> tuple[int, ...]:
@@ -174,91 +202,89 @@ def _uniform(graph: Graph, layer: Layer, layout: Layout, devices: int) -> Placem
     if not layer.batched:
         return Placement((everyone,) * len(layer.inputs), everyone, dict.fromkeys(layer.parameters, everyone))
     note = ""
-    if layer.shared and _notes_the_batch(layer) and not isinstance(layout, Split):
-        layout, note = everyone, "its running statistics serve several calls, so every device computes it"
+    if layer.everywhere:
+        layout, note = everyone, layer.reason
+    elif layer.shared and _changes_what_it_shares(layer) and not isinstance(layout, Split):
+        layout, note = everyone, "it changes what other layers or hooks use, so every device computes it"
+        if layer.random:
+            raise PlanError(f"layer {layer.name!r}: {note}, and draws random numbers: train this model on one device")
     takes = tuple(layout if graph[name].batched else everyone for name in layer.inputs)
     owners = parameter_holders(layer, layout, devices)
     kept: Layout = OnOne(owners[0]) if isinstance(layout, OnOne) and not layer.shared else Replicated(owners)
     return Placement(takes, layout, dict.fromkeys(layer.parameters, kept), note)
 
 
-def _notes_the_batch(layer: Layer) -> bool:
-    """Whether a call changes its buffers: the running statistics of a batch norm."""
-    return (layer.statistics or not layer.per_sample) and any(p.buffer for p in layer.parameters.values())
+def _changes_what_it_shares(layer: Layer) -> bool:
+    """Whether a call changes its parameters or buffers: the running statistics of a batch norm, say."""
+    running = (layer.statistics or not layer.per_sample) and any(p.buffer for p in layer.parameters.values())
+    return running or layer.notes
 
 
-def _only(layer: Layer, parameters: Mapping[str, Layout]) -> dict[str, Layout]:
-    return {key: parameters[key] for key in layer.parameters}
+# --- The table: where a layer of each kind may be cut, so that what is split may pass without moving ------------------
 
 
-# --- The table: what a tensor split along channels may pass through without moving -----------------------------------
+def cuts(graph: Graph, layer: Layer) -> tuple[Cut, ...]:
+    """Where a layer may be cut, batch axis aside."""
+    rule = _CUTS.get(layer.kind)
+    return rule(graph, layer) if rule is not None and layer.inputs else ()
 
 
-def _same(_graph: Graph, layer: Layer, leading: Split) -> Placement | None:
-    return Placement((leading,), leading) if leading.axis <= len(layer.shape) else None
+def _entries(_graph: Graph, layer: Layer) -> tuple[Cut, ...]:
+    return tuple(Cut(axis, extent, (axis,)) for axis, extent in enumerate(layer.shape, 1))
 
 
-def _per_channel(_graph: Graph, _layer: Layer, leading: Split) -> Placement | None:
-    return Placement((leading,), leading) if leading.axis == 1 else None
+def _channels(_graph: Graph, layer: Layer) -> tuple[Cut, ...]:
+    return (Cut(1, layer.shape[0], (1,)),) if layer.shape else ()
 
 
-def _flatten(graph: Graph, layer: Layer, leading: Split) -> Placement | None:
-    if leading.axis != 1:
-        return None
-    behind = layer.shape[0] // graph[layer.inputs[0]].shape[0]
-    return Placement((leading,), Split(1, tuple(share * behind for share in leading.shares)))
+def _flatten(graph: Graph, layer: Layer) -> tuple[Cut, ...]:
+    return (Cut(1, graph[layer.inputs[0]].shape[0], (1,)),)
 
 
-def _batch_norm(_graph: Graph, layer: Layer, leading: Split) -> Placement | None:
-    if leading.axis != 1:
-        return None
+def _batch_norm(_graph: Graph, layer: Layer) -> tuple[Cut, ...]:
     # num_batches_tracked has no channels: every device that holds some counts for itself.
-    counts = Replicated(holders(leading))
-    parameters = {key: Split(0, leading.shares) if p.shape else counts for key, p in layer.parameters.items()}
-    return Placement((leading,), leading, parameters)
+    return (Cut(1, layer.shape[0], (1,), {key: 0 for key, p in layer.parameters.items() if p.shape}),)
 
 
-def _grouped(_graph: Graph, layer: Layer, leading: Split) -> Placement | None:
-    """A convolution of several groups stays split where the split falls between groups (depthwise: always)."""
-    per_group_in, per_group_out = layer.channels_in // layer.groups, layer.channels_out // layer.groups
-    if layer.groups == 1 or leading.axis != 1 or any(share % per_group_in for share in leading.shares):
-        return None
-    shares = tuple(share // per_group_in * per_group_out for share in leading.shares)
-    split = Split(0, shares)
-    return Placement((leading,), Split(1, shares), _only(layer, {"weight": split, "bias": split}))
+def _filters(_graph: Graph, layer: Layer) -> tuple[Cut, ...]:
+    """Several groups stay split where the split falls between groups (depthwise: always); one group reads all channels."""
+    transposed = layer.kind == "conv_transpose" and layer.groups == 1
+    axes = {"weight": 1 if transposed else 0, "bias": 0}
+    parts, reads = (layer.groups, 1) if layer.groups > 1 else (layer.channels_out, None)
+    return (Cut(layer.feature_axis, parts, (reads,), {key: axes[key] for key in layer.parameters}),)
 
 
-def _join(graph: Graph, layer: Layer, leading: Split) -> Placement | None:
-    takes: list[Layout] = []
-    axes, axis = len(layer.shape) + 1, leading.axis
-    if axis >= axes:
-        return None
-    for name in layer.inputs:
-        shape = graph[name].batch_shape(1)
-        own = axis - (axes - len(shape))  # axes are aligned from the right, as in broadcasting
-        if own < 0 or shape[own] == 1:
-            takes.append(Replicated(holders(leading)) if graph[name].batched else _everyone(leading))
-        elif shape[own] == sum(leading.shares) and layer.batch_shape(1)[axis] == shape[own]:
-            takes.append(Split(own, leading.shares))
-        else:
-            return None
-    return Placement(tuple(takes), leading)
+def _join(graph: Graph, layer: Layer) -> tuple[Cut, ...]:
+    shapes = [graph[name].batch_shape(1) for name in layer.inputs]
+    axes = len(layer.shape) + 1
+    found = []
+    for axis, extent in enumerate(layer.shape, 1):
+        own = [axis - (axes - len(shape)) for shape in shapes]  # axes are aligned from the right, as in broadcasting
+        read = tuple(a if a >= 0 and shape[a] == extent else None for a, shape in zip(own, shapes, strict=True))
+        found.append(Cut(axis, extent, read))
+    return tuple(found)
 
 
-def _everyone(leading: Split) -> Replicated:
-    return Replicated(tuple(range(len(leading.shares))))
+def _cat(_graph: Graph, layer: Layer) -> tuple[Cut, ...]:
+    axes = (axis for axis in range(1, len(layer.shape) + 1) if axis != layer.axis)
+    return tuple(Cut(axis, layer.shape[axis - 1], (axis,) * len(layer.inputs)) for axis in axes)
 
 
-def _cat(_graph: Graph, layer: Layer, leading: Split) -> Placement | None:
-    return Placement((leading,) * len(layer.inputs), leading) if leading.axis != layer.axis else None
+def _own(_graph: Graph, layer: Layer) -> tuple[Cut, ...]:
+    return layer.cuts
 
 
-_FOLLOWS: dict[Kind, Callable[[Graph, Layer, Split], Placement | None]] = {
-    "elementwise": _same,
-    "pool": _per_channel,
+_CUTS: dict[Kind, Callable[[Graph, Layer], tuple[Cut, ...]]] = {
+    "elementwise": _entries,
+    "pool": _channels,
     "flatten": _flatten,
     "batch_norm": _batch_norm,
-    "conv": _grouped,
+    "conv": _filters,
+    "conv_transpose": _filters,
+    "linear": _filters,
     "join": _join,
     "cat": _cat,
+    "parts": _own,
+    "filters": _own,
 }
+"""The others are computed by samples, on one device, or by every device from copies."""

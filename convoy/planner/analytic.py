@@ -16,9 +16,11 @@ from convoy.cost.costs import Costs
 from convoy.cost.memory import optimizer_named
 from convoy.cost.traffic import Loads, loads, move_s, sum_loads
 from convoy.model.graph import Graph, Layer
-from convoy.plan.lower import BUCKET_ENTRIES, trains
-from convoy.plan.size import LocalSize, shares_statistics, whole_size
-from convoy.plan.strategy import Placement, feature_axis
+from convoy.plan.lower import BUCKET_ENTRIES, lower, trains
+from convoy.plan.plan import Plan
+from convoy.plan.size import LocalSize, part_of_outputs, shares_statistics, whole_size
+from convoy.plan.steps import StepList
+from convoy.plan.strategy import Placement
 from convoy.sharding.comm_dtype import CommDtype, sent_itemsize
 from convoy.sharding.layout import Layout, Partial, Replicated, Split, holders
 from convoy.sharding.redistribute import Reduce
@@ -55,6 +57,11 @@ class MemoryPenalty:
         return limits
 
 
+def content(plan: Plan) -> tuple[object, ...]:
+    """What of a plan its steps depend on, to look it up by."""
+    return (plan.reduce, plan.pieces, plan.wire, plan.otherwise, frozenset(plan.layers.items()))
+
+
 class CostModel:
     """Seconds of the parts of a step, for one model, batch and fleet.
 
@@ -89,6 +96,7 @@ class CostModel:
         self.wholes: dict[tuple[int, int, bool], float] = {}
         self.curves: dict[tuple[str, Side, int], list[float]] = {}
         self.moves: dict[tuple[Layout, Layout, tuple[int, ...], bool], float] = {}
+        self.lowered: dict[tuple[object, ...], StepList] = {}
 
     def variant(self, *, reduce: Reduce | None = None, overlap: float | None = None) -> Self:
         """The same with other sums or another overlap; what layers take is computed once for both."""
@@ -98,6 +106,13 @@ class CostModel:
         other = copy.copy(self)
         other.reduce, other.overlap, other.moves = reduce, overlap, {}
         return other
+
+    def steps(self, plan: Plan) -> StepList:
+        """A plan's steps; of the same plan they are made once, for its memory and for its simulation."""
+        key = content(plan)
+        if key not in self.lowered:
+            self.lowered[key] = lower(plan, self.graph)
+        return self.lowered[key]
 
     def like(self, layer: Layer) -> Layer:
         """The layer that is priced in its place."""
@@ -169,12 +184,11 @@ class CostModel:
                 return {(alike[d], whole) for d in holders(gives)}
             return {(alike[d], LocalSize(self.batch, whole.outputs, first.shares[d])) for d in holders(gives)}
         shared = shares_statistics(layer, gives)
-        parts = {(alike[d], gives.shares[d]) for d in holders(gives)}
         if gives.axis == 0:
-            return {(kind, LocalSize(n, whole.outputs, whole.inputs, shared)) for kind, n in parts}
-        if gives.axis == feature_axis(layer):
-            return {(kind, LocalSize(self.batch, n, whole.inputs)) for kind, n in parts}
-        return {(kind, whole) for kind, _ in parts}
+            return {(alike[d], LocalSize(gives.shares[d], whole.outputs, whole.inputs, shared)) for d in holders(gives)}
+        return {
+            (alike[d], LocalSize(self.batch, part_of_outputs(layer, gives, d), whole.inputs)) for d in holders(gives)
+        }
 
     def alone_s(self, device: int) -> float:
         """A step of this device alone with the whole batch, its layers fused to one segment."""

@@ -6,18 +6,21 @@ of another. So a few strategies, then sums, chunks and shares are changed in tur
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
+from convoy.cost.compute import RememberedTimes
 from convoy.plan.coupling import coupled_axes, reshared
-from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.strategy import STRATEGIES, Channel, Filter
-from convoy.planner.analytic import CostModel
+from convoy.plan.steps import Compute
+from convoy.plan.strategy import STRATEGIES
+from convoy.planner.analytic import CostModel, content
 from convoy.planner.search import Search
 from convoy.sharding.redistribute import Reduce
 from convoy.sharding.shares import Shares, apportion
+from convoy.simulator.price import computing_s, layers_s
 from convoy.simulator.simulate import Timeline, simulate
 
 CHUNKS = (2, 4, 8)
@@ -40,20 +43,67 @@ Found = Iterator[tuple[float, Plan]]
 
 
 @dataclass(frozen=True, slots=True)
+class Replay:
+    """What a simulation says of a plan.
+
+    Attributes:
+        busy_s: how long each device computes, copies and adds.
+        waits_s: how long each device waits.
+    """
+
+    step_s: float
+    busy_s: tuple[float, ...]
+    waits_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Self:
+        """Without what a search does not ask for: every event."""
+        busy_s = [0.0] * len(timeline.exchange_s)
+        for event in timeline.events:
+            if event.activity == "compute":
+                busy_s[event.device] += event.end_s - event.start_s
+        return cls(timeline.step_s, tuple(busy_s), timeline.exchange_s)
+
+
 class LocalSearch:
     """Changes plans of one model on one fleet.
 
-    Attributes:
+    Args:
         fits: whether a plan may be run: whether it fits the devices' memory, say.
         reduces: the ways to sum that are tried.
     """
 
-    model: CostModel
-    fits: Callable[[Plan], bool] = lambda _: True
-    reduces: tuple[Reduce, ...] = ("direct", "ring")
+    def __init__(
+        self,
+        model: CostModel,
+        fits: Callable[[Plan], bool] = lambda _: True,
+        reduces: tuple[Reduce, ...] = ("direct", "ring"),
+    ) -> None:
+        self.model, self.fits, self.reduces = model, fits, reduces
+        self.costs = replace(model.costs, times=RememberedTimes(model.costs.times))
+        self.known: dict[tuple[object, ...], Replay] = {}
 
-    def simulated(self, plan: Plan) -> Timeline:
-        return simulate(lower(plan, self.model.graph), self.model.graph, self.model.costs)
+    def simulated(self, plan: Plan) -> Replay:
+        """A replay of a step; of the same plan only one is made."""
+        found = self._simulated(plan)
+        assert found is not None
+        return found
+
+    def _simulated(self, plan: Plan, limit_s: float = math.inf) -> Replay | None:
+        """A replay; or None, where devices compute for longer than a limit even without waiting."""
+        key = content(plan)
+        if key not in self.known:
+            graph, costs = self.model.graph, self.costs
+            steps = self.model.steps(plan)
+            if limit_s < math.inf and max(computing_s(steps, graph, costs)) >= limit_s:
+                return None
+            self.known[key] = Replay.of(simulate(steps, graph, costs))
+        return self.known[key]
+
+    def shorter(self, plan: Plan, than_s: float) -> Replay | None:
+        """The replay of a plan that may be run, if its step is shorter than that."""
+        found = self._simulated(plan, than_s)
+        return found if found is not None and found.step_s < than_s and self.fits(plan) else None
 
     def change_strategies(self, plan: Plan, active: Sequence[int]) -> tuple[float, Plan]:
         """The best plan found by changing one or two strategies at a time, or all of up to three; `plan` if none helps."""
@@ -72,32 +122,30 @@ class LocalSearch:
                             continue
                         tried.add(tuple(attempt.values()))
                         for _, other in Search(self.model, active, attempt).run()[:1]:
-                            other_s = self.simulated(other).step_s
-                            if other_s < best[0] and self.fits(other):
-                                best, kinds, changed = (other_s, other), attempt, True
+                            if replay := self.shorter(other, best[0]):
+                                best, kinds, changed = (replay.step_s, other), attempt, True
         return best
 
     def change_exchanges_and_shares(self, plan: Plan) -> Found:
         """Other sums, moves in chunks, and shares divided by how long each device is busy."""
-        timeline = self.simulated(plan)
-        gathers = any(isinstance(each, Filter | Channel) for each in plan.layers.values())
-        changes: list[dict[str, Any]] = [
-            *({"reduce": reduce} for reduce in self.reduces if reduce != plan.reduce),
-            *({"pieces": chunks} for chunks in CHUNKS if gathers),
-        ]
+        replay = self.simulated(plan)
+        changes: list[dict[str, Any]] = [{"reduce": reduce} for reduce in self.reduces if reduce != plan.reduce]
+        pieces = [chunks for chunks in CHUNKS if chunks <= plan.batch]
+        chunked = self.model.steps(replace(plan, pieces=min(CHUNKS[0], plan.batch))).steps
+        if any(isinstance(step, Compute) and step.pieces > 1 for step in chunked):
+            changes += [{"pieces": chunks} for chunks in pieces]
         for change in changes:
             other = replace(plan, **change)
-            tried = self.simulated(other)
-            if tried.step_s < timeline.step_s and self.fits(other):
-                plan, timeline = other, tried
-                yield timeline.step_s, plan
+            if tried := self.shorter(other, replay.step_s):
+                plan, replay = other, tried
+                yield replay.step_s, plan
         for _ in range(ROUNDS):
-            other = self.balanced(plan, timeline)
-            tried = self.simulated(other)
-            if tried.step_s >= timeline.step_s or not self.fits(other):
+            other = self.balanced(plan, replay.busy_s)
+            tried = self.shorter(other, replay.step_s)
+            if tried is None:
                 return
-            plan, timeline = other, tried
-            yield timeline.step_s, plan
+            plan, replay = other, tried
+            yield replay.step_s, plan
 
     def move_units(self, plan: Plan) -> Found:
         """Hill climbing: a sample or a few filters go from one device to another.
@@ -106,46 +154,44 @@ class LocalSearch:
         device with little to do is not rid of what a message costs it. So this tries, from whom waits least to whom waits most
         first, and goes on from what helped.
         """
-        timeline = self.simulated(plan)
-        tried = [plan]
+        replay = self.simulated(plan)
+        tried = {content(plan)}
         while len(tried) <= NEIGHBOURS:
-            for other in self._neighbours(plan, timeline):
-                if other in tried:
+            for other in self._neighbours(plan, replay):
+                if content(other) in tried:
                     continue
-                tried.append(other)
-                attempt = self.simulated(other)
-                if attempt.step_s < timeline.step_s * (1 - GAIN) and self.fits(other):
-                    plan, timeline = other, attempt
-                    yield timeline.step_s, plan
+                tried.add(content(other))
+                if attempt := self.shorter(other, replay.step_s * (1 - GAIN)):
+                    plan, replay = other, attempt
+                    yield replay.step_s, plan
                     break
                 if len(tried) > NEIGHBOURS:
                     return
             else:
                 return
 
-    def _neighbours(self, plan: Plan, timeline: Timeline) -> Iterator[Plan]:
-        """With a little of some coupled axes moved from one device to another."""
-        waits = timeline.exchange_s
-        pairs = sorted(itertools.permutations(range(plan.devices), 2), key=lambda pair: waits[pair[0]] - waits[pair[1]])
-        found = coupled_axes(plan, self.model.graph)
+    def _neighbours(self, plan: Plan, replay: Replay) -> Iterator[Plan]:
+        """With a little of some coupled axes moved from one device to another; not where that is too little work to count."""
+        every = itertools.permutations(range(plan.devices), 2)
+        pairs = sorted(every, key=lambda pair: replay.waits_s[pair[0]] - replay.waits_s[pair[1]])
+        longest = layers_s(self.model.steps(plan), self.model.graph, self.costs)
+        found = [
+            (axes, sum(longest.get(name, (0.0, 0))[0] for name in axes.layers))
+            for axes in coupled_axes(plan, self.model.graph)
+        ]
         for giver, taker in pairs:
-            for axes in found:
+            for axes, work_s in found:
                 units = list(axes.units)
                 moved = min(units[giver], max(1, sum(units) // PARTS))
-                if moved:
+                both_stay = units[taker] and moved < units[giver]
+                if moved and not (both_stay and work_s * moved / units[giver] < GAIN * replay.step_s):
                     units[giver] -= moved
                     units[taker] += moved
                     yield reshared(plan, axes, tuple(units))
 
-    def balanced(self, plan: Plan, timeline: Timeline) -> Plan:
-        """The same strategies, with less for devices that are busy longer than others in a simulation, and more for the rest.
-
-        A device is busy while it does not wait: computing, copying, adding. Every share is divided by that time.
-        """
-        busy_s = [
-            sum(e.end_s - e.start_s for e in timeline.events if e.device == d and e.activity == "compute")
-            for d in range(plan.devices)
-        ]
+    def balanced(self, plan: Plan, busy_s: Sequence[float]) -> Plan:
+        """The same strategies, with less for devices that are busy longer than others, and more for the rest: every share is
+        divided by that time."""
 
         def divided(units: Shares) -> Shares:
             weights = [n / busy if busy else 0.0 for n, busy in zip(units, busy_s, strict=True)]

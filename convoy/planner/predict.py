@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
+from convoy.cost.interval import Interval, around
 from convoy.cost.memory import DeviceMemory, Room, memory_of_steps, room_of
 from convoy.cost.network import Network
 from convoy.errors import InputError, PlanError
@@ -27,6 +28,8 @@ class PlanPrediction:
 
     Attributes:
         step_s: predicted seconds of a training step.
+        spread, gain_spread: the factors within which nine of ten measurements lie, of the step and of how many times as fast as
+            the fastest device alone it is.
         efficiency: samples/s over the sum of the devices' solo speeds.
         sent_bytes, received_bytes: on the wire per step, of each device.
         overfull: the devices whose memory it overfills, in words.
@@ -36,6 +39,8 @@ class PlanPrediction:
 
     plan: Plan
     step_s: float
+    spread: float
+    gain_spread: float
     samples_per_s: float
     efficiency: float
     sent_bytes: tuple[int, ...]
@@ -45,6 +50,11 @@ class PlanPrediction:
     energy: Energy | None
     timeline: Timeline
     bound: str
+
+    @property
+    def within(self) -> Interval:
+        """Seconds of a step that nine of ten measurements lie between."""
+        return around(self.step_s, self.spread)
 
     @property
     def traffic_bytes(self) -> int:
@@ -164,9 +174,12 @@ def predict_plan(plan: Plan, context: PlanningContext) -> PlanPrediction:
     memory = memory_of_steps(steps, graph, optimizer=room.optimizer, itemsize=costs.itemsize)
     traffic = steps.traffic(costs.itemsize)
     devices = range(plan.devices)
+    computes = [seconds / timeline.step_s for seconds in timeline.compute_s]
     return PlanPrediction(
         plan=plan,
         step_s=timeline.step_s,
+        spread=costs.errors.step(computes),
+        gain_spread=costs.errors.gain(computes, context.speeds.fastest),
         samples_per_s=rate,
         efficiency=rate / sum(context.speeds.devices),
         sent_bytes=tuple(sum(n for (sender, _), n in traffic.items() if sender == d) for d in devices),

@@ -11,7 +11,7 @@ from convoy.model.graph import Layer
 from convoy.plan.lower import placements, unnamed
 from convoy.plan.plan import Plan
 from convoy.plan.size import whole_size
-from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Strategy, feature_axis, follow, place
+from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Strategy, follow, place
 from convoy.planner.analytic import CostModel, MemoryPenalty, Side
 from convoy.planner.load_balance import batch_shares, layer_shares
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
@@ -199,7 +199,9 @@ class Search:
         if layer.shared or len(self.active) == 1:
             return
         yield Filter(self._shares(layer, "outputs"))
-        axis = feature_axis(layer)
+        if not layer.sums_channels:
+            return
+        axis = layer.feature_axis
         split = next((a for a in available if isinstance(a, Split) and a.axis == axis), None)
         if split is not None:
             yield Channel(split.shares)

@@ -10,24 +10,26 @@ from torch import nn
 
 from convoy.comm.agreement import from_first
 from convoy.comm.group import Group
+from convoy.cost.interval import Interval, around
+from convoy.cost.memory import memory_of, room_of
 from convoy.cost.table import Measurement, read_fleet_file
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel
 from convoy.plan.plan import Plan
-from convoy.plan.presets import Speeds
+from convoy.plan.presets import AUTO, Speeds, named_plan
 from convoy.plan.size import local_size
 from convoy.plan.steps import Compute
 from convoy.planner.predict import PlanningContext, choices, predict_plan
-from convoy.profile.job import measure_job
+from convoy.profile.describe import describe, fleet_of
+from convoy.profile.job import Progress, measure_job
+from convoy.profile.speeds import given_speeds
 from convoy.runtime.module import Distributed
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Sum
 
 BUDGET_S = 20.0
-LINKS_PART = 0.25
-"""The part of the budget for measuring that goes to the links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,14 @@ class Plans(Sequence[Plan]):
     Attributes:
         speeds: samples/s of each device alone, or as they were given.
         step_s: predicted seconds of a step by each plan; empty where nothing was predicted.
+        spread: the factor within which nine of ten measurements lie of each of these.
         measured: the times that were planned with; on device 0, for `auto`.
     """
 
     plans: tuple[Plan, ...]
     speeds: Speeds
     step_s: tuple[float, ...] = ()
+    spread: tuple[float, ...] = ()
     measured: Measurement | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
@@ -58,6 +62,11 @@ class Plans(Sequence[Plan]):
     def predicted_s(self, plan: Plan) -> float | None:
         """Predicted seconds of a step by one of the plans; None for any other plan."""
         return next((step_s for each, step_s in zip(self.plans, self.step_s, strict=False) if each == plan), None)
+
+    def within(self, plan: Plan) -> Interval | None:
+        """What nine of ten measurements of such a step lie between; None for any other plan."""
+        rows = zip(self.plans, self.step_s, self.spread, strict=False)
+        return next((around(step_s, spread) for each, step_s, spread in rows if each == plan), None)
 
 
 def read_times(path: Path, graph: Graph, devices: int, precision: str = "float32") -> tuple[Fleet, Measurement | None]:
@@ -97,6 +106,7 @@ def plan_together(
     reduce: Sum | None = None,
     wire: CommDtype = "exact",
     precision: str = "float32",
+    progress: Progress = lambda *_: None,
 ) -> Plans:
     """The planner's plans for this model on these devices. All devices call it; all get the same. See `convoy.api.make_plans`.
 
@@ -115,14 +125,17 @@ def plan_together(
         return [None if here is None else here.to_toml(), measured is not None]
 
     text, known = from_first(group, "fleet to measure", read)
+    if not known and group.devices == 1:
+        return _alone(group, traced.graph, batch, text, optimizer, reduce, wire, slowdown)
     if not known:
         described = None if text is None else Fleet.from_toml(text, "device 0's fleet file")
         measured = measure_job(
             group, traced, model, batch, net=net, fleet=described,
-            budget_s=budget_s * (1 - LINKS_PART), links_budget_s=budget_s * LINKS_PART, slowdown=slowdown,
-            precision=precision,
+            budget_s=budget_s, slowdown=slowdown, precision=precision, progress=progress,
         )  # fmt: skip
         group.clear_counters()  # what measuring sent is no part of the training
+
+    progress("the plans that these times allow", 0, 0)
 
     def planned() -> dict[str, Any]:
         assert measured is not None
@@ -131,7 +144,27 @@ def plan_together(
     # One device plans, so that the others' processors stay out of its way; what it says is a plan file.
     row = from_first(group, "automatic plan", planned)
     plans = tuple(Plan.from_json(text, "device 0's plan") for text in row["plans"])
-    return Plans(plans, Speeds(tuple(row["speeds"])), tuple(row["step_s"]), measured if group.device == 0 else None)
+    own = measured if group.device == 0 else None
+    return Plans(plans, Speeds(tuple(row["speeds"])), tuple(row["step_s"]), tuple(row["spread"]), own)
+
+
+def _alone(
+    group: Group, graph: Graph, batch: int, fleet: str | None, optimizer: str, reduce: Sum | None, wire: CommDtype,
+    slowdown: float,
+) -> Plans:  # fmt: skip
+    """One device has nothing to choose: nothing is measured, and it is only seen to that it has room.
+
+    Raises:
+        PlanError: it has not.
+    """
+    speeds = given_speeds((1.0,), 1)
+    plan = replace(named_plan("data", graph, batch, speeds, reduce), name=AUTO, wire=wire)
+    described = fleet_of([describe(group.torch_device, slowdown)])
+    room = room_of(described if fleet is None else Fleet.from_toml(fleet, "the fleet file"), optimizer)
+    needs = [each.total_bytes for each in memory_of(plan, graph, optimizer=optimizer)]
+    if room.excess(needs):
+        raise PlanError(room.refusal(graph.model, batch, [needs]))
+    return Plans((plan,), speeds)
 
 
 def _planned(
@@ -141,7 +174,7 @@ def _planned(
     # What mixes is planned as if it summed; it sends weights beside gradients, so it may not fit where that did.
     sums = None if reduce == "inexact-butterfly-mixing" else reduce
     context = PlanningContext.of(graph, batch, measured.costs(graph), measured.fleet, optimizer, wire, sums)
-    plans = [(each.plan, each.step_s) for each in choices(context)]
+    plans = [(each.plan, each.step_s, predict_plan(each.plan, context).spread) for each in choices(context)]
     if reduce == "inexact-butterfly-mixing":
         # Copies that differ cannot be handed from plan to plan.
         mixing = predict_plan(replace(plans[0][0], reduce=reduce), context)
@@ -149,10 +182,11 @@ def _planned(
             raise PlanError(
                 f"plan auto with reduce {reduce} overfills {'; '.join(mixing.overfull)}: use a smaller batch or another reduce"
             )
-        plans = [(mixing.plan, mixing.step_s)]
+        plans = [(mixing.plan, mixing.step_s, mixing.spread)]
     return {
-        "plans": [plan.to_json() for plan, _ in plans],
-        "step_s": [step_s for _, step_s in plans],
+        "plans": [plan.to_json() for plan, _, _ in plans],
+        "step_s": [step_s for _, step_s, _ in plans],
+        "spread": [spread for _, _, spread in plans],
         "speeds": context.speeds.devices,
     }
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from convoy.cost.compute import shape_s
 from convoy.model.graph import Graph, Layer
 from convoy.plan.size import LocalSize, whole_size
+from convoy.plan.strategy import cuts
 from convoy.profile.timing import ROUNDS, STRETCH_S
 
 DIVISORS = (16, 8, 4, 2, 1)
@@ -56,25 +57,17 @@ def full_axes(graph: Graph, layer: Layer, batch: int) -> Axes:
         return Axes(samples, (whole.outputs,))
     outputs = tuple(unit * n for n in _parts(whole.outputs // unit))
     if layer.weighted:
-        return Axes(samples, outputs, _parts(whole.inputs) if layer.groups == 1 else ())
+        return Axes(samples, outputs, _parts(whole.inputs) if layer.sums_channels else ())
     # Without weights the time follows the entries: a few columns show what is not in proportion.
     return Axes(_every_second(samples), _every_second(outputs))
 
 
 def granule(graph: Graph, layer: Layer) -> int | None:
-    """A piece of this layer has a multiple of so many outputs; None: its channels are never split."""
-    match layer.kind:
-        case "conv" if layer.groups > 1:
-            return layer.channels_out // layer.groups
-        case "conv" | "linear":
-            return 1
-        case "elementwise" | "pool" | "batch_norm" | "join":
-            return 1 if layer.shape and layer.batched else None
-        case "flatten":
-            return layer.shape[0] // graph[layer.inputs[0]].shape[0]
-        case "cat":
-            return 1 if layer.axis != 1 and layer.shape else None
-    return None
+    """A piece of this layer has a multiple of so many outputs; None: no plan splits that axis."""
+    if not layer.batched or not layer.shape or layer.shared:
+        return None
+    cut = next((cut for cut in cuts(graph, layer) if cut.axis == layer.feature_axis), None)
+    return None if cut is None else whole_size(layer, 1).outputs // cut.parts
 
 
 def _parts(whole: int, least: int = 1) -> tuple[int, ...]:

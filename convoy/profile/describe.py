@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
 import torch
 
+from convoy.comm.accelerator import memory_of
 from convoy.cost.table import HostRates, LinkSpread
 from convoy.errors import InputError
-from convoy.fleet import KINDS, Card, Device, Fleet, Host, Link
+from convoy.fleet import Card, Device, Fleet, Host, Link
 from convoy.profile.links import PairLink, WireTimes
 
 
@@ -40,10 +40,9 @@ class Own:
 
 def describe(torch_device: torch.device, slowdown: float) -> Own:
     """This process and the machine under it."""
-    if torch_device.type == "cuda":
-        memory_bytes, cores = torch.cuda.mem_get_info(torch_device)[1], None
-    else:
-        memory_bytes, cores = psutil.virtual_memory().available, torch.get_num_threads()
+    free_bytes, total_bytes = memory_of(torch_device)
+    on_cpu = torch_device.type == "cpu"
+    memory_bytes, cores = (free_bytes, torch.get_num_threads()) if on_cpu else (total_bytes, None)
     return Own(platform.node(), _machine(), torch_device.type, cores, memory_bytes, slowdown)
 
 
@@ -67,8 +66,6 @@ def fleet_of(rows: Sequence[Own]) -> Fleet:
         hosts.setdefault(row.machine, name if name not in hosts.values() else f"{name}-{len(hosts)}")
     devices: list[Device] = []
     for row in rows:
-        if row.kind not in KINDS:
-            raise InputError(f"a device of kind {row.kind!r}: a fleet has {', '.join(KINDS)}; join with one of them")
         host = hosts[row.machine]
         alike = [other for other in rows if other.machine == row.machine and other.kind == row.kind]
         before = [device for device in devices if device.host == host and device.kind == row.kind]
@@ -79,8 +76,8 @@ def fleet_of(rows: Sequence[Own]) -> Fleet:
                 kind=row.kind,
                 cores=row.cores,
                 slowdown=row.slowdown,
-                # All processes of a host share its memory; each GPU has its own.
-                memory_bytes=row.memory_bytes if row.kind == "cuda" else row.memory_bytes // len(alike),
+                # All processes of a host share its memory; each accelerator has its own.
+                memory_bytes=row.memory_bytes if row.kind != "cpu" else row.memory_bytes // len(alike),
             )
         )
     # Not known yet: fleets of several hosts need a card, and the measured ones take its place.

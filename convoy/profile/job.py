@@ -6,10 +6,8 @@ lost is missed soon. The layers that all have measured are kept in a partial fil
 
 import datetime
 import hashlib
-import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,24 +18,24 @@ from torch import nn
 from convoy._version import __version__
 from convoy.comm.agreement import check_same, from_first, gather
 from convoy.comm.group import Group
+from convoy.cost.compute import bytes_moved
 from convoy.cost.overhead import Overheads
 from convoy.cost.table import FORMAT, DeviceCosts, LayerPoint, Measurement
-from convoy.errors import InputError
 from convoy.fleet import Fleet
+from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel
-from convoy.plan.size import LocalSize
+from convoy.plan.size import LocalSize, flop
 from convoy.profile.axes import allowances
 from convoy.profile.describe import Own, describe, fit, fleet_of, host_indices, spreads, with_wire
 from convoy.profile.layers import Bench, Point
-from convoy.profile.links import Traffic, WireTimes, measure_links, processor_share
+from convoy.profile.links import Traffic, WireTimes, measure_links
+from convoy.profile.load import NOTICED, measure_share, read, slowed_by_others, use_since, wanted_cores
 from convoy.profile.overheads import measure_jitter, measure_overheads
+from convoy.profile.partial import Partial, Rows
 from convoy.profile.sizes import sizes_to_profile
 from convoy.profile.timing import STRETCH_S, Now, quota_now, time_update
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
-
-Rows = Sequence[Sequence[float]]
-"""Of one layer on one device: samples, outputs, inputs, forward_s, backward_s, spread, shared (0 or 1)."""
 
 GRID_PART = 2 / 3
 """The part of the layers' seconds that goes to the grids; the rest is for the sizes that plans have."""
@@ -46,78 +44,18 @@ Progress = Callable[[str, int, int], None]
 """Is told what is measured, how much is done, and how much there is."""
 
 BUDGET_S = 60.0
-LINKS_BUDGET_S = 20.0
+LINKS_PART = 0.25
+"""The part of a budget that goes to the links."""
+
+BESIDE_STRETCHES, POINT_STRETCHES, POINTS = 550, 10, 7
+"""What is measured beside layers and links takes so many stretches, a point of a layer so many; and so many points a layer has
+at least, where its calls are short."""
+
+SHORTEST_S = 2e-3
+"""Of a stretch: enough for some calls of a short layer."""
 
 SHARE_STRETCHES = 50
 """The share of a processor is in every time of a device under a quota: it is measured for so many stretches, a second."""
-
-
-# --- the file of an unfinished measuring ------------------------------------------------------------------------------
-
-
-class Partial:
-    """A file of JSON lines: what is measured, then one line per layer with the rows of every device.
-
-    Args:
-        path: where; None keeps nothing.
-        header: what must be the same for a second run to continue.
-    """
-
-    def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
-        self.path, self.header = path, json.loads(json.dumps(header))
-        self.tables: dict[str, list[Rows]] = {}
-        if path is not None:
-            self.tables = self._read(path)
-            self._write()
-
-    def add(self, layer: str, rows: Sequence[Rows]) -> None:
-        """Keep a layer that all devices have measured."""
-        self.tables[layer] = [list(device) for device in rows]
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps([layer, rows]) + "\n")
-
-    def remove(self) -> None:
-        """The measuring is done, or not wanted."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
-
-    def _read(self, path: Path) -> dict[str, list[Rows]]:
-        """Whole lines of a run with the same header; nothing of any other."""
-        with suppress(FileNotFoundError, UnicodeDecodeError):
-            first, *lines = path.read_text(encoding="utf-8").split("\n")
-            if _parsed(first) != self.header:
-                return {}
-            # The last line of a run that was killed may be a part of one.
-            pairs = [pair for pair in map(_parsed, lines) if pair is not None]
-            return {layer: rows for layer, rows in pairs if len(rows) == len(self.header["devices"])}
-        return {}
-
-    def _write(self) -> None:
-        assert self.path is not None
-        lines = [json.dumps(self.header), *(json.dumps(pair) for pair in self.tables.items())]
-        try:
-            self.path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        except OSError as error:
-            raise InputError(
-                f"cannot write {self.path}: {error.strerror}; name a file in a folder you may write"
-            ) from None
-
-
-def unfinished(path: Path) -> str:
-    """What to tell a person whose measuring ended early; empty where no layer was finished."""
-    with suppress(OSError, UnicodeDecodeError):
-        done = sum(_parsed(line) is not None for line in path.read_text(encoding="utf-8").splitlines()[1:])
-        if done:
-            return f"{done} layers are measured and kept in {path}: the same command goes on from there"
-    return ""
-
-
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
 
 
 # --- the job -----------------------------------------------------------------------------------------------------------
@@ -132,12 +70,13 @@ def measure_job(
     net: str,
     fleet: Fleet | None = None,
     budget_s: float = BUDGET_S,
-    links_budget_s: float = LINKS_BUDGET_S,
+    links_budget_s: float | None = None,
     slowdown: float = 1.0,
     partial: Path | None = None,
     precision: str = "float32",
     progress: Progress = lambda *_: None,
-    stretch_s: float = STRETCH_S,
+    stretch_s: float | None = None,
+    wall: Now = time.monotonic,
 ) -> Measurement:
     """Measure a model on the devices of a group, and the wire between them. All devices call it; all get the same value.
 
@@ -147,18 +86,23 @@ def measure_job(
         net: the model's name, for people.
         fleet: the fleet's description; its cards and links are replaced by measured ones. None: the devices
             describe themselves.
-        budget_s, links_budget_s: about the seconds that the layers and the wire may take.
+        budget_s: the seconds on the wall that all of it takes, about: every layer is timed at one size at least.
+        links_budget_s: the seconds of the wire, beside `budget_s`; None: a quarter of `budget_s` is the wire's.
         slowdown: this device plays one that is so many times slower at computing.
         partial: where device 0 keeps finished layers, and finds those of an earlier run that was cut off. It is removed
             at the end.
         precision: what the layers compute in; see `convoy.runtime.precision`.
-        stretch_s: see `convoy.profile.timing.time_piece`.
+        stretch_s: see `convoy.profile.timing.time_piece`; None: as the budget allows.
+        wall: reads the seconds that the budget is of.
 
     Raises:
         InputError: a fleet that is not this job's; a precision that a device or the model does not have.
         MismatchError: the devices were started with different models, batches or fleets.
         DeviceLostError: a device did not answer within the group's time limit.
     """
+    start_s = wall()
+    if links_budget_s is None:
+        budget_s, links_budget_s = budget_s * (1 - LINKS_PART), budget_s * LINKS_PART
     own = describe(group.torch_device, slowdown)
     rows = [Own(**row) for row in gather(group, "machine", asdict(own))]
     agreed, date = _agreed(group, traced, batch, fleet)
@@ -168,10 +112,21 @@ def measure_job(
         partial if group.device == 0 else None,
         agreed | {"precision": precision, "torch": str(torch.__version__), "devices": [_identity(row) for row in rows]},
     )
-    share = processor_share(SHARE_STRETCHES * stretch_s)
-    clock, now = Clock(group.torch_device, slowdown), quota_now(group.torch_device, share, slowdown)
-    bench = Bench(traced, model, batch, clock, group.torch_device, now=now, stretch_s=stretch_s, precision=precision)
-    steps = _measure_tables(group, bench, kept, budget_s * GRID_PART, progress)
+    clock = Clock(group.torch_device, slowdown)
+    bench = Bench(traced, model, batch, clock, group.torch_device, precision=precision)
+    if stretch_s is None:
+        stretch_s = stretch_of(budget_s, len(set(bench.alike().values())))
+        share_s = min(SHARE_STRETCHES * STRETCH_S, budget_s / 20)
+    else:
+        share_s = SHARE_STRETCHES * stretch_s
+    wants = wanted_cores(group.torch_device)
+    share, before = measure_share(group, share_s, wants, lambda what: progress(what, 0, 1))
+    now = quota_now(group.torch_device, share, slowdown)
+    bench.now, bench.stretch_s = now, stretch_s
+    grids_s = max(0.0, budget_s - BESIDE_STRETCHES * stretch_s) * GRID_PART
+    begin = read()
+    steps = _measure_tables(group, bench, kept, grids_s, progress, wall)
+    beside = slowed_by_others(group, "load beside layers", use_since(begin, wants))
     wire = measure_links(
         group,
         host_indices(fleet),
@@ -184,6 +139,8 @@ def measure_job(
     progress("exchanges between devices that compute", steps, steps)
     jitter_s = measure_jitter(group, clock, _exchange_s(wire, costs), stretch_s)
     links, cards = spreads(fleet, wire)
+    points = _points(fleet, bench, kept.tables)
+    reached = [_reached(device.name, points, bench.traced.graph) for device in fleet.devices]
     measured = Measurement(
         fleet=with_wire(fleet, wire),
         net=net,
@@ -192,14 +149,15 @@ def measure_job(
         convoy=__version__,
         torch=str(torch.__version__),
         date=date,
-        device=_device_costs(fleet, wire.traffic, costs, jitter_s),
-        layer=_points(fleet, bench, kept.tables),
+        device=_device_costs(fleet, wire.traffic, costs, jitter_s, reached, map(max, before, beside)),
+        layer=points,
         link=links,
         host=cards,
         precision=precision,
     )
     progress("the sizes that plans have", steps, steps)
-    measured = _with_plan_sizes(group, bench, measured, budget_s * (1 - GRID_PART))
+    left_s = budget_s + links_budget_s - (wall() - start_s)
+    measured = _with_plan_sizes(group, bench, measured, left_s, wall)
     kept.remove()
     return measured
 
@@ -225,8 +183,22 @@ def _identity(row: Own) -> list[Any]:
     return [row.name, row.kind, row.cores, row.slowdown]
 
 
-def _measure_tables(group: Group, bench: Bench, kept: Partial, budget_s: float, progress: Progress) -> int:
-    """Time what is not kept yet, layer by layer, and keep it; how many layers there were."""
+def stretch_of(budget_s: float, layers: int) -> float:
+    """The stretch with which what has to be measured takes two thirds of a budget, if its calls are short.
+
+    Args:
+        layers: those that differ.
+    """
+    stretches = BESIDE_STRETCHES + POINTS * POINT_STRETCHES * layers
+    return min(STRETCH_S, max(SHORTEST_S, GRID_PART * budget_s / stretches))
+
+
+def _measure_tables(group: Group, bench: Bench, kept: Partial, budget_s: float, progress: Progress, wall: Now) -> int:
+    """Time what is not kept yet, layer by layer, and keep it; how many layers there were.
+
+    A layer that takes longer than its part leaves less to the others, and so does one that another device is slower at: the
+    devices wait for each other.
+    """
     first = bench.alike()
     names = [name for name in bench.layers if first[name] == name]
     kept.tables = from_first(group, "kept tables", lambda: kept.tables)
@@ -234,18 +206,17 @@ def _measure_tables(group: Group, bench: Bench, kept: Partial, budget_s: float, 
     left_s = budget_s
     for index, name in enumerate(ahead):
         progress(f"layer {name}", len(names) - len(ahead) + index, len(names))
-        start_s = time.monotonic()
+        start_s = wall()
         share_s = allowances(bench.traced.graph, ahead[index:], left_s)[name]
         points = bench.measure(name, min(share_s, group.timeout_s / 4))
-        left_s = max(0.0, left_s - (time.monotonic() - start_s))
-        rows = [_row(point) for point in points]
-        kept.add(name, gather(group, f"table of {name}", rows))
+        kept.add(name, gather(group, f"table of {name}", [_row(point) for point in points]))
+        left_s = max(0.0, left_s - (wall() - start_s))
     return len(names)
 
 
-def _with_plan_sizes(group: Group, bench: Bench, measured: Measurement, allowance_s: float) -> Measurement:
+def _with_plan_sizes(group: Group, bench: Bench, measured: Measurement, allowance_s: float, wall: Now) -> Measurement:
     """The measurement with more sizes of layers: those that plans have, as many as there is time for."""
-    first = bench.alike()
+    start_s, first = wall(), bench.alike()
     sizes = from_first(
         group,
         "sizes to profile",
@@ -253,11 +224,11 @@ def _with_plan_sizes(group: Group, bench: Bench, measured: Measurement, allowanc
             [asdict(w) for w in each] for each in sizes_to_profile(measured, bench.traced.graph, bench.batch, first)
         ],
     )[group.device]
-    start_s, allowance_s = time.monotonic(), min(allowance_s, group.timeout_s / 4)
+    allowance_s = min(allowance_s, wall() - start_s + group.timeout_s / 4)
     rows: dict[str, list[list[float]]] = {}
     for each in sizes:
         # A size that no longer fits may be followed by a shorter one that does.
-        if time.monotonic() - start_s + bench.timing_s(each["seconds"]) <= allowance_s:
+        if wall() - start_s + bench.timing_s(each["seconds"]) <= allowance_s:
             rows.setdefault(each["layer"], []).append(_row(bench.time(each["layer"], LocalSize(**each["size"]))))
     tables = gather(group, "times of these sizes", rows)
     more = tuple(
@@ -290,6 +261,25 @@ def _row(point: Point) -> list[float]:
     return [size.samples, size.outputs, size.inputs, *seconds, float(size.shares_statistics)]
 
 
+def _reached(device: str, points: Sequence[LayerPoint], graph: Graph) -> tuple[float, float]:
+    """FLOP/s of the weighted layers on a device and bytes/s of the others, at the largest size of each; 0: there are none."""
+    largest: dict[str, LayerPoint] = {}
+    for point in points:
+        if point.device == device and not point.shared:
+            largest[point.layer] = max(
+                largest.get(point.layer, point), point, key=lambda p: (p.samples, p.outputs, p.inputs)
+            )
+    work, work_s, moved, moved_s = 0.0, 0.0, 0.0, 0.0
+    for name, point in largest.items():
+        layer, seconds = graph[name], point.forward_s + point.backward_s
+        size, passes = LocalSize(point.samples, point.outputs, point.inputs), 1 + (point.backward_s > 0)
+        if layer.weighted:
+            work, work_s = work + flop(layer, size) * (2 * passes - 1), work_s + seconds
+        else:
+            moved, moved_s = moved + bytes_moved(layer, size, 4) * passes, moved_s + seconds
+    return (work / work_s if work_s else 0.0), (moved / moved_s if moved_s else 0.0)
+
+
 def _points(fleet: Fleet, bench: Bench, tables: dict[str, list[Rows]]) -> tuple[LayerPoint, ...]:
     first = bench.alike()
     return tuple(
@@ -307,7 +297,12 @@ def _point(device: str, layer: str, row: Sequence[float]) -> LayerPoint:
 
 
 def _device_costs(
-    fleet: Fleet, traffic: Sequence[Traffic], costs: Sequence[dict[str, float]], jitter_s: Sequence[float]
+    fleet: Fleet,
+    traffic: Sequence[Traffic],
+    costs: Sequence[dict[str, float]],
+    jitter_s: Sequence[float],
+    reached: Sequence[tuple[float, float]],
+    slowed: Iterable[float],
 ) -> tuple[DeviceCosts, ...]:
     return tuple(
         DeviceCosts(
@@ -316,7 +311,12 @@ def _device_costs(
             receive_s_per_byte=each.receive_s_per_byte,
             traffic_spread=each.spread,
             jitter_s=jitter,
+            other_load=load - 1 if load > NOTICED else 0.0,
+            flop_per_s=rates[0],
+            memory_bytes_per_s=rates[1],
             **others,
         )
-        for device, each, others, jitter in zip(fleet.devices, traffic, costs, jitter_s, strict=True)
+        for device, each, others, jitter, rates, load in zip(
+            fleet.devices, traffic, costs, jitter_s, reached, slowed, strict=True
+        )
     )

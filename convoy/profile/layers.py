@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.accelerator import to_device
 from convoy.model.graph import Graph, Layer
 from convoy.model.operation import Operation
 from convoy.model.tracing import TracedModel, disable_in_place
@@ -20,14 +21,15 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.size import LocalSize, whole_size
 from convoy.plan.steps import Compute, Part
-from convoy.plan.strategy import One, feature_axis
+from convoy.plan.strategy import Channel, Filter, One, Placement, place
 from convoy.profile.axes import POINT_LIMIT_S, Axes, Guess, choose_axes, full_axes, timing_s
 from convoy.profile.timing import STRETCH_S, Now, Piece, Times, device_now, time_piece
 from convoy.runtime.batch_norm import GlobalBatchNorm
 from convoy.runtime.clock import Clock
 from convoy.runtime.kernels import Gradients, arithmetic, in_precision
 from convoy.runtime.precision import dtype_named
-from convoy.sharding.layout import Shape
+from convoy.sharding.layout import Shape, box, local_shape
+from convoy.sharding.layout import whole as whole_box
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Bench:
         precision: str = "float32",
     ) -> None:
         self.traced, self.batch, self.clock, self.stretch_s = traced, batch, clock, stretch_s
-        self.model = disable_in_place(copy.deepcopy(model)).to(device)
+        self.model = to_device(disable_in_place(copy.deepcopy(model)), device)
         self.now = now or device_now(device)
         self.precision = precision
         self.wants, self.trained = _wants(traced.graph, batch)
@@ -94,7 +96,7 @@ class Bench:
         guess = Guess(layer, probe, known[probe].both_s)
         samples, outputs = (axis[len(axis) // 2] for axis in (full.samples, full.outputs))
         middle = LocalSize(samples, outputs, whole.inputs)
-        if middle != probe and guess.seconds(middle) < point_limit_s / 4:
+        if middle != probe and guess.seconds(middle) < min(point_limit_s, allowance_s) / 4:
             known[middle] = self._time(layer, middle)  # a larger one says more about the largest
             guess = Guess(layer, middle, known[middle].both_s)
         axes = choose_axes(full, whole, guess, allowance_s, point_limit_s, self.stretch_s)
@@ -195,7 +197,7 @@ def piece(
         precision: what it computes in; see `convoy.runtime.precision`.
     """
     operation = traced.operations[layer.name]
-    with _sliced(model, layer, operation.target, size):
+    with _sliced(model, layer, placement_of(traced.graph, layer, size)):
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         run = in_precision(arithmetic(model, layer, operation), dtype_named(precision), device.type)
         inputs = [_input(model, traced, layer, i, size, device) for i in range(len(layer.inputs))]
@@ -204,46 +206,42 @@ def piece(
         yield Piece(layer.name, run, inputs, size.samples, wants, gradient, _bytes([*inputs, y]))
 
 
+def placement_of(graph: Graph, layer: Layer, size: LocalSize) -> Placement:
+    """The first of two devices has this piece of a layer; the second has the rest."""
+    whole = whole_size(layer, 1)
+    if size.inputs < whole.inputs:
+        return place(graph, layer, Channel((size.inputs, whole.inputs - size.inputs)), size.samples, 2)
+    if size.outputs == whole.outputs:
+        return place(graph, layer, One(0), size.samples, 2)
+    extent = graph[layer.inputs[0]].shape[0] if layer.kind == "flatten" else whole.outputs
+    part = size.outputs * extent // whole.outputs
+    return place(graph, layer, Filter((part, extent - part)), size.samples, 2)
+
+
 def input_shape(graph: Graph, layer: Layer, index: int, size: LocalSize) -> Shape:
     """Shape of what a piece of a layer reads as its input number `index`."""
-    source = graph[layer.inputs[index]]
-    shape, whole = list(source.batch_shape(size.samples)), whole_size(layer, 1)
-    if layer.weighted and layer.groups == 1:
-        shape[feature_axis(layer)] = size.inputs
-    elif size.outputs < whole.outputs:
-        # Of a join axes are aligned from the right, as in broadcasting: an input may have fewer, and 1 where others have more.
-        axis = 1 + len(shape) - len(layer.batch_shape(1)) if layer.kind == "join" else 1
-        if axis >= 0 and shape[axis] > 1:
-            shape[axis] = shape[axis] * size.outputs // whole.outputs
-    return tuple(shape)
+    layout = placement_of(graph, layer, size).takes[index]
+    return local_shape(layout, 0, graph[layer.inputs[index]].batch_shape(size.samples))
 
 
 @contextmanager
-def _sliced(model: nn.Module, layer: Layer, target: Any, size: LocalSize) -> Iterator[None]:
-    """Leave only the piece's part of the parameters in the layer's module; afterwards all is as it was."""
-    whole = whole_size(layer, 1)
-    if layer.kind not in ("conv", "linear", "batch_norm") or (size.outputs, size.inputs) == (
-        whole.outputs,
-        whole.inputs,
-    ):
-        yield
-        return
-    module = model.get_submodule(str(target))
-    parameters, buffers = dict(module._parameters), dict(module._buffers)
-    fewer_inputs = layer.weighted and layer.groups == 1 and size.inputs < whole.inputs
+def _sliced(model: nn.Module, layer: Layer, placed: Placement) -> Iterator[None]:
+    """Leave only the first device's part of the parameters in the layer's module; afterwards all is as it was."""
+    found: list[tuple[dict[str, Any], str, Tensor]] = []
+    for key, parameter in layer.parameters.items():
+        here = box(placed.parameters[key], 0, parameter.shape)
+        if here is not None and here != whole_box(parameter.shape):
+            holder, _, name = parameter.key.rpartition(".")
+            module = model.get_submodule(holder)
+            home: dict[str, Any] = module._buffers if parameter.buffer else module._parameters
+            found.append((home, name, home[name]))
+            new = home[name].detach()[tuple(slice(*span) for span in here)].clone()
+            home[name] = new if parameter.buffer else nn.Parameter(new, requires_grad=home[name].requires_grad)
     try:
-        for name, old in parameters.items():
-            if old is not None:
-                new = old.detach()[: size.outputs]
-                new = new[:, : size.inputs] if fewer_inputs and name == "weight" else new
-                module._parameters[name] = nn.Parameter(new.clone(), requires_grad=old.requires_grad)
-        for name, held in buffers.items():
-            if held is not None and held.dim():
-                module._buffers[name] = held[: size.outputs].clone()
         yield
     finally:
-        module._parameters.update(parameters)
-        module._buffers.update(buffers)
+        for home, name, old in found:
+            home[name] = old
 
 
 def _input(

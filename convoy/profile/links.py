@@ -35,7 +35,6 @@ REPEATS = (3, 20)
 CARD_REPEATS = 3
 
 PAIR_S = 1.0
-SHARE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +246,7 @@ def measure_links(
 
     Args:
         host: index of each device's host.
-        share: how much of a processor this device has; see `processor_share`.
+        share: how much of a processor this device has; see `convoy.profile.load`.
         budget_s: about the seconds that it may take, half for pairs and half for cards.
         now, processor: read seconds, of the wall and of this process's processor time.
         progress: is told what is measured next.
@@ -279,14 +278,6 @@ def measure_links(
         cards = _cards(wire, speakers, size, between, trips, progress)
     rows = gather(group, "processor time of traffic", asdict(_traffic(own["sent"], own["received"], share)))
     return WireTimes(tuple(links), tuple(cards), tuple(Traffic(**row) for row in rows))
-
-
-def processor_share(seconds: float = SHARE_S) -> float:
-    """How much of one processor this process gets while it computes: a fifth under such a quota, at most 1."""
-    start_s, start_processor_s = time.perf_counter(), time.process_time()
-    while time.perf_counter() - start_s < seconds:
-        sum(range(1000))
-    return min(1.0, max(1e-3, (time.process_time() - start_processor_s) / (time.perf_counter() - start_s)))
 
 
 def _stages(rows: list[dict[str, Any]]) -> list[Stage]:

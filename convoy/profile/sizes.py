@@ -14,10 +14,11 @@ from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, named_plan
-from convoy.plan.size import LocalSize, local_size, sizes_in_chunks
+from convoy.plan.size import LocalSize, local_size, sizes_in_chunks, whole_size
 from convoy.plan.steps import Compute, StepList
 from convoy.planner.planner import candidates
 from convoy.planner.predict import PlanningContext
+from convoy.profile.axes import granule
 
 CANDIDATES = 3
 """How many of the planner's best plans are looked at: the times may still change their order."""
@@ -80,6 +81,9 @@ def _sizes(
             # Statistics that are shared are timed over samples alone, and each of them is on the grid's line.
             if whole is None or not whole.samples or whole.shares_statistics:
                 continue
+            unit = granule(graph, layer)
+            if whole.outputs < whole_size(layer, 1).outputs and (unit is None or whole.outputs % unit):
+                continue  # a part of another axis, which follows in proportion
             for size in {whole, *sizes_in_chunks(whole, step.pieces)}:
                 forward_s, backward_s = (
                     costs.times.seconds(device, layer, phase, size) for phase in ("forward", "backward")

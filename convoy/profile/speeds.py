@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from convoy.comm.accelerator import to_device
 from convoy.comm.agreement import agree_on, gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
@@ -63,7 +64,7 @@ def measure_layers(
         repeats: the median of so many rounds, after a run that is not counted; fewer where they take long.
         precision: what the layers compute in; see `convoy.runtime.precision`.
     """
-    local = disable_in_place(copy.deepcopy(model)).to(device)
+    local = to_device(disable_in_place(copy.deepcopy(model)), device)
     sizes = sorted({max(2, batch // 8), max(2, batch // 4), max(2, batch // 2)})
     result = {}
     for layer in traced.graph.layers.values():
@@ -141,4 +142,4 @@ def given_speeds(numbers: Sequence[float], devices: int) -> Speeds:
             f"speeds {','.join(f'{n:g}' for n in numbers)}: give one positive number for each of the {devices} devices, "
             "e.g. --speeds 4,2,1,1"
         )
-    return Speeds(tuple(float(n) for n in numbers))
+    return Speeds(tuple(float(n) for n in numbers), measured=False)

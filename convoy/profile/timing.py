@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from convoy.comm.environment import finish
+from convoy.comm.accelerator import finish
 from convoy.runtime.clock import Clock
 from convoy.runtime.kernels import Arithmetic
 
@@ -173,7 +173,7 @@ def quota_now(device: torch.device, share: float, slowdown: float = 1.0) -> Now:
     slow-down that is slept is not in it.
 
     Args:
-        share: see `convoy.profile.links.processor_share`.
+        share: see `convoy.profile.load.measure_share`.
         slowdown: of the device's clock.
     """
     if device.type != "cpu" or torch.get_num_threads() > 1 or slowdown > 1:

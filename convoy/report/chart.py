@@ -3,20 +3,16 @@
 A drawing is `WIDTH` by `HEIGHT` units; ticks and numbers are placed as parts of it, from 0 to 1.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from convoy.report.numbers import plain, ticks
+from convoy.report.numbers import SHOWN, plain, ticks
 
 WIDTH, HEIGHT = 1000, 400
 
 MOST_POINTS = 600
 """Of a line; more are drawn as the lowest and highest of their neighbourhood."""
-
-STRIPS = 60
-"""Places of a chart that show their numbers when they are pointed at."""
 
 Point = tuple[float, float]
 Tick = tuple[float, str]
@@ -28,14 +24,16 @@ class Curve:
     """One line.
 
     Attributes:
-        look: a class of the style sheet.
+        look: classes of the style sheet.
         dots: points too.
+        is_smooth: is drawn faint as it is, and as its running mean, which the slider of the page makes smoother.
     """
 
     label: str
     points: Sequence[Point]
     look: str = "main"
     dots: bool = False
+    is_smooth: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class Chart:
         name: part of ids, unique on a page.
         span: from where to where on the horizontal axis; points beyond make it wider.
         marks: steps at which something happened, numbered on the drawing.
-        shown: formats a value of the vertical axis.
+        shown: how a value of the vertical axis is written: one of `SHOWN`.
     """
 
     name: str
@@ -66,7 +64,7 @@ class Chart:
     levels: Sequence[Level] = ()
     marks: Sequence[float] = ()
     from_zero: bool = False
-    shown: Callable[[float], str] = plain
+    shown: str = "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +78,37 @@ class Axes:
 
 
 @dataclass(frozen=True, slots=True)
+class Line:
+    """A curve as it is drawn: "x,y" of its points."""
+
+    label: str
+    look: str
+    points: Sequence[str]
+    dots: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Drawing:
     """A chart as a template draws it.
 
     Attributes:
-        lines: of each curve its look, "x,y" of its points, and whether these are drawn as dots too.
         axes: None where there are no lines.
+        frame: the values at its left, right, lower and upper edge, from which the page's script reads values off the lines.
         description: the chart in words, for those who do not see it.
         legend: look and text of each entry.
         marks, levels: places x; places y with their looks.
-        strips: start, width and text of each.
     """
 
     name: str
     title: str
-    lines: Sequence[tuple[str, Sequence[str], bool]] = ()
+    shown: str = "plain"
+    lines: Sequence[Line] = ()
     axes: Axes | None = None
+    frame: str = ""
     description: str = ""
     legend: Sequence[tuple[str, str]] = ()
     marks: Sequence[float] = ()
     levels: Sequence[tuple[float, str]] = ()
-    strips: Sequence[tuple[float, float, str]] = ()
 
 
 def draw(chart: Chart) -> Drawing:
@@ -109,8 +117,9 @@ def draw(chart: Chart) -> Drawing:
     if not curves:
         return Drawing(chart.name, chart.title)
     frame = _Frame.around(curves, chart)
-    shown, marks = chart.shown, [(frame.x(at), str(n)) for n, at in enumerate(chart.marks, 1)]
-    legend = [(f"curve {curve.look}", curve.label) for curve in curves]
+    shown, marks = SHOWN[chart.shown], [(frame.x(at), str(n)) for n, at in enumerate(chart.marks, 1)]
+    lines = [line for curve in curves for line in _lines(frame, curve)]
+    legend = [(f"curve {line.look}", line.label) for line in lines if line.label]
     legend += [(f"level {each.look}", f"{each.label} {shown(each.value)}") for each in chart.levels]
     ends = [(curve.label, curve.points[0], curve.points[-1]) for curve in curves]
     words = [
@@ -118,15 +127,16 @@ def draw(chart: Chart) -> Drawing:
         for label, (first, a), (last, b) in ends
     ]
     words += [f"{level.label}: {shown(level.value)}" for level in chart.levels]
+    whole = chart.x_label == "step"
     axes = Axes(
         [(frame.y(y) / HEIGHT, shown(y)) for y in ticks(frame.low, frame.high, 5)],
-        [(frame.x(x) / WIDTH, plain(x)) for x in ticks(frame.left, frame.right, 5) if x == int(x)],
+        [(frame.x(x) / WIDTH, plain(x)) for x in ticks(frame.left, frame.right, 5) if not whole or x == int(x)],
         chart.x_label, [(x / WIDTH, text) for x, text in marks],
     )  # fmt: skip
     return Drawing(
-        chart.name, chart.title, [_line(frame, curve) for curve in curves], axes, "; ".join(words), legend,
+        chart.name, chart.title, chart.shown, lines, axes,
+        " ".join(f"{edge:.9g}" for edge in (frame.left, frame.right, frame.low, frame.high)), "; ".join(words), legend,
         [x for x, _ in marks if 0 <= x <= WIDTH], [(frame.y(level.value), level.look) for level in chart.levels],
-        _strips(frame, chart, curves),
     )  # fmt: skip
 
 
@@ -158,32 +168,36 @@ class _Frame:
         return HEIGHT - (value - self.low) / (self.high - self.low) * HEIGHT
 
 
-def _line(frame: _Frame, curve: Curve) -> tuple[str, Sequence[str], bool]:
-    places = [f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in thinned(curve.points)]
-    return curve.look, places, curve.dots or len(places) == 1
+def _lines(frame: _Frame, curve: Curve) -> list[Line]:
+    few = thinned(curve.points)
+    if not curve.is_smooth or len(few) < 3:
+        return [Line(curve.label, curve.look, _placed(frame, few), curve.dots or len(few) == 1)]
+    raw = Line("", f"{curve.look} faint", _placed(frame, few))
+    return [raw, Line(curve.label, f"{curve.look} smooth", _placed(frame, means(curve.points)))]
+
+
+def _placed(frame: _Frame, points: Sequence[Point]) -> list[str]:
+    return [f"{frame.x(x):.7g},{frame.y(y):.7g}" for x, y in points]
 
 
 def thinned(points: Sequence[Point]) -> Sequence[Point]:
     """At most about `MOST_POINTS` points; of each neighbourhood its lowest and its highest, so that no peak is lost."""
     if len(points) <= MOST_POINTS:
         return points
-    size = math.ceil(2 * len(points) / MOST_POINTS)
     result: list[Point] = []
-    for start in range(0, len(points), size):
-        near = points[start : start + size]
+    for near in _neighbourhoods(points, MOST_POINTS // 2):
         ends = {min(near, key=lambda point: point[1]), max(near, key=lambda point: point[1])}
         result += sorted(ends)
     return result
 
 
-def _strips(frame: _Frame, chart: Chart, curves: Sequence[Curve]) -> list[tuple[float, float, str]]:
-    """Invisible, side by side; each shows the numbers of the place it lies on."""
-    by_x = [dict(curve.points) for curve in curves]
-    known = sorted(set().union(*by_x))
-    chosen = known[:: max(1, math.ceil(len(known) / STRIPS))]
-    edges = [0.0, *(frame.x((a + b) / 2) for a, b in itertools.pairwise(chosen)), float(WIDTH)]
-    result = []
-    for x, (start, end) in zip(chosen, itertools.pairwise(edges), strict=True):
-        words = [f"{curve.label} {chart.shown(row[x])}" for curve, row in zip(curves, by_x, strict=True) if x in row]
-        result.append((start, end - start, f"{chart.x_label} {plain(x)}: {', '.join(words)}"))
-    return result
+def means(points: Sequence[Point]) -> Sequence[Point]:
+    """At most `MOST_POINTS` points, the mean of each neighbourhood at its end."""
+    if len(points) <= MOST_POINTS:
+        return points
+    return [(near[-1][0], math.fsum(y for _, y in near) / len(near)) for near in _neighbourhoods(points, MOST_POINTS)]
+
+
+def _neighbourhoods(points: Sequence[Point], count: int) -> Iterator[Sequence[Point]]:
+    size = math.ceil(len(points) / count)
+    return (points[start : start + size] for start in range(0, len(points), size))

@@ -1,45 +1,13 @@
-"""What `convoy measure` prints: a line while it measures, then tables of layers, devices and links."""
-
-import time
-from types import TracebackType
-from typing import Self
+"""What `convoy measure` prints: tables of layers, devices and links, and what to know of them."""
 
 from rich.console import Console
-from rich.status import Status
 from rich.table import Table
 
 from convoy.cost.table import Measurement, layer_times
-from convoy.report.screen import LINE_EVERY_S, new_table
+from convoy.report.numbers import seconds
+from convoy.report.screen import new_table
 
 SHOWN_LAYERS = 12
-
-
-class Watch:
-    """Tells what is being measured; it is called with what, how much is done, and how much there is."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self.status: Status | None = console.status("measuring") if console.is_terminal else None
-        self.shown_s = -LINE_EVERY_S
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        text = f"measuring {what} ({done} of {total} layers are done)"
-        if self.status is not None:
-            self.status.update(text)
-        elif time.monotonic() - self.shown_s >= LINE_EVERY_S:
-            self.shown_s = time.monotonic()
-            self.console.print(text, markup=False)
-
-    def __enter__(self) -> Self:
-        if self.status is not None:
-            self.status.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.status is not None:
-            self.status.stop()
 
 
 def show(measured: Measurement, console: Console) -> None:
@@ -50,6 +18,35 @@ def show(measured: Measurement, console: Console) -> None:
         console.print(_links(measured))
     if measured.host:
         console.print(_cards(measured))
+    for remark in remarks(measured):
+        console.print(remark, markup=False, soft_wrap=True)
+
+
+UNSTEADY = 0.5
+"""Layers that take most of the time and vary by so much more or less are told."""
+
+
+def remarks(measured: Measurement) -> list[str]:
+    """What whoever reads predictions made from this must know: other programs, times that did not repeat."""
+    lines = []
+    loaded = [(each.other_load, each.device) for each in measured.device if each.other_load]
+    if loaded:
+        most, names = max(loaded)[0], ", ".join(device for _, device in loaded)
+        lines.append(
+            f"Measured beside other programs: they made the work of {names} take up to {1 + most:.2g} times as long. "
+            "Predictions are for machines of their own as far as that can be told, and their intervals are wider by it; "
+            "measure again when nothing else runs."
+        )
+    rows = _layer_rows(measured)
+    for index, device in enumerate(measured.fleet.devices):
+        cells = [cells[index] for cells in rows.values()]
+        part = sum(s for s, spread in cells if spread / 2 > UNSTEADY) / max(1e-12, sum(s for s, _ in cells))
+        if part > 1 / 3:
+            lines.append(
+                f"Times of {device.name} did not repeat: layers that make up {part:.0%} of its step varied by more than "
+                f"±{UNSTEADY:.0%}; the intervals are wider by it."
+            )
+    return lines
 
 
 def _layers(measured: Measurement) -> Table:
@@ -58,14 +55,14 @@ def _layers(measured: Measurement) -> Table:
     table = new_table(f"{measured.net}, batch {measured.batch}", ("forward and backward",), names)
     rows = sorted(_layer_rows(measured).items(), key=lambda item: -max(s for s, _ in item[1]))
     for name, cells in rows[:SHOWN_LAYERS]:
-        table.add_row(name, *(f"{_seconds(s)} {_about(spread)}" for s, spread in cells))
+        table.add_row(name, *(f"{seconds(s)} {_about(spread)}" for s, spread in cells))
     others = [cells for _, cells in rows[SHOWN_LAYERS:]]
     if others:
         sums = [sum(cells[device][0] for cells in others) for device in range(len(measured.fleet.devices))]
-        table.add_row(f"{len(others)} others", *map(_seconds, sums))
+        table.add_row(f"{len(others)} others", *map(seconds, sums))
     table.add_section()
     totals = [sum(cells[device][0] for _, cells in rows) for device in range(len(measured.fleet.devices))]
-    table.add_row("all", *map(_seconds, totals))
+    table.add_row("all", *map(seconds, totals))
     table.add_row("samples/s", *(f"{measured.batch / max(total, 1e-12):,.4g}" for total in totals))
     return table
 
@@ -80,8 +77,8 @@ def _layer_rows(measured: Measurement) -> dict[str, list[tuple[float, float]]]:
         for name, points in measured.points_of(device.name).items():
             times, alone = layer_times(points), max(point.samples for point in points) == 1
             samples = 1 if alone else measured.batch
-            seconds = times.forward.at(samples, whole[name]) + times.backward.at(samples, whole[name])
-            result[name].append((seconds, sorted(point.spread for point in points)[len(points) // 2]))
+            both_s = times.forward.at(samples, whole[name]) + times.backward.at(samples, whole[name])
+            result[name].append((both_s, sorted(point.spread for point in points)[len(points) // 2]))
     return result
 
 
@@ -96,7 +93,7 @@ def _devices(measured: Measurement) -> Table:
             f"{device.slowdown:g}x" if device.slowdown != 1 else "-", f"{costs.send_s_per_byte * 1e9:.3g}",
             f"{costs.receive_s_per_byte * 1e9:.3g} {_about(costs.traffic_spread)}",
             f"{costs.update_s_per_entry * 1e9:.3g} {_about(costs.update_spread)}",
-            _seconds(costs.jitter_s) if costs.jitter_s else "-",
+            seconds(costs.jitter_s) if costs.jitter_s else "-",
         )  # fmt: skip
     return table
 
@@ -106,7 +103,7 @@ def _links(measured: Measurement) -> Table:
     spread = {(each.source, each.target): each for each in measured.link}
     for link in measured.fleet.links:
         noise = spread.get((link.source, link.target))
-        rate, latency = _rate(link.bandwidth_bytes_per_s), _seconds(link.latency_s)
+        rate, latency = _rate(link.bandwidth_bytes_per_s), seconds(link.latency_s)
         if noise is not None:
             rate, latency = f"{rate} {_about(noise.bandwidth_spread)}", f"{latency} {_about(noise.latency_spread)}"
         table.add_row(link.source, link.target, rate, latency)
@@ -123,13 +120,6 @@ def _cards(measured: Measurement) -> Table:
             f"{_rate(card.receive_bytes_per_s)} {_about(rates.receive_spread)}", _rate(rates.ring_bytes_per_s),
         )  # fmt: skip
     return table
-
-
-def _seconds(value: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= size:
-            return f"{value / size:.3g} {unit}"
-    return f"{value * 1e6:.3g} us"
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -1,6 +1,7 @@
 """Numbers as people read them, and marks for axes."""
 
 import math
+from collections.abc import Callable, Mapping
 
 
 def plain(value: float | None, digits: int = 4) -> str:
@@ -43,6 +44,14 @@ def seconds(value: float | None) -> str:
         return f"{int(value // 60)} min {int(value % 60)} s"
     unit, size = unit_of(value)
     return f"{plain(value / size, 3)} {unit}"
+
+
+SHOWN: Mapping[str, Callable[[float], str]] = {
+    "plain": plain,
+    "percent": axis_percent,
+    "bytes": lambda value: in_bytes(round(value)) if round(value) else "0",
+}
+"""How the values of a chart are written; the script of the page writes them alike."""
 
 
 def unit_of(value_s: float) -> tuple[str, float]:

@@ -1,33 +1,44 @@
-"""`convoy report`: one HTML page of a run, made from its log. It needs no network and runs no program."""
+"""`convoy report`: one HTML page of a run, made from its log. It needs no network and no program but a browser."""
 
 import itertools
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
-from convoy._version import __version__
-from convoy.config.files import write_whole
-from convoy.report import intervals, numbers, plan_picture
-from convoy.report.chart import Axes, Chart, Curve, Drawing, Level, draw
+from convoy.cost.interval import around
+from convoy.files import write_whole
+from convoy.report import intervals, plan_picture
+from convoy.report.chart import Axes, Chart, Curve, Drawing, Level, Tick, draw
+from convoy.report.document import render
 from convoy.report.numbers import percent, plain, seconds
-from convoy.report.plan_picture import Box, bands
+from convoy.report.plan_picture import Band, Box, bands
 from convoy.runlog.metrics import (
+    best_evaluation,
     limit_samples_per_s,
     measured_samples_per_s,
     measured_step_s,
     rates,
-    smooth_losses,
-    smoothing_width,
     step_range,
     utilization,
 )
-from convoy.runlog.reader import Record, log_of, read_log
+from convoy.runlog.reader import InForce, Record, log_of, read_log
+from convoy.runlog.schema import PlanLine, PredictionLine, ReshareLine
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""What a browser may do with the page: show it. No program, no network."""
+MOST_PLANS = 12
+"""In force one after the other, that are drawn."""
+
+SYSTEM = {
+    "cores": ("Processor of each process, in cores", "plain"),
+    "host_processor": ("Processor of its whole host", "percent"),
+    "memory_bytes": ("Memory of each process", "bytes"),
+    "accelerator_bytes": ("Tensors in the accelerator's memory", "bytes"),
+    "sent_bytes_per_s": ("Sent for the training, per second", "bytes"),
+    "received_bytes_per_s": ("Received for the training, per second", "bytes"),
+}
+"""Titles of the charts of what devices use, and how their values are written; by the names of the log."""
 
 AREA_WIDTH, AREA_HEIGHT = 1000.0, 300.0
 """Of the drawing of shares."""
@@ -44,39 +55,32 @@ def write_report(run: Path, output: Path | None = None) -> Path:
         InputError: there is no log, it is not one, or the page cannot be written.
     """
     log = log_of(run)
-    target = output or (run / "report.html" if run.is_dir() else log.with_suffix(".html"))
+    target = output or (run / "report.html" if os.path.isdir(run) else log.with_suffix(".html"))
     write_whole(target, page_of(read_log(log)))
     return target
 
 
-def page_of(record: Record) -> str:
-    """The whole page as text."""
-    names, options = device_names(record), record.run.options
-    return _environment().get_template("page.html").render(
-        record=record, names=names, version=__version__, policy=POLICY,
-        title=f"{options.get('net', 'a net')} on {options.get('data', 'images')}",
+def page_of(record: Record, served: str = "") -> str:
+    """The whole page as text; `served` as for `render`."""
+    names = device_names(record)
+    return render(
+        "page.html", served, record=record, names=names, title=title_of(record),
         plan_name=record.plan.plan.name if record.plan is not None else "", begun=_moment(record.run.date),
-        state=_state(record), cards=_cards(record), limit=limit_samples_per_s(record),
-        curves=_curves(record), rate=_rate(record), **_plan(record), **_step(record),
-        **_devices(record, names), shares=_shares(record), settings=_settings(record),
+        state=state_of(record), cards=_cards(record), limit=limit_samples_per_s(record), curves=_curves(record),
+        rate=_rate(record), plans=shown_plans(record), **_devices(record, names), system=_system(record),
+        shares=_shares(record), settings=settings_of(record),
     )  # fmt: skip
 
 
-def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("convoy.report"), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
-    shown = {"plain": plain, "percent": percent, "seconds": seconds, "in_bytes": numbers.in_bytes}
-    environment.filters |= shown | {"number": "{:.6g}".format, "place": "{:.2%}".format, "colour": plan_picture.colour}
-    environment.globals |= {"kinds": intervals.KINDS, "lanes": intervals.LANES}
-    return environment
+def title_of(record: Record) -> str:
+    options = record.run.options
+    return f"{options.get('net', 'a net')} on {options.get('data', 'images')}"
 
 
 def device_names(record: Record) -> list[str]:
     """Of each device, what it is and where: "cpu (1 thread) on lab1, slowed down 2x"."""
     if record.fleet is None:
-        count = record.plan.plan.devices if record.plan is not None else 0
+        count = max((len(each.line.work) for each in record.plans), default=0)
         return [f"device {device}" for device in range(count)]
     return [
         f"{row.name} on {row.host}" + (f", slowed down {row.slowdown:g}x" if row.slowdown != 1 else "")
@@ -92,9 +96,9 @@ def _moment(text: str) -> str:
     return f"{moment.day} {moment:%B %Y, %H:%M} {moment.tzname() or ''}".strip()
 
 
-def _state(record: Record) -> str:
+def state_of(record: Record) -> str:
     """How far the run is."""
-    done = len(record.steps) and record.steps[-1].step + 1
+    done = record.steps_done
     epochs, each = record.run.options.get("epochs"), record.run.epoch_steps
     steps = f"{done:,} of {each * epochs:,} steps" if each and isinstance(epochs, int) else f"{done:,} steps"
     if record.end is not None:
@@ -107,7 +111,7 @@ def _cards(record: Record) -> list[tuple[str, str, str]]:
     """The numbers that people look for first: name, value, note."""
     losses = [epoch.loss for epoch in record.epochs if epoch.loss is not None]
     tests = [row for row in record.evaluations if row.accuracy is not None]
-    best = max(tests, key=lambda row: row.accuracy or 0.0, default=None)
+    best = best_evaluation(record)
     step_s, rate, limit = measured_step_s(record), measured_samples_per_s(record), limit_samples_per_s(record)
     predicted, train_s = record.prediction, sum(line.train_s for line in record.epochs)
     off = f", {predicted.step_s / step_s - 1:+.1%} off" if predicted and step_s else ""
@@ -118,7 +122,7 @@ def _cards(record: Record) -> list[tuple[str, str, str]]:
          "mean of the last epoch" if losses else "no whole epoch yet"),
         ("Samples/s", plain(rate), f"{seconds(step_s)} a step, median"),
         ("Predicted samples/s", plain(predicted.samples_per_s if predicted else None),
-         f"{seconds(predicted.step_s)} a step{off}" if predicted else "only --plan auto predicts"),
+         f"{seconds(predicted.step_s)} a step{_within(predicted)}{off}" if predicted else "only --plan auto predicts"),
         ("Limit", plain(limit),
          "samples/s, the devices' own speeds added up" if limit else "the devices' speeds were not measured"),
         ("Of the limit", percent(rate / limit if rate and limit else None), "what the devices reach together"),
@@ -126,19 +130,24 @@ def _cards(record: Record) -> list[tuple[str, str, str]]:
     ]  # fmt: skip
 
 
+def _within(predicted: PredictionLine) -> str:
+    if predicted.spread == 1:
+        return ""
+    within = around(predicted.step_s, predicted.spread)
+    return f" (nine of ten: {seconds(within.low)} - {seconds(within.high)})"
+
+
 def _curves(record: Record) -> list[Drawing]:
     """How the training went: loss, accuracy, learning rate."""
     span = step_range(record)
-    raw = [(row.step, row.loss) for row in record.steps if row.loss is not None]
-    width = smoothing_width(len(raw))
-    smooth = [Curve("each step", raw, "faint"), Curve(f"mean of {width} steps", smooth_losses(record))]
+    losses = [(row.step, row.loss) for row in record.steps if row.loss is not None]
     tests = [(row.step, row.accuracy) for row in record.evaluations if row.accuracy is not None]
     lr = [(row.step, row.lr) for row in record.steps if row.lr is not None]
     charts = [
-        Chart("loss", "Training loss", "step", smooth if width > 1 else [Curve("each step", raw, dots=True)], span),
-        Chart("accuracy", "Test accuracy", "step", [Curve("accuracy", tests, dots=True)], span, shown=numbers.axis_percent),
+        Chart("loss", "Training loss", "step", [Curve("training loss", losses, is_smooth=True)], span),
+        Chart("accuracy", "Test accuracy", "step", [Curve("accuracy", tests, dots=True)], span, shown="percent"),
         Chart("lr", "Learning rate", "step", [Curve("learning rate", lr)], span, from_zero=True),
-    ]  # fmt: skip
+    ]
     return [draw(chart) for chart in charts]
 
 
@@ -152,34 +161,74 @@ def _rate(record: Record) -> Drawing:
     return draw(Chart("rate", "Samples/s", "step", measured, step_range(record), levels, marks, from_zero=True))
 
 
-def _plan(record: Record) -> dict[str, Any]:
-    """What the last plan of the run has each device do."""
-    if record.plan is None:
-        return {"now": None}
-    last = record.changes[-1][1]
-    now = last if last.layers else record.plan
-    rows = bands(now.layers)
-    return {
-        "now": now, "rows": rows, "work": plan_picture.work_boxes(now),
-        "stretches": bands(now.layers, stretches=True) if len(rows) > plan_picture.SHOWN_ROWS else None,
-        "idle": [str(device) for device, part in enumerate(now.work) if not part],
-    }  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class ShownPlan:
+    """What the devices did from a change on, as it is drawn.
+
+    Attributes:
+        when: its steps, in words.
+        stretches: the rows, where they are many, as neighbours with the same shares.
+        idle: devices with nothing to compute.
+        tracks: one step as predicted; empty where there is no prediction.
+    """
+
+    when: str
+    why: str
+    line: PlanLine | ReshareLine
+    rows: Sequence[Band]
+    stretches: Sequence[Band]
+    work: Sequence[Box]
+    idle: Sequence[str]
+    prediction: PredictionLine | None
+    tracks: Sequence[intervals.Track]
+    time_axis: tuple[str, Sequence[Tick]]
 
 
-def _step(record: Record) -> dict[str, Any]:
-    """When each device does what in one step, with the shares in force where these were predicted."""
-    predicted = record.in_force or record.prediction
-    if predicted is None:
-        return {"predicted": None}
-    of_shares = " with the shares of the beginning"
-    if record.in_force is not None:
-        of_shares = " with the shares at the end, from the times measured before the training" * predicted.shares_only
-    unit, marks = intervals.time_axis(predicted.one_pass.s)
-    passes = round(predicted.step_s / predicted.one_pass.s)
-    return {
-        "predicted": predicted, "tracks": intervals.tracks(predicted), "time_unit": unit, "time_ticks": marks,
-        "of_shares": of_shares, "passes": passes,
-    }  # fmt: skip
+def shown_plans(record: Record) -> list[ShownPlan]:
+    """The plans in force, in their order; of very many the first and the last."""
+    known = [(each, until) for each, until in _spans(record) if each.line.layers]
+    return [
+        _shown_plan(*each) for each in (known if len(known) <= MOST_PLANS else [known[0], *known[1 - MOST_PLANS :]])
+    ]
+
+
+def _spans(record: Record) -> list[tuple[InForce, int | None]]:
+    """With the step at which each was replaced; the first of two that begin at one step never ran."""
+    stops: list[int | None] = [each.step for each in record.plans]
+    pairs = zip(record.plans, [*stops[1:], None], strict=False)
+    return [(each, until) for each, until in pairs if until is None or until > each.step]
+
+
+def _shown_plan(each: InForce, until: int | None) -> ShownPlan:
+    line, predicted, rows = each.line, each.prediction, bands(each.line.layers)
+    return ShownPlan(
+        f"from step {each.step:,} on" if until is None else f"steps {each.step:,} to {until - 1:,}",
+        line.reason if isinstance(line, ReshareLine) else "as the run began",
+        line, rows, bands(line.layers, stretches=True) if len(rows) > plan_picture.SHOWN_ROWS else (),
+        plan_picture.work_boxes(line), [str(device) for device, part in enumerate(line.work) if not part],
+        predicted, () if predicted is None else intervals.tracks(predicted),
+        ("", ()) if predicted is None else intervals.time_axis(predicted.one_pass.s),
+    )  # fmt: skip
+
+
+def _system(record: Record) -> list[Drawing]:
+    """What the devices used: a chart for each kind, a curve for each device."""
+    table = [(line.step, line.per_device) for line in record.system]
+    span = step_range(record)
+    drawings = []
+    for name, (title, shown) in SYSTEM.items():
+        rows = [(step, values[name]) for step, values in table]
+        curves = [
+            Curve(
+                f"device {device}",
+                [(step, value) for step, values in rows if (value := values[device]) is not None],
+                plan_picture.colour(device),
+            )
+            for device in range(len(rows[0][1]) if rows else 0)
+        ]
+        if any(curve.points for curve in curves):
+            drawings.append(draw(Chart(name, title, "step", curves, span, shown=shown, from_zero=True)))
+    return drawings
 
 
 def _devices(record: Record, names: Sequence[str]) -> dict[str, Any]:
@@ -193,7 +242,6 @@ def _devices(record: Record, names: Sequence[str]) -> dict[str, Any]:
     return {
         "bars": [_bar(record, device) for device in range(len(names))], "utilized": rows if known else [],
         "numbered": numbered, "devices": list(zip(numbered, names, strict=True)),
-        "queued": any(name.startswith("cuda") for name in names) and not record.run.options.get("rebalance"),
     }  # fmt: skip
 
 
@@ -209,14 +257,14 @@ def _bar(record: Record, device: int) -> tuple[list[Box], str]:
     speed = record.fleet.devices[device].samples_per_s if record.fleet is not None else None
     if speed is not None:
         facts.append(f"{plain(speed)} samples/s alone")
-    if record.changes and record.changes[-1][1].work:
-        facts.append(f"{percent(record.changes[-1][1].work[device])} of the arithmetic")
+    if record.plans and record.plans[-1].line.work:
+        facts.append(f"{percent(record.plans[-1].line.work[device])} of the arithmetic")
     return boxes, ", ".join(facts)
 
 
 def _shares(record: Record) -> dict[str, Any] | None:
     """How the arithmetic was shared out, from step to step: areas as x, y, width, height, colour and title."""
-    changes = [(step, line.work) for step, line in record.changes if line.work]
+    changes = [(each.step, each.line.work) for each in record.plans if each.line.work]
     if not changes or not record.steps:
         return None
     end = record.steps[-1].step + 1
@@ -238,7 +286,7 @@ def _shares(record: Record) -> dict[str, Any] | None:
     return {"reshares": reshares, "areas": areas, "cuts": cuts, "axes": Axes(ys, xs, "step", numbered)}
 
 
-def _settings(record: Record) -> list[tuple[str, str, str]]:
+def settings_of(record: Record) -> list[tuple[str, str, str]]:
     """Name, value and source of every setting."""
     sources = record.run.sources
     return [

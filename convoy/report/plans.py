@@ -1,14 +1,18 @@
 """What `convoy plan` prints: a row per plan, the chosen one layer by layer, what fewer devices would bring."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 
-from convoy.model.graph import Graph
+from convoy.cost.interval import Basis, Interval
+from convoy.plan.explain import LayerRow, layer_rows, work_shares
+from convoy.plan.lower import lower
 from convoy.planner.predict import PlanningContext, PlanPrediction
 from convoy.report.numbers import in_bytes
 from convoy.report.screen import Screen, new_table
+from convoy.simulator.price import layers_s
 
 
 def show_predictions(console: Console, rows: Sequence[PlanPrediction], context: PlanningContext) -> None:
@@ -17,13 +21,13 @@ def show_predictions(console: Console, rows: Sequence[PlanPrediction], context: 
     limit = sum(speeds)
     table = new_table(
         f"Predicted, before anything runs; the limit is {limit:,.4g} samples/s", ("plan",),
-        ("step", "samples/s", "of the limit", "traffic", "memory", "J/image", "devices"),
+        ("step", "nine of ten", "samples/s", "of the limit", "traffic", "memory", "J/image", "devices"),
     )  # fmt: skip
     table.add_column("bound by")
     for row in rows:
         memory = in_bytes(max(m.total_bytes for m in row.memory))
         table.add_row(
-            row.plan.name, f"{row.step_s:.4g} s", f"{row.samples_per_s:,.4g}", f"{row.efficiency:.1%}",
+            row.plan.name, f"{row.step_s:.3g} s", between(row.within), f"{row.samples_per_s:,.4g}", f"{row.efficiency:.1%}",
             in_bytes(row.traffic_bytes), memory + " !" * bool(row.overfull),
             "-" if row.energy is None else f"{row.energy.image_j:.4g}", str(row.workers), row.bound,
         )  # fmt: skip
@@ -41,6 +45,29 @@ def show_predictions(console: Console, rows: Sequence[PlanPrediction], context: 
         )
     else:
         console.print(f"auto is {gain:.2f}x as fast as {names[fastest]} alone.")
+
+
+MADE_FROM: Mapping[Basis | None, str] = {
+    None: "given costs",
+    "measured": "times of this net that were measured on this fleet",
+    "rates": "what these devices reached at another net, and the links and the rest of a step as measured",
+    "described": "a roofline: what the devices can do at most and the part of it that nets reach, since nothing was measured "
+    "here (convoy measure)",
+}
+
+
+def between(within: Interval) -> str:
+    """An interval of seconds in few words."""
+    return f"{within.low:.3g} - {within.high:.3g} s"
+
+
+def show_basis(console: Console, row: PlanPrediction, context: PlanningContext) -> None:
+    """The interval of the chosen plan's step, and what the predictions are made from."""
+    within, made_from = row.within, MADE_FROM[context.costs.errors.basis]
+    console.print(
+        f"A step of {row.plan.name}: nine of ten take {within.low:.3g} to {within.high:.3g} s. Made from {made_from}.",
+        soft_wrap=True,
+    )
 
 
 def show_counts(console: Console, counts: Sequence[tuple[int, float]], context: PlanningContext) -> None:
@@ -71,10 +98,18 @@ def show_devices(console: Console, row: PlanPrediction, context: PlanningContext
     console.print(table)
 
 
-def show_plan(console: Console, row: PlanPrediction, graph: Graph) -> None:
-    """The plan layer by layer."""
-    from convoy.plan.explain import layer_rows, work_shares
-    from convoy.plan.lower import lower
+def show_plan(console: Console, row: PlanPrediction, context: PlanningContext) -> None:
+    """The plan layer by layer; of what stays whole, also what it costs."""
+    graph = context.graph
+    steps = lower(row.plan, graph)
+    seconds = layers_s(steps, graph, context.costs)
 
-    shares = work_shares(lower(row.plan, graph), graph)
-    Screen(visible=True, console=console).plan(row.plan, layer_rows(row.plan, graph), shares)
+    def priced(layer: LayerRow) -> LayerRow:
+        if graph[layer.layer].kind != "opaque" or layer.layer not in seconds:
+            return layer
+        s, device = seconds[layer.layer]
+        cost = f"{s:.3g} s of a step's {row.step_s:.3g} s on {context.names[device]}"
+        return replace(layer, note="; ".join(filter(None, (layer.note, cost))))
+
+    rows = [priced(layer) for layer in layer_rows(row.plan, graph)]
+    Screen(visible=True, console=console).plan(row.plan, rows, work_shares(steps, graph))

@@ -14,11 +14,10 @@ from convoy.plan.explain import LayerRow
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
 from convoy.report.numbers import in_bytes
+from convoy.report.waiting import LINE_EVERY_S, Wait
 from convoy.runlog.schema import DeviceLine
-from convoy.train.loop import EpochResult, Evaluation, History
-
-LINE_EVERY_S = 10.0
-"""Where there is no terminal, a line of progress this often."""
+from convoy.train.loop import History
+from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 
 FILE_WIDTH = 250
 """A table in a file or a pipe may be this wide, in characters: nothing in it is cut off."""
@@ -43,10 +42,14 @@ class Screen:
         self.visible = visible
         self.console = console or _console(visible)
 
-    def fleet(self, devices: Sequence[tuple[str, str, float]], speeds: Speeds, measured: bool) -> None:
+    def fleet(self, devices: Sequence[tuple[str, str, float]], speeds: Speeds) -> None:
         """A row per device: what it is, how fast it is at this model, its part of the fleet's speed."""
-        how = "measured on the model's own layers" if measured else "given by --speeds"
-        title, speed_name = f"Fleet: {len(devices)} devices, speeds {how}", "samples/s" if measured else "speed"
+        if len(devices) == 1 and not speeds.measured:
+            ((kind, host, _),) = devices
+            self.console.print(f"One device, {kind} on {host}: nothing to share, and no speed to measure.")
+            return
+        how = "measured on the model's own layers" if speeds.measured else "given by --speeds"
+        title, speed_name = f"Fleet: {len(devices)} devices, speeds {how}", "samples/s" if speeds.measured else "speed"
         table = new_table(title, ("device", "on", "host"), ("slowed down", speed_name, "of the fleet"))
         total = sum(speeds.devices)
         for index, ((kind, host, slowdown), speed) in enumerate(zip(devices, speeds.devices, strict=True)):
@@ -90,22 +93,20 @@ class Screen:
     def lines(self, lines: Sequence[str]) -> None:
         self.console.print("\n".join(lines), markup=False, soft_wrap=True)
 
-    @contextmanager
-    def working(self, text: str) -> Iterator[None]:
+    def line(self, line: str) -> None:
+        self.lines([line])
+
+    def working(self, text: str, about_s: float | None = None) -> Wait:
         """Says what takes a few seconds."""
-        if self.console.is_terminal and self.visible:
-            with self.console.status(text):
-                yield
-        else:
-            self.console.print(f"{text} ...")
-            yield
+        return Wait(self.console, text, about_s)
 
     @contextmanager
-    def progress(self, title: str, epochs: int, samples: int, seen: int = 0) -> Iterator["Bar"]:
+    def progress(self, title: str, epochs: int, samples: int, seen: int = 0, tests: int = 0) -> Iterator["Bar"]:
         """A progress bar with loss, samples/s and time left; lines where there is no terminal.
 
         Args:
             samples: of an epoch.
+            tests: images of a test.
             seen: samples that were trained on before, where a run goes on.
         """
         columns = (
@@ -116,28 +117,32 @@ class Screen:
         )
         live = self.visible and self.console.is_terminal
         with Progress(*columns, console=self.console, disable=not live, transient=True) as progress:
-            yield Bar(self, progress, title, epochs, samples, seen)
+            yield Bar(self, progress, title, epochs, samples, seen, tests)
 
     def usage(self, uses: Sequence[DeviceLine], history: History) -> None:
-        """A row per device: its share, its busy time."""
-        train_s = sum(epoch.train_s for epoch in history.epochs)
+        """A row per device: its share, and where its seconds went; they add up to those in the title."""
+        train_s, wall_s = sum(epoch.train_s for epoch in history.epochs), max(use.wall_s or 0.0 for use in uses)
+        rest_s = max(0.0, wall_s - train_s)
         table = new_table(
-            f"Devices over {train_s:.1f} s of training and the tests after it", (),
-            ("device", "slowed down", "of the speed", "of the arithmetic", "busy", "exchange and wait", "sent"),
+            f"Devices over {wall_s:.1f} s: {train_s:.1f} s of training, {rest_s:.1f} s of tests and of saving", (),
+            ("device", "slowed down", "of the speed", "of the arithmetic", "busy", "exchange and wait", "all else", "sent"),
         )  # fmt: skip
         for use in uses:
             slowed = f"{use.slowdown:g}x" if use.slowdown != 1 else "-"
+            else_s = max(0.0, (use.wall_s or 0.0) - use.compute_s - use.exchange_s)
             table.add_row(
                 str(use.device), slowed, f"{use.speed_share:.1%}", f"{use.work_share:.1%}", f"{use.compute_s:.1f} s",
-                f"{use.exchange_s:.1f} s", in_bytes(use.sent_bytes),
+                f"{use.exchange_s:.1f} s", f"{else_s:.1f} s", in_bytes(use.sent_bytes),
             )  # fmt: skip
         self.console.print(table)
 
     def best(self, history: History) -> None:
-        """The highest test accuracy, where there were several tests."""
+        """The highest test accuracy, where there were several tests; and whether the training diverged."""
         if history.best is not None and len(history.evaluations) > 1:
             at = f"step {history.best.step}, in epoch {history.best.epoch + 1}"
             self.console.print(f"Best test accuracy: {history.best.accuracy:.2%} after {at}")
+        if history.diverged is not None:
+            self.line(f"WARNING: the training has diverged: its loss is no number since step {history.diverged}")
 
     def comparison(
         self,
@@ -201,40 +206,46 @@ def _slower(uses: Sequence[DeviceLine]) -> str:
     )
 
 
-class Bar:
+class Bar(Observer):
     """Progress of one training."""
 
-    def __init__(self, screen: Screen, progress: Progress, title: str, epochs: int, samples: int, seen: int) -> None:
+    def __init__(
+        self, screen: Screen, progress: Progress, title: str, epochs: int, samples: int, seen: int, tests: int
+    ) -> None:
         self.screen, self.progress, self.title = screen, progress, title
         self.epochs, self.samples, self.seen = epochs, samples, seen
         self.task = progress.add_task(title, total=epochs * samples, completed=seen, loss="-", rate="-")
-        self.start = self.shown = time.monotonic()
-        self.done = 0
-        screen.console.print(f"Training on {title}: {epochs} epoch{'s' * (epochs > 1)} of {samples:,} images")
+        self.start = self.shown = self.last = time.monotonic()
+        self.done, self.train_s = 0, 0.0
+        tested = f", tested on {tests:,}" if tests else ""
+        screen.line(f"Training on {title}: {epochs} epoch{'s' * (epochs > 1)} of {samples:,} images{tested}")
 
-    def step(self, epoch: int, loss: float, samples: int) -> None:
-        self.done += samples
+    def on_step(self, result: StepResult) -> None:
+        self.done += result.samples
         now = time.monotonic()
-        rate = f"{self.done / max(now - self.start, 1e-9):,.0f}"
-        self.progress.update(self.task, advance=samples, loss=f"{loss:.4f}", rate=rate)
+        self.train_s, self.last = self.train_s + now - self.last, now
+        rate = f"{self.done / max(self.train_s, 1e-9):,.0f}"
+        self.progress.update(self.task, advance=result.samples, loss=f"{result.loss:.4f}", rate=rate)
         if not self.screen.console.is_terminal and now - self.shown > LINE_EVERY_S:
             self.shown = now
             seen, whole = self.seen + self.done, self.epochs * self.samples
             left_s = (now - self.start) / self.done * (whole - seen)
             self.screen.console.print(
-                f"  epoch {epoch + 1}, {seen / whole:.0%}: loss {loss:.4f}, {rate} samples/s, {left_s:.0f} s left"
+                f"  epoch {result.epoch + 1}, {seen / whole:.0%}: loss {result.loss:.4f}, {rate} samples/s, {left_s:.0f} s left"
             )
 
-    def on_evaluation(self, result: Evaluation, is_best: bool) -> None:
+    def on_evaluation(self, result: Evaluation) -> None:
+        self.last = time.monotonic()  # samples/s are those of training, as in the line of an epoch
         # One at the end of an epoch stands in that epoch's line.
         if not result.ends_epoch:
-            best = ", the best so far" if is_best else ""
+            best = ", the best so far" if result.is_best else ""
             self.screen.console.print(f"  step {result.step}: test accuracy {result.accuracy:.2%}{best}")
 
-    def epoch(self, epoch: int, result: EpochResult) -> None:
+    def on_epoch(self, result: EpochResult) -> None:
+        self.last = time.monotonic()
         tested = "" if result.accuracy is None else f"test accuracy {result.accuracy:.2%}, "
         self.screen.console.print(
-            f"  epoch {epoch + 1}/{self.epochs}: loss {result.loss:.4f}, {tested}"
+            f"  epoch {result.epoch + 1}/{self.epochs}: loss {result.loss:.4f}, {tested}"
             f"{result.samples_per_s:,.0f} samples/s, {result.train_s:.1f} s"
         )
 

@@ -13,11 +13,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from convoy.config.files import write_whole
+from convoy.checkpoint.folder import run_folder
 from convoy.config.run_file import RunSettings, to_toml
-from convoy.config.settings import Settings
+from convoy.config.settings import NO_LOG, Settings
 from convoy.cost.table import Measurement
 from convoy.errors import InputError
+from convoy.files import unwritable, write_whole
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
@@ -27,9 +28,6 @@ from convoy.runlog.rows import fleet_line, prediction_line
 from convoy.runlog.writer import RunLog
 
 RUNS = "runs"
-
-NO_LOG = Path("none")
-"""What --log is given where no log is wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +55,9 @@ def check_directory(settings: Settings) -> None:
     """
     if settings.log is not None:
         return
-    folder = (settings.checkpoint or _runs()).absolute()
-    near = next(path for path in (folder, *folder.parents) if path.exists())
-    if not near.is_dir() or not os.access(near, os.W_OK):
-        raise _unwritable(folder, f"{near} cannot be written")
+    folder = runs_folder() if settings.checkpoint is None else run_folder(settings.checkpoint)
+    if why := unwritable(folder):
+        raise _unwritable(folder, why)
 
 
 def make_directory(settings: Settings) -> RunDirectory | None:
@@ -73,9 +70,9 @@ def make_directory(settings: Settings) -> RunDirectory | None:
         return None if settings.log == NO_LOG else RunDirectory(settings.log)
     try:
         if settings.checkpoint is None:
-            folder = _made_new(_runs(), settings.net)
+            folder = new_folder(settings.net)
         else:
-            folder = settings.checkpoint
+            folder = run_folder(settings.checkpoint)
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(Path(error.filename), str(error.strerror)) from None
@@ -103,20 +100,19 @@ class RunHeader:
     steps: int
     done: int = 0
 
-    def open_log(self, directory: RunDirectory, lr: Callable[[], float], stack: ExitStack) -> RunLog:
+    def open_log(self, directory: RunDirectory, tell: Callable[[str], None], stack: ExitStack) -> RunLog:
         """The log with its first lines; run.toml, plan.json, fleet.toml where the run has a folder.
 
         Raises:
             InputError: something cannot be written.
         """
         settings = self.run.settings
-        log = stack.enter_context(RunLog(directory.log, self.done, lr))
-        rebalances = settings.rebalances(device for device, _, _ in self.devices)
+        log = stack.enter_context(RunLog(directory.log, self.done, tell))
         log.run(
-            settings.model_dump(mode="json") | {"rebalance": rebalances}, sources=dict(self.run.sources),
+            settings.model_dump(mode="json") | {"rebalance": settings.rebalances}, sources=dict(self.run.sources),
             images=self.images, epoch_steps=self.steps,
         )  # fmt: skip
-        log.write(fleet_line(self.devices, self.speeds, measured=settings.speeds is None))
+        log.write(fleet_line(self.devices, self.speeds))
         log.plan(self.plan, self.graph)
         self.predict(self.plan, log)
         if directory.folder is not None:
@@ -137,12 +133,14 @@ class RunHeader:
             log.write(prediction_line(predict_plan(plan, context), context, settings.accumulate, shares_only))
 
 
-def _runs() -> Path:
-    return Path(os.environ.get("CONVOY_RUNS", RUNS))
+def runs_folder() -> Path:
+    """Where runs make their folders."""
+    return Path(os.environ.get("CONVOY_RUNS") or RUNS)
 
 
-def _made_new(runs: Path, net: str) -> Path:
-    """A folder named for the moment and the net; others that are made at the same moment get a number."""
+def new_folder(net: str) -> Path:
+    """A new folder for a run, named for the moment and the net; of several at one moment each gets a number. OSError."""
+    runs = runs_folder()
     moment = datetime.datetime.now().strftime("%Y-%m-%d-%H.%M.%S")
     name = f"{moment}-{re.sub('[^A-Za-z0-9]+', '-', net).strip('-')}"
     for number in itertools.count(1):

@@ -1,9 +1,11 @@
 """Numbers that follow from a run's log: seconds of a step, samples/s and their limit, smooth curves, utilization."""
 
+import bisect
 import statistics
 from collections.abc import Sequence
 
 from convoy.runlog.reader import Record
+from convoy.runlog.schema import EvaluationLine
 
 LEAST_STEPS = 5
 """Steps after a change of shares before their median is reported."""
@@ -12,7 +14,7 @@ LEAST_STEPS = 5
 def measured_step_s(record: Record) -> float | None:
     """Median seconds of a step of a whole batch, with the last shares where enough steps had them."""
     batch = max((row.samples for row in record.steps), default=0)
-    since = record.changes[-1][0] if record.changes else 0
+    since = record.plans[-1].step if record.plans else 0
     timed = [
         (row.step, s)
         for row, s in zip(record.steps, record.seconds, strict=True)
@@ -34,6 +36,18 @@ def limit_samples_per_s(record: Record) -> float | None:
         return None
     speeds = [row.samples_per_s for row in record.fleet.devices]
     return sum(speed for speed in speeds if speed is not None) if None not in speeds else None
+
+
+def best_evaluation(record: Record) -> EvaluationLine | None:
+    """The first of the tests that found the highest accuracy; None where there was none."""
+    known = [row for row in record.evaluations if row.accuracy is not None]
+    return max(known, key=lambda row: row.accuracy or 0.0, default=None)
+
+
+def time_of(record: Record, steps: int) -> float | None:
+    """Seconds from the beginning of the run until so many steps were done; None where the log does not tell."""
+    place = bisect.bisect_left(record.steps, steps - 1, key=lambda row: row.step)
+    return record.times_s[place] if place < len(record.steps) else None
 
 
 def utilization(record: Record, device: int, epoch: int | None = None) -> tuple[float, float, float] | None:
@@ -80,10 +94,3 @@ def rates(record: Record) -> list[tuple[float, float]]:
     samples = smoothed([float(count) for _, count, _ in timed], width)
     seconds = smoothed([s for _, _, s in timed], width)
     return [(step, n / s) for (step, _, _), n, s in zip(timed, samples, seconds, strict=True)]
-
-
-def smooth_losses(record: Record) -> list[tuple[float, float]]:
-    """(step, loss), the mean over neighbouring steps."""
-    known = [(row.step, row.loss) for row in record.steps if row.loss is not None]
-    means = smoothed([loss for _, loss in known], smoothing_width(len(known)))
-    return list(zip([step for step, _ in known], means, strict=True))

@@ -1,41 +1,19 @@
-"""Observers of a training: how long its steps take, where each device's time goes, curves for TensorBoard."""
+"""Observers of a training: how long its steps take, where each device's time goes."""
 
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from convoy.comm.agreement import gather
 from convoy.comm.group import Group
+from convoy.cost.interval import Interval
 from convoy.runlog.metrics import LEAST_STEPS
 from convoy.runlog.schema import UtilizationLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.clock import Clock
-from convoy.train.loop import EpochResult, Evaluation, Observer
+from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 
 
-class Observers:
-    """Several observers as one."""
-
-    def __init__(self, *observers: Observer) -> None:
-        self.observers = observers
-
-    def step(self, epoch: int, loss: float, samples: int) -> None:
-        for observer in self.observers:
-            observer.step(epoch, loss, samples)
-
-    def on_evaluation(self, result: Evaluation, is_best: bool) -> None:
-        for observer in self.observers:
-            observer.on_evaluation(result, is_best)
-
-    def epoch(self, epoch: int, result: EpochResult) -> None:
-        for observer in self.observers:
-            observer.epoch(epoch, result)
-
-
-class StepTimer:
+class StepTimer(Observer):
     """Times each step of a whole batch, from the end of the one before. The first after a test does not count.
 
     Args:
@@ -59,9 +37,9 @@ class StepTimer:
         """Median seconds of a step; None where there were too few."""
         return statistics.median(self.counted_s) if self.seconds else None
 
-    def step(self, epoch: int, loss: float, samples: int) -> None:  # noqa: ARG002
+    def on_step(self, result: StepResult) -> None:
         now_s = time.perf_counter()
-        if self.last_s is not None and samples == self.batch:
+        if self.last_s is not None and result.samples == self.batch:
             self.seconds.append(now_s - self.last_s)
         self.last_s = now_s
 
@@ -70,24 +48,31 @@ class StepTimer:
         self._since = len(self.seconds)
         self.last_s = None
 
-    def on_evaluation(self, result: Evaluation, is_best: bool) -> None:  # noqa: ARG002
+    def on_evaluation(self, result: Evaluation) -> None:  # noqa: ARG002
         self.last_s = None
 
-    def epoch(self, epoch: int, result: EpochResult) -> None:  # noqa: ARG002
+    def on_epoch(self, result: EpochResult) -> None:  # noqa: ARG002
         self.last_s = None
 
-    def beside(self, predicted_s: float) -> str:
-        """Predicted and measured, in words."""
+    def beside(self, pass_s: float, within: Interval, passes: int = 1) -> str:
+        """Predicted and measured, in words.
+
+        Args:
+            pass_s: predicted, of one pass of the batch.
+            within: what nine of ten passes lie between.
+        """
+        low_s, step_s, high_s = (passes * s for s in (within.low, pass_s, within.high))
+        predicted = f"Predicted: {step_s:.3g} s a step (nine of ten: {low_s:.3g} - {high_s:.3g} s)"
         if self.step_s is None:
-            return f"Predicted: {predicted_s:.4g} s a step; too few steps of {self.batch} samples to compare."
-        off = predicted_s / self.step_s - 1
+            return f"{predicted}; too few steps of {self.batch} samples to compare."
+        off, held = step_s / self.step_s - 1, "inside" if low_s <= self.step_s <= high_s else "outside"
         return (
-            f"Predicted: {predicted_s:.4g} s a step; measured: {self.step_s:.4g} s, the median of {len(self.counted_s)} steps; "
+            f"{predicted}; measured: {self.step_s:.3g} s, the median of {len(self.counted_s)} steps, {held} the interval; "
             f"the prediction is {off:+.1%} off."
         )
 
 
-class Utilization:
+class Utilization(Observer):
     """Sums where this device's time goes; at the end of an epoch the devices exchange their sums, and one logs them.
 
     Seconds count from the end of one step to the end of the next; tests are left out, and so is the first step after each.
@@ -98,67 +83,26 @@ class Utilization:
         self.last: tuple[float, float, float] | None = None
         self.steps, self.sums_s = 0, [0.0, 0.0, 0.0]
 
-    def step(self, epoch: int, loss: float, samples: int) -> None:  # noqa: ARG002
+    def on_step(self, result: StepResult) -> None:  # noqa: ARG002
         now = (time.perf_counter(), self.clock.compute_s, self.clock.exchange_s)
         if self.last is not None:
             self.steps += 1
-            passed = (new - old for new, old in zip(now, self.last, strict=True))
-            self.sums_s = [total + each for total, each in zip(self.sums_s, passed, strict=True)]
+            wall_s, compute_s, exchange_s = (new - old for new, old in zip(now, self.last, strict=True))
+            if self.group.torch_device.type != "cpu":  # an exchange waits for kernels, too, which are computing
+                exchange_s = max(0.0, min(exchange_s, wall_s - compute_s))
+            self.sums_s = [a + b for a, b in zip(self.sums_s, (wall_s, compute_s, exchange_s), strict=True)]
         self.last = now
 
-    def on_evaluation(self, result: Evaluation, is_best: bool) -> None:  # noqa: ARG002
+    def on_evaluation(self, result: Evaluation) -> None:  # noqa: ARG002
         self.last = None
 
-    def epoch(self, epoch: int, result: EpochResult) -> None:  # noqa: ARG002
-        rows = gather(self.group, f"busy in epoch {epoch}", self.sums_s)
+    def on_epoch(self, result: EpochResult) -> None:
+        rows = gather(self.group, f"busy in epoch {result.epoch}", self.sums_s)
         if self.log is not None:
             wall_s, compute_s, exchange_s = zip(*rows, strict=True)
             self.log.write(
                 UtilizationLine(
-                    epoch=epoch, steps=self.steps, wall_s=wall_s, compute_s=compute_s, exchange_s=exchange_s
+                    epoch=result.epoch, steps=self.steps, wall_s=wall_s, compute_s=compute_s, exchange_s=exchange_s
                 )
             )
         self.last, self.steps, self.sums_s = None, 0, [0.0, 0.0, 0.0]
-
-
-class TensorBoard:
-    """Writes TensorBoard's events: loss, learning rate and samples/s of every step, accuracy of every test.
-
-    Args:
-        folder: is made where it does not exist.
-        step: the steps that the run has done before; what TensorBoard has of later ones is dropped.
-        lr: returns the learning rate of the next step.
-    """
-
-    def __init__(self, folder: Path, step: int, lr: Callable[[], float]) -> None:
-        from torch.utils.tensorboard import SummaryWriter  # tensorboard is optional
-
-        self.writer = SummaryWriter(folder, purge_step=step or None)
-        self.count, self.lr, self.next_lr = step, lr, lr()
-        self.last_s: float | None = None
-
-    def step(self, epoch: int, loss: float, samples: int) -> None:  # noqa: ARG002
-        now_s = time.perf_counter()
-        self._write("loss", loss)
-        self._write("learning rate", self.next_lr)
-        if self.last_s is not None:
-            self._write("samples per s", samples / (now_s - self.last_s))
-        self.count, self.last_s, self.next_lr = self.count + 1, now_s, self.lr()
-
-    def on_evaluation(self, result: Evaluation, is_best: bool) -> None:  # noqa: ARG002
-        self._write("accuracy", result.accuracy)
-        self.last_s = None
-
-    def epoch(self, epoch: int, result: EpochResult) -> None:  # noqa: ARG002
-        self.last_s = None
-
-    def _write(self, name: str, value: float) -> None:
-        self.writer.add_scalar(name, value, self.count)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.writer.close()

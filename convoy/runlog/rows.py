@@ -27,12 +27,12 @@ OUTPUTS = ""
 """Stands for the loss among the layers that read values."""
 
 
-def fleet_line(devices: Sequence[tuple[str, str, float]], speeds: Speeds, measured: bool) -> FleetLine:
+def fleet_line(devices: Sequence[tuple[str, str, float]], speeds: Speeds) -> FleetLine:
     """The devices (what each is, its host, its slow-down) with their speeds, where these were measured."""
     rows = zip(devices, speeds.devices, strict=True)
     return FleetLine(
         devices=tuple(
-            DeviceEntry(name=name, host=host, slowdown=slowdown, samples_per_s=speed if measured else None)
+            DeviceEntry(name=name, host=host, slowdown=slowdown, samples_per_s=speed if speeds.measured else None)
             for (name, host, slowdown), speed in rows
         )
     )
@@ -74,6 +74,7 @@ def prediction_line(
             for e in timeline.events
             if e.activity != "wait" and e.end_s > e.start_s
         ),
+        spread=min(prediction.spread, 1e12),
         shares_only=shares_only,
     )
 

@@ -4,18 +4,24 @@ A log is a file of JSON objects, one per line. The first four kinds stand at its
 A run that is resumed appends to its log, from another "run" line on. A reader skips kinds and fields that it does not know.
 """
 
-import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
+
+MOST_NUMBER = 1e150
+"""Of what is drawn: differences and squares of larger numbers are no numbers."""
 
 
 def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return None if isinstance(value, int | float) and not abs(value) <= MOST_NUMBER else value
 
 
-Number = Annotated[float | None, BeforeValidator(_finite)]
+Number = Annotated[float | None, BeforeValidator(_finite), AfterValidator(_finite)]
 """None where it is not known or not finite, such as the loss of a training that diverged: JSON has no NaN."""
+
+Seconds = Annotated[float, Field(ge=-1e12, le=1e12)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Rate = Annotated[float, Field(ge=0, le=MOST_NUMBER)]
 
 
 class _Model(BaseModel):
@@ -32,11 +38,11 @@ class RunLine(_Model):
     python: str
     machine: str
     system: str
-    from_step: int = 0
+    from_step: Count = 0
     options: dict[str, Any]
     sources: dict[str, str] = {}
-    images: int | None = None
-    epoch_steps: int | None = None
+    images: Count | None = None
+    epoch_steps: Count | None = None
 
 
 class DeviceEntry(_Model):
@@ -44,7 +50,7 @@ class DeviceEntry(_Model):
 
     name: str
     host: str
-    slowdown: float
+    slowdown: Rate
     samples_per_s: Number
 
 
@@ -61,7 +67,7 @@ class MoveEntry(_Model):
     value: str
     source: str = Field(alias="from")
     target: str = Field(alias="to")
-    bytes: int
+    bytes: Count
 
 
 class LayerEntry(_Model):
@@ -77,9 +83,9 @@ class LayerEntry(_Model):
     strategy: str
     parts: tuple[str, ...]
     note: str
-    flop: int
+    flop: Count
     moves: tuple[MoveEntry, ...]
-    sum_bytes: int
+    sum_bytes: Count
 
 
 class PlanEntry(_Model):
@@ -87,8 +93,8 @@ class PlanEntry(_Model):
 
     model_config = ConfigDict(extra="allow")
     name: str
-    devices: int
-    batch: int
+    devices: Count
+    batch: Count
     reduce: str
     wire: str
 
@@ -107,18 +113,18 @@ class PlanLine(_Model):
     inexact: str = ""
     layers: tuple[LayerEntry, ...]
     outputs: tuple[MoveEntry, ...]
-    work: tuple[float, ...]
+    work: tuple[Rate, ...]
 
 
 class PassEntry(_Model):
     """One pass of the batch as the simulator predicts it; seconds of each device."""
 
-    s: float = Field(gt=0)
-    compute_s: tuple[float, ...]
-    exchange_s: tuple[float, ...]
+    s: Annotated[float, Field(gt=1e-12, le=1e12)]
+    compute_s: tuple[Seconds, ...]
+    exchange_s: tuple[Seconds, ...]
 
 
-Event = tuple[int, str, str, float, float, int, int]
+Event = tuple[Count, str, str, Seconds, Seconds, Annotated[int, Field(ge=-1, le=2**53)], Count]
 """Device, activity, label, start and end in seconds, peer (-1: none), bytes; of `convoy.simulator.events.Event`."""
 
 
@@ -126,17 +132,19 @@ class PredictionLine(_Model):
     """What the plan that now runs is predicted to reach, with the times that were measured before the training.
 
     Attributes:
+        spread: nine of ten measured steps lie between step_s / spread and step_s * spread; 1 in logs that do not say.
         shares_only: of other shares that rebalancing chose; else of a plan that the planner chose.
     """
 
     what: Literal["prediction"] = "prediction"
-    step_s: float
-    samples_per_s: float
-    limit_samples_per_s: float
+    step_s: Seconds
+    samples_per_s: Rate
+    limit_samples_per_s: Rate
     bound: str
     names: tuple[str, ...]
     one_pass: PassEntry = Field(alias="pass")
     events: tuple[Event, ...]
+    spread: Annotated[float, Field(ge=1, le=1e12)] = 1.0
     shares_only: bool = False
 
 
@@ -144,11 +152,11 @@ class StepLine(_Model):
     """One step: its loss over the whole batch, the seconds since the log was opened, its learning rate."""
 
     what: Literal["step"] = "step"
-    step: int
-    epoch: int
+    step: Count
+    epoch: Count
     loss: Number
-    samples: int
-    s: float
+    samples: Count
+    s: Seconds
     lr: Number = None
 
 
@@ -156,59 +164,87 @@ class EvaluationLine(_Model):
     """A test after so many steps; accuracy from 0 to 1."""
 
     what: Literal["evaluation"] = "evaluation"
-    step: int
-    epoch: int
+    step: Count
+    epoch: Count
     accuracy: Number
     best: bool
 
 
 class EpochLine(_Model):
-    """An epoch, as `convoy.train.loop.EpochResult`."""
+    """An epoch, as `convoy.train.observer.EpochResult`."""
 
     what: Literal["epoch"] = "epoch"
-    epoch: int
+    epoch: Count
     loss: Number
     accuracy: Number
-    train_s: float
-    samples_per_s: float
-    lr: float
+    train_s: Seconds
+    samples_per_s: Rate
+    lr: Number
 
 
 class UtilizationLine(_Model):
     """Seconds of each device in so many steps of an epoch. Logs call it "busy"."""
 
     what: Literal["busy"] = "busy"
-    epoch: int
-    steps: int
-    wall_s: tuple[float, ...]
-    compute_s: tuple[float, ...]
-    exchange_s: tuple[float, ...]
+    epoch: Count
+    steps: Count
+    wall_s: tuple[Seconds, ...]
+    compute_s: tuple[Seconds, ...]
+    exchange_s: tuple[Seconds, ...]
+
+
+class SystemLine(_Model):
+    """What each device's process used since the line before this one, after so many steps.
+
+    Attributes:
+        s: seconds since the training began.
+        cores: of the processor, on average.
+        host_processor: how busy the whole host was, from 0 to 1.
+        memory_bytes: of the process, now; `accelerator_bytes`: of its tensors on an accelerator.
+        sent_bytes_per_s, received_bytes_per_s: messages of the training.
+    """
+
+    what: Literal["system"] = "system"
+    step: Count
+    s: Seconds
+    cores: tuple[Number, ...]
+    host_processor: tuple[Number, ...]
+    memory_bytes: tuple[Count, ...]
+    accelerator_bytes: tuple[Count | None, ...]
+    sent_bytes_per_s: tuple[Rate, ...]
+    received_bytes_per_s: tuple[Rate, ...]
+
+    @property
+    def per_device(self) -> dict[str, tuple[float | None, ...]]:
+        """What is known of the devices, by its name."""
+        return self.model_dump(exclude={"what", "step", "s"})
 
 
 class ReshareLine(_Model):
     """Other shares, or another plan, from the step after this one on."""
 
     what: Literal["reshare"] = "reshare"
-    step: int
+    step: Count
     reason: str
     plan: dict[str, Any] = {}
     layers: tuple[LayerEntry, ...] = ()
     outputs: tuple[MoveEntry, ...] = ()
-    work: tuple[float, ...] = ()
+    work: tuple[Rate, ...] = ()
 
 
 class DeviceLine(_Model):
     """What one device did in the whole training: its part of the fleet's speed and of the arithmetic, its seconds, the
-    bytes that it sent."""
+    bytes that it sent. `wall_s`: from the first step to the end, tests and all; None in old logs."""
 
     what: Literal["device"] = "device"
-    device: int
-    slowdown: float
-    speed_share: float
-    work_share: float
-    compute_s: float
-    exchange_s: float
-    sent_bytes: int
+    device: Count
+    slowdown: Rate
+    speed_share: Rate
+    work_share: Rate
+    compute_s: Seconds
+    exchange_s: Seconds
+    sent_bytes: Count
+    wall_s: Seconds | None = None
 
 
 class EndLine(_Model):
@@ -227,6 +263,7 @@ Line = (
     | EvaluationLine
     | EpochLine
     | UtilizationLine
+    | SystemLine
     | ReshareLine
     | DeviceLine
     | EndLine

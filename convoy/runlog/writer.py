@@ -1,15 +1,18 @@
 """Writes the log of a run line by line as it happens, so that a run that is killed keeps what it had."""
 
 import datetime
+import fcntl
 import json
 import os
 import platform
+import stat
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import torch
 
@@ -20,38 +23,52 @@ from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
 from convoy.runlog.rows import plan_line, plan_parts
 from convoy.runlog.schema import EpochLine, EvaluationLine, Line, ReshareLine, RunLine, StepLine
-from convoy.train.loop import EpochResult, Evaluation
+from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 
 
-class RunLog:
+class RunLog(Observer):
     """Appends lines to a JSONL file; observes the training.
+
+    A disk that is full, or gone, ends the log and not the training: that is told once.
 
     Args:
         path: the file; its folder must exist. An older file of that name is replaced, unless the run is resumed.
         step: the steps that the run has done before.
-        lr: returns the learning rate of the next step.
+        tell: is called with a line of text when the log ends early.
 
     Raises:
-        InputError: the file cannot be written.
+        InputError: the file cannot be written, or another run writes it.
     """
 
-    def __init__(self, path: Path, step: int = 0, lr: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        step: int = 0,
+        tell: Callable[[str], None] = warnings.warn,
+    ) -> None:
         try:
-            if step and path.exists():
-                # What a killed run left of its last line: the next one must not be joined to it.
-                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-            self.file: IO[str] = path.open("a" if step else "w", buffering=1, encoding="utf-8")
-        except OSError as error:
-            raise InputError(
-                f"cannot write the log {path}: {error.strerror}; give a path in a folder that exists"
-            ) from None
-        self.count = step
+            self._file = _opened(path, going_on=step > 0)
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise InputError(f"cannot write the log {path}: {why}; give a path in a folder that exists") from None
+        self.path, self.tell, self.ended = path, tell, False
+        self.done = step
         self.graph: Graph | None = None
-        self._lr, self._next_lr = lr, lr() if lr is not None else None
         self._start_s = time.perf_counter()
 
     def write(self, line: Line) -> None:
-        self.file.write(line.model_dump_json(by_alias=True) + "\n")
+        if self.ended:
+            return
+        rest = line.model_dump_json(by_alias=True).encode("utf-8", "backslashreplace") + b"\n"
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError as error:
+            self.ended = True
+            why = error.strerror or str(error)
+            self.tell(
+                f"WARNING: the log {self.path} cannot be written any more ({why}): the training goes on without it"
+            )
 
     def run(self, options: Mapping[str, Any], **more: Any) -> None:
         """The first line: what runs, where, with which versions, when, from which step on.
@@ -63,7 +80,7 @@ class RunLog:
             RunLine(
                 date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), convoy=__version__,
                 torch=torch.__version__, python=platform.python_version(), machine=platform.machine(),
-                system=platform.platform(), from_step=self.count, options=dict(options), **more,
+                system=platform.platform(), from_step=self.done, options=dict(options), **more,
             )
         )  # fmt: skip
 
@@ -77,19 +94,14 @@ class RunLog:
         plan = json.loads(decision.plan.to_json())
         self.write(ReshareLine(step=step, reason=decision.reason, plan=plan, **parts))
 
-    def step(self, epoch: int, loss: float, samples: int) -> None:
-        passed_s = round(time.perf_counter() - self._start_s, 6)
-        line = StepLine(step=self.count, epoch=epoch, loss=loss, samples=samples, s=passed_s, lr=self._next_lr)
-        self.write(line)
-        self.count += 1
-        if self._lr is not None:
-            self._next_lr = self._lr()
+    def on_step(self, result: StepResult) -> None:
+        self.write(StepLine(s=round(time.perf_counter() - self._start_s, 6), **asdict(result)))
 
-    def on_evaluation(self, result: Evaluation, is_best: bool) -> None:
-        self.write(EvaluationLine(step=result.step, epoch=result.epoch, accuracy=result.accuracy, best=is_best))
+    def on_evaluation(self, result: Evaluation) -> None:
+        self.write(EvaluationLine(step=result.step, epoch=result.epoch, accuracy=result.accuracy, best=result.is_best))
 
-    def epoch(self, epoch: int, result: EpochResult) -> None:
-        self.write(EpochLine(epoch=epoch, **asdict(result)))
+    def on_epoch(self, result: EpochResult) -> None:
+        self.write(EpochLine(**asdict(result)))
 
     def __enter__(self) -> Self:
         return self
@@ -97,4 +109,36 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.file.close()
+        os.close(self._file)
+
+
+def _opened(path: Path, *, going_on: bool) -> int:
+    """A log to append to: empty, or with the whole lines that it has. OSError; InputError where another run writes it."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    try:
+        os.set_blocking(handle, True)
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(
+                    f"another run writes the log {path}: wait until it ends, or name another file"
+                ) from None
+            except OSError:
+                pass  # a file system without locks
+            # What a killed run left of its last line: the next one must not be joined to it.
+            os.ftruncate(handle, _whole_lines_bytes(handle) if going_on else 0)
+        return handle
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def _whole_lines_bytes(handle: int) -> int:
+    stop = os.fstat(handle).st_size
+    while stop:
+        start = max(0, stop - 65_536)
+        if (place := os.pread(handle, stop - start, start).rfind(b"\n")) >= 0:
+            return start + place + 1
+        stop = start
+    return 0

@@ -16,9 +16,9 @@ class WeightAverage:
     """The exponential moving average of weights: after every step, average = decay * average + (1 - decay) * weight.
 
     The arithmetic is that of torch's AveragedModel, which itself cannot be used here: it copies the whole model, and with it
-    the connections to the other devices. Here the averages are part of what the optimizer remembers of each parameter. So they
-    go where its state goes: to other devices with the shares, into `convoy.full_optimizer_state`, into checkpoints and back.
-    The average of a parameter starts with its weights after its first step. Buffers (batch norm's statistics) are the model's.
+    the connections to the other devices. Here the averages are part of the optimizer's state of each parameter. So they go
+    where that goes: to other devices with the shares, into `convoy.train.full_optimizer_state`, into checkpoints and back. The
+    average of a parameter starts with its weights after its first step. Buffers (batch norm's statistics) are the model's.
 
     ::
 
@@ -29,7 +29,7 @@ class WeightAverage:
             weights = model.full_state_dict()
 
     Args:
-        optimizer: of the weights; one that treats each entry by itself, as `convoy.ELEMENTWISE` lists them.
+        optimizer: of the weights; one that treats each entry by itself, as `convoy.train.ELEMENTWISE` lists them.
         decay: of the average, per step; 0 to 1.
 
     Raises:

@@ -1,13 +1,10 @@
 """Which optimizers are exact on pieces of parameters, and the guard that refuses the others."""
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
-from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from convoy.errors import InputError
+from convoy.runtime.marks import ORIGINAL, is_piece
 
 ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.SGD,
@@ -24,30 +21,37 @@ ELEMENTWISE: set[type[Optimizer]] = {
 }
 """Optimizers that treat each entry of a parameter by itself, so that pieces of it train like the whole.
 
-Add your own class where that holds: `convoy.ELEMENTWISE.add(Lion)`. LBFGS (products over all parameters), Adafactor (row
+Add your own class where that holds: `convoy.train.ELEMENTWISE.add(Lion)`. LBFGS (products over all parameters), Adafactor (row
 and column means) and Muon (whole matrices) are not among them; they are exact where every device has whole copies."""
 
-_guarded = False
+
+def elementwise_names() -> str:
+    """The names of these optimizers, for messages."""
+    return ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
 
 
-def mark_pieces(parameters: Iterable[tuple[nn.Parameter, bool]]) -> None:
-    """Mark the parameters of which this device has less than the whole, and guard every optimizer's step from now on."""
-    global _guarded
-    for parameter, is_piece in parameters:
-        parameter._convoy_piece = is_piece  # type: ignore[attr-defined]
-    if not _guarded:
-        register_optimizer_step_pre_hook(_refuse_on_pieces)
-        _guarded = True
+def check_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    """Refuse a step of an optimizer that would train nothing, or would not be exact on this device's pieces.
 
-
-def _refuse_on_pieces(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    Raises:
+        InputError: what it is, and what to do instead.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # The original may be trained by itself, too: then it has gradients.
+    originals = [p for p in parameters if p.requires_grad and getattr(p, ORIGINAL, False)]
+    if originals and all(p.grad is None for p in originals):
+        name, some = type(optimizer).__name__, f"{len(originals)} of {len(parameters)} parameters of "
+        raise InputError(
+            f"{some if len(originals) < len(parameters) else ''}{name} are those that the model had before it was distributed; "
+            "they have no gradients, so it would train nothing: make the optimizer from the distributed model's parameters(), "
+            "also what add_param_group() is given, or let convoy.prepare(model, optimizer, loader) take it over"
+        )
     if type(optimizer) in ELEMENTWISE:
         return
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    if any(getattr(p, "_convoy_piece", False) for p in parameters):
+    if any(map(is_piece, parameters)):
         name = type(optimizer).__name__
         raise InputError(
             f"{name} is not known to treat each entry of a parameter by itself, and this plan splits parameters over "
             f"devices: use a plan that copies them ('data', 'data-by-speed'), one of "
-            f"{', '.join(sorted(c.__name__ for c in ELEMENTWISE))}, or convoy.ELEMENTWISE.add({name}) if it does"
+            f"{elementwise_names()}, or convoy.train.ELEMENTWISE.add({name}) if it does"
         )

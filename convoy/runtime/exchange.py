@@ -9,8 +9,8 @@ from torch import Tensor
 
 from convoy.comm.group import Group, Message, Pending
 from convoy.plan.device_program import Add, Copy, Event, Make, Merge, Operation, Part, Receive, Send, View, Wait
-from convoy.plan.exchange_program import ExchangeOperations, MoveOf, involved
-from convoy.sharding.comm_dtype import CommDtype, comm_dtype_of
+from convoy.plan.exchange_program import Landing, MoveOf, landing
+from convoy.sharding.comm_dtype import CommDtype, comm_dtype_of, narrow_dtype
 from convoy.sharding.layout import Layout, Shape, box, local_shape
 from convoy.sharding.redistribute import Schedule
 
@@ -106,8 +106,8 @@ class Lane:
         buffers[operation.buffer] = part if part.shape == operation.shape else part.view(operation.shape)
 
     def _copy(self, operation: Copy, buffers: Buffers, _dtype: torch.dtype) -> None:
-        target = cut(buffers, operation.target)
-        target.copy_(cut(buffers, operation.source).reshape(target.shape))
+        source, target = cut(buffers, operation.source), cut(buffers, operation.target)
+        target.copy_(source if source.shape == target.shape else source.reshape(target.shape))
 
     def _add(self, operation: Add, buffers: Buffers, _dtype: torch.dtype) -> None:
         cut(buffers, operation.target).add_(cut(buffers, operation.source))
@@ -132,7 +132,9 @@ class Lane:
 def cut(buffers: Mapping[str, Any], part: Part) -> Tensor:
     """The tensor of a part of a buffer."""
     tensor: Tensor = buffers[part.buffer]
-    for axis, (start, stop) in enumerate(part.box or ()):
+    if part.box is None:
+        return tensor
+    for axis, (start, stop) in enumerate(part.box):
         if stop - start != tensor.shape[axis]:
             tensor = tensor.narrow(axis, start, stop - start)
     return tensor
@@ -144,8 +146,8 @@ def _merged(a: dict[Any, Tensor], b: dict[Any, Tensor]) -> dict[Any, Tensor]:
 
 
 def _narrow(dtype: torch.dtype) -> torch.dtype:
-    wide = comm_dtype_of(str(dtype).removeprefix("torch."), "inexact-bf16") != "exact"
-    return torch.bfloat16 if wide else dtype
+    narrow: torch.dtype = getattr(torch, narrow_dtype(str(dtype).removeprefix("torch.")))
+    return narrow
 
 
 # --- moves that belong to no program: checkpoints, other shares, the model's first weights -----------------------------
@@ -161,12 +163,13 @@ class Moving:
 
     result: Tensor
     _lane: Lane
-    _operations: ExchangeOperations = field(default_factory=ExchangeOperations)
+    _landings: Sequence[Landing] = ()
     _buffers: Buffers = field(default_factory=dict)
 
     def land(self) -> Tensor:
         """Wait for all messages, and finish the result. A second call returns it at once."""
-        self._lane.run(with_messages(self._operations.landing(0)), self._buffers, self.result.dtype)
+        landings, self._landings = self._landings, ()
+        self._lane.run(with_messages(landing(landings, 0)), self._buffers, self.result.dtype)
         return self.result
 
 
@@ -185,14 +188,14 @@ def start_move(
     """
     me, lane = group.device, Lane(group, 0, Slots())
     kind = comm_dtype_of(str(piece.dtype).removeprefix("torch."), wire)
-    move = MoveOf(0, schedule, involved(schedule, me), me, src, dst, shape, kind, "piece", "result")
+    move = MoveOf(0, schedule, me, src, dst, shape, kind, "piece", "result")
     found = move.operations()
     buffers: Buffers = {"piece": piece}
     lane.run(with_messages(found.begin), buffers, piece.dtype)
     result = buffers.get("result")
     if result is None or box(dst, me, shape) is None:
         result = piece.new_empty(local_shape(dst, me, shape))
-    return Moving(result, lane, found, buffers)
+    return Moving(result, lane, found.landings, buffers)
 
 
 def run_move(
@@ -218,8 +221,3 @@ def run_move(
         DeviceLostError: a device that had to send or receive did not.
     """
     return start_move(group, schedule, piece, src, dst, shape, wire).land()
-
-
-def run_sum(lane: Lane, operations: Sequence[Operation], name: str, flat: Tensor) -> None:
-    """Sum a flat buffer that this device owns, in place, by the operations of its rounds."""
-    lane.run(with_messages(operations), {name: flat}, flat.dtype)

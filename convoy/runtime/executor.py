@@ -1,40 +1,30 @@
 """The executor: interprets the program of one device, forward and then backward, operation by operation."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from convoy.comm.group import Group
-from convoy.model.graph import Graph, Layer
+from convoy.errors import InputError
+from convoy.model.graph import Layer
 from convoy.model.tracing import TracedModel, bind_operation
-from convoy.plan.compile import MIXING, compile_device, output_gradient
-from convoy.plan.device_program import (
-    Compute,
-    DeviceProgram,
-    Fused,
-    Make,
-    Operation,
-    Pack,
-    Signal,
-    Unpack,
-    Wait,
-    reads_of,
-    writes_of,
-)
+from convoy.plan.compile import compile_device, output_gradient, without_gradients
+from convoy.plan.device_program import Compute, Fused, Make, Pack, Signal, Unpack, Wait
 from convoy.plan.size import LocalSize, flop, whole_size
-from convoy.plan.steps import Compute as ComputeStep
-from convoy.plan.steps import Phase, ShareStatistics, StepList, SumGradients
+from convoy.plan.steps import Phase, StepList
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
-from convoy.runtime.exchange import Bound, Buffers, Lane, Slots, with_messages
-from convoy.runtime.gradients import Found, Sums, packed, sums_of, unpack
+from convoy.runtime.exchange import Bound, Buffers, Lane, Slots
+from convoy.runtime.gradients import Found, StretchSums, Sums, collect, own_memory, packed, unpack
 from convoy.runtime.kernels import (
     Arithmetic,
+    ByAutograd,
     Roots,
     arithmetic,
     detached,
@@ -45,116 +35,8 @@ from convoy.runtime.kernels import (
     widened,
     with_gradients,
 )
+from convoy.runtime.program import Program, reached_parameters
 from convoy.sharding.layout import Split
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One operation, or several exchange operations that follow each other, and what is dropped afterwards.
-
-    Attributes:
-        drops: buffers that nobody reads any more.
-    """
-
-    operations: tuple[Bound, ...]
-    drops: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BoundFused:
-    """What a fused stretch needs beside its operations.
-
-    Attributes:
-        wants: of the values it reads, which have a gradient.
-        drops: after each computation in forward, its own values that nobody reads any more.
-        whole: layers whose module can be called as it is: this device holds all of their parameters.
-    """
-
-    wants: tuple[bool, ...]
-    drops: tuple[tuple[str, ...], ...]
-    whole: frozenset[str]
-
-
-class Program:
-    """A device program made ready to run: messages joined, and for every operation what can be dropped after it.
-
-    Args:
-        steps: the list that it was compiled from.
-    """
-
-    def __init__(self, steps: StepList, program: DeviceProgram, graph: Graph, model: nn.Module) -> None:
-        self.steps, self.program, self.graph = steps, program, graph
-        self.forward = _items(program.forward, set(program.outputs))
-        self.backward = _items(program.backward, set())
-        self.sums = sums_of(program.sums)
-        by_id = {step.id: step for step in steps.steps}
-        self.statistics = {
-            step.layer: step for step in by_id.values() if isinstance(step, ShareStatistics) and step.phase == "forward"
-        }
-        self.dtypes = {
-            step.id: getattr(torch, graph[_layer_of(step)].dtype) for step in by_id.values() if _layer_of(step)
-        }
-        self.fused = {op.number: _bound(op, graph, model) for op in program.forward if isinstance(op, Fused)}
-        mixing = [s for s in by_id.values() if isinstance(s, SumGradients) and s.reduce == MIXING]
-        # After so many stages of inexact mixing, partners are those of the first again.
-        self.mixing_stages = math.lcm(1, *(max(1, (len(s.devices) - 1).bit_length()) for s in mixing))
-        self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by stretch and phase, what its layers take
-        self.natural: dict[str, torch.dtype] = {}  # by layer, what autocast computed it in
-        self.variants: dict[tuple[frozenset[int], int], Program] = {}
-
-
-def _layer_of(step: Any) -> str:
-    """The layer whose numbers a step works with; "" for a gradient sum, which has the parameters' own."""
-    if isinstance(step, ComputeStep | ShareStatistics):
-        return step.layer
-    reads = getattr(step, "reads", None)
-    return reads.layer if reads is not None else ""
-
-
-def _items(operations: Sequence[Operation], kept: set[str]) -> list[Item]:
-    rows: list[list[Operation]] = []
-    for operation in operations:
-        if not rows or _stands_alone(operation) or _stands_alone(rows[-1][0]):
-            rows.append([])
-        rows[-1].append(operation)
-    items: list[Item] = []
-    seen = set(kept)
-    for row in reversed(rows):
-        named = {name for operation in row for name in (*reads_of(operation), *writes_of(operation))}
-        items.append(Item(tuple(with_messages(row)), tuple(named - seen)))
-        seen |= named
-    return items[::-1]
-
-
-def _stands_alone(operation: Operation) -> bool:
-    summed = isinstance(operation, Wait) and operation.events[0][0] == "summed"
-    return summed or isinstance(operation, Compute | Fused | Pack | Unpack | Signal)
-
-
-def _bound(fused: Fused, graph: Graph, model: nn.Module) -> BoundFused:
-    computed = [op for op in fused.operations if isinstance(op, Compute)]
-    wants = dict.fromkeys(fused.reads, False)
-    for op in computed:
-        for key, wanted in zip(op.reads, op.wants, strict=True):
-            if key in wants:
-                wants[key] = wants[key] or wanted
-    last: dict[str, int] = {}
-    for number, op in enumerate(computed):
-        last.update(dict.fromkeys((*op.reads, *op.writes), number))
-    drops: list[list[str]] = [[] for _ in computed]
-    for key, number in last.items():
-        if key not in fused.writes:
-            drops[number].append(key)
-    whole = frozenset(op.layer for op in computed if _holds_all(graph, op.layer, model))
-    return BoundFused(tuple(wants.values()), tuple(map(tuple, drops)), whole)
-
-
-def _holds_all(graph: Graph, layer: str, model: nn.Module) -> bool:
-    for parameter in graph[layer].parameters.values():
-        holder, _, name = parameter.key.rpartition(".")
-        if tuple(getattr(model.get_submodule(holder), name).shape) != parameter.shape:
-            return False
-    return True
 
 
 @dataclass
@@ -199,7 +81,9 @@ class Executor:
         self._lowered: dict[torch.dtype, dict[str, Arithmetic]] = {}
         for name, layer in traced.graph.layers.items():
             if layer.kind != "input":
-                self.arithmetic[name] = arithmetic(model, layer, traced.operations[name])
+                run = self.arithmetic[name] = arithmetic(model, layer, traced.operations[name])
+                if layer.everywhere and isinstance(run, ByAutograd):
+                    run.call = self.calls[name] = partial(_as_traced, layer, self.calls[name])
             if layer.kind == "batch_norm":
                 self.norms[name] = GlobalBatchNorm(model.get_submodule(str(traced.operations[name].target)), layer)
 
@@ -207,7 +91,8 @@ class Executor:
         """The program of this device for a step list; `missing` and `stage` as for `compile_device`."""
         graph = self.traced.graph
         made = compile_device(steps, graph, self.group.device, fuse=self.fuse, stage=stage, missing=missing)
-        return Program(steps, made, graph, self.model)
+        reached = reached_parameters(without_gradients(steps, graph, missing) if missing else steps, graph)
+        return Program(steps, made, graph, self.model, reached)
 
     def _arithmetic(self, precision: torch.dtype | None) -> Mapping[str, Arithmetic]:
         if precision is None:
@@ -337,8 +222,15 @@ class Executor:
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def backward(self, tape: Tape, output_gradients: Sequence[Tensor | None], mixing_stage: int = 0) -> None:
-        """Run the backward operations; adds to `.grad` of the parameters held here."""
+    def backward(
+        self, tape: Tape, output_gradients: Sequence[Tensor | None], mixing_stage: int = 0
+    ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+        """Run the backward operations.
+
+        Returns:
+            the gradients of the parameters held here, by key, each in memory of its own; and those of the inputs, None where
+            this device gets none.
+        """
         program = self._with(tape.program, output_gradients, mixing_stage)
         buffers: Buffers = {output_gradient(i): g for i, g in enumerate(output_gradients) if g is not None}
         found: Found = {}
@@ -349,9 +241,14 @@ class Executor:
             sums.abandon()
             raise
         taken = {g.untyped_storage().data_ptr() for g in output_gradients if g is not None}
-        for key, gradient in found.items():
-            if gradient is not None:
-                _deposit(self.model.get_parameter(key), gradient, taken)
+        inputs = [buffers.get(name) for name in program.program.input_gradients]
+        inputs = [g if g is None or g.untyped_storage().data_ptr() not in taken else g.clone() for g in inputs]
+        taken |= {g.untyped_storage().data_ptr() for g in inputs if g is not None}
+        for key in program.reached:
+            # Of a parameter that lies elsewhere a device has an empty gradient: to optimizers, all devices have as many.
+            if found.get(key) is None and not (parameter := self.model.get_parameter(key)).numel():
+                found[key] = torch.zeros_like(parameter)
+        return {k: own_memory(self.model.get_parameter(k), g, taken) for k, g in found.items() if g is not None}, inputs
 
     def _with(self, program: Program, output_gradients: Sequence[Tensor | None], mixing_stage: int) -> Program:
         """The program for the outputs that the loss depends on, and for a stage of mixing."""
@@ -409,7 +306,7 @@ class Executor:
         for name in fused.reads:
             buffers.pop(name, None)
         with self.clock.stretch(self._expected_s(fused, tape.program), fused.phase) as end_lap:
-            leaving = _Leaving(self, fused, buffers, found, sums, end_lap)
+            leaving = StretchSums(self.model, self.traced.graph, fused, buffers, found, sums, end_lap)
             with leaving.watching(parameters):
                 results = iter(gradients_of(pairs, [*roots.edges, *parameters.values()]))
             del pairs
@@ -445,70 +342,17 @@ class Executor:
                     collect(found, parameter.key, own.get(key))
 
 
-class _Leaving:
-    """The gradient sums that begin while autograd is in a fused stretch: each as soon as its last gradient is there."""
-
-    def __init__(
-        self,
-        executor: Executor,
-        fused: Fused,
-        buffers: Buffers,
-        found: Found,
-        sums: Sums,
-        end_lap: Callable[[], None],
-    ) -> None:
-        self._executor, self._buffers, self._found, self._sums, self._end_lap = executor, buffers, found, sums, end_lap
-        self._missing: dict[int, set[str]] = {}
-        self._packs: dict[int, Pack] = {}
-        self._collected: set[str] = set()
-        computed: set[str] = set()
-        for op in fused.operations:
-            if isinstance(op, Compute) and op.part != "input":
-                computed.update(p.key for p in executor.traced.graph[op.layer].trainable)
-            elif isinstance(op, Pack):
-                self._packs[op.step] = op
-                self._missing[op.step] = computed.intersection(op.keys)
-
-    @contextmanager
-    def watching(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """While autograd runs, it tells of every gradient of these that a sum waits for."""
-        waited = set().union(*self._missing.values())
-        hooks = [p.register_hook(self._hook(k)) for k, p in parameters.items() if k in waited]  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def _hook(self, key: str) -> Any:
-        def arrived(gradient: Tensor) -> None:
-            self.collect(key, gradient.detach())
-
-        return arrived
-
-    def collect(self, key: str, gradient: Tensor | None) -> None:
-        """A parameter's gradient of this stretch is there."""
-        if key in self._collected:
-            return
-        self._collected.add(key)
-        collect(self._found, key, gradient)
-        for step, missing in list(self._missing.items()):
-            missing.discard(key)
-            if not missing:
-                self._begin(step)
-
-    def finish(self) -> None:
-        """Begin the sums that waited for nothing of this stretch."""
-        for step in list(self._missing):
-            self._begin(step)
-
-    def _begin(self, step: int) -> None:
-        del self._missing[step]
-        pack = self._packs[step]
-        self._end_lap()
-        flat = packed(pack, self._found, self._executor.model, self._executor.group)
-        self._buffers[pack.buffer] = flat
-        self._sums.begin(step, flat)
+def _as_traced(layer: Layer, call: Callable[..., Any], inputs: Sequence[Any], samples: int) -> Any:
+    """A layer's call whose hooks, which no trace has seen, may change numbers, but not shapes."""
+    y = call(inputs, samples)
+    first = y[0] if layer.several and isinstance(y, tuple | list) and y else y
+    found = tuple(first.shape) if isinstance(first, Tensor) else type(first).__name__
+    if found != layer.batch_shape(samples):
+        raise InputError(
+            f"after its hooks, layer {layer.name!r} gives {found}, without them {layer.batch_shape(samples)}: hooks may change "
+            "numbers; change shapes in a forward"
+        )
+    return y
 
 
 Expected = Callable[[Layer, Phase, LocalSize], float]
@@ -519,25 +363,3 @@ def by_arithmetic(layer: Layer, _phase: Phase, size: LocalSize) -> float:
     """What is expected where nothing was measured: 100 GFLOP/s, and each entry of the output twice through 10 GB/s."""
     outputs = math.prod(layer.shape) * size.samples * size.outputs / max(1, whole_size(layer, 1).outputs)
     return flop(layer, size) / 100e9 + 2 * 4 * outputs / 10e9
-
-
-def collect(found: Found, key: str, gradient: Tensor | None) -> None:
-    """Add a gradient to what was found of a parameter's."""
-    before = found.get(key)
-    found[key] = gradient if before is None else before if gradient is None else before + gradient
-
-
-def _deposit(parameter: nn.Parameter, gradient: Tensor, taken: set[int]) -> None:
-    """Add to .grad as autograd does.
-
-    Args:
-        taken: storages in use. The gradient of `a + b` is one tensor for both, but no two .grad may be the same memory.
-    """
-    gradient = gradient.view_as(parameter)
-    if parameter.grad is not None:
-        parameter.grad.add_(gradient)
-        return
-    storage = gradient.untyped_storage()
-    own = storage.data_ptr() not in taken and storage.nbytes() == gradient.numel() * gradient.element_size()
-    parameter.grad = gradient if own else gradient.clone()
-    taken.add(parameter.grad.untyped_storage().data_ptr())

@@ -2,16 +2,19 @@
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.accelerator import in_float64
 from convoy.comm.agreement import share_number
 from convoy.comm.group import Group
-from convoy.plan.device_program import Operation, Pack, Signal, Unpack, Wait
-from convoy.runtime.exchange import Bound, Lane, Slots, with_messages
+from convoy.model.graph import Graph
+from convoy.plan.device_program import Compute, Fused, Operation, Pack, Signal, Unpack, Wait
+from convoy.runtime.exchange import Bound, Buffers, Lane, Slots, with_messages
 
 SUM_LANE = 1
 
@@ -98,6 +101,77 @@ class Sums:
             self._error = error
 
 
+class StretchSums:
+    """The gradient sums that begin while autograd is in a fused stretch: each as soon as its last gradient is there.
+
+    Args:
+        end_lap: called before a sum begins, so that its time is not taken for that of a layer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        graph: Graph,
+        fused: Fused,
+        buffers: Buffers,
+        found: Found,
+        sums: Sums,
+        end_lap: Callable[[], None],
+    ) -> None:
+        self._model, self._buffers, self._found, self._sums, self._end_lap = model, buffers, found, sums, end_lap
+        self._missing: dict[int, set[str]] = {}
+        self._packs: dict[int, Pack] = {}
+        self._collected: set[str] = set()
+        computed: set[str] = set()
+        for op in fused.operations:
+            if isinstance(op, Compute) and op.part != "input":
+                computed.update(p.key for p in graph[op.layer].trainable)
+            elif isinstance(op, Pack):
+                self._packs[op.step] = op
+                self._missing[op.step] = computed.intersection(op.keys)
+
+    @contextmanager
+    def watching(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """While autograd runs, it tells of every gradient of these that a sum waits for."""
+        waited = set().union(*self._missing.values())
+        hooks = [p.register_hook(self._hook(k)) for k, p in parameters.items() if k in waited]  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hook(self, key: str) -> Any:
+        def arrived(gradient: Tensor) -> None:
+            self.collect(key, gradient.detach())
+
+        return arrived
+
+    def collect(self, key: str, gradient: Tensor | None) -> None:
+        """A parameter's gradient of this stretch is there."""
+        if key in self._collected:
+            return
+        self._collected.add(key)
+        collect(self._found, key, gradient)
+        for step, missing in list(self._missing.items()):
+            missing.discard(key)
+            if not missing:
+                self._begin(step)
+
+    def finish(self) -> None:
+        """Begin the sums that waited for nothing of this stretch."""
+        for step in list(self._missing):
+            self._begin(step)
+
+    def _begin(self, step: int) -> None:
+        del self._missing[step]
+        pack = self._packs[step]
+        self._end_lap()
+        flat = packed(pack, self._found, self._model, self._sums.group)
+        self._buffers[pack.buffer] = flat
+        self._sums.begin(step, flat)
+
+
 class Streams:
     """The accelerator stream of the thread that made this, for another thread to go on in.
 
@@ -159,6 +233,26 @@ def _flat(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
     return torch.zeros_like(parameter).detach().view(-1) if gradient is None else gradient.reshape(-1)
 
 
+def collect(found: Found, key: str, gradient: Tensor | None) -> None:
+    """Add a gradient to what was found of a parameter's."""
+    before = found.get(key)
+    found[key] = gradient if before is None else before if gradient is None else before + gradient
+
+
+def own_memory(parameter: nn.Parameter, gradient: Tensor, taken: set[int]) -> Tensor:
+    """A gradient in memory of its own, of which autograd may make `.grad`.
+
+    Args:
+        taken: storages in use. The gradient of `a + b` is one tensor for both, but no two .grad may be the same memory.
+    """
+    gradient = gradient.view_as(parameter)
+    storage = gradient.untyped_storage()
+    own = storage.data_ptr() not in taken and storage.nbytes() == gradient.numel() * gradient.element_size()
+    result = gradient if own or parameter.grad is not None else gradient.clone()  # to a .grad it is only added
+    taken.add(result.untyped_storage().data_ptr())
+    return result
+
+
 def global_norm(group: Group, gradients: Iterable[tuple[Tensor, bool]], norm_type: float = 2.0) -> float:
     """Norm of all gradients together, of pieces and copies. The same number on every device.
 
@@ -167,7 +261,7 @@ def global_norm(group: Group, gradients: Iterable[tuple[Tensor, bool]], norm_typ
         norm_type: the p of the p-norm; infinity for the largest entry.
     """
     own = [g for g, counts in gradients if counts and g.numel()]
-    powers = [torch.linalg.vector_norm(g.double(), norm_type) for g in own]
+    powers = [torch.linalg.vector_norm(in_float64(g), norm_type) for g in own]
     if norm_type == float("inf"):
         # Not Python's max: it would lose what is not a number.
         here = float(torch.stack(powers).max()) if powers else 0.0

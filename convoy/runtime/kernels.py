@@ -35,19 +35,29 @@ class Arithmetic(Protocol):
 
 _Conv = Callable[..., Tensor]
 _CONVOLUTIONS: Mapping[int, _Conv] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+_TRANSPOSED: Mapping[int, _Conv] = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
 class Convolution:
-    """x_NC.. * w_KC.. with any filters, input channels or groups left away; the weight present decides."""
+    """x_NC.. * w_KC.. with any filters, input channels or groups left away; the weight present decides.
+
+    A transposed one has its weight the other way round, w_CK.., and is otherwise alike. Padding other than by zeros, or by more
+    on one side, is an operation of its own before it.
+    """
 
     def __init__(self, module: nn.Module, layer: Layer) -> None:
-        assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        assert isinstance(
+            module, (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+        )
         self.module = module
-        self.per_group = layer.channels_out // layer.groups
+        self.transposed = layer.kind == "conv_transpose"
+        first_axis = layer.channels_in if self.transposed else layer.channels_out
+        self.per_group = first_axis // layer.groups
         self.grouped = layer.groups > 1
         padding = symmetric_padding(module)
-        assert padding is not None
-        self.padding = padding
+        self.pads_before = padding is None or module.padding_mode != "zeros"
+        self.padding = padding if padding is not None and not self.pads_before else (0,) * len(module.kernel_size)
+        self.output_padding = tuple(module.output_padding) if self.transposed else (0,) * len(self.padding)
 
     @property
     def groups(self) -> int:
@@ -55,9 +65,22 @@ class Convolution:
 
     def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:  # noqa: ARG002
         m, (x,) = self.module, inputs
-        convolve = _CONVOLUTIONS[len(m.kernel_size)]
-        y = convolve(x, m.weight, _present(m.bias), m.stride, self.padding, m.dilation, self.groups)
+        dimensions, bias = len(m.kernel_size), _present(m.bias)
+        if self.transposed:
+            y = _TRANSPOSED[dimensions](
+                x, m.weight, bias, m.stride, self.padding, self.output_padding, self.groups, m.dilation
+            )
+        else:
+            y = _CONVOLUTIONS[dimensions](
+                self._padded(x), m.weight, bias, m.stride, self.padding, m.dilation, self.groups
+            )
         return y, x if keep else None
+
+    def _padded(self, x: Tensor) -> Tensor:
+        if not self.pads_before:
+            return x
+        mode = self.module.padding_mode
+        return F.pad(x, self.module._reversed_padding_repeated_twice, "constant" if mode == "zeros" else mode)
 
     def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:
         m, x = self.module, saved
@@ -67,10 +90,15 @@ class Convolution:
             weighs and m.weight.requires_grad,
             weighs and bias is not None and bias.requires_grad,
         ]
+        with torch.set_grad_enabled(self.pads_before and mask[0]):
+            root = x.detach().requires_grad_() if self.pads_before and mask[0] else x
+            padded = self._padded(root)
         gx, gw, gb = torch.ops.aten.convolution_backward(
-            g, x, m.weight, [g.shape[1]], m.stride, self.padding, m.dilation, False, [0] * len(self.padding),
-            self.groups, mask,
+            g, padded.detach(), m.weight, [g.shape[1]], m.stride, self.padding, m.dilation, self.transposed,
+            self.output_padding, self.groups, mask,
         )  # fmt: skip
+        if self.pads_before and mask[0]:
+            (gx,) = torch.autograd.grad(padded, root, gx)
         return [gx if mask[0] else None], named(weight=gw if mask[1] else None, bias=gb if mask[2] else None)
 
 
@@ -117,6 +145,43 @@ class ByAutograd:
         return [next(gx) if wanted else None for wanted in wants], dict(zip(self.parameters, found, strict=True))
 
 
+class ByBackward:
+    """A layer with a backward that torch.autograd.grad refuses: `Tensor.backward` runs it, and its `.grad` are taken away."""
+
+    def __init__(self, model: nn.Module, layer: Layer, operation: Operation) -> None:
+        self.call = bind_operation(model, operation)
+        self.parameters = {key: model.get_parameter(p.key) for key, p in layer.parameters.items() if p.trainable}
+
+    def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:
+        if not keep:
+            return self.call(inputs, batch), None
+        with torch.enable_grad():
+            roots = [x.detach().requires_grad_() if wanted else x for x, wanted in zip(inputs, wants, strict=True)]
+            # A view of each, since autograd forbids in-place calls on leaves.
+            y = self.call([x.view_as(x) if w else x for x, w in zip(roots, wants, strict=True)], batch)
+        return detached(y), (roots, edge_of(y))
+
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:
+        assert part == "all", "autograd computes all gradients of a layer at once"
+        roots, y = saved
+        kept = {key: p.grad for key, p in self.parameters.items()}
+        try:
+            for p in self.parameters.values():
+                p.grad = None
+            outputs, gradients = with_gradients(y, g)
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
+            own = {key: p.grad for key, p in self.parameters.items()}
+        finally:
+            for key, p in self.parameters.items():
+                p.grad = kept[key]
+        found = [
+            (torch.zeros_like(x) if x.grad is None else x.grad) if w else None
+            for x, w in zip(roots, wants, strict=True)
+        ]
+        return found, own
+
+
 class Picking:
     """One tensor of a layer that gives several."""
 
@@ -132,11 +197,13 @@ class Picking:
 
 def arithmetic(model: nn.Module, layer: Layer, operation: Operation) -> Arithmetic:
     """The arithmetic of a layer, on the parameters that `model` (this device's part of the model) holds."""
-    if layer.kind in ("conv", "linear"):
+    if layer.multiplies:
         assert isinstance(operation.target, str)
         module = model.get_submodule(operation.target)
-        return Convolution(module, layer) if layer.kind == "conv" else FullyConnected(module, layer)
-    return Picking(operation) if layer.kind == "pick" else ByAutograd(model, layer, operation)
+        return FullyConnected(module, layer) if layer.kind == "linear" else Convolution(module, layer)
+    if layer.kind == "pick":
+        return Picking(operation)
+    return (ByBackward if layer.alone else ByAutograd)(model, layer, operation)
 
 
 def named(**gradients: Tensor | None) -> dict[str, Tensor | None]:
@@ -200,7 +267,9 @@ def edge_of(y: Any) -> Any:
     """Where the gradient of a tensor enters a graph of autograd; None where it has none. Of several outputs, a tuple."""
     if isinstance(y, tuple | list):
         return tuple(edge_of(each) for each in y)
-    return get_gradient_edge(y) if isinstance(y, Tensor) and y.requires_grad else None
+    if not isinstance(y, Tensor) or not y.requires_grad or (y.grad_fn is None and y._is_view()):
+        return None  # a view that was made under no_grad is in no graph, whatever it says
+    return get_gradient_edge(y)
 
 
 Pairs = tuple[list[GradientEdge], list[Tensor]]

@@ -2,32 +2,48 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
+from contextlib import contextmanager
+from functools import partial, reduce
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from convoy._version import __version__
+from convoy.comm.accelerator import to_device
 from convoy.comm.agreement import agree_on, gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
-from convoy.model.graph import Parameter
-from convoy.model.operation import Ref
-from convoy.model.tracing import TracedModel, disable_in_place, trace
+from convoy.model.graph import Graph, Parameter
+from convoy.model.operation import fill_result
+from convoy.model.tracing import StateWatch, TracedModel, disable_in_place, trace, unwrapped
+from convoy.model.tracing.hooks import copied
 from convoy.plan.compile import compile_all
-from convoy.plan.evaluation import misplaced, pin
+from convoy.plan.evaluation import borrowed, pin
 from convoy.plan.lower import lower, parameter_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.program_check import check_programs
-from convoy.plan.steps import StepList
+from convoy.plan.steps import Compute, InputGradient, StepList
+from convoy.runtime.alike import (
+    batch_of,
+    check_batches,
+    check_copies,
+    check_gradients,
+    is_due,
+    is_whole,
+    mark_whole,
+)
 from convoy.runtime.clock import Clock
-from convoy.runtime.elementwise import mark_pieces
 from convoy.runtime.exchange import run_move
-from convoy.runtime.executor import Executor, Expected, Program
+from convoy.runtime.executor import Executor, Expected
 from convoy.runtime.gradients import global_norm
+from convoy.runtime.marks import mark_originals, mark_pieces
+from convoy.runtime.own_state import guard_module, reading_pieces
+from convoy.runtime.program import Program
+from convoy.runtime.step_node import StepCall
+from convoy.runtime.torch_guards import guard
+from convoy.runtime.watch import Watch, carry_over
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, box, holders, local_shape
 from convoy.sharding.redistribute import schedule
 
@@ -54,6 +70,7 @@ class Distributed(nn.Module):
         plan: the present one.
         reshares: how often the shares have changed.
         layouts: of each parameter and buffer, by its key in `state_dict`.
+        takes_whole: inputs are whole batches, without `whole=True`.
         precision: what layers compute in (see `compute_in`); None: the type that the model has, or the caller's autocast.
 
     Raises:
@@ -72,6 +89,7 @@ class Distributed(nn.Module):
         fuse: bool = True,
     ) -> None:
         super().__init__()
+        model = unwrapped(model)
         trained = trace(model, example, training=True)
         traced = {True: trained, False: trace(model, example, training=False, like=trained)}
         _agree(group, traced[True], plan)
@@ -81,79 +99,179 @@ class Distributed(nn.Module):
         self._unused = _unused(model, _parameters(traced))
         self.parameters_by_key = _parameters(traced) | self._unused
         self.reshares = -1
+        self._noting: dict[str, set[int]] = {}
         self.follow(plan)
-        self.module = disable_in_place(copy.deepcopy(model)).to(group.torch_device)
-        self._keep_own_pieces()
-        self._executors = {m: Executor(group, self.module, t, self.clock, fuse=fuse) for m, t in traced.items()}
+        self.module = to_device(disable_in_place(copied(model)), group.torch_device)
+        self._keep_own_pieces(dict(model.named_parameters()))
+        guard_module(self.module)
+        self._fuse = fuse
+        self._bind(model)
         self.precision: torch.dtype | None = None
         self._autocast_outputs: dict[tuple[bool, torch.dtype], list[torch.dtype]] = {}
-        self._announced: int | None = None
+        self._announced: list[int] = []  # shared with deep copies
+        self.takes_whole = False
         self._mixing_stage = 0
-        self._anchor = torch.zeros((), requires_grad=True, device=group.torch_device)
+        self._calls = 0
+        self._compared: set[tuple[bool, int]] = set()  # of mode and batch: what must be the same everywhere was so
         self.training = model.training
+        mark_originals(model.parameters())
+        guard(Distributed)
+
+    def _bind(self, original: nn.Module) -> None:
+        """Make ready to run on the modules and parameters that there are."""
+        self._executors = {
+            m: Executor(self.group, self.module, t, self.clock, fuse=self._fuse) for m, t in self.traced.items()
+        }
+        self._watch = Watch(self.module, original, self.traced, self.group.devices)
+        self._states = {mode: StateWatch(self.module, t.seen, t.modes) for mode, t in self.traced.items()}
         self.mark_pieces()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Distributed":
+        """A model of its own, with this one's weights, plan and devices: a teacher, an average. Every device makes it."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        of_torch = vars(nn.Module()).keys()
+        vars(made).update({name: copy.copy(v) if name in of_torch else v for name, v in vars(self).items()})
+        made._modules = {"module": copied(self.module)}
+        made._programs, made._compared, made._autocast_outputs = {}, set(), {}
+        made._bind(self.module)
+        return made
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        """Refused: neither pickle nor torch.save can keep the connections to the other devices.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            "a distributed model cannot be pickled: it is this device's pieces, and connections to the others. Save "
+            "full_state_dict(), which every device calls, or use convoy.Checkpointer"
+        )
 
     def follow(self, plan: Plan) -> None:
         """From now on, steps and layouts are those of this plan. It moves nothing: see `reshare`, which does."""
         trained, evaluated = self.traced[True].graph, self.traced[False].graph
         self.plan = plan
         self._plans = {True: plan, False: pin(plan, trained, evaluated)}
-        self._misplaced = misplaced(self._plans[False], plan, trained, evaluated)
+        self._borrowed = borrowed(self._plans[False], plan, trained, evaluated)
         everyone = Replicated(tuple(range(self.group.devices)))
         self.layouts = _layouts(self._plans, self.traced) | dict.fromkeys(self._unused, everyone)
-        self._programs: dict[tuple[bool, int], Program] = {}
+        self._half_trained = next((key for key in self._borrowed if self.parameters_by_key[key].trainable), None)
+        self._programs: dict[tuple[bool, int, tuple[InputGradient, ...]], Program] = {}
         self.reshares += 1
 
     # --- calling -----------------------------------------------------------------------------------------------------
 
-    def forward(self, *inputs: Tensor, batch: int | None = None) -> Any:
+    def forward(self, *inputs: Tensor, batch: int | None = None, whole: bool = False) -> Any:
         """Outputs of the whole batch, on every device.
+
+        What another distributed model returned is taken as the whole batch that it is: `discriminator(generator(z))`; a model
+        that `prepare` made takes every input so. An input that requires a gradient gets that of one device: this device's
+        part of it where it was given in part, all of it where it was given whole.
 
         Args:
             inputs: this device's part of each input, in the layout of `input_layouts`; zero samples where it has none.
             batch: samples in the whole batch; needed only where the loader is not Convoy's.
+            whole: every device gives the whole batch, the same as the others; each takes its part.
 
         Raises:
-            InputError: the parts do not fit the plan for this batch.
+            InputError: the inputs do not fit the plan for this batch.
+            MismatchError: `whole`, but the devices were given different batches.
         """
-        size = batch if batch is not None else self._announced
-        if size is None:
-            raise InputError("the size of the whole batch is not known: use convoy.loader, or call model(x, batch=64)")
-        own = self._program(size)
-        self._check_inputs(inputs, own.steps)
+        wholes = [whole or (self.takes_whole and batch is None) or is_whole(x) for x in inputs]
+        own = self._program(self._size(inputs, wholes, batch), self._wanted(inputs, wholes))
+        parts = self._parts(inputs, wholes, own.steps, handed_out=batch is None and not any(wholes))
+        compares = self._compares(inputs, wholes, own.steps)
         executor = self._executors[self.training]
-        self._check_frozen(executor)
+        self._watch.check(self.training, self._whole)
+        self._states[self.training].check()
         kind = self.group.torch_device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         precision = self.precision or autocast
-        with torch.autocast(kind, enabled=False):  # the executor applies it, layer by layer, in backward too
-            if torch.is_grad_enabled():
-                outputs = _Step.apply(self._anchor, self, executor, own, precision, *inputs)  # type: ignore[no-untyped-call]
+        # The executor applies autocast, layer by layer, in backward too.
+        with torch.autocast(kind, enabled=False), self._borrowing():
+            outputs: Sequence[Tensor]
+            if torch.is_grad_enabled() and (self._watch.trained or any(x.requires_grad for x in inputs)):
+                begin = partial(self._begin_backward, self.reshares, self.training, compares)
+                call = StepCall(executor, own, precision, parts, self._watch.trained, begin)
+                outputs = call.outputs(inputs)
             else:
-                outputs = executor.forward(own, inputs, keep=False, precision=precision)[0]
+                given = {x.untyped_storage().data_ptr() for x in inputs}  # the caller's: not to be marked, or changed
+                made = executor.forward(own, parts, keep=False, precision=precision)[0]
+                outputs = [y.clone() if y.untyped_storage().data_ptr() in given else y for y in made]
         if autocast is not None and self.precision is None:
             outputs = [y.to(t) for y, t in zip(outputs, self._as_autocast(own, autocast), strict=True)]
-        result = executor.traced.result
-        return fx.node.map_aggregate(result, lambda a: outputs[a.index] if isinstance(a, Ref) else a)
+        for name, y in zip(executor.traced.graph.outputs, outputs, strict=True):
+            if executor.traced.graph[name].batched:
+                mark_whole(y)
+        return self._watch.returned(fill_result(executor.traced, outputs), inputs, self.training)
+
+    @contextmanager
+    def _borrowing(self) -> Iterator[None]:
+        """In evaluation: bring parameters to the layers that could not be brought to them, and give them back at the end."""
+        kept: list[tuple[Tensor, Tensor]] = []
+        try:
+            for key, wanted in self._borrowed.items() if not self.training else ():
+                own, layout, shape = self._own(key), self.layouts[key], self.parameters_by_key[key].shape
+                kept.append((own, own.data))
+                piece = (
+                    own.detach() if box(layout, self.group.device, shape) is not None else own.new_empty(_none(shape))
+                )
+                own.data = run_move(self.group, schedule(layout, wanted, shape), piece, layout, wanted, shape)
+            yield
+        finally:
+            for own, piece in kept:
+                own.data = piece
+
+    def _begin_backward(
+        self, reshares: int, training: bool, compares: bool, output_gradients: Sequence[Tensor | None]
+    ) -> int:
+        """The stage of inexact mixing for a backward whose forward ran after so many reshares."""
+        if reshares != self.reshares:
+            raise InputError(
+                "the shares changed between a forward pass and its backward: call reshare() after backward()"
+            )
+        if not training and self._half_trained is not None:
+            raise InputError(
+                f"backward in evaluation mode: parameter {self._half_trained!r} is used on other devices there than keep it, "
+                "and it would not be trained as on one device; call model.train() before forward, with those modules in "
+                "evaluation mode that were so before distribute()"
+            )
+        if compares:
+            check_gradients(self.group, output_gradients)
+        self._mixing_stage += 1
+        return self._mixing_stage - 1
 
     def steps(self, batch: int) -> StepList:
         """The step list that runs for a global batch of this size, in the present mode."""
         return self._program(batch).steps
 
-    def _program(self, batch: int) -> Program:
-        mode = self.training
-        if not mode and self._misplaced:
-            raise InputError(
-                f"in evaluation, layer {self._misplaced[0]!r} is built so differently from training that no device has its "
-                "parameters: evaluate on one device, with the weights of full_state_dict()"
-            )
-        if (mode, batch) not in self._programs:
+    def _program(self, batch: int, wanted: tuple[InputGradient, ...] = ()) -> Program:
+        mode, key = self.training, (self.training, batch, wanted)
+        if key not in self._programs:
             executor = self._executors[mode]
-            steps = lower(self._plans[mode], executor.traced.graph, batch)
+            kept = {key: layout for key, layout in self.layouts.items() if key not in self._borrowed}
+            steps = lower(self._plans[mode], executor.traced.graph, batch, wanted, kept)
+            self._check_noting(steps, executor.traced.graph)
             if not self._programs and self.group.devices <= CHECKED_DEVICES:
                 check_programs(compile_all(steps, executor.traced.graph))
-            self._programs[mode, batch] = executor.program(steps)
-        return self._programs[mode, batch]
+            self._programs[key] = executor.program(steps)
+        return self._programs[key]
+
+    def _check_noting(self, steps: StepList, graph: Graph) -> None:
+        """A layer that changes its own state must run on the same devices in every step: elsewhere its state lies behind."""
+        for step in steps.phase("forward"):
+            if not isinstance(step, Compute) or not (graph[step.layer].notes or step.layer in self._noting):
+                continue
+            here = set(holders(step.writes.layout))
+            before = self._noting.setdefault(step.layer, here)
+            if here != before if graph[step.layer].notes else not here <= before:
+                raise InputError(
+                    f"layer {step.layer!r} changes its Python state, buffers or parameters in forward, on the devices "
+                    f"{sorted(before)} so far, and would run on {sorted(here)} for a batch of {steps.batch}: their state would "
+                    "no longer be the same. Use batches with samples for each of these devices (drop_last=True), or give "
+                    "the layer the strategy 'one'"
+                )
 
     def _as_autocast(self, own: Program, autocast: torch.dtype) -> list[torch.dtype]:
         """The types that torch.autocast gives the outputs, as a device tells that computed them; the same on every device."""
@@ -174,35 +292,149 @@ class Distributed(nn.Module):
 
     def mark_pieces(self) -> None:
         """From now on, an optimizer that is not exact on this device's pieces is refused at its step."""
-        mark_pieces((parameter, not self.is_copied(key)) for key, parameter in self.named_parameters())
+        held = dict(self.named_parameters())
+        layers = [layer for traced in self.traced.values() for layer in traced.graph.layers.values() if layer.alone]
+        in_parts = {p.key for layer in layers for p in layer.parameters.values()}
+        self._whole = {k: self.is_copied(k) and not self.plan.mixes and k not in in_parts for k in held}
+        mark_pieces((parameter, not self.is_copied(key)) for key, parameter in held.items())
 
-    def announce(self, batch: int) -> None:
-        """The loader tells how many samples the batch has whose part it hands out next."""
-        self._announced = batch
+    def announce(self, batch: int | None) -> None:
+        """The loader tells how many samples the batch has whose part it hands out next; None: it has no more."""
+        self._announced[:] = [] if batch is None else [batch]
+
+    def check_copies(self) -> None:
+        """Whether parameters that every device has whole are still the same on all of them. Every device must call it.
+
+        Raises:
+            MismatchError: they are not.
+        """
+        if self.group.devices > 1 and not self.plan.mixes:
+            check_copies(self.group, {key: p for key, p in self.named_parameters() if self.is_copied(key)})
 
     def input_layouts(self, batch: int) -> tuple[Layout, ...]:
         """Where the samples of each input lie, for a global batch of this size."""
         return tuple(value.layout for value in self.steps(batch).inputs)
 
-    def _check_inputs(self, inputs: Sequence[Tensor], steps: StepList) -> None:
+    def _size(self, inputs: Sequence[Tensor], wholes: Sequence[bool], batch: int | None) -> int:
+        size = batch if batch is not None else next((len(x) for x, w in zip(inputs, wholes, strict=True) if w), None)
+        known = (batch_of(x) for x in inputs)
+        size = size if size is not None else next((each for each in known if each is not None), None)
+        size = size if size is not None else next(iter(self._announced), None)
+        if size is None:
+            raise InputError(
+                "the size of the whole batch is not known: use convoy.loader, or the loader that convoy.prepare returned, or "
+                "call model(x, batch=64); where every device has the whole batch, model(x, whole=True)"
+            )
+        return size
+
+    def _compares(self, inputs: Sequence[Tensor], wholes: Sequence[bool], steps: StepList) -> bool:
+        """Whether this step compares what must be the same everywhere; the inputs that every device has whole, at once."""
+        if self.group.devices == 1:
+            return False
+        self._calls += 1
+        if not is_due(self._calls) and (self.training, steps.batch) in self._compared:
+            return False
+        self._compared.add((self.training, steps.batch))
+        everyone = Replicated(tuple(range(self.group.devices)))
+        alike = [x for x, v, w in zip(inputs, steps.inputs, wholes, strict=True) if w or v.layout == everyone]
+        if alike:
+            check_batches(self.group, alike)
+        return True
+
+    @staticmethod
+    def _wanted(inputs: Sequence[Tensor], wholes: Sequence[bool]) -> tuple[InputGradient, ...]:
+        """Where gradients of the inputs have to be brought."""
+        if not torch.is_grad_enabled() or not any(x.requires_grad for x in inputs):
+            return ()
+        return tuple(
+            "none" if not x.requires_grad else "whole" if w else "part" for x, w in zip(inputs, wholes, strict=True)
+        )
+
+    def _parts(
+        self, inputs: Sequence[Tensor], wholes: Sequence[bool], steps: StepList, handed_out: bool
+    ) -> list[Tensor]:
+        """This device's part of each input.
+
+        Args:
+            handed_out: how large the batch is, the loader has said.
+        """
         if len(inputs) != len(steps.inputs):
             raise InputError(f"the model takes {len(steps.inputs)} inputs, got {len(inputs)}")
-        for x, value in zip(inputs, steps.inputs, strict=True):
-            expected = local_shape(value.layout, self.group.device, value.shape)
+        parts = []
+        for x, value, w in zip(inputs, steps.inputs, wholes, strict=True):
+            own = local_shape(value.layout, self.group.device, value.shape)
+            expected = value.shape if w else own
             if tuple(x.shape) != expected:
+                raise self._misshapen(tuple(x.shape), expected, steps.batch, w, handed_out)
+            dtype = self.traced[self.training].graph[value.layer].dtype
+            casts = x.is_floating_point() and torch.is_autocast_enabled(x.device.type)
+            if x.dtype != getattr(torch, dtype) and not casts:
                 raise InputError(
-                    f"device {self.group.device} got an input of shape {tuple(x.shape)}; its part of a batch of "
-                    f"{steps.batch} is {expected}: use convoy.loader, or give the size of the whole batch: model(x, batch=n)"
+                    f"device {self.group.device} got an input of {str(x.dtype).removeprefix('torch.')}, and the example "
+                    f"that the model was distributed with was {dtype}: give such inputs, or that kind of example"
                 )
-            if torch.is_grad_enabled() and x.requires_grad:
+            here = box(value.layout, self.group.device, value.shape)
+            cut = tuple(slice(*span) for span in here) if here is not None else (slice(0, 0),)
+            parts.append(x.detach()[cut] if w else x)
+        return parts
+
+    def _misshapen(
+        self, shape: tuple[int, ...], expected: tuple[int, ...], batch: int, whole: bool, handed_out: bool
+    ) -> InputError:
+        what = f"device {self.group.device} got an input of shape {shape}"
+        if shape == expected[1:]:
+            return InputError(f"{what}, one sample without the axis of the batch: give x[None]")
+        if shape[1:] != expected[1:]:
+            return InputError(
+                f"{what}, and the samples of the example that the model was distributed with have the shape {expected[1:]}: "
+                "give distribute() an example of the shape of the data, such as a batch of the loader"
+            )
+        if whole:
+            return InputError(f"{what}; the whole batch is {expected}: give all inputs as many samples")
+        if handed_out:
+            return InputError(
+                f"{what}; the loader handed out a batch of {batch} last, and this device's part of that is {expected}. If "
+                "these samples are of a DataLoader of your own, let convoy.prepare or convoy.loader serve them, too; if every "
+                "device has this same whole batch: model(x, whole=True)"
+            )
+        return InputError(
+            f"{what}; its part of a batch of {batch} is {expected}: use convoy.loader, or tell the size of the whole batch: "
+            "model(x, batch=n); if every device has all of it: model(x, whole=True)"
+        )
+
+    # --- what does not belong on a distributed model -------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ("no_sync", "require_backward_grad_sync"):
+                raise AttributeError(
+                    f"{name} is of DistributedDataParallel; a distributed model adds up the gradients of several backward "
+                    "passes by itself: leave it out"
+                ) from None
+            if name.startswith("__") or not hasattr(self.__dict__.get("_modules", {}).get("module"), name):
+                raise
+        raise AttributeError(
+            f"a distributed model has no attribute {name!r}; the model that was given has. model.module.{name} is that of "
+            "this device, whose parameters are pieces; whole ones are in full_state_dict(). Only forward runs on all devices"
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        for tensor in {(t.dtype, t.device): t for t in (*self.parameters(), *self.buffers())}.values():
+            made = fn(tensor.detach()[:0] if tensor.dim() else tensor.detach())
+            if made.dtype != tensor.dtype or made.device != tensor.device:
                 raise InputError(
-                    "an input requires a gradient; Convoy computes gradients of parameters only: use x.detach()"
+                    f"the distributed model would change from {tensor.dtype} on {tensor.device} to {made.dtype} on "
+                    f"{made.device}: change the model before it is distributed; where a device computes is said by "
+                    "convoy.join(device) or CONVOY_DEVICE, in which precision by precision='bf16'"
                 )
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     # --- parameters --------------------------------------------------------------------------------------------------
 
-    def _keep_own_pieces(self) -> None:
-        """Shard device 0's weights: every device gets its pieces, and frees the rest."""
+    def _keep_own_pieces(self, originals: Mapping[str, nn.Parameter]) -> None:
+        """Shard device 0's weights: every device gets its pieces, and frees the rest. Hooks stay on their parameters."""
         for key, parameter in self.parameters_by_key.items():
             holder, _, name = key.rpartition(".")
             module = self.module.get_submodule(holder)
@@ -214,7 +446,9 @@ class Distributed(nn.Module):
             if parameter.buffer:
                 module._buffers[name] = piece
             else:
-                _replace(self.module, old, nn.Parameter(piece, requires_grad=old.requires_grad))
+                new = nn.Parameter(piece, requires_grad=old.requires_grad)
+                carry_over(new, originals[key])
+                _replace(self.module, old, new)
 
     def counts_here(self, key: str) -> bool:
         """Whether this device is the one that counts a parameter: owner of a piece, or first holder of copies."""
@@ -281,10 +515,12 @@ class Distributed(nn.Module):
         """
         if assign:
             raise InputError("load_state_dict(assign=True): a device holds pieces, which are copied: leave assign out")
-        tied, known = _canonical(self.module), self.module.state_dict()
+        with reading_pieces():
+            tied, known = _canonical(self.module), self.module.state_dict()
         missing = [key for key in known if key not in state_dict]
         unexpected = [key for key in state_dict if key not in known]
-        if strict and (missing or unexpected):
+        nothing = bool(known) and len(missing) == len(known)
+        if nothing or (strict and (missing or unexpected)):
             hint = (
                 "use the model's ordinary keys, without 'module.'"
                 if all(k.startswith("module.") for k in unexpected) and unexpected
@@ -320,7 +556,8 @@ class Distributed(nn.Module):
         """
         tied = _canonical(self.module)
         whole = {key: self.gather(key, self._held(key)) for key in self.parameters_by_key}
-        own = self.module.state_dict()
+        with reading_pieces():
+            own = self.module.state_dict()
         return {key: whole.get(tied.get(key, key), own[key]) for key in own}
 
     def gather(self, key: str, piece: Tensor) -> Tensor:
@@ -336,61 +573,21 @@ class Distributed(nn.Module):
         return run_move(self.group, schedule(layout, everyone, shape), held, layout, everyone, shape).clone()
 
     def _held(self, key: str) -> Tensor:
+        return self._own(key).detach()
+
+    def _own(self, key: str) -> Tensor:
         holder, _, name = key.rpartition(".")
         tensor = getattr(self.module.get_submodule(holder), name)
         assert isinstance(tensor, Tensor)
-        return tensor.detach()
-
-    def _check_frozen(self, executor: Executor) -> None:
-        """What has a gradient, and whether a batch norm uses the batch or its running statistics: the steps depend on it."""
-        for key, parameter in self.module.named_parameters():
-            if parameter.requires_grad != self.parameters_by_key[key].trainable:
-                raise InputError(
-                    f"parameter {key!r} was {'thawed' if parameter.requires_grad else 'frozen'} after distribute(): set "
-                    "requires_grad on the model before, and distribute it again"
-                )
-        for name, norm in executor.norms.items():
-            if executor.traced.graph[name].statistics != (norm.module.training or norm.module.running_mean is None):
-                raise InputError(
-                    f"batch norm {name!r} was frozen or thawed after distribute(): set module.eval() or train() before, "
-                    "and freeze it again after model.train(), as the original was"
-                )
+        return tensor
 
 
-class _Step(torch.autograd.Function):
-    """One training step as one node of the caller's autograd graph: backward runs the backward operations of the program."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        _anchor: Tensor,
-        owner: Distributed,
-        executor: Executor,
-        program: Program,
-        precision: torch.dtype | None,
-        *inputs: Tensor,
-    ) -> tuple[Tensor, ...]:
-        outputs, ctx.tape = executor.forward(program, inputs, keep=True, precision=precision)
-        ctx.owner, ctx.executor, ctx.inputs, ctx.reshares = owner, executor, len(inputs), owner.reshares
-        ctx.set_materialize_grads(False)
-        # A view of an input or a tensor used twice must not leave a Function as it is.
-        return tuple(y.view_as(y) for y in outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
-        tape, owner = ctx.tape, ctx.owner
-        if tape is None:
-            raise InputError("backward ran twice through one step: call the model again, or add the losses first")
-        ctx.tape = None
-        if ctx.reshares != owner.reshares:
-            raise InputError(
-                "the shares changed between a forward pass and its backward: call reshare() after backward()"
-            )
-        with torch.autocast(owner.group.torch_device.type, enabled=False):
-            ctx.executor.backward(tape, gradients, owner._mixing_stage)
-        owner._mixing_stage += 1
-        return tuple(None for _ in range(5 + ctx.inputs))
+def not_distributed(who: str, model: object) -> InputError:
+    """The error for a model that was not distributed, where one that was is needed."""
+    return InputError(
+        f"{who} was given a {type(model).__name__}, which is not distributed: give the model that convoy.prepare or "
+        "convoy.distribute returned"
+    )
 
 
 def _agree(group: Group, traced: TracedModel, plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers on pieces: which of them are exact there, and their state as a whole."""
+"""What torch offers for optimizers of whole models, for a distributed one: clipping by the common norm, the whole state."""
 
 from typing import Any
 
@@ -8,8 +8,28 @@ from torch.optim.optimizer import Optimizer
 
 from convoy.comm.agreement import gather
 from convoy.errors import InputError
-from convoy.runtime.elementwise import ELEMENTWISE
-from convoy.runtime.module import Distributed
+from convoy.runtime.elementwise import elementwise_names
+from convoy.runtime.module import Distributed, not_distributed
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale all gradients of a model so that their common norm is at most `max_norm`. Every device must call it.
+
+    On a distributed model, `torch.nn.utils.clip_grad_norm_` is wrong without a word: it takes the norm of the pieces that lie
+    on this device. Each device then finds a smaller norm than there is, and one of its own, and scales its pieces by a
+    factor of its own: the direction of the step changes, and copies of the same weight drift apart. Here the norms of split
+    pieces are added over the devices, copies count once, and all devices scale by the same factor, that of one device.
+
+    Args:
+        model: a distributed model, or an ordinary one, which torch's own function clips.
+        norm_type: the p of the p-norm; infinity for the largest entry.
+
+    Returns:
+        The norm before clipping; the same on every device.
+    """
+    if isinstance(model, Distributed):
+        return model.clip_grad_norm_(max_norm, norm_type)
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
 
 
 def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, Any]:
@@ -17,7 +37,12 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
 
     Returns:
         `state`, by parameter and name whole tensors and numbers; and `param_groups`, options with `params` as names.
+
+    Raises:
+        InputError: the model is not distributed.
     """
+    if not isinstance(model, Distributed):
+        raise not_distributed("full_optimizer_state", model)
     names: dict[Tensor, str] = {parameter: key for key, parameter in model.named_parameters()}
     own: dict[str, dict[str, Any]] = {}
     for parameter, state in optimizer.state.items():
@@ -64,7 +89,7 @@ def described(name: str, value: Any, parameter: Tensor) -> dict[str, Any]:
         return {"kind": "plain", "value": value}
     raise InputError(
         f"the optimizer remembers {name!r} as a {type(value).__name__}: only tensors, numbers and texts can be moved or saved; "
-        f"use one of {', '.join(sorted(c.__name__ for c in ELEMENTWISE))}"
+        f"use one of {elementwise_names()}"
     )
 
 

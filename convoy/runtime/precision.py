@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from convoy.comm.accelerator import accelerator
 from convoy.comm.agreement import difference, gather, share_number
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, unknown_name
@@ -30,7 +31,7 @@ def check_kinds(precision: str, devices: Sequence[str]) -> None:
         InputError: unknown precision, or fp16 where one of the devices is a CPU.
     """
     dtype_named(precision)
-    on_cpu = [name for name in devices if name.startswith("cpu") or (name == "auto" and not torch.cuda.is_available())]
+    on_cpu = [name for name in devices if name.startswith("cpu") or (name == "auto" and accelerator() is None)]
     if precision == "fp16" and on_cpu:
         raise InputError("--precision fp16 on a CPU, which does not gain from it: use bf16, or GPUs only")
 
@@ -113,8 +114,11 @@ class GradScaler(torch.amp.GradScaler):
         options: those of torch.amp.GradScaler.
 
     Attributes:
+        asks_all_devices: what tells it from torch's own.
         skips: whether the gradients that were unscaled last were too large, so that the step is left out.
     """
+
+    asks_all_devices = True
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         self.group = model.group if isinstance(model, Distributed) else None

@@ -11,9 +11,9 @@ from torch.optim.optimizer import Optimizer
 from convoy.comm.agreement import agree_on, gather
 from convoy.errors import InputError
 from convoy.plan.plan import Plan
-from convoy.runtime.elementwise import ELEMENTWISE
+from convoy.runtime.elementwise import ELEMENTWISE, elementwise_names
 from convoy.runtime.exchange import Moving, start_move
-from convoy.runtime.module import Distributed
+from convoy.runtime.module import Distributed, not_distributed
 from convoy.runtime.optimizer import described
 from convoy.sharding.layout import Layout, box, holders, local_shape
 from convoy.sharding.redistribute import schedule
@@ -35,6 +35,8 @@ def reshare(model: Distributed, plan: Plan, *optimizers: Optimizer) -> None:
         InputError: an optimizer of another model, or one that is not known to be exact on pieces.
         DeviceLostError: a device that had to send or receive did not.
     """
+    if not isinstance(model, Distributed):
+        raise not_distributed("reshare", model)
     agree_on(model.group, "reshare", plan.to_json(), "was given another plan to continue with")
     plan.check(model.traced[True].graph, model.group.devices)
     before = model.layouts
@@ -63,7 +65,7 @@ def _check(optimizer: Optimizer, held: Mapping[str, nn.Parameter], moved: Mappin
     if type(optimizer) not in ELEMENTWISE and any(keys[p] in moved for p in worked_on):
         raise InputError(
             f"{name} is not known to treat each entry of a parameter by itself, and this plan moves parts of parameters: "
-            f"use one of {', '.join(sorted(c.__name__ for c in ELEMENTWISE))}, or convoy.ELEMENTWISE.add({name}) if it does"
+            f"use one of {elementwise_names()}, or convoy.train.ELEMENTWISE.add({name}) if it does"
         )
 
 
@@ -163,6 +165,9 @@ class _Reshare:
         parameter = self._parameter(route)
         # A gradient has the shape of its parameter at any time; the old one has been read, or is under way.
         parameter.grad = None
+        # A loss of the last step may still be held, and with it autograd's node of this parameter, which knows its old shape.
+        # With another type, autograd makes a new one.
+        parameter.data = piece.new_empty(0, dtype=torch.float32 if piece.dtype == torch.float16 else torch.float16)
         parameter.data = piece
 
     def _holds(self, route: _Route) -> bool:

@@ -18,7 +18,9 @@ COMM_DTYPES: tuple[str, ...] = get_args(CommDtype)
 
 _SHORT = {"bf16": "inexact-bf16"}
 _WIDE = ("float32", "float64")
-_BF16_BYTES = 2
+
+NARROW_DTYPE, NARROW_BYTES = "bfloat16", 2
+"""What `narrow` means in device programs: the one format there is that rounds."""
 
 
 def parse_comm_dtype(name: str) -> CommDtype:
@@ -40,7 +42,17 @@ def comm_dtype_of(dtype: str, wire: CommDtype) -> CommDtype:
 
 def sent_itemsize(wire: CommDtype, itemsize: int) -> int:
     """Bytes sent for one number that has `itemsize` bytes in memory."""
-    return itemsize if wire == "exact" else min(itemsize, _BF16_BYTES)
+    return itemsize if wire == "exact" else narrow_itemsize(itemsize)
+
+
+def narrow_itemsize(itemsize: int) -> int:
+    """Bytes of one narrow number that has `itemsize` bytes in memory."""
+    return min(itemsize, NARROW_BYTES)
+
+
+def narrow_dtype(dtype: str) -> str:
+    """The dtype of narrow numbers of a dtype, both as torch names them ("float32")."""
+    return NARROW_DTYPE if dtype in _WIDE else dtype
 
 
 def rounds_own_copy(wire: CommDtype, schedule: Schedule, dst: Layout) -> bool:

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal, get_args
 
 from convoy.errors import PlanError
@@ -53,7 +53,7 @@ class Transfer:
 Round = tuple[Transfer, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """Rounds that follow each other; the transfers of one round are independent.
 
@@ -69,6 +69,23 @@ class Schedule:
     shape: Shape
     in_place: bool
     window: int = 1
+
+    def __hash__(self) -> int:
+        # Device programs are looked up by it: not by every transfer.
+        return hash((self.shape, len(self.rounds), self.in_place))
+
+    def involving(self, device: int) -> tuple[Round, ...]:
+        """Of each round, the transfers that a device sends, receives or keeps."""
+        return self._by_device.get(device) or ((),) * len(self.rounds)
+
+    @cached_property
+    def _by_device(self) -> dict[int, tuple[Round, ...]]:
+        found: dict[int, list[list[Transfer]]] = {}
+        for number, transfers in enumerate(self.rounds):
+            for t in transfers:
+                for device in {t.sender, t.receiver}:
+                    found.setdefault(device, [[] for _ in self.rounds])[number].append(t)
+        return {device: tuple(map(tuple, rows)) for device, rows in found.items()}
 
 
 @lru_cache(maxsize=16384)
@@ -113,6 +130,7 @@ def _shifted(t: Transfer, by: int) -> Transfer:
     return replace(t, box=((start + by, stop + by),))
 
 
+@lru_cache(maxsize=1024)
 def in_chunks(plan: Schedule, pieces: int) -> Schedule:
     """A direct move whose boxes all span the first axis, as `pieces` rounds (chunks) that each bring some of its rows.
 

@@ -8,10 +8,11 @@ just waited does not.
 """
 
 import heapq
+import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from convoy.cost.network import Network, rates
 
@@ -24,8 +25,7 @@ SHARE = 0.5
 """Of a processor that computes, messages get half if they need so much: two threads that both could run take turns."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """What one device did for a while.
 
     Attributes:
@@ -72,6 +72,9 @@ Key = tuple[str, int, int]
 
 Route = tuple[int, int, int, int]
 """A message: step, round, sender, receiver."""
+
+Pair = tuple[int, int]
+"""Sender and receiver."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +124,20 @@ def play(programs: Sequence[Program], network: Network) -> Timeline:
 
 @dataclass(slots=True)
 class _Lane:
+    """Where a lane is.
+
+    Attributes:
+        since_s: when its item began.
+        missing: what it waits for.
+        left_s: where it computes: of all that it computes in a row, what is left at the end of each of its items, the next
+            last.
+    """
+
     items: list[Item]
     at: int = 0
     since_s: float = 0.0
     missing: set[Key] = field(default_factory=set)
+    left_s: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -147,9 +160,11 @@ class _Play:
         self.open: list[dict[Key, set[Route]]] = [{} for _ in programs]
         self.messages: dict[Route, _Message] = {}
         self.flowing: list[Route] = []
-        self.queued: dict[tuple[int, int], deque[Route]] = {}  # behind another message of the same pair
+        self.connected: set[Pair] = set()  # those of the messages that flow
+        self.queued: dict[Pair, deque[Route]] = {}  # behind another message of the same pair
         self.rate: dict[Route, float] = {}
-        self.works: dict[tuple[int, int], float] = {}  # (device, lane) -> seconds left, at full speed
+        self.shared: dict[tuple[tuple[Pair, ...], frozenset[int]], tuple[list[float], list[float]]] = {}
+        self.works: dict[tuple[int, int], float] = {}  # (device, lane) -> seconds left in a row, at full speed
         self.speed: dict[tuple[int, int], float] = {}
         self.starts: list[tuple[float, int, Route]] = []
         self.ticket = 0
@@ -182,19 +197,27 @@ class _Play:
 
     def _share(self) -> None:
         """Rates of messages and speeds of computations, as long as nothing begins or ends."""
-        busy = {device for device, _ in self.works}
-        if self.flowing:
-            room = [SHARE if d in busy else 1.0 for d in range(len(self.lanes))]
-            shared = rates(self.network, [(r[2], r[3]) for r in self.flowing], room)
-            self.rate = dict(zip(self.flowing, map(float, shared), strict=True))
-        self.speed = {}
+        # Of a step's exchanges, most are of the same devices: the rates of each set of messages are worked out once.
+        key = (tuple([route[2:] for route in self.flowing]), frozenset([device for device, _ in self.works]))
+        if key not in self.shared:
+            self.shared[key] = self._shares(*key)
+        each, use = self.shared[key]
+        self.rate = dict(zip(self.flowing, each, strict=True))
         for device, lane in self.works:
-            at_once = len([1 for d, _ in self.works if d == device])
-            self.speed[device, lane] = (1.0 - self._traffic_use(device)) / at_once
+            at_once = 2 if (device, MAIN + SUMS - lane) in self.works else 1
+            self.speed[device, lane] = (1.0 - use[device]) / at_once
 
-    def _traffic_use(self, device: int) -> float:
-        cost = self.network.processor_s_per_byte[device]
-        return cost * sum(self.rate[r] for r in self.flowing if device in r[2:]) if cost else 0.0
+    def _shares(self, pairs: Sequence[Pair], busy: Collection[int]) -> tuple[list[float], list[float]]:
+        """Bytes/s of each message, and the part of each device's processor that messages take."""
+        cost, use = self.network.processor_s_per_byte, [0.0] * len(self.lanes)
+        if not pairs:
+            return [], use
+        room = [SHARE if device in busy else 1.0 for device in range(len(self.lanes))]
+        each: list[float] = rates(self.network, pairs, room).tolist()
+        for pair, rate in zip(pairs, each, strict=True):
+            for device in pair:
+                use[device] += cost[device] * rate if cost[device] else 0.0
+        return each, use
 
     def _next_s(self) -> float:
         times = [self.starts[0][0]] if self.starts else []
@@ -212,9 +235,13 @@ class _Play:
             message.left_bytes -= passed_s * rate
             if not message.left_bytes >= rate * least_s:
                 message.left_bytes = 0.0
-        for place in self.works:
-            left_s = self.works[place] - passed_s * self.speed[place]
-            self.works[place] = left_s if left_s > self.speed[place] * least_s else 0.0
+        for place, before_s in self.works.items():
+            speed = self.speed[place]
+            left_s = before_s - passed_s * speed
+            self.works[place] = left_s = left_s if left_s > speed * least_s else 0.0
+            behind_s = self.lanes[place[0]][place[1]].left_s
+            while len(behind_s) > 1 and left_s <= behind_s[-1]:
+                self._computed(*place, self.now + (before_s - behind_s.pop()) / speed)
         self.now = time_s
 
     # --- lanes -------------------------------------------------------------------------------------------------------
@@ -229,8 +256,9 @@ class _Play:
         while lane.at < len(lane.items):
             lane.since_s = self.now
             match lane.items[lane.at]:
-                case Work(seconds=seconds):
-                    self.works[device, number] = seconds
+                case Work():
+                    lane.left_s = self._in_a_row(lane)
+                    self.works[device, number] = lane.left_s.pop()
                     return
                 case Begin() as begin:
                     self._begin(device, begin)
@@ -242,15 +270,25 @@ class _Play:
                         return
             lane.at += 1
 
-    def _worked(self, device: int, number: int) -> None:
+    def _in_a_row(self, lane: _Lane) -> list[float]:
+        """See `_Lane.left_s`; and behind it the seconds of all: between two of them nothing begins or ends elsewhere."""
+        row = itertools.takewhile(lambda item: isinstance(item, Work), itertools.islice(lane.items, lane.at, None))
+        seconds = [item.seconds for item in row if isinstance(item, Work)]
+        return list(itertools.accumulate(reversed(seconds), initial=0.0))
+
+    def _computed(self, device: int, number: int, at_s: float) -> None:
         lane = self.lanes[device][number]
         work = lane.items[lane.at]
         assert isinstance(work, Work)
-        del self.works[device, number]
         if number == MAIN:
-            self.compute_s[device] += self.now - lane.since_s
-        self.events.append(Event(device, "compute", work.label, lane.since_s, self.now, work.step))
+            self.compute_s[device] += at_s - lane.since_s
+        self.events.append(Event(device, "compute", work.label, lane.since_s, at_s, work.step))
         lane.at += 1
+        lane.since_s = at_s
+
+    def _worked(self, device: int, number: int) -> None:
+        del self.works[device, number]
+        self._computed(device, number, self.now)
         self.ready.append((device, number))
 
     def _mark(self, device: int, key: Key) -> None:
@@ -296,9 +334,10 @@ class _Play:
 
     def _flow(self, route: Route) -> None:
         # A pair of devices has one connection, and messages go through it one after the other.
-        if any(other[2:] == route[2:] for other in self.flowing):
-            self.queued.setdefault((route[2], route[3]), deque()).append(route)
+        if route[2:] in self.connected:
+            self.queued.setdefault(route[2:], deque()).append(route)
             return
+        self.connected.add(route[2:])
         message = self.messages[route]
         message.left_bytes, message.start_s = float(message.size), self.now
         self.flowing.append(route)
@@ -306,7 +345,8 @@ class _Play:
     def _arrived(self, route: Route) -> None:
         message = self.messages.pop(route)
         self.flowing.remove(route)
-        if waiting := self.queued.get((route[2], route[3])):
+        self.connected.discard(route[2:])
+        if waiting := self.queued.get(route[2:]):
             self._flow(waiting.popleft())
         step, number, sender, receiver = route
         start_s, size = message.start_s, message.size

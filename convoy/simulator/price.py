@@ -4,7 +4,7 @@ Computations take the seconds of their sizes. Operations around messages take th
 `cost/overhead.py` has them; what follows each other without a message is one piece of work.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from convoy.cost.costs import Costs
 from convoy.cost.overhead import NOTHING, Handling, handling_of
@@ -21,10 +21,11 @@ from convoy.plan.device_program import (
     Unpack,
     Wait,
 )
+from convoy.plan.size import local_size, sizes_in_chunks
 from convoy.plan.steps import Compute as ComputeStep
-from convoy.plan.steps import StepList, Value
-from convoy.sharding.comm_dtype import sent_itemsize
-from convoy.sharding.layout import Layout, box, entries
+from convoy.plan.steps import StepList
+from convoy.sharding.comm_dtype import narrow_itemsize
+from convoy.sharding.layout import Layout, held_entries, holds
 from convoy.simulator.events import Await, Begin, Item, Mark, Program, Route, Work
 
 
@@ -37,6 +38,36 @@ def programs(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = Tru
     labels = {step.id: f"{type(step).__name__} {step.id}" for step in steps.steps}
     kept = _kept(steps, graph)
     return [_Pricer(p, steps, graph, costs, labels).program(kept) for p in compile_all(steps, graph, overlap=overlap)]
+
+
+def computing_s(steps: StepList, graph: Graph, costs: Costs) -> list[float]:
+    """Of each device, the arithmetic of its layers: no step is shorter."""
+    total = [0.0] * steps.devices
+    for _, device, seconds in _arithmetic(steps, graph, costs):
+        total[device] += seconds
+    return total
+
+
+def layers_s(steps: StepList, graph: Graph, costs: Costs) -> dict[str, tuple[float, int]]:
+    """Of each layer the seconds of forward and backward together, on the device that it takes the longest, and that device."""
+    total: dict[tuple[str, int], float] = {}
+    for name, device, seconds in _arithmetic(steps, graph, costs):
+        total[name, device] = total.get((name, device), 0.0) + seconds
+    longest: dict[str, tuple[float, int]] = {}
+    for (name, device), seconds in total.items():
+        longest[name] = max(longest.get(name, (0.0, device)), (seconds, device))
+    return longest
+
+
+def _arithmetic(steps: StepList, graph: Graph, costs: Costs) -> Iterator[tuple[str, int, float]]:
+    """(layer, device, seconds) of everything that is computed."""
+    for step in steps.steps:
+        if isinstance(step, ComputeStep):
+            layer = graph[step.layer]
+            for device in range(steps.devices):
+                whole = local_size(step, layer, device)
+                for size in () if whole is None else sizes_in_chunks(whole, step.pieces):
+                    yield step.layer, device, costs.times.seconds(device, layer, step.phase, size, step.part)
 
 
 class _Pricer:
@@ -72,7 +103,7 @@ class _Pricer:
                 around, around_step = around + handled, operation.step
                 place += 1
                 continue
-            messages = _messages(operations, place)
+            messages = _messages(operations, place) if isinstance(operation, Send | Receive) else []
             calls_s = 0.0 if messages and messages[0].step in begun else self.overhead.calls_s(len(messages))
             if isinstance(operation, Signal):
                 calls_s = self.first_calls_s.get(operation.step, 0.0) if operation.event[0] == "ready" else 0.0
@@ -82,9 +113,9 @@ class _Pricer:
                 begun.discard(messages[0].step)
             step = around_step if around_step >= 0 else operation.step
             if landed:  # additions of one round, then the calls of the next
-                yield from self._work(step, f"{self._label(step)} copies", around)
+                yield from self._work(step, around)
                 step, around = operation.step, NOTHING
-            yield from self._work(step, f"{self._label(step)} copies", around, calls_s)
+            yield from self._work(step, around, calls_s)
             around, around_step, landed = NOTHING, -1, isinstance(operation, Wait)
             if messages:
                 yield self._begin(messages)
@@ -93,7 +124,7 @@ class _Pricer:
             yield from self._item(operation)
             place += 1
         if around_step >= 0:
-            yield from self._work(around_step, f"{self._label(around_step)} copies", around)
+            yield from self._work(around_step, around)
 
     def _item(self, operation: Operation) -> Iterable[Item]:
         match operation:
@@ -115,7 +146,8 @@ class _Pricer:
             if not isinstance(inner, Compute):
                 rest.append(inner)
                 continue
-            yield from self._lane(rest)
+            if rest:
+                yield from self._lane(rest)
             yield self._computation(inner, called=called)
             called, rest = False, []
         yield from self._lane(rest)
@@ -135,24 +167,23 @@ class _Pricer:
         step, number = messages[0].step, messages[0].number
         for m in messages:
             ends = (self.device, m.peer) if isinstance(m, Send) else (m.peer, self.device)
-            size = m.size * sent_itemsize("inexact-bf16" if m.narrow else "exact", self.costs.itemsize)
+            size = m.size * (narrow_itemsize(self.costs.itemsize) if m.narrow else self.costs.itemsize)
             sizes[step, number, *ends] = sizes.get((step, number, *ends), 0) + size
         return Begin(step, number, self._label(step), sizes)
 
-    def _work(self, step: int, label: str, around: Handling, calls_s: float = 0.0) -> Iterable[Item]:
-        seconds = calls_s + self.overhead.handling_s(around, self.costs.itemsize)
+    def _work(self, step: int, around: Handling, calls_s: float = 0.0) -> Iterable[Item]:
+        seconds = calls_s + (0.0 if around is NOTHING else self.overhead.handling_s(around, self.costs.itemsize))
         if seconds:
-            yield Work(step, label, seconds)
+            yield Work(step, f"{self._label(step)} copies", seconds)
 
     def _label(self, step: int) -> str:
         return self.labels[step]
 
     def _finish(self, kept: Sequence[tuple[Layout, Parameter]]) -> Iterable[Item]:
-        boxes = [box(layout, self.device, parameter.shape) for layout, parameter in kept]
-        held = [entries(b) for b in boxes if b is not None]
+        held = [held_entries(how, self.device, p.shape) for how, p in kept if holds(how, self.device)]
         own = sum((_own_memory(o) for o in self.source.backward if isinstance(o, Unpack)), NOTHING)
         # Bytes become floats, which are shifted and scaled where they lie: about as much memory traffic as two copies.
-        loaded = Handling(copied=2 * sum(_held(value, self.device) for value in self.steps.inputs))
+        loaded = Handling(copied=2 * sum(held_entries(v.layout, self.device, v.shape) for v in self.steps.inputs))
         rest_s = self.overhead.step_s + self.overhead.handling_s(own + loaded, self.costs.itemsize)
         update_s = sum(held) * self.costs.update_s(self.device) + len(held) * self.overhead.update_s_per_tensor
         for seconds, label in ((update_s, "optimizer"), (rest_s, "batch and loss")):
@@ -163,24 +194,17 @@ class _Pricer:
 def _messages(operations: Sequence[Operation], place: int) -> list[Send | Receive]:
     """The messages that begin together here."""
     found: list[Send | Receive] = []
-    for operation in operations[place:]:
-        if not isinstance(operation, Send | Receive):
-            break
+    while place < len(operations) and isinstance(operation := operations[place], Send | Receive):
         if found and (operation.step, operation.number) != (found[0].step, found[0].number):
             break
         found.append(operation)
+        place += 1
     return found
 
 
 def _own_memory(operation: Unpack) -> Handling:
     """Gradients that were summed together lie in one tensor; at the end of a step each gets memory of its own."""
     return Handling(copied=sum(operation.sizes), made=operation.sizes) if operation.copied else NOTHING
-
-
-def _held(value: Value, device: int) -> int:
-    """Entries of a value on a device."""
-    here = box(value.layout, device, value.shape)
-    return 0 if here is None else entries(here)
 
 
 def _kept(steps: StepList, graph: Graph) -> list[tuple[Layout, Parameter]]:

@@ -1,6 +1,6 @@
-"""Replays a step list on devices and links that exist only as numbers: when each computes, sends and receives.
+"""Simulates a step on devices and links that exist only as numbers: when each computes, sends and receives.
 
-`programs.py` writes what each device does, as the executor does it; `replay.py` plays all of it together.
+`price.py` gives the operations of the device programs their seconds and bytes, `events.py` plays all of them together.
 """
 
 from convoy.cost.costs import Costs
@@ -13,7 +13,7 @@ __all__ = ["Costs", "Event", "Timeline", "simulate"]
 
 
 def simulate(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = True) -> Timeline:
-    """Replay one training step.
+    """Simulate one training step.
 
     Args:
         overlap: False: as if every move and sum were awaited where it stands in the list, to see what overlap brings.

@@ -14,7 +14,7 @@ from convoy.comm.agreement import share_tensor
 from convoy.comm.group import Pending
 from convoy.errors import InputError
 from convoy.plan.plan import Plan
-from convoy.runtime.module import Distributed
+from convoy.runtime.module import Distributed, not_distributed
 from convoy.runtime.reshard import reshare
 
 
@@ -26,7 +26,7 @@ class Rebalancer:
 
     Every `every` steps the devices exchange one small message each, eight bytes per layer and step, which travels during the
     next step; after that they come to the same decision. A step with a batch other than the plan's own (the last of an epoch)
-    is not looked at. While shares are watched, a GPU waits for the kernels of each layer: `pause` ends that.
+    is not looked at.
 
     ::
 
@@ -35,7 +35,6 @@ class Rebalancer:
             ...
             optimizer.step()
             rebalancer.step(len(y))
-        rebalancer.pause()
 
     Args:
         optimizers: all that work on the model's parameters.
@@ -61,6 +60,8 @@ class Rebalancer:
         every: int = 2,
         others: Sequence[Plan] = (),
     ) -> None:
+        if not isinstance(model, Distributed):
+            raise not_distributed("Rebalancer", model)
         if every < 1:
             raise InputError(f"every={every}: the devices exchange times every so many steps; give 1 or more")
         for plan in others:
@@ -79,12 +80,8 @@ class Rebalancer:
 
     def begin(self) -> None:
         """Time from here on: what was computed until now is no training step. Call it after an evaluation between steps."""
-        self.model.clock.waits = self.state is not None and bool(self.state.axes)
+        self.model.clock.settle()
         self._before = self._so_far()
-
-    def pause(self) -> None:
-        """Time nothing until `begin`: before an evaluation, and when training is over."""
-        self.model.clock.waits = False
 
     def step(self, batch: int) -> None:
         """After each step. Moves shares between the devices where that is worth it.

@@ -1,16 +1,18 @@
 """The loader: every device gets its part of the same batches. Which samples make step k depends on the seed and k alone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from convoy.comm.agreement import difference, gather
 from convoy.data.augment import Augment
-from convoy.data.datasets import own_random_numbers, reseed, targets_of
-from convoy.errors import ConvoyError, DataError, InputError
-from convoy.runtime.module import Distributed
+from convoy.data.datasets import naming, own_random_numbers, reseed, targets_of
+from convoy.errors import ConvoyError, DataError, InputError, MismatchError, shown
+from convoy.runtime.alike import mark_part
+from convoy.runtime.module import Distributed, not_distributed
 from convoy.sharding.layout import box
 
 
@@ -33,6 +35,10 @@ class Loader:
         workers: processes that prepare batches ahead, two each; 0: in this process. They live as long as an iteration does.
         augment: changes the images of each batch, by the seed, the epoch and the sample; see `convoy.data.augment`.
 
+    Attributes:
+        collate: puts samples together, as a DataLoader's `collate_fn`; every device loads whole batches for it. None: stacks.
+        options: further ones of the DataLoader that prepares the parts.
+
     Raises:
         InputError: a batch below 1, an empty data set. While iterating, a model with several inputs.
         DataError: while iterating: samples that do not make a batch, and what the data set raises.
@@ -54,9 +60,13 @@ class Loader:
             raise InputError(f"a batch of {batch_size}: a batch holds one sample at least; give 1 or more")
         if len(dataset) < 1:  # type: ignore[arg-type]
             raise InputError("the data set is empty: give one with samples")
+        if model is not None and not isinstance(model, Distributed):
+            raise not_distributed("the loader", model)
         self.dataset, self.batch_size, self.model, self.augment = dataset, batch_size, model, augment
         self.shuffle, self.seed, self.drop_last, self.workers = shuffle, seed, drop_last, workers
         self.epoch, self.start = 0, 0
+        self.collate: Collate | None = None
+        self.options: Mapping[str, Any] = {}
 
     def __len__(self) -> int:
         """Batches in one epoch."""
@@ -90,6 +100,8 @@ class Loader:
         return [list(order[start : start + self.batch_size]) for start in starts]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.model is not None:
+            self._agree(self.model)
         epoch, batches = self.epoch, self.batches(self.epoch)[self.start :]
         self.epoch, self.start = epoch + 1, 0
         device = self.model.group.torch_device if self.model is not None else torch.device("cpu")
@@ -102,14 +114,42 @@ class Loader:
                         raise loaded
                     if self.model is not None:
                         self.model.announce(len(batch))
-                    x, y = loaded
-                    yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+                    x, y = (each.to(device, non_blocking=True) for each in loaded)
+                    if self.model is not None:
+                        mark_part(x, len(batch))
+                    yield x, y
                     done += 1
                     if self._reshares != reshares:
                         break  # what is prepared already are parts of the old plan: the rest is prepared anew
             finally:
                 _end_workers(prepared)
             batches = batches[done:]
+        if self.model is not None:
+            self.model.announce(None)  # what is not of a loader any more says itself how large it is
+
+    def _agree(self, model: Distributed) -> None:
+        """Every device must play the same epoch of the same loader, and have trained the same weights until then.
+
+        Raises:
+            MismatchError: says what differs.
+        """
+        rows = gather(model.group, "loader", self._told(model))
+        for name in rows[0]:
+            if found := difference([row.get(name) for row in rows]):
+                raise MismatchError(
+                    f"the devices iterate over loaders that differ: {name} is {found}; give all devices the same loader, and "
+                    "iterate over it on all of them"
+                )
+        if model.training:
+            model.check_copies()
+
+    def _told(self, model: Distributed) -> dict[str, Any]:
+        """What decides which samples come, and what becomes of them."""
+        return {
+            "the number of samples": self.samples, "batch_size": self.batch_size, "shuffle": self.shuffle, "seed": self.seed,
+            "drop_last": self.drop_last, "the epoch": self.epoch, "the first batch": self.start,
+            "augment": None if self.augment is None else repr(self.augment), "model.training": model.training,
+        }  # fmt: skip
 
     @property
     def _reshares(self) -> int:
@@ -117,12 +157,13 @@ class Loader:
 
     def _prepared(self, batches: list[list[int]], epoch: int) -> DataLoader[Any]:
         ranges = [self._part(len(batch)) for batch in batches]
-        parts = _Parts(self.dataset, batches, ranges, self._nothing, self.augment, self.seed, epoch)
+        parts = _Parts(self.dataset, batches, ranges, self._nothing, self.augment, self.seed, epoch, self.collate)
         # Where only labels are needed that are at hand, workers would have nothing to do.
         workers = self.workers if parts.targets is None or any(start < stop for start, stop in ranges) else 0
         # A generator of its own: torch draws the seeds of workers, and dropout after it is not to depend on that.
+        options = {k: v for k, v in self.options.items() if workers or k == "pin_memory"}
         return DataLoader(
-            parts, batch_size=None, num_workers=workers, collate_fn=_as_it_is, generator=torch.Generator()
+            parts, batch_size=None, num_workers=workers, collate_fn=_as_it_is, generator=torch.Generator(), **options
         )
 
     def _part(self, batch: int) -> tuple[int, int]:
@@ -156,10 +197,12 @@ class _Parts(Dataset[Any]):
         augment: Augment | None,
         seed: int,
         epoch: int,
+        collate: "Collate | None" = None,
     ) -> None:
         self.dataset, self.batches, self.parts, self.nothing = dataset, batches, parts, nothing
-        self.augment, self.seed, self.epoch = augment, seed, epoch
-        self.targets = targets_of(dataset)
+        self.augment, self.seed, self.epoch, self.collate = augment, seed, epoch, collate
+        # What puts samples together may change labels too.
+        self.targets = targets_of(dataset) if collate is None else None
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -187,14 +230,19 @@ class _Parts(Dataset[Any]):
             rows: Any = [self._sample(index) for index in indices]
         else:
             self._reseed(indices)
-            rows = many(indices)
+            with naming(f"samples {shown(list(indices))}"):
+                rows = many(indices)
         # torch's protocol lets __getitems__ return a list of items; ours return the batch at once.
+        if self.collate is not None:
+            self._reseed(indices)
+            return _by_collate(self.collate, rows, indices)
         x, y = rows if isinstance(rows, tuple) else _collated(rows, indices)
         return x, torch.as_tensor(y)
 
     def _sample(self, index: int) -> Any:
         self._reseed(index)
-        return self.dataset[index]
+        with naming(f"sample {index}"):
+            return self.dataset[index]
 
     def _reseed(self, what: object) -> None:
         reseed(f"{self.seed}/{self.epoch}/{what}")
@@ -230,6 +278,27 @@ def _collated(rows: list[Any], indices: Sequence[int]) -> tuple[Any, Any]:
             "(tensor, label); convoy.data.from_datasets takes PIL images too"
         ) from error
     return x, y
+
+
+Collate = Callable[[list[Any]], Any]
+"""Puts samples together as a batch: a pair of tensors, inputs and labels."""
+
+
+def _by_collate(collate: Collate, rows: list[Any], indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+    batch = collate(rows)
+    pair = isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(t, Tensor) for t in batch)
+    if not pair or len(batch[0]) != len(indices):
+        raise DataError(
+            f"collate_fn gave {_told(batch)} for {len(indices)} samples: return a pair of tensors, (inputs, labels), with one "
+            "row of inputs for each sample"
+        )
+    return batch[0], batch[1]
+
+
+def _told(batch: Any) -> str:
+    if isinstance(batch, tuple | list):
+        return f"({', '.join(_told(each) for each in batch)})"
+    return f"a tensor of shape {tuple(batch.shape)}" if isinstance(batch, Tensor) else f"a {type(batch).__name__}"
 
 
 def _has_shape(row: Any) -> bool:

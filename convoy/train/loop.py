@@ -2,10 +2,10 @@
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,34 +14,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from convoy.checkpoint import Checkpointer, Progress
-from convoy.errors import unknown_name
+from convoy.errors import DivergedError, unknown_name
 from convoy.runtime.average import WeightAverage
-from convoy.runtime.clip import clip_grad_norm_
+from convoy.runtime.optimizer import clip_grad_norm_
 from convoy.runtime.precision import GradScaler
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluation:
-    """One test: accuracy (0 to 1) after so many steps, in which epoch, and whether that epoch is over."""
-
-    epoch: int
-    step: int
-    accuracy: float
-    ends_epoch: bool
-
-
-@dataclass(frozen=True, slots=True)
-class EpochResult:
-    """One epoch: mean training loss over its samples, accuracy on the test images (0 to 1; None where it was not tested at
-    its end), seconds of training, the learning rate that the next step would have."""
-
-    loss: float
-    accuracy: float | None
-    train_s: float
-    samples_per_s: float
-    lr: float
+from convoy.train.observer import EpochResult, Evaluation, Observer, Observers, StepResult
 
 
 @dataclass
@@ -53,25 +32,14 @@ class History:
         epochs: one result per epoch.
         evaluations: all tests, in order.
         best: the first test of the highest accuracy.
+        diverged: the first step whose loss was NaN or infinite, counted from 1.
     """
 
     losses: list[float] = field(default_factory=list)
     epochs: list[EpochResult] = field(default_factory=list)
     evaluations: list[Evaluation] = field(default_factory=list)
     best: Evaluation | None = None
-
-
-class Observer(Protocol):
-    """Is told how training goes, on every device; for progress bars and logs, and for whatever is to be kept.
-
-    A test comes after the step it follows, and before the epoch that it ends.
-    """
-
-    def step(self, epoch: int, loss: float, samples: int) -> None: ...
-
-    def on_evaluation(self, result: Evaluation, is_best: bool) -> None: ...
-
-    def epoch(self, epoch: int, result: EpochResult) -> None: ...
+    diverged: int | None = None
 
 
 AUXILIARY = 0.3
@@ -105,6 +73,7 @@ class Recipe:
         clip_norm: the norm of all gradients together is at most this; None: as it is.
         label_smoothing: part of each label that is spread evenly over all classes.
         evaluate_epochs, evaluate_steps: test after every so many; always at the end of the last epoch.
+        stops_diverged: end at the first step whose loss is NaN or infinite; else that step is told, and training goes on.
     """
 
     accumulate: int = 1
@@ -112,6 +81,7 @@ class Recipe:
     label_smoothing: float = 0.0
     evaluate_epochs: int = 1
     evaluate_steps: int | None = None
+    stops_diverged: bool = False
 
 
 @dataclass
@@ -176,19 +146,26 @@ def fit(
     observer: Observer | None = None,
     rebalancer: Rebalancer | None = None,
     keeper: Checkpointer | None = None,
+    tell: Callable[[str], None] = warnings.warn,
 ) -> History:
     """Train with cross entropy for some epochs, and test in between. On several devices, each calls it.
 
     Args:
         keeper: saves the run as it goes, and knows from where it goes on.
+        tell: is called with a line of text when the loss is no number for the first time.
+
+    Raises:
+        DivergedError: the loss is no number, and the recipe stops there; the weights are those before that step.
     """
-    loop = _Loop(training, test, observer, rebalancer, keeper)
+    loop = _Loop(training, test, observer or Observers(), rebalancer, keeper, tell)
     start = keeper.progress if keeper is not None else Progress()
     loop.steps = start.step
     for epoch in range(start.epoch, epochs):
         done = start.batch * training.recipe.accumulate if epoch == start.epoch else 0
         train.set_epoch(epoch, min(done, len(train)))  # the last step may have had fewer passes
         loop.epoch(epoch, train, is_last=epoch + 1 == epochs)
+    if keeper is not None:
+        keeper.at_end()
     return loop.history
 
 
@@ -198,9 +175,10 @@ class _Loop:
 
     training: Training
     test: Loader
-    observer: Observer | None
+    observer: Observer
     rebalancer: Rebalancer | None
     keeper: Checkpointer | None
+    tell: Callable[[str], None]
     history: History = field(default_factory=History)
     steps: int = 0
     tested_s: float = 0.0
@@ -220,6 +198,8 @@ class _Loop:
             ends_epoch = index + 1 == len(train)
             ends_step = ends_epoch or (index + 1) % recipe.accumulate == 0
             if ends_step:
+                if self.history.diverged is None and not math.isfinite(loss):
+                    self._diverge(loss)
                 self._step(epoch, loss, batch)
                 weighted, samples = weighted + loss * batch, samples + batch
             if self.rebalancer is not None:
@@ -227,15 +207,12 @@ class _Loop:
             if ends_step and self._is_due and not ends_epoch:
                 self._pause(epoch)
         train_s = time.perf_counter() - start_s - self.tested_s
-        if self.rebalancer is not None:
-            self.rebalancer.pause()
         due = is_last or (epoch + 1) % recipe.evaluate_epochs == 0 or self._is_due
         accuracy = self._evaluate(epoch, ends_epoch=True) if due else None
         mean = weighted / samples if samples else math.nan  # a run may go on at the end of an epoch
-        result = EpochResult(mean, accuracy, train_s, samples / train_s, self.training.rate())
+        result = EpochResult(epoch, mean, accuracy, train_s, samples / train_s, self.training.rate())
         self.history.epochs.append(result)
-        if self.observer is not None:
-            self.observer.epoch(epoch, result)
+        self.observer.on_epoch(result)
         if self.keeper is not None:
             self.keeper.at_evaluation(math.nan if accuracy is None else accuracy)
 
@@ -244,21 +221,29 @@ class _Loop:
         every = self.training.recipe.evaluate_steps
         return every is not None and self.steps % every == 0
 
+    def _diverge(self, loss: float) -> None:
+        self.history.diverged = self.steps + 1
+        told = f"the loss of step {self.history.diverged} is {loss}"
+        remedy = "lower the learning rate (--lr), or add --warmup-epochs 1 or --clip-norm 1"
+        if self.training.recipe.stops_diverged:
+            raise DivergedError(
+                f"{told}: the training has diverged, and stops before that step changes weights; {remedy}"
+            )
+        self.tell(f"WARNING: {told}: the training has diverged, and what follows is useless; {remedy}")
+
     def _step(self, epoch: int, loss: float, samples: int) -> None:
+        lr = self.training.rate()
         self.training.update()
         self.history.losses.append(loss)
         self.steps += 1
         # Told before it is saved: a run that is killed in between goes on behind this step, and nobody would tell it again.
-        if self.observer is not None:
-            self.observer.step(epoch, loss, samples)
+        self.observer.on_step(StepResult(self.steps - 1, epoch, loss, samples, lr))
         if self.keeper is not None:
             self.keeper.after_step()
 
     def _pause(self, epoch: int) -> None:
         """A test within an epoch: its seconds are not those of training."""
         start_s = time.perf_counter()
-        if self.rebalancer is not None:
-            self.rebalancer.pause()
         self._evaluate(epoch, ends_epoch=False)
         self.tested_s += time.perf_counter() - start_s
         if self.rebalancer is not None:
@@ -266,14 +251,14 @@ class _Loop:
 
     def _evaluate(self, epoch: int, *, ends_epoch: bool) -> float:
         history = self.history
-        result = Evaluation(epoch, self.steps, self.training.accuracy(self.test), ends_epoch)
-        is_best = history.best is None or result.accuracy > history.best.accuracy
+        accuracy = self.training.accuracy(self.test)
+        is_best = history.best is None or accuracy > history.best.accuracy
+        result = Evaluation(epoch, self.steps, accuracy, ends_epoch, is_best)
         history.evaluations.append(result)
         if is_best:
             history.best = result
-        if self.observer is not None:
-            self.observer.on_evaluation(result, is_best)
-        return result.accuracy
+        self.observer.on_evaluation(result)
+        return accuracy
 
 
 def _samples(train: Loader, index: int, accumulate: int) -> int:

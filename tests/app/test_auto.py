@@ -16,6 +16,7 @@ from convoy.api import distribute, make_plan, make_plans
 from convoy.app.plan import run_plan
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
+from convoy.cost.interval import around
 from convoy.cost.memory import memory_of
 from convoy.cost.table import Measurement
 from convoy.errors import InputError, MismatchError, PlanError
@@ -27,6 +28,7 @@ from convoy.profile.auto import Plans
 from convoy.profile.job import measure_job
 from convoy.runlog.observers import StepTimer
 from convoy.sharding.layout import local_shape
+from convoy.train.observer import StepResult
 from tests.app.test_cli import QUIET, TINY, assert_close, results
 from tests.support.processes import on_processes
 
@@ -174,7 +176,7 @@ def test_a_file_of_another_fleet_or_model_is_refused(measured: Measurement, tmp_
     other = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5)).double()
     with pytest.raises(MismatchError, match="measure this model"):
         refused(file, 2, other, example())
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="cannot read the fleet"):
         refused(tmp_path / "none.toml", 2, net(), example())
     file.write_text(replace(measured, precision="bf16").to_toml())
     with pytest.raises(
@@ -223,13 +225,16 @@ def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     timer = StepTimer(8)
     assert timer.step_s is None
     for samples in (8, 8, 4, 8, 8):
-        timer.step(0, 0.5, samples)
+        timer.on_step(StepResult(0, 0, 0.5, samples, 0.01))
     assert timer.seconds == [1.0, 1.0, 3.0]
-    timer.epoch(0, None)  # type: ignore[arg-type]
-    timer.step(1, 0.5, 8)
-    timer.step(1, 0.5, 8)
+    timer.on_epoch(None)  # type: ignore[arg-type]
+    timer.on_step(StepResult(5, 1, 0.5, 8, 0.01))
+    timer.on_step(StepResult(5, 1, 0.5, 8, 0.01))
     assert timer.step_s == 1.5
-    assert "1.8 s a step; measured: 1.5 s, the median of 4 steps; the prediction is +20.0% off" in timer.beside(1.8)
+    told = timer.beside(0.9, around(0.9, 1.5), passes=2)
+    assert "measured: 1.5 s, the median of 4 steps, inside the interval; the prediction is +20.0% off" in told
+    assert "nine of ten: 1.2 - 2.7 s" in told
+    assert "outside the interval" in timer.beside(1.8, around(1.8, 1.1))
 
 
 def test_what_a_changed_plan_takes_is_told_by_itself_once_there_are_enough_steps(
@@ -243,7 +248,7 @@ def test_what_a_changed_plan_takes_is_told_by_itself_once_there_are_enough_steps
     def steps(*seconds: float) -> None:
         for each in seconds:
             now[0] += each
-            timer.step(0, 0.5, 8)
+            timer.on_step(StepResult(0, 0, 0.5, 8, 0.01))
 
     steps(*[3.0] * 7)
     timer.restart()
@@ -251,7 +256,7 @@ def test_what_a_changed_plan_takes_is_told_by_itself_once_there_are_enough_steps
     assert timer.step_s == 3.0, "four steps tell too little"
     steps(1.0)
     assert timer.step_s == 1.0
-    assert "the median of 5 steps" in timer.beside(1.0)
+    assert "the median of 5 steps" in timer.beside(1.0, around(1.0, 1.1))
 
 
 def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first(
@@ -296,7 +301,9 @@ def assert_trains(tmp_path: Path, *options: str) -> None:
     together, alone_ = results(done.stdout)[:2], results(done.stdout)[2:]
     assert_close(together, alone_)
     assert "Plan auto: batch 32" in done.stdout
-    assert re.search(r"Predicted: \S+ s a step; measured: \S+ s, the median of 2 steps", done.stdout)
+    assert re.search(
+        r"Predicted: \S+ s a step \(nine of ten: \S+ - \S+ s\); measured: \S+ s, the median of 2", done.stdout
+    )
     assert Plan.load(plan).devices == 2
 
 
@@ -345,7 +352,8 @@ def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> Non
     command = [sys.executable, "-m", "convoy", "plan", "two-conv:4:6", "--image", "1,8,8", "--batch", "32"]
     command += ["--fleet", str(file), "-o", str(plan), "--wire"]
     done = subprocess.run([*command, "bf16"], env=QUIET, capture_output=True, text=True, timeout=60)
-    assert (done.stderr, done.returncode) == ("", 0)
+    assert done.returncode == 0
+    assert all(line.startswith("planning ") for line in done.stderr.splitlines()), done.stderr
     assert Plan.load(plan).wire == "inexact-bf16"
     with pytest.raises(InputError, match="unknown wire format 'fp8'"):
         run_plan("two-conv:4:6", (1, 8, 8), 10, 32, file, None, wire="fp8")

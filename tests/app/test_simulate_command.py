@@ -9,7 +9,7 @@ import pytest
 
 from convoy import cli
 from convoy.app.simulate import run_step
-from convoy.cost.costs import roofline_costs
+from convoy.cost.described import described_costs
 from convoy.errors import InputError
 from convoy.model.nets import graph_of
 from convoy.plan.lower import lower
@@ -62,7 +62,7 @@ def test_the_trace_keeps_the_formats_rules(tmp_path: Path, fleet_file: Path, pla
 
 def test_the_trace_is_the_replay_in_microseconds(tmp_path: Path, fleet_file: Path) -> None:
     events = [e for e in trace_of(tmp_path, fleet_file, "hybrid") if e["ph"] == "X"]
-    graph, costs = graph_of(NET), roofline_costs(fleet(*ROWS))
+    graph, costs = graph_of(NET), described_costs(fleet(*ROWS))
     timeline = simulate(lower(make_plan("hybrid", graph, 12, costs), graph), graph, costs)
     expected = sorted(
         (e.device, e.activity, e.start_s * 1e6, (e.end_s - e.start_s) * 1e6)
@@ -78,7 +78,7 @@ def test_a_plan_file_and_a_picture(tmp_path: Path, fleet_file: Path, monkeypatch
     pytest.importorskip("matplotlib")
     graph = graph_of(NET)
     plan = tmp_path / "plan.json"
-    plan.write_text(make_plan("model", graph, 12, roofline_costs(fleet(*ROWS))).to_json())
+    plan.write_text(make_plan("model", graph, 12, described_costs(fleet(*ROWS))).to_json())
     assert Plan.load(plan).batch == 12
     out = tmp_path / "deep" / "out"
     arguments = ["simulate", "-o", str(out), "--net", NET, "--fleet", str(fleet_file), "--plan", str(plan)]

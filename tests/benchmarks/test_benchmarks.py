@@ -257,6 +257,10 @@ def test_the_page_says_what_the_numbers_say() -> None:
     )
     assert "over the filter-split rows: 2.5% of 2 rows" in good
     assert "within 3 % of the best in 100% of 1 cases; the target of 95% is met" in good
+    assert (
+        "holds 100% of 3 rows; the target of 90% is met. Its factor is from these rows. Nets below the target: none."
+        in good
+    )
     assert "differs by 1.0e-06 at most" in good
     assert "took during the runs: 4.0% of the machine at most" in good
     assert (
@@ -268,7 +272,8 @@ def test_the_page_says_what_the_numbers_say() -> None:
     assert "![Predicted against measured](figures/validation.png)" in good
     bad = validation_page(Paper([small_result(scale=2.0)], None))
     assert "Mean absolute error over all: 49.2% of 3 rows" in bad
-    assert bad.count("is missed") == 4
+    assert "Nets below the target: net 0%." in bad
+    assert bad.count("is missed") == 5
     assert "![" not in bad
 
 

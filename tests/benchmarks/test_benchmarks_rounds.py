@@ -15,7 +15,7 @@ from benchmarks.configurations import ALONE, SETS, Case
 from benchmarks.hardware import Ground
 from benchmarks.page import Paper, validation_page
 from benchmarks.predictions import Prediction, Predictions, rows_of
-from benchmarks.quiet import others_share, read, share
+from benchmarks.quiet import others_share, share
 from benchmarks.reference import Reference
 from benchmarks.results import Row, Where, read_result
 from benchmarks.rounds import Turn, run_rounds, timed
@@ -28,6 +28,7 @@ from convoy.data import Images
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.profile.load import read
 from convoy.train.loader import Loader
 from tests.support.processes import on_processes
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from convoy.cli.top import in_job
-from convoy.comm.environment import pick_device, read_process_env
+from convoy.comm.accelerator import pick_device
+from convoy.comm.environment import read_process_env
 from convoy.comm.launch_env import as_torchrun, first_host, is_one_of_job, tasks_on
 from convoy.errors import InputError
 from tests.app.test_cli import QUIET, TINY, results

@@ -124,7 +124,7 @@ def test_half_a_place_is_an_error(monkeypatch: pytest.MonkeyPatch, variables: di
 
 
 def test_a_device_that_does_not_exist_is_an_error() -> None:
-    with pytest.raises(InputError, match=r"'gpu0'.*choose cpu"):
+    with pytest.raises(InputError, match=r"'gpu0'.*this machine has cpu; choose one of them"):
         join("gpu0")
 
 

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from convoy import cli
-from convoy.app.inputs import check
+from convoy.app.checks import check
 from convoy.config.run_file import resolve_settings, to_toml
 from convoy.config.settings import FIELDS, Settings, key_of, kind_of, panel, rule_of
 from convoy.errors import InputError
@@ -71,15 +71,11 @@ def test_a_switch_of_the_file_can_be_turned_off(run: Path) -> None:
     assert not resolve_settings(run, {"rebalance": False}).settings.rebalance
 
 
-def test_shares_follow_the_devices_with_auto_on_cpus_unless_told_otherwise() -> None:
-    """A GPU would wait for the kernels of every layer, so there it must be asked for."""
-    cpus, mixed = ("cpu (1 thread)", "cpu (2 threads)"), ("cuda:0 (1 thread)", "cpu (1 thread)")
-    assert Settings(plan="auto").rebalances(cpus)
-    assert not Settings(plan="auto").rebalances(mixed)
-    assert not Settings(plan="data-by-speed").rebalances(cpus)
-    assert not Settings(plan="auto", rebalance=False).rebalances(cpus)
-    assert Settings(plan="auto", rebalance=True).rebalances(mixed)
-    assert Settings(plan="data", rebalance=True).rebalances(cpus)
+def test_shares_follow_the_devices_with_auto_unless_told_otherwise() -> None:
+    assert Settings(plan="auto").rebalances
+    assert not Settings(plan="data-by-speed").rebalances
+    assert not Settings(plan="auto", rebalance=False).rebalances
+    assert Settings(plan="data", rebalance=True).rebalances
 
 
 def test_without_a_file_there_are_defaults() -> None:
@@ -97,6 +93,23 @@ def test_devices_as_a_number_a_text_or_a_list(tmp_path: Path, written: str, expe
     file = tmp_path / "run.toml"
     file.write_text(f"devices = {written}\n")
     assert resolve_settings(file, {}).settings.devices == expected
+
+
+@pytest.mark.parametrize(("written", "seconds"), [("30", 30.0), ('"450 ms"', 0.45), ('"2 min"', 120.0), ('"30"', 30.0)])
+def test_times_as_people_write_them(tmp_path: Path, written: str, seconds: float) -> None:
+    """Fleet files took `450 ms`, options and run files numbers only."""
+    file = tmp_path / "run.toml"
+    file.write_text(f"budget = {written}\n")
+    assert resolve_settings(file, {}).settings.budget_s == seconds
+
+
+def test_times_of_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    assert command(monkeypatch, ["train", "--timeout", "2 min", "--epochs", "0"]) == 2
+    assert "--epochs" in capsys.readouterr().err, "the time is fine, what comes after it is not"
+    for verb in (["train", "--timeout", "2 parsecs"], ["measure", "-o", "x", "--budget", "2 parsecs"]):
+        assert command(monkeypatch, verb) == 2
+        assert "parsecs" in (told := capsys.readouterr().err)
+        assert "450 ms" in told
 
 
 def test_what_is_saved_is_read_back(run: Path, tmp_path: Path) -> None:
@@ -141,7 +154,7 @@ REFUSED: list[tuple[str, str]] = [
     ("devices = true", "line 2: devices = true: give a text"),
     ('reduce = "tree"', "line 2: reduce = 'tree': give one of butterfly, direct, inexact-butterfly-mixing, ring, star"),
     ('schedule = "linear"', "line 2: schedule = 'linear': choose one of constant, cosine, one-cycle, step"),
-    ("batch = ", "run.toml is no TOML: "),
+    ("batch = ", "run.toml: not TOML: "),
 ]
 
 
@@ -165,10 +178,10 @@ def test_a_value_of_the_command_line_is_told_as_such(run: Path) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot read the run file .*gone.toml: No such file.*; give a TOML file"):
         resolve_settings(tmp_path / "gone.toml", {})
-    with pytest.raises(InputError, match=r"cannot read the run file .*: Is a directory"):
+    with pytest.raises(InputError, match=r"cannot read the run file .*: it is a folder"):
         resolve_settings(tmp_path, {})
     (tmp_path / "picture").write_bytes(b"\x89PNG\xff")
-    with pytest.raises(InputError, match="picture is no text in UTF-8"):
+    with pytest.raises(InputError, match="picture: it is no text in UTF-8"):
         resolve_settings(tmp_path / "picture", {})
 
 

@@ -16,6 +16,12 @@ def test_the_contract_names_every_room() -> None:
     assert set(figures_rooms.rooms()) == {name for name in there if not name.startswith("_")}
 
 
+def test_few_files_lie_loose_beside_the_rooms() -> None:
+    """Whoever opens the package sees its rooms; six files at most have none."""
+    loose = sorted(path.name for path in (ROOT / "convoy").glob("*.py"))
+    assert loose == ["__init__.py", "__main__.py", "_version.py", "api.py", "errors.py", "files.py"]
+
+
 def test_every_room_is_of_one_kind() -> None:
     kinds = [room for names in figures_rooms.KINDS.values() for room in names.split()]
     assert sorted(kinds) == sorted(figures_rooms.rooms())

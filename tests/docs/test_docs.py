@@ -5,6 +5,7 @@ import contextlib
 import doctest
 import io
 import json
+import operator
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ import pytest
 import typer
 from PIL import Image
 
+import convoy
 from convoy.cli import app, main
 from convoy.config.settings import FIELDS, key_of
 from convoy.data.cifar import CIFAR10
@@ -31,7 +33,7 @@ from tests.support.doc_snippets import Block, PageError, blocks_of
 from tests.support.processes import PLACE, ROOT
 
 DOCS = ROOT / "docs"
-MADE = ("accuracy.md", "benchmarks.md", "validation.md", "study.md")
+MADE = ("accuracy.md", "benchmarks.md", "validation.md", "study.md", "quarter-of-an-hour.md")
 """Pages of results, with the commands that gave them: those take hours."""
 
 PAGES = [ROOT / "README.md", *sorted(page for page in DOCS.rglob("*.md") if page.name not in MADE)]
@@ -200,7 +202,7 @@ def test_snippets_slow_ones_too(page: Path, request: pytest.FixtureRequest) -> N
 
 
 def test_most_snippets_are_run() -> None:
-    blocks = [block for page in PAGES for block in blocks_of(page) if block.language != "text"]
+    blocks = [block for page in PAGES for block in blocks_of(page) if block.language not in ("text", "diff")]
     left_out = [block.place for block in blocks if block.not_run]
     assert len(blocks) > 40
     assert len(left_out) < 0.2 * len(blocks), left_out
@@ -273,7 +275,10 @@ def test_every_command_line_is_one_that_convoy_takes() -> None:
         verb, *rest = words
         seen.add(verb)
         try:
-            top.commands[verb].make_context(verb, [*rest, "--", "true"] if verb == "rehearse" else rest)
+            command = top.commands[verb]
+            if hasattr(command, "commands"):
+                command, rest = command.commands[rest[0]], rest[1:]
+            command.make_context(verb, [*rest, "--", "true"] if verb == "rehearse" else rest)
         except typer.Exit:
             continue  # --help
         except Exception as error:
@@ -315,7 +320,39 @@ def test_all_settings_and_commands_are_told() -> None:
     settings, told = settings_markdown(), commands_markdown()
     assert all(f"| `{key_of(name)}` |" in settings for name in FIELDS)
     top: Any = typer.main.get_command(app)
-    for name, verb in top.commands.items():
+    groups = {name: getattr(verb, "commands", None) for name, verb in top.commands.items()}
+    verbs = {name: verb for name, verb in top.commands.items() if not groups[name]}
+    verbs |= {f"{name} {inner}": verb for name, group in groups.items() for inner, verb in (group or {}).items()}
+    for name, verb in verbs.items():
         assert f"## `convoy {name}`" in told
         own = [each for each in verb.params if each.name not in FIELDS or name != "train"]
         assert all(f"`{each.opts[0]}`" in told for each in own if each.opts[0].startswith("--"))
+
+
+def test_what_a_diff_calls_is_there() -> None:
+    """Files of others are not ours to keep: their changed lines are shown, and what they say of Convoy must be right."""
+    added = [
+        line
+        for page in PAGES
+        for block in blocks_of(page)
+        if block.language == "diff"
+        for line in block.text.splitlines()
+        if line.startswith("+")
+    ]
+    called = {name for line in added for name in re.findall(r"convoy\.([\w.]+)\(", line)}
+    assert called >= {"prepare", "is_first"}
+    for name in called:
+        operator.attrgetter(name)(convoy)
+
+
+RECIPES = sorted(page for page in (DOCS / "recipes").glob("*.md") if page.name != "index.md")
+
+
+@pytest.mark.parametrize("page", RECIPES, ids=title)
+def test_a_recipe_says_where_it_is_from_what_to_type_and_when_not_to(page: Path) -> None:
+    source = page.read_text(encoding="utf-8")
+    assert re.search(r"[\w.-]+/[\w.-]+ #\d+", source), "no thread is named"
+    assert "\n## The command\n" in source
+    assert "\n## When not to use Convoy\n" in source
+    assert any(block.is_shell for block in blocks_of(page))
+    assert f"]({page.name})" in (DOCS / "recipes" / "index.md").read_text(encoding="utf-8")

@@ -25,10 +25,11 @@ from convoy.doctor.examine import examine_job
 from convoy.doctor.exchange import Exchange, connect, unreached
 from convoy.doctor.findings import diagnose
 from convoy.doctor.links import Address, Server, bytes_per_s, reach_all, scan_links, schedule_for
-from convoy.doctor.probes import check_up, ping, quota_cores, samples_per_s
+from convoy.doctor.probes import check_up, ping, samples_per_s
 from convoy.doctor.report import show
 from convoy.doctor.schema import CONTEXT, Context, Examination, Finding, Pace, Reach, to_text
 from convoy.errors import DeviceLostError, InputError
+from convoy.profile.load import quota_cores
 from tests.doctor.test_doctor import checkup, closed, fleet_job
 from tests.support.processes import free_port, on_processes
 

@@ -211,7 +211,7 @@ def test_all_settings_travel_as_options(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert train_on_fleet(settled, FLEET, False) == 0
     (((fleet, argv), named),) = told
     assert fleet == FLEET
-    assert named == {"port": None, "files": []}
+    assert named == {"port": None, "files": [], "logs": None}
     given: list[Any] = []
     monkeypatch.setattr("convoy.app.train.run_device", given.append)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "5")):
@@ -228,7 +228,7 @@ def test_files_that_the_devices_read_are_checked(monkeypatch: pytest.MonkeyPatch
     assert told == [
         (
             ["train", "--plan", "auto", "--fleet", "fleet.toml", "--port", "4000"],
-            {"port": 4000, "files": [Path("fleet.toml")]},
+            {"port": 4000, "files": [Path("fleet.toml")], "logs": None},
         )
     ]
 
@@ -246,7 +246,7 @@ def fleet_file(tmp_path: Path) -> Path:
         (["train", *TINY, "--devices", "2"], "--devices with a fleet of hosts: the file names its 5 devices"),
         (
             ["train", *TINY, "--slowdown", "1,2"],
-            "--slowdown 1,2: give one factor of 1 or more for each of the 5 devices",
+            "--slowdown 1,2: give one factor of 1 or more, up to 10000, for each of the 5 devices",
         ),
         (["train", *TINY, "--plan", "hybrd"], "unknown plan 'hybrd'"),
         (["measure", "-o", "x.toml", "--devices", "2"], "--devices with a fleet of hosts"),
@@ -275,7 +275,7 @@ def test_measuring_is_started_with_the_same_words(
     told: list[Any] = []
     monkeypatch.setattr("convoy.launch.command.run_on_fleet", lambda _, argv, **named: told.append((argv, named)) or 0)
     assert convoy_in_process(monkeypatch, argv) == 0
-    assert told == [(argv, {"port": None, "files": [fleet_file]})]
+    assert told == [(argv, {"port": None, "files": [fleet_file], "logs": None})]
     assert capsys.readouterr().out == "Device 0 is on host attic: files that the job writes lie there.\n"
 
 

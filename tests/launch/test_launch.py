@@ -304,14 +304,14 @@ def test_after_ctrl_c_no_device_stays(tmp_path: Path, how: str) -> None:
     """Ctrl-C reaches the launcher and its devices at once; one device may not listen to it."""
     status, output, errors = end_launcher(tmp_path, how, lambda pid: os.killpg(pid, signal.SIGINT))
     assert (status, output) == (0, "status 130\n")
-    assert errors == ""
+    assert errors == "SIGINT: ending 2 devices\n"
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 def test_a_launcher_that_is_asked_to_end_ends_its_devices(tmp_path: Path, signum: signal.Signals) -> None:
     """Only Ctrl-C was heeded: a scheduler's SIGTERM ended the launcher alone, and devices that watch nobody trained on."""
     status, output, errors = end_launcher(tmp_path, "plain", lambda pid: os.kill(pid, signum))
-    assert (status, output, errors) == (0, f"status {128 + signum}\n", "")
+    assert (status, output, errors) == (0, f"status {128 + signum}\n", f"{signum.name}: ending 2 devices\n")
 
 
 def test_when_the_launcher_is_killed_its_devices_end(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.app.test_cli import TINY, results
+from tests.support.processes import ROOT
 from tests.support.ssh_hosts import Lab, eventually, lab, needs_ssh
 
 pytestmark = [
@@ -337,6 +338,16 @@ def test_a_fleet_trains_as_one_device_does(hosts: Lab, tmp_path: Path) -> None:
     status, output, errors = hosts.run("attic", convoy("train", str(run), *TINY, "--compare"), limit_s=110)
     assert (status, errors) == (0, "")
     assert_as_one_device(output, "Training on 3 devices, plan master")
+
+
+def test_a_script_of_ones_own_runs_on_every_host(hosts: Lab, tmp_path: Path) -> None:
+    """`convoy run` over ssh: the example of the README trains on three devices of two hosts, and prints on one."""
+    fleet, script = fleet_file(tmp_path, "", ""), str(ROOT / "examples" / "one_line.py")
+    status, output, errors = hosts.run("attic", convoy("run", "--fleet", str(fleet), script), limit_s=110)
+    assert (status, errors) == (0, "")
+    losses = re.findall(r"^epoch \d: loss ([\d.]+)$", output, re.MULTILINE)
+    assert len(losses) == 2
+    assert float(losses[1]) < 0.5 * float(losses[0])
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_grouped_and_depthwise_flop() -> None:
     assert (layers["multiplied"].groups, layers["multiplied"].channels_in) == (5, 5)
     assert layers["valid"].flop == 2 * 6 * 4 * (3 * 2) * (2 * 3)
     assert list(layers["strided"].parameters) == ["weight"]
-    assert layers["circular"].kind == "opaque"
+    assert layers["circular"].kind == "conv"
 
 
 @pytest.mark.parametrize(
@@ -74,23 +74,23 @@ def test_grouped_and_depthwise_flop() -> None:
         (lambda _, x: torch.reshape(x, shape=(-1, 4 * x.size(2) * x.size(3))), "flatten", (256,)),
         (lambda _, x: torch.flatten(x, start_dim=1), "flatten", (256,)),
         (lambda _, x: x.flatten(-3), "flatten", (256,)),
-        (lambda _, x: x.view(x.size()[:2] + (-1,)), "opaque", (4, 64)),  # noqa: RUF005
-        (lambda _, x: x.flatten(2), "opaque", (4, 64)),
+        (lambda _, x: x.view(x.size()[:2] + (-1,)), "parts", (4, 64)),  # noqa: RUF005
+        (lambda _, x: x.flatten(2), "parts", (4, 64)),
         (lambda _, x: x.mean([2, 3]), "pool", (4,)),
         (lambda _, x: x.mean(dim=(-2, -1), keepdim=True), "pool", (4, 1, 1)),
-        (lambda _, x: x.mean(1), "opaque", (8, 8)),
+        (lambda _, x: x.mean(1), "parts", (8, 8)),
         (lambda _, x: F.max_pool2d(x, 2), "pool", (4, 4, 4)),
         (lambda _, x: F.max_pool2d(x, 2, return_indices=True)[0], "pick", (4, 4, 4)),
-        (lambda _, x: F.softmax(x, dim=1), "opaque", (4, 8, 8)),
+        (lambda _, x: F.softmax(x, dim=1), "parts", (4, 8, 8)),
         (lambda _, x: x + x, "elementwise", (4, 8, 8)),
         (lambda _, x: 2 - x, "elementwise", (4, 8, 8)),
         (lambda _, x: x + x.relu(), "join", (4, 8, 8)),
         (lambda m, x: m.scale.view(4, 1, 1) * x, "join", (4, 8, 8)),
         (lambda _, x: torch.cat([x, x], -1), "cat", (4, 8, 16)),
         (lambda _, x: x.chunk(2, 1)[-1], "pick", (2, 8, 8)),
-        (lambda _, x: torch.stack([x, x], 1), "opaque", (2, 4, 8, 8)),
-        (lambda _, x: x[:, 1:3], "opaque", (2, 8, 8)),
-        (lambda _, x: x > 0, "opaque", (4, 8, 8)),
+        (lambda _, x: torch.stack([x, x], 1), "parts", (2, 4, 8, 8)),
+        (lambda _, x: x[:, 1:3], "parts", (2, 8, 8)),
+        (lambda _, x: x > 0, "elementwise", (4, 8, 8)),
     ],
 )
 def test_kinds_of_calls(function: Callable[..., Any], kind: str, shape: tuple[int, ...]) -> None:
@@ -210,5 +210,5 @@ def test_evaluation_keeps_whole_what_training_keeps_whole() -> None:
     beside = trace(model, torch.zeros(2, 3, 8, 8), training=False, like=training)
     assert "average" not in alone.graph.layers
     assert beside.graph["average"].kind == "opaque"
-    whole = trace(nets.HalfBatch(), torch.zeros(2, 3, 8, 8))
+    whole = trace(nets.OpaqueWhole(), torch.zeros(2, 3, 8, 8))
     assert list(trace(nets.TwoConv(), torch.zeros(2, 3, 8, 8), like=whole).graph.layers) == ["input", "model"]

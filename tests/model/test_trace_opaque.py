@@ -43,18 +43,18 @@ def test_layers_that_look_at_other_samples_run_whole(function: Callable[..., Any
         lambda _, x: x - x.mean(0, keepdim=True),
     ],
 )
-def test_arithmetic_with_the_batch_size_keeps_the_model_whole(function: Callable[..., Any]) -> None:
+def test_arithmetic_with_the_batch_size_becomes_one_layer(function: Callable[..., Any]) -> None:
     """`n // 2` is 1 for both batches of a trace: it became the constant 1 for every batch."""
-    graph = trace(Calls(function), torch.zeros(2, 3, 8, 8)).graph
-    assert list(graph.layers) == ["input", "model"]
-    assert not graph["model"].per_sample
+    *others, odd = trace(Calls(function), torch.zeros(2, 3, 8, 8)).graph.layers.values()
+    assert [layer.kind for layer in others] == ["input", "conv"]
+    assert (odd.kind, odd.per_sample) == ("opaque", False)
 
 
-def test_a_first_axis_that_is_not_the_batch_keeps_the_model_whole() -> None:
+def test_a_first_axis_that_is_not_the_batch_makes_one_layer_of_its_calls() -> None:
     graph = trace(Calls(lambda _, x: x.view(x.size(0) * 2, -1).view(x.size(0), -1)), torch.zeros(2, 3, 8, 8)).graph
-    assert list(graph.layers) == ["input", "model"]
-    assert "first axis of view is not the batch" in graph["model"].reason
-    assert graph["model"].per_sample
+    assert list(graph.layers) == ["x", "conv", "view"]
+    assert "first axis of view is not the batch" in graph["view"].reason
+    assert graph["view"].per_sample
 
 
 @pytest.mark.parametrize(
@@ -80,13 +80,22 @@ def test_an_opaque_layer_is_judged_in_the_mode_it_runs_in() -> None:
 def test_a_layer_that_writes_into_its_buffers_runs_whole() -> None:
     layer = layers_of(nets.Noting())["average"]
     assert (layer.kind, layer.per_sample) == ("opaque", False)
-    assert "notes in its buffers" in layer.reason
+    assert "notes what a batch was like" in layer.reason
 
 
 def test_a_subclass_of_batch_norm_is_no_batch_norm() -> None:
     layer = layers_of(nets.OwnNorms())["norm"]
     assert (layer.kind, layer.per_sample) == ("opaque", False)
     assert "OwnNorm looks at the whole batch" in layer.reason
+
+
+def test_a_batch_norm_with_an_activation_is_taken_apart() -> None:
+    class Active(nn.BatchNorm2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).relu()
+
+    layers = layers_of(nn.Sequential(nn.Conv2d(3, 4, 3), Active(4)))
+    assert [layer.kind for layer in layers.values()] == ["input", "conv", "batch_norm", "elementwise"]
 
 
 def test_a_batch_norm_hidden_in_python_runs_whole_until_it_is_frozen() -> None:
@@ -124,7 +133,9 @@ def test_random_layers_are_known() -> None:
 
 def test_reasons_name_what_is_opaque_and_why() -> None:
     inner = layers_of(nets.OpaquePerSample())["inner"]
-    assert (inner.kind, inner.per_sample, inner.reason) == ("opaque", True, "no rule splits the channels of PerSample")
+    assert (inner.kind, inner.per_sample) == ("opaque", True)
+    assert inner.reason.startswith("PerSample stays whole: torch.fx cannot trace it: ")
+    assert "odd_nets.py:" in inner.reason
     assert set(inner.parameters) == {f"{m}.{p}" for m in ("bright", "dark", "never") for p in ("weight", "bias")}
     assert inner.parameters["dark.weight"].key == "inner.dark.weight"
     whole = layers_of(nets.OpaqueWhole())
@@ -142,21 +153,24 @@ def test_flop_of_an_opaque_layer_are_counted() -> None:
 
 
 def test_hooks_make_a_layer_opaque() -> None:
-    """The executor computes convolutions by itself: what hung on them from outside was left out."""
+    """The executor computes convolutions by itself: what hung on them from outside was left out. What a hook sees must be the
+    whole batch, so every device computes its layer; weight_norm looks at no sample."""
     layers = layers_of(nets.Hooked())
     assert [(name, layers[name].kind, layers[name].per_sample) for name in ("conv1", "conv2", "fc")] == [
-        ("conv1", "opaque", True),
-        ("conv2", "opaque", True),
+        ("conv1", "opaque", False),
+        ("conv2", "filters", True),
         ("fc", "linear", True),
     ]
+    assert [name for name, layer in layers.items() if layer.everywhere] == ["conv1"]
+    assert layers["conv1"].reason == "it has a forward hook, so every device computes it for the whole batch"
     assert "parametrizations.weight.original0" in layers["conv2"].parameters
 
 
-def test_a_backward_of_ones_own_keeps_the_model_whole() -> None:
+def test_a_backward_of_ones_own_is_a_layer() -> None:
     """torch.fx traced through the forward of an autograd.Function: its gradients were those of autograd."""
-    graph = trace(nets.OwnBackward(), torch.zeros(2, 3, 8, 8)).graph
-    assert list(graph.layers) == ["input", "model"]
-    assert graph["model"].reason.startswith("its trace gives other gradients")
+    layers = layers_of(nets.OwnBackward())
+    assert list(layers) == ["x", "conv", "relu", "apply", "mean", "fc"]
+    assert (layers["apply"].kind, layers["apply"].per_sample) == ("opaque", True)
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
@@ -167,15 +181,18 @@ def test_a_model_that_cannot_be_copied() -> None:
 
 
 @pytest.mark.parametrize(
-    "function",
+    ("function", "layers"),
     [
-        lambda _, x: x.view_as(x).relu_() + x,  # a view of x is overwritten: x changes under another name
-        lambda _, x: x.zero_(),
-        lambda _, x: x.transpose_(2, 3)[:, :, :4],
+        # A view of x is overwritten: x changes under another name.
+        (lambda _, x: x.view_as(x).relu_() + x, ["input", "model"]),
+        (lambda _, x: x.zero_(), ["input", "model"]),
+        (lambda _, x: x.transpose_(2, 3)[:, :, :4], ["x", "conv"]),
     ],
 )
-def test_in_place_work_that_a_trace_cannot_hold_keeps_the_model_whole(function: Callable[..., Any]) -> None:
-    assert list(layers_of(Calls(function))) == ["input", "model"]
+def test_in_place_work_that_a_trace_cannot_hold_stays_whole(function: Callable[..., Any], layers: list[str]) -> None:
+    found = layers_of(Calls(function))
+    assert list(found) == layers
+    assert found[layers[-1]].kind == "opaque"
 
 
 def test_an_in_place_sum_of_numbers_leaves_the_old_number_alone() -> None:

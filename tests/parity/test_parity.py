@@ -183,4 +183,4 @@ def test_two_forward_passes_before_one_backward(plan: str) -> None:
         for found in run_on_threads(4, work):
             for key, parameter in reference.named_parameters():
                 assert parameter.grad is not None
-                assert torch.allclose(found[key], parameter.grad, rtol=EXACT, atol=EXACT), key
+                assert torch.allclose(found[key].cpu(), parameter.grad, rtol=EXACT, atol=EXACT), key

@@ -158,23 +158,84 @@ class PythonAtTheEnd(nets.TwoConv):
 
 
 def test_an_evaluation_that_is_one_layer() -> None:
-    """With whole weights on every device it runs; with split ones no device could, and the message says what to do."""
+    """With whole weights on every device it runs; split ones are brought there for it, and are split again afterwards."""
     model, x = PythonAtTheEnd().double(), torch.randn(8, 3, 8, 8, dtype=torch.float64)
     graph = trace(model, x[:2]).graph
     expected = copy.deepcopy(model).eval()(x)
 
-    def work(group: Group) -> tuple[Tensor, str]:
+    def work(group: Group) -> list[Tensor]:
         whole = Distributed(model, named_plan("data", graph, 8, Speeds((1.0, 1.0))), group, x[:2]).eval()
         split = Distributed(model, named_plan("model", graph, 8, Speeds((1.0, 1.0))), group, x[:2]).eval()
-        with pytest.raises(InputError) as caught:
-            split(x, batch=8)
+        before = {key: tuple(p.shape) for key, p in split.named_parameters()}
+        assert before != {key: tuple(p.shape) for key, p in model.named_parameters()}
         with torch.no_grad():
-            return whole(part(whole, x), batch=8), str(caught.value)
+            found = [here(part(here, x), batch=8) for here in (whole, split)]
+        assert {key: tuple(p.shape) for key, p in split.named_parameters()} == before
+        with pytest.raises(InputError, match=r"backward in evaluation mode: parameter '.*' is used on other devices"):
+            split(part(split, x), batch=8).sum().backward()
+        return [*found, split.train()(part(split, x), batch=8).detach()]
 
-    for found, message in run_on_threads(2, work):
-        assert torch.allclose(found, expected, rtol=EXACT, atol=EXACT)
-        assert "layer 'model' is built so differently from training" in message
-        assert "full_state_dict()" in message
+    for found in run_on_threads(2, work):
+        for y in found:  # the net is the same in training, but for the sorting
+            assert y.shape == expected.shape
+        assert torch.allclose(found[0], expected, rtol=EXACT, atol=EXACT)
+        assert torch.allclose(found[1], expected, rtol=EXACT, atol=EXACT)
+        assert torch.allclose(found[2] - found[2].amax(1, keepdim=True), expected, rtol=EXACT, atol=EXACT)
+
+
+class CachesInEvaluation(nn.Module):
+    """What LeViT's attention does: biases are looked up once for all evaluations, and anew after training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.biases = nn.Parameter(torch.zeros(4))
+        self.register_buffer("places", torch.tensor([0, 1, 1, 2, 3, 3]), persistent=False)
+        self.cache: dict[str, Tensor] = {}
+
+    def train(self, mode: bool = True) -> nn.Module:
+        self.cache = {}
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return self.norm(self.fc(x)) + self.biases[self.places]
+        if str(x.device) not in self.cache:
+            self.cache[str(x.device)] = self.biases[self.places]
+        return self.norm(self.fc(x)) + self.cache[str(x.device)]
+
+
+def test_a_module_that_caches_in_evaluation_is_still_taken_apart_in_training() -> None:
+    """LeViT and EfficientFormer could not be evaluated: the module is whole there, and training has its weights in parts."""
+    model = nn.Sequential(nn.Linear(5, 6), CachesInEvaluation(), nn.ReLU(), nn.Linear(6, 5)).double()
+    batches = [(torch.randn(10, 5, dtype=torch.float64), torch.randint(0, 5, (10,))) for _ in range(3)]
+    graph = trace(model, batches[0][0][:2]).graph
+    assert graph["1.fc"].kind == "linear"
+    plan = named_plan("model", graph, 10, Speeds((2.0, 1.0, 1.0)))
+
+    def train(here: nn.Module, forward: Callable[[Tensor], Any]) -> list[float]:
+        optimizer = torch.optim.SGD(here.parameters(), lr=0.1, momentum=0.9)
+        seen = []
+        for x, y in batches:
+            optimizer.zero_grad()
+            loss_of(forward(x), y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                here.eval()
+                seen += [loss_of(forward(each), y).item() for each in (x, x + 1)]
+                here.train()
+        return seen
+
+    def work(group: Group) -> list[float]:
+        here = Distributed(model, plan, group, batches[0][0][:2])
+        return train(here, lambda x: here(part(here, x), batch=len(x)))
+
+    with one_trace():
+        found = run_on_threads(3, work)
+    reference = copy.deepcopy(model)
+    expected = train(reference, reference)
+    for losses in found:
+        assert losses == pytest.approx(expected, rel=EXACT, abs=EXACT)
 
 
 def test_gradients_in_evaluation_mode() -> None:

@@ -131,3 +131,12 @@ def test_units_are_whole_groups_even_where_all_counts_could_be_cut_finer() -> No
     first, _ = graph.weighted
     plan = Plan("groups", graph.fingerprint, 2, 4, {first.name: Filter((2, 2))}, One(0))
     assert coupled_axes(plan, graph) == ()
+
+
+def test_groups_of_a_norm_are_shared_out_whole() -> None:
+    """By the extents alone single channels would be: the norm could not keep them, and its weights would lie elsewhere."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(4, 8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
+    graph = trace(model, torch.zeros(2, 3, 8, 8)).graph
+    plan = Plan("by hand", graph.fingerprint, 3, 10, {"0": Filter((4, 2, 2))}, Batch((5, 3, 2)))
+    filters = next(axes for axes in coupled_axes(plan, graph) if axes.counted == "filters")
+    assert (filters.layers, filters.units) == (("0", "1", "2", "3"), (2, 1, 1))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from convoy.errors import PlanError
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
-from convoy.plan.evaluation import misplaced, pin
+from convoy.plan.evaluation import borrowed, pin
 from convoy.plan.lower import lower, parameter_layouts, placements
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
@@ -141,7 +141,7 @@ def test_evaluation_computes_where_training_keeps_the_parameters(net: str, name:
     training, evaluation = both_modes(net)
     plan = by_name(name, net)
     pinned = pin(plan, training, evaluation)
-    assert not misplaced(pinned, plan, training, evaluation)
+    assert not borrowed(pinned, plan, training, evaluation)
     kept = parameter_layouts(plan, training)
     for step in lower(pinned, evaluation).steps:
         if isinstance(step, Compute) and step.phase == "forward":
@@ -182,15 +182,16 @@ def test_dropout_in_front_moves_training_but_not_evaluation() -> None:
     assert parameter_layouts(plan, training)["norm.weight"] == Replicated((0, 1))
     pinned = pin(plan, training, evaluation)
     assert pinned.layers["norm"] == Batch((5, 5, 0, 0))
-    assert not misplaced(pinned, plan, training, evaluation)
+    assert not borrowed(pinned, plan, training, evaluation)
 
 
-def test_an_evaluation_that_nobody_can_compute_is_reported() -> None:
+def test_an_evaluation_that_no_device_has_the_weights_of_borrows_them() -> None:
     """In evaluation the model is one layer; its weights are split."""
     training = graph_of("two-conv")
-    whole = trace(nets.HalfBatch(), torch.zeros(2, 3, 8, 8))
+    whole = trace(nets.OpaqueWhole(), torch.zeros(2, 3, 8, 8))
     evaluation = trace(
         nets.build("two-conv"), torch.zeros(2, 3, 8, 8, dtype=torch.float64), training=False, like=whole
     ).graph
     plan = by_name("model", "two-conv")
-    assert misplaced(pin(plan, training, evaluation), plan, training, evaluation) == ("model",)
+    wanted = borrowed(pin(plan, training, evaluation), plan, training, evaluation)
+    assert wanted == {p.key: Replicated((0, 1, 2, 3)) for p in evaluation["model"].parameters.values()}

@@ -153,7 +153,7 @@ NO_PLANS = [
     ("{", ("JSON", "line 1 column 2", "correct it there")),
     (TEXT.replace("[5, 0, 3]", "[5 0, 3]"), ("JSON", "line 12 column 55", "correct it there")),
     ("\ufeff" + TEXT, ("JSON", "BOM", "correct it there")),
-    ("[" * 100_000, ("JSON", "recursion", "correct it there")),
+    ("[" * 100_000, ("JSON", "deeper than 100 levels", "correct it there")),
     (TEXT.replace("12", "1" * 5000), ("JSON", "5000 digits", "correct it there")),
     ("[1]", ("format None", "reads 1", "make the plan anew")),
     ("12", ("format None", "reads 1", "make the plan anew")),
@@ -250,7 +250,7 @@ def test_any_value_in_any_row_is_read_or_refused(row: str, value: Any) -> None:
     ("content", "parts"),
     [
         (None, ("cannot read the plan", "plan.json", "No such file", "give the path of a plan file")),
-        (b"\xff\xfe{}", ("cannot read the plan", "plan.json", "utf-8", "give the path of a plan file")),
+        (b"\xff\xfe{}", ("cannot read the plan", "plan.json", "UTF-8", "give the path of a plan file")),
         (b"nonsense", ("plan.json", "JSON", "correct it")),
     ],
     ids=["missing", "not text", "not JSON"],
@@ -266,7 +266,7 @@ def test_load_names_the_file(tmp_path: Path, content: bytes | None, parts: tuple
 
 
 def test_load_of_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"cannot read the plan .*directory.*give the path"):
+    with pytest.raises(PlanError, match=r"cannot read the plan .*it is a folder; give the path"):
         Plan.load(tmp_path)
 
 

@@ -14,10 +14,12 @@ from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
+from convoy.plan.steps import StepList
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.planner.analytic import CostModel
-from convoy.planner.local_search import LocalSearch
+from convoy.planner.local_search import LocalSearch, Replay
 from convoy.simulator.events import Event, Timeline
+from convoy.simulator.price import computing_s
 from convoy.simulator.simulate import simulate
 
 
@@ -40,7 +42,7 @@ def balanced(plan: Plan, graph: Graph, timeline: Timeline) -> Plan:
     times = Roofline((Rate(1e9, 1e9),) * devices)
     near, wide = ((0.0,) * devices,) * devices, (1e9,) * devices
     network = Network(tuple(range(devices)), wide, wide, wide, near, (wide,) * devices, (0.0,) * devices)
-    return search(graph, Costs(times, network)).balanced(plan, timeline)
+    return search(graph, Costs(times, network)).balanced(plan, Replay.of(timeline).busy_s)
 
 
 def busy(*spans_s: tuple[float, ...]) -> Timeline:
@@ -140,6 +142,41 @@ def test_each_variant_is_faster_than_the_one_before() -> None:
     assert seconds == simulate(lower(best, graph), graph, costs).step_s
     # The device that the traffic keeps busy has less to compute.
     assert best.layers["2"].shares[0] > best.layers["2"].shares[1]  # type: ignore[union-attr]
+
+
+def test_a_plan_is_replayed_once_and_one_that_computes_for_too_long_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for RegNetY-400MF took seconds: a third of the replays were of plans that had been replayed, a sixth of plans
+    whose slowest device alone computed for longer than the best step."""
+    replayed: list[StepList] = []
+
+    def noted(steps: StepList, graph: Graph, costs: Costs) -> Timeline:
+        replayed.append(steps)
+        return simulate(steps, graph, costs)
+
+    monkeypatch.setattr("convoy.planner.local_search.simulate", noted)
+    graph, costs = small_graph(), slow_receiver()
+    local, even = search(graph, costs), plan_of({}, Batch((4, 4)), 2)
+    even_s = local.simulated(even).step_s
+    assert local.simulated(even.named("again")).step_s == even_s
+    assert len(replayed) == 1
+    one_sided = replace(even, otherwise=Batch((8, 0)))
+    computing = computing_s(lower(one_sided, graph), graph, costs)
+    assert local.shorter(one_sided, computing[0]) is None
+    assert len(replayed) == 1
+    assert local.shorter(one_sided, 2 * computing[0]) == local.simulated(one_sided)
+    assert len(replayed) == 2
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_no_step_is_shorter_than_what_a_device_computes(pieces: int) -> None:
+    graph, costs = small_graph(), slow_receiver()
+    layers = {"0": Filter((14, 10)), "2": Filter((20, 28)), "5": Channel((400, 368))}
+    for strategies in (layers, {}):
+        steps = lower(replace(plan_of(strategies, Batch((5, 3)), 2), pieces=pieces), graph)
+        timeline = simulate(
+            steps, graph, replace(costs, network=replace(costs.network, processor_s_per_byte=(0.0, 0.0)))
+        )
+        assert computing_s(steps, graph, costs) == pytest.approx(timeline.compute_s)
 
 
 def test_pieces_are_tried_where_something_is_gathered() -> None:

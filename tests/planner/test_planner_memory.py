@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from convoy.cost.costs import roofline_costs
-from convoy.cost.memory import Room, memory_of
+from convoy.cost.memory import Room, memory_of, most_bytes
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph
+from convoy.model.nets import graph_of
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
@@ -17,6 +18,8 @@ from convoy.planner.analytic import CostModel
 from convoy.planner.planner import candidates, plan_auto, solo_speeds
 from convoy.planner.predict import PlanningContext, predict_all
 from convoy.planner.search import Search
+from convoy.sharding.comm_dtype import CommDtype
+from convoy.sharding.redistribute import SUMS, Sum
 from convoy.simulator.energy import energy_of
 from convoy.simulator.simulate import Costs, simulate
 from tests.support.stacks import Stack
@@ -32,7 +35,7 @@ def fleet(*rows: tuple[float, int | None]) -> Fleet:
     """One device per host, of these FLOP/s and bytes of memory."""
     devices = tuple(
         Device(
-            f"d{i}", f"h{i}", "cpu", memory_bytes=memory, peak_flop_per_s=rate, memory_bandwidth_bytes_per_s=rate / 4,
+            f"d{i}", f"h{i}", "cpu", memory_bytes=memory, peak_flop_per_s=rate, memory_bytes_per_s=rate / 4,
             idle_w=1.0, busy_w=2.0,
         )
         for i, (rate, memory) in enumerate(rows)
@@ -53,6 +56,24 @@ def needs(plan: Plan, graph: Graph = WIDE) -> list[int]:
 def test_a_plan_that_fits_is_the_same_with_and_without_limits() -> None:
     roomy = context_of(fleet((1e11, 10**10), (5e10, 10**10)))
     assert plan_auto(WIDE, BATCH, roomy.costs, roomy.room) == plan_auto(WIDE, BATCH, roomy.costs)
+
+
+@pytest.mark.parametrize(("reduce", "wire"), [*((each, "exact") for each in SUMS), ("ring", "inexact-bf16")])
+@pytest.mark.parametrize("name", PLANS)
+def test_the_quick_estimate_of_memory_is_never_too_small(name: str, reduce: Sum, wire: CommDtype) -> None:
+    """Plans are taken for fitting by it: were it too small, one that does not fit would be chosen."""
+    for graph in (WIDE, graph_of("resnet:8:16"), graph_of("alexnet:64")):
+        plan = replace(named_plan(name, graph, 9, Speeds((4.0, 2.0, 0.5)), reduce), wire=wire)
+        steps = lower(plan, graph)
+        least = [each.total_bytes for each in memory_of(plan, graph)]
+        assert all(a >= b for a, b in zip(most_bytes(steps, graph), least, strict=True))
+
+
+def test_where_there_is_plenty_of_room_no_program_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choosing for a deep net took half as long again, because every plan was compiled to see whether it fits."""
+    roomy = context_of(fleet((1e11, 10**10), (5e10, 10**10)))
+    monkeypatch.setattr("convoy.cost.memory.compile_all", lambda *_: pytest.fail("compiled"))
+    assert candidates(WIDE, BATCH, roomy.costs, roomy.room, simulated=False)
 
 
 def test_only_a_split_of_the_big_layer_fits() -> None:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from convoy.report.compare import write_comparison
 from convoy.report.page import write_report
+from tests.report.test_serve import serving
 from tests.support.browser import Page, browsing, needs_browser
-from tests.support.run_logs import RUN, layer, whole_run, write
+from tests.support.run_logs import RESHARE, RUN, layer, whole_run, write
 
 pytestmark = needs_browser
 
@@ -109,18 +111,26 @@ def test_the_numbers_of_the_log_stand_where_they_belong(page: Page) -> None:
             "Of the limit 45.7%",
             "Training 800 ms 2 epochs, 40 steps",
         ],
-        "curves": ["mean of 3 steps", "1 1.5 62.5% 3,200 0.4 0.01", "2 0.5 87.5% 3,200 0.4 0.01"],
+        "curves": ["Smoothing 0.60", "training loss", "1 1.5 62.5% 3,200 0.4 0.01", "2 0.5 87.5% 3,200 0.4 0.01"],
         "rate": ["predicted 4,000", "limit 7,000", "bound by computing on lab1-cpu0"],
         "plan": [
             "Plan auto: 64 samples in one pass, sums by ring.",
-            "shares at the end",
+            "what is in force stands first",
+            "From step 10 on: conv2 64/48/16 -> 96/24/8 filters",
+            "Steps 0 to 9: as the run began",
             "↓ split by samples → copies on 3 devices · 262 kB",
             "Σ 5.12 kB",
             "then elementwise",
             "the first of its kind",
             "for the loss: whole on device 0 → copies on 3 devices · 5.12 kB",
         ],
-        "step": ["takes 16 ms", "lab1-cpu0 computes 75.0%, waits for messages 25.0%", "time (ms)"],
+        "step": [
+            "From step 10 on For these shares nothing was predicted.",
+            "Steps 0 to 9",
+            "takes 16 ms",
+            "lab1-cpu0 computes 75.0%, waits for messages 25.0%",
+            "time (ms)",
+        ],
         "devices": ["4,000 samples/s alone, 75.0% of the arithmetic", "cpu (2 threads) on lab2, slowed down 4x"],
         "shares": ["changed once", "after step 9: conv2 64/48/16 -> 96/24/8 filters"],
         "settings": ["net two-conv:32:128 command line", "plan auto run.toml line 3", "timeout 60", "slowdown 1, 2, 4"],
@@ -144,11 +154,11 @@ def test_boxes_are_as_wide_as_the_shares(page: Page) -> None:
     """Conv2 with the shares at the end; what each device did; the work of all layers; on a phone as on a desk."""
     for width in (1200, 390):
         page.resize(width)
-        rows = "#plan .layer:nth-of-type({}) .boxes .box"
+        rows = "#plan details[open] .layer:nth-of-type({}) .boxes .box"
         assert widths(page, rows.format(3)) == pytest.approx([96 / 128, 24 / 128, 8 / 128], abs=0.02)
         assert widths(page, rows.format(4)) == [1.0]
         assert widths(page, rows.format(5)) == pytest.approx([1 / 3] * 3, abs=0.02)
-        assert widths(page, "#plan .work .box") == pytest.approx([0.75, 0.1875, 0.0625], abs=0.02)
+        assert widths(page, "#plan details[open] .work .box") == pytest.approx([0.75, 0.1875, 0.0625], abs=0.02)
         assert widths(page, "#devices .use:nth-of-type(2) .box") == pytest.approx([0.5, 0.3, 0.2], abs=0.02)
 
 
@@ -167,6 +177,7 @@ def places(page: Page, selector: str) -> list[list[float]]:
 
 def test_pictures_show_what_they_tell(page: Page) -> None:
     """The spans of a step lie where the simulator put them; shares change at their step; levels lie in order."""
+    page.tell(UNFOLD)
     (left, right, *_), _, (last, end, *_) = places(page, "#step .track:nth-of-type(1) .span:not(.send)")
     assert (left, right) == pytest.approx((0.0, 4 / 16), abs=0.01)
     assert (last, end) == pytest.approx((14 / 16, 1.0), abs=0.01)
@@ -175,7 +186,7 @@ def test_pictures_show_what_they_tell(page: Page) -> None:
     assert [area[3] - area[2] for area in areas] == pytest.approx([0.5, 0.375, 0.125, 0.75, 0.1875, 0.0625], abs=0.01)
     top = {name: places(page, f"#rate svg .{name}")[0][2] for name in ("limit", "prediction", "main")}
     assert 0 <= top["limit"] < top["prediction"] < top["main"] < 1, "7,000 above 4,000 above 3,200"
-    (curve,) = places(page, "#loss-title ~ polyline.main")
+    (curve,) = places(page, "#loss-desc ~ polyline.faint")
     assert curve == pytest.approx([0.0, 39 / 40, 0.06 / 1.12, 1 - 0.06 / 1.12], abs=0.03)
 
 
@@ -195,7 +206,7 @@ def test_names_that_are_long_or_look_like_markup(tmp_path: Path) -> None:
         page.open(report)
         page.tell(UNFOLD)
         assert page.tell("document.title") == f"{evil} on digits – Convoy"
-        assert page.tell("document.scripts.length") == 0
+        assert page.tell("document.scripts.length") == 1
         assert page.tell("document.querySelector('h1').innerText") == f"{evil} on digits"
         for section in ("plan", "devices", "step", "settings"):
             assert evil in text_of(page, section)
@@ -211,3 +222,99 @@ def test_a_run_that_has_just_begun_is_a_page_too(tmp_path: Path) -> None:
         assert "Not finished: 0 of 40 steps" in page.tell("document.querySelector('header').innerText")
         needs, has = page.tell(OVERFLOW)
         assert needs <= has == 390
+
+
+# --------------------------------------------------------------------------------------------- what the script does
+
+
+VALUES = "[...document.querySelectorAll('.tip > *')].map(each => each.innerText.trim())"
+
+
+def test_values_under_the_pointer(page: Page) -> None:
+    """At the 21st step of 40, the start of the second epoch: 1.2 as it is, 4,000 predicted; the keyboard moves on."""
+    page.point_at("#loss-desc", 0.5)
+    page.point_at('svg[aria-label="Training loss"]', 20 / 40)
+    head, raw, smooth = page.tell(VALUES)
+    assert (head, raw) == ("step 20", "each step 1.2")
+    assert float(smooth.removeprefix("training loss ")) == pytest.approx(1.2 + 0.06, abs=0.005), "it lags behind"
+    page.point_at('svg[aria-label="Samples/s"]', 0.9)
+    assert page.tell(VALUES) == ["step 36", "measured 3,200"]
+    page.point_at('svg[aria-label="Test accuracy"]', 1.0)
+    assert page.tell(VALUES) == ["step 40", "accuracy 87.5%"]
+    page.tell("document.querySelector('svg[aria-label=\"Training loss\"]').focus()")
+    for _ in range(3):
+        page.ask("Input.dispatchKeyEvent", type="keyDown", key="ArrowLeft")
+    assert page.tell(VALUES)[0] == "step 17", "from where the pointer was"
+    page.ask("Input.dispatchKeyEvent", type="keyDown", key="Escape")
+    assert page.tell(VALUES) == []
+
+
+SLIDE = """(weight => { const slider = document.querySelector('.smoothing input');
+  slider.value = weight; slider.dispatchEvent(new Event('input', {bubbles: true})); })"""
+DRAWN = """document.querySelector('#loss-desc ~ polyline.smooth').getAttribute('points').split(' ').map(
+  pair => pair.split(',').map(Number))"""
+
+
+def test_smoothing_is_the_exponential_mean(page: Page) -> None:
+    page.tell(f"{SLIDE}(0)")
+    raw = page.tell(DRAWN)
+    assert [y for _, y in raw] == pytest.approx(
+        [float(y) for y in page.tell(DRAWN.replace("polyline.smooth", "polyline.faint") + ".map(p => p[1])")]
+    )
+    for weight in (0.9, 0.3):
+        page.tell(f"{SLIDE}({weight})")
+        total = weights = 0.0
+        for (x, y), (at, mean) in zip(raw, page.tell(DRAWN), strict=True):
+            total, weights = weight * total + (1 - weight) * y, weight * weights + (1 - weight)
+            assert (at, mean) == pytest.approx((x, total / weights))
+        assert page.tell("document.querySelector('.smoothing output').innerText") == f"{weight:.2f}"
+
+
+def test_a_page_that_is_served_follows_its_run(tmp_path: Path) -> None:
+    """What a person unfolded and set stays so; a server that ends is told; nothing complains."""
+    rows, log = whole_run(), tmp_path / "log.jsonl"
+    with browsing(tmp_path / "profile") as page:
+        page.resize(1200)
+        with serving(tmp_path) as server:
+            page.open(server.address)
+            assert "Nothing to show yet" in page.tell("document.body.innerText")
+            write(log, rows[: rows.index(RESHARE) + 1])
+            page.wait_for("document.body.innerText.includes('Not finished: 10 of 40 steps')")
+            page.tell(f"{SLIDE}(0.3)")
+            page.tell("document.querySelector('#plan details:last-of-type').open = true")
+            page.tell("document.querySelector('#settings').dataset.mine = 'untouched'")
+            write(log, rows)
+            page.wait_for("document.body.innerText.includes('Finished: 40 of 40 steps')")
+            assert page.tell("document.querySelector('.smoothing input').value") == "0.3"
+            assert page.tell("[...document.querySelectorAll('#plan details')].map(each => each.open)") == [True, True]
+            assert page.tell("document.querySelector('#settings').dataset.mine") == "untouched", (
+                "what is as it was stays"
+            )
+            assert page.tell("document.querySelector('.live').innerText").startswith("live, as of ")
+            needs, has = page.tell(OVERFLOW)
+            assert needs <= has
+            hosts = {event["request"]["url"].partition("?")[0] for event in page.told("Network.requestWillBeSent")}
+            assert {url for url in hosts if not url.startswith("data:")} == {server.address, f"{server.address}update"}
+            complaints = [page.told(kind) for kind in ("Log.entryAdded", "Runtime.exceptionThrown")]
+            assert complaints == [[], []]
+        page.wait_for("document.querySelector('.live').innerText.includes('does not answer')")
+        assert "Finished: 40 of 40 steps" in page.tell("document.body.innerText"), "the page stays"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_comparison_fits_every_width_and_can_be_read(scheme: str, tmp_path: Path) -> None:
+    runs = [write(tmp_path / f"{name}.jsonl", whole_run()) for name in ("one", "two", "three" * 20)]
+    with browsing(tmp_path / "profile") as page:
+        page.prefer(scheme)
+        page.resize(1200)
+        page.open(write_comparison(runs, tmp_path / "page.html"))
+        page.tell(UNFOLD)
+        assert page.tell(CONTRASTS)[0][0] >= 4.5, page.tell(CONTRASTS)[:5]
+        for width in WIDTHS:
+            page.resize(width)
+            needs, has = page.tell(OVERFLOW)
+            assert needs <= has == width
+        page.point_at('svg[aria-label="Training loss over time"]', 0.5)
+        assert [line.split()[0] for line in page.tell(VALUES)][1:] == ["each", "A", "each", "B", "each", "C"]
+        page.point_at('svg[aria-label="Test accuracy over steps"]', 0.3)
+        assert page.tell(VALUES) == ["step 20", "A 62.5%", "B 62.5%", "C 62.5%"]

@@ -1,5 +1,7 @@
 """From a log to a page, without a browser: what is read, what is refused, what is worked out, what is escaped."""
 
+import base64
+import hashlib
 import html.parser
 import json
 import re
@@ -13,20 +15,21 @@ from convoy.errors import InputError
 from convoy.report.chart import MOST_POINTS, Chart, Curve, draw, thinned
 from convoy.report.intervals import KINDS, Interval, intervals, kind_of
 from convoy.report.numbers import in_bytes, plain, seconds, ticks
-from convoy.report.page import page_of, write_report
+from convoy.report.page import MOST_PLANS, page_of, write_report
 from convoy.report.plan_picture import bands
+from convoy.runlog import reader
 from convoy.runlog.metrics import measured_samples_per_s, measured_step_s, rates, smoothed
-from convoy.runlog.reader import log_of, read_log
+from convoy.runlog.reader import GrowingLog, log_of, read_log
 from convoy.runlog.schema import Event, LayerEntry
 from tests.support.run_logs import END, FLEET, PLAN, PREDICTION, RESHARE, RUN, STEP_S, epoch, layer, whole_run, write
 
-SECTIONS = ["numbers", "curves", "rate", "plan", "step", "devices", "shares", "settings", "versions"]
+SECTIONS = ["numbers", "curves", "rate", "plan", "step", "devices", "system", "shares", "settings", "versions"]
 
 
 class Elements(html.parser.HTMLParser):
     """The elements of a page, and whether each that is opened is closed in its turn."""
 
-    EMPTY = ("meta", "link", "br")
+    EMPTY = ("meta", "link", "br", "input")
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -45,18 +48,28 @@ class Elements(html.parser.HTMLParser):
 
 
 def page(tmp_path: Path, rows: list[dict[str, Any]], cut_off: str = "") -> str:
-    """The page of a log, checked as HTML: closed elements, unique ids, nothing from elsewhere, every section."""
+    """The page of a log, checked as HTML: closed elements, unique ids, one script, nothing from elsewhere, every section."""
     text = page_of(read_log(write(tmp_path / "run.jsonl", rows, cut_off)))
+    body, start, script = text.partition("<script>")
+    script = script.partition("</script>")[0]
+    assert start
+    assert "</script" not in body
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src &#39;sha256-{digest}&#39;" in body, "no other script may run"
     elements = Elements(text)
     assert elements.open == []
     ids = [attributes["id"] for _, attributes in elements.all if "id" in attributes]
     assert len(ids) == len(set(ids))
     assert [attributes["id"] for name, attributes in elements.all if name == "section"] == SECTIONS
     for name, attributes in elements.all:
-        assert name not in ("script", "iframe", "img", "object", "base")
+        assert name not in ("iframe", "img", "object", "base")
         assert "src" not in attributes
         assert attributes.get("href") in (None, "data:,")
-    assert not re.search(r"https?:|//\w|url\(|@import", text)
+    assert not re.search(r"https?:|//\w|url\(|@import", text.replace("http://www.w3.org/2000/svg", ""))
+    assert not re.search(
+        r"\bfetch\(|XMLHttp|WebSocket|EventSource|eval",
+        script.partition("if (!document.body.dataset.version) return;")[0],
+    )
     return text
 
 
@@ -133,14 +146,14 @@ def test_a_run_that_went_on_counts_what_it_did_last(tmp_path: Path) -> None:
     text = page(tmp_path, [*first, *second])
     record = read_log(tmp_path / "run.jsonl")
     assert [row.step for row in record.steps] == list(range(40))
-    assert [step for step, _ in record.changes] == [0, 10, 20]
+    assert [each.step for each in record.plans] == [0, 10, 20]
     assert record.prediction is None, "that was of the plan before"
     assert "Finished: 40 of 40 steps." in text
     assert "Devices 1, 2 have nothing to compute." in text
 
 
-def test_one_step_is_that_of_the_shares_in_force(tmp_path: Path) -> None:
-    """It showed the plan of the beginning after the shares had changed. The prediction to compare with stays the planner's."""
+def test_every_plan_is_shown_with_its_steps_and_the_one_in_force_first(tmp_path: Path) -> None:
+    """One step was that of the beginning after the shares had changed. The prediction to compare with stays the planner's."""
     now = PREDICTION | {
         "shares_only": True,
         "step_s": 0.024,
@@ -148,17 +161,42 @@ def test_one_step_is_that_of_the_shares_in_force(tmp_path: Path) -> None:
         "bound": "lab2",
     }
     rows = whole_run()
-    assert "predicts it with the shares of the beginning: one pass of the batch takes 16 ms" in page(tmp_path, rows)
+    text = page(tmp_path, rows)
+    plans, steps = (part_of(text, name) for name in ("plan", "step"))
+    after, before = "From step 10 on: conv2 64/48/16 -&gt; 96/24/8 filters", "Steps 0 to 9: as the run began"
+    assert plans.index(f"<details open><summary>{after}") < plans.index(f"<details><summary>{before}")
+    assert steps.index("For these shares nothing was predicted.") < steps.index("one pass of the batch takes 16 ms")
     rows.insert(rows.index(RESHARE) + 1, now)
     text = page(tmp_path, rows)
-    assert (
-        "with the shares at the end, from the times measured before the training: one pass of the batch takes 24 ms"
-        in text
+    steps = part_of(text, "step")
+    assert steps.index("<details open><summary>From step 10 on</summary>") < steps.index(
+        "one pass of the batch takes 24 ms"
     )
-    assert "It is bound by lab2." in text
+    assert "predicts it, from the times measured before the training: one pass of the batch takes 24 ms" in steps
+    assert "It is bound by lab2." in steps
+    assert steps.index("<details><summary>Steps 0 to 9</summary>") < steps.index("one pass of the batch takes 16 ms")
     assert "16 ms a step, -20.0% off" in text
     rows.remove(RESHARE)
-    assert "predicts it: one pass of the batch takes 16 ms" in page(tmp_path, [row for row in rows if row != now])
+    text = page(tmp_path, [row for row in rows if row != now])
+    assert "predicts it: one pass of the batch takes 16 ms" in text
+    assert "<details" not in part_of(text, "plan")
+
+
+def part_of(text: str, section: str) -> str:
+    """The source of a section."""
+    return text.partition(f'<section id="{section}"')[2].partition("</section>")[0]
+
+
+def test_of_very_many_plans_the_first_and_the_last_are_drawn(tmp_path: Path) -> None:
+    rows = [row for row in whole_run() if row["what"] != "reshare"]
+    for step in range(30):
+        at = next(place for place, row in enumerate(rows) if row["what"] == "step" and row["step"] == step)
+        rows.insert(at + 1, RESHARE | {"step": step, "reason": f"because {step}"})
+    text = page(tmp_path, rows)
+    summaries = re.findall(r"<summary>([^<]*):", part_of(text, "plan"))
+    assert len(summaries) == MOST_PLANS
+    assert (summaries[0], summaries[-1]) == ("From step 30 on", "Steps 0 to 0")
+    assert part_of(text, "shares").count("<li>after step") == 30
 
 
 @pytest.mark.parametrize(
@@ -174,6 +212,11 @@ def test_one_step_is_that_of_the_shares_in_force(tmp_path: Path) -> None:
             "its first line is not that of a run",
         ),
         (b'{"what": "run"}\n', "line 1: date: field required"),
+        (
+            b'{"what": "step", "step": 0, "epoch": 0, "loss": 1.0, "samples": 4, "s": 1e308}\n',
+            "line 1: s: input should be less than or equal to",
+        ),
+        (b'{"what": {}}\n', "it is empty"),
         (b"\xff\xfe\x00", "it is no text in UTF-8"),
         (b"\x00" * 100 + b"\n", "line 1 is no JSON"),
         (b"[" * 100_000 + b"\n", "line 1 is no JSON"),
@@ -203,6 +246,52 @@ def test_lines_of_different_numbers_of_devices_are_refused(tmp_path: Path) -> No
 
 def test_lines_of_a_newer_version_are_passed_over(tmp_path: Path) -> None:
     page(tmp_path, [RUN | {"weather": "fine"}, {"what": "moon", "phase": 3}, *whole_run()[1:]])
+
+
+# ------------------------------------------------------------------------------------------------------ a log that grows
+
+
+def test_a_log_is_read_on_and_not_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Line after line, and within the next: as a whole log of these lines; every line is parsed once."""
+    rows, path = whole_run(), tmp_path / "log"
+    parsed: list[str] = []
+    own = reader.parse_json
+    monkeypatch.setattr(reader, "parse_json", lambda text: parsed.append(text) or own(text))
+    growing = GrowingLog(write(path, rows[:1]))
+    for count in (1, 2, 7, 8, 20, len(rows)):
+        half = json.dumps(rows[count])[:9] if count < len(rows) else ""
+        write(path, rows[:count], half)
+        found = growing.read()
+        assert found.is_cut == bool(half)
+        parsed_before = len(parsed)
+        assert found == read_log(path)
+        del parsed[parsed_before:]
+    assert len(parsed) == len(rows)
+
+
+def test_a_log_that_is_not_the_same_any_more_is_read_anew(tmp_path: Path) -> None:
+    """Written anew and longer by the time it is looked at, in the same file; replaced; cut off; gone and back."""
+    path = tmp_path / "log"
+    growing = GrowingLog(write(path, [RUN, *epoch(0)]))
+    assert growing.read().steps_done == 20
+    write(path, [RUN | {"date": "2027-01-01"}, *epoch(0), *epoch(1)])
+    assert (growing.read().run.date, growing.read().steps_done) == ("2027-01-01", 40)
+    write(tmp_path / "other", [RUN, *epoch(0), *epoch(1)]).replace(path)
+    assert growing.read().run.date == RUN["date"]
+    write(path, [RUN])
+    assert growing.read().steps_done == 0
+    path.unlink()
+    with pytest.raises(InputError, match="No such file"):
+        growing.read()
+    write(path, whole_run())
+    assert growing.read().steps_done == 40
+    with path.open("a") as file:
+        file.write("no json\n")
+    for _ in range(2):
+        with pytest.raises(InputError, match=f"line {len(whole_run()) + 1} is no JSON"):
+            growing.read()
+    write(path, whole_run())
+    assert growing.read().end is not None
 
 
 # ------------------------------------------------------------------------------------------------ where it is written
@@ -334,7 +423,8 @@ def test_no_peak_is_lost_where_many_points_are_drawn_as_few() -> None:
 def test_a_chart_of_any_numbers_lies_within_its_frame(ys: list[float]) -> None:
     for from_zero in (True, False):
         curve = Curve("it", [(float(x), y) for x, y in enumerate(ys)], dots=True)
-        ((_, points, _),) = draw(Chart("it", "It", "step", [curve], (0, len(ys)), from_zero=from_zero)).lines
+        (line,) = draw(Chart("it", "It", "step", [curve], (0, len(ys)), from_zero=from_zero)).lines
+        points = line.points
         assert len(points) == len(ys)
         for place in points:
             x, y = map(float, place.split(","))

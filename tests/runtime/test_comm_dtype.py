@@ -352,9 +352,10 @@ def train(group: Group, plan: Plan, model: nn.Module, batches: Sequence[Labelled
         loss.backward()
         optimizer.step()
         result.losses.append(loss.item())
+    held = {**dict(here.named_parameters()), **dict(here.named_buffers())}
     for key, layout in here.layouts.items():
         if isinstance(layout, Replicated) and group.device in layout.devices:
-            result.copies[key] = here.module.state_dict()[key]
+            result.copies[key] = held[key].detach()
     result.whole = here.full_state_dict()
     return result
 

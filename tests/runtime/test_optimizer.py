@@ -132,7 +132,7 @@ def test_the_state_as_a_whole_is_that_of_one_device(name: str, plan: str) -> Non
 def _apart(found: Any, expected: Any) -> float:
     if expected is None:
         return 0.0 if found is None else float("inf")
-    a, b = torch.as_tensor(found, dtype=torch.float64), torch.as_tensor(expected, dtype=torch.float64)
+    a, b = (torch.as_tensor(each, dtype=torch.float64).cpu() for each in (found, expected))
     return float((a - b).abs().max()) if a.shape == b.shape else float("inf")
 
 
@@ -186,7 +186,7 @@ def test_an_optimizer_that_looks_at_more_than_one_entry_is_refused_on_pieces(nam
             "'data', 'data-by-speed'",
             "AdamW",
             "SGD",
-            f"convoy.ELEMENTWISE.add({name})",
+            f"convoy.train.ELEMENTWISE.add({name})",
         ):
             assert word in message
 
@@ -203,9 +203,9 @@ def test_it_is_welcome_where_every_device_has_whole_copies(name: str) -> None:
 
 @pytest.fixture
 def _scaled_is_known() -> Iterator[None]:
-    convoy.ELEMENTWISE.add(Scaled)
+    convoy.train.ELEMENTWISE.add(Scaled)
     yield
-    convoy.ELEMENTWISE.discard(Scaled)
+    convoy.train.ELEMENTWISE.discard(Scaled)
 
 
 @pytest.mark.usefixtures("_scaled_is_known")

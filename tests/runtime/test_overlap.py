@@ -19,6 +19,7 @@ from convoy.model.tracing import trace
 from convoy.plan import lower
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Filter, One, Strategy
+from convoy.runtime.gradients import StretchSums
 from convoy.runtime.module import Distributed
 
 Happened = list[tuple[str, ...]]
@@ -172,14 +173,21 @@ def test_a_sum_begins_while_autograd_is_in_a_stretch(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(lower, "BUCKET_ENTRIES", 300)
     monkeypatch.setattr(lower._Lowering, "_parts", lambda *_: (("all", True),))
     plan, whole = plan_of({name: Batch((5, 3)) for name in ("0", "2", "4")}), net()
+    here, original = threading.local(), StretchSums.collect
+
+    def collect(sums: StretchSums, key: str, gradient: torch.Tensor | None) -> None:
+        if key == "0.weight" and not here.seen:
+            here.seen.append(here.begun.wait(HELD_S))
+        original(sums, key, gradient)
+
+    monkeypatch.setattr(StretchSums, "collect", collect)
 
     def work(group: Group) -> tuple[bool, list[torch.Tensor]]:
-        begun, seen = threading.Event(), []
-        watched = Watched(group, [], begun=begun.set)
+        here.begun, here.seen = threading.Event(), []
+        watched = Watched(group, [], begun=here.begun.set)
         part = Distributed(copy.deepcopy(whole), plan, watched, example())  # type: ignore[arg-type]
-        dict(part.named_parameters())["0.weight"].register_hook(lambda _: seen.append(begun.wait(HELD_S)))  # type: ignore[no-untyped-call]
         part(example()[:5] if group.device == 0 else example()[5:], batch=8).square().sum().backward()
-        return seen == [True], [p.grad for p in part.parameters() if p.grad is not None]
+        return here.seen == [True], [p.grad for p in part.parameters() if p.grad is not None]
 
     for seen, gradients in run_on_threads(2, work, timeout_s=2 * HELD_S):
         assert seen

@@ -97,7 +97,7 @@ def equal_fleet(devices: int, card: Card = GIGABIT) -> Fleet:
     return Fleet(
         tuple(Host(f"h{i}") for i in range(devices)),
         tuple(
-            Device(f"d{i}", f"h{i}", "cpu", peak_flop_per_s=FLOP_PER_S, memory_bandwidth_bytes_per_s=MEMORY)
+            Device(f"d{i}", f"h{i}", "cpu", peak_flop_per_s=FLOP_PER_S, memory_bytes_per_s=MEMORY)
             for i in range(devices)
         ),
         card,

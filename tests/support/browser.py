@@ -3,6 +3,7 @@
 Spoken to through a pipe, in the DevTools protocol: JSON messages with a zero byte after each.
 """
 
+import base64
 import contextlib
 import json
 import os
@@ -48,10 +49,10 @@ class Page:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.ask(f"{domain}.enable")
 
-    def open(self, file: Path) -> None:
-        """Show a file, and wait until all of it is there."""
+    def open(self, place: Path | str) -> None:
+        """Show a file, or what is at an address, and wait until all of it is there."""
         self.events.clear()
-        self.ask("Page.navigate", url=file.as_uri())
+        self.ask("Page.navigate", url=place if isinstance(place, str) else place.as_uri())
         deadline_s = time.monotonic() + LIMIT_S
         while not self.told("Page.loadEventFired"):
             self._read(deadline_s)
@@ -70,6 +71,25 @@ class Page:
         answer = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
+
+    def wait_for(self, script: str) -> None:
+        """Until an expression is true, on the page."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while not self.tell(script):
+            assert time.monotonic() < deadline_s, f"it did not become true: {script}"
+            time.sleep(0.05)
+
+    def point_at(self, selector: str, part: float) -> None:
+        """Move the mouse to a place on a thing: this part of its width, half its height."""
+        where = f"document.querySelector({json.dumps(selector)})"
+        self.tell(f"{where}.scrollIntoView({{block: 'center'}})")
+        x, y, width, height = self.tell(f"(b => [b.x, b.y, b.width, b.height])({where}.getBoundingClientRect())")
+        self.ask("Input.dispatchMouseEvent", type="mouseMoved", x=x + part * width, y=y + height / 2)
+
+    def shoot(self, file: Path) -> None:
+        """A picture of the whole page."""
+        shot = self.ask("Page.captureScreenshot", captureBeyondViewport=True)
+        file.write_bytes(base64.b64decode(shot["data"]))
 
     def told(self, method: str) -> list[dict[str, Any]]:
         return [event["params"] for event in self.events if event["method"] == method]

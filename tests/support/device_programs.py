@@ -9,9 +9,9 @@ from convoy.cost.overhead import NOTHING, Handling, handling_of
 from convoy.model.graph import Graph, Layer
 from convoy.plan.compile import compile_device
 from convoy.plan.device_program import Add, Copy, DeviceProgram, Make, Operation, Pack, Receive, Send, Unpack, Wait
-from convoy.plan.exchange_program import involved, sum_operations
+from convoy.plan.exchange_program import sum_operations
 from convoy.plan.steps import Exchange, StepList
-from convoy.runtime.exchange import Lane, Slots, run_sum
+from convoy.runtime.exchange import Lane, Slots, with_messages
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Schedule
 
@@ -32,9 +32,8 @@ def run_rounds(
     landing: Slots | None = None,
 ) -> None:
     """Sum a flat buffer in place, by the rounds of a schedule."""
-    rounds = involved(schedule, group.device)
-    operations = list(sum_operations(0, schedule, rounds, group.device, "sum 0", wire, lane))
-    run_sum(Lane(group, lane, landing or Slots()), operations, "sum 0", flat)
+    operations = with_messages(sum_operations(0, schedule, group.device, "sum 0", wire, lane))
+    Lane(group, lane, landing or Slots()).run(operations, {"sum 0": flat}, flat.dtype)
 
 
 def messages(step: Exchange, device: int) -> list[int]:

@@ -11,6 +11,7 @@ A page is a story: its blocks are run in order, in one folder, Python in one nam
 | `toml` | begins with a file's name, and is written there; else it is read as TOML |
 | `json` | read as JSON |
 | `text` | shown only; no command may hide in it |
+| `diff` | shown only: the file is not ours; what the new lines call must be there |
 
 Comments directly before a block say more:
 
@@ -27,13 +28,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-LANGUAGES = ("python", "pycon", "console", "bash", "toml", "json", "text")
+LANGUAGES = ("python", "pycon", "console", "bash", "toml", "json", "diff", "text")
 
 REASONS = (
     "sets up an environment",
     "needs several machines",
     "needs root",
     "needs a torchvision that matches torch",
+    "it takes half an hour",
+    "waits for a person",
 )
 """Why a block may be left out."""
 

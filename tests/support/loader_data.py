@@ -115,6 +115,6 @@ def read_on_devices(plan: Plan, dataset: Any = None, epochs: int = 1, **options:
 
 def part_of(plan: Plan, device: int) -> Distributed:
     """One device's part of the net; nothing but loading is possible with it."""
-    return run_on_threads(plan.devices, lambda group: convoy.distribute(net(), plan, group, torch.zeros(1, *SHAPE)))[
-        device
-    ]
+    parts = run_on_threads(plan.devices, lambda group: convoy.distribute(net(), plan, group, torch.zeros(1, *SHAPE)))
+    parts[device].group.agree = lambda _, text: (text,) * plan.devices  # type: ignore[method-assign]
+    return parts[device]

@@ -80,11 +80,12 @@ class Record:
 def part(model: Distributed, x: Tensor, index: int = 0) -> Tensor:
     """This device's part of a batch of one input."""
     here = box(model.input_layouts(len(x))[index], model.group.device, tuple(x.shape))
-    return x[slice(*here[0])] if here is not None else x[:0]
+    return (x[slice(*here[0])] if here is not None else x[:0]).to(model.group.torch_device)
 
 
 def loss_of(outputs: Any, y: Tensor) -> Tensor:
-    return F.cross_entropy(outputs[0] if isinstance(outputs, tuple) else outputs, y)
+    first = outputs[0] if isinstance(outputs, tuple) else outputs
+    return F.cross_entropy(first, y.to(first.device))
 
 
 def _steps(
@@ -152,7 +153,7 @@ def on_many(training: Training, plan: Plan, model: nn.Module | None = None) -> l
         for key, state in expected.state.items():
             grad, wanted = held[key].grad, expected.gradients[key]
             if wanted is None:
-                assert grad is None, f"{key} has a gradient; on one device it has none"
+                assert grad is None or not grad.numel(), f"{key} has a gradient; on one device it has none"
                 record.gradients[key] = None
             else:
                 record.gradients[key] = here.gather(key, grad if grad is not None else torch.empty_like(held[key]))
@@ -186,7 +187,8 @@ def _numbers(values: Sequence[float]) -> Tensor:
 def _apart(a: Tensor, b: Tensor) -> float:
     if a.shape != b.shape:
         return float("inf")
-    apart = (a.double() - b.double()).abs() / b.double().abs().clamp(min=1.0)
+    a, b = a.cpu().double(), b.cpu().double()
+    apart = (a - b).abs() / b.abs().clamp(min=1.0)
     return float(apart.nan_to_num(nan=float("inf")).max()) if apart.numel() else 0.0
 
 
@@ -212,7 +214,7 @@ def traffic_of(net: str, plan: Plan, size: int) -> Counter[tuple[int, int]]:
         group.clear_counters()
         outputs = here(part(here, x), batch=size)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        torch.stack([F.cross_entropy(out, y) for out in outputs]).sum().backward()
+        torch.stack([loss_of(out, y) for out in outputs]).sum().backward()
         return list(group.sent_bytes)
 
     with one_trace(net, torch.float64):

@@ -129,7 +129,7 @@ class Convolutions(nn.Module):
 
 
 class Lopsided(nn.Module):
-    """'same' padding that needs one more zero on one side: no rule knows it."""
+    """'same' padding that needs one more zero on one side."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Shuffle(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Linear layers on three axes, with a layer norm no rule knows."""
+    """Linear layers on three axes, with a layer norm over the features."""
 
     def __init__(self) -> None:
         super().__init__()

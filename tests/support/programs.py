@@ -13,6 +13,7 @@ PACKAGES = {
     "ssh-keygen": "openssh-client",
     "sshd": "openssh-server",
     "mpirun": "openmpi-bin",
+    "rsync": "rsync",
 }
 
 

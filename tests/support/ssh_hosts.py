@@ -87,8 +87,8 @@ class Lab:
 
 
 @contextmanager
-def lab(folder: Path, hosts: Sequence[str]) -> Iterator[Lab]:
-    """The hosts, for as long as the context lasts."""
+def lab(folder: Path, hosts: Sequence[str], set_env: str = f"PYTHONPATH={ROOT}") -> Iterator[Lab]:
+    """The hosts, for as long as the context lasts. `set_env` is set there: by itself the Convoy that is tested is found."""
     wiring = namespaces.wire(RunName.mine(), hosts)
     for name in ("key", "stranger", *(f"host_key-{host}" for host in hosts)):
         subprocess.check_call(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(folder / name)])
@@ -108,12 +108,12 @@ def lab(folder: Path, hosts: Sequence[str]) -> Iterator[Lab]:
     with ExitStack() as stack:
         PRIVILEGES.mkdir(mode=0o755, exist_ok=True)
         stack.enter_context(namespaces.network(wiring))
-        servers = {port.host: stack.enter_context(_server(folder, port)) for port in wiring.ports}
+        servers = {port.host: stack.enter_context(_server(folder, port, set_env)) for port in wiring.ports}
         yield Lab(folder, wiring, servers)
 
 
 @contextmanager
-def _server(folder: Path, port: namespaces.Port) -> Iterator[int]:
+def _server(folder: Path, port: namespaces.Port, set_env: str) -> Iterator[int]:
     config, log = folder / f"sshd-{port.host}", folder / f"sshd-{port.host}.log"
     lines = [
         "Port 22",
@@ -121,7 +121,7 @@ def _server(folder: Path, port: namespaces.Port) -> Iterator[int]:
         f"HostKey {folder / f'host_key-{port.host}'}",
         f"AuthorizedKeysFile {folder / 'authorized_keys'}",
         "PidFile none",
-        f"SetEnv PYTHONPATH={ROOT}",  # the Convoy that is tested, not one that is installed
+        f"SetEnv {set_env}",
         "PermitRootLogin yes",
         "PasswordAuthentication no",
         "KbdInteractiveAuthentication no",

@@ -36,7 +36,8 @@ from convoy.runtime.reshard import reshare
 from convoy.sharding.layout import Partial, box, entries
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
-from convoy.train.loop import EpochResult, Evaluation, History, Recipe, Training, fit
+from convoy.train.loop import History, Training, fit
+from convoy.train.observer import Evaluation, Observer, StepResult
 from tests.support import nets
 from tests.support.one_device import EXACT, by_name, graph_of, mixed, one_trace
 from tests.support.processes import PLACE
@@ -122,17 +123,18 @@ class MadeUp:
     """A clock whose seconds are told to it."""
 
     layers_s: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
-    waits: bool = False
+
+    def settle(self) -> None: ...
 
 
-class Teller:
+class Teller(Observer):
     """After every step, tells the clock how long each layer took: its part of the numbers, over the device's speed."""
 
     def __init__(self, here: Distributed, speeds: list[float]) -> None:
         self.here, self.speed, self.steps = here, speeds[here.group.device], 0
 
-    def step(self, epoch: int, loss: float, samples: int) -> None:  # noqa: ARG002
-        for step in self.here.steps(samples).phase("forward"):
+    def on_step(self, result: StepResult) -> None:
+        for step in self.here.steps(result.samples).phase("forward"):
             if isinstance(step, Compute):
                 part = step.parameters.get("weight") and _part(self.here, step)
                 self.here.clock.layers_s[step.layer, "forward"] += 0.25 * (part or 0.0) / self.speed
@@ -141,11 +143,9 @@ class Teller:
         if self.steps == SLOWED_AT and self.here.group.device == 1:
             self.speed /= 2
 
-    def on_evaluation(self, result: Evaluation, is_best: bool) -> None:  # noqa: ARG002
+    def on_evaluation(self, result: Evaluation) -> None:  # noqa: ARG002
         # An evaluation took its time too; it is no training step.
         self.here.clock.layers_s["conv1", "forward"] += 1000.0 * (1 + self.here.group.device)
-
-    def epoch(self, epoch: int, result: EpochResult) -> None: ...
 
 
 def _part(here: Distributed, step: Compute) -> float:
@@ -210,42 +210,6 @@ def test_training_goes_on_like_on_one_device_and_the_shares_follow(
         assert "batch 8/6/6 -> 8/8/4 samples: device 2 took" in results[0]["told"][0][1]
     else:
         assert results[0]["plan"].layers["fc"].shares == tuple(4 * n for n in results[0]["plan"].layers["conv2"].shares)
-
-
-class Waits:
-    """Writes down whether the clock of a device waits for kernels: in each step, and in each test."""
-
-    def __init__(self, here: Distributed) -> None:
-        self.here = here
-        self.steps: list[bool] = []
-        self.tests: list[bool] = []
-
-    def step(self, epoch: int, loss: float, samples: int) -> None:  # noqa: ARG002
-        self.steps.append(self.here.clock.waits)
-
-    def on_evaluation(self, result: Evaluation, is_best: bool) -> None:  # noqa: ARG002
-        self.tests.append(self.here.clock.waits)
-
-    def epoch(self, epoch: int, result: EpochResult) -> None: ...
-
-
-@pytest.mark.parametrize("plan", [by_samples((8, 12)), by_samples((20, 0))], ids=["shares", "nothing to choose"])
-def test_a_gpu_waits_for_its_kernels_only_while_shares_are_watched(plan: Plan) -> None:
-    """Once a Rebalancer was made the clock waited for ever: after every layer, also where the plan left no shares to change,
-    in tests, and after the training."""
-    model = nets.build("two-conv")
-
-    def work(group: Group) -> tuple[list[bool], list[bool], bool]:
-        here = convoy.distribute(model, plan, group, torch.zeros(2, 3, 8, 8, dtype=torch.float64))
-        loader, test = Loader(Samples(), BATCH, here), Loader(Samples(), BATCH, here, shuffle=False)
-        waits, optimizer = Waits(here), torch.optim.SGD(here.parameters(), lr=0.01)
-        recipe = Recipe(evaluate_steps=2)
-        fit(Training(here, optimizer, recipe), loader, test, 1, waits, Rebalancer(here, optimizer))
-        return waits.steps, waits.tests, here.clock.waits
-
-    watched = plan.otherwise.shares[1] > 0
-    with one_trace("two-conv", torch.float64):
-        assert run_on_threads(2, work) == [([watched] * 4, [False] * 2, False)] * 2
 
 
 def test_one_small_message_to_each_device_every_so_many_steps() -> None:

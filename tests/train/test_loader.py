@@ -147,16 +147,19 @@ def test_an_empty_data_set_is_refused() -> None:
         convoy.loader(Plain(0), 4)
 
 
-def test_a_part_of_another_batch_is_refused() -> None:
-    """Batches collected first and used later: the size that was told last is not that of the first batch."""
+def test_batches_that_were_collected_know_of_what_they_are_a_part() -> None:
+    """The size that was told last is not that of the first batch."""
     model = net()
 
     def work(group: Group) -> str:
         part = convoy.distribute(model, plan_of("data", (1.0, 1.0), 4), group, torch.zeros(1, *SHAPE))
         collected = list(convoy.loader(Plain(6), 4, part))
+        assert [len(part(x)) for x, _ in collected] == [4, 2]
+        with pytest.raises(InputError, match="the size of the whole batch is not known"):
+            part(collected[0][0] * 2)
         with pytest.raises(InputError) as caught:
-            part(collected[0][0])
-        assert part(collected[0][0], batch=4).shape == (4, 3), "saying the size helps"
+            part(collected[0][0], batch=2)
+        assert part(collected[0][0] * 2, batch=4).shape == (4, 3), "saying the size helps"
         return str(caught.value)
 
     for device, message in enumerate(run_on_threads(2, work)):
@@ -166,7 +169,7 @@ def test_a_part_of_another_batch_is_refused() -> None:
 
 
 def test_a_model_that_was_told_no_size_asks_for_it() -> None:
-    with pytest.raises(InputError, match=r"the size of the whole batch is not known: use convoy.loader, or call model"):
+    with pytest.raises(InputError, match=r"the size of the whole batch is not known: use convoy.loader, or"):
         part_of(plan_of("data"), 0)(torch.zeros(2, *SHAPE))
 
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from convoy.errors import unknown_name
+from convoy.errors import InputError, unknown_name
 from convoy.model.graph import Graph
 from convoy.model.nets.builtin import NETS, ImageShape, build_builtin
 from convoy.model.nets.imported import find_imported, is_imported
@@ -42,14 +42,19 @@ def build_net(text: str, image: ImageShape, classes: int, seed: int = 0) -> nn.M
 
 
 def graph_of(text: str, image: ImageShape = (3, 32, 32), classes: int = 10) -> Graph:
-    """The graph of a network by name. Those of `NETS` are built without weights, so any size costs nothing.
+    """The graph of a network by name. It is built without weights where that is possible, so any size costs nothing.
+
+    A net with a part that must be run to know how it treats samples is built with weights, and runs.
 
     Raises:
         InputError: as `build_net`.
     """
     if text.partition(":")[0] in NETS:
         return graph_without_weights(partial(build_builtin, text, image, classes), image)
-    return trace(build_net(text, image, classes), torch.zeros(2, *image)).graph
+    try:
+        return graph_without_weights(partial(build_net, text, image, classes), image)
+    except (InputError, RuntimeError, NotImplementedError):
+        return trace(build_net(text, image, classes), torch.zeros(2, *image)).graph
 
 
 def graph_without_weights(build: Callable[[], nn.Module], image: ImageShape) -> Graph:

@@ -1,53 +1,60 @@
-"""Sorts the modules, functions and methods of torch into the kinds of layers of `graph.py`."""
+"""The table of torch's layers: which module, function or method may be cut along which axes.
 
+Each is registered as `register_layer` registers other people's; `axis_rules.py` has the rules that look at arguments.
+"""
+
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import _WeightNorm
 
-from convoy.model.graph import Kind
-from convoy.model.operation import Operation
+from convoy.model.graph import Cut
+from convoy.model.layer_rules import FUNCTIONS, MODULES, Call, Known, Rule, builtin, rule_of
+from convoy.model.tracing import axis_rules as by_axes
 
-# By name: torch offers most of them as a module, a function and a method.
-_ELEMENTWISE = frozenset((
+# Each entry for itself.
+_ENTRIES = (
     "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish", "sigmoid", "tanh", "hardswish",
     "hardsigmoid", "hardtanh", "softplus", "softsign", "logsigmoid", "tanhshrink", "softshrink", "hardshrink",
-    "threshold", "dropout", "alpha_dropout", "identity", "contiguous", "clone", "neg", "exp", "log", "log1p",
-    "sqrt", "rsqrt", "abs", "square", "sin", "cos", "clamp", "erf", "float", "double", "half", "bfloat16", "detach",
-))  # fmt: skip
-_PER_CHANNEL = frozenset((
-    "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
-    "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d",
-    "adaptive_max_pool3d", "lp_pool1d", "lp_pool2d", "dropout1d", "dropout2d", "dropout3d", "upsample",
-    "upsampling_nearest2d", "upsampling_bilinear2d", "zero_pad2d", "reflection_pad2d", "replication_pad2d",
-))  # fmt: skip
-_SPELLED = {name.replace("_", ""): name for name in _ELEMENTWISE | _PER_CHANNEL}  # "avgpool2d", as modules are spelled
-_JOIN = frozenset(("add", "sub", "mul", "div", "truediv", "maximum", "minimum"))
+    "threshold", "dropout", "alpha_dropout", "identity", "contiguous", "clone", "neg", "exp", "log", "log1p", "sqrt",
+    "rsqrt", "abs", "square", "sin", "cos", "clamp", "erf", "float", "double", "half", "bfloat16", "detach", "tan",
+    "atan", "sinh", "cosh", "asinh", "expm1", "exp2", "log2", "log10", "erfc", "sign", "floor", "ceil", "round",
+    "trunc", "reciprocal", "logit", "clip", "clamp_min", "clamp_max", "positive", "nan_to_num", "isnan", "isfinite",
+    "isinf", "logical_not", "bitwise_not", "invert",
+)  # fmt: skip
+# Each channel for itself; the number says how many axes there are behind the channels (with fewer, torch takes the first axis
+# for the channels).
+_POOLS = (
+    "max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "lp_pool", "dropout", "zero_pad",
+    "reflection_pad", "replication_pad", "constant_pad", "circular_pad",
+)  # fmt: skip
+_CHANNELS = {f"{name}{n}d": n for name in _POOLS for n in (1, 2, 3)} | {
+    "dropout2d": 0, "upsampling_nearest2d": 2, "upsampling_bilinear2d": 2, "upsample": 1, "interpolate": 1,
+}  # fmt: skip
+# Entry by entry, with others as broadcasting has it.
+_JOINS = (
+    "add", "sub", "mul", "div", "truediv", "maximum", "minimum", "pow", "where", "masked_fill", "lerp", "addcmul",
+    "addcdiv", "atan2", "fmod", "remainder", "hypot", "rsub", "floordiv", "true_divide", "multiply", "subtract",
+    "divide", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logaddexp", "copysign", "and_", "or_",
+)  # fmt: skip
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+def _spelled(name: str) -> str:
+    """As modules are spelled: "avg_pool2d" is AvgPool2d."""
+    return name.replace("_", "")
 
 
-def kind_of_module(module: nn.Module) -> Kind:
-    """The kind of a leaf module; `opaque` where no rule knows it."""
-    if has_hooks(module):
-        return "opaque"
-    # Exact classes only: a subclass may compute something else.
-    match module:
-        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d() if type(module) in _CONVOLUTIONS:
-            plain = module.padding_mode == "zeros" and symmetric_padding(module) is not None
-            return "conv" if plain else "opaque"
-        case nn.Linear() if type(module) is nn.Linear:
-            return "linear"
-        case nn.BatchNorm1d() | nn.BatchNorm2d() | nn.BatchNorm3d() if type(module) in _BATCH_NORMS:
-            return "batch_norm"
-        case nn.Flatten() if (module.start_dim, module.end_dim) == (1, -1):
-            return "flatten"
-    if not type(module).__module__.startswith("torch.nn.modules"):
-        return "opaque"
-    if getattr(module, "return_indices", False):
-        return "opaque"
-    return _kind_of_name(_SPELLED.get(type(module).__name__.lower(), ""))
+def known(call: Call) -> Known | None:
+    """What is known of a call; None: only its samples may be shared out."""
+    if call.module is not None:
+        if has_hooks(call.module):
+            return None
+        if parametrize.is_parametrized(call.module):
+            return _weight_norm(call)
+    rule = rule_of(call.module, call.operation)
+    return None if rule is None or not call.inputs else rule(call)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -56,39 +63,142 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
 
 
-def kind_of_call(operation: Operation, tensors: int, shape_in: tuple[int, ...], shape_out: tuple[int, ...]) -> Kind:
-    """The kind of a function or method call. The shapes are per sample, of its first tensor and of its result."""
-    name = operation.target if isinstance(operation.target, str) else getattr(operation.target, "__name__", "")
-    if name in _JOIN:
-        return "join" if tensors > 1 else "elementwise"
-    if name in ("flatten", "view", "reshape") and tensors == 1:
-        # With the batch as first axis before and after, there is only one way to end with one more axis.
-        retyped = any(isinstance(a, torch.dtype) for a in operation.args)
-        return "flatten" if len(shape_out) == 1 and len(shape_in) >= 1 and not retyped else "opaque"
-    if name in ("cat", "concat", "concatenate"):
-        return "cat"
-    if name == "mean" and tensors == 1 and _means_behind_channels(operation, len(shape_in) + 1):
-        return "pool"
-    if tensors != 1 or operation.kwargs.get("return_indices"):
-        return "opaque"
-    return _kind_of_name(name)
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a module is computed as a batch norm, whose statistics several devices share."""
+    rule = MODULES.get(type(module))
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and rule is not None and not has_hooks(module)
 
 
-def _kind_of_name(name: str) -> Kind:
-    if name in _ELEMENTWISE:
-        return "elementwise"
-    return "pool" if name in _PER_CHANNEL else "opaque"
+# --- torch's modules -------------------------------------------------------------------------------------------------
 
 
-def _means_behind_channels(operation: Operation, axes: int) -> bool:
-    dims = operation.args[1] if len(operation.args) > 1 else operation.kwargs.get("dim")
-    dims = (dims,) if isinstance(dims, int) else dims
-    if not isinstance(dims, tuple | list) or not all(isinstance(d, int) for d in dims):
+def _plain(call: Call) -> bool:
+    return len(call.inputs) == 1 and call.batched[0] and len(call.operation.args) + len(call.operation.kwargs) == 1
+
+
+def _of_channels(axes_behind: int) -> Rule:
+    def rule(call: Call) -> Known | None:
+        exact = axes_behind if axes_behind > 1 or "1d" in _name(call) else None
+        behind = len(call.inputs[0]) - 2
+        indices = getattr(call.module, "return_indices", False) or call.operation.kwargs.get("return_indices")
+        if len(call.inputs) != 1 or not call.batched[0] or indices or behind < axes_behind:
+            return None
+        return Known("pool") if exact is None or behind == exact else None
+
+    return rule
+
+
+def _name(call: Call) -> str:
+    target = call.operation.target
+    if call.module is not None:
+        return type(call.module).__name__.lower()
+    return target if isinstance(target, str) else getattr(target, "__name__", "")
+
+
+def _convolution(call: Call) -> Known | None:
+    m: Any = call.module
+    return Known("conv", groups=m.groups) if _plain(call) and len(call.inputs[0]) == len(m.kernel_size) + 2 else None
+
+
+def _conv_transpose(call: Call) -> Known | None:
+    m: Any = call.module
+    if not _plain(call) or len(call.inputs[0]) != len(m.kernel_size) + 2:
+        return None
+    return Known("conv_transpose", groups=m.groups)
+
+
+def _linear(call: Call) -> Known | None:
+    return Known("linear") if _plain(call) else None
+
+
+def _batch_norm(call: Call) -> Known | None:
+    m: Any = call.module
+    return Known("batch_norm", statistics=m.training or m.running_mean is None) if _plain(call) else None
+
+
+def _weight_norm(call: Call) -> Known | None:
+    """A layer whose weight is computed row by row from parameters: each device computes the rows of its filters."""
+    m: Any = call.module
+    axes = {"parametrizations.weight.original0": 0, "parametrizations.weight.original1": 0, "bias": 0}
+    own = dict(m.named_parameters())
+    plain = issubclass(type(m), (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)) and type(m).__bases__[0] in _FILTERED
+    if not computes_its_rows(m) or not plain or not _plain(call) or not own.keys() <= axes.keys():
+        return None
+    rows, groups = len(own["parametrizations.weight.original1"]), getattr(m, "groups", 1)
+    axis = len(call.output) - 1 if isinstance(m, nn.Linear) else 1
+    given = {"axis": axis, "groups": "groups" if groups > 1 else None, "parameters": axes}
+    return builtin("filters", **given)(call) if rows == call.output[axis] else None
+
+
+_FILTERED = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+
+
+def computes_its_rows(module: nn.Module) -> bool:
+    """Whether a module's only parametrization is weight norm with one length for each filter."""
+    found: Any = getattr(module, "parametrizations", {})
+    if list(found) != ["weight"] or len(found["weight"]) != 1:
         return False
-    return all(d % axes >= 2 for d in dims)
+    (each,) = found["weight"]
+    return isinstance(each, _WeightNorm) and each.dim == 0
 
 
-def symmetric_padding(conv: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> tuple[int, ...] | None:
+def _prelu(call: Call) -> Known | None:
+    m: Any = call.module
+    if not _plain(call) or len(call.inputs[0]) < 2:
+        return None
+    cut = Cut(1, call.inputs[0][1], (1,), {"weight": 0} if m.num_parameters > 1 else {})
+    return Known("parts", (cut,))
+
+
+def _instance_norm(axes_behind: int) -> Rule:
+    def rule(call: Call) -> Known | None:
+        x, m = call.inputs[0], call.module
+        if not _plain(call) or len(x) != axes_behind + 2:
+            return None
+        known = builtin("channels", attributes=("num_features",))(call)
+        notes = getattr(m, "track_running_stats", False) and getattr(m, "training", False)
+        return replace(known, whole_batch="its running statistics are of the whole batch") if known and notes else known
+
+    return rule
+
+
+def _with_no_check(table: dict[Any, Rule], rules: dict[Any, Rule]) -> None:
+    for key, rule in rules.items():
+        assert key not in table, key
+        table[key] = rule
+
+
+_entry, _join = builtin("entries"), by_axes.join
+_with_no_check(FUNCTIONS, dict.fromkeys(_ENTRIES, _entry))
+_with_no_check(FUNCTIONS, {name: _of_channels(n) for name, n in _CHANNELS.items()})
+_with_no_check(FUNCTIONS, dict.fromkeys(_JOINS, _join))
+_with_no_check(FUNCTIONS, by_axes.RULES)
+_with_no_check(
+    MODULES,
+    {
+        **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), _convolution),
+        **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), _conv_transpose),
+        **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _batch_norm),
+        nn.Linear: _linear,
+        nn.modules.linear.NonDynamicallyQuantizableLinear: _linear,  # of attention
+        nn.GroupNorm: builtin("channels", groups="num_groups", attributes=("num_channels",)),
+        nn.InstanceNorm1d: _instance_norm(1),
+        nn.InstanceNorm2d: _instance_norm(2),
+        nn.InstanceNorm3d: _instance_norm(3),
+        nn.PReLU: _prelu,
+        **by_axes.MODULE_RULES,
+    },
+)
+# torch's other modules are spelled like the functions they call.
+_BY_NAME = {_spelled(name): rule for name, rule in FUNCTIONS.items() if name in _ENTRIES or name in _CHANNELS}
+for _class in vars(nn).values():
+    if isinstance(_class, type) and issubclass(_class, nn.Module) and _class not in MODULES:
+        _rule = _BY_NAME.get(_class.__name__.lower())
+        if _rule is not None:
+            MODULES[_class] = _rule
+
+
+def symmetric_padding(conv: Any) -> tuple[int, ...] | None:
     """Zeros added on either side of each axis; None where 'same' padding needs one more on one side."""
     if conv.padding == "valid":
         return (0,) * len(conv.kernel_size)

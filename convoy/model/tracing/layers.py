@@ -1,7 +1,9 @@
-"""Builds one layer and one operation for every tensor of a traced forward pass."""
+"""Builds one layer and one operation for every tensor of a traced forward pass, or for every region of odd calls."""
 
+import copy
+import functools
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,13 +11,19 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from convoy.errors import InputError
-from convoy.model.graph import Graph, Kind, Layer, Parameter
-from convoy.model.operation import Operation, Ref, TracedModel, call_operation
-from convoy.model.tracing.kinds import IN_PLACE, kind_of_call, kind_of_module
-from convoy.model.tracing.nodes import Untraceable, called, draws_random, holds_tensors, nodes_of
+from convoy.model.graph import Graph, Layer, Parameter
+from convoy.model.layer_rules import Call, Known
+from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, call_operation
+from convoy.model.tracing.check_cuts import check_cuts
+from convoy.model.tracing.kinds import IN_PLACE, known
+from convoy.model.tracing.nodes import Nodes, Untraceable, batch_norm_of, draws_random
 from convoy.model.tracing.per_sample import PerSample, check_per_sample, has_dropout, is_floating, tensors_of
-from convoy.model.tracing.values import BATCHES, NodeValues, Spec, is_batched, mentions_batch
+from convoy.model.tracing.regions import regions
+from convoy.model.tracing.sizes import BATCHES, Spec, called
+from convoy.model.tracing.values import NodeValues, is_batched, is_form, mentions_batch
+
+Verdicts = dict[str, PerSample]
+"""By layer, what was found out on small inputs; it holds for larger ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,107 +38,250 @@ class LayerBuilder:
     """Goes over the nodes of a model once and builds its layers.
 
     Args:
-        leaves: paths of submodules to keep whole, beside those that must be.
+        meta: a copy of the model on the meta device.
+        together: keys of parameters that belong to one layer in another mode.
+        verdicts: what is known of how layers treat samples; what is found out is added.
 
     Raises:
-        Untraceable: the model as a whole must stay one layer.
+        Untraceable: a submodule, or the model as a whole, must stay one layer.
     """
 
-    def __init__(self, model: nn.Module, specs: Sequence[Spec], leaves: Collection[str] = ()) -> None:
-        self.model, self.specs, self.leaves = model, specs, leaves
-        self.values = NodeValues(model, specs)
+    def __init__(
+        self,
+        model: nn.Module,
+        meta: nn.Module,
+        nodes: Nodes,
+        specs: Sequence[Spec],
+        verdicts: Verdicts,
+        together: Sequence[set[str]] = (),
+    ) -> None:
+        self.model, self.traced, self.verdicts, self.together = model, nodes, verdicts, together
+        self.values = NodeValues(model, meta, specs, nodes.constants)
+        self.norms = {node: path for node in nodes.nodes if (path := batch_norm_of(model, node)) is not None}
         self.names: dict[fx.Node, str] = {}
         self.outputs: dict[fx.Node, _Outputs] = {}
-        self.nodes: dict[str, fx.Node] = {}
+        self.shown: dict[str, Any] = {}  # by layer, its value for the smaller batch
         self.layers: dict[str, Layer] = {}
         self.operations: dict[str, Operation] = {}
         self.keys = canonical_keys(model)
         self.uses: dict[str, list[str]] = {}
 
     def run(self) -> TracedModel:
-        nodes = nodes_of(self.model, self.leaves)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            for node in nodes:
-                if node.op == "output":
-                    return self._finish(node)
-                before = counter.get_total_flops()
-                value, _ = self.values.visit(node)
-                if holds_tensors(value) and not _is_form(node):
-                    # Both batch sizes were counted.
-                    self._add(node, (counter.get_total_flops() - before) // sum(BATCHES))
-                    self.values.overwrite(node)
-        raise Untraceable("its forward returns nothing")
+            for node in self.traced.nodes:
+                self.values.visit(node, counter)
+        waits = {node: self._waits_for(node) for node in self.traced.nodes}
+        several = [n for n in self.traced.nodes if n.op != "output" and self._gives_several(n)]
+        values = self.values
+        found = regions(self.traced.nodes, waits, values.odd, self._together(), several, values.of_batch)
+        members = {node: group for group in found for node in group}
+        done: set[fx.Node] = set()
+        for node in self.traced.nodes:
+            self._emit(node, members, waits, done, [])
+        return self._finish(self.traced.nodes[-1])
 
-    def _add(self, node: fx.Node, flop: int) -> None:
-        if node.target is operator.getitem and self._latest(node.args[0]) in self.outputs:
-            self._pick(node)
+    def _waits_for(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes whose tensors it reads; numbers are in the trace, but odd ones."""
+        reads = dict.fromkeys(self.values.reads[node].values())
+        if node in self.norms:
+            reads = dict.fromkeys(n for n in reads if n.op != "get_attr")
+        return [n for n in reads if n in self.values.odd or tensors_of(self.values[n][0])]
+
+    def _gives_several(self, node: fx.Node) -> bool:
+        return isinstance(self.values[node][0], tuple | list) and bool(tensors_of(self.values[node][0]))
+
+    def _together(self) -> list[list[fx.Node]]:
+        rows = []
+        for keys in self.together:
+            rows.append([n for n in self.traced.nodes if keys & self._keys_of(n)])
+        return [row for row in rows if len(row) > 1]
+
+    def _keys_of(self, node: fx.Node) -> set[str]:
+        module = self._module(node)
+        if module is None or node in self.norms:
+            return {str(node.target)} if node.op == "get_attr" else set()
+        return {self.keys[f"{node.target}.{key}"] for key, _ in module.named_parameters()}
+
+    def _emit(
+        self,
+        node: fx.Node,
+        members: dict[fx.Node, list[fx.Node]],
+        waits: dict[fx.Node, list[fx.Node]],
+        done: set[fx.Node],
+        above: list[list[fx.Node]],
+    ) -> None:
+        """Build the layer of a node, or of its region, after those that it reads."""
+        if node in done or node.op == "output":
+            return
+        group = members.get(node, [node])
+        if group in above:
+            raise Untraceable("two odd stretches of it wait for each other", node.meta["where"])
+        for member in group:
+            for read in waits[member]:
+                if read not in group and read not in done:
+                    self._emit(read, members, waits, done, [*above, group])
+        if any(n in self.values.odd for n in group) or len(group) > 1:
+            self._add_region(group)
+        elif tensors_of(self.values[node][0]) and not is_form(node) and not self._is_inside(node, members):
+            self._add(node)
+        done.update(group)
+
+    def _is_inside(self, node: fx.Node, members: dict[fx.Node, list[fx.Node]]) -> bool:
+        """Whether only batch norms, or one region, read a parameter or buffer: it belongs to their layers then."""
+        if node.op != "get_attr" or not node.users:
+            return False
+        groups = [members.get(user) for user in node.users]
+        alone = groups[0] is not None and all(group is groups[0] for group in groups)
+        return alone or all(user in self.norms for user in node.users)
+
+    def _add(self, node: fx.Node) -> None:
+        source = self.values.reads[node].get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+        if node.target is operator.getitem and source in self.outputs:
+            self._pick(node, self.outputs[source])
             return
         refs: list[str] = []
-        args, kwargs = self._arguments(node, refs)
+        args, kwargs = self._arguments(node, refs, {})
         operation = self._operation(node, args, kwargs)
         name = self._name(node)
-        kind = self._kind(node, operation, refs)
-        if kind == "flatten" and node.op != "call_module":
-            # `x.view(n, 4096)` too: a local part of a split layer has another width than the one in the source.
-            operation = Operation("function", torch.flatten, (Ref(0), 1))
-        layer = Layer(name, kind, tuple(refs), (), self._parameters(node, name), flop=flop)
-        layer = self._detailed(node, operation, self._shaped(node, layer))
-        self._keep(node, self._with_samples(node, operation, layer), operation)
+        layer = Layer(name, "opaque", tuple(refs), (), self._parameters(node, name), flop=self.values.flop[node])
+        layer = self._shaped(node, layer)
+        found = self._known(node, operation, layer)
+        operation = replace(found.operation or operation, no_autocast=node.meta["no_autocast"])
+        layer = replace(
+            layer, kind=found.kind, groups=found.groups, axis=found.axis, statistics=found.statistics, cuts=found.cuts
+        )
+        layer = self._with_samples(node, operation, layer, found)
+        self._keep(node, layer, operation)
+        if not found.trusted:
+            inputs = [(self.shown[i], self.layers[i].batched) for i in layer.inputs]
+            check_cuts(self.model, layer, operation, inputs, found.like)
         if layer.several:
             self.outputs[node] = _Outputs(name, tuple(range(len(self.values[node][0]))))
 
     def _keep(self, node: fx.Node, layer: Layer, operation: Operation) -> None:
-        self.names[node], self.nodes[layer.name] = layer.name, node
+        self.names[node], self.shown[layer.name] = layer.name, self.values[node][0]
         self.layers[layer.name], self.operations[layer.name] = layer, operation
-
-    def _latest(self, arg: Any) -> Any:
-        return self.values.latest(arg) if isinstance(arg, fx.Node) else arg
 
     # --- layers with several outputs ---------------------------------------------------------------------------------
 
-    def _pick(self, node: fx.Node) -> None:
+    def _pick(self, node: fx.Node, outputs: _Outputs) -> None:
         """`outputs[i]` is one tensor; `outputs[i:j]` is fewer of them."""
-        outputs, index = self.outputs[self._latest(node.args[0])], node.args[1]
+        index = node.args[1]
         if isinstance(index, slice) and not any(isinstance(a, fx.Node) for a in (index.start, index.stop, index.step)):
             self.outputs[node] = _Outputs(outputs.layer, outputs.indices[index])
         elif isinstance(index, int):
             self.names[node] = self._part(outputs.layer, outputs.indices[index])
         else:
-            raise Untraceable(f"{node.name} picks by something else than a number")
+            raise Untraceable(f"{node.name} picks by something else than a number", node.meta["where"])
 
-    def _part(self, name: str, item: int) -> str:
+    def _part(self, name: str, item: int, *, of_batch: bool = False) -> str:
         """The layer that picks one tensor of those that `name` gives."""
         picked = f"{name}[{item}]"
         if picked not in self.layers:
-            source = self.layers[name]
-            small = self.values[self.nodes[name]][0][item]
+            source, small = self.layers[name], self.shown[name][item]
+            batched = source.batched and not of_batch
             self.layers[picked] = Layer(
-                picked, "pick", (name,), tuple(small.shape[1:]), dtype=dtype_name(small.dtype),
+                picked, "pick", (name,), tuple(small.shape[1:] if batched else small.shape),
+                dtype=dtype_name(small.dtype), batched=batched,
                 differentiable=source.differentiable and is_floating(small),
             )  # fmt: skip
             self.operations[picked] = Operation("function", operator.getitem, (Ref(0), item))
+            self.shown[picked] = small
         return picked
+
+    # --- regions -----------------------------------------------------------------------------------------------------
+
+    def _add_region(self, group: Sequence[fx.Node]) -> None:
+        """One layer for the calls of a region, with what leaves it as its outputs."""
+        inside, refs, calls = set(group), list[str](), list[fx.Node]()
+        for node in group:
+            for read in self._waits_for(node):
+                if read.op == "get_attr" and read not in self.names:
+                    if read not in calls:
+                        calls.append(read)
+                elif read not in inside:
+                    self._lowered(read, functools.partial(_ref, refs))
+            calls.append(node)
+        at = {node: Ref(len(refs) + i) for i, node in enumerate(calls)}
+        operations = [
+            replace(self._operation(node, *self._arguments(node, refs, at)), no_autocast=node.meta["no_autocast"])
+            for node in calls
+        ]
+        of_batch = self.values.of_batch
+        leaving = [n for n in group if n not in self.values.odd or n in of_batch]
+        gives = [n for n in leaving if tensors_of(self.values[n][0]) and self._leaves(n, inside)]
+        if not gives:
+            return  # nobody reads it
+        graded = tuple(not node.meta["no_grad"] for node in calls)
+        several = len(gives) > 1 or gives[0] in of_batch
+        target = Region(tuple(operations), graded, tuple(at[n].index for n in gives), several)
+        operation = Operation("region", target, tuple(Ref(i) for i in range(len(refs))))
+        name = self._unused_name(self._region_name(group))
+        paths = [str(n.target) for n in calls if n.op == "call_module"] + [
+            self.norms[n] for n in calls if n in self.norms
+        ]
+        parameters: dict[str, Parameter] = {}
+        for node in calls:
+            found = self._parameters(node, name)
+            parameters |= {p.key: p for p in found.values()}
+        small = [self.values[n][0] for n in gives]
+        layer = Layer(
+            name, "opaque", tuple(refs), tuple(small[0].shape[1:]), parameters, several=several,
+            flop=sum(self.values.flop[n] for n in calls), dtype=dtype_name(small[0].dtype),
+            differentiable=any(map(is_floating, small)) and any(self.values.passes_gradient(n) for n in group),
+            random=any(draws_random(n) for n in calls),
+        )  # fmt: skip
+        why = next((self.values.odd[n] for n in group if n in self.values.odd), "it is one layer in the other mode")
+        self.layers[name], self.operations[name] = self._judged(operation, layer, paths, why), operation
+        self.shown[name] = tuple(small) if several else small[0]
+        for i, node in enumerate(gives):
+            self.names[node] = self._part(name, i, of_batch=node in of_batch) if several else name
+
+    def _leaves(self, node: fx.Node, inside: Collection[fx.Node]) -> bool:
+        """Whether a value of a region is read outside of it."""
+        rows = self.values.reads.items()
+        return any(reader not in inside and node in reads.values() for reader, reads in rows)
+
+    def _region_name(self, group: Sequence[fx.Node]) -> str:
+        odd = [n for n in group if n in self.values.odd] or list(group)
+        modules = [n for n in group if n.op == "call_module" and self._keys_of(n)]
+        return str(modules[0].target) if len(modules) == 1 else odd[0].name
 
     # --- what is called ----------------------------------------------------------------------------------------------
 
-    def _arguments(self, node: fx.Node, refs: list[str]) -> tuple[Any, Any]:
-        """Arguments with every tensor as a Ref and every size that follows the batch as a BatchExtent."""
+    def _arguments(self, node: fx.Node, refs: list[str], at: dict[fx.Node, Ref]) -> tuple[Any, Any]:
+        """Arguments with every tensor as a Ref and every size that follows the batch as a BatchExtent.
 
-        def ref(name: str) -> Ref:
-            if name not in refs:
-                refs.append(name)
-            return Ref(refs.index(name))
+        Args:
+            refs: names of the layers read so far; it grows.
+            at: the nodes of the same region.
+        """
+
+        ref = functools.partial(_ref, refs)
 
         def lower(n: fx.Node) -> Any:
-            n = self.values.latest(n)
-            if _is_form(n):
-                assert callable(n.target)
-                return n.target(*self._arguments(n, refs)[0])
-            if n in self.outputs:
-                return tuple(ref(self._part(self.outputs[n].layer, item)) for item in self.outputs[n].indices)
-            return ref(self.names[n]) if n in self.names else self.values.constant(n)
+            n = self.values.reads[node][n]
+            if n in at and (n in self.values.odd or tensors_of(self.values[n][0])):
+                return at[n]
+            return self._lowered(n, ref, at)
 
-        return fx.node.map_arg((node.args, node.kwargs), lower)
+        given = (node.args[:1], {}) if node in self.norms else (node.args, node.kwargs)
+        return fx.node.map_arg(given, lower)
+
+    def _lowered(self, n: fx.Node, ref: Callable[[str], Ref], at: dict[fx.Node, Ref] | None = None) -> Any:
+        """A value from outside among the arguments of a call."""
+        if is_form(n):
+            assert callable(n.target)
+
+            def part(m: fx.Node) -> Any:
+                m = self.values.reads[n][m]
+                return at[m] if at and m in at else self._lowered(m, ref, at)
+
+            args, kwargs = fx.node.map_arg((n.args, n.kwargs), part)
+            return Form(n.target, tuple(args), dict(kwargs))
+        if n in self.outputs:
+            return tuple(ref(self._part(self.outputs[n].layer, item)) for item in self.outputs[n].indices)
+        return ref(self.names[n]) if n in self.names else self.values.constant(n)
 
     def _operation(self, node: fx.Node, args: Any, kwargs: Any) -> Operation:
         kwargs = {k: (False if k == "inplace" else v) for k, v in kwargs.items()}
@@ -138,9 +289,12 @@ class LayerBuilder:
             case "placeholder":
                 return Operation("input", node.name)
             case "get_attr":
-                return Operation("attribute", str(node.target))
+                held = self.traced.constants.get(str(node.target))
+                return Operation("attribute", str(node.target)) if held is None else Operation("constant", held)
             case "call_module":
                 return Operation("module", str(node.target), args, kwargs)
+        if node in self.norms:
+            return Operation("batch_norm", self.norms[node], args)
         pure = IN_PLACE.get(called(node))
         if pure is None:
             return Operation("method" if node.op == "call_method" else "function", node.target, args, kwargs)
@@ -148,47 +302,51 @@ class LayerBuilder:
         return Operation("function", getattr(home, pure), args, kwargs)
 
     def _name(self, node: fx.Node) -> str:
-        name = str(node.target) if node.op in ("call_module", "get_attr") else node.name
+        name = str(node.target) if node.op in ("call_module", "get_attr") else self.norms.get(node) or node.name
+        return self._unused_name(name)
+
+    def _unused_name(self, name: str) -> str:
         if name in self.layers:
             name = f"{name}#{sum(other.partition('#')[0] == name for other in self.layers) + 1}"
         return name
 
     def _module(self, node: fx.Node) -> nn.Module | None:
-        return self.model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        path = str(node.target) if node.op == "call_module" else self.norms.get(node)
+        return None if path is None else self.model.get_submodule(path)
 
     # --- what a plan must know ---------------------------------------------------------------------------------------
 
-    def _kind(self, node: fx.Node, operation: Operation, inputs: Sequence[str]) -> Kind:
-        if node.op == "placeholder":
-            return "input"
-        if node.op == "get_attr":
-            return "parameter"
-        module = self._module(node)
-        if module is not None:
-            return kind_of_module(module)
-        value = self.values[node][0]
-        batched = [self.layers[name] for name in inputs if self.layers[name].batched]
-        if not batched or not isinstance(value, Tensor):
-            return "opaque"
+    def _known(self, node: fx.Node, operation: Operation, layer: Layer) -> Known:
+        """The kind of a layer, and where it may be cut."""
+        if node.op in ("placeholder", "get_attr"):
+            return Known("input" if node.op == "placeholder" else "parameter")
+        if node in self.norms:
+            norm: Any = self._module(node)
+            return Known("batch_norm", statistics=norm.training or norm.running_mean is None)
         if called(node) == "stochastic_depth" and not draws_random(node):
-            return "elementwise"
-        return kind_of_call(operation, len(inputs), batched[0].shape, tuple(value.shape[1:]))
+            return Known("elementwise")
+        batched = tuple(self.layers[name].batched for name in layer.inputs)
+        if not layer.batched or layer.several or not any(batched):
+            return Known("opaque")
+        inputs = tuple(self.layers[name].batch_shape(BATCHES[0]) for name in layer.inputs)
+        call = Call(operation, self._module(node), inputs, batched, layer.batch_shape(BATCHES[0]))
+        return known(call) or Known("opaque")
 
     def _parameters(self, node: fx.Node, name: str) -> dict[str, Parameter]:
         module = self._module(node)
+        rows: dict[str, tuple[Tensor, bool]] = {}
         if node.op == "get_attr":
-            value = operator.attrgetter(str(node.target))(self.model)
-            if str(node.target) not in self.keys:
-                raise Untraceable(f"it uses the tensor {node.target!r}, which is neither a parameter nor a buffer")
-            rows = {"": (value, not isinstance(value, nn.Parameter))}
+            if str(node.target) in self.keys:
+                value = operator.attrgetter(str(node.target))(self.model)
+                rows = {"": (value, not isinstance(value, nn.Parameter))}
         elif module is not None:
-            rows = {key: (p, False) for key, p in module.named_parameters()}
-            rows |= {key: (b, True) for key, b in module.named_buffers()}
-        else:
-            return {}
+            inside = node not in self.norms
+            rows = {key: (p, False) for key, p in module.named_parameters(recurse=inside)}
+            rows |= {key: (b, True) for key, b in module.named_buffers(recurse=inside)}
         result = {}
         for key, (tensor, is_buffer) in rows.items():
-            full = self.keys[f"{node.target}.{key}" if key else str(node.target)]
+            path = self.norms.get(node, str(node.target))
+            full = self.keys[f"{path}.{key}".lstrip(".") if key else path]
             trainable = tensor.requires_grad and not is_buffer
             result[key] = Parameter(full, tuple(tensor.shape), trainable, is_buffer)
             self.uses.setdefault(full, []).append(name)
@@ -201,83 +359,77 @@ class LayerBuilder:
             layer, dtype=dtype_name(tensors_of(small)[0].dtype), differentiable=self.values.passes_gradient(node)
         )
         if not isinstance(small, Tensor):
-            if not all(is_batched(pair) for pair in zip(small, large, strict=True)):
-                raise Untraceable(f"{layer.name} gives several tensors that do not all have the batch as first axis")
+            fixed = all(isinstance(a, Tensor) and a.shape == b.shape for a, b in zip(small, large, strict=True))
+            if fixed and not any(self.layers[i].batched for i in layer.inputs):
+                return replace(layer, several=True, shape=tuple(small[0].shape), batched=False)
             return replace(layer, several=True, shape=tuple(small[0].shape[1:]))
         if is_batched((small, large)):
             return replace(layer, shape=tuple(small.shape[1:]))
-        if small.shape != large.shape:
-            raise Untraceable(f"the first axis of {layer.name} is not the batch")
-        if any(self.layers[i].batched for i in layer.inputs):
-            raise Untraceable(f"{layer.name} loses the batch axis")
         return replace(layer, shape=tuple(small.shape), batched=False)
 
-    def _detailed(self, node: fx.Node, operation: Operation, layer: Layer) -> Layer:
-        module: Any = self._module(node)
-        match layer.kind:
-            case "conv":
-                return replace(layer, groups=module.groups)
-            case "batch_norm":
-                return replace(layer, statistics=module.training or module.running_mean is None)
-            case "cat":
-                axis = operation.args[1] if len(operation.args) > 1 else operation.kwargs.get("dim", 0)
-                return replace(layer, axis=axis % (len(layer.shape) + 1))
-        return layer
-
-    def _with_samples(self, node: fx.Node, operation: Operation, layer: Layer) -> Layer:
+    def _with_samples(self, node: fx.Node, operation: Operation, layer: Layer, found: Known) -> Layer:
         """Add whether the layer draws random numbers, and whether its samples depend on each other."""
         module = self._module(node)
-        layer = replace(layer, random=has_dropout(module) if module is not None else draws_random(node))
+        if module is not None:
+            layer = replace(layer, random=node not in self.norms and has_dropout(module))
+        else:
+            layer = replace(layer, random=draws_random(node))
         counts = mentions_batch((operation.args, dict(operation.kwargs)))
-        if counts and not layer.batched:
-            raise Untraceable(f"{layer.name} has no batch axis and computes with the size of the batch")
-        if counts and layer.kind in ("elementwise", "join"):
+        if counts and found.operation is None and layer.kind not in ("opaque", "flatten", "cat"):
             # A number taken from the batch size means the whole batch, not this device's samples.
-            layer = replace(layer, kind="opaque")
-        if layer.kind != "opaque":
+            layer = replace(layer, kind="opaque", cuts=(), groups=1)
+        if found.whole_batch:
+            return replace(layer, per_sample=False, reason=f"{found.whole_batch}, so it runs whole on one device")
+        if layer.kind != "opaque" and found.trusted:
             return layer
+        what = type(module).__name__ if module is not None else node.name
+        why = self.traced.whole.get(str(node.target)) if node.op == "call_module" else None
+        why = f"{what} stays whole: {why}" if why else f"no rule splits the channels of {what}" if found.trusted else ""
+        return self._judged(operation, layer, [str(node.target)] if module is not None else [], why)
+
+    def _judged(self, operation: Operation, layer: Layer, modules: Sequence[str], why: str) -> Layer:
+        """Add whether an opaque layer may be split by samples."""
         if not layer.batched:
             return replace(layer, reason="it has no batch axis, so every device makes it")
-        what = type(module).__name__ if module is not None else node.name
-        unsplit = f"no rule splits the channels of {what}"
-        if layer.random and module is None:
+        if layer.random and not modules:
             # No two calls agree, so none can show whether samples are independent. These functions draw for each entry.
-            return replace(layer, reason=unsplit)
-        found = self._check_per_sample(operation, layer, module)
+            return replace(layer, reason=why)
+        if layer.name not in self.verdicts:
+            like = [self.shown[name] for name in layer.inputs]
+            batched = [self.layers[i].batched for i in layer.inputs]
+            self.verdicts[layer.name] = check_per_sample(
+                lambda holder, batch, inputs: call_operation(holder, operation, inputs, batch),
+                self.model, lambda: self._precise, like, batched, modules,
+            )  # fmt: skip
+        found = self.verdicts[layer.name]
         if found.overwrites:
-            raise Untraceable(f"{layer.name} overwrites its input")
-        reason = "; ".join(filter(None, (unsplit, found.dependence)))
-        random = layer.random or found.random
-        return replace(layer, per_sample=found.dependence is None, random=random, reason=reason)
+            where = max(modules, key=len).rpartition(".")[0] if modules else ""
+            raise Untraceable(f"{layer.name} overwrites its input", where)
+        reason = "; ".join(filter(None, (why, found.dependence)))
+        return replace(
+            layer, per_sample=found.dependence is None, random=layer.random or found.random, reason=reason,
+            alone=found.alone, notes=found.notes, blocked=found.blocked,
+        )  # fmt: skip
 
-    def _check_per_sample(self, operation: Operation, layer: Layer, module: nn.Module | None) -> PerSample:
-        like = [self._value_of(name) for name in layer.inputs]
-        batched = [self.layers[i].batched for i in layer.inputs]
-        return check_per_sample(
-            lambda batch, inputs: call_operation(self.model, operation, inputs, batch), like, batched, module
-        )
-
-    def _value_of(self, name: str) -> Tensor:
-        operation = self.operations[name]
-        if self.layers[name].kind == "pick":
-            return self.values[self.nodes[self.layers[name].inputs[0]]][0][operation.args[1]]  # type: ignore[no-any-return]
-        return self.values[self.nodes[name]][0]  # type: ignore[no-any-return]
+    @functools.cached_property
+    def _precise(self) -> nn.Module:
+        return copy.deepcopy(self.model).double()
 
     def _finish(self, output: fx.Node) -> TracedModel:
         names: list[str] = []
-        if sum(layer.kind == "input" for layer in self.layers.values()) != len(self.specs):
-            raise InputError(
-                f"the example has {len(self.specs)} inputs, the model takes another number: give each of them"
-            )
-        (value,), _ = self._arguments(output, names)
-        for layer in (self.layers[name] for name in names):
-            if not layer.batched:
-                raise Untraceable(f"it returns {layer.name}, which has no batch axis")
+        (value,), _ = self._arguments(output, names, {})
         if not names or mentions_batch(value):
             raise Untraceable("it returns something that is not a tensor")
-        shared = {name for users in self.uses.values() if len(users) > 1 for name in users}
+        shared = {name for users in self.uses.values() if len(set(users)) > 1 for name in users}
         layers = {name: replace(layer, shared=name in shared) for name, layer in self.layers.items()}
-        return TracedModel(Graph(type(self.model).__name__, layers, tuple(names)), self.operations, value)
+        graph = Graph(type(self.model).__name__, layers, tuple(names))
+        return TracedModel(graph, self.operations, value, self.traced.seen, self.traced.leaves)
+
+
+def _ref(refs: list[str], name: str) -> Ref:
+    if name not in refs:
+        refs.append(name)
+    return Ref(refs.index(name))
 
 
 def canonical_keys(model: nn.Module) -> dict[str, str]:
@@ -285,11 +437,6 @@ def canonical_keys(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     rows = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {key: first.setdefault(id(tensor), key) for key, tensor in rows}
-
-
-def _is_form(node: fx.Node) -> bool:
-    """Whether a node makes a named tuple: that is no layer, but the form of what is returned."""
-    return node.op == "call_function" and isinstance(node.target, type) and hasattr(node.target, "_fields")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -2,96 +2,441 @@
 
 import inspect
 import threading
-from collections.abc import Collection
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
-from convoy.model.tracing.kinds import IN_PLACE
+from convoy.errors import InputError
+from convoy.model.layer_rules import is_registered
+from convoy.model.tracing.attention import attend, is_by_heads
+from convoy.model.tracing.kinds import IN_PLACE, computes_its_rows, has_hooks
+from convoy.model.tracing.sizes import Pair, Sized, Sizes, Spec, called, evaluating, items, meta_input
+from convoy.model.tracing.state import attributes_kept, drawn, random_kept, state_of
+from convoy.model.tracing.turning_points import PLAIN_LEN, counting
 
 # torch.fx patches nn.Module while it traces, for every thread of the process.
 TRACE_LOCK = threading.RLock()
 
 
 class Untraceable(Exception):  # noqa: N818 - it ends one way of tracing, not the program
-    """The model cannot be traced into layers and runs as one; the text says why."""
+    """A module cannot be traced into layers and stays whole; the text says why.
+
+    Attributes:
+        where: path of the module; "" is the model itself.
+    """
+
+    def __init__(self, why: str, where: str = "") -> None:
+        super().__init__(why)
+        self.where = where
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The calls of a model's forward.
+
+    Attributes:
+        nodes: in order; the last one is its output. Calls that nobody reads are left out.
+        seen: paths of the modules that the trace sees through, the model itself ("") among them.
+        whole: why a module stays whole, by path, where there is more to say than that it does.
+        leaves: paths of the submodules that stay whole, but for torch's own.
+        constants: tensors that the forward makes out of nothing, by the name that their nodes have.
+    """
+
+    nodes: Sequence[fx.Node]
+    seen: tuple[str, ...]
+    whole: dict[str, str] = field(default_factory=dict)
+    leaves: tuple[str, ...] = ()
+    constants: dict[str, Tensor] = field(default_factory=dict)
+
+
+def nodes_of(model: nn.Module, meta: nn.Module, specs: Sequence[Spec], leaves: Collection[str] = ()) -> Nodes:
+    """The calls of a model's forward. The model's state is left as it was.
+
+    Args:
+        meta: a copy of the model on the meta device.
+        specs: of the inputs that it is called with; its other arguments keep their defaults. The calls hold for these sizes.
+        leaves: paths of submodules to keep whole, beside those that must be.
+
+    Raises:
+        Untraceable: its own forward does what torch.fx cannot follow.
+        InputError: it takes more inputs, or fewer.
+    """
+    with TRACE_LOCK, torch.enable_grad(), random_kept():
+        tracer = _Tracer(dict(zip(model.modules(), meta.modules(), strict=True)), leaves, specs=specs)
+        names = _inputs_of(model, len(specs))
+        with _watched(model):
+            why = tracer.follow(model, names, {})
+        if why is not None:
+            raise Untraceable(why)
+        graph = tracer.graph
+        graph.eliminate_dead_code(is_impure_node=lambda node: _has_effect(model, node))
+    constants = {
+        name: t for t, name in tracer.tensor_attrs.items() if isinstance(t, Tensor) and not _holds(model, name)
+    }
+    whole = tuple(str(n.target) for n in graph.nodes if n.op == "call_module" and not _is_of_torch(model, n))
+    return Nodes(tuple(graph.nodes), ("", *dict.fromkeys(tracer.seen)), tracer.whole, whole, constants)
+
+
+def _is_of_torch(model: nn.Module, node: fx.Node) -> bool:
+    return type(model.get_submodule(str(node.target))).__module__.startswith("torch.nn")
+
+
+def _holds(model: nn.Module, path: str) -> bool:
+    holder, _, name = path.rpartition(".")
+    return hasattr(model.get_submodule(holder), name)
+
+
+def _inputs_of(model: nn.Module, inputs: int) -> tuple[str, ...]:
+    """A name for each input of the model."""
+    try:
+        signature = inspect.signature(type(model).forward)
+    except (TypeError, ValueError):
+        return tuple(f"input_{i}" for i in range(inputs))
+    parameters = list(signature.parameters.values())[1:]
+    free = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = sum(p.default is p.empty for p in positional)
+    if inputs < needed:
+        raise InputError(f"the model takes more inputs than the {inputs} of the example: give all of them")
+    if inputs > len(positional) and not free:
+        raise InputError(f"the example has {inputs} inputs, the model takes another number: give each of them")
+    if missing := [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]:
+        raise InputError(f"the model needs the keyword argument {missing[0]!r}: give it a default in forward()")
+    names = [p.name for p in positional[:inputs]]
+    return (*names, *(f"input_{i}" for i in range(len(names), inputs)))
+
+
+# --- the tracer ------------------------------------------------------------------------------------------------------
+
+
+class _StaysWhole(Exception):  # noqa: N818 - ends the tracing of one module
+    """The forward of a module does what a trace would lose."""
 
 
 class _Tracer(fx.Tracer):
-    def __init__(self, leaves: Collection[str] = ()) -> None:
+    proxy_buffer_attributes = True
+
+    def __init__(
+        self,
+        twins: Mapping[nn.Module, nn.Module],
+        leaves: Collection[str] = (),
+        known: "dict[Any, str | None] | None" = None,
+        specs: Sequence[Spec] = (),
+    ) -> None:
         super().__init__()
-        self.leaves = leaves
+        self.twins, self.leaves, self.specs = twins, leaves, specs
         self.thread = threading.get_ident()
-        self.traceable: dict[tuple[nn.Module, tuple[tuple[str, Any], ...]], bool] = {}
-        self.given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self.seen: list[str] = []
+        self.whole: dict[str, str] = {}
+        self.known: dict[Any, str | None] = {} if known is None else known
+        self._held: dict[int, str] | None = None
+        self._given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+
+    def follow(self, module: nn.Module, given: Any, keywords: dict[str, Any]) -> str | None:
+        """Trace a module as the root; returns why that is not possible, or None.
+
+        Args:
+            given: the names of its inputs, or the arguments of a call of it, with a Proxy for each tensor.
+        """
+        if "forward" in vars(module):
+            return "its forward was replaced by hand"
+        self._given = (tuple(given), keywords)
+        self.sizes = Sizes(module, self.twins)
+        before, asked = state_of(module), drawn()
+        _TRACERS.append(self)
+        try:
+            with attributes_kept(module):
+                self.trace(module)
+                after = {k: v for k, v in state_of(module).items() if not k.startswith("_tensor_constant")}
+        except _StaysWhole as why:
+            return str(why)
+        except Exception as error:  # whatever its forward does with a proxy
+            return f"torch.fx cannot trace it: {first_line(error)}{_line_of(error)}"
+        finally:
+            _TRACERS.pop()
+        if before != after:
+            changed = [k for k in {**before, **after} if before.get(k) != after.get(k)]
+            return f"its forward changes {', '.join(map(repr, changed[:3]))}"
+        return (
+            "its forward draws random numbers in Python" if asked() else None
+        )  # or another thread: then it is whole in vain
+
+    def create_args_for_root(
+        self,
+        root_fn: Any,
+        is_module: bool,  # noqa: ARG002
+        concrete_args: Any = None,  # noqa: ARG002
+    ) -> tuple[Any, list[Any]]:
+        def input_of(name: str, pair: Callable[[], Pair | None]) -> fx.Proxy:
+            proxy = self.create_proxy("placeholder", name, (), {})
+            self.sizes.give(proxy.node, pair)
+            return proxy
+
+        def placed(a: Any) -> Any:
+            if isinstance(a, fx.Proxy):
+                return input_of(a.node.name, partial(a.tracer.sizes.pair, a.node))  # type: ignore[attr-defined]
+            return _mapped(a, placed)
+
+        given, keywords = self._given
+        if given and all(isinstance(name, str) for name in given) and not keywords and len(_TRACERS) == 1:
+            pairs = (partial(lambda s: (meta_input(s, 0), meta_input(s, 1)), spec) for spec in self.specs)
+            return root_fn, [self.root, *map(input_of, given, pairs)]
+        filled = {key: placed(value) for key, value in keywords.items()}
+        return (lambda root, *args: root_fn(root, *args, **filled)), [self.root, *map(placed, given)]
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:  # noqa: ARG002
+        """As torch.fx has it, without a search through all parameters at every access."""
+        if not isinstance(attr_val, Tensor) or evaluating():
+            return attr_val
+        if self._held is None:
+            held = [*self.root.named_parameters(), *self.root.named_buffers()]
+            self._held = {id(tensor): key for key, tensor in held}
+        key = self._held.get(id(attr_val))
+        if key is None:
+            return attr_val
+        if key not in parameter_proxy_cache:
+            parameter_proxy_cache[key] = self.create_proxy("get_attr", key, (), {})
+        return parameter_proxy_cache[key]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        known = module_qualified_name in self.leaves or super().is_leaf_module(m, module_qualified_name)
-        return known or not self._can_trace(m)
+        path = module_qualified_name
+        if path in self.leaves or is_registered(m):
+            return True
+        if has_hooks(m):
+            self.whole[path] = "it has hooks"
+            return True
+        # Every device computes the weight from its parameters, in a layer of its own; then the layer is an ordinary one.
+        computed = parametrize.is_parametrized(m) and not computes_its_rows(m)
+        if is_by_heads(m, *self._call):
+            self.seen.append(path)
+            return False
+        if not computed and super().is_leaf_module(m, path):
+            return True
+        why = self._why_not(m)
+        if why is not None:
+            self.whole[path] = why
+        else:
+            self.seen.append(path)
+        return why is not None
 
     def call_module(self, m: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # torch.fx patches nn.Module for all threads: a model that another thread runs is not part of this trace.
-        if threading.get_ident() != self.thread:
+        if threading.get_ident() != self.thread or evaluating():
             return forward(*args, **kwargs)
-        self.given = (args, kwargs)
-        return super().call_module(m, forward, args, kwargs)
+        self._call = (args, kwargs)
+        return super().call_module(m, partial(attend, m) if is_by_heads(m, args, kwargs) else forward, args, kwargs)
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
         # A trace has no `with` blocks, so torch.no_grad() is recorded here. A parameter has one node, made at its first
         # use, for all its uses.
         node.meta["no_grad"] = not torch.is_grad_enabled() and kind != "get_attr"
+        stack = node.meta.get("nn_module_stack")
+        node.meta["where"] = next(reversed(stack.values()))[0] if stack else ""
+        node.meta["no_autocast"] = tuple(_AUTOCAST_OFF)
+        if _AUTOCAST_OFF and (kind == "call_module" or node.target is nn.functional.batch_norm):
+            raise _StaysWhole("its forward switches autocast off around a layer")
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise _StaysWhole("its forward switches autocast on")
+        if mutates(self.root, node) or unsupported_in_place(node):
+            held = _written(node)
+            if held is not None and not _counts_batches(self.root, held):
+                raise _StaysWhole(f"its forward changes {str(held.target)!r}")
         return node
 
-    def _can_trace(self, module: nn.Module) -> bool:
-        # Python branches on them: with `pre_logits=False` given, `if pre_logits` can be traced.
-        constants = _constants(module, *self.given)
-        key = (module, tuple(constants.items()))
-        if key not in self.traceable:
-            inner = _Tracer()
-            inner.traceable = self.traceable
-            try:
-                inner.trace(module, constants or None)
-                self.traceable[key] = True
-            except Exception:  # whatever its forward does with a proxy: it stays one layer
-                self.traceable[key] = False
-        return self.traceable[key]
+    def _why_not(self, module: nn.Module) -> str | None:
+        # Python branches on plain arguments: with `pre_logits=False` given, `if pre_logits` can be traced.
+        args, kwargs = self._call
+        key = (module, repr(_mapped((args, kwargs), lambda a: "tensor" if isinstance(a, fx.Proxy) else a)))
+        if key in self.known:
+            return self.known[key]
+        pairs: list[Pair | None] = []
+        _mapped((args, kwargs), lambda a: pairs.append(self.sizes.pair(a.node)) if isinstance(a, fx.Proxy) else None)
+        sized = (*key, repr(pairs))
+        if sized not in self.known:
+            tracer = _Tracer(self.twins, (), self.known)
+            why = tracer.follow(module, args, kwargs)
+            self.known[sized if tracer.sizes.asked else key] = why
+            return why
+        return self.known[sized]
 
+    # --- what a forward asks -----------------------------------------------------------------------------------------
 
-def _constants(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, those left to their defaults included, that are plain values."""
-    try:
-        bound = inspect.signature(module.forward).bind(*args, **kwargs)
-    except (TypeError, ValueError):
-        return {}
-    bound.apply_defaults()
-    return {
-        name: value for name, value in bound.arguments.items() if isinstance(value, bool | int | float | str | None)
-    }
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return Sized(node, self)
 
-
-def nodes_of(model: nn.Module, leaves: Collection[str] = ()) -> list[fx.Node]:
-    """The calls of a model's forward, in order; the last one is its output. Calls that nobody reads are left out.
-
-    Args:
-        leaves: paths of submodules to keep whole, beside those that must be.
-
-    Raises:
-        Untraceable: its own forward does what torch.fx cannot follow.
-    """
-    with TRACE_LOCK, torch.enable_grad():
+    def to_bool(self, obj: fx.Proxy) -> bool:
         try:
-            graph = _Tracer(leaves).trace(model)
-        except Exception as error:
-            raise Untraceable(f"torch.fx cannot trace it: {first_line(error)}") from None
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or mutates(model, node))
-    return list(graph.nodes)
+            return bool(self.sizes.number(obj.node))
+        except LookupError:
+            return super().to_bool(obj)
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        found = items(obj)
+        return super().iter(obj) if found is None else found
 
 
-def called(node: fx.Node) -> str:
-    """Name of the function or method of a node."""
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+_TRACERS: list[_Tracer] = []
+_AUTOCAST_OFF: list[str] = []
+"""The types of devices on which a forward has switched autocast off; "" is the one that computes, whatever it is."""
+
+
+def _mapped(value: Any, f: Any) -> Any:
+    """A tuple, list or dict with `f` applied to each item; another value as it is."""
+    match value:
+        case tuple() if hasattr(value, "_fields"):
+            return type(value)(*(_or_mapped(v, f) for v in value))
+        case tuple() | list():
+            return type(value)(_or_mapped(v, f) for v in value)
+        case dict():
+            return {k: _or_mapped(v, f) for k, v in value.items()}
+    return value
+
+
+def _or_mapped(value: Any, f: Any) -> Any:
+    return f(value) if not isinstance(value, tuple | list | dict) else _mapped(value, f)
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[None]:
+    """While a model is traced: what torch.fx would lose is noticed."""
+    apply, enter, thread = (
+        torch.autograd.Function.__dict__["apply"],
+        saved_tensors_hooks.__enter__,
+        threading.get_ident(),
+    )
+
+    def noted_apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        original = apply.__get__(None, cls)
+        if threading.get_ident() != thread or not any(isinstance(a, fx.Proxy) for a in (*args, *kwargs.values())):
+            return original(*args, **kwargs)
+        if cls is CheckpointFunction:
+            raise _StaysWhole("its forward is checkpointed")
+        # A backward of its own: the call is one layer.
+        return _TRACERS[-1].create_proxy("call_function", original, args, kwargs)
+
+    def noted_enter(hooks: Any) -> Any:
+        if threading.get_ident() == thread:
+            raise _StaysWhole("its forward is checkpointed, or has hooks on what autograd keeps")
+        return enter(hooks)
+
+    torch.autograd.Function.apply = classmethod(noted_apply)  # type: ignore[assignment, method-assign]
+    saved_tensors_hooks.__enter__ = noted_enter  # type: ignore[method-assign]
+    try:
+        with _Writes(model), counting(fx.Proxy, _length), _autocast_watched(thread):
+            yield
+    finally:
+        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+        saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+
+
+@contextmanager
+def _autocast_watched(thread: int) -> Iterator[None]:
+    """While a model is traced: notices where its forward switches autocast off."""
+    cls = torch.autocast
+    init, enter, leave = cls.__init__, cls.__enter__, cls.__exit__
+
+    def noted_init(self: Any, device_type: Any, *args: Any, **kwargs: Any) -> None:
+        computing = threading.get_ident() == thread and isinstance(device_type, fx.Proxy)  # `x.device.type`
+        init(self, "cpu" if computing else device_type, *args, **kwargs)
+        self._convoy_noted = "" if computing else device_type
+
+    def noted_enter(self: Any) -> Any:
+        if threading.get_ident() == thread and not self._enabled:
+            _AUTOCAST_OFF.append(self._convoy_noted)
+        return enter(self)  # type: ignore[no-untyped-call]
+
+    def noted_leave(self: Any, *args: Any) -> Any:
+        if threading.get_ident() == thread and not self._enabled:
+            _AUTOCAST_OFF.pop()
+        return leave(self, *args)
+
+    cls.__init__, cls.__enter__, cls.__exit__ = noted_init, noted_enter, noted_leave  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        cls.__init__, cls.__enter__, cls.__exit__ = init, enter, leave  # type: ignore[method-assign]
+        _AUTOCAST_OFF.clear()
+
+
+def _length(x: fx.Proxy) -> Any:
+    """What a forward that is traced gets for `len(x)`."""
+    length = x.tracer.sizes.length(x.node)  # type: ignore[attr-defined]
+    return x.tracer.create_proxy("call_function", PLAIN_LEN, (x,), {}) if length is None else length
+
+
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees the tensors that a forward computes while it is traced: from parameters taken out of a list, say."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        held = [*model.named_parameters(), *model.named_buffers()]
+        self._held = {t.untyped_storage()._cdata: key for key, t in held}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if evaluating():
+            return func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise _StaysWhole("its forward draws random numbers of its own")
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                key = self._held.get(value.untyped_storage()._cdata)
+                if key is not None:
+                    raise _StaysWhole(f"its forward changes {key!r}")
+        return func(*args, **(kwargs or {}))
+
+
+def _line_of(error: BaseException) -> str:
+    """Where in the user's code an error came from."""
+    inside = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(inside)]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+def line_of_forward(module: nn.Module) -> str:
+    """The place of a module's forward, for a person to look at."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else type(module).__qualname__
+
+
+# --- what a node does ------------------------------------------------------------------------------------------------
+
+
+def _has_effect(model: nn.Module, node: fx.Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    return (mutates(model, node) or unsupported_in_place(node)) and _written(node) is None
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    """The parameter or buffer that an in-place call writes into, under whatever view."""
+    place: Any = node
+    while isinstance(place, fx.Node) and place.op in ("call_function", "call_method"):
+        reads = place is node or called(place) in _VIEWS or called(place) in IN_PLACE
+        place = place.args[0] if place.args and reads else None
+    return place if isinstance(place, fx.Node) and place.op == "get_attr" else None
+
+
+_VIEWS = frozenset(("getattr", "detach", "view", "reshape", "getitem", "flatten", "t", "transpose", "permute", "squeeze",
+                    "unsqueeze", "narrow", "select", "expand", "view_as", "copy_", "zero_", "fill_"))  # fmt: skip
+
+
+def _counts_batches(model: nn.Module, node: fx.Node) -> bool:
+    """Whether a node is the count of a batch norm whose normalisation is known for what it is (see `batch_norm_of`)."""
+    holder, _, name = str(node.target).rpartition(".")
+    return name == "num_batches_tracked" and isinstance(model.get_submodule(holder), _BatchNorm)
 
 
 def mutates(model: nn.Module, node: fx.Node) -> bool:
@@ -111,6 +456,36 @@ def unsupported_in_place(node: fx.Node) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in _OTHER_IN_PLACE
 
 
+def batch_norm_of(model: nn.Module, node: fx.Node) -> str | None:
+    """Path of the batch norm whose normalisation a call of `F.batch_norm` is; None where it is none, or another one.
+
+    So a subclass of torch's batch norm with an activation in its forward (timm's `BatchNormAct2d`) is taken apart.
+    """
+    if node.op != "call_function" or node.target is not nn.functional.batch_norm:
+        return None
+    given = inspect.signature(nn.functional.batch_norm).bind(*node.args, **node.kwargs)
+    given.apply_defaults()
+    _, *tensors, training, momentum, eps = given.arguments.values()
+    paths = [str(t.target) for t in tensors if isinstance(t, fx.Node) and t.op == "get_attr"]
+    path = paths[0].rpartition(".")[0] if paths else ""
+    norm = model.get_submodule(path)
+    if not isinstance(norm, _BatchNorm):
+        return None
+    by_batch = norm.training or norm.running_mean is None
+    noted = (norm.running_mean, norm.running_var) if not norm.training or norm.track_running_stats else (None, None)
+    rows = zip(
+        tensors, ("running_mean", "running_var", "weight", "bias"), (*noted, norm.weight, norm.bias), strict=True
+    )
+    same = all((t.target if isinstance(t, fx.Node) else t) == _path(path, n, held) for t, n, held in rows)
+    # In evaluation nothing is noted, so the momentum does not matter.
+    momenta = momentum == norm.momentum or not norm.training or norm.running_mean is None
+    return path if same and (training, eps) == (by_batch, norm.eps) and momenta else None
+
+
+def _path(module: str, name: str, held: Tensor | None) -> str | None:
+    return None if held is None else f"{module}.{name}" if module else name
+
+
 _OTHER_IN_PLACE = frozenset(
     ("setitem", "ipow", "imod", "imatmul", "ifloordiv", "iand", "ior", "ixor", "ilshift", "irshift", "iconcat")
 )
@@ -119,6 +494,8 @@ _OTHER_IN_PLACE = frozenset(
 def draws_random(node: fx.Node) -> bool:
     """Whether a function or method draws random numbers: noise, or a dropout that is switched on."""
     name = called(node)
+    if name == "scaled_dot_product_attention":
+        return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))
     # dropout(x, p, training) and torchvision's stochastic_depth(x, p, mode, training)
     place = 3 if name == "stochastic_depth" else 2 if "dropout" in name else None
     if place is None:

@@ -1,21 +1,29 @@
 """Checks numerically, on random inputs, whether a layer computes each sample independently of the others."""
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy.model.tracing.nodes import first_line
+from convoy.model.tracing.state import attributes_kept, random_kept, seed_all, state_of
+from convoy.model.tracing.turning_points import FAR, Undecided, turning_points
 
-_TRIES = 3
-"""Repetitions with other inputs: a branch on values may go the same way for one set of samples."""
+_PARTS = ((1, 1, 1), (2, 3), (1, 4), (3, 6))
+"""Batches are computed together and in these parts. Several: a branch on values may go the same way for one of them."""
+_SCALES = (1.0, 0.05, 20.0)
+"""In every other batch samples have these sizes in turn: what asks for the largest value must not find the same everywhere."""
+_ENTRIES = 1 << 25
+"""Of the inputs, at most, where many samples are tried."""
 
-Call = Callable[[int, Sequence[Tensor]], Any]
-"""(samples, inputs) -> outputs."""
+Call = Callable[[nn.Module, int, Sequence[Tensor]], Any]
+"""(what holds its modules, samples, inputs) -> outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,57 +34,223 @@ class PerSample:
         dependence: why the layer must see the whole batch at once; None where samples are independent.
         random: two calls with the same input gave different results.
         overwrites: it changes its inputs in place.
+        alone: its backward does not work as a part of another (a reentrant checkpoint).
+        notes: a call changes its Python state, its buffers or its parameters.
+        blocked: inputs, by their place, that no gradient passes to.
     """
 
     dependence: str | None
     random: bool = False
     overwrites: bool = False
+    alone: bool = False
+    notes: bool = False
+    blocked: tuple[int, ...] = ()
 
 
 def check_per_sample(
-    call: Call, like: Sequence[Tensor], batched: Sequence[bool], module: nn.Module | None
+    call: Call,
+    holder: nn.Module,
+    precise: Callable[[], nn.Module],
+    like: Sequence[Tensor],
+    batched: Sequence[bool],
+    modules: Sequence[str],
 ) -> PerSample:
-    """Run three samples together and one by one, and compare.
+    """Run samples together and in parts, and compare.
 
     Args:
         call: the layer.
+        holder: holds its modules, in the mode that is traced; left as it is.
+        precise: makes a copy of the holder in float64, where rounding cannot be taken for a dependence.
         like: one tensor per input, for shape and dtype; those that are `batched` get other first axes.
-        module: the layer's module, in the mode that is traced; left as it is. None: a function.
+        modules: paths of the layer's modules in the holder.
     """
-    if module is not None and (norm := _batch_norm_inside(module)) is not None:
-        return PerSample(f"its {norm} looks at the whole batch", has_dropout(module))
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), _restored(module):
-        torch.manual_seed(0)
-        for inner in module.modules() if module is not None else ():
-            if "Dropout" in type(inner).__name__:
-                inner.eval()
+    own = [holder.get_submodule(path) for path in modules]
+    dropout = any(has_dropout(module) for module in own)
+    alone, blocked = _backward_of(call, holder, like, batched, own)
+    if (norm := _batch_norm_inside(own)) is not None:
+        return PerSample(f"its {norm} looks at the whole batch", dropout, alone=alone, blocked=blocked)
+    found = _judged(call, holder, like, batched, modules)
+    if found.dependence is not None and not found.overwrites and _in_float32(like):
+        # Rounding to float32 depends on how many samples there are, and some layers magnify it.
+        doubled = [t.double() if is_floating(t) else t for t in like]
         try:
-            return _compare(call, like, batched, module)
+            again = _judged(call, precise(), doubled, batched, modules)
+        except Exception:  # a copy in another type that cannot be made, or does not run
+            again = found
+        if again.dependence is None:
+            found = again
+    return replace(found, random=found.random or dropout, alone=alone, blocked=blocked)
+
+
+def _judged(
+    call: Call, holder: nn.Module, like: Sequence[Tensor], batched: Sequence[bool], modules: Sequence[str]
+) -> PerSample:
+    own = [holder.get_submodule(path) for path in modules]
+    with random_kept(0), torch.no_grad(), _modes_kept(own):
+        for module in own:
+            for inner in module.modules():
+                if "Dropout" in type(inner).__name__:
+                    inner.eval()
+        try:
+            return _compare(call, holder, like, batched, own)
         except Exception as error:
             return PerSample(f"it cannot take samples one by one ({first_line(error)}), so it runs whole on one device")
 
 
-def _compare(call: Call, like: Sequence[Tensor], batched: Sequence[bool], module: nn.Module | None) -> PerSample:
-    random = module is not None and has_dropout(module)
-    before = _buffers(module)
-    for _ in range(_TRIES):
-        inputs = [random_like(t, 3 if b else None) for t, b in zip(like, batched, strict=True)]
+def _compare(
+    call: Call, holder: nn.Module, like: Sequence[Tensor], batched: Sequence[bool], own: Sequence[nn.Module]
+) -> PerSample:
+    random = notes = False
+    try:
+        points = _turning_points(call, holder, like, batched, own)
+    except Undecided as why:
+        return PerSample(f"{why}, so it runs whole on one device")
+    weights = {key for key, _ in nn.ModuleList(own).named_parameters()}
+    for samples in (3, *points) if own else ():
+        first, second = (_notes(call, holder, like, batched, own, n) for n in (samples, samples - 1))
+        if not _same_notes(first, second) or weights & first[1].keys():
+            return PerSample("it notes what a batch was like, so it runs whole on one device", notes=True)
+        notes = notes or any(first)
+    for number, parts in enumerate((*_PARTS, *((n - 1, 1) for n in points))):
+        inputs = [random_like(t, sum(parts) if b else None) for t, b in zip(like, batched, strict=True)]
+        if number % 2:
+            inputs = [_of_other_sizes(t) if b and is_floating(t) else t for t, b in zip(inputs, batched, strict=True)]
         given = [t.clone() for t in inputs]
-        together = tensors_of(call(3, given))
+        with _restored(own):
+            together = tensors_of(call(holder, sum(parts), given))
         if not all(torch.equal(a, b) for a, b in zip(inputs, given, strict=True)):
             return PerSample("it overwrites its input, so it runs whole on one device", random, overwrites=True)
-        if not all(torch.equal(a, b) for a, b in zip(before, _buffers(module), strict=True)):
-            return PerSample("it notes in its buffers what a batch was like, so it runs whole on one device", random)
-        if module is not None and not _equal(together, tensors_of(call(3, inputs))):
+        with _restored(own):
+            again = tensors_of(call(holder, sum(parts), inputs))
+        if own and not random and not _equal(together, again):
             # Random numbers hide whether samples are independent: compare in evaluation mode instead.
             random = True
-            module.eval()
-            together = tensors_of(call(3, inputs))
-        for i in range(3):
-            one = [t[i : i + 1] if b else t for t, b in zip(inputs, batched, strict=True)]
-            if not _equal([t[i : i + 1] for t in together], tensors_of(call(1, one))):
+            for module in own:
+                module.eval()
+        if random:
+            with _restored(own):
+                together = tensors_of(call(holder, sum(parts), inputs))
+        start = 0
+        for n in parts:
+            rows = slice(start, start + n)
+            some = [t[rows] if b else t for t, b in zip(inputs, batched, strict=True)]
+            with _restored(own):
+                found = tensors_of(call(holder, n, some))
+            if not _equal([t[rows] for t in together], found):
                 return PerSample("a sample's answer depends on the others, so it runs whole on one device", random)
-    return PerSample(None, random)
+            start += n
+        if number < 2 and not _same_gradients(call, holder, inputs, batched, parts, together, own):
+            return PerSample("a sample's gradient depends on the others, so it runs whole on one device", random)
+    return PerSample(None, random, notes=notes)
+
+
+def _same_gradients(
+    call: Call,
+    holder: nn.Module,
+    inputs: Sequence[Tensor],
+    batched: Sequence[bool],
+    parts: Sequence[int],
+    outputs: Sequence[Tensor],
+    own: Sequence[nn.Module],
+) -> bool:
+    """Whether the backwards of parts give the rows of the inputs' gradients, and together the gradients of the parameters."""
+    given = [torch.randn_like(y) if is_floating(y) else y for y in outputs]
+    whole = _gradients(call, holder, sum(parts), inputs, given, own)
+    if whole is None:
+        return True  # it has no backward
+    found = []
+    for end, n in zip(itertools.accumulate(parts), parts, strict=True):
+        rows = slice(end - n, end)
+        some = [t[rows] if b else t for t, b in zip(inputs, batched, strict=True)]
+        found.append(_gradients(call, holder, n, some, [g[rows] for g in given], own))
+    rows_of = [*batched, *(False,) * (len(whole) - len(batched))]
+    for place, (expected, b) in enumerate(zip(whole, rows_of, strict=True)):
+        each = [part[place] for part in found if part is not None]
+        if len(each) < len(parts) or not is_close(torch.cat(each) if b else sum(each[1:], each[0]), expected):
+            return False
+    return True
+
+
+def _gradients(
+    call: Call,
+    holder: nn.Module,
+    samples: int,
+    inputs: Sequence[Tensor],
+    given: Sequence[Tensor],
+    own: Sequence[nn.Module],
+) -> list[Tensor] | None:
+    """Those of inputs and parameters, zeros where there is none; None where backward does not work."""
+    weights = [p for p in nn.ModuleList(own).parameters() if p.requires_grad]
+    held = [p.grad for p in weights]
+    with torch.enable_grad(), _restored(own):
+        roots = [t.detach().clone().requires_grad_(is_floating(t)) for t in inputs]
+        try:
+            for p in weights:
+                p.grad = None
+            # A view of each, since autograd forbids in-place calls on leaves.
+            made = tensors_of(call(holder, samples, [t.view_as(t) if t.requires_grad else t for t in roots]))
+            pairs = [(y, g) for y, g in zip(made, given, strict=True) if y.requires_grad]
+            torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+            return [torch.zeros_like(t) if t.grad is None else t.grad for t in (*roots, *weights)]
+        except Exception:  # what it is shows in training
+            return None
+        finally:
+            for p, g in zip(weights, held, strict=True):
+                p.grad = g
+
+
+def _turning_points(
+    call: Call, holder: nn.Module, like: Sequence[Tensor], batched: Sequence[bool], own: Sequence[nn.Module]
+) -> list[int]:
+    """Numbers of samples at which its Python decides otherwise.
+
+    Raises:
+        Undecided: for more samples than can be tried.
+    """
+
+    def run(samples: int) -> None:
+        call(holder, samples, [random_like(t, int(samples) if b else None) for t, b in zip(like, batched, strict=True)])
+
+    try:
+        with _restored(own):
+            points = turning_points(run, {extent for t in like for extent in t.shape[1:]})
+    except Undecided:
+        raise
+    except Exception:  # a number that is more than a number; or what shows without it, too
+        points = [FAR]
+    each = sum(math.prod(t.shape[1:]) for t, b in zip(like, batched, strict=True) if b)
+    if any(n != FAR and n * each > _ENTRIES for n in points):
+        raise Undecided("it decides at more samples than can be tried")
+    return [n for n in points if n * each <= _ENTRIES]
+
+
+def _backward_of(
+    call: Call, holder: nn.Module, like: Sequence[Tensor], batched: Sequence[bool], own: Sequence[nn.Module]
+) -> tuple[bool, tuple[int, ...]]:
+    """Whether torch.autograd.grad refuses to go through it (a reentrant checkpoint), and which inputs get no gradient."""
+    if all(type(module).__module__.startswith("torch.nn") for module in own):
+        return False, ()
+    alone, blocked = False, {i for i, t in enumerate(like) if is_floating(t)}
+    with random_kept(0), torch.enable_grad(), _modes_kept(own):
+        for samples in (2, 3, 2, 5):
+            roots = [random_like(t, samples if b else None) for t, b in zip(like, batched, strict=True)]
+            roots = [
+                (_of_other_sizes(t) if samples != 2 else t).requires_grad_() if is_floating(t) else t for t in roots
+            ]
+            wanted = [t for t in (*roots, *nn.ModuleList(own).parameters()) if t.requires_grad]
+            try:
+                with _restored(own):
+                    # A view of each, since autograd forbids in-place calls on leaves.
+                    given = [t.view_as(t) if t.requires_grad else t for t in roots]
+                    outputs = [y for y in tensors_of(call(holder, samples, given)) if y.requires_grad]
+                    if outputs and wanted:
+                        ones = [torch.ones_like(y) for y in outputs]
+                        gradients = torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+                        reached = {id(t) for t, g in zip(wanted, gradients, strict=True) if g is not None}
+                        blocked = {i for i in blocked if id(roots[i]) not in reached}
+            except Exception as error:  # another fault shows elsewhere
+                alone, blocked = alone or "checkpoint" in str(error), set()
+    return alone, tuple(sorted(blocked))
 
 
 def has_dropout(module: nn.Module) -> bool:
@@ -86,10 +260,14 @@ def has_dropout(module: nn.Module) -> bool:
 
 def run_on_random(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Run a module on random inputs of these shapes; returns its outputs on the meta device (shapes and dtypes only)."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), _restored(module):
-        real = fx.node.map_aggregate((args, kwargs), lambda a: random_like(a, None) if isinstance(a, Tensor) else a)
-        value = module(*real[0], **real[1])
-    return fx.node.map_aggregate(value, lambda a: a.to("meta") if isinstance(a, Tensor) else a)
+    with random_kept(), torch.no_grad(), _restored([module]):
+        value = module(*on_random(args), **on_random(kwargs))
+    return map_tensors(value, lambda t: t.to("meta"))
+
+
+def on_random(value: Any) -> Any:
+    """The same with random tensors."""
+    return map_tensors(value, lambda t: random_like(t, None))
 
 
 def random_like(like: Tensor, batch: int | None) -> Tensor:
@@ -100,51 +278,135 @@ def random_like(like: Tensor, batch: int | None) -> Tensor:
     return torch.randint(0, 2, shape).to(like.dtype)
 
 
+def _of_other_sizes(x: Tensor) -> Tensor:
+    scales = torch.tensor([_SCALES[i % len(_SCALES)] for i in range(len(x))], dtype=x.dtype)
+    return x * scales.view(-1, *[1] * (x.dim() - 1))
+
+
 def is_floating(t: Tensor) -> bool:
     """Whether a tensor holds numbers that can have a gradient."""
     return t.dtype.is_floating_point or t.dtype.is_complex
 
 
+def _in_float32(like: Sequence[Tensor]) -> bool:
+    return any(is_floating(t) and t.dtype != torch.float64 for t in like)
+
+
 def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a tuple or list, in order."""
+    """The tensors in a nest of tuples, lists, dicts and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        return [value]
     if isinstance(value, tuple | list):
         return [t for v in value for t in tensors_of(v)]
-    return [value] if isinstance(value, Tensor) else []
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in tensors_of(v)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [t for f in fields(value) for t in tensors_of(getattr(value, f.name))]
+    return []
+
+
+def map_tensors(value: Any, f: Callable[[Tensor], Any]) -> Any:
+    """The same nest with `f` applied to each tensor."""
+    if isinstance(value, Tensor):
+        return f(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(v, f) for v in value))
+    if isinstance(value, tuple | list):
+        return value if isinstance(value, torch.Size) else type(value)(map_tensors(v, f) for v in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{f_.name: map_tensors(getattr(value, f_.name), f) for f_ in fields(value) if f_.init})
+    if isinstance(value, dict):
+        return {k: map_tensors(v, f) for k, v in value.items()}
+    return value
 
 
 def is_close(a: Tensor, b: Tensor) -> bool:
     """Equal up to rounding: kernels round differently for different numbers of samples."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    if a.is_sparse or b.is_sparse:
+        return a.is_sparse and b.is_sparse and is_close(a.to_dense(), b.to_dense())
+    if torch.equal(a, b):
+        return True
     rtol, atol = (1e-9, 1e-11) if a.dtype in (torch.float64, torch.complex128) else (1e-3, 1e-5)
     return torch.allclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     return len(a) == len(b) and all(is_close(x, y) for x, y in zip(a, b, strict=True))
 
 
-def _batch_norm_inside(module: nn.Module) -> str | None:
-    for inner in module.modules():
-        if isinstance(inner, _BatchNorm) and (inner.training or inner.running_mean is None):
-            return type(inner).__name__
+def _batch_norm_inside(modules: Sequence[nn.Module]) -> str | None:
+    for module in modules:
+        for inner in module.modules():
+            if isinstance(inner, _BatchNorm) and (inner.training or inner.running_mean is None):
+                return type(inner).__name__
     return None
 
 
-def _buffers(module: nn.Module | None) -> list[Tensor]:
-    return [b.detach().clone() for b in module.buffers()] if module is not None else []
+# --- what a call leaves behind ---------------------------------------------------------------------------------------
+
+Notes = tuple[dict[str, Any], dict[str, Tensor]]
+"""Python attributes, and the parameters and buffers that a call has changed."""
+
+
+def _notes(
+    call: Call,
+    holder: nn.Module,
+    like: Sequence[Tensor],
+    batched: Sequence[bool],
+    own: Sequence[nn.Module],
+    samples: int,
+) -> Notes:
+    inputs = [random_like(t, samples if b else None) for t, b in zip(like, batched, strict=True)]
+    with _restored(own):
+        seed_all(1)
+        for weight in nn.ModuleList(own).parameters():
+            if is_floating(weight):  # a teacher that equals its student is not seen to follow it
+                weight.data.add_(torch.randn_like(weight), alpha=0.01)
+        with _restored(own) as changes:
+            seed_all(1)
+            call(holder, samples, inputs)
+            return changes()
+
+
+def _same_notes(a: Notes, b: Notes) -> bool:
+    return a[0] == b[0] and a[1].keys() == b[1].keys() and all(is_close(a[1][k], b[1][k]) for k in a[1])
 
 
 @contextmanager
-def _restored(module: nn.Module | None) -> Iterator[None]:
-    """Restore the training modes and buffers of a module at the end."""
-    modes = {m: m.training for m in module.modules()} if module is not None else {}
-    buffers = _buffers(module)
+def _modes_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    modes = {m: m.training for module in modules for m in module.modules()}
     try:
         yield
     finally:
         for m, training in modes.items():
             m.training = training
-        if module is not None:
-            for buffer, value in zip(module.buffers(), buffers, strict=False):
-                buffer.copy_(value)
+
+
+@contextmanager
+def _restored(modules: Sequence[nn.Module]) -> Iterator[Callable[[], Notes]]:
+    """Restore the attributes, parameters and buffers of modules at the end; yields what tells how they have changed."""
+    holder = nn.ModuleList(modules)
+    held = {key: (t, t.detach().clone()) for key, t in (*holder.named_parameters(), *holder.named_buffers())}
+    before = state_of(holder)
+
+    def changes() -> Notes:
+        attributes = {k: v for k, v in state_of(holder).items() if before.get(k) != v}
+        now = dict((*holder.named_parameters(), *holder.named_buffers()))  # a buffer may be another tensor now
+        return attributes, {k: t.detach().clone() for k, t in now.items() if k not in held or not _same(t, held[k][1])}
+
+    try:
+        with attributes_kept(holder):
+            yield changes
+    finally:
+        with torch.no_grad():
+            for t, old in held.values():
+                if not t.is_leaf:
+                    t.detach_()  # a buffer that took in what has a gradient
+                if not torch.equal(t, old):
+                    t.data.copy_(old)

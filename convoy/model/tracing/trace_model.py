@@ -1,33 +1,28 @@
-"""Turns an nn.Module into a TracedModel: layer by layer where torch.fx can follow it, else as one opaque layer.
+"""Turns an nn.Module into a TracedModel: layer by layer where torch.fx can follow it, else with submodules kept whole.
 
-A trace is believed only after it has computed what the model computes, on random numbers (`_check_same_results`).
+A trace is believed only after it has computed what the model computes, on random numbers (`check.py`).
 """
 
-import copy
-import operator
-from collections.abc import Sequence
-from itertools import count
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch import Tensor, nn
 
 from convoy.errors import InputError
-from convoy.model.graph import Graph, Layer, Parameter
-from convoy.model.operation import Operation, Ref, TracedModel, call_operation, disable_in_place, run_traced
-from convoy.model.tracing.layers import LayerBuilder, canonical_keys, dtype_name
-from convoy.model.tracing.nodes import TRACE_LOCK, Untraceable, first_line
-from convoy.model.tracing.per_sample import (
-    check_per_sample,
-    has_dropout,
-    is_close,
-    is_floating,
-    random_like,
-    run_on_random,
-    tensors_of,
-)
-from convoy.model.tracing.values import BATCHES, Spec, is_batched
+from convoy.model.operation import TracedModel
+from convoy.model.tracing.check import Differs, DoesNotRun, check_same
+from convoy.model.tracing.hooks import copied, mute, with_hooks
+from convoy.model.tracing.layers import LayerBuilder, Verdicts, canonical_keys
+from convoy.model.tracing.nodes import TRACE_LOCK, Nodes, Untraceable, first_line, line_of_forward, nodes_of
+from convoy.model.tracing.per_sample import run_on_random
+from convoy.model.tracing.search import keep_whole
+from convoy.model.tracing.sizes import Spec
+from convoy.model.tracing.state import comparable, modes_of, random_kept
+from convoy.model.tracing.values import on_meta
+from convoy.model.tracing.whole import as_one_layer, meta_inputs
 
 
 def trace(
@@ -44,179 +39,278 @@ def trace(
             modes keep parameters in the same layers.
 
     Raises:
-        InputError: the model cannot be copied, does not run on the example, or returns something else than tensors.
+        InputError: the model cannot be copied, does not run on the example, returns something else than tensors, or does
+            what no trace can repeat.
     """
+    if isinstance(example, Mapping):
+        raise InputError(
+            f"the example is a dict ({', '.join(map(str, example))}): give the inputs as a tuple of tensors, in the order in "
+            "which forward takes them"
+        )
     examples = (example,) if isinstance(example, Tensor) else tuple(example)
-    if not examples or any(e.dim() == 0 for e in examples):
+    if not examples or any(not isinstance(e, Tensor) or e.dim() == 0 for e in examples):
         raise InputError("the example must be a batch: tensors whose first axis is the batch; give e.g. x[:2]")
+    inner = unwrapped(model)
     try:
-        local = copy.deepcopy(model)
+        local = mute(copied(inner))
         local = local if _on_meta(local) else local.cpu()
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise InputError(
-            f"{type(model).__name__} cannot be copied ({first_line(error)}): what is computed from parameters is no state "
+            f"{type(inner).__name__} cannot be copied ({first_line(error)}): what is computed from parameters is no state "
             "of a module; torch.nn.utils.parametrizations has forms that can be copied"
         ) from error
     if not training or not local.training:  # frozen parts of a model in training stay as they are
         local.train(training)
     specs = [(tuple(e.shape[1:]), e.dtype) for e in examples]
-    with TRACE_LOCK, torch.random.fork_rng(devices=[]):
-        try:
-            leaves = _opaque_modules(like) if like is not None else ()
-            if "" in leaves:
-                raise Untraceable("it is one layer in the other mode")
-            traced = LayerBuilder(local, specs, leaves).run()
-            _check_same_results(local, traced, specs)
-            opaque = [name for name, layer in traced.graph.layers.items() if layer.kind == "opaque"]
-        except Untraceable as reason:
-            if not _on_meta(local):
-                return _as_one_layer(local, specs, str(reason))
-            opaque = [str(reason)]
-    if opaque and _on_meta(local):
-        raise InputError(
-            f"{type(model).__name__} has parameters on the meta device, and a part of it must be run to know how it treats "
-            f"samples ({opaque[0]}): give a model with weights"
+    with TRACE_LOCK, random_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what a model warns of, it warns of when it is trained
+        traced = with_hooks(
+            local, _Capture(local, specs, [tuple(e.shape) for e in examples], training, like).run(), inner
         )
-    return traced
+    return replace(traced, modes=modes_of(local))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside what torch.compile, DataParallel or DistributedDataParallel made of it."""
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    while True:
+        if isinstance(model, wrappers):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the checks of a model have found.
+
+    Attributes:
+        leaves: what must stay whole, and why.
+        calls: of the trace that was checked.
+    """
+
+    leaves: Mapping[str, str]
+    calls: str
+    verdicts: Verdicts
+
+
+_KNOWN: dict[str, _Known] = {}
+_REMEMBERED = 16
+
+
+class _Capture:
+    """One model in one mode on its way to a trace.
+
+    Args:
+        specs: of each input, the shape of a sample and the type.
+        shapes: of the examples, as they were given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        specs: Sequence[Spec],
+        shapes: Sequence[tuple[int, ...]],
+        training: bool,
+        like: TracedModel | None,
+    ) -> None:
+        self.model, self.specs, self.training, self.like = model, list(specs), training, like
+        self.shapes = shapes
+        self.meta = on_meta(model)
+        self.small = self.specs
+        self.why: dict[str, str] = {}
+        self.verdicts: dict[frozenset[str], Verdicts] = {}
+        self.settled: dict[frozenset[str], tuple[Nodes, frozenset[str], TracedModel]] = {}
+        self.together: list[set[str]] = []
+        if like is not None:
+            regions = [n for n, operation in like.operations.items() if operation.call == "region"]
+            self.together = [{p.key for p in like.graph[n].parameters.values()} for n in regions]
+
+    def run(self) -> TracedModel:
+        given = frozenset(self.like.whole) if self.like is not None else frozenset()
+        try:
+            if "" in given:
+                raise Untraceable("it is one layer in the other mode")
+            return self._layer_by_layer(given)
+        except Untraceable as reason:
+            if _on_meta(self.model):
+                raise self._needs_weights(str(reason)) from None
+            return self._whole(str(reason))
+
+    def _layer_by_layer(self, given: frozenset[str]) -> TracedModel:
+        key = self._key(given)
+        known = _KNOWN.get(key)
+        if known is not None:
+            nodes = nodes_of(self.model, self.meta, self.specs, known.leaves)
+            if _calls(nodes) == known.calls:
+                self.why = dict(known.leaves)
+                return self._build(nodes, self.specs, dict(known.verdicts))
+        leaves = given
+        if not _on_meta(self.model):
+            self.small = self._smallest()
+            leaves = self._checked(given)
+        nodes, leaves, traced = self._settled(leaves)
+        if self.small != self.specs:
+            small, nodes = nodes, nodes_of(self.model, self.meta, self.specs, leaves)
+            if _path(nodes) != _path(small):  # a branch on sizes goes another way: what was checked is another trace
+                self.small = self.specs
+                self.settled, self.verdicts = {}, {}
+                nodes, leaves, traced = self._settled(self._checked(leaves))
+            else:
+                traced = self._build(nodes, self.specs, self.verdicts.setdefault(leaves, {}))
+        verdicts = self.verdicts[leaves]
+        if _on_meta(self.model):
+            opaque = [name for name, layer in traced.graph.layers.items() if layer.kind == "opaque"]
+            if opaque:
+                raise self._needs_weights(opaque[0])
+            return traced
+        if len(_KNOWN) >= _REMEMBERED:
+            _KNOWN.pop(next(iter(_KNOWN)))
+        _KNOWN[key] = _Known({path: self.why.get(path, "") for path in leaves}, _calls(nodes), dict(verdicts))
+        return traced
+
+    # --- what must stay whole ----------------------------------------------------------------------------------------
+
+    def _checked(self, given: frozenset[str]) -> frozenset[str]:
+        """What must stay whole for the trace to be right.
+
+        Raises:
+            Untraceable: the model itself.
+        """
+        nodes, leaves, small = self._settled(given)
+        try:
+            self._check(small)
+            return leaves
+        except Differs as difference:
+            found = keep_whole(self._is_right, leaves, nodes.seen)
+            if found is None:
+                raise Untraceable(str(difference)) from None
+            self.why |= dict.fromkeys(found, str(difference))
+            return leaves | found
+
+    def _is_right(self, leaves: frozenset[str]) -> bool:
+        try:
+            self._check(self._settled(leaves)[2])
+        except (Differs, Untraceable):
+            return False
+        return True
+
+    def _settled(self, leaves: frozenset[str]) -> tuple[Nodes, frozenset[str], TracedModel]:
+        """The nodes with these leaves, and with those that turn out to be needed when layers are made of them."""
+        asked = leaves
+        while asked not in self.settled:
+            nodes = nodes_of(self.model, self.meta, self.small, leaves)
+            try:
+                small = self._build(nodes, self.small, self.verdicts.setdefault(leaves, {}))
+                self.settled[asked] = self.settled[leaves] = (nodes, leaves, small)
+            except Untraceable as reason:
+                if not reason.where or reason.where in leaves:
+                    raise
+                self.why[reason.where] = str(reason)
+                leaves |= {reason.where}
+        return self.settled[asked]
+
+    def _check(self, traced: TracedModel) -> None:
+        try:
+            check_same(self.model, traced, self.small, training=self.training)
+        except DoesNotRun as error:
+            raise self._does_not_run(error) from error
+
+    def _build(self, nodes: Nodes, specs: Sequence[Spec], verdicts: Verdicts) -> TracedModel:
+        named = replace(nodes, whole={**nodes.whole, **{path: why for path, why in self.why.items() if why}})
+        return LayerBuilder(self.model, self.meta, named, specs, verdicts, self.together).run()
+
+    def _smallest(self) -> list[Spec]:
+        """The smallest images on which the model runs, halved and halved again: the checks take them."""
+        side = min((min(shape[-2:]) for shape, _ in self.specs if len(shape) == 3), default=0)
+        for parts in (16, 8, 4, 2):
+            if side // parts < _SMALLEST_SIDE:
+                continue
+            specs = [((s[0], s[1] // parts, s[2] // parts) if len(s) == 3 else s, dtype) for s, dtype in self.specs]
+            if _runs(self.model, self.meta, specs):
+                return specs
+        return self.specs
+
+    # --- the model as one layer --------------------------------------------------------------------------------------
+
+    def _whole(self, why: str) -> TracedModel:
+        self.small = self._smallest()
+        found: Verdicts = {}
+        try:
+            small = as_one_layer(self.model, self.small, why, found)
+            check_same(self.model, small, self.small, training=self.training)
+            return as_one_layer(self.model, self.specs, why, found)
+        except DoesNotRun as error:
+            raise self._does_not_run(error) from error
+        except Differs as difference:
+            raise InputError(
+                f"{type(self.model).__name__} cannot be distributed: even as one layer, {difference}. Look at its forward "
+                f"({line_of_forward(self.model)}): the same input and random state must give the same numbers, and its "
+                "modules must not rely on `inplace`"
+            ) from None
+
+    def _does_not_run(self, error: DoesNotRun) -> InputError:
+        told = f"{type(self.model).__name__} does not run on the example ({error}): "
+        norm = next((path for path, module in self.model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
+        if norm is not None:
+            return InputError(
+                f"{told}{norm!r} is a SyncBatchNorm; of a distributed model every batch norm takes the statistics of the whole "
+                "batch: leave convert_sync_batchnorm out"
+            )
+        sample = [(shape, dtype) for shape, (_, dtype) in zip(self.shapes, self.specs, strict=True)]
+        if _runs(self.model, self.meta, sample):
+            return InputError(
+                f"{told}it is one sample, {_listed(self.shapes)}, without the axis of the batch: give example[None], or one "
+                "batch of the loader"
+            )
+        return InputError(f"{told}give one batch of each of its inputs, as its forward takes them")
+
+    def _needs_weights(self, part: str) -> InputError:
+        return InputError(
+            f"{type(self.model).__name__} has parameters on the meta device, and a part of it must be run to know how it "
+            f"treats samples ({part}): give a model with weights"
+        )
+
+    def _key(self, given: frozenset[str]) -> str:
+        """All that the checks depend on, but for the values of weights."""
+        rows: list[Any] = [self.specs, self.training, sorted(given), [sorted(keys) for keys in self.together]]
+        rows.append(sorted(canonical_keys(self.model).items()))
+        for path, module in self.model.named_modules():
+            rows.append((path, id(type(module)), comparable(vars(module)), module.training))
+        for key, p in self.model.named_parameters():
+            rows.append((key, p.shape, p.dtype, p.requires_grad))
+        return repr(rows)
+
+
+_SMALLEST_SIDE = 24
+
+
+def _runs(model: nn.Module, meta: nn.Module, specs: Sequence[Spec]) -> bool:
+    for module, run in ((meta, None), (model, run_on_random)):
+        inputs = meta_inputs(specs, 2)
+        try:
+            with torch.no_grad(), torch.device("meta" if run is None else "cpu"):
+                module(*inputs) if run is None else run(module, inputs, {})
+        except Exception:
+            continue
+        return True
+    return False
+
+
+def _calls(nodes: Nodes) -> str:
+    return "\n".join(repr((n.op, n.name, n.target, n.args, n.kwargs)) for n in nodes.nodes)
+
+
+def _path(nodes: Nodes) -> list[Any]:
+    """What is called in which order, whatever the numbers among the arguments."""
+    return [(n.op, n.name, str(n.target), [each.name for each in n.all_input_nodes]) for n in nodes.nodes]
+
+
+def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
+    return " and ".join(map(str, shapes))
 
 
 def _on_meta(model: nn.Module) -> bool:
     return any(p.is_meta for p in model.parameters())
-
-
-def _opaque_modules(traced: TracedModel) -> tuple[str, ...]:
-    """Paths of the modules that a trace keeps whole; "" is the model itself."""
-    calls = (traced.operations[layer.name] for layer in traced.graph.layers.values() if layer.kind == "opaque")
-    return tuple(str(call.target) for call in calls if call.call == "module")
-
-
-def _meta_inputs(specs: Sequence[Spec], batch: int) -> tuple[Tensor, ...]:
-    return tuple(torch.empty((batch, *shape), dtype=dtype, device="meta") for shape, dtype in specs)
-
-
-def _does_not_run(model: nn.Module, error: Exception) -> InputError:
-    return InputError(
-        f"{type(model).__name__} does not run on the example ({first_line(error)}): "
-        "give one batch of each of its inputs, as its forward takes them"
-    )
-
-
-# --- does the trace compute what the model computes? -----------------------------------------------------------------
-
-
-def _check_same_results(model: nn.Module, traced: TracedModel, specs: Sequence[Spec]) -> None:
-    """Compare outputs, buffers and gradients of model and trace on the same random numbers.
-
-    Python that a trace does not see (`x += y` under another name, say) must not change results silently.
-
-    Raises:
-        Untraceable: they differ.
-        InputError: the model itself does not run on inputs of these shapes.
-    """
-    if _on_meta(model):
-        return
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(0)
-        inputs = [random_like(t, None) for t in _meta_inputs(specs, BATCHES[0])]
-        reference, pure = copy.deepcopy(model), disable_in_place(copy.deepcopy(model))
-        try:
-            torch.manual_seed(1)
-            expected = tensors_of(reference(*[x.clone() for x in inputs]))
-        except Exception as error:
-            raise _does_not_run(model, error) from error
-        try:
-            torch.manual_seed(1)
-            found = tensors_of(run_traced(pure, traced, inputs))
-        except Exception as error:
-            raise Untraceable(f"its trace does not run: {first_line(error)}") from None
-        _require_same(expected, found, "outputs")
-        _require_same(list(reference.buffers()), list(pure.buffers()), "buffers")
-        try:
-            gradients = _gradients(reference, expected)
-        except RuntimeError:
-            return  # it cannot be trained on one device either
-        _require_same(gradients, _gradients(pure, found), "gradients")
-
-
-def _gradients(model: nn.Module, outputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Gradients of all parameters for a loss that weighs every number of the outputs differently."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    reached = [y for y in outputs if y.requires_grad]
-    if not trainable or not reached:
-        return [None] * len(trainable)
-    torch.manual_seed(2)
-    return torch.autograd.grad(reached, trainable, [torch.randn_like(y) for y in reached], allow_unused=True)
-
-
-def _require_same(a: Sequence[Tensor | None], b: Sequence[Tensor | None], what: str) -> None:
-    same = all(x is y if x is None or y is None else is_close(x, y) for x, y in zip(a, b, strict=False))
-    if not same or len(a) != len(b):
-        raise Untraceable(f"its trace gives other {what} (in-place changes seen under two names, say)")
-
-
-# --- the model as one opaque layer -----------------------------------------------------------------------------------
-
-
-def _as_one_layer(model: nn.Module, specs: Sequence[Spec], why: str) -> TracedModel:
-    """One layer with the reason `why` there is only one, and a `pick` for each output where there are several.
-
-    Raises:
-        InputError: the model does not run on inputs of these shapes, or returns something else than tensors with a
-            batch axis.
-    """
-    inputs = {f"input{i}" if i else "input": spec for i, spec in enumerate(specs)}
-    layers = {name: Layer(name, "input", (), shape, dtype=dtype_name(dtype)) for name, (shape, dtype) in inputs.items()}
-    operations: dict[str, Operation] = {name: Operation("input", name) for name in inputs}
-    with FlopCounterMode(display=False) as counter:
-        value, outputs = _outputs(model, specs)
-    operation = Operation("module", "", tuple(Ref(i) for i in range(len(inputs))))
-    found = check_per_sample(
-        lambda n, x: call_operation(model, operation, x, n), _meta_inputs(specs, BATCHES[0]), [True] * len(specs), model
-    )
-    several = not isinstance(value, Tensor)
-    layers["model"] = Layer(
-        "model", "opaque", tuple(inputs), tuple(outputs[0].shape[1:]), _parameters(model),
-        per_sample=found.dependence is None, several=several, dtype=dtype_name(outputs[0].dtype),
-        reason="; ".join(filter(None, (why, found.dependence))), random=has_dropout(model) or found.random,
-        differentiable=any(is_floating(t) for t in outputs), flop=counter.get_total_flops() // sum(BATCHES),
-    )  # fmt: skip
-    operations["model"] = operation
-    if not several:
-        return TracedModel(Graph(type(model).__name__, layers, ("model",)), operations, Ref(0))
-    names = tuple(f"model[{i}]" for i in range(len(outputs)))
-    for i, (name, t) in enumerate(zip(names, outputs, strict=True)):
-        layers[name] = Layer(
-            name, "pick", ("model",), tuple(t.shape[1:]), dtype=dtype_name(t.dtype), differentiable=is_floating(t)
-        )
-        operations[name] = Operation("function", operator.getitem, (Ref(0), i))
-    number = count()
-
-    def ref(a: Any) -> Any:
-        return Ref(next(number)) if isinstance(a, Tensor) else a
-
-    result = fx.node.map_aggregate(value, ref)
-    return TracedModel(Graph(type(model).__name__, layers, names), operations, result)
-
-
-def _outputs(model: nn.Module, specs: Sequence[Spec]) -> tuple[Any, list[Tensor]]:
-    """What the model returns for the smaller of two batches, and the tensors in it."""
-    try:
-        values = [run_on_random(model, _meta_inputs(specs, batch), {}) for batch in BATCHES]
-    except Exception as error:
-        raise _does_not_run(model, error) from error
-    small, large = (tensors_of(value) for value in values)
-    if not small or (not isinstance(values[0], Tensor) and len(small) != len(values[0])):
-        raise InputError(
-            f"{type(model).__name__} returns {type(values[0]).__name__}: return a tensor or a flat tuple of tensors"
-        )
-    if len(small) != len(large) or not all(is_batched(pair) for pair in zip(small, large, strict=True)):
-        raise InputError(
-            f"{type(model).__name__} returns a tensor whose first axis is not the batch: return one row per sample"
-        )
-    return values[0], small
-
-
-def _parameters(model: nn.Module) -> dict[str, Parameter]:
-    keys = canonical_keys(model)
-    rows = [(k, p, False) for k, p in model.named_parameters()] + [(k, b, True) for k, b in model.named_buffers()]
-    return {k: Parameter(keys[k], tuple(t.shape), t.requires_grad and not b, b) for k, t, b in rows}

@@ -1,146 +1,231 @@
 """Evaluates every node for two batch sizes, on the meta device.
 
-Comparing the two shows which extents and numbers follow the batch size.
+Comparing the two shows which extents and numbers follow the batch size, and which values can pass from layer to layer: rows
+of the batch, and what does not depend on it. The others are *odd*.
 """
 
 import copy
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import InputError
-from convoy.model.operation import BatchExtent
-from convoy.model.tracing.kinds import has_hooks, kind_of_module
-from convoy.model.tracing.nodes import Untraceable, called, first_line, holds_tensors, mutates, unsupported_in_place
-from convoy.model.tracing.per_sample import is_floating, run_on_random, tensors_of
-
-Spec = tuple[tuple[int, ...], torch.dtype]
-"""Shape per sample and dtype of an input."""
-
-BATCHES = (2, 3)
+from convoy.model.operation import BatchExtent, Here
+from convoy.model.tracing.nodes import Untraceable, first_line, mutates, unsupported_in_place
+from convoy.model.tracing.per_sample import is_floating, map_tensors, on_random, run_on_random, tensors_of
+from convoy.model.tracing.sizes import BATCHES, Spec, call_node, call_on_meta, called, meta_input
 
 
 class NodeValues:
-    """The values of the nodes visited so far, as pairs: one for each of `BATCHES`."""
+    """The values of the nodes visited so far, as pairs: one for each of `BATCHES`.
 
-    def __init__(self, model: nn.Module, specs: Sequence[Spec]) -> None:
-        self.model, self.specs = model, specs
-        self.meta = copy.deepcopy(model).to("meta")
+    Attributes:
+        odd: why the value of a node cannot pass from layer to layer, where it cannot.
+        of_batch: nodes with one value of the whole batch (a loss); it can leave the model, though it is odd.
+        reads: of each node, the nodes whose values it reads: in-place calls between may have overwritten its arguments.
+        flop: of each node, per sample.
+    """
+
+    def __init__(
+        self, model: nn.Module, meta: nn.Module, specs: Sequence[Spec], constants: Mapping[str, Tensor]
+    ) -> None:
+        self.model, self.meta, self.specs, self.constants = model, meta, specs, constants
+        self.odd: dict[fx.Node, str] = {}
+        self.of_batch: set[fx.Node] = set()
+        self.reads: dict[fx.Node, dict[fx.Node, fx.Node]] = {}
+        self.flop: dict[fx.Node, int] = {}
         self._pairs: dict[fx.Node, tuple[Any, Any]] = {}
         self._overwritten: dict[fx.Node, fx.Node] = {}
+        self._of_samples: set[fx.Node] = set()
+        self._of_data: set[fx.Node] = set()
         self._inputs = 0
 
     def __getitem__(self, node: fx.Node) -> tuple[Any, Any]:
-        return self._pairs[self.latest(node)]
+        return self._pairs[node]
 
-    def latest(self, node: fx.Node) -> fx.Node:
+    def visit(self, node: fx.Node, counter: FlopCounterMode) -> None:
+        """Evaluate the next node.
+
+        Raises:
+            Untraceable: it does not run.
+        """
+        self.reads[node] = reads = {n: self._latest(n) for n in node.all_input_nodes}
+        if node.op == "output":
+            return
+        before = counter.get_total_flops()
+        from_data = False
+        try:
+            pair = (self._evaluate(node, 0), self._evaluate(node, 1))
+        except (Untraceable, InputError):
+            raise
+        except Exception as error:  # what the meta device cannot tell: numbers, shapes that depend on numbers
+            pair, from_data = self._on_numbers(node, error), True
+        if from_data or any(n in self._of_data for n in reads.values()):
+            self._of_data.add(node)
+        self.flop[node] = (counter.get_total_flops() - before) // sum(BATCHES)  # both batch sizes were counted
+        self._pairs[node] = pair
+        self._inputs += node.op == "placeholder"
+        if node.op == "placeholder" or any(self._follows(n) for n in reads.values()):
+            self._of_samples.add(node)
+        why = self._oddness(node, pair, list(reads.values()))
+        if why:
+            self.odd[node] = why
+        if mutates(self.model, node) and tensors_of(pair[0]):
+            self._overwritten[self._latest(node.all_input_nodes[0])] = node
+
+    def _latest(self, node: fx.Node) -> fx.Node:
         """The node that holds the current value of `node`: a later in-place call may have overwritten it."""
         while node in self._overwritten:
             node = self._overwritten[node]
         return node
 
-    def visit(self, node: fx.Node) -> tuple[Any, Any]:
-        """Evaluate the next node.
-
-        Raises:
-            Untraceable: it does not run on the meta device, works in place without an out-of-place form, or computes with the
-                size of the batch.
-        """
-        try:
-            pair = (self._evaluate(node, 0), self._evaluate(node, 1))
-        except (Untraceable, InputError):
-            raise
-        except Exception as error:
-            raise Untraceable(f"{node.name} does not run on the meta device: {first_line(error)}") from None
-        self._pairs[node] = pair
-        self._inputs += node.op == "placeholder"
-        if holds_tensors(pair[0]):
-            if unsupported_in_place(node):
-                raise Untraceable(f"{node.name} works in place and has no pure form")
-        else:
-            self._check_number(node, pair)
-        return pair
-
-    def overwrite(self, node: fx.Node) -> None:
-        """Record an in-place call: later readers of its first argument get its result."""
-        if mutates(self.model, node):
-            self._overwritten[self.latest(node.all_input_nodes[0])] = node
+    def _follows(self, node: fx.Node) -> bool:
+        return node in self._of_samples and (node in self.odd or bool(tensors_of(self[node][0])))
 
     def constant(self, node: fx.Node) -> Any:
-        """A number in the trace: constant, or a multiple of the batch size.
-
-        Raises:
-            Untraceable: it depends on the batch in another way.
-        """
-        return _folded(node, *self[node])
+        """A number in the trace: constant, or a multiple of the batch size."""
+        if tensors_of(self[node][0]):
+            raise Untraceable(f"{node.name} is a tensor of another layer's inside", node.meta["where"])
+        return _folded(*self[node])
 
     def passes_gradient(self, node: fx.Node) -> bool:
         """Whether gradients flow through a node: not for integers, `x.detach()`, or under torch.no_grad()."""
         if node.meta["no_grad"]:
             return False
-        if node.op not in ("call_function", "call_method"):
-            return any(is_floating(t) for t in tensors_of(self[node][0]))
-        with torch.enable_grad():
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: _tracked(self[n][0]))
-            return any(t.requires_grad for t in tensors_of(_call(node, args, kwargs)))
+        floating = any(is_floating(t) for t in tensors_of(self[node][0]))
+        if not floating or node.op not in ("call_function", "call_method"):
+            return floating
+        try:
+            with torch.enable_grad():
+                args, kwargs = self._arguments(node, lambda n: self._tracked(n))
+                return any(t.requires_grad for t in tensors_of(call_node(node, args, kwargs)))
+        except Exception:  # as above: it needs numbers
+            return True
+
+    def _tracked(self, node: fx.Node) -> Any:
+        """The same tensors with gradients required, so that the result of a call shows whether gradients flow through it."""
+        value = self[node][0]
+        if node.op == "get_attr" and not isinstance(self._attribute(node), nn.Parameter):
+            return value
+        # Cloned: autograd forbids in-place calls on leaves.
+        return map_tensors(value, lambda t: t.detach().requires_grad_().clone() if is_floating(t) else t)
+
+    def _arguments(self, node: fx.Node, value: Any) -> Any:
+        reads = self.reads[node]
+        return fx.node.map_arg((node.args, node.kwargs), lambda n: value(reads[n]))
+
+    def _attribute(self, node: fx.Node) -> Any:
+        target = str(node.target)
+        return self.constants[target] if target in self.constants else operator.attrgetter(target)(self.meta)
 
     def _evaluate(self, node: fx.Node, which: int) -> Any:
         if node.op == "placeholder":
-            return self._input(node, which)
+            return meta_input(self.specs[self._inputs], which)
         if node.op == "get_attr":
-            return operator.attrgetter(str(node.target))(self.meta)
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self[n][which])
-        if node.op == "call_module":
-            module = self.meta.get_submodule(str(node.target))
-            kind = kind_of_module(module)
-            if kind == "batch_norm":
-                # With momentum=None it reads a number from its buffers, which meta tensors do not have.
-                return torch.empty_like(args[0])  # type: ignore[arg-type]
-            if kind == "opaque" and (has_hooks(module) or not type(module).__module__.startswith("torch.nn.modules")):
-                # Its Python may read numbers, which meta tensors do not have.
+            value = self._attribute(node)
+            return value.to("meta") if isinstance(value, Tensor) else value
+        args, kwargs = self._arguments(node, lambda n: self[n][which])
+        with torch.device("meta"):
+            if node.op == "call_module":
+                return call_on_meta(self.meta.get_submodule(str(node.target)), args, kwargs)
+            return call_node(node, args, kwargs)
+
+    def _on_numbers(self, node: fx.Node, error: Exception) -> tuple[Any, Any]:
+        """The values of a node that needs numbers, on random ones."""
+
+        def random(which: int) -> Any:
+            args, kwargs = self._arguments(node, lambda n: self[n][which])
+            if node.op == "call_module":
                 return run_on_random(self.model.get_submodule(str(node.target)), args, kwargs)
-            return module(*args, **kwargs)
-        return _call(node, args, kwargs)
+            args, kwargs = on_random(args), on_random(kwargs)
+            return map_tensors(call_node(node, args, kwargs), lambda t: t.detach().to("meta"))
 
-    def _input(self, node: fx.Node, which: int) -> Tensor:
-        if self._inputs >= len(self.specs):
-            if node.args:
-                raise Untraceable(f"its forward has an optional argument {node.name!r}")
-            raise InputError(f"the model takes more inputs than the {len(self.specs)} of the example: give all of them")
-        shape, dtype = self.specs[self._inputs]
-        return torch.empty((BATCHES[which], *shape), dtype=dtype, device="meta")
+        try:
+            return random(0), random(1)
+        except Exception:
+            raise Untraceable(f"{node.name} does not run: {first_line(error)}", node.meta["where"]) from None
 
-    def _check_number(self, node: fx.Node, pair: tuple[Any, Any]) -> None:
-        """Refuse numbers that are not linear in the batch size: two sizes prove nothing about `n // 2` or `min(n, 64)`."""
-        numbers = [n for n in node.all_input_nodes if not holds_tensors(self[n][0])]
-        following = [n for n in numbers if self[n][0] != self[n][1]]
+    def _oddness(self, node: fx.Node, pair: tuple[Any, Any], reads: Sequence[fx.Node]) -> str:
+        """Why a value cannot pass from layer to layer; "" where it can."""
+        small, large = pair
+        odd = next((self.odd[n] for n in reads if n in self.odd), "")
+        tensors = tensors_of(small)
+        if tensors and unsupported_in_place(node):
+            base = reads[0]
+            if base.op == "placeholder":
+                raise Untraceable(f"{node.name} overwrites an input of the model", node.meta["where"])
+            self.odd.setdefault(base, f"{node.name} works in place and has no pure form")
+            return f"{node.name} works in place and has no pure form"
+        if not tensors:
+            if node in self._of_data:
+                return f"{node.name} reads numbers out of tensors"
+            return self._odd_number(node, pair, reads)
+        if is_form(node):
+            return next((self.odd[n] for n in reads if n in self.odd and n not in self.of_batch), "")
+        if isinstance(small, Tensor):
+            if is_batched(pair):
+                return ""
+            if small.shape != large.shape:
+                return odd or f"the first axis of {node.name} is not the batch"
+            if node in self._of_samples:
+                self.of_batch.add(node)
+                return odd or f"{node.name} loses the batch axis"
+            numbers = [n for n in reads if not tensors_of(self[n][0]) and n not in self.odd]
+            counted = any(mentions_batch(_folded(*self[n])) for n in numbers)
+            return odd or (f"{node.name} has no batch axis and computes with the size of the batch" if counted else "")
+        fixed = [t.shape for t in tensors] == [t.shape for t in tensors_of(large)]
+        if (
+            not odd
+            and fixed
+            and node not in self._of_samples
+            and isinstance(small, tuple | list)
+            and len(tensors) == len(small)
+        ):
+            return ""  # made of parameters alone
+        plain = isinstance(small, tuple | list) and all(isinstance(t, Tensor) for t in small)
+        if plain and all(is_batched(each) for each in zip(small, large, strict=True)):
+            return ""
+        return odd or f"{node.name} gives something else than rows of the batch"
+
+    def _odd_number(self, node: fx.Node, pair: tuple[Any, Any], reads: Sequence[fx.Node]) -> str:
+        """Numbers that are not linear in the batch size: two sizes prove nothing about `n // 2` or `min(n, 64)`."""
+        try:
+            _folded(*pair)
+        except ValueError:
+            return f"{node.name} is a number that depends on the batch"
+        numbers = [n for n in reads if not tensors_of(self[n][0])]
+        if any(n in self.odd for n in numbers):
+            return next(self.odd[n] for n in numbers if n in self.odd)
+        following = [n for n in numbers if mentions_batch(_folded(*self[n]))]
         if not following:
-            return
+            return ""
         # getitem and getattr look into a shape, add joins two; one factor of a product may follow the batch, not both.
         linear = called(node) in ("getitem", "getattr", "mul", "numel") and len(following) == 1
         joined = called(node) == "add" and isinstance(pair[0], tuple)
-        if not (linear or joined) or (called(node) == "getitem" and following[0] is not node.args[0]):
-            raise Untraceable(f"{node.name} computes with the size of the batch")
+        if not (linear or joined) or (called(node) == "getitem" and following[0] is not reads[0]):
+            return f"{node.name} computes with the size of the batch"
+        return ""
 
 
-def _call(node: fx.Node, args: Any, kwargs: Any) -> Any:
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    assert callable(node.target)
-    return node.target(*args, **kwargs)
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of a model on the meta device: no number is copied."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = torch.empty_like(b, device="meta")
+    return copy.deepcopy(model, memo)
 
 
-def _tracked(value: Any) -> Any:
-    """The same tensors with gradients required, so that the result of a call shows whether gradients flow through it."""
-
-    def track(t: Any) -> Any:
-        # Cloned: autograd forbids in-place calls on leaves.
-        return t.detach().requires_grad_().clone() if isinstance(t, Tensor) and is_floating(t) else t
-
-    return fx.node.map_aggregate(value, track)
+def is_form(node: fx.Node) -> bool:
+    """Whether a node makes a named tuple or a dataclass: that is no layer, but the form of what is returned."""
+    made = node.target
+    return node.op == "call_function" and isinstance(made, type) and (hasattr(made, "_fields") or is_dataclass(made))
 
 
 def is_batched(pair: tuple[Any, Any]) -> bool:
@@ -163,11 +248,18 @@ def mentions_batch(arg: Any) -> bool:
     return isinstance(arg, BatchExtent)
 
 
-def _folded(node: fx.Node, small: Any, large: Any) -> Any:
+def _folded(small: Any, large: Any) -> Any:
+    """One value for both batch sizes.
+
+    Raises:
+        ValueError: they differ, but not as the batch sizes do.
+    """
     if isinstance(small, tuple | list):
-        return tuple(_folded(node, a, b) for a, b in zip(small, large, strict=True))
+        return tuple(_folded(a, b) for a, b in zip(small, large, strict=True))
+    if isinstance(small, torch.device):
+        return Here()
     if type(small) is type(large) and small == large:
         return small
     if isinstance(small, int) and small * BATCHES[1] == large * BATCHES[0] and small % BATCHES[0] == 0:
         return BatchExtent(small // BATCHES[0])
-    raise Untraceable(f"{node.name} is a number that depends on the batch")
+    raise ValueError(small)

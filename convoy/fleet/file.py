@@ -1,51 +1,25 @@
-"""The machines of one job: devices, the hosts they sit in, the network between the hosts.
+"""A fleet as values: devices, hosts, cards, links; and its file, read and written."""
 
-A fleet is a frozen value. Its file is TOML, written by a person or by a measurement::
-
-    [network]                          # the card of every host that names none of its own
-    send_bytes_per_s = 125e6
-    receive_bytes_per_s = 125e6
-    latency_s = 5e-5
-
-    [[host]]
-    name = "attic"
-    address = "192.168.1.20"           # optional: where ssh finds it, to start the whole fleet from one place
-    user = "ann"                       # optional, like the next three; each says what holds without it: the user here
-    ssh_port = 2222                    # 22, or as ~/.ssh/config says
-    python = "/opt/convoy/bin/python"  # this Python, at the same path
-    folder = "/home/ann/cnn"           # the folder that the command is given in, at the same path
-    # card = { send_bytes_per_s = 12.5e6, receive_bytes_per_s = 12.5e6, latency_s = 2e-4 }
-
-    [[device]]
-    name = "attic-cpu"
-    host = "attic"
-    kind = "cpu"
-    cores = 4
-
-    [[link]]                           # optional: a pair of hosts as it was measured
-    source = "attic"
-    target = "cellar"
-    bandwidth_bytes_per_s = 110e6
-    latency_s = 8e-5
-
-Numbers are in SI units, which the names end in. The order of the devices is their index in plans and in shares.
-"""
-
-import math
 import re
-import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import tomlkit
-from pydantic import ConfigDict, Strict, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BeforeValidator, ConfigDict, Strict, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
-from convoy.errors import InputError, unknown_name
+from convoy.errors import InputError, shown, unknown_name
+from convoy.files import parse_toml, read_text
+from convoy.fleet.catalogue import DeviceClass, device_class
+from convoy.fleet.units import Dimension, quantity
 
-KINDS = ("cpu", "cuda", "mps", "xpu")
+KINDS = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu")
+"""What torch calls devices. Others go by torch's name for them, too, unless it looks like a slip in one of these."""
+
+_WORD = re.compile("[a-z]{2,16}")
 
 Text = Annotated[str, Strict()]
 Truth = Annotated[bool, Strict()]
@@ -53,11 +27,41 @@ _Number = Annotated[float, Strict()]
 _Whole = Annotated[int, Strict()]
 CLOSED = ConfigDict(extra="forbid")
 
+LEAST, MOST = 1e-12, 1e21
+"""What numbers of a fleet may be, in SI units: beyond them sums and quotients of them are no numbers."""
+
+MAX_SLOWDOWN = 10_000.0
+"""A device that is slower than this would not end its first step."""
+
+MAX_LATENCY_S = 1e6
+
+
+def _in(dimension: Dimension, *, whole: bool = False) -> BeforeValidator:
+    """Reads a number with or without a unit."""
+
+    def read(value: object) -> float | int:
+        if whole and isinstance(value, int) and not isinstance(value, bool):
+            return value  # as a float it would lose what is beyond 53 bits
+        try:
+            number = quantity(value, dimension)
+        except InputError as error:
+            raise PydanticCustomError("unit", "{why}", {"why": str(error)}) from None
+        return int(number) if whole else number
+
+    return BeforeValidator(read)
+
+
+_BytesPerS = Annotated[float, _in("bytes_per_s")]
+_FlopPerS = Annotated[float, _in("flop_per_s")]
+_Seconds = Annotated[float, _in("s")]
+_Watts = Annotated[float, _in("W")]
+_Bytes = Annotated[int, _in("bytes", whole=True)]
+
 
 def _plain_name(name: str, owner: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
         raise InputError(
-            f"name = {name!r} of {owner}: a name is 1 to 64 letters, digits, dots, dashes and underscores, "
+            f"name = {shown(name)} of {owner}: a name is 1 to 64 letters, digits, dots, dashes and underscores, "
             "starting with a letter or digit; rename it"
         )
 
@@ -65,14 +69,18 @@ def _plain_name(name: str, owner: str) -> None:
 def _above_zero(owner: str, row: object, *names: str) -> None:
     for name in names:
         value = getattr(row, name)
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise InputError(f"{name} = {value!r} of {owner}: must be a finite number above 0; correct it")
+        if value is not None and not LEAST <= value <= MOST:
+            raise InputError(
+                f"{name} = {shown(value)} of {owner}: must be a finite number above 0, from {LEAST:g} to {MOST:g}; correct it"
+            )
 
 
-def _at_least(least: float, owner: str, row: object, name: str) -> None:
+def _at_least(least: float, owner: str, row: object, name: str, most: float = MOST) -> None:
     value = getattr(row, name)
-    if value is not None and not (math.isfinite(value) and value >= least):
-        raise InputError(f"{name} = {value!r} of {owner}: must be a finite number, at least {least:g}; correct it")
+    if value is not None and not least <= value <= most:
+        raise InputError(
+            f"{name} = {shown(value)} of {owner}: must be a finite number, at least {least:g} and at most {most:g}; correct it"
+        )
 
 
 @dataclass(frozen=True)
@@ -86,13 +94,13 @@ class Card:
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
-    send_bytes_per_s: _Number
-    receive_bytes_per_s: _Number
-    latency_s: _Number
+    send_bytes_per_s: _BytesPerS
+    receive_bytes_per_s: _BytesPerS
+    latency_s: _Seconds
 
     def __post_init__(self) -> None:
         _above_zero("a card", self, "send_bytes_per_s", "receive_bytes_per_s")
-        _at_least(0, "a card", self, "latency_s")
+        _at_least(0, "a card", self, "latency_s", MAX_LATENCY_S)
 
 
 #: Between two devices of one host, where no link was measured: a stated round figure for memory and loopback.
@@ -130,12 +138,12 @@ class Host:
         ):
             # What begins with a dash would be an option of ssh.
             if word is not None and not re.fullmatch(r"(?!-)[!-~]+", word):
-                raise InputError(f"{field} = {word!r} of {owner}: {rule}; write one, or leave it out")
+                raise InputError(f"{field} = {shown(word)} of {owner}: {rule}; write one, or leave it out")
         if self.ssh_port is not None and not 1 <= self.ssh_port <= 65535:
-            raise InputError(f"ssh_port = {self.ssh_port} of {owner}: a port is from 1 to 65535; correct it")
+            raise InputError(f"ssh_port = {shown(self.ssh_port)} of {owner}: a port is from 1 to 65535; correct it")
         for field, path in (("python", self.python), ("folder", self.folder)):
             if path is not None and not (path and path.isprintable()):
-                raise InputError(f"{field} = {path!r} of {owner}: give a path, or leave the line out")
+                raise InputError(f"{field} = {shown(path)} of {owner}: give a path, or leave the line out")
 
 
 @dataclass(frozen=True)
@@ -145,12 +153,13 @@ class Device:
     Attributes:
         name: unique in the fleet.
         host: name of the host it sits in.
-        kind: one of `KINDS`.
+        kind: what torch calls it, such as one of `KINDS`.
         cores: processor cores it may use; a rehearsal imposes them as a quota. None: no limit.
         slowdown: how many times slower than its kind it is made to run (1: as it is).
         memory_bytes: what plans may fill.
-        peak_flop_per_s, memory_bandwidth_bytes_per_s: the roofline, for devices that were not measured.
+        peak_flop_per_s, memory_bytes_per_s: float32 arithmetic and memory bandwidth at most, where nothing was measured.
         idle_w, busy_w: watts, for energy.
+        class_name: of the catalogue; `class` in a file, where it gives what does not stand beside it.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -159,21 +168,27 @@ class Device:
     kind: Text
     cores: _Number | None = None
     slowdown: _Number = 1.0
-    memory_bytes: _Whole | None = None
-    peak_flop_per_s: _Number | None = None
-    memory_bandwidth_bytes_per_s: _Number | None = None
-    idle_w: _Number | None = None
-    busy_w: _Number | None = None
+    memory_bytes: _Bytes | None = None
+    peak_flop_per_s: _FlopPerS | None = None
+    memory_bytes_per_s: _BytesPerS | None = None
+    idle_w: _Watts | None = None
+    busy_w: _Watts | None = None
+    class_name: Text | None = None
 
     def __post_init__(self) -> None:
         _plain_name(self.name, "a device")
         owner = f"device {self.name!r}"
-        if self.kind not in KINDS:
-            raise InputError(f"kind = {self.kind!r} of {owner}: {unknown_name('kind', self.kind, KINDS)}")
-        _above_zero(owner, self, "cores", "memory_bytes", "peak_flop_per_s", "memory_bandwidth_bytes_per_s")
-        _at_least(1, owner, self, "slowdown")
+        if self.kind not in KINDS and (not _WORD.fullmatch(self.kind) or get_close_matches(self.kind, KINDS)):
+            raise InputError(f"kind = {shown(self.kind)} of {owner}: {unknown_name('kind', self.kind, KINDS)}")
+        _above_zero(owner, self, "cores", "memory_bytes", "peak_flop_per_s", "memory_bytes_per_s")
+        _at_least(1, owner, self, "slowdown", MAX_SLOWDOWN)
         _at_least(0, owner, self, "idle_w")
         _at_least(self.idle_w or 0, owner, self, "busy_w")
+
+    @classmethod
+    def of_class(cls, known: DeviceClass, name: str, host: str) -> Self:
+        """A device with the figures of its class."""
+        return cls(name=name, host=host, kind=known.kind, class_name=known.name, **_figures(known))
 
 
 @dataclass(frozen=True)
@@ -183,13 +198,13 @@ class Link:
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
     source: Text
     target: Text
-    bandwidth_bytes_per_s: _Number
-    latency_s: _Number
+    bandwidth_bytes_per_s: _BytesPerS
+    latency_s: _Seconds
 
     def __post_init__(self) -> None:
-        owner = f"the link {self.source!r} to {self.target!r}"
+        owner = f"the link {shown(self.source)} to {shown(self.target)}"
         _above_zero(owner, self, "bandwidth_bytes_per_s")
-        _at_least(0, owner, self, "latency_s")
+        _at_least(0, owner, self, "latency_s", MAX_LATENCY_S)
 
 
 @dataclass(frozen=True)
@@ -225,17 +240,20 @@ class Fleet:
             InputError: not TOML, an unknown key, a value of the wrong type or out of range, sections that contradict
                 each other. The message gives the path of the field, such as `device[2].cores`.
         """
+        return cls.from_sections(parse_toml(text, source), source)
+
+    @classmethod
+    def from_sections(cls, sections: Mapping[str, Any], source: str) -> "Fleet":
+        """The fleet of a file that has been parsed. InputError as in `from_toml`."""
+        # What `convoy measure` adds for predictions is left to convoy.cost.table.
+        own = {name: value for name, value in sections.items() if name != "measured"}
         try:
-            sections = tomllib.loads(text)
-            sections.pop("measured", None)  # what `convoy measure` adds for predictions: see convoy.cost.table
-            file = _FILE.validate_python(sections)
+            file = _FILE.validate_python(_as_now(own))
             return cls(hosts=file.host, devices=file.device, network=file.network, links=file.link)
-        except tomllib.TOMLDecodeError as error:
-            raise InputError(f"{source}: not TOML: {error}; correct that line") from error
         except ValidationError as error:
             remedy = "write such a value, or leave out the line if it may be absent"
-            lines = (explain(each, _File, _SECTIONS, remedy) for each in error.errors())
-            raise InputError("\n".join(f"{source}: {line}" for line in lines)) from error
+            lines = [explain(each, _File, _SECTIONS, remedy) for each in error.errors()]
+            raise InputError(first_of(lines, source)) from error
         except InputError as error:
             raise InputError(f"{source}: {error}") from error
 
@@ -286,11 +304,43 @@ class Fleet:
 
 def read_fleet(path: Path) -> Fleet:
     """The fleet in a TOML file. InputError if the file cannot be read or used; see `Fleet.from_toml`."""
+    return Fleet.from_toml(read_text(path, "the fleet", "give the path of a TOML file"), source=str(path))
+
+
+def _figures(known: DeviceClass) -> dict[str, Any]:
+    """What a class says of a device, under the names of its fields."""
+    return {
+        "memory_bytes": int(known.memory_bytes.value),
+        **{name: getattr(known, name).value for name in ("peak_flop_per_s", "memory_bytes_per_s", "idle_w", "busy_w")},
+    }
+
+
+def _as_now(sections: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The sections of a file with the keys of today, and with what the catalogue says of devices that name a class."""
+    rows = sections.get("device")
+    if not isinstance(rows, list):
+        return sections
+    now = [_device_as_now(row, f"device[{i}]") if isinstance(row, dict) else row for i, row in enumerate(rows)]
+    return {**sections, "device": now}
+
+
+def _device_as_now(row: Mapping[str, Any], place: str) -> dict[str, Any]:
+    # Older files have the longer name; where both stand there, the old one is an unknown key.
+    if "memory_bytes_per_s" in row:
+        row = dict(row)
+    else:
+        row = {"memory_bytes_per_s" if k == "memory_bandwidth_bytes_per_s" else k: v for k, v in row.items()}
+    name = row.pop("class", None)
+    if not isinstance(name, str):
+        return row if name is None else row | {"class_name": name}
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as a fleet ({error}): give the path of a UTF-8 TOML file") from error
-    return Fleet.from_toml(text, source=str(path))
+        known = device_class(name)
+    except InputError as error:
+        raise InputError(f"{place}.class: {error}") from None
+    cores = row.get("cores")
+    if isinstance(cores, int | float) and cores > 0:
+        known = known.with_cores(cores)
+    return {"kind": known.kind, **_figures(known), **row, "class_name": known.name}
 
 
 @dataclass(frozen=True)
@@ -308,6 +358,16 @@ _FILE = TypeAdapter(_File)
 _SECTIONS: Mapping[str, type[Any]] = {"host": Host, "device": Device, "network": Card, "card": Card, "link": Link}
 
 
+MOST_LINES = 20
+"""Of what is wrong in a file so many are told."""
+
+
+def first_of(lines: Sequence[str], source: str) -> str:
+    """What is wrong in a file, a line for each, and how much more there is."""
+    more = [f"and {len(lines) - MOST_LINES} more like these"] * (len(lines) > MOST_LINES)
+    return "\n".join(f"{source}: {line}" for line in [*lines[:MOST_LINES], *more])
+
+
 def explain(
     error: ErrorDetails, top: type[Any], sections: Mapping[str, type[Any]], remedy: str, prefix: str = ""
 ) -> str:
@@ -321,12 +381,18 @@ def explain(
     if error["type"] == "value_error":  # our own checks name the field, the rule and the remedy
         return f"{place}.{error['ctx']['error']}" if error["loc"] else str(error["ctx"]["error"])
     parents = [part for part in error["loc"][:-1] if isinstance(part, str)]
-    known = ", ".join(field.name for field in fields(sections[parents[-1]] if parents else top))
+    keys = (_key(field.name) for field in fields(sections[parents[-1]] if parents else top))
+    known = ", ".join(keys)
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):  # the name differs between versions
-        return f"{place} = {error['input']!r}: unknown key; the keys known here are {known}"
+        return f"{place} = {shown(error['input'])}: unknown key; the keys known here are {known}"
     if error["type"] == "missing":
         return f"{place} is missing: add it; the keys known here are {known}"
-    return f"{place} = {error['input']!r}: {error['msg']}; {remedy}"
+    return f"{place} = {shown(error['input'])}: {error['msg']}; {remedy}"
+
+
+def _key(field: str) -> str:
+    """How a field is called in a file."""
+    return "class" if field == "class_name" else field
 
 
 def _table(value: Card | Host | Device | Link) -> tomlkit.items.Table:
@@ -338,7 +404,7 @@ def _table(value: Card | Host | Device | Link) -> tomlkit.items.Table:
             inline.update({each.name: getattr(content, each.name) for each in fields(content)})
             table.add(field.name, inline)
         elif field.default is MISSING or content != field.default:
-            table.add(field.name, content)
+            table.add(_key(field.name), content)
     return table
 
 

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convoy.errors import InputError
-from convoy.fleet import KINDS, WITHIN_HOST, Card, Device, Fleet, Host, Link, read_fleet
+from convoy.fleet import KINDS, LEAST, MAX_SLOWDOWN, MOST, WITHIN_HOST, Card, Device, Fleet, Host, Link, read_fleet
+from tests.support.processes import ROOT
 
-FLEETS = Path(__file__).parent.parent / "benchmarks" / "fleets"
+FLEETS = ROOT / "benchmarks" / "fleets"
 
 TEXT = """
 [network]
@@ -54,8 +55,8 @@ bandwidth_bytes_per_s = 11e6
 latency_s = 3e-4
 """
 
-positive = st.floats(min_value=1e-300, max_value=1e300)
-not_negative = st.floats(min_value=0, max_value=1e300)
+positive = st.floats(min_value=LEAST, max_value=MOST)
+not_negative = st.floats(min_value=0, max_value=1e6)
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
 cards = st.builds(Card, positive, positive, not_negative)
 WATTS = st.tuples(not_negative, not_negative).map(sorted)
@@ -79,10 +80,10 @@ def fleets(draw: st.DrawFn) -> Fleet:
                 home,
                 draw(st.sampled_from(KINDS)),
                 cores=draw(st.none() | positive),
-                slowdown=draw(st.floats(min_value=1, max_value=1e300)),
+                slowdown=draw(st.floats(min_value=1, max_value=MAX_SLOWDOWN)),
                 memory_bytes=draw(st.none() | st.integers(1, 2**63 - 1)),
                 peak_flop_per_s=draw(st.none() | positive),
-                memory_bandwidth_bytes_per_s=draw(st.none() | positive),
+                memory_bytes_per_s=draw(st.none() | positive),
                 idle_w=draw(st.sampled_from([None, idle_w])),
                 busy_w=draw(st.sampled_from([None, busy_w])),
             )
@@ -156,7 +157,7 @@ def test_devices_of_a_host_keep_their_index() -> None:
         ("cores = 0.45", "cores = true", r"device\[0\]\.cores = True: "),
         ("cores = 0.45", 'cores = "half"', r"device\[0\]\.cores = 'half': "),
         ("slowdown = 2", "slowdown = 0.5", r"device\[2\]\.slowdown = 0\.5 of .*at least 1"),
-        ("8_000_000_000", "8e9", r"device\[1\]\.memory_bytes = 8000000000\.0: "),
+        ("8_000_000_000", '"8 GX"', r"device\[1\]\.memory_bytes = '8 GX': 'GX' is no unit"),
         ("busy_w = 180", "busy_w = 10", r"device\[1\]\.busy_w = 10(\.0)? of .*at least 20"),
         ('kind = "cpu"', 'kind = "gpu"', r"device\[0\]\.kind = 'gpu' .*choose one of cpu, cuda"),
         (
@@ -210,7 +211,10 @@ def test_values_made_in_python_are_checked_too() -> None:
 
 
 def test_a_missing_file_is_told(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"nowhere\.toml: cannot be read"):
+    with pytest.raises(
+        InputError,
+        match=r"cannot read the fleet .*nowhere\.toml: No such file or directory; give the path of a TOML file",
+    ):
         read_fleet(tmp_path / "nowhere.toml")
 
 
@@ -232,3 +236,13 @@ def test_the_fleets_of_the_benchmarks(name: str, cores: tuple[float, ...], bytes
     for host in fleet.hosts:
         card = fleet.card(host.name)
         assert (card.send_bytes_per_s, card.receive_bytes_per_s) == (bytes_per_s, bytes_per_s)
+
+
+def test_of_a_thousand_mistakes_twenty_are_told() -> None:
+    """A measured file with one word misspelt in every row was told of in 24,552 characters."""
+    rows = "".join(f'[[host]]\nnme = "h{n}"\n' for n in range(1000))
+    with pytest.raises(InputError) as error:
+        Fleet.from_toml(rows)
+    lines = str(error.value).splitlines()
+    assert len(lines) <= 22
+    assert lines[-1].endswith("more like these")

@@ -1,0 +1,408 @@
+"""What a machine with an accelerator can show of Convoy, in at most ten minutes, each part also by itself.
+
+    python -m benchmarks.gpu [--part parity] [--device cuda:0] [--page FILE]
+
+On a machine without one a simulated accelerator takes its place (tests/support/sim): that tries the code, and gives no figures.
+"""
+
+import copy
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import psutil  # type: ignore[import-untyped]
+import torch
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from torch import Tensor, nn
+
+from benchmarks.hardware import stamp
+from benchmarks.page import table
+from convoy.comm.accelerator import accelerator, finish, hardware_name, in_host_memory, local_devices, memory_of, queued
+from convoy.comm.group import AloneGroup, Group
+from convoy.comm.threads import run_on_threads
+from convoy.files import write_whole
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
+from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.runtime.module import Distributed
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMAND = "python -m benchmarks.gpu"
+EXACT, ROUNDED, TF32 = 1e-10, 1e-4, 3e-2
+"""Largest difference of a weight after five steps: in float64, in float32, with products of 10 bits."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finding. `good` is None where nothing is asked."""
+
+    part: str
+    what: str
+    found: str
+    good: bool | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it runs.
+
+    Attributes:
+        environment: of processes that are started.
+    """
+
+    name: str
+    simulated: bool
+    environment: dict[str, str]
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.name)
+
+
+# --- parity ---------------------------------------------------------------------------------------------------------------
+
+
+def parity(place: Place) -> Iterator[Row]:
+    """Five steps on the accelerator and a CPU beside five on one CPU, in float64 and float32, by every plan with a name."""
+    for name in PLANS:
+        apart = _apart(place, name, torch.float64)
+        yield Row("parity", f"float64, {name}, {place.name} + cpu", f"{apart:.1e}", apart <= EXACT)
+    for word, products, most in (("TF32 off", "highest", ROUNDED), ("TF32 on", "high", TF32)):
+        with _products(products):
+            apart = _apart(place, "hybrid", torch.float32)
+        yield Row("parity", f"float32, {word}, hybrid", f"{apart:.1e}", apart <= most)
+
+
+def _apart(place: Place, plan_name: str, dtype: torch.dtype) -> float:
+    torch.manual_seed(0)
+    model = build_net("resnet:8:8", (3, 16, 16), 10).to(dtype)
+    batches = [(torch.randn(12, 3, 16, 16, dtype=dtype), torch.randint(0, 10, (12,))) for _ in range(5)]
+    alone = copy.deepcopy(model).double()
+    _train(alone, [(x.double(), y) for x, y in batches], lambda x: alone(x))
+    plan = named_plan(plan_name, trace(model, batches[0][0][:2]).graph, 12, Speeds((2.0, 1.0)))
+
+    def work(group: Group) -> float:
+        here = Distributed(model, plan, group, batches[0][0][:2])
+        _train(here, batches, lambda x: here(x.to(group.torch_device), whole=True))
+        whole, wanted = here.full_state_dict(), alone.state_dict()
+        return max(float((whole[k].cpu().double() - wanted[k].double()).abs().max()) for k in wanted)
+
+    return max(run_on_threads(2, work, on=(place.name, "cpu")))
+
+
+def _train(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], forward: Callable[[Tensor], Tensor]) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for x, y in batches:
+        out = forward(x)
+        optimizer.zero_grad()
+        F.cross_entropy(out, y.to(out.device)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+@contextmanager
+def _products(precision: str) -> Iterator[None]:
+    """In which numbers float32 products are made, of matrices and of convolutions."""
+    before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = precision == "high"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = convolutions
+
+
+# --- memory and streams -----------------------------------------------------------------------------------------------------
+
+
+def staging(place: Place) -> Iterator[Row]:
+    """How fast tensors come from the device and go there, through pinned memory and without."""
+    there = torch.zeros(1 << (20 if place.simulated else 26), device=place.device)
+    size_bytes = there.numel() * there.element_size()
+    for kind, host in (("pinned", in_host_memory(there)), ("pageable", torch.empty(there.shape))):
+        for way, target, source in (("from the device", host, there), ("to the device", there, host)):
+
+            def once(target: Tensor = target, source: Tensor = source) -> None:
+                target.copy_(source, non_blocking=True)
+                queued(place.device).synchronize()
+
+            yield Row("staging", f"{kind} memory, {way}", f"{size_bytes / _seconds(once) / 1e9:.2f} GB/s")
+
+
+def streams(place: Place) -> Iterator[Row]:
+    """A step in a stream of the caller's own gives the numbers of the default stream."""
+    torch.manual_seed(0)
+    model = build_net("resnet:8:8", (3, 16, 16), 10).double()
+    x, y = torch.randn(8, 3, 16, 16).double(), torch.randint(0, 10, (8,))
+    plan = named_plan("data", trace(model, x[:2]).graph, 8, Speeds((1.0, 1.0)))
+
+    def work(group: Group, *, own: bool) -> float:
+        here = Distributed(model, plan, group, x[:2])
+        if own and group.torch_device.type != "cpu":
+            stream = torch.Stream(group.torch_device)
+            queued(group.torch_device).wait(stream)
+            torch.accelerator.set_stream(stream)
+        _train(here, [(x, y)] * 3, lambda x: here(x.to(group.torch_device), whole=True))
+        return sum(float(w.double().sum()) for w in here.full_state_dict().values())
+
+    found = [run_on_threads(2, lambda g, own=own: work(g, own=own), on=(place.name, "cpu"))[0] for own in (False, True)]  # type: ignore[misc]
+    apart = abs(found[0] - found[1])
+    yield Row("streams", "three steps in a stream of one's own beside the default one", f"{apart:.1e}", apart <= EXACT)
+
+
+def _seconds(once: Callable[[], None], rounds: int = 7) -> float:
+    once()
+    times = []
+    for _ in range(rounds):
+        start_s = time.perf_counter()
+        once()
+        times.append(time.perf_counter() - start_s)
+    return statistics.median(times)
+
+
+# --- processes ----------------------------------------------------------------------------------------------------------------
+
+
+def processes(place: Place) -> Iterator[Row]:
+    """`convoy train --compare` on the device and a CPU, and by two processes on one device; NCCL where there are two."""
+    kind = place.device.type
+    fleets = [f"{place.name},cpu", f"{place.name},{place.name}"]
+    if kind == "cuda" and torch.accelerator.device_count() > 1:
+        fleets.append(f"{kind}:0,{kind}:1")
+    for devices in fleets:
+        done = _convoy(place, "train", *TINY, "--devices", devices, "--plan", "hybrid", "--speeds", "1,1", "--compare")
+        apart = re.search(r"Loss curves .*: at most (\S+) apart", done.stdout)
+        if done.returncode or apart is None:
+            yield Row("processes", devices, (done.stderr or done.stdout).strip().splitlines()[-1][:200], good=False)
+        else:
+            yield Row("processes", f"{devices}: loss curves apart", apart[1], float(apart[1]) <= ROUNDED)
+    if len(fleets) < 3:
+        yield Row("processes", "NCCL between two GPUs", "not here: needs two NVIDIA GPUs")
+    for precision, devices in (("bf16", f"{place.name},cpu"), ("fp16", place.name)):
+        options = ("--devices", devices, "--plan", "data", "--precision", precision, "--compare")
+        done = _convoy(place, "train", *TINY, *options)
+        apart = re.search(r"Loss curves .*: at most (\S+) apart", done.stdout)
+        found = apart[1] if apart else (done.stderr or done.stdout).strip().splitlines()[-1][:200]
+        yield Row(
+            "processes",
+            f"--precision {precision}, {devices}: loss curves apart from one device",
+            found,
+            apart is not None,
+        )
+
+
+TINY = ("--data", "digits", "--limit", "128", "--epochs", "1", "--net", "two-conv:8:12")
+
+
+def kill(place: Place) -> Iterator[Row]:
+    """A process is killed during a step: the others end by themselves, and say which was lost."""
+    argv = (
+        "train",
+        "--data",
+        "digits",
+        "--epochs",
+        "2000",
+        "--net",
+        "two-conv:8:12",
+        "--plan",
+        "data",
+        "--timeout",
+        "10",
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", "convoy", *argv, "--devices", f"{place.name},cpu"],
+        env=place.environment, cwd=place.environment["TMPDIR"], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as running:  # fmt: skip
+        assert running.stdout is not None
+        lines = []
+        for line in running.stdout:
+            lines.append(line)
+            if "epoch 1/" in line:
+                break
+        children = [child for child in psutil.Process(running.pid).children(recursive=True) if "python" in child.name()]
+        start_s = time.monotonic()
+        if children:
+            children[-1].kill()
+        lines += running.communicate(timeout=90)[0].splitlines(keepends=True)
+        took_s = time.monotonic() - start_s
+    told = [line.strip() for line in lines if "lost" in line or "killed" in line or "ended" in line]
+    good = bool(children) and running.returncode not in (0, None) and bool(told)
+    yield Row(
+        "kill",
+        f"kill -9 during a step: the rest ended after {took_s:.1f} s",
+        (told or [line.strip() for line in lines[-1:]] or ["nothing was said"])[0][:200],
+        good,
+    )
+
+
+def _convoy(place: Place, *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "convoy", *argv], env=place.environment, cwd=place.environment["TMPDIR"], text=True,
+        capture_output=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+# --- speed --------------------------------------------------------------------------------------------------------------------
+
+
+def overhead(place: Place) -> Iterator[Row]:
+    """A step on one device beside plain PyTorch's, in turns."""
+    cases = [("resnet18:64", 32, 256), ("resnet50:64", 32, 256), ("resnet18:64", 224, 64), ("resnet50:64", 224, 64)]
+    for net, side, batch in [("resnet:8:8", 16, 8)] if place.simulated else cases:
+        for precision in (None, torch.bfloat16):
+            ratios = _beside_plain(place, net, side, batch, precision)
+            word = "float32" if precision is None else "bf16"
+            spread = (max(ratios) - min(ratios)) / 2
+            found = f"{statistics.median(ratios):.3f} +- {spread:.3f} of its step"
+            yield Row("overhead", f"{net} at {side}, batch {batch}, {word}, beside plain PyTorch", found)
+
+
+def _beside_plain(place: Place, net: str, side: int, batch: int, precision: torch.dtype | None) -> list[float]:
+    torch.manual_seed(0)
+    plain = build_net(net, (3, side, side), 10)
+    x, y = torch.randn(batch, 3, side, side, device=place.device), torch.randint(0, 10, (batch,), device=place.device)
+    plan = named_plan("data", trace(plain, x[:1].cpu()).graph, batch, Speeds((1.0,)))
+    part = Distributed(plain, plan, AloneGroup(place.device), x[:1].cpu())
+    part.announce(batch)
+    ways: dict[str, nn.Module] = {"convoy": part, "plain": copy.deepcopy(plain).to(place.device)}
+    steps = {way: _step(model, x, y, precision) for way, model in ways.items()}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(3 if place.simulated else 9):
+        for way, step in steps.items():
+            step()
+            finish(place.device)
+            start_s = time.perf_counter()
+            for _ in range(2 if place.simulated else 10):
+                step()
+            finish(place.device)
+            times[way].append(time.perf_counter() - start_s)
+    return [a / b for a, b in zip(times["convoy"], times["plain"], strict=True)]
+
+
+def _step(model: nn.Module, x: Tensor, y: Tensor, precision: torch.dtype | None) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def step() -> None:
+        with torch.autocast(x.device.type, precision or torch.bfloat16, enabled=precision is not None):
+            loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def together(place: Place) -> Iterator[Row]:
+    """The device and the CPU by `auto` beside the device alone: never below."""
+    work = ("8", "8", "6") if place.simulated else ("256", "32", "40")
+    found = {}
+    for devices, plan in ((place.name, "data"), (f"{place.name},cpu", "auto")):
+        done = _convoy(place, "run", "--devices", devices, str(ROOT / "benchmarks" / "gpu_worker.py"), plan, *work)
+        line = next((line for line in done.stdout.splitlines() if "worker {" in line), None)
+        if line is None:
+            yield Row("together", devices, (done.stderr or done.stdout).strip().splitlines()[-1][:200], good=False)
+            return
+        found[plan] = json.loads(line[line.index("{") :])["samples_per_s"]
+    ratio = found["auto"] / found["data"]
+    # Less than a repeat of one measurement differs by is no loss.
+    good = None if place.simulated else ratio >= 0.98
+    yield Row(
+        "together",
+        f"{place.name} + cpu by auto, of {place.name} alone ({found['data']:.0f} samples/s)",
+        f"{ratio:.2f}",
+        good,
+    )
+
+
+PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {
+    "parity": parity, "staging": staging, "streams": streams, "processes": processes, "kill": kill, "overhead": overhead,
+    "together": together,
+}  # fmt: skip
+
+
+# --- all of it ----------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def place_of(device: str | None) -> Iterator[Place]:
+    """The first accelerator of this machine, or a simulated one; a folder for what the parts leave behind."""
+    with tempfile.TemporaryDirectory(prefix="convoy-gpu-") as folder:
+        environment = os.environ | {"TMPDIR": folder, "CONVOY_RUNS": folder, "PYTHONPATH": str(ROOT)}
+        simulated = accelerator() is None
+        if simulated:
+            from tests.support import sim
+
+            sim.load()
+            installed = Path(folder, "convoy_sim-0.dist-info")
+            installed.mkdir()
+            (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: convoy-sim\nVersion: 0\n")
+            (installed / "entry_points.txt").write_text("[torch.backends]\nsim = tests.support.sim:load\n")
+            # The compiled backend lies in the system's folder for such files.
+            environment |= {
+                "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}",
+                "TMPDIR": tempfile.gettempdir(),
+                "OMP_NUM_THREADS": "1",
+            }
+            torch.set_num_threads(1)
+        yield Place(device or local_devices()[0], simulated, environment)
+
+
+def page_of(place: Place, rows: Sequence[Row], took_s: float) -> str:
+    """The page, in Markdown."""
+    made = stamp(COMMAND)
+    ground = made["ground"]
+    body = [[row.part, row.what, row.found, {None: "", True: "yes", False: "**no**"}[row.good]] for row in rows]
+    return "\n\n".join(
+        (
+            "# On an accelerator",
+            f"{hardware_name(place.device)} ({memory_of(place.device)[1] / 1e9:.0f} GB), {ground['processor']}, "
+            f"{ground['cores']} cores, Python {ground['python']}, torch {ground['torch']}, convoy {ground['convoy']} at "
+            f"{ground['revision'] or 'an unknown revision'}, {made['date'][:10]}, {took_s:.0f} s.",
+            f"```\n{COMMAND}\n```",
+            table(["part", "what", "found", "as it should be"], body),
+        )
+    ) + "\n"  # fmt: skip
+
+
+def main(
+    part: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(PARTS)}.")] = None,
+    device: Annotated[str | None, typer.Option(help="By default this machine's first accelerator.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write the page there, too; only for a real accelerator.")] = None,
+) -> None:
+    """Run the parts, print what they find as they find it."""
+    console, rows, start_s = Console(soft_wrap=True), [], time.perf_counter()
+    with place_of(device) as place:
+        if place.simulated:
+            console.print(
+                "No accelerator that torch can use is here: a simulated one takes its place. Its speeds mean nothing."
+            )
+        for name in part or PARTS:
+            for row in PARTS[name](place):
+                rows.append(row)
+                mark = {None: " ", True: "ok", False: "NO"}[row.good]
+                console.print(f"{mark:2} {row.part:10} {row.what}: {row.found}", highlight=False)
+        took_s = time.perf_counter() - start_s
+        console.print(f"{took_s:.0f} s")
+        if page is not None and not place.simulated:
+            write_whole(page, page_of(place, rows, took_s))
+            console.print(f"Written: {page}")
+    if any(row.good is False for row in rows):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    app.command()(main)
+    app()

@@ -1,0 +1,163 @@
+"""What the settings of a training can be refused for before torch is imported, which takes seconds."""
+
+import os
+from pathlib import Path
+
+from convoy.comm.environment import imposed_slowdown
+from convoy.config.option_types import AUTO_DEVICE
+from convoy.config.settings import NO_LOG, Settings
+from convoy.data import FETCHED
+from convoy.data import check as check_data
+from convoy.errors import InputError, shortened, shown, unknown_name
+from convoy.files import not_regular
+from convoy.fleet import MAX_SLOWDOWN
+from convoy.plan.plan import Plan
+from convoy.plan.presets import AUTO, PLANS
+
+MOST_PASSES = 1024
+"""Divisors up to here are listed."""
+
+MOST_COUNTED = 10**9
+"""Samples of a batch, or classes: more are a slip of the finger."""
+
+
+def check_counts(batch: int, classes: int) -> None:
+    """Refuse a batch or a number of classes that cannot be. InputError."""
+    for option, count in (("--batch", batch), ("--classes", classes)):
+        if not 1 <= count <= MOST_COUNTED:
+            raise InputError(f"{option} {shown(count)}: give 1 or more, up to {MOST_COUNTED:,}")
+
+
+def check_at_once(settings: Settings) -> None:
+    """Refuse what can be refused at once, in the process that is to start the devices: these find the rest.
+
+    Raises:
+        InputError: with the value, the rule and the remedy.
+    """
+    check(settings)
+    check_devices(settings)
+    check_outputs(settings)
+
+
+def must_fetch(settings: Settings) -> bool:
+    """Whether files may have to be downloaded: once, before the devices of a machine start."""
+    return settings.data in FETCHED and settings.data_dir is None
+
+
+def check_devices(settings: Settings) -> None:
+    """Refuse devices that this machine, which is to start them, has not. InputError."""
+    for name in dict.fromkeys(settings.device_names):
+        if name not in (AUTO_DEVICE, "cpu"):
+            from convoy.comm.accelerator import check_device
+
+            check_device(name)
+
+
+def check(settings: Settings) -> None:
+    """Refuse settings that do not fit each other or the devices.
+
+    Raises:
+        InputError: with the value, the rule and the remedy.
+    """
+    check_data(settings.data, settings.data_dir, settings.image_size, settings.test_fraction)
+    count, slowdowns, speeds = len(settings.device_names), settings.slowdowns, settings.speeds
+    imposed_slowdown()
+    if len(slowdowns) != count or not 1 <= min(slowdowns) <= max(slowdowns) <= MAX_SLOWDOWN:
+        raise InputError(
+            f"--slowdown {_listed(slowdowns)}: give one factor of 1 or more, up to {MAX_SLOWDOWN:g}, for each of the {count} "
+            f"devices, e.g. --slowdown {_listed((1.0,) * count)}"
+        )
+    if speeds is not None and (len(speeds) != count or not 1e-12 <= min(speeds) <= max(speeds) <= 1e12):
+        raise InputError(
+            f"--speeds {_listed(speeds)}: give one positive number for each of the {count} devices, e.g. --speeds 4,2,1,1, "
+            "from 1e-12 to 1e12"
+        )
+    if settings.batch % settings.accumulate:
+        raise InputError(
+            f"--accumulate {settings.accumulate} with --batch {settings.batch}: the passes of a step must be equal; give one "
+            f"of {', '.join(map(str, _divisors(settings.batch)))}"
+        )
+    if settings.precision != Settings.model_fields["precision"].default:
+        from convoy.runtime.precision import check_kinds
+
+        check_kinds(settings.precision, settings.device_names)
+    _check_checkpoint(settings)
+    _check_plan(settings)
+
+
+def _check_checkpoint(settings: Settings) -> None:
+    for option, given in (("--checkpoint-steps", settings.checkpoint_steps), ("--resume", settings.resume)):
+        if given and settings.checkpoint is None:
+            raise InputError(
+                f"{option} without --checkpoint: name the folder of the run's checkpoints: --checkpoint DIR"
+            )
+    if settings.resume and settings.compare:
+        raise InputError("--compare with --resume: one device would begin at the beginning; leave one of them out")
+    if settings.page and settings.log == NO_LOG:
+        raise InputError("--page with --log none: the page is made of the log; leave one of them out")
+
+
+def _check_plan(settings: Settings) -> None:
+    plan = settings.plan
+    if settings.fleet is not None and plan != AUTO:
+        raise InputError(
+            f"--fleet {settings.fleet} with --plan {plan}: only --plan auto reads a fleet file; leave it out"
+        )
+    if settings.speeds is not None and plan == AUTO:
+        raise InputError(
+            f"--speeds {_listed(settings.speeds)} with --plan auto, which needs the times of every layer: leave it out, or "
+            "name a plan"
+        )
+    if plan in (*PLANS, AUTO):
+        return
+    if not (plan.endswith(".json") or os.path.isfile(plan)):
+        raise unknown_name("plan", plan, [*PLANS, AUTO, "a plan file (….json)"])
+    saved, count = Plan.load(Path(plan)), len(settings.device_names)
+    if settings.pass_batch != saved.batch:
+        passes = f" in {settings.accumulate} passes of {settings.pass_batch}" if settings.accumulate > 1 else ""
+        raise InputError(
+            f"--batch {settings.batch}{passes}, but the plan {plan} is for {saved.batch}: give --batch "
+            f"{saved.batch * settings.accumulate}, or make a new plan"
+        )
+    if count != saved.devices:
+        raise InputError(
+            f"--devices {count}, but the plan {plan} is for {saved.devices}: give --devices {saved.devices}, or make a new "
+            "plan"
+        )
+
+
+def check_outputs(settings: Settings) -> None:
+    """Refuse files that could not be written, before the training whose results they would hold. InputError."""
+    rows = (("--save-run", settings.save_run), ("--save-plan", settings.save_plan), ("--log", settings.log))
+    for option, path in rows:
+        if path is not None:
+            check_output(option, path, appends=path == settings.log)
+
+
+def check_output(option: str, path: Path, *, appends: bool = False) -> None:
+    """Refuse a file that could not be written.
+
+    Args:
+        appends: it is written where it is; else a new one takes its place, in the same folder.
+
+    Raises:
+        InputError: the folder is missing or not writable, or the path is a folder.
+    """
+    if not os.path.isdir(path.parent):
+        raise InputError(f"{option} {path}: the folder {path.parent} does not exist; make it or name another")
+    if os.path.isdir(path):
+        raise InputError(f"{option} {path} is a folder: name a file in it, e.g. {option} {path / 'FILE'}")
+    if not appends and os.path.exists(path) and (why := not_regular(path.stat().st_mode)):
+        raise InputError(f"{option} {path}: {why}; name a file")
+    written = path if appends and os.path.exists(path) else path.parent
+    if not os.access(written, os.W_OK):
+        raise InputError(f"{option} {path}: {written} cannot be written; change its permissions or name another file")
+
+
+def _divisors(batch: int) -> list[int]:
+    """The first few divisors of a batch, itself included: passes that people make."""
+    return [*(n for n in range(1, min(batch, MOST_PASSES + 1)) if not batch % n), batch]
+
+
+def _listed(numbers: tuple[float, ...]) -> str:
+    return shortened(",".join(f"{n:g}" for n in numbers))

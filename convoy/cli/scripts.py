@@ -1,0 +1,130 @@
+"""convoy run."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from convoy.cli.options import PATH, Port
+from convoy.cli.top import app, in_job
+from convoy.comm.launch_env import hidden
+from convoy.errors import InputError
+
+
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
+def run(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="SCRIPT.PY [ARGS]...", help="A Python script and its own arguments.")
+    ] = None,
+    module: Annotated[
+        str | None, typer.Option("--module", "-m", help="A module in the place of a script, as with python -m.")
+    ] = None,
+    devices: Annotated[
+        str,
+        typer.Option(
+            help="This machine's devices: [b]auto[/], every GPU, or the CPU where there is none; [b]all[/], the CPU beside "
+            "the GPUs too; a number of CPU processes; or names such as cuda:0,cpu."
+        ),
+    ] = "auto",
+    fleet: Annotated[
+        Path | None, typer.Option(help="Fleet file whose hosts have addresses: all of them are started by ssh.", **PATH)
+    ] = None,
+    print_for: Annotated[
+        str | None,
+        typer.Option(
+            "--print",
+            help="Start nothing; print what starts the same fleet: [b]shell[/], a line for each host; [b]slurm[/], a file for "
+            "sbatch; [b]kubernetes[/], a JobSet for kubectl, with --image.",
+        ),
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option(help="For --print kubernetes: the container image that has Convoy and the script.")
+    ] = None,
+    port: Port = None,
+    logs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for what the devices but 0 print, a file each, on their hosts; else it is dropped.", **PATH
+        ),
+    ] = None,
+    doctor: Annotated[
+        bool, typer.Option("--doctor", help="Examine the machines first; begin only without errors.")
+    ] = False,
+) -> None:
+    """Run a script of your own on every device: one process each, as one job. Its options stand after its name.
+
+    The script calls convoy.prepare, or join, make_plan, distribute and loader. Device 0 has the terminal; of the others it is
+    shown what explains a failure. Ctrl-C ends all of them, everywhere. As one process of a job that torchrun, srun or mpirun
+    started, it runs the script here. The script sees one device: RANK and its like are taken out of its environment, so that
+    one that could share out the work by itself does not.
+
+    Example: convoy run --devices 4 examples/one_line.py
+    """
+    argv = _python_words(words or [], module)
+    if in_job():
+        _become(argv, hidden(os.environ))
+    from convoy.launch.command import fleet_to_start, script_on_fleet
+
+    if fleet is not None or print_for is not None or image is not None:
+        started = fleet_to_start(fleet, print_for is not None or image is not None)
+        if started is None:
+            raise InputError(
+                f"--fleet {fleet}: its hosts have no address, so there is nothing to start by ssh: give each its `address`, or "
+                "start this machine's devices with --devices"
+            )
+        if devices != "auto":
+            raise InputError(f"--devices {devices} with --fleet: the file names the devices; leave --devices out")
+        from convoy.setup.command import sent_modules
+
+        files = sent_modules(started, Path.cwd())
+        _examine(doctor, fleet)
+        raise typer.Exit(
+            script_on_fleet(started, argv, port=port, print_for=print_for, image=image, logs=logs, files=files)
+        )
+    _examine(doctor, None)
+    from convoy.config.option_types import device_names
+    from convoy.launch.host_job import memory_environment
+    from convoy.launch.local import launch_local
+
+    names = device_names(devices)
+    if len(names) == 1:
+        device = {} if names == ("auto",) else {"CONVOY_DEVICE": names[0]}
+        _become(argv, os.environ | memory_environment(os.environ) | device)
+    raise typer.Exit(launch_local(argv, names, port=port, command=(sys.executable,), script=True, logs=logs))
+
+
+def _examine(wanted: bool, fleet: Path | None) -> None:
+    """The doctor before the job, which does not begin where that finds errors."""
+    if wanted:
+        from convoy.doctor.command import run_doctor
+
+        if status := run_doctor(fleet, None, 60.0):
+            raise typer.Exit(status)
+
+
+def _python_words(words: list[str], module: str | None) -> list[str]:
+    """What follows `python`.
+
+    Raises:
+        InputError: no script, or none that is there.
+    """
+    if module is not None:
+        return ["-m", module, *words]
+    if not words:
+        raise InputError(
+            "nothing to run: give a script and its arguments, e.g. convoy run --devices 4 train.py --lr 0.1"
+        )
+    if not os.path.isfile(words[0]):
+        raise InputError(
+            f"the script {words[0]} is not there: give the path of a Python file; options of convoy run stand before it, those "
+            "of the script after it"
+        )
+    return words
+
+
+def _become(argv: list[str], environment: dict[str, str]) -> None:
+    """Go on as that Python program, in this process."""
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, *argv], environment)

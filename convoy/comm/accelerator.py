@@ -1,0 +1,153 @@
+"""The processors that compute, through torch's accelerator interface: CUDA, ROCm, XPU, MPS or whatever torch knows.
+
+The rest of Convoy asks here. It tells the CPU from an accelerator, and no accelerator from another.
+"""
+
+import os
+import platform
+from contextlib import suppress
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from torch import nn
+
+from convoy.errors import InputError, shortened, shown
+
+
+def accelerator() -> str | None:
+    """The kind of this machine's accelerators, such as "cuda"; None where it has none that torch can use."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found.type if found is not None and torch.accelerator.device_count() else None
+
+
+def local_devices() -> tuple[str, ...]:
+    """The names of all devices of this machine: its accelerators, and its CPU, last."""
+    kind = accelerator()
+    count = torch.accelerator.device_count() if kind else 0
+    return (*(f"{kind}:{index}" for index in range(count)), "cpu")
+
+
+def pick_device(name: str | torch.device | None, local: int) -> torch.device:
+    """The device to compute on; process number ``local`` of its machine takes that accelerator unless told otherwise.
+
+    Raises:
+        InputError: no such device.
+    """
+    chosen = name or os.environ.get("CONVOY_DEVICE")
+    if chosen is None:
+        devices = local_devices()
+        chosen = devices[min(local, len(devices) - 1)]
+    device = check_device(str(chosen))
+    try:
+        enter(device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, AttributeError) as error:  # the last: a torch for processors only
+        raise _no_device(str(chosen), str(error)) from None
+    return device
+
+
+def check_device(name: str) -> torch.device:
+    """The device of that name, without touching it: an accelerator costs seconds and memory from its first use on.
+
+    Raises:
+        InputError: this machine has no such device, or torch knows none of that name.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise _no_device(name, str(error)) from None
+    if device.type == "cpu":
+        return device
+    if device.type != accelerator():
+        raise _no_device(name, f"torch finds no {shortened(device.type)} here")
+    if (device.index or 0) >= torch.accelerator.device_count():
+        raise _no_device(name, "there is none of that number")
+    return torch.device(device.type, device.index or 0)
+
+
+def _no_device(name: str, reason: str) -> InputError:
+    return InputError(
+        f"device {shown(name)} cannot be used ({shortened(reason.partition(chr(10))[0])}): this machine has "
+        f"{', '.join(local_devices())}; choose one of them"
+    )
+
+
+def enter(device: torch.device) -> None:
+    """Make a device the current one of this thread, for calls that name no device. A CPU needs nothing."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index or 0)
+
+
+def to_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a module, in place; what was one tensor under several names stays one.
+
+    On accelerators whose tensors cannot take the place of a CPU's, `nn.Module.to` makes a new parameter for each name.
+    """
+    names: dict[int, list[str]] = {}
+    for tensors in (model.named_parameters, model.named_buffers):
+        for name, tensor in tensors(remove_duplicate=False):
+            names.setdefault(id(tensor), []).append(name)
+    model.to(device)
+    for first, *others in names.values():
+        for other in others:
+            holder, _, leaf = other.rpartition(".")
+            path, _, own = first.rpartition(".")
+            setattr(model.get_submodule(holder), leaf, getattr(model.get_submodule(path), own))
+    return model
+
+
+def finish(device: torch.device) -> None:
+    """Wait until a device has done all that it was given: accelerators queue. A CPU's work is done when a call returns."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def hardware_name(device: torch.device) -> str:
+    """What the accelerator, or the machine around the CPU, calls itself."""
+    with suppress(AttributeError, RuntimeError):  # not every kind tells
+        if device.type != "cpu":
+            return str(torch.get_device_module(device).get_device_name(device))
+    return platform.machine()
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Free bytes and all bytes of the memory that a device computes in.
+
+    An accelerator that does not tell its own, such as one that shares the host's memory, is told the host's.
+    """
+    if device.type != "cpu":
+        with suppress(NotImplementedError, RuntimeError, AttributeError):
+            free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
+            return int(free_bytes), int(total_bytes)
+    memory = psutil.virtual_memory()
+    return int(memory.available), int(memory.total)
+
+
+def allocated_bytes(device: torch.device) -> int | None:
+    """What tensors hold of an accelerator's memory; None on a CPU, and where torch cannot tell."""
+    if device.type == "cpu":
+        return None
+    try:
+        return int(torch.accelerator.memory_allocated(device))
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def in_float64(x: torch.Tensor) -> torch.Tensor:
+    """A tensor in float64: where it lies, or on the host where its accelerator has no such numbers, as Apple's."""
+    try:
+        return x.double()
+    except (TypeError, RuntimeError):
+        return x.cpu().double()
+
+
+def in_host_memory(like: torch.Tensor) -> torch.Tensor:
+    """An empty tensor of this shape and dtype in host memory, pinned where it is to exchange with an accelerator."""
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type != "cpu")
+
+
+def queued(device: torch.device, *, timed: bool = False) -> torch.Event:
+    """An event behind all that the current stream of an accelerator was given so far."""
+    event = torch.Event(device, enable_timing=timed)
+    event.record(torch.accelerator.current_stream(device))
+    return event

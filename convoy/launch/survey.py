@@ -1,0 +1,225 @@
+"""Asks hosts over ssh what they are made of, and writes it down as a fleet. Nothing needs to be installed there."""
+
+import os
+import re
+import socket
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from convoy.errors import InputError, shown
+from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet.catalogue import DeviceClass, device_classes
+from convoy.launch.ssh import remedy, ssh_call, ssh_program
+
+ANSWER_S = 30.0
+"""A host that has not answered by then is reported."""
+
+ASSUMED_BYTES_PER_S = 125e6
+"""1 Gbit/s: for a card that does not tell its speed."""
+
+ASSUMED_LATENCY_S = 1e-4
+
+USED = 0.8
+"""Part of a host's memory that plans may fill, where the catalogue does not say."""
+
+# For any POSIX shell; one fact a line. What a system does not have is left out.
+QUESTIONS = r"""
+echo survey 1
+echo system "$(uname -s)"
+echo cores "$(getconf _NPROCESSORS_ONLN 2>/dev/null || sysctl -n hw.ncpu)"
+sed -n 's/^MemTotal: *\([0-9]*\) kB/memory_kib \1/p' /proc/meminfo 2>/dev/null
+echo memory_bytes "$(sysctl -n hw.memsize 2>/dev/null)"
+sed -n 's/^model name[^:]*: /processor /p' /proc/cpuinfo 2>/dev/null | head -n 1
+echo processor "$(sysctl -n machdep.cpu.brand_string 2>/dev/null)"
+nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | sed 's/^/gpu /'
+set -- $SSH_CONNECTION
+echo server "$3" "$4"
+card=$(ip -o route get "${1:-192.0.2.1}" 2>/dev/null | sed -n 's/.* dev \([^ ]*\).*/\1/p')
+echo mbit_per_s "$(cat "/sys/class/net/$card/speed" 2>/dev/null)"
+"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a host says of itself.
+
+    Attributes:
+        server: the address and port at which its ssh server was reached; None for this machine.
+        bytes_per_s, latency_s: of its network card, and of the way there; None where that is not known.
+    """
+
+    system: str
+    cores: int
+    memory_bytes: int | None
+    processor: str
+    gpus: tuple[str, ...]
+    server: tuple[str, int] | None = None
+    bytes_per_s: float | None = None
+    latency_s: float | None = None
+
+
+def read_answer(text: str) -> Answer | None:
+    """The answers to QUESTIONS; None if the text holds none. What a login shell prints beside them does not matter."""
+    facts: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        key, _, value = line.strip().partition(" ")
+        if value.strip():
+            facts.setdefault(key, []).append(value.strip())
+    first = {key: values[0] for key, values in facts.items()}
+    cores = _number(first.get("cores"))
+    if "survey" not in facts or not cores:
+        return None
+    kib, speed = _number(first.get("memory_kib")), _number(first.get("mbit_per_s"))  # -1 where a virtual card has none
+    memory = kib * 1024 if kib else _number(first.get("memory_bytes"))
+    server = first.get("server", "").split()
+    port = _number(server[1]) if len(server) == 2 else None
+    return Answer(
+        first.get("system", ""), cores, memory or None, first.get("processor", ""), tuple(facts.get("gpu", ())),
+        (server[0], port) if port and port < 1 << 16 else None, speed * 125e3 if speed else None,
+    )  # fmt: skip
+
+
+def _number(text: str | None) -> int | None:
+    """A whole number, none of which a system tells has more than 18 digits."""
+    return int(text) if text and re.fullmatch(r"[0-9]{1,18}", text) else None
+
+
+def host_of(text: str) -> Host:
+    """A host as people write it: name, user@name, name:port. `.` is this machine.
+
+    Raises:
+        InputError: something else.
+    """
+    found = re.fullmatch(r"(?:(?P<user>[^@\s]+)@)?(?P<address>\[[^\]]+\]|[^@:\s]+)(?::(?P<port>[0-9]{1,5}))?", text)
+    if found is None:
+        raise InputError(f"host {shown(text)}: write a name or address, user@name or name:port; . is this machine")
+    address = found["address"].strip("[]")
+    if address == ".":
+        return Host(_name(socket.gethostname()), "127.0.0.1")
+    port = None if found["port"] is None else int(found["port"])
+    return Host(_name(address), address, user=found["user"], ssh_port=port)
+
+
+def _name(address: str) -> str:
+    """A host's name in the file: the first part of a host name, or the whole of a number."""
+    plain = address if re.fullmatch(r"[\d.:a-fA-F]*[.:][\d.:a-fA-F]*", address) else address.partition(".")[0]
+    return re.sub(r"[^A-Za-z0-9-]", "-", plain)
+
+
+def ask(hosts: Sequence[Host]) -> list[Answer]:
+    """The answer of each host; all are asked at once.
+
+    Raises:
+        InputError: some could not be asked: names all of them, each with the cure.
+    """
+    with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as threads:
+        found = list(threads.map(_ask_one, hosts))
+    troubles = [f"host {host.name}: {told}" for host, told in zip(hosts, found, strict=True) if isinstance(told, str)]
+    if troubles:
+        raise InputError("\n".join(troubles))
+    return [each for each in found if isinstance(each, Answer)]
+
+
+def _ask_one(host: Host) -> Answer | str:
+    """Its answer, or what went wrong."""
+    here = host.address == "127.0.0.1"
+    command = ["sh", "-s"] if here else ssh_call(ssh_program(os.environ), host, "sh -s")
+    try:
+        done = subprocess.run(
+            command,
+            input=QUESTIONS,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=ANSWER_S,
+            check=False,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not answer within {ANSWER_S:g} s: {remedy(host, 'timed out', 'python', '.')}"
+    except OSError as error:
+        return f"cannot start {command[0]!r}: {error.strerror}; install an ssh client, or correct CONVOY_SSH"
+    answer = read_answer(done.stdout)
+    if answer is None:
+        said = " | ".join(line for line in done.stderr.splitlines()[-3:] if line)
+        return f"ssh ended with status {done.returncode}{': ' if said else ''}{said}; {remedy(host, done.stderr, 'sh', '.')}"
+    return answer if here or answer.server is None else replace(answer, latency_s=latency_to(answer.server))
+
+
+def latency_to(server: tuple[str, int], tries: int = 5) -> float | None:
+    """Seconds of one way to a server: half of the shortest time in which a connection is made; None if none is."""
+    times = []
+    for _ in range(tries):
+        begin_s = time.perf_counter()
+        with suppress(OSError), socket.create_connection(server, timeout=2.0):
+            times.append(time.perf_counter() - begin_s)
+    return min(times) / 2 if times else None
+
+
+def fleet_of(hosts: Sequence[Host], answers: Sequence[Answer]) -> tuple[Fleet, list[str]]:
+    """The hosts with their devices, and what had to be assumed, one line each. Pure.
+
+    A GPU is a device, and so are the cores of a host together. Where the catalogue knows them, their figures are its.
+
+    Raises:
+        InputError: two hosts of one name.
+    """
+    notes: list[str] = []
+    devices: list[Device] = []
+    for host, answer in zip(hosts, answers, strict=True):
+        for number, gpu in enumerate(answer.gpus):
+            known = class_of(gpu)
+            name = f"{host.name}-gpu{number}"
+            if known is None:
+                notes.append(f"{name} ({gpu}): the catalogue has no such class; `convoy measure` will find its speed")
+                devices.append(Device(name, host.name, "cuda"))
+            else:
+                devices.append(Device.of_class(known, name, host.name))
+        known = class_of(answer.processor)
+        if known is not None and known.kind == "mps":
+            devices.append(Device.of_class(known, f"{host.name}-gpu", host.name))
+        name, cores = f"{host.name}-cpu", float(answer.cores)
+        memory = None if answer.memory_bytes is None else int(USED * answer.memory_bytes)
+        device = Device(name, host.name, "cpu", cores=cores, memory_bytes=memory)
+        if known is not None and known.kind == "cpu":
+            own = Device.of_class(known.with_cores(cores), name, host.name)
+            device = replace(own, cores=cores, memory_bytes=memory or own.memory_bytes)
+        devices.append(device)
+        if answer.bytes_per_s is None and len(hosts) > 1:
+            notes.append(f"host {host.name}: its network card does not tell its speed; 1 Gbit/s is assumed")
+    late = [answer.latency_s for answer in answers if answer.latency_s is not None]
+    usual_s = statistics.median(late) if late else ASSUMED_LATENCY_S
+    cards = [
+        Card(a.bytes_per_s or ASSUMED_BYTES_PER_S, a.bytes_per_s or ASSUMED_BYTES_PER_S, a.latency_s or usual_s)
+        for a in answers
+    ]
+    return Fleet(tuple(replace(h, card=c) for h, c in zip(hosts, cards, strict=True)), tuple(devices)), notes
+
+
+_NOISE = re.compile(
+    r"\((r|tm|c)\)|@.*|\b(nvidia|geforce|tesla|amd|radeon|intel|graphics|gpu|cpu|processor|generation|\d+-core)\b"
+    r"|\b(\d+th gen|hbm\de?|sxm\d?)\b"
+)
+"""What product names carry beside the name of the class."""
+
+
+def class_of(product: str) -> DeviceClass | None:
+    """The class of the catalogue that a product's name means: "NVIDIA GeForce RTX 3060" is `rtx3060`; None if there is none.
+
+    The whole name must be that of the class, so that no 3060 Ti is taken for a 3060; only the size of the memory and the
+    kind of slot may be left out.
+    """
+    names = {_plain(name): known for known in device_classes().values() for name in (known.name, *known.aliases)}
+    words = _NOISE.sub(" ", product.lower())
+    without_slot = re.sub(r"\bpcie\b", " ", words)
+    without_size = re.sub(r"\b\d+ ?gb\b", " ", without_slot)
+    return next((names[_plain(w)] for w in (words, without_slot, without_size) if _plain(w) in names), None)
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum())

@@ -1,0 +1,125 @@
+"""Compares what a trace computes with what the model computes, over several steps of training."""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from convoy.errors import InputError
+from convoy.model.operation import TracedModel, disable_in_place, run_traced
+from convoy.model.tracing.nodes import first_line
+from convoy.model.tracing.per_sample import is_close, random_like, tensors_of
+from convoy.model.tracing.sizes import Spec
+from convoy.model.tracing.state import random_kept, seed_all, state_of
+
+SIZES = {True: (2, 3, 5), False: (2, 5)}
+"""Samples of the batches of a comparison, in training and in evaluation: not only those that the trace was made for."""
+
+_RATE = 0.05
+
+
+class Differs(Exception):  # noqa: N818 - it ends one way of tracing, not the program
+    """A trace computes something else than the model; the text says what."""
+
+
+class DoesNotRun(Exception):  # noqa: N818
+    """The model itself does not run on inputs of these shapes."""
+
+
+def check_same(model: nn.Module, traced: TracedModel, specs: Sequence[Spec], *, training: bool) -> None:
+    """Compare outputs, gradients, parameters, buffers and the Python state of modules, step by step.
+
+    Python that a trace does not see (`x += y` under another name, a counter) must not change results silently.
+
+    Args:
+        model: left as it is.
+
+    Raises:
+        Differs: they are not the same.
+        DoesNotRun: the model does not run on inputs of these shapes.
+    """
+    reference, twin = copy.deepcopy(model), disable_in_place(copy.deepcopy(model))
+    with random_kept(0), torch.enable_grad():
+        for step, batch in enumerate(SIZES[training]):
+            seed_all(10 * step)
+            inputs = [
+                random_like(torch.empty((batch, *shape), dtype=dtype, device="meta"), None) for shape, dtype in specs
+            ]
+            _compare_step(reference, twin, traced, inputs, step)
+
+
+def _compare_step(
+    reference: nn.Module, twin: nn.Module, traced: TracedModel, inputs: Sequence[Tensor], step: int
+) -> None:
+    if step == 0:
+        with torch.no_grad():
+            _outputs(reference, twin, traced, inputs, step)
+    expected, found = _outputs(reference, twin, traced, inputs, step)
+    learns = _backward(expected, step)
+    if learns is None:
+        _backward(found, step)
+        rows = zip(reference.named_parameters(), twin.parameters(), strict=True)
+        for (key, p), q in rows:
+            if (p.grad is None) != (q.grad is None) or (p.grad is not None and not is_close(p.grad, q.grad)):  # type: ignore[arg-type]
+                raise Differs(f"its trace gives other gradients (of {key!r}, say)")
+        _update(reference)
+        _update(twin)
+    held = {**dict(reference.named_parameters()), **dict(reference.named_buffers())}
+    for (key, tensor), other in zip(held.items(), (*twin.parameters(), *twin.buffers()), strict=True):
+        if not is_close(tensor, other):
+            raise Differs(f"its trace leaves another {key!r} behind")
+    before, after = state_of(reference), state_of(twin)
+    if before != after:
+        changed = [key for key in before if before[key] != after.get(key) and not key.endswith("inplace")]
+        if changed:
+            raise Differs(f"its forward changes {changed[0]!r}, which its trace does not")
+
+
+def _outputs(
+    reference: nn.Module, twin: nn.Module, traced: TracedModel, inputs: Sequence[Tensor], step: int
+) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    batch = len(inputs[0])
+    try:
+        seed_all(10 * step + 1)
+        expected = tensors_of(reference(*[x.clone() for x in inputs]))
+    except InputError:
+        raise
+    except Exception as error:
+        raise DoesNotRun(first_line(error)) from error
+    try:
+        seed_all(10 * step + 1)
+        found = tensors_of(run_traced(twin, traced, [x.clone() for x in inputs]))
+    except Exception as error:
+        raise Differs(f"its trace does not run on {batch} samples: {first_line(error)}") from None
+    gradients = "" if torch.is_grad_enabled() else " without gradients"
+    _require_same(expected, found, f"outputs for {batch} samples{gradients}")
+    return expected, found
+
+
+def _backward(outputs: Sequence[Tensor], step: int) -> str | None:
+    """Gradients of all parameters for a loss that weighs every number of the outputs differently; why not, else None."""
+    reached = [y for y in outputs if y.requires_grad]
+    torch.manual_seed(10 * step + 2)
+    try:
+        # Not autograd.grad, which a reentrant checkpoint refuses.
+        if reached:
+            torch.autograd.backward(reached, [torch.randn_like(y) for y in reached])
+    except RuntimeError as error:
+        return first_line(error)
+    return None
+
+
+@torch.no_grad()
+def _update(model: nn.Module) -> None:
+    """A step of SGD, no longer than a part of each weight."""
+    for p in model.parameters():
+        if p.grad is not None:
+            size = float(p.grad.norm())
+            p.data.add_(p.grad, alpha=-_RATE * min(1.0, (float(p.norm()) + 1e-3) / (size + 1e-12)))
+        p.grad = None
+
+
+def _require_same(a: Sequence[Tensor], b: Sequence[Tensor], what: str) -> None:
+    if len(a) != len(b) or not all(is_close(x, y) for x, y in zip(a, b, strict=False)):
+        raise Differs(f"its trace gives other {what} (in-place changes seen under two names, say)")

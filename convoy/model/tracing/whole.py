@@ -1,0 +1,126 @@
+"""A model as one opaque layer."""
+
+import copy
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from convoy.errors import InputError
+from convoy.model.graph import Graph, Layer, Parameter
+from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, call_operation
+from convoy.model.tracing.check import DoesNotRun
+from convoy.model.tracing.layers import Verdicts, canonical_keys, dtype_name
+from convoy.model.tracing.nodes import first_line
+from convoy.model.tracing.per_sample import check_per_sample, has_dropout, is_floating, run_on_random, tensors_of
+from convoy.model.tracing.sizes import BATCHES, Spec
+from convoy.model.tracing.values import is_batched
+
+
+def as_one_layer(model: nn.Module, specs: Sequence[Spec], why: str, verdicts: Verdicts) -> TracedModel:
+    """One layer with the reason `why` there is only one, and a `pick` for each output where there are several.
+
+    Args:
+        verdicts: whether its samples are independent, where that is known; what is found out is added.
+
+    Raises:
+        DoesNotRun: on inputs of these shapes.
+        InputError: it returns something else than tensors with a batch axis.
+    """
+    inputs = {f"input{i}" if i else "input": spec for i, spec in enumerate(specs)}
+    layers = {name: Layer(name, "input", (), shape, dtype=dtype_name(dtype)) for name, (shape, dtype) in inputs.items()}
+    operations: dict[str, Operation] = {name: Operation("input", name) for name in inputs}
+    with FlopCounterMode(display=False) as counter:
+        value, outputs, batched = _outputs(model, specs)
+    several = not isinstance(value, Tensor) or not batched[0]
+    operation = Operation("module", "", tuple(Ref(i) for i in range(len(inputs))))
+    if several:
+        flat = Operation("function", tensors_of, (Ref(len(inputs)),))
+        target = Region((operation, flat), (True, True), (len(inputs) + 1,), several=False)
+        operation = Operation("region", target, operation.args)
+    if "model" not in verdicts:
+        verdicts["model"] = check_per_sample(
+            lambda holder, n, x: call_operation(holder, operation, x, n), model, lambda: _doubled(model),
+            meta_inputs(specs, BATCHES[0]), [True] * len(specs), [""],
+        )  # fmt: skip
+    found = verdicts["model"]
+    layers["model"] = Layer(
+        "model", "opaque", tuple(inputs), tuple(outputs[0].shape[1:]), _parameters(model),
+        per_sample=found.dependence is None, several=several, dtype=dtype_name(outputs[0].dtype), alone=found.alone,
+        notes=found.notes, blocked=found.blocked,
+        reason="; ".join(filter(None, (why, found.dependence))), random=has_dropout(model) or found.random,
+        differentiable=any(is_floating(t) for t in outputs), flop=counter.get_total_flops() // sum(BATCHES),
+    )  # fmt: skip
+    operations["model"] = operation
+    if not several:
+        graph = Graph(type(model).__name__, layers, ("model",))
+        return TracedModel(graph, operations, Ref(0), whole=("",))
+    names = tuple(f"model[{i}]" for i in range(len(outputs)))
+    for i, (name, t, rows) in enumerate(zip(names, outputs, batched, strict=True)):
+        layers[name] = Layer(
+            name, "pick", ("model",), tuple(t.shape[1:] if rows else t.shape), dtype=dtype_name(t.dtype),
+            differentiable=is_floating(t), batched=rows,
+        )  # fmt: skip
+        operations[name] = Operation("function", operator.getitem, (Ref(0), i))
+    graph = Graph(type(model).__name__, layers, names)
+    return TracedModel(graph, operations, _form(value, count()), whole=("",))
+
+
+def _doubled(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).double()
+
+
+def meta_inputs(specs: Sequence[Spec], batch: int) -> tuple[Tensor, ...]:
+    return tuple(torch.empty((batch, *shape), dtype=dtype, device="meta") for shape, dtype in specs)
+
+
+def _form(value: Any, number: Iterator[int]) -> Any:
+    """What the model returns, with `Ref(i)` for its tensor i."""
+
+    def each(values: Any) -> list[Any]:
+        return [_form(v, number) for v in values]
+
+    if isinstance(value, Tensor):
+        return Ref(next(number))
+    if is_dataclass(value) and not isinstance(value, type):
+        keys = [f.name for f in fields(value) if f.init]
+        return Form(type(value), (), dict(zip(keys, each(getattr(value, k) for k in keys), strict=True)))
+    if isinstance(value, dict):
+        filled = dict(zip(value, each(value.values()), strict=True))
+        return filled if type(value) is dict else Form(type(value), (filled,))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return Form(type(value), tuple(each(value)))
+    return type(value)(each(value)) if isinstance(value, tuple | list) else value
+
+
+def _outputs(model: nn.Module, specs: Sequence[Spec]) -> tuple[Any, list[Tensor], list[bool]]:
+    """What the model returns for the smaller of two batches, the tensors in it, and which of them have rows of the batch."""
+    try:
+        values = [run_on_random(model, meta_inputs(specs, batch), {}) for batch in BATCHES]
+    except Exception as error:
+        raise DoesNotRun(first_line(error)) from error
+    small, large = (tensors_of(value) for value in values)
+    forms = [_form(value, count()) for value in values]
+    if not small or forms[0] != forms[1]:
+        raise InputError(
+            f"{type(model).__name__} returns {type(values[0]).__name__}: return a tensor, or a nest of tuples, dicts and "
+            "dataclasses of tensors"
+        )
+    batched = [is_batched(pair) for pair in zip(small, large, strict=True)]
+    if any(a.shape != b.shape and not rows for a, b, rows in zip(small, large, batched, strict=True)):
+        raise InputError(
+            f"{type(model).__name__} returns a tensor whose size goes with the batch on another axis than the first: return "
+            "one row per sample, or one value for the batch"
+        )
+    return values[0], small, batched
+
+
+def _parameters(model: nn.Module) -> dict[str, Parameter]:
+    keys = canonical_keys(model)
+    rows = [(k, p, False) for k, p in model.named_parameters()] + [(k, b, True) for k, b in model.named_buffers()]
+    return {k: Parameter(keys[k], tuple(t.shape), t.requires_grad and not b, b) for k, t, b in rows}

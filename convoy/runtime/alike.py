@@ -1,0 +1,135 @@
+"""What must be the same on every device: batches that each has whole, gradients of the loss, copies of parameters.
+
+Where it is not, a script treats the devices differently, and training would go on with other numbers than on one device. So
+these are compared, up to rounding, at the steps 1, 2, 4, 8, ... and for every size of batch when it first comes.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from convoy.comm.accelerator import in_float64
+from convoy.comm.agreement import gather
+from convoy.comm.group import Group
+from convoy.errors import MismatchError
+
+_ROWS, _BATCH = "_convoy_rows", "_convoy_batch"
+_TOLERANCE, _TOLERANCE_OF_GRADIENTS = 1e-4, 1e-2
+"""Parts of the sum of absolute values. Devices of two kinds compute a loss with roundings of their own, in bfloat16 too."""
+
+_ENTRIES = 4
+"""Of each parameter that are compared."""
+
+_TOLERANCE_OF_COPIES = 1e-2
+"""Part of a parameter's root mean square."""
+
+_EVERY = 1024
+"""Steps between two comparisons, in the end."""
+
+
+def mark_whole(y: Tensor) -> None:
+    """Remember that this output is whole on every device. Its memory bears the mark, so that `y.detach()` has it, too."""
+    setattr(y.untyped_storage(), _ROWS, y.shape[0])
+
+
+def is_whole(x: Tensor) -> bool:
+    """Whether a tensor is an output of a distributed model, as it came or detached; not some rows of it."""
+    return x.dim() > 0 and getattr(x.untyped_storage(), _ROWS, None) == x.shape[0]
+
+
+def mark_part(x: Tensor, batch: int) -> None:
+    """Remember of how large a batch these are a part."""
+    setattr(x.untyped_storage(), _BATCH, (batch, x.shape[0]))
+
+
+def batch_of(x: Tensor) -> int | None:
+    """How large the batch is of which a loader handed these out as a part; None for other tensors, and for rows of it."""
+    batch, rows = getattr(x.untyped_storage(), _BATCH, (None, 0))
+    return batch if x.dim() > 0 and x.shape[0] == rows else None
+
+
+def is_due(count: int) -> bool:
+    """Whether to compare at this step, counted from 1."""
+    return count & (count - 1) == 0 or count % _EVERY == 0
+
+
+def check_batches(group: Group, batches: Sequence[Tensor]) -> None:
+    """Whether these are the same on every device, up to rounding. Every device must call it.
+
+    Raises:
+        MismatchError: they are not; each device has batches of its own.
+    """
+    device = _stranger(group, "whole batches", batches, _TOLERANCE)
+    if device is not None:
+        raise MismatchError(
+            f"device {device} was given another whole batch than device 0: a batch that every device gets whole must be the "
+            "same everywhere; use the loader of convoy.prepare or convoy.loader, and draw random numbers from a generator with "
+            "one seed"
+        )
+
+
+def check_gradients(group: Group, gradients: Sequence[Tensor | None]) -> None:
+    """Whether the loss has the same gradients by the outputs on every device. Every device must call it.
+
+    Raises:
+        MismatchError: they are not; each device has a loss of its own.
+    """
+    device = _stranger(group, "gradients of the loss", gradients, _TOLERANCE_OF_GRADIENTS)
+    if device is not None:
+        raise MismatchError(
+            f"device {device} has another loss than device 0: every device gets the outputs of the whole batch, and has to "
+            "compute the same loss of them, with the labels of the whole batch (those of the loader), the same weights, and "
+            "random numbers from a generator with one seed; nothing is divided by the number of devices"
+        )
+
+
+def check_copies(group: Group, copies: Mapping[str, Tensor]) -> None:
+    """Whether parameters that every device has whole are the same on all of them. Every device must call it.
+
+    Raises:
+        MismatchError: they are not; names the first.
+    """
+    rows = gather(group, "copies of parameters", {key: _some(p.detach()) for key, p in copies.items()})
+    for device, row in enumerate(rows):
+        for key, (size, *entries) in rows[0].items():
+            most = _TOLERANCE_OF_COPIES * max(size, row[key][0])
+            if any(abs(a - b) > most for a, b in zip(entries, row[key][1:], strict=True)):
+                raise MismatchError(
+                    f"the copies of {key!r} on device 0 and device {device} are no longer the same: something changes weights "
+                    "on one of them only, such as an optimizer with another learning rate, a step that one leaves out, or "
+                    "weights that are set under `if rank == 0:`; do the same on every device"
+                )
+
+
+def _stranger(group: Group, topic: str, tensors: Sequence[Tensor | None], tolerance: float) -> int | None:
+    """The first device that has something else than device 0."""
+    rows = gather(group, topic, [_sums(x.detach()) if x is not None else None for x in tensors])
+    for device, row in enumerate(rows):
+        for first, other in zip(rows[0], row, strict=True):
+            if first is None or other is None:
+                if first is not other:
+                    return device
+            elif not abs(first[0] - other[0]) <= tolerance * first[1]:
+                return device
+    return None
+
+
+def _sums(x: Tensor) -> tuple[float, float]:
+    """A sum over all entries in which the rows have different weights, and how large its summands are."""
+    if not x.numel():
+        return 0.0, 1.0
+    rows_NF = in_float64(x.reshape(x.shape[0] if x.dim() else 1, -1)).nan_to_num(0.0, 0.0, 0.0)
+    columns_F = torch.linspace(1, 2, rows_NF.shape[1], dtype=torch.float64, device=rows_NF.device)
+    weights_N = torch.arange(1, len(rows_NF) + 1, dtype=torch.float64, device=rows_NF.device)
+    return float((rows_NF @ columns_F) @ weights_N), float(rows_NF.abs().sum(1) @ weights_N)
+
+
+def _some(p: Tensor) -> list[float]:
+    """The root mean square of a parameter, and a few of its entries."""
+    if not p.numel():
+        return [0.0]
+    entries = in_float64(p.reshape(-1))
+    places = torch.linspace(0, p.numel() - 1, min(_ENTRIES, p.numel())).long().to(entries.device)
+    size = entries.square().mean().sqrt()
+    return [float(v) for v in torch.cat([size[None], entries[places]]).nan_to_num(0.0, 0.0, 0.0).tolist()]

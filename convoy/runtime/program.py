@@ -1,0 +1,157 @@
+"""Device programs made ready to run: messages joined, and what can be dropped after each operation."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from convoy.model.graph import Graph
+from convoy.plan.compile import MIXING
+from convoy.plan.device_program import (
+    Compute,
+    DeviceProgram,
+    Fused,
+    Operation,
+    Pack,
+    Signal,
+    Unpack,
+    Wait,
+    reads_of,
+    writes_of,
+)
+from convoy.plan.steps import Compute as ComputeStep
+from convoy.plan.steps import ShareStatistics, StepList, SumGradients
+from convoy.runtime.exchange import Bound, with_messages
+from convoy.runtime.gradients import sums_of
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One operation, or several exchange operations that follow each other, and what is dropped afterwards.
+
+    Attributes:
+        drops: buffers that nobody reads any more.
+    """
+
+    operations: tuple[Bound, ...]
+    drops: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundFused:
+    """What a fused stretch needs beside its operations.
+
+    Attributes:
+        wants: of the values it reads, which have a gradient.
+        drops: after each computation in forward, its own values that nobody reads any more.
+        whole: layers whose module can be called as it is: this device holds all of their parameters.
+    """
+
+    wants: tuple[bool, ...]
+    drops: tuple[tuple[str, ...], ...]
+    whole: frozenset[str]
+
+
+class Program:
+    """A device program made ready to run: messages joined, and for every operation what can be dropped after it.
+
+    Args:
+        steps: the list that it was compiled from.
+        reached: the parameters that its backward finds a gradient of, on whatever device.
+
+    Attributes:
+        owned_outputs: whether nothing but the caller keeps the memory of an output.
+    """
+
+    def __init__(
+        self, steps: StepList, program: DeviceProgram, graph: Graph, model: nn.Module, reached: tuple[str, ...]
+    ) -> None:
+        self.steps, self.program = steps, program
+        self.forward = _items(program.forward, set(program.outputs))
+        self.backward = _items(program.backward, set(program.input_gradients))
+        self.owned_outputs = tuple(_is_owned(graph, v.layer, 0) for v in steps.outputs)
+        self.reached = reached
+        self.sums = sums_of(program.sums)
+        self.statistics = {
+            step.layer: step for step in steps.steps if isinstance(step, ShareStatistics) and step.phase == "forward"
+        }
+        self.dtypes = {step.id: getattr(torch, graph[_layer_of(step)].dtype) for step in steps.steps if _layer_of(step)}
+        self.fused = {op.number: _bound(op, graph, model) for op in program.forward if isinstance(op, Fused)}
+        mixing = [s for s in steps.steps if isinstance(s, SumGradients) and s.reduce == MIXING]
+        # After so many stages of inexact mixing, partners are those of the first again.
+        self.mixing_stages = math.lcm(1, *(max(1, (len(s.devices) - 1).bit_length()) for s in mixing))
+        self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by stretch and phase, what its layers take
+        self.natural: dict[str, torch.dtype] = {}  # by layer, what autocast computed it in
+        self.variants: dict[tuple[frozenset[int], int], Program] = {}
+
+
+def _is_owned(graph: Graph, name: str, readers: int) -> bool:
+    """Whether no other layer keeps the memory of a value: it is new, or a view of what nobody else reads."""
+    layer = graph[name]
+    if layer.kind == "input" or len(graph.readers[name]) > readers or (readers and name in graph.outputs):
+        return False
+    makes = layer.kind in ("conv", "linear", "batch_norm", "join", "cat")
+    return makes or all(_is_owned(graph, source, 1) for source in layer.inputs)
+
+
+def reached_parameters(steps: StepList, graph: Graph) -> tuple[str, ...]:
+    """The parameters that backward finds a gradient of, on whatever device."""
+    computed = [s for s in steps.phase("backward") if isinstance(s, ComputeStep) and s.part != "input"]
+    return tuple(dict.fromkeys(p.key for step in computed for p in graph[step.layer].trainable))
+
+
+def _layer_of(step: Any) -> str:
+    """The layer whose numbers a step works with; "" for a gradient sum, which has the parameters' own."""
+    if isinstance(step, ComputeStep | ShareStatistics):
+        return step.layer
+    reads = getattr(step, "reads", None)
+    return reads.layer if reads is not None else ""
+
+
+def _items(operations: Sequence[Operation], kept: set[str]) -> list[Item]:
+    rows: list[list[Operation]] = []
+    for operation in operations:
+        if not rows or _stands_alone(operation) or _stands_alone(rows[-1][0]):
+            rows.append([])
+        rows[-1].append(operation)
+    items: list[Item] = []
+    seen = set(kept)
+    for row in reversed(rows):
+        named = {name for operation in row for name in (*reads_of(operation), *writes_of(operation))}
+        items.append(Item(tuple(with_messages(row)), tuple(named - seen)))
+        seen |= named
+    return items[::-1]
+
+
+def _stands_alone(operation: Operation) -> bool:
+    summed = isinstance(operation, Wait) and operation.events[0][0] == "summed"
+    return summed or isinstance(operation, Compute | Fused | Pack | Unpack | Signal)
+
+
+def _bound(fused: Fused, graph: Graph, model: nn.Module) -> BoundFused:
+    computed = [op for op in fused.operations if isinstance(op, Compute)]
+    wants = dict.fromkeys(fused.reads, False)
+    for op in computed:
+        for key, wanted in zip(op.reads, op.wants, strict=True):
+            if key in wants:
+                wants[key] = wants[key] or wanted
+    last: dict[str, int] = {}
+    for number, op in enumerate(computed):
+        last.update(dict.fromkeys((*op.reads, *op.writes), number))
+    drops: list[list[str]] = [[] for _ in computed]
+    for key, number in last.items():
+        if key not in fused.writes:
+            drops[number].append(key)
+    whole = frozenset(op.layer for op in computed if _holds_all(graph, op.layer, model))
+    return BoundFused(tuple(wants.values()), tuple(map(tuple, drops)), whole)
+
+
+def _holds_all(graph: Graph, layer: str, model: nn.Module) -> bool:
+    for parameter in graph[layer].parameters.values():
+        holder, _, name = parameter.key.rpartition(".")
+        if tuple(getattr(model.get_submodule(holder), name).shape) != parameter.shape:
+            return False
+    return True

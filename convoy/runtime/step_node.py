@@ -1,0 +1,137 @@
+"""One training step as two nodes of the caller's autograd graph: the step, and before it the parameters.
+
+To autograd a step is a function of its inputs and of the parameters on this device. What becomes of the parameters' gradients,
+which are summed over the devices by then, is autograd's own affair: it adds them to `.grad`, calls hooks, or hands them to
+`torch.autograd.grad`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from convoy.errors import InputError
+from convoy.model.tracing.hooks import ON_PARAMETERS
+from convoy.runtime.executor import Executor, Tape
+from convoy.runtime.program import Program
+
+
+@dataclass(slots=True)
+class StepCall:
+    """One call of a model in training, from forward to backward.
+
+    Attributes:
+        parts: this device's part of each input; emptied after forward.
+        parameters: those that have a gradient, by key.
+        begin_backward: of the gradients of the outputs; refuses what cannot be right. Returns the stage of inexact mixing.
+        tape: from forward to backward.
+        gradients: of the parameters, from the one node's backward to the other's.
+    """
+
+    executor: Executor
+    program: Program
+    precision: torch.dtype | None
+    parts: Sequence[Tensor]
+    parameters: dict[str, nn.Parameter]
+    begin_backward: Callable[[Sequence[Tensor | None]], int]
+    tape: Tape | None = None
+    gradients: tuple[Tensor | None, ...] = ()
+
+    def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Those of the step, as a function of its inputs and of the parameters.
+
+        Args:
+            inputs: as the caller gave them.
+        """
+        weights = _Parameters.apply(self, *self.parameters.values())  # type: ignore[no-untyped-call]
+        return _Step.apply(self, weights, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Parameters(torch.autograd.Function):
+    """All parameters. Its backward follows that of the step, and only where a gradient of parameters is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, call: StepCall, *_parameters: Tensor) -> Tensor:
+        ctx.call = call
+        return torch.zeros((), device=call.executor.group.torch_device)
+
+    @staticmethod
+    def backward(ctx: Any, _g: Tensor) -> tuple[Tensor | None, ...]:
+        # Nobody else may hold them: autograd then makes them .grad as they are, without a copy.
+        gradients, ctx.call.gradients = ctx.call.gradients, ()
+        # autograd would call hooks of a parameter that gets no gradient, with None; on one device it is not in the graph.
+        rows = zip(ctx.call.parameters.values(), gradients, strict=False)
+        held = _take_hooks(p for p, g in rows if g is None)
+        if held:
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_give_back, held))
+        return None, *gradients
+
+
+class _Step(torch.autograd.Function):
+    """The layers: backward runs the backward operations of the program."""
+
+    @staticmethod
+    def forward(ctx: Any, call: StepCall, _weights: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        program = call.program
+        made, call.tape = call.executor.forward(program, call.parts, keep=True, precision=call.precision)
+        empty = [None if x.numel() else torch.zeros_like(x) for x in inputs]  # a device without samples
+        ctx.call, ctx.empty, call.parts = call, empty, ()
+        # The caller may change what he gets in place: neither a view, nor memory that backward reads.
+        outputs = tuple(
+            y.detach() if owned else y.clone() for y, owned in zip(made, program.owned_outputs, strict=True)
+        )
+        ctx.set_materialize_grads(False)
+        trained = {int(name.rpartition(" ")[2]) for name in program.program.output_gradients}
+        ctx.mark_non_differentiable(*(y for i, y in enumerate(outputs) if i not in trained))
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *output_gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: StepCall = ctx.call
+        if torch.is_grad_enabled():
+            raise InputError(
+                "backward with create_graph=True: a distributed model has first derivatives only; leave it out, or train a "
+                "model that needs second ones (a gradient penalty) on one device"
+            )
+        tape, call.tape = call.tape, None
+        if tape is None:
+            raise InputError("backward ran twice through one step: call the model again, or add the losses first")
+        stage = call.begin_backward(output_gradients)
+        with (
+            torch.autocast(call.executor.group.torch_device.type, enabled=False),
+            _without_hooks(call.parameters.values()),
+        ):
+            found, inputs = call.executor.backward(tape, output_gradients, stage)
+        if ctx.needs_input_grad[1]:
+            call.gradients = tuple(found.pop(key, None) for key in call.parameters)
+        weights = torch.zeros((), device=call.executor.group.torch_device)
+        return None, weights, *(g if g is not None else e for g, e in zip(inputs or ctx.empty, ctx.empty, strict=True))
+
+
+@contextmanager
+def _without_hooks(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Inside a step, gradients of a parameter are parts of sums: its hooks wait for the sum, which autograd hands them."""
+    held = _take_hooks(parameters)
+    try:
+        yield
+    finally:
+        _give_back(held)
+
+
+_Held = Sequence[tuple[nn.Parameter, str, Any]]
+
+
+def _take_hooks(parameters: Iterable[nn.Parameter]) -> _Held:
+    held = [(p, kind, hooks) for p in parameters for kind in ON_PARAMETERS if (hooks := getattr(p, kind))]
+    for p, kind, _ in held:
+        setattr(p, kind, None if kind == "_backward_hooks" else {})  # of the other kind, None would not take them off
+    return held
+
+
+def _give_back(held: _Held) -> None:
+    for p, kind, hooks in held:
+        setattr(p, kind, hooks)

@@ -1,0 +1,236 @@
+"""Takes over an optimizer and a DataLoader that were made for the whole model, for one device's part of it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import Optimizer
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
+
+from convoy.checkpoint.tensors import Parts
+from convoy.comm.agreement import agree_on, from_first
+from convoy.data.datasets import own_random_numbers
+from convoy.errors import InputError
+from convoy.model.tracing import unwrapped
+from convoy.runtime.module import Distributed
+from convoy.runtime.optimizer import described
+from convoy.train.loader import Loader
+
+# --- the optimizer ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def rebind(optimizer: Optimizer, model: nn.Module, part: Distributed) -> None:
+    """Let an optimizer that was made from a model's parameters work on a device's pieces of them. Every device calls it.
+
+    It stays the same object, with its groups and settings, so that schedules that hold it go on. What it remembers already
+    (momentum) is cut as the parameters are; device 0's counts. Parameters of its own that are not the model's (those of a
+    loss, say) stay.
+
+    Raises:
+        InputError: it works on none of the model's parameters, or remembers something that cannot be cut.
+        MismatchError: the devices' optimizers have other settings, or other parameters beside the model's.
+    """
+    parts, model = Parts.of(part), unwrapped(model)
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    pieces = dict(part.named_parameters())
+    worked_on = [p for group in optimizer.param_groups for p in group["params"]]
+    if all(p in parts.names for p in worked_on):
+        return  # made from the part's own parameters already
+    if not any(p in names for p in worked_on):
+        raise InputError(
+            f"{type(optimizer).__name__} works on none of the {len(names)} parameters of {type(model).__name__}: make it from "
+            "model.parameters(), of the same model that you give to prepare"
+        )
+    agree_on(part.group, "prepare: optimizer", _described(optimizer, names), "started with another optimizer")
+    state = _moved_state(optimizer, names, parts)
+    for group in optimizer.param_groups:
+        # In place: LBFGS, for one, holds the list itself.
+        group["params"][:] = [pieces[names[p]] if p in names else p for p in group["params"]]
+    for parameter, name in names.items():
+        optimizer.state.pop(parameter, None)
+        if name in state:
+            optimizer.state[pieces[name]] = state[name]
+
+
+def _described(optimizer: Optimizer, names: Mapping[Tensor, str]) -> str:
+    """Class, settings and parameters as a text that is the same on every device that was given the same."""
+    groups = [
+        {k: repr(v) for k, v in group.items() if k != "params"}
+        | {"params": [names[p] if p in names else p.detach().tolist() for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__} {groups}"
+
+
+def _moved_state(optimizer: Optimizer, names: Mapping[Tensor, str], parts: Parts) -> dict[str, dict[str, Any]]:
+    """What device 0's optimizer remembers of each parameter, as far as this device holds it, by the parameter's name."""
+    own = {names[p]: state for p, state in optimizer.state.items() if p in names and state}
+    whole = {name: p for p, name in names.items()}
+    rows = from_first(
+        parts.group,
+        "prepare: optimizer state",
+        lambda: {
+            key: {n: described(n, value, whole[key]) for n, value in sorted(s.items())}
+            for key, s in sorted(own.items())
+        },
+    )
+    result: dict[str, dict[str, Any]] = {}
+    for key, named in rows.items():
+        state: dict[str, Any] = {}
+        for name, row in named.items():
+            dtype = getattr(torch, str(row.get("dtype", "float32")))
+            if row["kind"] == "tensor":
+                given = own[key][name] if parts.first else torch.empty(0, dtype=dtype)
+                piece = parts.scatter(key, given)
+                state[name] = None if piece is None else piece.clone()
+            elif row["kind"] == "number":
+                near = (
+                    parts.group.torch_device if row["near"] and whole[key].device.type != "cpu" else torch.device("cpu")
+                )
+                state[name] = torch.tensor(row["value"], dtype=dtype, device=near)
+            else:
+                state[name] = row["value"]
+        if parts.holds(key):
+            result[key] = state
+    return result
+
+
+# --- the loader ------------------------------------------------------------------------------------------------------
+
+
+class AdoptedLoader(Loader):
+    """The batches of an ordinary DataLoader, the same on every device; or this device's part of each.
+
+    Its sampler draws the order on device 0, with the random numbers that it would draw alone; all devices follow that order.
+    Batch size, `drop_last`, `num_workers`, `worker_init_fn` and what concerns workers are those of the DataLoader.
+
+    Args:
+        source: made as for one device.
+        model: the distributed model the batches are for.
+        parts: of the inputs this device's part alone is handed out. With the default `collate_fn` it loads its own samples
+            only; with another one it loads and collates the whole batch, since that may join samples, and keeps its part.
+
+    Raises:
+        InputError: an iterable-style data set, no batches, or a DistributedSampler, which shares samples out itself.
+    """
+
+    def __init__(self, source: DataLoader[Any], model: Distributed | None, *, parts: bool = False) -> None:
+        check_loader(source)
+        super().__init__(
+            source.dataset,
+            batch_size_of(source),
+            model,
+            shuffle=False,
+            drop_last=source.drop_last,
+            workers=source.num_workers,
+        )
+        self.source, self.parts = source, parts
+        if source.collate_fn is not default_collate:
+            self.collate = source.collate_fn
+        self.options = {
+            "pin_memory": source.pin_memory,
+            "worker_init_fn": source.worker_init_fn,
+            "multiprocessing_context": source.multiprocessing_context if source.num_workers else None,
+            "prefetch_factor": source.prefetch_factor,
+            "timeout": source.timeout,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the DataLoader has: scripts look at its sampler, and tell it the epoch."""
+        if "source" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """As for any loader; a sampler that has a `set_epoch`, too, is told."""
+        super().set_epoch(epoch, start)
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def _part(self, batch: int) -> tuple[int, int]:
+        return super()._part(batch) if self.parts else (0, batch)
+
+    def batches(self, epoch: int) -> list[list[int]]:  # noqa: ARG002
+        drawn = self._drawn()  # on all devices, so that random numbers drawn in the training loop stay alike
+        if self.model is not None:
+            drawn = from_first(self.model.group, "loader: order", lambda: drawn)
+        self.seed, rows = drawn
+        return rows
+
+    def _drawn(self) -> tuple[int, list[list[int]]]:
+        # In the order in which the DataLoader's own iterator draws: first the seed of its workers, then the sampler's.
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.source.generator))
+        assert self.source.batch_sampler is not None
+        return seed, [[int(i) for i in batch] for batch in self.source.batch_sampler]
+
+
+def check_loader(source: Any) -> None:
+    """
+    Raises:
+        InputError: a DataLoader whose batches cannot be shared out; says why and what to give.
+    """
+    kind = type(source)
+    if not isinstance(source, DataLoader):
+        raise InputError(f"prepare was given a {kind.__name__} as a loader: {_instead_of_loader(source)}")
+    if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
+        raise InputError(
+            f"{kind.__name__} has a way of its own to iterate, which would be lost: give a plain DataLoader, with what it does "
+            "to batches in the data set or in collate_fn"
+        )
+    if isinstance(source.dataset, IterableDataset):
+        raise InputError(
+            f"the data set {type(source.dataset).__name__} is iterable-style: its samples have no numbers, so devices cannot "
+            "load only their own; give a map-style one, with __len__ and __getitem__"
+        )
+    if source.batch_sampler is None:
+        raise InputError("the DataLoader has batch_size=None, so it makes no batches: give it a batch_size")
+    if isinstance(source.sampler, DistributedSampler):
+        raise InputError(
+            "the DataLoader has a DistributedSampler, which gives each device samples of its own: leave it out, with "
+            "shuffle=True; Convoy shares out the samples of each batch"
+        )
+
+
+def _instead_of_loader(given: object) -> str:
+    if isinstance(given, Loader):
+        return "it is prepared already; go on with it, and give prepare what was there before"
+    if isinstance(given, LRScheduler | ReduceLROnPlateau):
+        return "leave it out; it goes on as it is, since the optimizer stays the same object"
+    if hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
+        return "only DataLoaders can be shared out; give the DataLoader inside it"
+    return "give DataLoaders"
+
+
+def batch_size_of(source: DataLoader[Any]) -> int:
+    """Samples in a whole batch.
+
+    Raises:
+        InputError: its batch sampler does not say.
+    """
+    size = source.batch_size or getattr(source.batch_sampler, "batch_size", None)
+    if not isinstance(size, int):
+        raise InputError(
+            f"the batch sampler {type(source.batch_sampler).__name__} does not say how large a batch is: give it an attribute "
+            "batch_size, that of a whole batch"
+        )
+    return size
+
+
+def first_samples(source: DataLoader[Any], count: int = 2) -> Tensor:
+    """The inputs of a data set's first samples as a small batch, for the shapes."""
+    rows = [i % len(source.dataset) for i in range(count)]  # type: ignore[arg-type]
+    with own_random_numbers():
+        batch = source.collate_fn([source.dataset[i] for i in rows])
+    x = batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else None
+    if not isinstance(x, Tensor):
+        raise InputError(
+            f"the data set's batches are no pairs (inputs, labels) of tensors but {type(batch).__name__}: give items "
+            "(tensor, label), or use convoy.distribute with a loader of your own"
+        )
+    return x

@@ -1,0 +1,77 @@
+"""What a training tells of itself while it runs, and whom: progress bars, the log, loggers of other projects."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One step of the optimizer: its number (from 0), its epoch, its loss over the whole batch, the samples of that batch, and
+    the learning rate that it was made with."""
+
+    step: int
+    epoch: int
+    loss: float
+    samples: int
+    lr: float
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One test: accuracy (0 to 1) after so many steps, in which epoch, whether that epoch is over, and whether no test before
+    was as good."""
+
+    epoch: int
+    step: int
+    accuracy: float
+    ends_epoch: bool
+    is_best: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EpochResult:
+    """One epoch: its number (from 0), mean training loss over its samples, accuracy on the test images (0 to 1; None where it
+    was not tested at its end), seconds of training, the learning rate that the next step would have."""
+
+    epoch: int
+    loss: float
+    accuracy: float | None
+    train_s: float
+    samples_per_s: float
+    lr: float
+
+
+class Observer:
+    """Is told how a training goes. Derive from it, and write the methods of interest; the others do nothing.
+
+    Every device has its observers, and a test comes after the step it follows and before the epoch that it ends. What is to be
+    written once belongs on device 0 (`convoy.is_first()`); what talks to a network belongs into a
+    :class:`convoy.runlog.loggers.Logger`, which never delays a step.
+    """
+
+    def on_step(self, result: StepResult) -> None:
+        """After every step of the optimizer."""
+
+    def on_evaluation(self, result: Evaluation) -> None:
+        """After every test."""
+
+    def on_epoch(self, result: EpochResult) -> None:
+        """After every epoch."""
+
+
+class Observers(Observer):
+    """Several observers as one, told in their order."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self.observers = observers
+
+    def on_step(self, result: StepResult) -> None:
+        for observer in self.observers:
+            observer.on_step(result)
+
+    def on_evaluation(self, result: Evaluation) -> None:
+        for observer in self.observers:
+            observer.on_evaluation(result)
+
+    def on_epoch(self, result: EpochResult) -> None:
+        for observer in self.observers:
+            observer.on_epoch(result)

@@ -1,0 +1,42 @@
+"""What `make gpu` shows, on a simulated accelerator where there is no real one."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks.gpu import PARTS, Place, Row, page_of
+from tests.conftest import ROOT
+from tests.support import sim
+
+needs_compiler = pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
+
+
+def ran(*options: str) -> list[str]:
+    argv = [sys.executable, "-m", "benchmarks.gpu", *options]
+    done = subprocess.run(argv, cwd=ROOT, text=True, capture_output=True, timeout=550, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+@needs_compiler
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="has an accelerator: run make gpu")
+def test_streams_are_tried_on_a_simulated_accelerator() -> None:
+    first, found, *_ = ran("--part", "streams")
+    assert first.startswith("No accelerator that torch can use is here")
+    assert found.startswith("ok streams")
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_every_part_runs() -> None:
+    lines = ran()
+    assert {word for line in lines for word in line.split() if word in PARTS} == set(PARTS)
+
+
+def test_the_page_says_what_is_not_as_it_should_be() -> None:
+    rows = [Row("parity", "float64", "1e-3", good=False), Row("staging", "pinned", "12 GB/s")]
+    page = page_of(Place("cpu", simulated=True, environment={}), rows, 12.3)
+    assert "| parity | float64 | 1e-3 | **no** |" in page
+    assert "| staging | pinned | 12 GB/s |  |" in page

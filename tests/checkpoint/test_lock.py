@@ -1,0 +1,165 @@
+"""Two runs in one folder: the second is told who the first is, and a killed run is in nobody's way."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from convoy.checkpoint import Checkpointer, Progress, latest, save_checkpoint
+from convoy.checkpoint.lock import LOCK, hold, holding, release
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
+from convoy.errors import InputError
+from convoy.plan.presets import Speeds
+from convoy.runtime.module import Distributed
+from tests.support import nets
+from tests.support.one_device import Training, by_name, one_trace
+from tests.support.processes import ROOT
+
+HOLDS = "import sys, time; from pathlib import Path; from convoy.checkpoint.lock import hold; hold(Path(sys.argv[1])); "
+
+
+@contextlib.contextmanager
+def another_run(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that has taken the folder."""
+    folder.mkdir(exist_ok=True)
+    script = HOLDS + "print(flush=True); time.sleep(60)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.read(1) == b"\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def keeper(folder: Path) -> Checkpointer:
+    model = nn.Linear(2, 1)
+    return Checkpointer(folder, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_the_second_run_is_told_who_writes_there_and_a_killed_one_is_in_nobodys_way(tmp_path: Path) -> None:
+    """Two `--resume` at once wrote into the same numbering, and `best` belonged to either."""
+    folder = tmp_path / "run"
+    first = keeper(folder)
+    first.begin(resume=False)
+    first.at_evaluation(0.5)
+    first.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["000001-step-0", "best"], "no lock is left"
+    with another_run(folder) as other:
+        told = rf"another run writes into .*run: process {other.pid} on {os.uname().nodename}, since 20..-.*; wait until it"
+        with pytest.raises(InputError, match=told):
+            keeper(folder).begin(resume=True)
+        with pytest.raises(InputError, match=told):
+            save_checkpoint(folder, nn.Linear(2, 1), progress=Progress(7))
+        assert latest(folder) == folder / "000001-step-0"
+        other.kill()
+        other.wait()
+        assert (folder / LOCK).exists(), "as a killed run leaves it"
+        second = keeper(folder)
+        assert second.begin(resume=True).epoch == 1
+        assert json.loads((folder / LOCK).read_text())["process"] == os.getpid()
+        second.at_end()
+        assert not (folder / LOCK).exists()
+
+
+def test_only_device_0_takes_the_folder_and_all_are_told_that_it_is_taken(tmp_path: Path) -> None:
+    training, whole = Training("two-conv", (6,)), nets.build("two-conv")
+    plan = by_name("data", "two-conv", speeds=Speeds((1.0, 1.0, 1.0)))
+
+    def device(group: Group) -> str:
+        x, _ = training.batches(whole)[0]
+        model = Distributed(whole, plan, group, x[:2])
+        here = Checkpointer(tmp_path / "run", model, torch.optim.SGD(model.parameters(), lr=0.1))
+        try:
+            here.begin(resume=False)
+        except InputError as error:
+            return str(error)
+        finally:
+            here.close()
+        return "began"
+
+    with one_trace("two-conv", torch.float64):
+        with another_run(tmp_path / "run") as other:
+            said = run_on_threads(3, device, timeout_s=20)
+            assert said == [said[0]] * 3
+            assert f"process {other.pid} on " in said[0]
+        assert run_on_threads(3, device, timeout_s=20) == ["began"] * 3
+
+
+def test_a_process_that_prepares_batches_does_not_keep_the_lock_of_a_killed_run(tmp_path: Path) -> None:
+    script = HOLDS + "import os; pid = os.fork(); print(pid, flush=True) if pid else None; time.sleep(60)"
+    run = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert run.stdout is not None
+    worker = int(run.stdout.readline())
+    try:
+        with pytest.raises(InputError, match=f"process {run.pid} on"):
+            hold(tmp_path)
+        run.kill()
+        run.wait()
+        os.kill(worker, 0)
+        with holding(tmp_path):
+            pass
+    finally:
+        os.kill(worker, 9)
+        run.stdout.close()
+
+
+def test_a_run_that_begins_while_another_ends_has_the_lock_or_is_told(tmp_path: Path) -> None:
+    """The file is removed at the end: a lock on a removed file would be none."""
+    script = HOLDS.replace("hold(Path(sys.argv[1])); ", "") + (
+        "from convoy.checkpoint.lock import release\n"
+        "from convoy.errors import InputError\n"
+        "folder, got = Path(sys.argv[1]), 0\n"
+        "(folder / f'ready{sys.argv[2]}').touch()\n"
+        "while len(list(folder.glob('ready*'))) < 2: time.sleep(0.001)\n"
+        "while got < 500:\n"
+        "    try: hold(folder)\n"
+        "    except InputError: continue\n"
+        "    mine = folder / 'mine'\n"
+        "    mine.mkdir(); mine.rmdir(); got += 1\n"
+        "    release(folder)\n"
+    )
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(tmp_path), str(n)], env=os.environ | {"PYTHONPATH": str(ROOT)}
+        )
+        for n in range(2)
+    ]
+    deadline_s = time.monotonic() + 60
+    assert [process.wait(deadline_s - time.monotonic()) for process in both] == [0, 0], "both were in at once"
+
+
+def test_what_a_process_holds_it_may_take_again(tmp_path: Path) -> None:
+    """A notebook whose cell is run twice."""
+    hold(tmp_path)
+    hold(tmp_path / "." / "")
+    with holding(tmp_path):
+        pass
+    release(tmp_path)
+    assert (tmp_path / LOCK).exists()
+    release(tmp_path)
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_a_lock_that_is_no_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(InputError, match=r"cannot make the folder .* for checkpoints: Is a directory"):
+        keeper(tmp_path).begin(resume=True)
+    with pytest.raises(InputError, match=r"cannot write the checkpoint of step 1 .*: Is a directory"):
+        save_checkpoint(tmp_path, nn.Linear(2, 1), progress=Progress(1))

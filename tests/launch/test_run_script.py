@@ -1,0 +1,289 @@
+"""`convoy run`: a script of one's own on every device, here and as a file for Slurm."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from convoy.comm.environment import read_process_env
+from convoy.comm.launch_env import hidden
+from convoy.errors import InputError
+from convoy.fleet import Card, Device, Fleet, Host
+from convoy.launch.host_job import host_jobs
+from convoy.launch.kubernetes import jobset
+from convoy.launch.slurm import sbatch_file
+from tests.support.json_schema import breaches
+from tests.support.processes import PLACE, ROOT
+
+NAMES = (
+    "CONVOY_RANK", "CONVOY_WORLD_SIZE", "CONVOY_LOCAL_RANK", "CONVOY_LOCAL_WORLD_SIZE", "CONVOY_DEVICE",
+    "MALLOC_TRIM_THRESHOLD_",
+)  # fmt: skip
+TELL = f"""
+import json, os, sys
+row = [os.environ.get(name) for name in {NAMES!r}] + [sys.argv[1:], __name__]
+with open("told." + os.environ.get("CONVOY_RANK", "alone"), "w") as file:
+    json.dump(row, file)
+seen = [name for name in os.environ if name in {PLACE!r} or name.startswith(("SLURM", "TORCHELASTIC"))]
+print("device", os.environ.get("CONVOY_RANK"), *seen)
+sys.exit(5 * ("fail" in sys.argv))
+"""
+
+
+def run(argv: Sequence[str], folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    outside = {name: value for name, value in os.environ.items() if name not in (*PLACE, "CONVOY_DEVICE")}
+    return subprocess.run(
+        [sys.executable, "-m", "convoy", "run", *argv],
+        cwd=folder,
+        env={**outside, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "tell.py").write_text(TELL)
+    return tmp_path
+
+
+def told(folder: Path, who: object) -> list[object]:
+    return json.loads((folder / f"told.{who}").read_text())  # type: ignore[no-any-return]
+
+
+def test_every_device_runs_the_script_with_its_own_options(folder: Path) -> None:
+    done = run(["--devices", "2", "tell.py", "--devices", "9", "-m", "x y"], folder)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "device 0\n", "")
+    for rank in range(2):
+        assert told(folder, rank) == [
+            str(rank), "2", str(rank), "2", "cpu", str(2**31 - 1), ["--devices", "9", "-m", "x y"], "__main__",
+        ]  # fmt: skip
+
+
+def test_a_module_runs_as_with_python_m(folder: Path) -> None:
+    assert run(["--devices", "2", "-m", "tell", "--lr", "1"], folder).returncode == 0
+    assert told(folder, 1)[6:] == [["--lr", "1"], "__main__"]
+
+
+def test_one_device_is_this_process_with_the_settings_of_memory(folder: Path) -> None:
+    """So far a single local device went without them."""
+    done = run(["--devices", "1", "tell.py"], folder)
+    assert (done.returncode, done.stdout) == (0, "device None\n")
+    assert told(folder, "alone")[:6] == [None, None, None, None, None, str(2**31 - 1)]
+
+
+def test_as_a_process_of_a_job_it_runs_the_script_here(folder: Path) -> None:
+    """What `convoy run` tells a host over ssh, and what torchrun may start."""
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4000"}
+    assert run(["--fleet", "nowhere.toml", "tell.py", "a"], folder, **place).stdout == "device 1\n"
+    assert told(folder, 1)[:2] == ["1", "2"]
+
+
+def test_a_script_that_could_share_out_the_work_itself_sees_one_device(folder: Path) -> None:
+    """timm's and torchvision's training scripts find RANK, WORLD_SIZE or SLURM_PROCID and wrap the model in DDP."""
+    slurm = {
+        "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0",
+        "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "a",
+    }  # fmt: skip
+    done = run(["tell.py"], folder, **slurm)
+    assert (done.stdout, done.stderr) == ("device 1 SLURM_JOB_ID\n", "")
+    assert told(folder, 1)[:4] == ["1", "2", "1", "2"]
+
+
+def test_convoy_finds_its_place_under_its_own_names() -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "a"}
+    place |= {"MASTER_PORT": "4000", "TORCHELASTIC_USE_AGENT_STORE": "True", "HOME": "/root"}
+    seen = hidden(place)
+    assert {name for name in seen if not name.startswith("CONVOY_")} == {"HOME"}
+    assert read_process_env(seen) == read_process_env(place)
+    inner = seen | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "b", "MASTER_PORT": "5000"}
+    assert read_process_env(inner).devices == 2  # torchrun started by the script
+
+
+def test_what_the_other_devices_print_goes_to_files(folder: Path) -> None:
+    """So far it was dropped, but for the last words of one that failed; those are still told."""
+    (folder / "tell.py").write_text(
+        "import os, sys\nprint('out', os.environ['CONVOY_RANK'], flush=True)\nsys.exit('why ' + os.environ['CONVOY_RANK'])\n"
+    )
+    done = run(["--devices", "3", "--logs", "logs", "tell.py"], folder)
+    assert done.returncode == 2
+    assert done.stdout == "out 0\n"
+    assert {path.name: path.read_text() for path in (folder / "logs").iterdir()} == {
+        f"device-{rank}.log": f"out {rank}\nwhy {rank}\n" for rank in (1, 2)
+    }
+    assert "ended with exit status 1" in done.stderr
+    done = run(["--devices", "2", "--logs", "tell.py/logs", "tell.py"], folder)
+    assert done.returncode == 2
+    assert "give another folder for the logs" in done.stderr
+
+
+def test_the_doctor_comes_first_if_asked(folder: Path) -> None:
+    done = run(["--devices", "2", "--doctor", "tell.py"], folder)
+    assert done.returncode == 0
+    assert re.search(r"Ready to train: .*\ndevice 0\n", done.stdout, re.DOTALL)
+
+
+def test_the_status_of_a_script_that_fails_is_told(folder: Path) -> None:
+    done = run(["--devices", "2", "tell.py", "fail"], folder)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "nothing to run: give a script"),
+        (["nosuch.py"], "the script nosuch.py is not there"),
+        (["--print", "slurm", "tell.py"], "--print without hosts: give --fleet FILE"),
+        (
+            ["--fleet", "f.toml", "--print", "pbs", "tell.py"],
+            "unknown --print 'pbs': choose one of kubernetes, shell, slurm",
+        ),
+        (["--fleet", "f.toml", "--print", "kubernetes", "tell.py"], "--print kubernetes and --image go together"),
+        (["--fleet", "f.toml", "--image", "lab/convoy:1", "tell.py"], "--print kubernetes and --image go together"),
+        (["--fleet", "f.toml", "--devices", "2", "tell.py"], "--devices 2 with --fleet: the file names the devices"),
+        (["--fleet", "here.toml", "tell.py"], "its hosts have no address"),
+    ],
+)
+def test_what_cannot_be_run(argv: list[str], words: str, folder: Path) -> None:
+    (folder / "f.toml").write_text(FLEET.to_toml())
+    unaddressed = [Host(host.name) for host in FLEET.hosts]
+    (folder / "here.toml").write_text(Fleet(tuple(unaddressed), FLEET.devices, FLEET.network).to_toml())
+    done = run(argv, folder)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------- Slurm
+
+FLEET = Fleet(
+    (Host("attic", "10.0.0.1"), Host("cellar", "10.0.0.2")),
+    (
+        Device("a0", "attic", "cuda"), Device("c0", "cellar", "cpu", cores=2.5, slowdown=2.0), Device("a1", "attic", "cpu"),
+        Device("a2", "attic", "cpu"),
+    ),
+    Card(125e6, 125e6, 1e-4),
+)  # fmt: skip
+
+SCHEMA = json.loads(Path(__file__).with_name("jobset_schema.json").read_text())["schema"]
+"""Of the JobSets that Kubernetes takes, with the parts that our manifests have."""
+
+SRUN = """#!/usr/bin/env python3
+# Does what srun documents for --distribution=arbitrary: task k runs on the node of line k of SLURM_HOSTFILE.
+import os, subprocess, sys
+options = [word for word in sys.argv[1:] if word.startswith("--")]
+assert options == ["--distribution=arbitrary", "--cpu-bind=none", "--kill-on-bad-exit=1"], options
+nodes = open(os.environ["SLURM_HOSTFILE"]).read().split()
+names = sorted(set(nodes))
+per_node = ",".join(str(nodes.count(name)) for name in names)
+started = []
+for k, node in enumerate(nodes):
+    own = dict(SLURM_PROCID=k, SLURM_LOCALID=nodes[:k].count(node), SLURM_NODEID=names.index(node), NODE=node)
+    own |= dict(SLURM_STEP_NUM_TASKS=len(nodes), SLURM_STEP_TASKS_PER_NODE=per_node, SLURM_JOB_ID=7, SLURM_STEP_ID=0)
+    words = [word for word in sys.argv[1:] if not word.startswith("--")]
+    started.append(subprocess.Popen(words, env=os.environ | {name: str(value) for name, value in own.items()}))
+sys.exit(max(process.wait() for process in started))
+"""
+
+
+def test_a_file_for_slurm_starts_each_device_on_its_node(folder: Path) -> None:
+    """Slurm is not to be had here: a shell runs the file, with an srun that does what its manual says."""
+    (folder / "srun").write_text(SRUN)
+    (folder / "srun").chmod(0o755)
+    (folder / "note.py").write_text(
+        "import json, os, sys\n"
+        "from convoy.comm.launch_env import as_torchrun\n"
+        "told = as_torchrun(os.environ)\n"
+        "names = ('RANK', 'LOCAL_RANK', 'MASTER_ADDR', 'NODE', 'CONVOY_DEVICE', 'OMP_NUM_THREADS', 'CONVOY_SLOWDOWN')\n"
+        "with open('told.' + told['RANK'], 'w') as file:\n"
+        "    json.dump([*(told.get(name) for name in names), sys.argv[1:]], file)\n"
+    )
+    text = sbatch_file(
+        host_jobs(FLEET), ["note.py", "it's $HOME"], port=None, python=sys.executable, folder=str(folder)
+    )
+    assert re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE) == [
+        "--job-name=convoy", "--nodelist=attic,cellar", "--nodes=2", "--ntasks=4", "--exclusive",
+    ]  # fmt: skip
+    outside = {name: value for name, value in os.environ.items() if name not in (*PLACE, "OMP_NUM_THREADS")}
+    path = f"{folder}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", text], cwd="/", env={**outside, "PATH": path, "PYTHONPATH": str(ROOT)}, timeout=60, check=False
+    )
+    assert done.returncode == 0
+    half = str((len(os.sched_getaffinity(0)) + 1) // 2)
+    words = ["it's $HOME"]
+    assert [told(folder, rank) for rank in range(4)] == [
+        ["0", "0", "attic", "attic", "cuda:0", half, None, words],
+        ["1", "0", "attic", "cellar", "cpu", "3", "2.0", words],
+        ["2", "1", "attic", "attic", "cpu", half, None, words],
+        ["3", "2", "attic", "attic", "cpu", half, None, words],
+    ]
+
+
+def test_slurm_has_one_folder_for_all_nodes() -> None:
+    hosts = (Host("a", "10.0.0.1", folder="x"), Host("b", "10.0.0.2"))
+    fleet = Fleet(hosts, (Device("a0", "a", "cpu"), Device("b0", "b", "cpu")), FLEET.network)
+    with pytest.raises(InputError, match="one folder on all nodes"):
+        sbatch_file(host_jobs(fleet), ["train.py"], port=None, python="python", folder="/home/ann")
+
+
+# ------------------------------------------------------------------------------------------------------- Kubernetes
+
+
+def test_a_jobset_has_a_job_for_each_host_and_its_pod_starts_its_devices(folder: Path) -> None:
+    """It follows the schema; and here the commands of the pods are run."""
+    made = json.loads(jobset(host_jobs(FLEET), ["run", "--", "tell.py", "it's $HOME"], image="lab/convoy:1", port=4000))
+    assert not list(breaches(SCHEMA, made))
+    assert (made["apiVersion"], made["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert made["spec"]["failurePolicy"] == {"maxRestarts": 0}
+    assert made["spec"]["network"]["subdomain"] == made["metadata"]["name"] == "convoy"
+    pods = {job["name"]: job["template"]["spec"]["template"]["spec"] for job in made["spec"]["replicatedJobs"]}
+    assert list(pods) == ["attic", "cellar"]
+    containers = {name: pod["containers"][0] for name, pod in pods.items()}
+    assert [pod["nodeSelector"]["kubernetes.io/hostname"] for pod in pods.values()] == ["attic", "cellar"]
+    assert containers["attic"]["resources"] == {"limits": {"nvidia.com/gpu": "1"}}
+    assert containers["cellar"]["resources"] == {"requests": {"cpu": "3"}}
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    outside = {name: value for name, value in os.environ.items() if name not in (*PLACE, "OMP_NUM_THREADS")}
+    variables = {**outside, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    for container in containers.values():
+        assert subprocess.run(container["command"], cwd=folder, env=variables, timeout=60, check=False).returncode == 0
+    assert [told(folder, rank)[:5] for rank in range(4)] == [
+        ["0", "4", "0", "3", "cuda:0"], ["1", "4", "0", "1", "cpu"], ["2", "4", "1", "3", "cpu"], ["3", "4", "2", "3", "cpu"],
+    ]  # fmt: skip
+    assert told(folder, 3)[6] == ["it's $HOME"]
+
+
+def test_a_host_is_named_as_kubernetes_names_jobs() -> None:
+    fleet = Fleet((Host("Attic_1", "10.0.0.1"),), (Device("a0", "Attic_1", "cpu"),), FLEET.network)
+    with pytest.raises(InputError, match=r"host 'Attic_1'.*small letters, digits and dashes; rename the host"):
+        jobset(host_jobs(fleet), ["run", "--", "train.py"], image="lab/convoy:1", port=4000)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("spec", "replicated_jobs"), [], "spec: unknown field replicated_jobs"),
+        (("spec", "network", "subdomain"), 7, "spec.network.subdomain: 7 is no string"),
+        (("spec", "replicatedJobs", 0, "replicas"), -1, "replicas: -1 is below 0"),
+        (("spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "containers"), None, "is no array"),
+        (("spec", "coordinator"), {}, "spec.coordinator: take its part of the schema over"),
+    ],
+)
+def test_the_schema_finds_what_kubernetes_would_refuse(path: tuple[str | int, ...], value: object, words: str) -> None:
+    made = json.loads(jobset(host_jobs(FLEET), ["run", "--", "x.py"], image="lab/convoy:1", port=4000))
+    place = made
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    assert any(words in told for told in breaches(SCHEMA, made)), list(breaches(SCHEMA, made))

@@ -1,0 +1,172 @@
+"""register_layer: what is said of a layer is tried when it is traced, and is part of what devices agree on."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import convoy
+from convoy.comm.threads import run_on_threads
+from convoy.errors import InputError, MismatchError
+from convoy.model.graph import Cut
+from convoy.model.layer_rules import MODULES, Call, Known
+from convoy.model.tracing import trace
+from convoy.plan.presets import Speeds, named_plan
+from convoy.runtime.module import Distributed
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    before = dict(MODULES)
+    yield
+    MODULES.clear()
+    MODULES.update(before)
+
+
+def _reads_numbers(x: Tensor) -> bool:
+    return bool(x.detach().isfinite().all())
+
+
+class Scale(nn.Module):
+    def __init__(self, channels: int = 6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight[:, None, None] if _reads_numbers(x) else x
+
+
+class Centred(nn.Module):
+    """Every channel depends on all others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(1, keepdim=True) if _reads_numbers(x) else x
+
+
+class Counting(nn.Module):
+    """Its number of channels stands in its arithmetic."""
+
+    def __init__(self, channels: int = 6) -> None:
+        super().__init__()
+        self.channels = channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, self.channels, x.shape[2], x.shape[3]) * 2 if _reads_numbers(x) else x
+
+
+class Noting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.copy_(x.mean())
+        return x * 2 if _reads_numbers(x) else x
+
+
+class BesideConv(nn.Conv2d):
+    """Says that it is a convolution, and is one and a half."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 1.5
+
+
+class OnlyNamedConv(nn.Conv2d):
+    """A convolution under another name."""
+
+
+class AllFilters(nn.Conv2d):
+    """The weights of a filter are divided by the length of all of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(x, self.weight / self.weight.norm(), self.bias)
+
+
+X = torch.zeros(2, 3, 8, 8)
+
+
+def net(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 6, 3), *layers)
+
+
+def test_what_is_registered_is_a_layer_that_can_be_cut() -> None:
+    assert trace(net(Scale()), X).graph["1"].kind == "opaque"
+    before = trace(net(Scale()), X).graph.fingerprint
+    convoy.register_layer(Scale, splits="channels", parameters={"weight": 0})
+    graph = trace(net(Scale()), X).graph
+    assert graph["1"].cuts == (Cut(1, 6, (1,), {"weight": 0}),)
+    assert graph["1"].per_sample
+    assert graph.fingerprint != before, "a plan made with the rule is refused where the rule is missing"
+
+
+def test_axes_that_are_not_given_are_those_as_long_as_the_channels() -> None:
+    convoy.register_layer(Scale, splits="channels")
+    assert trace(net(Scale()), X).graph["1"].cuts == (Cut(1, 6, (1,), {"weight": 0}),)
+
+
+def test_a_rule_may_be_a_function() -> None:
+    def rule(call: Call) -> Known | None:
+        return Known("parts", (Cut(2, call.output[2], (2,)),)) if len(call.output) == 4 else None
+
+    convoy.register_layer(Centred, rule)
+    assert trace(net(Centred()), X).graph["1"].cuts == (Cut(2, 6, (2,)),)
+
+
+@pytest.mark.parametrize(
+    ("layer", "given", "message"),
+    [
+        (Centred(), {"splits": "channels"}, "other numbers in parts of axis 1"),
+        (Centred(), {"splits": "entries"}, "other numbers in parts of axis 1"),
+        (Scale(), {"splits": "channels", "parameters": {}}, "does not run in parts of axis 1"),
+        (Scale(), {"splits": "channels", "parameters": {"weight": 1}}, "is not 6 equal parts"),
+        (Counting(), {"splits": "channels"}, "parts of axis 1"),
+        (Noting(), {"splits": "channels"}, "in its buffer 'mean'"),
+        (AllFilters(6, 6, 3), {"splits": "filters"}, "other numbers in parts of axis 1"),
+        (BesideConv(6, 6, 3), {"like": nn.Conv2d}, "other numbers as Conv2d computes it"),
+    ],
+)  # fmt: skip
+def test_what_is_not_true_is_refused(layer: nn.Module, given: dict[str, object], message: str) -> None:
+    """Two parts put together are compared with the whole: nothing that is said wrongly computes wrongly."""
+    convoy.register_layer(type(layer), **given)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=message):
+        trace(net(layer), X)
+
+
+def test_numbers_of_the_module_go_with_the_part() -> None:
+    convoy.register_layer(Counting, splits="channels", attributes=("channels",))
+    assert trace(net(Counting()), X).graph["1"].kind == "parts"
+
+
+def test_a_subclass_that_computes_the_same() -> None:
+    convoy.register_layer(OnlyNamedConv, like=nn.Conv2d)
+    layer = trace(net(OnlyNamedConv(6, 4, 3, padding=1, padding_mode="reflect")), X).graph["1"]
+    assert (layer.kind, layer.sums_channels) == ("conv", True)
+
+
+def test_what_cannot_be_registered() -> None:
+    for given, message in (
+        ({"splits": "channels"}, "registered already"),
+        ({}, "either splits or like"),
+        ({"splits": "rows"}, "unknown splits 'rows': choose one of entries, channels, filters"),
+        ({"like": Centred}, "registered already|must be a registered"),
+    ):
+        layer = nn.GroupNorm if "already" in message and "splits" in given else Scale
+        with pytest.raises(InputError, match=message):
+            convoy.register_layer(layer, **given)  # type: ignore[arg-type]
+
+
+def test_a_device_that_registered_otherwise_is_told_so() -> None:
+    convoy.register_layer(Scale, splits="channels")
+    model = net(Scale(), nn.Flatten(), nn.Linear(216, 5))
+    with_rule = trace(model, X)
+    plan = named_plan("data", with_rule.graph, 4, Speeds((1.0, 1.0)))
+
+    def work(group: object) -> str:
+        with pytest.raises((MismatchError, InputError)) as caught:
+            Distributed(model, plan, group, X)  # type: ignore[arg-type]
+        return str(caught.value)
+
+    del MODULES[Scale]
+    assert all("another model" in told for told in run_on_threads(2, work))

@@ -1,0 +1,176 @@
+"""What a forward asks while it is traced: sizes that do not follow the batch are numbers, and decide branches and loops."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convoy.model.operation import run_traced
+from convoy.model.tracing import TracedModel, trace
+
+SIDE = 8
+
+
+class Asks(nn.Module):
+    """A part with a batch norm, which is on one device unless the trace sees through the part."""
+
+    def __init__(self, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.conv, self.how = nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.how(self, self.norm(x))
+
+
+def kept_whole(forward: Callable[[nn.Module, Tensor], Tensor], side: int = SIDE) -> bool:
+    """Whether the part is one layer; the trace computes what the net does either way."""
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), Asks(forward), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
+    traced = trace(net, torch.zeros(2, 3, side, side, dtype=torch.float64))
+    for batch in (2, 7):
+        x = torch.randn(batch, 3, side, side, dtype=torch.float64)
+        assert torch.equal(run_traced(copy.deepcopy(net), traced, [x]), copy.deepcopy(net)(x))
+    return "1" in traced.graph.layers
+
+
+def windows(part: nn.Module, x: Tensor) -> Tensor:
+    """As in TinyViT: larger images are cut into windows of four pixels, which become rows of the batch."""
+    b, c, h, w = x.shape
+    if h == 4 and w == 4:
+        return part.conv(x)
+    bottom, right = (4 - h % 4) % 4, (4 - w % 4) % 4
+    if bottom > 0 or right > 0:
+        x = F.pad(x, (0, right, 0, bottom))
+    down, across = (h + bottom) // 4, (w + right) // 4
+    x = x.view(b, c, down, 4, across, 4).permute(0, 2, 4, 1, 3, 5).reshape(b * down * across, c, 4, 4)
+    x = part.conv(x).view(b, down, across, c, 4, 4).permute(0, 3, 1, 4, 2, 5)
+    return x.reshape(b, c, h + bottom, w + right)[:, :, :h, :w].contiguous()
+
+
+def in_bands(part: nn.Module, x: Tensor) -> Tensor:
+    rows = [part.conv(x[:, :, i : i + 2]) for i in range(0, x.size(-2), 2)]
+    assert len(x.chunk(3, 1)) == 3
+    return torch.cat(rows, 2) * sum(each.ndim + each.dim() for each in x.chunk(3, dim=1))
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        windows,
+        in_bands,
+        lambda part, x: part.conv(x) if x.shape[2] % 2 == 0 and x.shape[1:].count(SIDE) == 2 else x,
+        lambda part, x: part.conv(x) if x.dtype.is_floating_point and x.dim() == 4 else x,
+        lambda part, x: part.conv(x) if part.conv.weight.shape[0] == 3 and x.device.type != "meta" else x,
+        lambda part, x: part.conv(x).view(x.size(0), x.shape[1:].numel()).view(x.shape),
+    ],
+    ids=["windows", "bands", "shape", "dtype", "device", "numel"],
+)  # fmt: skip
+def test_sizes_decide(forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    """`if H == window` kept a whole block together, with its batch norm on one device: MobileViT, TinyViT, EfficientViT."""
+    assert not kept_whole(forward)
+    assert not kept_whole(forward, side=7 if forward is windows else SIDE)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda part, x: part.conv(x) if x.shape[0] > 3 else x,
+        lambda part, x: part.conv(x) if x.shape[0] // 4 == 0 else x,
+        lambda part, x: x[: x.shape[0] // 4 + 1].sum() * 0 + (part.conv(x) if x[: x.shape[0] // 4].shape[0] else x),
+        lambda part, x: part.conv(x) if bool(x.sum() > 0) else x,
+        lambda part, x: part.conv(x) if not x.is_cuda else x,
+        lambda part, x: torch.cat([part.conv(row[None]) for row in x]),
+    ],
+    ids=["batch", "quarter", "rows", "numbers", "kind of device", "samples"],
+)  # fmt: skip
+def test_what_follows_batch_numbers_or_device_decides_nothing(forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    assert kept_whole(forward)
+
+
+def test_large_images_that_take_another_branch_are_checked_at_their_size() -> None:
+    """Checks are made at small sizes; a branch that only large images take has not been checked then."""
+
+    def changes(part: nn.Module, x: Tensor) -> Tensor:
+        if x.shape[-1] < 40:
+            return part.conv(x)
+        y = x.view(x.shape)
+        y[:, :, :1] += 1.0  # under another name: no trace sees it
+        return part.conv(x)
+
+    assert not kept_whole(changes, side=32)
+    net = nn.Sequential(nn.Conv2d(3, 3, 1), Asks(changes), nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
+    x = torch.randn(3, 3, 96, 96, dtype=torch.float64)
+    traced = trace(net, x)
+    assert torch.equal(run_traced(copy.deepcopy(net), traced, [x]), copy.deepcopy(net)(x))
+
+
+def test_one_module_that_is_called_with_two_sizes() -> None:
+    """Whether a trace sees through it was found for the first size, and held for the second, which branches on numbers."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Asks(lambda part, x: part.conv(x) if x.shape[-1] > 4 or bool(x.sum() > 0) else x)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.part(x).mean((2, 3)) + self.part(x[:, :, :4, :4]).mean((2, 3))
+
+    net, x = Twice().double(), torch.randn(4, 3, SIDE, SIDE, dtype=torch.float64)
+    traced = trace(net, x)
+    assert "conv2d" not in traced.graph.layers
+    assert {"part", "part.conv"} & traced.graph.layers.keys()
+    assert torch.equal(run_traced(copy.deepcopy(net), traced, [x]), copy.deepcopy(net)(x))
+
+
+# --- autocast switched off -------------------------------------------------------------------------------------------
+
+
+class Precise(nn.Module):
+    """A product that is too large for fewer bits, as timm's linear attention has it."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.conv, self.fc, self.kind = nn.Conv2d(3, 4, 1), nn.Linear(4, 4), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x).flatten(2)
+        with torch.autocast(device_type=self.kind or y.device.type, enabled=False):
+            y = y.float() @ y.float().transpose(-1, -2)
+        return self.fc(y.mean(1))
+
+
+@pytest.mark.parametrize(("kind", "off"), [("", True), ("cpu", True), ("cuda", False)])
+def test_autocast_stays_off_where_a_forward_switches_it_off(kind: str, off: bool) -> None:
+    net, x = Precise(kind), torch.randn(2, 3, 4, 4)
+    traced = trace(net, x)
+    assert "matmul" in traced.graph.layers
+    assert traced.operations["matmul"].no_autocast == (kind,)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = run_traced(net, traced, [x]), net(x)
+    assert torch.equal(found, expected)
+    assert torch.equal(found, _without(traced, net, x)) != off
+
+
+def _without(traced: TracedModel, net: nn.Module, x: Tensor) -> Tensor:
+    """What the trace gives under autocast when nothing switches it off."""
+    plain = trace(Precise("cuda"), x)
+    assert traced.graph.layers.keys() == plain.graph.layers.keys()
+    with torch.autocast("cpu", torch.bfloat16):
+        return run_traced(net, plain, [x])  # type: ignore[no-any-return]
+
+
+def test_a_layer_for_which_autocast_is_off_stays_in_its_module() -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return self.fc(x.float())
+
+    layers = trace(nn.Sequential(nn.Linear(3, 3), Around()), torch.zeros(2, 3)).graph.layers
+    assert layers["1"].kind == "opaque"
+    assert layers["0"].kind == "linear"

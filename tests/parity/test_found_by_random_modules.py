@@ -1,0 +1,421 @@
+"""Silent differences that random modules found, each with its story."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
+from convoy.errors import InputError
+from convoy.model.tracing import trace
+from convoy.plan.presets import Speeds, named_plan
+from convoy.runtime.module import Distributed
+from tests.support.one_device import part
+
+
+class Asking(nn.Module):
+    """Its forward does something with the features that a function tells."""
+
+    def __init__(self, change: Callable[["Asking", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+        self.scale, self.change = 1.0, change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.change(self, self.conv(x)).mean((2, 3)))
+
+
+def images(samples: int) -> Tensor:
+    # Devices are threads here: they would draw from torch's random numbers in turn, whatever the seed.
+    own = torch.Generator().manual_seed(samples)
+    return torch.randn(samples, 3, 6, 6, generator=own, dtype=torch.float64)
+
+
+def on_two(model: nn.Module, work: Callable[[Callable[[int], Tensor], Distributed], Any]) -> list[Any]:
+    """What two devices, one with two samples of three, make of a model; they are given calls by batch size."""
+    plan = named_plan("data-by-speed", trace(model, images(6)).graph, 6, Speeds((2.0, 1.0)))
+
+    def on_device(group: Group) -> Any:
+        here = Distributed(model, plan, group, images(6))
+        return work(lambda n: here(part(here, images(n)), batch=n), here)
+
+    return run_on_threads(2, on_device, timeout_s=20)
+
+
+def test_a_forward_that_asks_whether_gradients_are_wanted() -> None:
+    """Traces were compared with gradients on; evaluated under no_grad, the net answered what it would in training."""
+
+    def change(_: Asking, x: Tensor) -> Tensor:
+        return x if torch.is_grad_enabled() else x * 0.5
+
+    model = Asking(change).double().eval()
+
+    def answer(call: Callable[[int], Tensor], here: Distributed) -> Tensor:
+        here.eval()
+        with torch.no_grad():
+            return call(6)
+
+    with torch.no_grad():
+        expected = model(images(6))
+    for found in on_two(model, answer):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_a_loop_until_the_largest_value_is_small_looks_at_all_samples() -> None:
+    """Random samples were all of one size, so that each alone took as many turns as all together."""
+
+    def change(_: Asking, x: Tensor) -> Tensor:
+        while float(x.detach().abs().max()) > 8.0:
+            x = x * 0.5
+        return x
+
+    graph = trace(Asking(change).double(), images(2)).graph
+    assert not all(layer.per_sample for layer in graph.layers.values())
+
+
+def test_a_counter_stays_in_step_on_all_devices_or_is_refused() -> None:
+    """A device without samples did not call the module: its counter lay behind, and its next answer was another one."""
+
+    def change(module: Asking, x: Tensor) -> Tensor:
+        module.scale *= 0.5
+        return x * module.scale
+
+    model = Asking(change).double()
+    assert any(layer.notes and layer.per_sample for layer in trace(model, images(2)).graph.layers.values())
+
+    def steps(*sizes: int) -> Callable[[Callable[[int], Tensor], Distributed], float]:
+        def work(call: Callable[[int], Tensor], here: Distributed) -> float:
+            for size in sizes:
+                call(size)
+            return float(here.module.scale)
+
+        return work
+
+    assert on_two(model, steps(6, 3, 6)) == [0.125, 0.125]
+    with pytest.raises(InputError, match=r"changes its Python state.*\[0, 1\].*would run on \[0\] for a batch of 1"):
+        on_two(model, steps(6, 1, 6))
+
+
+def test_a_hook_of_a_parameter_without_a_gradient_is_not_called() -> None:
+    """A part that runs under no_grad has no gradient, and on one device no call; here its hook was called with None."""
+    called = []
+
+    class Unlearned(Asking):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                x = self.conv(x)
+            return self.fc(x.mean((2, 3)))
+
+    model = Unlearned(lambda _, x: x).double()
+    model.conv.weight.register_hook(lambda g: called.append(g))
+
+    def step(call: Callable[[int], Tensor], here: Distributed) -> bool:
+        call(6).sum().backward()
+        assert here.module.conv.weight._backward_hooks, "it is there for the next step"
+        return here.module.conv.weight.grad is None
+
+    assert on_two(model, step) == [True, True]
+    assert called == []
+
+
+def test_an_input_that_is_returned_in_evaluation_is_still_a_part() -> None:
+    """It was marked as a whole batch, as outputs are; the next call with it took it for one, on that device only, and hung."""
+
+    class Both(Asking):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().forward(x), x
+
+    model = Both(lambda _, x: x).double()
+    plan = named_plan("master", trace(model, images(6)).graph, 6, Speeds((2.0, 1.0)))
+
+    def on_device(group: Group) -> list[tuple[int, ...]]:
+        here = Distributed(model, plan, group, images(6))
+        mine = part(here, images(6))
+        with torch.no_grad():
+            return [tuple(here(mine, batch=6)[1].shape) for _ in range(3)]
+
+    assert run_on_threads(2, on_device, timeout_s=20) == [[(6, 3, 6, 6)] * 3] * 2
+
+
+def test_training_in_evaluation_mode_reaches_all_copies() -> None:
+    """The encoder's weights lay on all devices, and in evaluation one computed with them: the others had no gradients."""
+
+    class Encoded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder, self.fc = nn.TransformerEncoderLayer(3, 1, 8, dropout=0.0), nn.Linear(3, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.encoder(x.flatten(2).permute(2, 0, 1)).permute(1, 2, 0).reshape(x.shape)
+            return self.fc((x * (x.size(0) // 2)).mean((2, 3)))
+
+    model = Encoded().double().eval()
+    plan = named_plan("hybrid", trace(model, images(4)).graph, 4, Speeds((2.0, 1.0, 1.0)))
+
+    def on_device(group: Group) -> dict[str, Tensor]:
+        here = Distributed(model, plan, group, images(4)).eval()
+        here(part(here, images(4)), batch=4).square().sum().backward()
+        return {key: here.gather(key, p.grad) for key, p in here.named_parameters() if p.grad is not None}
+
+    model(images(4)).square().sum().backward()
+    require_gradients(model, run_on_threads(3, on_device, timeout_s=20))
+
+
+def require_gradients(model: nn.Module, found: list[dict[str, Tensor]]) -> None:
+    for gradients in found:
+        assert gradients.keys() == dict(model.named_parameters()).keys()
+        for key, p in model.named_parameters():
+            torch.testing.assert_close(gradients[key], p.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_loss_that_the_model_returns(whole: bool) -> None:
+    """A value without rows was refused, though that of the whole batch can be computed on any device."""
+
+    class Learning(Asking):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            y = (x.flatten(1).sum(1) > 0).long()
+            x = super().forward(x)
+            if whole and float(x.detach().sum()) > 1e9:
+                x = x * 2
+            return {"loss": F.cross_entropy(x - x.mean(0), y), "logits": x, "norm": self.conv.weight.norm()}
+
+    model = Learning(lambda _, x: x).double()
+    reference = copy.deepcopy(model)
+
+    def step(call: Callable[[int], Any], here: Distributed) -> dict[str, Tensor]:
+        answer = call(6)
+        assert answer["loss"].shape == answer["norm"].shape == ()
+        (answer["loss"] + 0.1 * answer["norm"] + answer["logits"].square().sum()).backward()
+        return {key: here.gather(key, p.grad) for key, p in here.named_parameters() if p.grad is not None}
+
+    answer: Any = reference(images(6))
+    (answer["loss"] + 0.1 * answer["norm"] + answer["logits"].square().sum()).backward()
+    require_gradients(reference, on_two(model, step))
+
+
+def test_a_parameter_with_a_hook_is_whole_on_every_device() -> None:
+    """Plans that split its layer were refused, though the hook can have the whole gradient where the layer is not split."""
+
+    model = Asking(lambda _, x: x).double()
+    reference = copy.deepcopy(model)
+    for each in (model, reference):
+        each.conv.weight.register_hook(lambda g: g / (1 + g.norm()))
+        each.fc.bias.register_post_accumulate_grad_hook(damp)
+    plan = named_plan("model", trace(model, images(6)).graph, 6, Speeds((2.0, 1.0, 0.0)))
+
+    def on_device(group: Group) -> dict[str, Tensor]:
+        here = Distributed(model, plan, group, images(6))
+        here(part(here, images(6)), batch=6).square().sum().backward()
+        return {key: here.gather(key, p.grad) for key, p in here.named_parameters() if p.grad is not None}
+
+    reference(images(6)).square().sum().backward()
+    require_gradients(reference, run_on_threads(3, on_device, timeout_s=20))
+
+
+def test_a_branch_at_many_samples_is_found() -> None:
+    """Samples were tried by nine at most: a branch above them was taken for the whole batch, and not for its parts."""
+
+    def by_size(most: int) -> Callable[[Asking, Tensor], Tensor]:
+        return lambda _, x: x * 0.5 if bool((x.detach() == x.detach()).all()) and len(x) > most else x
+
+    for change, independent in (
+        (by_size(40), False),
+        (by_size(10**6), False),
+        (lambda _, x: x * min(x.size(0), 100) if float(x.detach().sum()) < 1e9 else x, False),
+        (lambda _, x: x * (1 + x.shape[0] // 100) if float(x.detach().sum()) < 1e9 else x, False),
+        (lambda _, x: x * math.floor(math.log2(x.shape[0] / 16 + 1)) if float(x.detach().sum()) < 1e9 else x, False),
+        (lambda _, x: x.view(x.shape[0], -1).view(x.shape) if float(x.detach().sum()) < 1e9 else x, True),
+    ):
+        layers = trace(Asking(change).double(), images(2)).graph.layers.values()
+        assert all(layer.per_sample for layer in layers) == independent
+
+
+def test_a_buffer_that_notes_the_first_sample_is_not_the_same_on_all_devices() -> None:
+    """Two batches were drawn from one seed, and began with the same sample: each device then noted one of its own."""
+
+    class Noting(Asking):
+        def __init__(self) -> None:
+            super().__init__(lambda _, x: x)
+            self.register_buffer("first", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.first.copy_(x.detach()[0].mean())
+            return super().forward(x)
+
+    assert not all(layer.per_sample for layer in trace(Noting().double(), images(2)).graph.layers.values())
+
+
+def test_a_teacher_that_begins_as_its_student_is_seen_to_follow_it() -> None:
+    """Samples were tried with equal weights, where following changes nothing: each device then moved its copy by itself."""
+
+    class Student(Asking):
+        def __init__(self) -> None:
+            super().__init__(lambda _, x: x)
+            self.teacher = nn.Conv2d(3, 4, 3).requires_grad_(False)
+            self.teacher.load_state_dict(self.conv.state_dict())
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                for p, q in zip(self.teacher.parameters(), self.conv.parameters(), strict=True):
+                    p.data = p.data * 0.5 + q.data * 0.5
+            return self.fc((self.conv(x) - self.teacher(x).detach()).mean((2, 3)))
+
+    assert not all(layer.per_sample for layer in trace(Student().double(), images(2)).graph.layers.values())
+
+
+# --- several kinds, each trained for some steps ----------------------------------------------------------------------
+
+
+class Halved(torch.autograd.Function):
+    """Its forward takes each sample by itself, its backward does not."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(_ctx: Any, g: Tensor) -> Tensor:
+        return g / (1 + g.norm())
+
+
+class Inner(nn.Module):
+    """A block of a net: a convolution, and what a function makes of it."""
+
+    def __init__(self, change: Callable[["Inner", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv, self.change, self.last = nn.Conv2d(4, 4, 1), change, 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(self, x)
+
+
+class Outer(nn.Module):
+    def __init__(self, change: Callable[[Inner, Tensor], Tensor], call: Callable[["Outer", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.stem, self.block, self.fc, self.call = nn.Conv2d(3, 4, 3), Inner(change), nn.Linear(4, 5), call
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        features = self.call(self, self.stem(x)).mean((2, 3))
+        return [self.fc(features), features]
+
+
+def through(outer: Outer, x: Tensor) -> Tensor:
+    return outer.block(x)  # type: ignore[no-any-return]
+
+
+def normalised(inner: Inner, x: Tensor) -> Tensor:
+    inner.conv.weight.data /= 1 + inner.conv.weight.data.norm()
+    return inner.conv(x)  # type: ignore[no-any-return]
+
+
+def noting(inner: Inner, x: Tensor) -> Tensor:
+    x, inner.last = x - 0.1 * inner.last, float(x.detach().mean())
+    return x
+
+
+def without_gradient(inner: Inner, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return inner.conv(x if float(x.sum()) < 1e9 else x * 2)  # type: ignore[no-any-return]
+
+
+def checkpointed(outer: Outer, x: Tensor) -> Tensor:
+    return checkpoint(outer.block, outer.block.conv(x.detach()), use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def by_size(outer: Outer, x: Tensor) -> Tensor:
+    return outer.block(x) if x.shape[0] > 3 else x  # type: ignore[no-any-return]
+
+
+def damp(p: Tensor) -> None:
+    p.grad.mul_(0.5)  # type: ignore[union-attr]
+
+
+def plainly(inner: Inner, x: Tensor) -> Tensor:
+    return inner.conv(x)  # type: ignore[no-any-return]
+
+
+STORIES: dict[str, tuple[Callable[[], Outer], str]] = {
+    "an output that another layer reads, too, on all devices": (lambda: hooked(Outer(plainly, through)), "data"),
+    "weights that forward changes, with a hook": (lambda: damped(Outer(normalised, through)), "model"),
+    "a number noted of a batch that several devices have": (lambda: hooked(Outer(noting, through)), "model"),
+    "a block that cuts gradients off: weights before it do not decay": (
+        lambda: Outer(without_gradient, through),
+        "data",
+    ),
+    "a reentrant checkpoint behind a detach": (lambda: Outer(lambda _, x: x * 2, checkpointed), "hybrid"),
+    "a parameter with a hook that a small batch does not use": (lambda: damped(Outer(plainly, by_size)), "model"),
+    "a backward that takes samples together": (lambda: Outer(lambda _, x: Halved.apply(x), through), "data"),  # type: ignore[no-untyped-call]
+}
+
+
+def hooked(net: Outer) -> Outer:
+    net.stem.register_forward_hook(lambda _m, _x, y: y * 0.5)
+    return net
+
+
+def damped(net: Outer) -> Outer:
+    net.block.conv.bias.register_post_accumulate_grad_hook(damp)  # type: ignore[union-attr]
+    return net
+
+
+def trained(model: Any, call: Callable[[Tensor], Any], weights: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    for size in (6, 2, 6):
+        optimizer.zero_grad()
+        sum(y.square().mean() for y in call(images(size))).backward()
+        optimizer.step()
+    return {key: value.clone() for key, value in weights().items()}
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_stories(story: str) -> None:
+    make, name = STORIES[story]
+    torch.manual_seed(0)
+    model = make().double()
+    reference = copy.deepcopy(model)
+    if model.block.conv.bias._post_accumulate_grad_hooks:  # a copy has none
+        damped(reference)
+    plan = named_plan(name, trace(model, images(6)).graph, 6, Speeds((3.0, 0.0, 2.0)))
+
+    def on_device(group: Group) -> dict[str, Tensor]:
+        here = Distributed(model, plan, group, images(6))
+        return trained(here, lambda x: here(part(here, x), batch=len(x)), here.full_state_dict)
+
+    expected = trained(reference, reference, reference.state_dict)
+    for found in run_on_threads(3, on_device, timeout_s=20):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_a_part_that_train_thaws_is_refused() -> None:
+    """Frozen when it was distributed, thawed by model.train(): its batch norm went on by what it had noted."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), Asking(lambda _, x: x), nn.BatchNorm2d(4)).double()
+    model[1] = nn.Sequential(nn.BatchNorm2d(4), nn.Dropout(0.5)).double().eval()
+
+    def step(call: Callable[[int], Tensor], here: Distributed) -> None:
+        call(6)
+        here.train()
+        call(6)
+
+    with pytest.raises(InputError, match=r"module '1.0' was thawed after distribute"):
+        on_two(model, step)
+
+
+def test_a_hook_of_a_parameter_in_a_reentrant_checkpoint_is_refused() -> None:
+    """Its checkpoint hands it the gradient in parts, one for each call: here it got the sum."""
+    model = damped(Outer(lambda inner, x: checkpoint(inner.conv, x, use_reentrant=True), through)).double()
+    with pytest.raises(InputError, match=r"'block.conv.bias' has a post-accumulate-grad hook.*use_reentrant=False"):
+        on_two(model, lambda call, _: call(6))
+
+
+def test_the_length_of_a_batch_is_followed() -> None:
+    """`len(x)` made one layer of the whole net."""
+    graph = trace(Asking(lambda _, x: x.reshape(len(x), -1).view(len(x), 4, 4, 4)).double(), images(2)).graph
+    assert "model" not in graph.layers

@@ -1,0 +1,128 @@
+"""Parity of every kind of layer in every plan that can split it: forward, backward, three steps, evaluation."""
+
+import math
+
+import pytest
+import torch
+
+from convoy.model.graph import Graph, Layer
+from convoy.plan.lower import placements
+from convoy.plan.plan import Plan
+from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
+from convoy.sharding.layout import Split
+from tests.support import layer_nets, nets
+from tests.support.layer_nets import BY_SAMPLES, FILTERED, KEPT
+from tests.support.one_device import Training, check, graph_of
+
+SIZES = (6, 2, 6)
+SAMPLES = Batch((4, 0, 2))
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _layer_nets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*KEPT, *FILTERED, *BY_SAMPLES):
+        monkeypatch.setitem(nets.NETS, name, lambda name=name: layer_nets.build(name))
+
+
+def plan_for(graph: Graph, layers: dict[str, Strategy]) -> Plan:
+    return Plan("mine", graph.fingerprint, 3, 6, layers, SAMPLES)
+
+
+def the_layer(graph: Graph, name: str) -> Layer:
+    """The layer of that name, or the one between stem and head."""
+    return next(
+        each for each in graph.weighted if each.name == name or (name == "layer" and each.name not in ("stem", "head"))
+    )
+
+
+def split_of(graph: Graph, plan: Plan) -> set[str]:
+    """The layers that give parts of another axis than the batch."""
+    placed = placements(plan, graph)
+    return {name for name, p in placed.items() if isinstance(p.gives, Split) and p.gives.axis > 0}
+
+
+@pytest.mark.parametrize("name", [*KEPT])
+def test_layers_that_stay_split(name: str) -> None:
+    graph, shares = graph_of(name), KEPT[name][1]
+    plan = plan_for(graph, {"stem": Filter(shares)})
+    inside = {each.name for each in graph.layers.values() if each.batched} - {*graph.outputs, "x", "stem"}
+    if "attention" not in name:
+        assert inside <= split_of(graph, plan), "every layer up to the last Linear takes what lies there"
+    check(Training(name, SIZES), plan)
+    check(Training(name, SIZES), plan_for(graph, {}))
+
+
+@pytest.mark.parametrize("strategy", ["filter", "channel", "batch", "one"])
+@pytest.mark.parametrize("name", [*FILTERED])
+def test_layers_with_filters(name: str, strategy: str) -> None:
+    graph, (_, prefix, extent, sums) = graph_of(name), FILTERED[name]
+    layer = the_layer(graph, prefix)
+    assert layer.channels_out == extent
+    assert layer.sums_channels == sums
+    if strategy == "channel" and not sums:
+        pytest.skip("it does not sum over channels")
+    inner = layer.channels_in
+    chosen: dict[str, Strategy] = {
+        "filter": Filter((extent - extent // 3, 0, extent // 3)),
+        "channel": Channel((0, inner - inner // 3, inner // 3)),
+        "batch": Batch((1, 2, 3)),
+        "one": One(2),
+    }
+    plan = plan_for(graph, {"stem": Filter((5, 0, 3)), layer.name: chosen[strategy]})
+    if strategy == "filter":
+        assert layer.name in split_of(graph, plan)
+    check(Training(name, SIZES), plan)
+
+
+@pytest.mark.parametrize("name", [*BY_SAMPLES])
+def test_layers_by_samples(name: str) -> None:
+    graph = graph_of(name)
+    assert all(layer.per_sample for layer in graph.layers.values())
+    check(Training(name, SIZES), plan_for(graph, {"stem": Filter((5, 0, 3))}))
+
+
+def test_attention_is_computed_by_heads() -> None:
+    """Queries, keys and values by filter: attention of the heads that are there, and what is behind them by channel."""
+    graph = graph_of("attention")
+    by_head = Filter((4, 0, 4))
+    layers = {f"layer.{p}": by_head for p in "qkv"} | {"layer.out": Channel((4, 0, 4))}
+    plan = plan_for(graph, layers)
+    attention = next(name for name in graph.layers if "scaled_dot_product" in name)
+    assert placements(plan, graph)[attention].gives == Split(1, (2, 0, 2))
+    check(Training("attention", SIZES), plan)
+    graph = graph_of("einsum attention")
+    plan = plan_for(graph, {f"layer.{p}": Filter((2, 0, 6)) for p in "qkv"})
+    assert {"einsum", "softmax", "einsum_1"} <= split_of(graph, plan)
+    check(Training("einsum attention", SIZES), plan)
+
+
+def test_torchs_attention_is_computed_by_heads() -> None:
+    """`nn.MultiheadAttention` keeps the weights of queries, keys and values in one tensor, and was computed by samples."""
+    name = "torch's attention"
+    graph, by_head = graph_of(name), Filter((4, 0, 4))
+    layers = dict.fromkeys(("linear", "linear_1", "linear_2"), by_head) | {"layer.attend.out_proj": Channel((4, 0, 4))}
+    plan = plan_for(graph, layers)
+    attention = next(each for each in graph.layers if "scaled_dot_product" in each)
+    assert placements(plan, graph)[attention].gives == Split(1, (2, 0, 2))
+    check(Training(name, SIZES), plan)
+
+
+def test_channels_last_in_the_middle_stay_split() -> None:
+    """ConvNeXt's block: up by filter, down by channel, one move between."""
+    graph = graph_of("block")
+    plan = plan_for(graph, {"layer.up": Filter((10, 0, 6)), "layer.down": Channel((10, 0, 6))})
+    assert {"layer.up", "gelu"} <= split_of(graph, plan)
+    check(Training("block", SIZES), plan)
+
+
+def test_the_work_of_a_part_is_its_part_of_the_work() -> None:
+    for name, (_, prefix, extent, _) in FILTERED.items():
+        graph = graph_of(name)
+        layer = the_layer(graph, prefix)
+        assert layer.flop > 0, name
+        assert math.prod(layer.shape) % extent == 0
+    assert torch.get_num_threads() >= 1

@@ -1,0 +1,130 @@
+"""Would a fleet pay: the answer, its interval, and what is asked around it."""
+
+from dataclasses import replace
+
+import pytest
+
+from convoy.app.predict import fleet_on
+from convoy.cost.described import CPU, TF32_GPU, UNKNOWN, described_costs, reached_by
+from convoy.errors import InputError, PlanError
+from convoy.fleet import Card, Device, Fleet, Host
+from convoy.model.nets import graph_of
+from convoy.planner.forecast import BATCHES, LINKS, Forecast, _first, forecast
+
+NET = graph_of("two-conv:50:500")
+
+
+def of(on: str, batch: int, link_bytes_per_s: float = 125e6, latency_s: float = 1e-4) -> Forecast:
+    return forecast(NET, batch, fleet_on(on, link_bytes_per_s, latency_s))
+
+
+def test_equal_processors_on_a_fast_link_pay():
+    found = of("zen5-core,zen5-core", 256, 1.25e9)
+    assert found.verdict == "yes"
+    assert 1.6 < found.gain <= 2.2
+    assert found.best.workers == 2
+    assert found.gain_within.low < found.gain < found.gain_within.high
+    assert found.best.within.low < found.best.step_s < found.best.within.high
+    assert found.from_batch is not None
+    assert found.from_batch <= 256
+    assert found.from_link is not None
+    assert found.from_link <= 1.25e9
+
+
+def test_a_slow_device_far_away_does_not_pay():
+    """A Raspberry Pi beside an H100, at 10 Mbit/s: the planner leaves it alone, and the answer says no."""
+    found = of("h100,raspberry-pi-4", 16, 1.25e6)
+    assert (found.verdict, found.best.workers) == ("no", 1)
+    assert found.gain < 1
+    assert found.gain < found.gain_within.high < 1
+    assert found.shared is not None
+    assert found.shared.workers > 1
+    assert found.context.names[found.fastest] == "h100"
+
+
+def test_what_pays_on_a_link_pays_on_faster_ones():
+    """The slowest link that is told is the first of the list at which the planner finds a gain."""
+    found = of("zen5-core,zen5-core", 64)
+    assert found.from_link in (*LINKS, 125e6)
+    slower = [rate for rate in LINKS if rate < (found.from_link or 0)]
+    if slower:
+        assert of("zen5-core,zen5-core", 64, slower[-1]).best.workers == 1
+
+
+def test_one_device_less_or_more():
+    found = of("zen5-core,zen5-core,laptop-cpu", 256, 1.25e9)
+    changes = {each.words: each.gain for each in found.changes}
+    assert set(changes) == {
+        "without zen5-core-1", "without zen5-core-2", "without core-i7-1165g7", "with another zen5-core",
+        "with another core-i7-1165g7",
+    }  # fmt: skip
+    least, most = changes["without zen5-core-1"], changes["with another zen5-core"]
+    assert least is not None
+    assert most is not None
+    assert least <= found.gain * 1.05
+    assert most >= found.gain * 0.95
+
+
+def test_no_plan_fits_is_an_error_and_no_answer():
+    small = Device("small", "a", "cpu", peak_flop_per_s=1e11, memory_bytes_per_s=1e10, memory_bytes=1000)
+    with pytest.raises(PlanError):
+        forecast(NET, 64, Fleet((Host("a"),), (small,)))
+
+
+def test_a_device_of_which_nothing_is_known_is_refused_with_what_to_write():
+    fleet = Fleet((Host("a"),), (Device("c", "a", "cpu"),))
+    with pytest.raises(InputError, match=r"'c' says nothing of its speed: name its class .*convoy measure"):
+        described_costs(fleet)
+
+
+def test_the_interval_is_wider_where_no_such_device_was_measured():
+    known, unknown = fleet_on("rtx3090", 1e8, 0.0), fleet_on("apple-m2", 1e8, 0.0)
+    assert reached_by(known.devices[0]).spread == TF32_GPU.spread
+    laptop = fleet_on("laptop-cpu", 1e8, 0.0)
+    assert reached_by(laptop.devices[0]).spread == pytest.approx(CPU.spread**UNKNOWN)
+    spreads = [
+        described_costs(each).errors.step([0.8]) for each in (fleet_on("zen5-core", 1e8, 0.0), laptop, known, unknown)
+    ]
+    assert spreads[1] > spreads[0]
+    assert spreads[3] > spreads[2]
+
+
+def test_tensor_cores_count_for_convolutions_only():
+    a100 = fleet_on("a100", 1e8, 0.0)
+    costs = described_costs(a100)
+    conv, linear = (next(layer for layer in NET.weighted if layer.kind == kind) for kind in ("conv", "linear"))
+    rate = costs.times.rates[0]  # type: ignore[attr-defined]
+    assert rate.arithmetic_s(linear, 1e12) == pytest.approx(156 / 19.49 * rate.arithmetic_s(conv, 1e12))
+
+
+def test_slowed_and_shared_processors_are_slower():
+    one = fleet_on("zen5-core", 1e8, 0.0)
+    slowed = replace(one, devices=(replace(one.devices[0], slowdown=4.0),))
+    a, b = (forecast(NET, 64, fleet).best.step_s for fleet in (one, slowed))
+    assert b == pytest.approx(4 * a, rel=0.01)
+
+
+def test_the_first_value_that_holds():
+    assert _first(BATCHES, lambda size: size >= 100) == 128
+    assert _first(BATCHES, lambda _: False) is None
+    assert _first(BATCHES, lambda _: True) == BATCHES[0]
+
+
+def test_a_fleet_in_one_line():
+    fleet = fleet_on("laptop-cpu, 2x RTX 3060, rtx3090+rtx3090", 125e6, 1e-4)
+    assert [device.name for device in fleet.devices] == [
+        "core-i7-1165g7", "rtx3060-1", "rtx3060-2", "rtx3090-1", "rtx3090-2"
+    ]  # fmt: skip
+    assert [device.host for device in fleet.devices] == [f"machine-{n}" for n in (1, 2, 3, 4, 4)]
+    assert fleet.network == Card(125e6, 125e6, 1e-4)
+
+
+@pytest.mark.parametrize("text", ["", "rtx3060,", "0xrtx3060", "rtx3060+", ",", "999x rtx3060"])
+def test_a_fleet_that_is_none_is_refused(text: str):
+    with pytest.raises(InputError, match="--on"):
+        fleet_on(text, 125e6, 1e-4)
+
+
+def test_a_batch_of_fewer_samples_than_pieces_is_planned():
+    """The planner tried moves in eight pieces with four samples, which a check of plans had begun to refuse."""
+    assert of("zen5-core,zen5-core,zen5-core", 4).context.batch == 4

@@ -1,0 +1,151 @@
+"""Timing: quotas, long calls, the optimizer, and what a step takes beside its layers."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from convoy.profile import overheads, timing
+from convoy.profile.load import processor_share
+from convoy.profile.timing import Piece, time_piece
+from convoy.runtime.clock import Clock
+
+CPU = torch.device("cpu")
+QUICK_S = 1e-4
+
+
+class Processor:
+    """A clock that only computing moves on; under a quota it computes in bursts: so long in each period, then a pause."""
+
+    def __init__(self, quota: float = 1.0, period_s: float = 0.01) -> None:
+        self.used_s, self.quota, self.period_s = 0.0037, quota, period_s
+
+    def now(self) -> float:
+        burst_s = self.quota * self.period_s
+        periods = int(self.used_s / burst_s)
+        return periods * self.period_s + (self.used_s - periods * burst_s)
+
+
+class FakeRun:
+    """Arithmetic that takes the time it is told."""
+
+    def __init__(self, processor: Processor, forward_s: float, backward_s: float) -> None:
+        self.processor, self.forward_s, self.backward_s = processor, forward_s, backward_s
+
+    def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:  # noqa: ARG002
+        self.processor.used_s += self.forward_s
+        return None, None
+
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool]) -> Any:  # noqa: ARG002
+        self.processor.used_s += self.backward_s
+
+
+@pytest.mark.parametrize("forward_s", [1e-5, 3e-4, 2e-3, 0.07])
+@pytest.mark.parametrize("times_backward", [0.3, 3.0, 30.0])
+@pytest.mark.parametrize("quota", [1.0, 0.5, 0.2])
+def test_bursts_of_a_quota_are_averaged(quota: float, times_backward: float, forward_s: float) -> None:
+    """Each phase meets its part of the pauses, also where it is much shorter than the other one."""
+    processor = Processor(quota)
+    run = FakeRun(processor, forward_s, times_backward * forward_s)
+    times = time_piece(Piece("layer", run, [], 1, (), True, 0), Clock(CPU), processor.now)
+    slack = 1e-9 if quota == 1.0 else 0.25
+    assert times.forward_s == pytest.approx(forward_s / quota, rel=slack)
+    assert times.backward_s == pytest.approx(times_backward * forward_s / quota, rel=slack)
+    assert processor.used_s / quota > 0.1
+
+
+def test_a_long_call_runs_twice_and_the_faster_counts() -> None:
+    processor = Processor()
+    run = FakeRun(processor, 1.0, 2.0)
+    assert time_piece(Piece("layer", run, [], 1, (), True, 0), Clock(CPU), processor.now).both_s == pytest.approx(3.0)
+    assert processor.used_s == pytest.approx(6.0, abs=0.01)
+
+
+def test_no_backward_where_no_gradient_comes() -> None:
+    processor = Processor()
+    times = time_piece(Piece("l", FakeRun(processor, 1e-3, 5.0), [], 1, (), None, 0), Clock(CPU), processor.now)
+    assert times.backward_s == 0
+    assert times.forward_s == pytest.approx(1e-3)
+
+
+def test_the_optimizer_takes_time_per_entry() -> None:
+    per_entry_s, spread = timing.time_update(CPU, timing.device_now(CPU), 1e-3, entries=10_000)
+    assert 0 < per_entry_s < 1e-3
+    assert spread >= 0
+
+
+def test_overheads_are_what_a_step_takes_beside_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device whose step takes 100 ms, and 10 for each activation; of these its arithmetic takes 4.
+
+    Flatten takes 1 ms, the Linear 2, the optimizer 3 for each of its two tensors. A round takes 5 ms and 0.4 for each peer,
+    of whom each sends and is sent a message; the processor takes 0.7 ms for one, of which a latency holds a half.
+    """
+    processor = Processor()
+
+    def taking(seconds: Callable[[int], float]) -> Callable[..., Callable[[], None]]:
+        def build(count: Any, *_: Any) -> Callable[[], None]:
+            each_s = seconds(count if isinstance(count, int) else 0)
+
+            def work() -> None:
+                processor.used_s += each_s
+
+            return work
+
+        return build
+
+    monkeypatch.setattr(overheads, "_training", taking(lambda n: 0.1 + 0.01 * n))
+    monkeypatch.setattr(overheads, "_optimizer", taking(lambda n: 0.008 + 0.003 * n))
+    monkeypatch.setattr(overheads, "_round", taking(lambda n: 0.005 + 0.0004 * n))
+    monkeypatch.setattr(overheads, "_copy", taking(lambda _: 0.02))
+    monkeypatch.setattr(overheads, "_add", taking(lambda _: 0.03))
+    monkeypatch.setattr(overheads, "_fresh_s_per_byte", lambda *_: 0.5)
+    layers = {"flatten": 0.001, "linear": 0.002, "elementwise": 0.004}
+    monkeypatch.setattr(overheads, "_layer_s", lambda kind, *_: layers[kind])
+    found = overheads.measure_overheads(CPU, processor.now, 0.02, message_s=0.0007, share=0.5)
+    assert found.layer_s == pytest.approx(0.006)
+    assert found.step_s == pytest.approx(0.1 - 0.001 - 0.002 - 2 * 0.006 - 2 * 0.003)
+    assert found.update_s_per_tensor == pytest.approx(0.003)
+    assert found.round_s == pytest.approx(0.005 + 0.0009 - 0.00035)
+    assert found.message_s == pytest.approx(0.0007 + 0.0002)
+    assert found.copy_s_per_byte == pytest.approx(0.02 / overheads.COPIED_BYTES)
+    assert found.add_s_per_byte == pytest.approx(0.03 / overheads.COPIED_BYTES)
+    assert found.fresh_s_per_byte == 0.5
+
+
+def test_overheads_of_this_machine_are_small_and_there() -> None:
+    found = overheads.measure_overheads(CPU, timing.device_now(CPU), QUICK_S, message_s=1e-4)
+    assert 1e-5 < found.step_s < 0.5
+    assert 1e-4 <= found.message_s < 0.1
+    for name in ("layer_s", "round_s", "update_s_per_tensor", "fresh_s_per_byte"):
+        assert 0 <= getattr(found, name) < 0.1
+    assert 0 < found.copy_s_per_byte < 1e-6
+    assert 0 < found.add_s_per_byte < 1e-6
+
+
+@pytest.mark.parametrize("quota", [1.0, 0.2])
+def test_what_is_repeated_meets_its_part_of_the_pauses(quota: float) -> None:
+    processor = Processor(quota)
+
+    def work() -> None:
+        processor.used_s += 3e-4
+
+    found = timing.repeated(work, processor.now)
+    assert timing.typical(found.each_s) == pytest.approx(3e-4 / quota, rel=1e-9 if quota == 1.0 else 0.25)
+    assert found.total_s >= 0.1
+
+
+def test_under_a_quota_seconds_are_processor_time_over_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a processor: 3 s of it take 12 s. Other devices, and slept slow-downs, are timed by the clock."""
+    monkeypatch.setattr(timing.time, "process_time", lambda: 3.0)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: 7.0)
+    monkeypatch.setattr(timing.torch, "get_num_threads", lambda: 1)
+    assert timing.quota_now(CPU, 0.25)() == 12.0
+    assert timing.quota_now(CPU, 0.25, slowdown=2.0)() == 7.0
+    monkeypatch.setattr(timing.torch, "get_num_threads", lambda: 2)
+    assert timing.quota_now(CPU, 0.25)() == 7.0
+
+
+def test_a_processor_has_a_share_of_itself() -> None:
+    assert 0 < processor_share(0.01) <= 1

@@ -1,0 +1,340 @@
+"""A distributed model is used as torch's modules are: outputs, copies, clipping, scaling, loading. It is right, or refused."""
+
+import copy
+import io
+import pickle
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
+from convoy.errors import InputError
+from convoy.model.tracing import trace
+from convoy.plan.presets import Speeds, named_plan
+from convoy.runtime.module import Distributed
+from convoy.train import GradScaler, clip_grad_norm_
+from tests.support import nets
+from tests.support.one_device import EXACT, UNEVEN, Training, by_name, loss_of, mixed, one_trace, part
+
+EVEN = Speeds((4.0, 3.0, 2.0, 1.0))
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=EXACT, atol=EXACT)
+
+
+# --- outputs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["data-by-speed", "model", "mixed"])
+@pytest.mark.parametrize("net", ["two-conv", "resnet", "auxiliary", "in-place"])
+def test_outputs_may_be_changed_in_place(net: str, plan: str) -> None:
+    """ "A view was created inside a custom Function", torch said of `logits += bias`."""
+    model, chosen = nets.build(net), mixed(net) if plan == "mixed" else by_name(plan, net)
+    (x, y), *_ = Training(net, (10,)).batches(model)
+    reference = copy.deepcopy(model)
+
+    def step(net: Any, given: Tensor, **size: int) -> Tensor:
+        outputs = net(given, **size)
+        for out in outputs if isinstance(outputs, tuple) else (outputs,):
+            out += 1
+            out.mul_(torch.linspace(0.5, 2, out.shape[1], dtype=out.dtype))
+        loss = loss_of(outputs, y)
+        loss.backward()
+        return loss.detach()
+
+    expected = step(reference, x)
+
+    def work(group: Group) -> None:
+        here = Distributed(model, chosen, group, x[:2])
+        assert_equal(step(here, part(here, x), batch=10), expected)
+        for key, parameter in reference.named_parameters():
+            piece = here.module.get_parameter(key)
+            if parameter.grad is not None:
+                grad = piece.grad if piece.grad is not None else torch.empty_like(piece)
+                assert_equal(here.gather(key, grad), parameter.grad)
+
+    with one_trace(net, torch.float64):
+        run_on_threads(4, work, timeout_s=30)
+
+
+class Features(nn.Module):
+    """Returns what a later layer reads, and a dictionary, which the caller may add to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        features = self.conv(x).mean((2, 3))
+        return {"features": features, "all": [self.fc(features), x.mean((1, 2, 3))]}
+
+
+def test_an_output_that_backward_reads_may_be_changed_and_containers_may_grow() -> None:
+    """fx's immutable_dict and immutable_list came back; and a change of `features` would have changed fc's gradient."""
+    torch.manual_seed(5)
+    model, x = Features().double(), torch.randn(10, 3, 8, 8).double()
+    reference = copy.deepcopy(model)
+    out = reference(x)
+    (out["all"][0].square().sum() + (out["features"] + 1).square().sum()).backward()
+
+    def work(group: Group) -> None:
+        here = Distributed(model, _planned(model, x), group, x[:2])
+        out = here(part(here, x), batch=10)
+        assert type(out) is dict
+        assert type(out["all"]) is list
+        assert not out["all"][1].requires_grad
+        out["loss"] = out["all"][0].square().sum()
+        out["all"].append(out["features"].add_(1))
+        (out["loss"] + out["all"][2].square().sum()).backward()
+        for key, p in reference.named_parameters():
+            piece = here.module.get_parameter(key)
+            assert_equal(here.gather(key, piece.grad if piece.grad is not None else piece.detach()), p.grad)
+
+    with one_trace():
+        run_on_threads(4, work, timeout_s=30)
+
+
+def _planned(model: nn.Module, x: Tensor) -> Any:
+    return named_plan("hybrid", trace(model, x[:2]).graph, 10, EVEN)
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+@dataclass
+class Answer:
+    logits: Any
+    rows: list[Any]
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["data-by-speed", "mixed"])
+def test_deep_copies_and_averages_of_a_part_train_as_on_one_device(plan: str) -> None:
+    """A teacher that follows the student, by hand and by torch's AveragedModel: both crashed."""
+    model, chosen = nets.build("resnet"), mixed("resnet") if plan == "mixed" else by_name(plan, "resnet")
+    batches = Training("resnet", (10, 10, 10)).batches(model)
+
+    def train(student: Any, given: Any) -> tuple[list[Tensor], Any, Any]:
+        teacher = copy.deepcopy(student)
+        average = AveragedModel(student, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)  # type: ignore[no-untyped-call]
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.05, momentum=0.9)
+        losses = []
+        for x, y in batches:
+            optimizer.zero_grad()
+            with torch.no_grad():
+                aim = teacher(given(x)).softmax(1)
+            loss = loss_of(student(given(x)), y) + F.mse_loss(student(given(x)).softmax(1), aim)
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                for t, s in zip(teacher.parameters(), student.parameters(), strict=True):
+                    t.lerp_(s, 0.1)
+            average.update_parameters(student)
+            losses.append(loss.detach())
+        average.eval()
+        return [*losses, average(given(batches[0][0])).detach()], teacher, average.module
+
+    reference = copy.deepcopy(model)
+    expected, *others = train(reference, lambda x: x)
+
+    def work(group: Group) -> None:
+        here = Distributed(model, chosen, group, batches[0][0][:2])
+        here.announce(10)
+        found, *copies = train(here, lambda x: part(here, x))
+        assert_equal(found, expected)
+        for mine, theirs in zip(copies, others, strict=True):
+            assert_equal(mine.full_state_dict(), theirs.state_dict())
+
+    with one_trace("resnet", torch.float64):
+        run_on_threads(4, work, timeout_s=60)
+
+
+def test_what_a_part_cannot_do_is_refused_with_what_to_do_instead() -> None:
+    model = nets.build("two-conv")
+    x = torch.zeros(2, 3, 8, 8, dtype=torch.float64)
+
+    def work(group: Group) -> None:
+        here = Distributed(model, by_name("model", "two-conv"), group, x)
+        for attempt in (lambda: torch.save(here, io.BytesIO()), lambda: pickle.dumps(here)):
+            with pytest.raises(InputError, match=r"cannot be pickled.*full_state_dict"):
+                attempt()
+        with pytest.raises(InputError, match="full_state_dict"):
+            here.state_dict()
+        with pytest.raises(InputError, match=r"without 'module\.'"):
+            here.load_state_dict({f"module.{k}": v for k, v in model.state_dict().items()}, strict=False)
+        here.module.get_submodule("conv1").weight = nn.Parameter(torch.zeros(1).double())
+        with pytest.raises(InputError, match=r"'conv1.weight' was replaced"):
+            here(part(here, x), batch=2)
+
+    with one_trace():
+        run_on_threads(4, work)
+
+
+# --- clipping and scaling ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["data-by-speed", "mixed"])
+def test_clip_grad_value_of_torch_is_exact_on_pieces(plan: str) -> None:
+    """It crashed on a device that holds nothing: such a device has no gradient, and torch takes no empty list."""
+    model, chosen = nets.build("two-conv"), mixed("two-conv") if plan == "mixed" else by_name(plan, "two-conv")
+    (x, y), *_ = Training("two-conv", (10,)).batches(model)
+    reference = copy.deepcopy(model)
+    loss_of(reference(x), y).backward()
+    nn.utils.clip_grad_value_(reference.parameters(), 0.01)
+
+    def work(group: Group) -> None:
+        here = Distributed(model, chosen, group, x[:2])
+        loss_of(here(part(here, x), batch=10), y).backward()
+        nn.utils.clip_grad_value_(here.parameters(), 0.01)
+        for key, p in reference.named_parameters():
+            assert_equal(here.gather(key, here.module.get_parameter(key).grad), p.grad)
+
+    with one_trace():
+        run_on_threads(4, work)
+
+
+@pytest.mark.parametrize("plan", ["data-by-speed", "model", "mixed"])
+def test_clip_grad_norm_of_torch_is_refused_on_pieces(plan: str) -> None:
+    """Norms of 3.70 and 2.03 on two devices in one step, and copies that drifted apart, without a word."""
+    model, chosen = nets.build("two-conv"), mixed("two-conv") if plan == "mixed" else by_name(plan, "two-conv")
+    (x, y), *_ = Training("two-conv", (10,)).batches(model)
+
+    def work(group: Group) -> None:
+        here = Distributed(model, chosen, group, x[:2])
+        loss_of(here(part(here, x), batch=10), y).backward()
+        with pytest.raises(InputError, match=r"use convoy.train.clip_grad_norm_"):
+            nn.utils.clip_grad_norm_(here.parameters(), 0.1)
+        clip_grad_norm_(here, 0.1)
+
+    with one_trace():
+        run_on_threads(4, work)
+
+
+def test_clip_grad_norm_of_torch_is_exact_on_copies() -> None:
+    model, chosen = nets.build("two-conv"), by_name("data", "two-conv", speeds=EVEN)
+    (x, y), *_ = Training("two-conv", (10,)).batches(model)
+    reference = copy.deepcopy(model)
+    loss_of(reference(x), y).backward()
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+
+    def work(group: Group) -> None:
+        here = Distributed(model, chosen, group, x[:2])
+        loss_of(here(part(here, x), batch=10), y).backward()
+        assert_equal(nn.utils.clip_grad_norm_(here.parameters(), 0.01), expected)
+        for key, p in reference.named_parameters():
+            assert_equal(here.module.get_parameter(key).grad, p.grad)
+
+    with one_trace():
+        run_on_threads(4, work)
+
+
+@pytest.mark.parametrize("plan", ["data", "data-by-speed", "mixed"])
+def test_the_scaler_of_torch_is_exact_or_refused(plan: str) -> None:
+    """On a device without a share: "No inf checks were recorded". And where one alone finds an overflow, the others step."""
+    model = nets.build("two-conv")
+    chosen = (
+        mixed("two-conv") if plan == "mixed" else by_name(plan, "two-conv", speeds=EVEN if plan == "data" else UNEVEN)
+    )
+    (x, y), *_ = Training("two-conv", (10,)).batches(model)
+
+    def train(net: Any, given: Tensor, scaler: Any, **size: int) -> list[float]:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        scales = []
+        for factor in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(net(given, **size), y) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return scales
+
+    reference = copy.deepcopy(model)
+    expected = train(reference, x, torch.amp.GradScaler("cpu", init_scale=1024.0))
+
+    def work(group: Group) -> None:
+        here = Distributed(model, chosen, group, x[:2])
+        given, theirs = part(here, x), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        if plan == "data":
+            assert train(here, given, theirs, batch=10) == expected
+        else:
+            with pytest.raises(InputError, match=r"use convoy\.train\.GradScaler"):
+                train(here, given, theirs, batch=10)
+            assert train(here, given, GradScaler(here, init_scale=1024.0), batch=10) == expected
+        assert_equal(here.full_state_dict(), reference.state_dict())
+
+    with one_trace():
+        run_on_threads(4, work, timeout_s=30)
+
+
+def test_gradients_become_those_that_are_kept_without_a_copy() -> None:
+    """Autograd takes a gradient that nobody else holds as .grad; one that somebody holds, it copies, at every step."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 50)).double()
+    x = torch.randn(4, 3, 8, 8).double()
+    made: list[int] = []
+
+    def work(group: Group) -> None:
+        here = Distributed(model, named_plan("data", trace(model, x).graph, 4, Speeds((1.0,))), group, x)
+        original = here._executors[True].backward
+
+        def noting(*args: Any) -> Any:
+            found, inputs = original(*args)
+            made.append(found["2.weight"].data_ptr())
+            return found, inputs
+
+        here._executors[True].backward = noting  # type: ignore[method-assign]
+        here(x, batch=4).sum().backward()
+        assert here.module.get_parameter("2.weight").grad.data_ptr() == made[0]
+
+    run_on_threads(1, work)
+
+
+# --- what would be saved of pieces -----------------------------------------------------------------------------------
+
+
+def test_scripts_that_save_the_inner_module_or_the_optimizer_do_not_save_pieces() -> None:
+    """`model.module.state_dict()`, as for DDP and by timm's saver: it gave pieces under the ordinary keys, exit 0."""
+    net = "two-conv"
+    model = nets.build(net)
+    (x, y), *_ = Training(net, (10,)).batches(model)
+
+    def work(group: Group) -> None:
+        here = Distributed(model, by_name("model", net), group, x[:2])
+        optimizer = torch.optim.SGD(here.parameters(), lr=0.1, momentum=0.9)
+        loss_of(here(part(here, x), batch=10), y).backward()
+        optimizer.step()
+        for saved in (here.module, here.module.get_submodule("conv1")):
+            with pytest.raises(InputError, match=r"call full_state_dict\(\) of the distributed model on every device"):
+                saved.state_dict()
+        held = copy.deepcopy(optimizer.state_dict())
+        assert held["param_groups"][0]["lr"] == 0.1
+        with pytest.raises(InputError, match=r"save model and optimizer with convoy.save_checkpoint"):
+            torch.save({"optimizer": held}, io.BytesIO())
+        assert here.full_state_dict().keys() == model.state_dict().keys()
+
+    run_on_threads(4, work, timeout_s=30)
+
+
+def test_copies_on_every_device_may_be_saved_as_ever() -> None:
+    net = "two-conv"
+    model = nets.build(net)
+    (x, y), *_ = Training(net, (10,)).batches(model)
+
+    def work(group: Group) -> None:
+        here = Distributed(model, by_name("data", net), group, x[:2])
+        optimizer = torch.optim.SGD(here.parameters(), lr=0.1, momentum=0.9)
+        loss_of(here(part(here, x), batch=10), y).backward()
+        optimizer.step()
+        torch.save({"optimizer": optimizer.state_dict(), "model": here.module.state_dict()}, io.BytesIO())
+
+    run_on_threads(4, work, timeout_s=30)

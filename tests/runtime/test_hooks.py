@@ -1,0 +1,347 @@
+"""Hooks act as on one device, or are refused at the next step: never silently dropped, never given a part."""
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
+from convoy.errors import InputError, PlanError
+from convoy.model.tracing import trace
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds, named_plan
+from convoy.runtime.module import Distributed
+from tests.support.one_device import EXACT, part
+
+BATCH, DEVICES = 10, 3
+EVEN, ONE_IDLE = Speeds((5.0, 3.0, 2.0)), Speeds((7.0, 0.0, 3.0))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.norm(self.conv(x)) + x)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block, self.act, self.fc = nn.Conv2d(3, 4, 3), Block(), nn.ReLU(), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.act(self.block(self.stem(x))).mean((2, 3)))
+
+
+X = torch.randn(3, BATCH, 3, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.randint(0, 5, (3, BATCH), generator=torch.Generator().manual_seed(2))
+
+
+@functools.cache
+def _net() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Net().double()
+
+
+_net()  # not in a thread: they share one state of random numbers
+
+
+def net() -> nn.Module:
+    return copy.deepcopy(_net())
+
+
+def train(model: Any, given: Callable[[Tensor], Tensor], **size: int) -> Tensor:
+    """Three steps; the last output."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x, y in zip(X, Y, strict=True):
+        optimizer.zero_grad()
+        out = model(given(x), **size)
+        F.cross_entropy(out, y).backward()
+        optimizer.step()
+    return out.detach()
+
+
+def plan_of(name: str, model: nn.Module, speeds: Speeds = ONE_IDLE) -> Plan:
+    return named_plan(name, trace(model, X[0][:2]).graph, BATCH, speeds)
+
+
+def assert_as_on_one_device(
+    hang: Callable[[nn.Module, list[Any]], None],
+    plan: str,
+    *,
+    after: bool = False,
+    top: bool = False,
+    speeds: Speeds = ONE_IDLE,
+) -> None:
+    """Whatever is hung on a model, and whatever it notes: on every device the numbers and notes are those of one device."""
+    alone, expected = net(), []
+    hang(alone, expected)
+    out = train(alone, lambda x: x)
+    assert expected, "the hook was not called on one device either"
+
+    def work(group: Group) -> None:
+        model, seen = net(), []
+        if not after:
+            hang(model, seen)
+        here = Distributed(model, plan_of(plan, model, speeds), group, X[0][:2])
+        if after:
+            hang(here if top else here.module, seen)
+        found = train(here, lambda x: part(here, x), batch=BATCH)
+        torch.testing.assert_close(found, out, rtol=EXACT, atol=EXACT)
+        torch.testing.assert_close(here.full_state_dict(), alone.state_dict(), rtol=EXACT, atol=EXACT)
+        torch.testing.assert_close(seen, expected, rtol=EXACT, atol=EXACT)
+
+    run_on_threads(DEVICES, work, timeout_s=30)
+
+
+def assert_refused(hang: Callable[[nn.Module], Any], plan: str, match: str, *, after: bool) -> None:
+    def work(group: Group) -> None:
+        model = net()
+        if not after:
+            hang(model)
+        here = Distributed(model, plan_of(plan, model), group, X[0][:2])
+        if after:
+            hang(here.module)
+        with pytest.raises(InputError, match=match):
+            here(part(here, X[0]), batch=BATCH)
+
+    run_on_threads(DEVICES, work, timeout_s=30)
+
+
+# --- hooks on modules ------------------------------------------------------------------------------------------------
+
+OBSERVED = ("stem", "block", "block.norm", "act", "fc")
+
+
+@pytest.mark.parametrize("plan", ["data-by-speed", "hybrid", "model"])
+@pytest.mark.parametrize("path", OBSERVED)
+def test_a_forward_hook_that_observes_sees_the_whole_batch_on_every_device(path: str, plan: str) -> None:
+    """On a layer it saw this device's samples; on a container it was never called."""
+
+    def hang(model: nn.Module, seen: list[Any]) -> None:
+        def note(module: nn.Module, given: Any, out: Tensor) -> None:
+            seen.append([tuple(given[0].shape), out.mean().item(), sum(p.sum().item() for p in module.parameters())])
+
+        model.get_submodule(path).register_forward_hook(note)
+
+    assert_as_on_one_device(hang, plan)
+
+
+@pytest.mark.parametrize("path", ["block", "fc"])
+def test_hooks_that_change_what_they_see_across_samples(path: str) -> None:
+    def hang(model: nn.Module, seen: list[Any]) -> None:
+        module = model.get_submodule(path)
+        module.register_forward_pre_hook(lambda _m, given: (given[0] - given[0].mean(0),))
+        module.register_forward_hook(lambda _m, _given, out: out * out.std())
+        seen.append(1.0)
+
+    assert_as_on_one_device(hang, "data-by-speed")
+
+
+class Observer:
+    """Not a function, which a copy of the model would share, but an object, which it would copy."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        self.seen = seen
+
+    def __call__(self, _module: nn.Module, _given: Any, out: Tensor) -> None:
+        self.note(out)
+
+    def note(self, out: Tensor) -> None:
+        self.seen.append(out.sum().item())
+
+    def hook(self, _module: nn.Module, _given: Any, out: Tensor) -> None:
+        self.note(out)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_an_observer_is_the_users_own_and_sees_training_alone(bound: bool) -> None:
+    """A deep copy of the model copied it along, and the user's own saw nothing; tracing showed it random numbers."""
+
+    def hang(model: nn.Module, seen: list[Any]) -> None:
+        observer = Observer(seen)
+        model.get_submodule("block").register_forward_hook(observer.hook if bound else observer)
+
+    assert_as_on_one_device(hang, "data-by-speed")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("plan", ["data-by-speed", "model"])
+def test_a_forward_hook_on_the_model_itself(plan: str, when: str) -> None:
+    def hang(model: nn.Module, seen: list[Any]) -> None:
+        def double(_module: nn.Module, _given: Any, out: Tensor) -> Tensor:
+            seen.append(out.sum().item())
+            return 2 * out
+
+        model.register_forward_hook(double)
+
+    assert_as_on_one_device(hang, plan, after=when == "after")
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_hooks_on_the_distributed_model() -> None:
+    def hang(model: nn.Module, seen: list[Any]) -> None:
+        model.register_forward_hook(lambda _m, _given, out: out + 1)
+        model.register_full_backward_hook(lambda _m, _gx, gy: seen.append(gy[0].sum().item()))
+
+    assert_as_on_one_device(hang, "hybrid", after=True, top=True)
+
+
+def test_a_hook_on_the_model_that_reads_its_inputs_is_refused() -> None:
+    assert_refused(lambda m: m.register_forward_hook(lambda _m, x, y: y + x[0].mean()), "data-by-speed", "reads its inputs",
+                   after=False)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", OBSERVED)
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_a_hook_on_a_module_after_distribute_is_refused(path: str, kind: str) -> None:
+    def hang(model: nn.Module) -> None:
+        getattr(model.get_submodule(path), f"register_{kind}_hook")(lambda *_: None)
+
+    name = {"forward": "forward hook", "forward_pre": "forward-pre", "full_backward": "backward"}.get(
+        kind, "backward-pre"
+    )
+    assert_refused(hang, "data-by-speed", f"module '{path}' has a .*{name}.*distributed model itself", after=True)
+
+
+@pytest.mark.parametrize("kind", ["forward_pre", "full_backward", "full_backward_pre"])
+@pytest.mark.parametrize("path", ["", "block"])
+def test_what_cannot_act_is_refused_before_distribute_too(path: str, kind: str) -> None:
+    if (path, kind) == ("block", "forward_pre"):
+        return  # it acts
+    assert_refused(lambda m: getattr(m.get_submodule(path), f"register_{kind}_hook")(lambda *_: None), "data-by-speed",
+                   "distributed model", after=False)  # fmt: skip
+
+
+def test_a_hook_that_was_removed_no_longer_acts() -> None:
+    """Its handle belongs to the model that was distributed, and takes it off there."""
+    expected = train(net(), lambda x: x)
+
+    def work(group: Group) -> None:
+        model = net()
+        handles = [
+            model.get_submodule("block").register_forward_hook(lambda _m, _x, y: 5 * y),
+            model.get_submodule("stem").weight.register_hook(lambda g: 7 * g),  # type: ignore[operator, union-attr]
+        ]
+        here = Distributed(model, plan_of("data", model, EVEN), group, X[0][:2])
+        for handle in handles:
+            handle.remove()
+        torch.testing.assert_close(train(here, lambda x: part(here, x), batch=BATCH), expected, rtol=EXACT, atol=EXACT)
+
+    run_on_threads(DEVICES, work, timeout_s=30)
+
+
+def test_a_hook_for_all_modules_is_refused() -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert_refused(lambda _m: None, "data-by-speed", "registered for all modules", after=True)
+    finally:
+        handle.remove()
+
+
+def test_a_hook_that_changes_shapes_is_refused() -> None:
+    assert_refused(lambda m: m.get_submodule("stem").register_forward_hook(lambda _m, _x, y: y[:, :, 1:]), "data-by-speed",
+                   "hooks may change numbers", after=False)  # fmt: skip
+
+
+def test_backward_hooks_act_where_there_is_one_device() -> None:
+    alone, expected = net(), []
+    alone.get_submodule("block").register_full_backward_hook(lambda _m, gx, _gy: expected.append(gx[0].sum().item()))
+    out = train(alone, lambda x: x)
+
+    def work(group: Group) -> None:
+        model, seen = net(), []
+        model.get_submodule("block").register_full_backward_hook(lambda _m, gx, _gy: seen.append(gx[0].sum().item()))
+        here = Distributed(model, plan_of("data", model, Speeds((1.0,))), group, X[0][:2])
+        torch.testing.assert_close(train(here, lambda x: x, batch=BATCH), out, rtol=EXACT, atol=EXACT)
+        torch.testing.assert_close(seen, expected, rtol=EXACT, atol=EXACT)
+
+    run_on_threads(1, work)
+
+
+# --- hooks on parameters ---------------------------------------------------------------------------------------------
+
+
+def hang_on_parameter(model: nn.Module, seen: list[Any]) -> None:
+    """Not entry by entry: a part of the gradient would be scaled by another norm."""
+
+    def shorten(g: Tensor) -> Tensor:
+        seen.append(g.norm().item())
+        return g / g.norm()
+
+    weight = dict(model.named_parameters())["block.conv.weight"]
+    weight.register_hook(shorten)  # type: ignore[no-untyped-call]
+
+    def decay(p: Tensor) -> None:
+        seen.append(p.grad.norm().item() if p.grad is not None else None)
+        p.grad = None if p.grad is None else p.grad + 0.1 * p.detach()
+
+    weight.register_post_accumulate_grad_hook(decay)
+
+
+@pytest.mark.parametrize(
+    ("plan", "speeds", "after"),
+    [
+        *(("data", EVEN, False), ("data", EVEN, True), ("hybrid", EVEN, False), ("hybrid", EVEN, True)),
+        *(("model", ONE_IDLE, False), ("data-by-speed", ONE_IDLE, False)),
+    ],
+)
+def test_hooks_on_a_parameter_see_the_sum_of_its_gradient(plan: str, speeds: Speeds, after: bool) -> None:
+    """Set before `distribute` they were dropped; set afterwards they saw parts: 1.12 where torch gives 0.13."""
+    assert_as_on_one_device(hang_on_parameter, plan, after=after, speeds=speeds)
+
+
+def test_a_plan_that_splits_a_parameter_is_refused_where_it_has_a_hook() -> None:
+    plan, model = plan_of("model", net()), net()
+    model.get_submodule("stem").weight.register_hook(lambda _: None)  # type: ignore[operator, union-attr]
+    with pytest.raises(PlanError, match=r"layer 'stem', strategy 'filter': its parameters .* have hooks"):
+        run_on_threads(DEVICES, lambda group: Distributed(model, plan, group, X[0][:2]))
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("plan", ["model", "data-by-speed"], ids=["split", "copied to some devices"])
+def test_a_hook_on_a_piece_is_refused(plan: str, kind: str) -> None:
+    def hang(model: nn.Module) -> None:
+        getattr(dict(model.named_parameters())["stem.weight"], kind)(lambda _: None)
+
+    assert_refused(hang, plan, "parameter 'stem.weight' has a .*hook.*a plan that copies", after=True)
+
+
+def test_an_optimizer_in_a_hook_steps_as_on_one_device() -> None:
+    """A step of its own for each parameter, as soon as its gradient is there: the tutorial that saves memory."""
+
+    def hang(model: nn.Module, seen: list[Any]) -> None:
+        optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in model.parameters()}
+
+        def step(p: Tensor) -> None:
+            optimizers[p].step()  # type: ignore[index]
+            optimizers[p].zero_grad()  # type: ignore[index]
+            seen.append(1)
+
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(step)
+
+    assert_as_on_one_device(hang, "data", after=True, speeds=EVEN)
+
+
+def test_a_copy_keeps_its_hooks_apart_from_those_of_the_original() -> None:
+    model, seen = net(), []
+    copied = copy.deepcopy(model)
+
+    def work(group: Group) -> None:
+        here = Distributed(model, plan_of("data", model, EVEN), group, X[0][:2])
+        dict(here.named_parameters())["fc.bias"].register_hook(lambda g: seen.append(g))  # type: ignore[no-untyped-call]
+
+    run_on_threads(DEVICES, work)
+    train(copied, lambda x: x)
+    train(model, lambda x: x)
+    assert not seen

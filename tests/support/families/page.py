@@ -1,0 +1,130 @@
+"""The table of families: kept as rows in families.json, shown on docs/families.md."""
+
+import importlib.metadata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from tests.support.families.registry import CONVOLUTIONS, Member
+from tests.support.families.trial import BATCH, BIAS, SPEEDS, STABLE, STEPS, Row
+
+KEPT = Path(__file__).parent / "families.json"
+PAGE = Path(__file__).parents[3] / "docs" / "families.md"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What was found, when, with which versions of the libraries."""
+
+    date: str = ""
+    versions: str = ""
+    members: tuple[Member, ...] = ()
+    rows: tuple[Row, ...] = ()
+
+
+_FILE = TypeAdapter(Kept)
+
+
+def versions() -> str:
+    names = ("torch", "torchvision", "timm")
+    return ", ".join(f"{name} {importlib.metadata.version(name).partition('+')[0]}" for name in names)
+
+
+def read() -> Kept:
+    return _FILE.validate_json(KEPT.read_bytes()) if KEPT.exists() else Kept()
+
+
+def write(kept: Kept) -> None:
+    KEPT.write_bytes(_FILE.dump_json(kept, indent=1))
+    PAGE.write_text(text(kept))
+
+
+def text(kept: Kept) -> str:
+    """The page."""
+    rows = sorted(kept.rows, key=lambda row: row.family)
+    exact = [row for row in rows if row.exact]
+    shared = [row for row in exact if row.shared_out >= 95.0]
+    others = [member for member in kept.members if not member.convolutional]
+    shares = ", ".join(f"{speed:g}" for speed in SPEEDS.devices)
+    return "\n".join((
+        "# Families of nets that are tried",
+        "",
+        f"The smallest member of every convolutional family of torchvision and timm, untouched, with fresh weights: "
+        f"{len(rows)} families ({kept.versions}; {kept.date}).",
+        "",
+        f"- **{len(exact)} of {len(rows)}** ({_percent(exact, rows)}) train exactly as on one device: {STEPS} steps in "
+        "float64, every loss, weight and buffer, the gradients of the last step and the outputs in evaluation within 1e-10, "
+        "under both of the plans below.",
+        f"- **{len(shared)} of {len(rows)}** ({_percent(shared, rows)}) are exact and have at least 95 % of their "
+        "FLOP shared out.",
+        "",
+        *_older(rows),
+        f"Each is traced, planned and trained on three devices with speeds of {shares} and a batch of {BATCH}, in two ways: "
+        "`data-by-speed`, and every layer split by its filters where it can be, the others by samples. The table gives "
+        "the percentages of the forward FLOP under the second; what is on one device there is on one device in both. "
+        "*Whole* counts the layers that no rule takes apart. *Apart* is the largest difference of both plans from one device, "
+        "beside what one device differs from itself by when its images and weights are changed by 1e-15.",
+        "",
+        f"A family is a module of the library, and convolutional if its smallest member has at least {CONVOLUTIONS} "
+        "convolutions with kernels larger than their strides (patch embeddings have not). Images are the smallest of 64 pixels "
+        f"and up that the net takes, and at which rounding does not grow past {STABLE:g} on one device; where it does, biases "
+        f"of batch norms begin at {BIAS:g} in place of 0 (*), which calms deep chains. Dropout and stochastic depth are set "
+        "to 0: what they draw is no part of the promise. VGG's classifier has 64 features for 4,096, which would fill 19 GB.",
+        "",
+        "<!-- not run: it takes half an hour -->",
+        "```console",
+        "$ python -m tests.support.families",
+        "```",
+        "",
+        "| family | smallest member | million parameters | image | layers (whole) | by filter | by samples | one device "
+        "| apart (rounding) |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        *map(_line, rows),
+        "",
+        *_remarks(rows),
+        "## Not convolutional",
+        "",
+        f"Fewer than {CONVOLUTIONS} such convolutions in the smallest member: "
+        + ", ".join(f"{member.family} (`{member.name}`)" for member in others) + ".",
+        "",
+    ))  # fmt: skip
+
+
+def _older(rows: Sequence[Row]) -> list[str]:
+    older = [row for row in rows if not row.gradients and not row.error]
+    what = "without gradients, and with rounding of images alone"
+    return [f"{len(older)} of the rows are of an earlier trial: {what}.", ""] if older else []
+
+
+def _line(row: Row) -> str:
+    start = f"| {row.family} | `{row.name}` | {row.parameters / 1e6:.1f} "
+    if row.error or row.by_filters is None:
+        return f"{start}| | | | | | not trained |"
+    shares = " | ".join(f"{row.by_filters[how]:.0f} %" for how in ("filters", "samples", "one"))
+    apart = f"{max(row.apart):.0e} ({row.rounding:.0e})" + ("" if row.exact else " **not exact**")
+    image = "x".join(map(str, row.shape[1:])) + (" *" if row.biased else "")
+    return f"{start}| {image} | {row.layers} ({row.whole}) | {shares} | {apart} |"
+
+
+def _remarks(rows: Sequence[Row]) -> list[str]:
+    odd = [row for row in rows if not row.exact or row.shared_out < 95.0]
+    if not odd:
+        return []
+    lines = [f"- **{row.family}**: {_remark(row)}" for row in odd]
+    return ["## What is not exact or not shared out, and why", "", *lines, ""]
+
+
+def _remark(row: Row) -> str:
+    if row.exact or row.error:
+        return row.error or "; ".join(row.reasons)
+    if row.rounding > STABLE:
+        return (
+            f"no answer at 1e-10: images and weights changed by 1e-15 move one device from itself by {row.rounding:.0e}"
+        )
+    return "not exact"
+
+
+def _percent(some: Sequence[Row], of: Sequence[Row]) -> str:
+    return f"{100 * len(some) / max(len(of), 1):.0f} %"

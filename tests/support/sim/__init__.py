@@ -1,0 +1,57 @@
+"""A simulated accelerator: torch's PrivateUse1 device "sim", whose kernels run on the CPU. What it refuses: sim_device.cpp."""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tests.support.sim import torch_module
+
+SOURCE = Path(__file__).with_name("sim_device.cpp")
+GIB = 1 << 30
+
+COMPILER = shutil.which("g++")
+NEEDS = "needs a C++ compiler: apt-get install g++"
+
+
+def library() -> Path:
+    """The compiled backend; compiled at first use, and kept for this source, this torch and this Python.
+
+    Raises:
+        subprocess.CalledProcessError: it does not compile.
+    """
+    mark = hashlib.sha256(
+        SOURCE.read_bytes() + f"{torch.__version__} {sys.version} {torch.__file__}".encode()
+    ).hexdigest()
+    path = Path(tempfile.gettempdir()) / f"convoy-sim-{mark[:16]}.so"
+    if not path.exists():
+        assert COMPILER is not None, NEEDS
+        root = Path(torch.__file__).parent
+        fresh = tempfile.NamedTemporaryFile(dir=path.parent, suffix=".so", delete=False)  # noqa: SIM115
+        fresh.close()
+        subprocess.run(
+            [
+                COMPILER, "-std=c++20", "-O1", "-fPIC", "-shared", "-w", str(SOURCE), "-o", fresh.name,
+                f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}", f"-I{sysconfig.get_path('include')}",
+                f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10",
+            ],
+            check=True,
+        )  # fmt: skip
+        Path(fresh.name).rename(path)  # two processes may compile at once
+    return path
+
+
+def load(devices: int = 4, memory_bytes: int = GIB) -> None:
+    """Give this process so many simulated accelerators with so much memory each. From then on torch knows the kind."""
+    if not hasattr(torch, "sim"):
+        torch.utils.rename_privateuse1_backend("sim")
+        torch.ops.load_library(library())
+        torch.ops.sim.register_hooks()
+        torch._register_device_module("sim", torch_module)
+        torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    torch.ops.sim.set_up(devices, memory_bytes)

@@ -1,0 +1,38 @@
+"""What torch looks for in `torch.sim`: the Python side of the simulated accelerator."""
+
+import torch
+from torch import Tensor
+
+current_device = torch.accelerator.current_device_index
+device_count = torch._C._accelerator_hooks_device_count
+
+
+def is_available() -> bool:
+    return device_count() > 0
+
+
+def get_device_name(device: object = None) -> str:  # noqa: ARG001
+    return "simulated accelerator"
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.float16, torch.bfloat16]
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+# Its random numbers are the CPU's.
+
+
+def manual_seed_all(seed: int) -> None:
+    """Nothing to do: the CPU's generator has the seed."""
+
+
+def get_rng_state(device: object = None) -> Tensor:  # noqa: ARG001
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: Tensor, device: object = None) -> None:  # noqa: ARG001
+    torch.set_rng_state(state)

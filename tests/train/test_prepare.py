@@ -1,0 +1,352 @@
+"""One line: a script with an optimizer and a DataLoader made in the natural order trains the same on several devices."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+import convoy
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
+from convoy.errors import DataError, InputError, MismatchError
+from convoy.train.adopt import AdoptedLoader
+from tests.support.small_script import ALONE, SPEEDS, images, net, seeded, shuffled
+
+Made = tuple[nn.Module, torch.optim.Optimizer, Any]
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, as for no weight decay on biases, and one that is not in the order of the model."""
+    weights = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    return torch.optim.AdamW(
+        [{"params": others, "weight_decay": 0.0}, {"params": weights, "lr": 0.02}], lr=0.01, eps=1e-3
+    )
+
+
+def trained(
+    make: Callable[[], DataLoader[Any]], group: Group | None, plan: str = "master", epochs: int = 3, before: int = 0
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses and the weights of a script; with a group, after the line that differs.
+
+    Args:
+        before: steps of one device before that line: the optimizer remembers something then.
+    """
+    model = net()
+    optimizer = adam(model)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for k in range(before):
+        x, y = images()[5 * k : 5 * k + 5]
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    loader: Any = make()
+    if group is not None:
+        model, optimizer, loader = convoy.prepare(model, optimizer, loader, plan=plan, speeds=SPEEDS, group=group)
+    losses = []
+    for _ in range(epochs):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        schedule.step()
+    state: Any = model.full_state_dict() if group is not None else model.state_dict()  # type: ignore[operator]
+    return losses, state
+
+
+def assert_as_alone(make: Callable[[], DataLoader[Any]], **options: Any) -> None:
+    losses, weights = trained(make, None, before=options.get("before", 0))
+    for found, state in run_on_threads(3, lambda group: trained(make, group, **options)):
+        assert found == pytest.approx(losses, abs=1e-10)
+        assert state.keys() == weights.keys()
+        assert all(torch.allclose(state[key], weights[key], rtol=0, atol=1e-10) for key in weights)
+
+
+# ------------------------------------------------------------------------------------------------------- the same numbers
+
+
+@pytest.mark.parametrize("plan", ["data", "data-by-speed", "master", "model", "hybrid"])
+def test_an_optimizer_and_a_loader_made_before_train_as_on_one_device(plan: str) -> None:
+    """The natural order of Accelerate and Fabric. Before: exit 0, no warning, and the weights never changed."""
+    assert_as_alone(shuffled, plan=plan)
+
+
+def test_what_the_optimizer_remembers_is_kept() -> None:
+    """Adam after three steps of one device: its averages go where the weights go, and so does the count of steps."""
+    assert_as_alone(shuffled, before=3, plan="hybrid")
+
+
+class Flipped(Dataset[Any]):
+    """Labels are at hand nowhere else than in the items."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        x, y = images()[index]
+        return x.flip(-1), int(y)
+
+
+def joined(rows: list[Any]) -> tuple[Tensor, Tensor]:
+    """Every image is mixed with the one before it in the batch: samples depend on each other."""
+    x, y = default_collate(rows)
+    return 0.7 * x + 0.3 * x.roll(1, 0), y
+
+
+class Odd(BatchSampler):
+    """Batches of one class each, of unequal sizes."""
+
+    batch_size = 9
+
+    def __init__(self) -> None:
+        self.rows = [[i for i in range(23) if int(images()[i][1]) == label] for label in range(3)]
+
+    def __iter__(self) -> Any:
+        yield from self.rows
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(images(), batch_size=5),
+        lambda: shuffled(drop_last=True),
+        lambda: shuffled(Flipped()),
+        lambda: shuffled(collate_fn=joined),
+        lambda: DataLoader(images(), batch_sampler=Odd()),
+        lambda: DataLoader(
+            images(),
+            4,
+            sampler=WeightedRandomSampler([1.0, 3.0] * 11 + [0.5], 17, generator=seeded()),
+            generator=seeded(3),
+        ),
+        lambda: DataLoader(
+            images(), 4, sampler=RandomSampler(images(), replacement=True, num_samples=9, generator=seeded())
+        ),
+    ],
+    ids=["in order", "drop_last", "labels in items", "collate_fn", "batch_sampler", "weighted", "with replacement"],
+)
+def test_what_a_dataloader_can_be_told_is_honoured(make: Callable[[], DataLoader[Any]]) -> None:
+    assert_as_alone(make)
+
+
+def test_the_order_is_that_of_one_device_with_the_same_seed() -> None:
+    """Without a generator of its own a DataLoader draws from torch's, the seed of its workers first."""
+
+    def order(make: Callable[[DataLoader[Any]], Any]) -> list[list[int]]:
+        torch.manual_seed(7)
+        loader = make(DataLoader(images(), batch_size=5, shuffle=True))
+        return [y.tolist() for _ in range(2) for _, y in loader]
+
+    assert order(lambda loader: AdoptedLoader(loader, None)) == order(lambda loader: loader)
+
+
+def test_workers_prepare_the_same_batches() -> None:
+    with_workers = AdoptedLoader(shuffled(num_workers=1, worker_init_fn=_noted), None)
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(with_workers, AdoptedLoader(shuffled(), None), strict=True))
+
+
+def _noted(worker: int) -> None:
+    assert worker == 0
+
+
+def test_a_second_loader_is_for_tests() -> None:
+    def work(group: Group) -> int:
+        model = net()
+        part, _, _, test = convoy.prepare(
+            model, adam(model), shuffled(), DataLoader(images(), 8), plan="model", speeds=SPEEDS, group=group
+        )
+        part.eval()
+        with torch.no_grad():
+            return sum(int((part(x).argmax(1) == y).sum()) for x, y in test)
+
+    alone = net().eval()
+    x, y = images()[:]
+    assert run_on_threads(3, work) == [int((alone(x).argmax(1) == y).sum())] * 3
+
+
+def test_parts_load_only_what_a_device_computes() -> None:
+    """For loops that hand inputs to the model alone: then no device loads more than its part."""
+
+    class Counted(Flipped):
+        met = 0
+
+        def __getitem__(self, index: int) -> tuple[Tensor, int]:
+            self.met += 1
+            return super().__getitem__(index)
+
+        @property
+        def targets(self) -> list[int]:
+            return [int(y) for _, y in images()]
+
+    def work(group: Group) -> tuple[int, list[int]]:
+        model, dataset = net(), Counted()
+        part, _, loader = convoy.prepare(
+            model, adam(model), DataLoader(dataset, 10), plan="data-by-speed", speeds=SPEEDS, group=group, parts=True
+        )
+        dataset.met, seen = 0, []
+        for x, y in loader:
+            assert part(x).shape == (len(y), 3)
+            seen.append(len(x))
+        return dataset.met, seen
+
+    assert run_on_threads(3, work) == [(14, [6, 6, 2]), (0, [0, 0, 0]), (9, [4, 4, 1])]
+
+
+def test_a_loader_that_was_not_prepared_is_right_too() -> None:
+    """It gives every device whole batches. A model that was given parts had no way to know."""
+
+    def work(group: Group) -> Tensor:
+        model = net()
+        part, *_ = convoy.prepare(model, adam(model), shuffled(), plan="model", speeds=SPEEDS, group=group)
+        part.eval()
+        with torch.no_grad():
+            return torch.cat([part(x) for x, _ in DataLoader(images(), 9)])  # another batch size than the plan's
+
+    alone = net().eval()
+    for found in run_on_threads(3, work):
+        assert torch.allclose(found, alone(images()[:][0]), rtol=0, atol=1e-12)
+
+
+def test_a_loader_with_other_samples_on_each_device_is_refused() -> None:
+    def work(group: Group) -> None:
+        model = net()
+        part, *_ = convoy.prepare(model, adam(model), shuffled(), plan="data", speeds=SPEEDS, group=group)
+        own = DataLoader(images(), 5, sampler=DistributedSampler(images(), 3, group.device, shuffle=False))
+        part(next(iter(own))[0])
+
+    with pytest.raises(MismatchError, match="another whole batch than device 0"):
+        run_on_threads(3, work)
+
+
+def test_an_optimizer_may_be_made_afterwards() -> None:
+    """Where the model is wrapped once more before: by a task, by an average."""
+
+    def work(group: Group) -> list[float]:
+        part, none, loader = convoy.prepare(net(), None, shuffled(), plan="master", speeds=SPEEDS, group=group)
+        assert none is None
+        optimizer = adam(part)
+        losses = []
+        for x, y in loader:
+            loss = F.cross_entropy(part(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    model = net()
+    optimizer, expected = adam(model), []
+    for x, y in shuffled():
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert run_on_threads(3, work) == [pytest.approx(expected, abs=1e-10)] * 3
+
+
+class Turning(RandomSampler):
+    """A sampler of one's own that is told the epoch, as that of torchvision's references for repeated augmentation."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        yield from ((i + 3 * self.epoch) % 23 for i in range(23))
+
+
+def test_scripts_reach_the_sampler_and_tell_it_the_epoch() -> None:
+    """A run that goes on tells it 5, and got the order of epoch 0."""
+    loader = AdoptedLoader(DataLoader(images(), 5, sampler=Turning(images())), None)
+    assert (loader.batch_sampler.sampler, loader.num_workers) == (loader.sampler, 0)
+    loader.sampler.set_epoch(5)
+    assert loader.batches(0)[0] == [15, 16, 17, 18, 19]
+    loader.set_epoch(6)
+    assert loader.batches(6)[0] == [18, 19, 20, 21, 22]
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from images()
+
+
+@pytest.mark.parametrize(
+    ("loader", "told"),
+    [
+        (lambda: DataLoader(Endless(), 5), "Endless is iterable-style.*map-style"),
+        (lambda: DataLoader(images(), None), "batch_size=None.*give it a batch_size"),
+        (
+            lambda: DataLoader(images(), 5, sampler=DistributedSampler(images(), 2, 0)),
+            "DistributedSampler.*leave it out",
+        ),
+        (lambda: images(), "a data set and no batch_size: give one"),
+        (lambda: DataLoader(TensorDataset(torch.zeros(4, 1, 6, 6)), 2), "no pairs"),
+    ],
+)
+def test_a_loader_that_cannot_be_shared_out_is_refused(loader: Callable[[], Any], told: str) -> None:
+    model = net()
+    with pytest.raises(InputError, match=told):
+        convoy.prepare(model, adam(model), loader(), plan="data", group=ALONE)
+
+
+def test_batches_that_are_no_pairs_are_refused_when_they_come() -> None:
+    loader = AdoptedLoader(shuffled(collate_fn=lambda rows: default_collate(rows)[0]), None)
+    with pytest.raises(
+        DataError, match=r"collate_fn gave a tensor of shape \(5, 1, 6, 6\) for 5 samples: return a pair"
+    ):
+        list(loader)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"works on none of the 8 parameters of Sequential: make it from model.parameters\(\)"
+    ):
+        convoy.prepare(net(), adam(net()), shuffled(), plan="data", speeds=(1.0,), group=ALONE)
+
+
+def test_other_settings_on_another_device_are_refused() -> None:
+    def work(group: Group) -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + group.device))
+        convoy.prepare(model, optimizer, shuffled(), plan="data", speeds=(1.0, 1.0), group=group)
+
+    with pytest.raises(MismatchError, match="device 1 started with another optimizer"):
+        run_on_threads(2, work)
+
+
+def test_an_optimizer_made_before_distribute_is_refused_at_its_first_step() -> None:
+    """It worked on the weights that the model had before, and trained nothing: loss 2.40 where 1.93 is right, exit 0."""
+    model, group = net(), ALONE
+    optimizer, (x, y) = torch.optim.SGD(model.parameters(), lr=0.1), images()[:5]
+    part = convoy.distribute(model, convoy.make_plan("data", model, x[:1], 5, group, speeds=(1.0,)), group, x[:1])
+    F.cross_entropy(part(x, batch=5), y).backward()
+    with pytest.raises(
+        InputError, match=r"would train nothing: make the optimizer from the distributed model's parameters\(\)"
+    ):
+        optimizer.step()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()  # the original trained by itself
