@@ -259,7 +259,7 @@ def test_what_an_optimizer_learned_since_then_is_forgotten(tmp_path: Path) -> No
 @pytest.mark.parametrize("net", ["two-conv", "resnet", "tied"])
 def test_averaged_weights_are_a_file_that_plain_pytorch_loads(net: str, tmp_path: Path) -> None:
     """`best` was about the averages, and held the weights alone: who loaded it had not the model that was tested."""
-    model = nets.build(net)
+    model, data = nets.build(net), data_of(net)
 
     def work(group: Group) -> dict[str, Tensor]:
         here = Distributed(
@@ -267,7 +267,7 @@ def test_averaged_weights_are_a_file_that_plain_pytorch_loads(net: str, tmp_path
         )
         optimizer = torch.optim.SGD(here.parameters(), lr=0.1)
         average = WeightAverage(optimizer, 0.5)
-        loader = Loader(data_of(net), 6, here)
+        loader = Loader(data, 6, here)
         for x, y in itertools.islice(loader, 3):
             optimizer.zero_grad()
             loss_of(here(x), y).backward()

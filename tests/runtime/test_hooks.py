@@ -18,6 +18,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
 from tests.support.one_device import EXACT, part
+from tests.support.torch_seed import torch_seed
 
 BATCH, DEVICES = 10, 3
 EVEN, ONE_IDLE = Speeds((5.0, 3.0, 2.0)), Speeds((7.0, 0.0, 3.0))
@@ -47,8 +48,7 @@ Y = torch.randint(0, 5, (3, BATCH), generator=torch.Generator().manual_seed(2))
 
 @functools.cache
 def _net() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with torch_seed(0):
         return Net().double()
 
 

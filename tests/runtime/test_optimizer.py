@@ -17,6 +17,7 @@ from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
+from tests.support.torch_seed import torch_seed
 
 SPEEDS = Speeds((3.0, 1.0, 2.0))
 EXACT = 1e-10
@@ -26,8 +27,7 @@ Make = Callable[[Any], Optimizer]
 
 
 def build() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
+    with torch_seed(5):
         return nn.Sequential(
             nn.Conv2d(2, 5, 3, padding=1, bias=False),
             nn.BatchNorm2d(5),

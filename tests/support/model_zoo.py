@@ -22,6 +22,7 @@ from convoy.runtime.module import Distributed
 from tests.support.odd_nets import Thinking, UNet
 from tests.support.one_device import one_trace, part
 from tests.support.plain_nets import CLASSES
+from tests.support.torch_seed import torch_seed
 
 BATCH = 6
 SIZES = (6, 5, 6)
@@ -97,8 +98,7 @@ def build(name: str) -> nn.Module:
     the images into 1e-9 in the statistics of a few samples, on one device as well.
     """
     make_importable()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with torch_seed(0):
         model = ZOO[name].build().double()
     for module in model.modules():
         if "Dropout" in type(module).__name__ or type(module).__name__ == "StochasticDepth":
@@ -118,8 +118,7 @@ def traced(name: str, model: nn.Module) -> TracedModel:
 def batches(name: str, model: nn.Module) -> list[tuple[Tensor, Tensor]]:
     """Images, and a label of each; of each pixel, where the model answers for pixels."""
     side = ZOO[name].side
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(11)
+    with torch_seed(11):
         labelled = (side, side) if isinstance(model, UNet) else ()
         return [
             (torch.randn(n, 3, side, side, dtype=torch.float64), torch.randint(0, CLASSES, (n, *labelled)))

@@ -36,6 +36,7 @@ from tests.support.plain_nets import (
     Tokens,
     TwoConv,
 )
+from tests.support.torch_seed import torch_seed
 
 __all__ = [
     "CLASSES",
@@ -103,8 +104,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 
 def build(name: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A net with weights that depend on the seed alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with torch_seed(seed):
         return NETS[name]().to(dtype)
 
 

@@ -23,6 +23,7 @@ from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.runtime.module import Distributed
 from convoy.sharding.layout import box
 from tests.support import nets
+from tests.support.torch_seed import torch_seed
 
 Labelled = tuple[Tensor, Tensor]
 """Images, and the label of each."""
@@ -57,8 +58,7 @@ class Training:
     dtype: torch.dtype = torch.float64
 
     def batches(self, model: nn.Module) -> list[Labelled]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(11)
+        with torch_seed(11):
             shape = nets.shape_of(model)
             return [
                 (torch.randn(n, *shape, dtype=self.dtype), torch.randint(0, nets.CLASSES, (n,))) for n in self.sizes

@@ -8,14 +8,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from convoy.comm.group import AloneGroup
+from tests.support.torch_seed import torch_seed
 
 ALONE = AloneGroup(torch.device("cpu"))
 SPEEDS = (3.0, 0.1, 2.0)  # the second gets no samples of a batch of 5
 
 
 def _made() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
+    with torch_seed(1):
         layers = (nn.Conv2d(1, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 16, 8), nn.ReLU())
         return nn.Sequential(*layers, nn.Linear(8, 3)).double()
 
