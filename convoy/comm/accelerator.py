@@ -110,6 +110,14 @@ def hardware_name(device: torch.device) -> str:
     return platform.machine()
 
 
+def uuid_of(device: torch.device) -> str | None:
+    """By which an accelerator's driver knows it, such as "GPU-6c5c...": there it may have another number. None: not told."""
+    with suppress(AttributeError, RuntimeError, NotImplementedError):
+        found = str(torch.get_device_module(device).get_device_properties(device).uuid)
+        return found if found.startswith(("GPU-", "MIG-")) else f"GPU-{found}"
+    return None
+
+
 def memory_of(device: torch.device) -> tuple[int, int]:
     """Free bytes and all bytes of the memory that a device computes in.
 

@@ -83,6 +83,7 @@ class DeviceCosts:
         jitter_s: see `convoy.cost.network.Network`.
         other_load: how much longer its work took because of other programs, at most: 0.5 is half as long again.
         flop_per_s, memory_bytes_per_s: what it reached at the weighted layers of this net, and at all others; 0: not known.
+        measured_w: while its layers were timed; None where `measured_by` says why: what measured, or why nothing did.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -104,6 +105,8 @@ class DeviceCosts:
     other_load: Spread = 0.0
     flop_per_s: Annotated[float, Strict(), Field(ge=0, le=MOST)] = 0.0
     memory_bytes_per_s: Annotated[float, Strict(), Field(ge=0, le=MOST)] = 0.0
+    measured_w: Annotated[float, Strict(), Field(ge=0, le=MOST)] | None = None
+    measured_by: Text = ""
 
     @property
     def overheads(self) -> Overheads:
@@ -314,9 +317,9 @@ def read_fleet_file(path: Path) -> tuple[Fleet, Measurement | None]:
 
 
 def _row(value: DeviceCosts | HostRates | LinkSpread | LayerPoint) -> str:
-    # Few points are shared: the key stands only there.
+    # Few points are shared, few powers known: the key stands only there.
     named = [(field.name, getattr(value, field.name)) for field in fields(value)]
-    return ", ".join(f"{name} = {_literal(each)}" for name, each in named if each is not False)
+    return ", ".join(f"{name} = {_literal(each)}" for name, each in named if each is not False and each is not None)
 
 
 def _literal(value: str | int | float) -> str:

@@ -27,6 +27,7 @@ from convoy.model.tracing import TracedModel
 from convoy.plan.size import LocalSize, flop
 from convoy.profile.axes import allowances
 from convoy.profile.describe import Own, describe, fit, fleet_of, host_indices, spreads, with_wire
+from convoy.profile.energy import ABSENT, EnergyMeter, meter_of, once_each
 from convoy.profile.layers import Bench, Point
 from convoy.profile.links import Traffic, WireTimes, measure_links
 from convoy.profile.load import NOTICED, measure_share, read, slowed_by_others, use_since, wanted_cores
@@ -124,8 +125,9 @@ def measure_job(
     now = quota_now(group.torch_device, share, slowdown)
     bench.now, bench.stretch_s = now, stretch_s
     grids_s = max(0.0, budget_s - BESIDE_STRETCHES * stretch_s) * GRID_PART
-    begin = read()
-    steps = _measure_tables(group, bench, kept, grids_s, progress, wall)
+    begin, energy = read(), meter_of(group.torch_device)
+    steps, watts = _measure_tables(group, bench, kept, grids_s, progress, wall, energy)
+    powers = _powers(group, energy, watts)
     beside = slowed_by_others(group, "load beside layers", use_since(begin, wants))
     wire = measure_links(
         group,
@@ -149,7 +151,7 @@ def measure_job(
         convoy=__version__,
         torch=str(torch.__version__),
         date=date,
-        device=_device_costs(fleet, wire.traffic, costs, jitter_s, reached, map(max, before, beside)),
+        device=_device_costs(fleet, wire.traffic, costs, jitter_s, reached, map(max, before, beside), powers),
         layer=points,
         link=links,
         host=cards,
@@ -193,8 +195,10 @@ def stretch_of(budget_s: float, layers: int) -> float:
     return min(STRETCH_S, max(SHORTEST_S, GRID_PART * budget_s / stretches))
 
 
-def _measure_tables(group: Group, bench: Bench, kept: Partial, budget_s: float, progress: Progress, wall: Now) -> int:
-    """Time what is not kept yet, layer by layer, and keep it; how many layers there were.
+def _measure_tables(
+    group: Group, bench: Bench, kept: Partial, budget_s: float, progress: Progress, wall: Now, energy: EnergyMeter
+) -> tuple[int, float | None]:
+    """Time what is not kept yet, layer by layer, and keep it; how many layers there were, and this device's watts meanwhile.
 
     A layer that takes longer than its part leaves less to the others, and so does one that another device is slower at: the
     devices wait for each other.
@@ -203,15 +207,24 @@ def _measure_tables(group: Group, bench: Bench, kept: Partial, budget_s: float, 
     names = [name for name in bench.layers if first[name] == name]
     kept.tables = from_first(group, "kept tables", lambda: kept.tables)
     ahead = [name for name in names if name not in kept.tables]
-    left_s = budget_s
+    left_s, used_j, used_s = budget_s, 0.0, 0.0
     for index, name in enumerate(ahead):
         progress(f"layer {name}", len(names) - len(ahead) + index, len(names))
         start_s = wall()
         share_s = allowances(bench.traced.graph, ahead[index:], left_s)[name]
+        energy.joules()
         points = bench.measure(name, min(share_s, group.timeout_s / 4))
+        used_j, used_s = used_j + (energy.joules() or 0.0), used_s + wall() - start_s
         kept.add(name, gather(group, f"table of {name}", [_row(point) for point in points]))
         left_s = max(0.0, left_s - (wall() - start_s))
-    return len(names)
+    return len(names), used_j / used_s if used_s > 0 and energy.key else None
+
+
+def _powers(group: Group, energy: EnergyMeter, watts: float | None) -> list[tuple[float | None, str]]:
+    """Of every device: its watts while layers were timed, and what measured them."""
+    source = energy.source if watts is not None or not energy.key else f"{ABSENT}: these layers were timed before"
+    rows = gather(group, "energy of layers", [energy.key, source, watts])
+    return once_each(*zip(*rows, strict=True))
 
 
 def _with_plan_sizes(group: Group, bench: Bench, measured: Measurement, allowance_s: float, wall: Now) -> Measurement:
@@ -303,6 +316,7 @@ def _device_costs(
     jitter_s: Sequence[float],
     reached: Sequence[tuple[float, float]],
     slowed: Iterable[float],
+    powers: Iterable[tuple[float | None, str]],
 ) -> tuple[DeviceCosts, ...]:
     return tuple(
         DeviceCosts(
@@ -314,9 +328,11 @@ def _device_costs(
             other_load=load - 1 if load > NOTICED else 0.0,
             flop_per_s=rates[0],
             memory_bytes_per_s=rates[1],
+            measured_w=watts,
+            measured_by=by,
             **others,
         )
-        for device, each, others, jitter, rates, load in zip(
-            fleet.devices, traffic, costs, jitter_s, reached, slowed, strict=True
+        for device, each, others, jitter, rates, load, (watts, by) in zip(
+            fleet.devices, traffic, costs, jitter_s, reached, slowed, powers, strict=True
         )
     )

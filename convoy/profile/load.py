@@ -69,7 +69,7 @@ def use_since(begin: Reading, wants: float) -> Use:
     now = read()
     wall_s = max(1e-9, now.wall_s - begin.wall_s)
     busy, own = (now.busy_s - begin.busy_s) / wall_s, (now.own_s - begin.own_s) / wall_s
-    return Use(_machine(), float(os.cpu_count() or 1), wants, busy, own)
+    return Use(machine_name(), float(os.cpu_count() or 1), wants, busy, own)
 
 
 def slowed_by_others(group: Group, topic: str, use: Use) -> tuple[float, ...]:
@@ -131,7 +131,7 @@ def measure_share(
     return min(1.0, quota_cores() or 1.0, share * slowed[group.device]), slowed
 
 
-def _machine() -> str:
+def machine_name() -> str:
     with suppress(OSError):  # elsewhere than on Linux each machine has one network, and the name must do
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return platform.node()

@@ -4,7 +4,8 @@ from rich.console import Console
 from rich.table import Table
 
 from convoy.cost.table import Measurement, layer_times
-from convoy.report.numbers import seconds
+from convoy.profile.energy import ABSENT, counted_with
+from convoy.report.numbers import plain, seconds
 from convoy.report.screen import new_table
 
 SHOWN_LAYERS = 12
@@ -18,8 +19,35 @@ def show(measured: Measurement, console: Console) -> None:
         console.print(_links(measured))
     if measured.host:
         console.print(_cards(measured))
-    for remark in remarks(measured):
+    for remark in [*energy_lines(measured), *remarks(measured)]:
         console.print(remark, markup=False, soft_wrap=True)
+
+
+def energy_lines(measured: Measurement) -> list[str]:
+    """Joules per image while layers were timed, by the counters of each machine, beside those of the fleet's watts.
+
+    Counters that several devices share are of all that these did together.
+    """
+    seconds_each = [sum(cells[i][0] for cells in _layer_rows(measured).values()) for i in range(len(measured.device))]
+    lines: list[str] = []
+    for index, costs in enumerate(measured.device):
+        if costs.measured_w is None:
+            if costs.measured_by.startswith(ABSENT):
+                lines.append(f"Energy of {costs.device}: {costs.measured_by}.")
+            continue
+        own = [i for i, each in enumerate(measured.device) if i == index or each.measured_by == counted_with(index)]
+        names = ", ".join(measured.device[i].device for i in own)
+        line = f"Energy of {names}: {plain(costs.measured_w)} W measured by {costs.measured_by}"
+        devices = [measured.fleet.devices[i] for i in own]
+        if all(device.slowdown == 1 for device in devices):
+            rate = sum(measured.batch / max(seconds_each[i], 1e-12) for i in own)
+            busy_w = [device.busy_w for device in devices if device.busy_w is not None]
+            predicted = (
+                f"{plain(sum(busy_w) / rate)} predicted" if len(busy_w) == len(own) else "no prediction without busy_w"
+            )
+            line += f", {plain(costs.measured_w / rate)} J/image; {predicted}"
+        lines.append(f"{line}.")
+    return lines
 
 
 UNSTEADY = 0.5

@@ -10,6 +10,7 @@ from typing import Any
 
 from convoy.cost.interval import around
 from convoy.files import write_whole
+from convoy.profile.energy import ABSENT
 from convoy.report import intervals, plan_picture
 from convoy.report.chart import Axes, Chart, Curve, Drawing, Level, Tick, draw
 from convoy.report.document import render
@@ -18,6 +19,7 @@ from convoy.report.plan_picture import Band, Box, bands
 from convoy.runlog.metrics import (
     best_evaluation,
     limit_samples_per_s,
+    measured_joules_per_image,
     measured_samples_per_s,
     measured_step_s,
     rates,
@@ -37,6 +39,7 @@ SYSTEM = {
     "accelerator_bytes": ("Tensors in the accelerator's memory", "bytes"),
     "sent_bytes_per_s": ("Sent for the training, per second", "bytes"),
     "received_bytes_per_s": ("Received for the training, per second", "bytes"),
+    "power_w": ("Measured power, in watts", "plain"),
 }
 """Titles of the charts of what devices use, and how their values are written; by the names of the log."""
 
@@ -127,7 +130,20 @@ def _cards(record: Record) -> list[tuple[str, str, str]]:
          "samples/s, the devices' own speeds added up" if limit else "the devices' speeds were not measured"),
         ("Of the limit", percent(rate / limit if rate and limit else None), "what the devices reach together"),
         ("Training", seconds(train_s or None), f"{len(record.epochs)} epochs, {len(record.steps):,} steps"),
+        *_energy(record),
     ]  # fmt: skip
+
+
+def _energy(record: Record) -> list[tuple[str, str, str]]:
+    """Joules per image: measured, and predicted. Logs before there were meters have none."""
+    sources = [by for line in record.system for by in line.joules_by]
+    if not sources:
+        return []
+    joules, predicted = measured_joules_per_image(record), record.prediction and record.prediction.joules_per_image
+    absent = [by for by in sources if by.startswith(ABSENT)]
+    by = absent[0] if absent else "; ".join(sorted({by for by in sources if not by.startswith("counted")}))
+    beside = f"{plain(predicted, 4)} predicted" if predicted else "no prediction: the fleet gives no watts"
+    return [("Joules/image", plain(joules, 4), f"measured: {by}; {beside}")]
 
 
 def _within(predicted: PredictionLine) -> str:
@@ -217,7 +233,7 @@ def _system(record: Record) -> list[Drawing]:
     span = step_range(record)
     drawings = []
     for name, (title, shown) in SYSTEM.items():
-        rows = [(step, values[name]) for step, values in table]
+        rows = [(step, values[name]) for step, values in table if name in values]
         curves = [
             Curve(
                 f"device {device}",

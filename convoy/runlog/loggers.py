@@ -81,7 +81,7 @@ class Logger(Observer):
         self._last_s = None
 
     def on_system(self, line: SystemLine) -> None:
-        """What the devices used: six numbers each."""
+        """What the devices used: seven numbers each, where all are known."""
         numbers = {
             f"device {device}/{name.replace('_', ' ')}": value
             for name, values in line.per_device.items()

@@ -1,4 +1,4 @@
-"""What each device's process uses while it trains: processor, memory, network. The devices exchange that every few seconds."""
+"""What each device uses while it trains: processor, memory, network, energy. The devices exchange that every few seconds."""
 
 import math
 import os
@@ -11,6 +11,7 @@ import psutil  # type: ignore[import-untyped]
 from convoy.comm.accelerator import allocated_bytes
 from convoy.comm.agreement import gather
 from convoy.comm.group import Group
+from convoy.profile.energy import EnergyMeter, meter_of, once_each
 from convoy.runlog.schema import SystemLine
 from convoy.train.observer import EpochResult, Observer, StepResult
 
@@ -47,6 +48,7 @@ class Meters(Observer):
         tell: gets the lines, in which `s` counts from the start of this object.
         done: steps that the run has done before.
         read: reads the counters.
+        energy: None: the device's own.
     """
 
     def __init__(
@@ -55,15 +57,18 @@ class Meters(Observer):
         tell: Callable[[SystemLine], None],
         done: int = 0,
         read: Callable[[Group], Reading] = Reading.of,
+        energy: EnergyMeter | None = None,
     ) -> None:
         self.group, self.tell, self.read = group, tell, read
         self.process = psutil.Process()
         self.last = read(group)
         self.start_s = self.last.now_s
-        self.step, self.told, self.due = done, done, done + 1
+        self.step, self.told, self.due, self.samples = done, done, done + 1, 0
+        self.energy = meter_of(group.torch_device) if energy is None else energy
 
     def on_step(self, result: StepResult) -> None:
-        self.step = result.step + 1
+        self.step, self.samples = result.step + 1, self.samples + result.samples
+        self.energy.sample()
         if self.step >= self.due:
             self._tell()
 
@@ -81,11 +86,13 @@ class Meters(Observer):
             passed_s, (now.cores_s - before.cores_s) / passed_s,
             min(1.0, max(0.0, (now.host_busy_s - before.host_busy_s) / host_s)) if host_s > 0 else None,
             self.process.memory_info().rss, allocated_bytes(self.group.torch_device), sent,
+            self.energy.joules(), self.energy.key, self.energy.source,
         ]  # fmt: skip
         rows = gather(self.group, f"meters at step {self.step}", own)
         step_s = rows[0][0] / (self.step - self.told)
         self.last, self.told, self.due = now, self.step, self.step + max(1, math.ceil(EVERY_S / step_s))
-        devices = range(len(rows))
+        devices, samples, self.samples = range(len(rows)), self.samples, 0
+        used = once_each([row[7] for row in rows], [row[8] for row in rows], [row[6] for row in rows])
         self.tell(
             SystemLine(
                 step=self.step, s=round(now.now_s - self.start_s, 6),
@@ -95,5 +102,9 @@ class Meters(Observer):
                 accelerator_bytes=tuple(row[4] for row in rows),
                 sent_bytes_per_s=tuple(sum(row[5]) / row[0] for row in rows),
                 received_bytes_per_s=tuple(sum(row[5][device] / row[0] for row in rows) for device in devices),
+                power_w=tuple(j if j is None else j / row[0] for (j, _), row in zip(used, rows, strict=True)),
+                joules=tuple(j for j, _ in used),
+                joules_by=tuple(by for _, by in used),
+                samples=samples,
             )
         )  # fmt: skip

@@ -4,6 +4,7 @@ import bisect
 import statistics
 from collections.abc import Sequence
 
+from convoy.profile.energy import ABSENT
 from convoy.runlog.reader import Record
 from convoy.runlog.schema import EvaluationLine
 
@@ -36,6 +37,14 @@ def limit_samples_per_s(record: Record) -> float | None:
         return None
     speeds = [row.samples_per_s for row in record.fleet.devices]
     return sum(speed for speed in speeds if speed is not None) if None not in speeds else None
+
+
+def measured_joules_per_image(record: Record) -> float | None:
+    """Of all devices together, tests included; None where one of them is not measured, or the log does not tell."""
+    lines = [line for line in record.system if line.joules_by and line.samples]
+    if not lines or any(by.startswith(ABSENT) for line in lines for by in line.joules_by):
+        return None
+    return sum(j for line in lines for j in line.joules if j is not None) / sum(line.samples for line in lines)
 
 
 def best_evaluation(record: Record) -> EvaluationLine | None:

@@ -76,6 +76,7 @@ def prediction_line(
         ),
         spread=min(prediction.spread, 1e12),
         shares_only=shares_only,
+        joules_per_image=prediction.energy.image_j if prediction.energy is not None else None,
     )
 
 

@@ -134,6 +134,7 @@ class PredictionLine(_Model):
     Attributes:
         spread: nine of ten measured steps lie between step_s / spread and step_s * spread; 1 in logs that do not say.
         shares_only: of other shares that rebalancing chose; else of a plan that the planner chose.
+        joules_per_image: None where the fleet gives no watts.
     """
 
     what: Literal["prediction"] = "prediction"
@@ -146,6 +147,7 @@ class PredictionLine(_Model):
     events: tuple[Event, ...]
     spread: Annotated[float, Field(ge=1, le=1e12)] = 1.0
     shares_only: bool = False
+    joules_per_image: Number = None
 
 
 class StepLine(_Model):
@@ -202,6 +204,9 @@ class SystemLine(_Model):
         host_processor: how busy the whole host was, from 0 to 1.
         memory_bytes: of the process, now; `accelerator_bytes`: of its tensors on an accelerator.
         sent_bytes_per_s, received_bytes_per_s: messages of the training.
+        power_w: measured, on average; `joules`: the same as energy. None where `joules_by` says why: what measures, or why
+            nothing does. Empty in old logs. Of tests, too, where there were any.
+        samples: of the steps since the line before.
     """
 
     what: Literal["system"] = "system"
@@ -213,11 +218,16 @@ class SystemLine(_Model):
     accelerator_bytes: tuple[Count | None, ...]
     sent_bytes_per_s: tuple[Rate, ...]
     received_bytes_per_s: tuple[Rate, ...]
+    power_w: tuple[Number, ...] = ()
+    joules: tuple[Number, ...] = ()
+    joules_by: tuple[str, ...] = ()
+    samples: Count = 0
 
     @property
     def per_device(self) -> dict[str, tuple[float | None, ...]]:
         """What is known of the devices, by its name."""
-        return self.model_dump(exclude={"what", "step", "s"})
+        found = self.model_dump(exclude={"what", "step", "s", "joules", "joules_by", "samples"})
+        return {name: values for name, values in found.items() if values}
 
 
 class ReshareLine(_Model):

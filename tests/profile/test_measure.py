@@ -1,6 +1,8 @@
 """Measuring jobs: the fleet that they are, on one device, on threads and across processes."""
 
 import json
+import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +25,12 @@ from convoy.model.tracing import TracedModel, trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.profile.describe import Own, fit, fleet_of, host_indices
+from convoy.profile.energy import ABSENT, Counter, EnergyMeter
 from convoy.profile.job import measure_job
 from convoy.profile.layers import Bench
 from convoy.profile.partial import Partial
 from convoy.profile.speeds import measure_speeds
-from convoy.report.measured import show
+from convoy.report.measured import energy_lines, show
 from convoy.runtime.clock import Clock
 from convoy.simulator.simulate import simulate
 from tests.support import nets
@@ -100,6 +103,53 @@ def test_a_replay_of_every_plan_runs_on_what_was_measured() -> None:
     shown = console.export_text()
     assert "conv2" in shown
     assert measured.fleet.devices[0].name in shown
+
+
+def test_watts_while_layers_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine of 10 W: a little less, since the wait for the meter counts as well."""
+    meter = EnergyMeter("RAPL", "m", [Counter(lambda: int(time.monotonic() * 1e7), 1e-6)])
+    monkeypatch.setattr("convoy.profile.job.meter_of", lambda _: meter)
+    measured = measure_alone(None)
+    (costs,) = measured.device
+    assert costs.measured_w is not None
+    assert 0 < costs.measured_w <= 10.0
+    assert costs.measured_by == "RAPL"
+    assert Measurement.from_toml(measured.to_toml()) == measured
+
+
+def test_measured_joules_of_an_image_stand_beside_the_predicted_ones() -> None:
+    """Two devices share a counter, at 10 W and some samples/s together. 10 W each would be twice that."""
+    one = measure_alone(None)
+    (device,), (costs,) = one.fleet.devices, one.device
+    pair = replace(device, name="b"), device
+    shared = replace(costs, measured_w=None, measured_by="counted with device 0")
+    two = replace(
+        one, fleet=replace(one.fleet, devices=pair), layer=(*one.layer, *(replace(p, device="b") for p in one.layer)),
+        device=(replace(costs, device="b", measured_w=10.0, measured_by="RAPL"), shared),
+    )  # fmt: skip
+    rate = sum(float(cell.replace(",", "")) for cell in _cells_of(two, "samples/s"))
+    (line,) = energy_lines(two)
+    told = re.fullmatch(
+        f"Energy of b, {device.name}: 10 W measured by RAPL, (.*) J/image; no prediction without busy_w[.]", line
+    )
+    assert told is not None, line
+    assert float(told[1]) == pytest.approx(10.0 / rate, rel=2e-3)
+    powered = replace(two, fleet=replace(two.fleet, devices=tuple(replace(d, idle_w=1.0, busy_w=10.0) for d in pair)))
+    predicted = re.search("; ([0-9.e-]+) predicted", energy_lines(powered)[0])
+    assert predicted is not None
+    assert float(predicted[1]) == pytest.approx(20.0 / rate, rel=2e-3)
+    slowed = replace(two, fleet=replace(two.fleet, devices=(replace(pair[0], slowdown=2.0), pair[1])))
+    assert energy_lines(slowed) == [f"Energy of b, {device.name}: 10 W measured by RAPL."]
+    none = replace(two, device=tuple(replace(d, measured_w=None, measured_by=f"{ABSENT}: so") for d in two.device))
+    assert energy_lines(none) == [f"Energy of {d.name}: not available here: so." for d in pair]
+
+
+def _cells_of(measured: Measurement, row: str) -> list[str]:
+    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        show(measured, console)
+    line = next(line for line in console.export_text().splitlines() if row in line)
+    return re.findall("[0-9.,e+]+", line.partition(row)[2])
 
 
 class Types(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import html
 import html.parser
 import json
 import re
@@ -74,6 +75,31 @@ def page(tmp_path: Path, rows: list[dict[str, Any]], cut_off: str = "") -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------- reading
+
+
+METERED: dict[str, Any] = {
+    "what": "system", "cores": [1.0] * 3, "host_processor": [0.5] * 3, "memory_bytes": [1] * 3,
+    "accelerator_bytes": [None] * 3, "sent_bytes_per_s": [0.0] * 3, "received_bytes_per_s": [0.0] * 3,
+}  # fmt: skip
+
+
+def test_measured_joules_of_an_image_stand_beside_the_predicted_ones(tmp_path: Path) -> None:
+    def card(second: str, joules: list[float | None], **predicted: float) -> str:
+        told = {"power_w": [10.0, None, 5.0], "joules": joules, "joules_by": ["RAPL", "counted with device 0", second]}
+        rows = [RUN, FLEET, PLAN, PREDICTION | predicted, *epoch(0)]
+        rows += [METERED | told | {"step": step, "s": 1.0 * step, "samples": 640} for step in (10, 20)]
+        text = page(tmp_path, rows)
+        assert "Measured power" in text
+        return html.unescape(re.sub(r"<[^>]+>|\s+", " ", text.partition("Joules/image")[2])[:300])
+
+    assert re.search(
+        r"0\.02344 .*measured: NVML; RAPL; 0\.021 predicted", card("NVML", [10.0, None, 5.0], joules_per_image=0.021)
+    )
+    shown = card("not available here: no counter", [10.0, None, None])
+    assert re.search(r"– .*measured: not available here: no counter; no prediction: the fleet gives no watts", shown), (
+        shown
+    )
+    assert "Joules/image" not in page(tmp_path, [RUN, FLEET, PLAN, *epoch(0), METERED | {"step": 9, "s": 1.0}])
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
