@@ -11,7 +11,7 @@ from benchmarks.results import FleetResult, Row
 from benchmarks.scaling import Scaled, scaled
 from benchmarks.score import efficiency
 
-MARKS = dict(zip(PLAN_NAMES, "osD^vP", strict=True))
+MARKS = dict(zip(PLAN_NAMES, "osXD^vP", strict=True))
 COLORS = {plan: f"C{number}" for number, plan in enumerate(PLAN_NAMES)}
 
 

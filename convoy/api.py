@@ -167,8 +167,8 @@ def make_plan(
     """A plan by name for this model on these devices. Every device must call it.
 
     Args:
-        name: "data", "data-by-speed", "master", "model", "hybrid"; or "auto": the devices are measured, and the planner
-            chooses per layer.
+        name: "data", "data-by-speed", "sharded", "master", "model", "hybrid"; or "auto": the devices are measured, and the
+            planner chooses per layer.
         model: an ordinary module.
         example: one batch of each input; only shape and dtype matter.
         batch: global batch, in samples.

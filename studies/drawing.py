@@ -6,6 +6,7 @@ from typing import Any
 PLAN_LOOKS: Mapping[str, Mapping[str, str]] = {
     "data": {"color": "#0072B2", "marker": "o"},
     "data-by-speed": {"color": "#56B4E9", "marker": "v"},
+    "sharded": {"color": "#F0E442", "marker": "X"},
     "model": {"color": "#D55E00", "marker": "s"},
     "hybrid": {"color": "#009E73", "marker": "^"},
     "master": {"color": "#CC79A7", "marker": "D"},

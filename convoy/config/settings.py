@@ -104,10 +104,10 @@ class Settings(BaseModel):
     plan: str = _fleet(
         "data-by-speed",
         "Who computes what. [b]data[/]: the batch in even shares, as PyTorch DDP does. [b]data-by-speed[/]: the batch by "
-        "measured speed. [b]master[/]: filters of the convolutions by measured speed, the rest on the fastest device "
-        "(Marques 2018). [b]model[/]: every weighted layer by filter, evenly (Castello 2021). [b]hybrid[/]: convolutions by "
-        "batch, fully connected layers by filter (Jin 2018). [b]auto[/]: measures, and lets the planner choose. Or a plan "
-        "file.",
+        "measured speed. [b]sharded[/]: so, too, with weights and optimizer state kept in shares by speed. [b]master[/]: "
+        "filters of the convolutions by measured speed, the rest on the fastest device (Marques 2018). [b]model[/]: every "
+        "weighted layer by filter, evenly (Castello 2021). [b]hybrid[/]: convolutions by batch, fully connected layers by "
+        "filter (Jin 2018). [b]auto[/]: measures, and lets the planner choose. Or a plan file.",
     )
     devices: Annotated[str, BeforeValidator(devices_text)] = _fleet(
         "auto",

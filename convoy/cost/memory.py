@@ -14,11 +14,11 @@ from convoy.errors import unknown_name
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.plan.compile import compile_all
-from convoy.plan.device_program import DeviceProgram, Make, Pack, Receive, Send, View
+from convoy.plan.device_program import DeviceProgram, Make, Pack, PackWeights, Receive, Send, View
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute as ComputeStep
-from convoy.plan.steps import Exchange, Move, ReturnGradient, ShareStatistics, StepList
+from convoy.plan.steps import Exchange, GatherWeights, Move, ReturnGradient, ShareStatistics, StepList
 from convoy.sharding.comm_dtype import narrow_itemsize
 from convoy.sharding.layout import dual, held_entries, holds
 
@@ -59,8 +59,8 @@ class DeviceMemory:
     """Bytes on one device.
 
     Attributes:
-        weights_bytes: parameters and buffers.
-        gradients_bytes: of the trainable parameters.
+        weights_bytes: parameters and buffers; of those that are kept in shares, the share and the whole copy.
+        gradients_bytes: of the trainable parameters, likewise.
         optimizer_bytes: its state.
         activations_bytes: kept from forward to backward.
         exchange_bytes: landing buffers of the largest move, or the flat copy and landing buffers of the largest sum.
@@ -161,10 +161,11 @@ def memory_of_steps(
     result = []
     for device, program in enumerate(compile_all(steps, graph)):
         kept, trained = parameter_entries(steps, graph, device)
+        whole = gathered_entries(steps, device)
         result.append(
             DeviceMemory(
-                weights_bytes=kept * itemsize,
-                gradients_bytes=trained * itemsize,
+                weights_bytes=(kept + whole) * itemsize,
+                gradients_bytes=(trained + whole) * itemsize,
                 optimizer_bytes=trained * state * itemsize,
                 activations_bytes=_activations(program, steps, graph) * itemsize,
                 exchange_bytes=max(exchange_bytes(program, steps, itemsize).values(), default=0),
@@ -187,7 +188,7 @@ def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum"
     for device in range(steps.devices):
         kept, _ = parameter_entries(steps, graph, device)
         held = sum(held_entries(v.layout, device, v.shape) for v in values.values())
-        result.append((numbers * kept + held + most) * itemsize)
+        result.append((numbers * kept + 3 * gathered_entries(steps, device) + held + most) * itemsize)
     return tuple(result)
 
 
@@ -209,6 +210,12 @@ def parameter_entries(steps: StepList, graph: Graph, device: int) -> tuple[int, 
                 if parameter.trainable:
                     trained[parameter.key] = kept[parameter.key]
     return sum(kept.values()), sum(trained.values())
+
+
+def gathered_entries(steps: StepList, device: int) -> int:
+    """Entries of whole parameters gathered from shares for a device; each has a whole gradient, too, until it is summed."""
+    gathers = [s for s in steps.phase("forward") if isinstance(s, GatherWeights) and device in s.devices]
+    return sum(sum(step.shape) for step in gathers)
 
 
 def update_s_per_entry(optimizer: str, bytes_per_s: float, itemsize: int = 4) -> float:
@@ -276,11 +283,11 @@ def exchange_bytes(program: DeviceProgram, steps: StepList, itemsize: int = 4) -
                 turns.setdefault(op.step, set()).add(buffer.rpartition(".")[0])
             case Make(buffer=buffer, shape=shape) if buffer.endswith(".flat"):
                 flat[op.step] += math.prod(shape) * itemsize
-            case Pack(alone=False, size=size):
+            case Pack(alone=False, size=size) | PackWeights(made=size):
                 flat[op.step] += size * itemsize
             case Receive(part=part, size=size) | Send(part=part, size=size):
                 wide = part.buffer not in narrow_parts
-                is_flat = part.buffer.startswith("sum ") or part.buffer.endswith(".flat")
+                is_flat = part.buffer.startswith(("sum ", "weights ")) or part.buffer.endswith(".flat")
                 taken = rounds.setdefault(op.step, {})
                 if isinstance(op, Receive) and not is_flat:
                     taken[op.number] = taken.get(op.number, 0) + size * narrow_parts.get(part.buffer, itemsize)

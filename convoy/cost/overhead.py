@@ -3,7 +3,18 @@
 import math
 from dataclasses import dataclass
 
-from convoy.plan.device_program import Add, Copy, Make, Merge, Operation, Pack, Unpack, View
+from convoy.plan.device_program import (
+    Add,
+    Copy,
+    Make,
+    Merge,
+    Operation,
+    Pack,
+    PackWeights,
+    Unpack,
+    UnpackWeights,
+    View,
+)
 
 FRESH_BYTES = 32 << 20
 """What is larger, glibc's malloc takes from the system each time and gives back at once (its largest mmap threshold)."""
@@ -88,4 +99,8 @@ def handling_of(operation: Operation) -> Handling | None:
             return Handling(added=size * (len(parts) - 1), made=(size,) * (len(parts) - 1))
         case Pack(size=size):
             return copy_of(size)
+        case PackWeights(size=size, made=made):
+            return Handling(copied=size, made=(made,))
+        case UnpackWeights(size=size, alone=alone):
+            return NOTHING if alone else Handling(copied=size)
     return None

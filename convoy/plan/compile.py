@@ -19,16 +19,29 @@ from convoy.plan.device_program import (
     Merge,
     Operation,
     Pack,
+    PackWeights,
     Part,
     Signal,
     Unpack,
+    UnpackWeights,
     Wait,
 )
-from convoy.plan.exchange_program import Landing, MoveOf, landing, operations_of, sum_operations
+from convoy.plan.exchange_program import Landing, MoveOf, gather_operations, landing, operations_of, sum_operations
 from convoy.plan.fusion import Stretch, stretches
 from convoy.plan.size import local_size
 from convoy.plan.steps import Compute as ComputeStep
-from convoy.plan.steps import Move, Phase, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
+from convoy.plan.steps import (
+    GatherWeights,
+    Move,
+    Phase,
+    ReturnGradient,
+    ShareStatistics,
+    Step,
+    StepList,
+    SumGradients,
+    Value,
+    joined,
+)
 from convoy.sharding.layout import Layout, Replicated, dual, entries, held_entries, holds, local_shape
 from convoy.sharding.redistribute import chunks
 
@@ -98,7 +111,8 @@ def without_gradients(steps: StepList, graph: Graph, missing: frozenset[int]) ->
                 alive = bool(rows)
                 if alive and len(rows) < len(step.keys):
                     keys, sizes = (tuple(each) for each in zip(*rows, strict=True))
-                    step = replace(step, keys=keys, sizes=sizes, flags=len(keys) if step.flags else 0)
+                    into = tuple(s for k, s in zip(step.keys, step.into, strict=False) if k in parameters)
+                    step = replace(step, keys=keys, sizes=sizes, flags=len(keys) if step.flags else 0, into=into)
             case _:
                 alive = True
         if alive:
@@ -117,10 +131,8 @@ def takes_part(step: Step, device: int) -> bool:
         case Move() | ReturnGradient():
             either = any(holds(value.layout, device) for value in (step.reads, step.writes))
             return either or any(step.schedule.involving(device))
-        case ShareStatistics():
+        case ShareStatistics() | SumGradients() | GatherWeights():
             return device in step.members
-        case SumGradients():
-            return device in step.devices
 
 
 class _Compiler:
@@ -191,7 +203,7 @@ class _Compiler:
                 self._merge(value.key, self.end)
         if self.begun:
             self.main.append(Wait(self.end, tuple(("summed", step.id, 0) for step in self.begun)))
-            self.main += [_unpack(step) for step in self.begun]
+            self.main += [_unpack(step, self.device) for step in self.begun]
             self.begun = []
         return tuple(self.main)
 
@@ -213,6 +225,8 @@ class _Compiler:
                 self._statistics(step)
             case SumGradients():
                 self._sum(step)
+            case GatherWeights():
+                self._gather(step)
 
     # --- computing ---------------------------------------------------------------------------------------------------
 
@@ -283,7 +297,7 @@ class _Compiler:
         for step in steps:
             if step.id in row:
                 operations.append(self._computation(row[step.id]))
-            elif isinstance(step, SumGradients) and self.device in step.devices:
+            elif isinstance(step, SumGradients) and self.device in step.members:
                 if self.overlap and step.reduce != MIXING:
                     operations += self._begin_sum(step)
                 else:
@@ -387,8 +401,25 @@ class _Compiler:
             if step in self.under_way:
                 self.main += landing(self.under_way.pop(step), at)
 
+    def _gather(self, step: GatherWeights) -> None:
+        """The shares set out; what waits for them finds whole parameters."""
+        if self.device not in step.members:
+            return
+        self._await(step.after, step.id)
+        flat, size, uses = f"weights {step.id}", joined(step.shares)[self.device], self.device in step.devices
+        alone = step.alone and uses
+        self.main.append(PackWeights(step.id, flat, step.keys, step.shares, size, alone, own_only=not uses))
+        found = gather_operations(step.id, step.schedule, self.device, flat, own_only=not uses)
+        self.main += found.begin
+        self.under_way[step.id] = deque(found.landings)
+        if uses:
+            whole = UnpackWeights(step.id, flat, step.keys, step.shares, alone)
+            self.under_way[step.id].append((None, [whole]))
+        if not self.overlap:
+            self._await([step.id], step.id)
+
     def _sum(self, step: SumGradients) -> None:
-        if self.device not in step.devices:
+        if self.device not in step.members:
             return
         if self.overlap and step.reduce != MIXING:
             self.main += self._begin_sum(step)
@@ -396,7 +427,7 @@ class _Compiler:
         if step.reduce != MIXING:
             self.main.append(_pack(step))
             self.main += sum_operations(step.id, step.schedule, self.device, _flat(step), step.wire, lane=0)
-            self.main.append(_unpack(step))
+            self.main.append(_unpack(step, self.device))
             return
         schedule = step.stage(self.stage)
         partner = next((t.receiver for t in schedule.rounds[0] if t.sender == self.device), None)
@@ -406,7 +437,7 @@ class _Compiler:
         self.main.append(replace(_pack(step), alone=False, mixed_over=len(both)))
         self.main += sum_operations(step.id, schedule, self.device, _flat(step), "exact", lane=0)
         scale = sum(step.samples) / samples if samples else 0.0
-        self.main.append(replace(_unpack(step), mixed_over=len(both), scale=scale))
+        self.main.append(replace(_unpack(step, self.device), mixed_over=len(both), scale=scale))
 
     def _begin_sum(self, step: SumGradients) -> list[Pack | Signal]:
         """The main lane joins the gradients and says that they are there; the second lane waits for that, and sums."""
@@ -428,9 +459,13 @@ def _flat(step: SumGradients) -> str:
 
 
 def _pack(step: SumGradients) -> Pack:
-    return Pack(step.id, _flat(step), step.keys, step.sizes, step.flags, step.alone)
+    return Pack(step.id, _flat(step), step.keys, step.sizes, step.flags, step.alone, into=step.into)
 
 
-def _unpack(step: SumGradients) -> Unpack:
+def _unpack(step: SumGradients, device: int) -> Unpack:
+    if step.into:
+        kept = joined(step.into)
+        own = tuple(shares[device] for shares in step.into)
+        return Unpack(step.id, _flat(step), step.keys, own, copied=True, start=sum(kept[:device]))
     apart = len(step.keys) > 1 and len(step.devices) > 1
     return Unpack(step.id, _flat(step), step.keys, step.sizes, step.flags, copied=apart)

@@ -20,6 +20,7 @@ from convoy.plan.size import LocalSize
 from convoy.plan.steps import Phase
 from convoy.sharding.comm_dtype import narrow_itemsize
 from convoy.sharding.layout import Box, Shape
+from convoy.sharding.shares import Shares
 
 Event = tuple[str, int, int]
 """What an operation can wait for: ("round", step, number), the messages of a round; ("ready", step, 0) and ("summed", step, 0),
@@ -177,6 +178,8 @@ class Pack:
         flags: trailing entries that say which parameters were used on this device at all; 0: none.
         alone: the one gradient itself is the buffer, nothing is copied.
         mixed_over: INEXACT mixing: the weights go with the gradients, divided by so many devices; 0: an exact sum.
+        into: of parameters that are kept in shares, for each the entries of every device: the buffer holds those of device 0
+            of all of them, then those of device 1, and so on.
     """
 
     step: int
@@ -186,6 +189,7 @@ class Pack:
     flags: int = 0
     alone: bool = False
     mixed_over: int = 0
+    into: tuple[Shares, ...] = ()
 
     @property
     def size(self) -> int:
@@ -197,6 +201,8 @@ class Unpack:
     """The gradients of parameters are those of a flat buffer from now on; fields as in `Pack`.
 
     Attributes:
+        start: where in the buffer they are.
+        sizes: of the parameters, or of this device's shares of them.
         scale: mixing: what the gradients of two devices count in a whole batch.
         copied: each gets memory of its own at the end of the step.
     """
@@ -209,6 +215,48 @@ class Unpack:
     mixed_over: int = 0
     scale: float = 1.0
     copied: bool = False
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PackWeights:
+    """This device's shares of parameters are copied to their place in a flat buffer, in which the others' arrive.
+
+    Attributes:
+        shares: of each parameter, the entries that every device keeps.
+        size: entries of this device's shares.
+        alone: of one parameter: the buffer is the whole parameter itself.
+        own_only: this device computes nothing with them: the buffer has its shares alone.
+    """
+
+    step: int
+    buffer: str
+    keys: tuple[str, ...]
+    shares: tuple[Shares, ...]
+    size: int
+    alone: bool = False
+    own_only: bool = False
+
+    @property
+    def made(self) -> int:
+        """Entries of new memory."""
+        return 0 if self.alone else self.size if self.own_only else sum(map(sum, self.shares))
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackWeights:
+    """Whole parameters are there; where several arrived together, each is copied to memory of its own. Fields as in
+    `PackWeights`."""
+
+    step: int
+    buffer: str
+    keys: tuple[str, ...]
+    shares: tuple[Shares, ...]
+    alone: bool = False
+
+    @property
+    def size(self) -> int:
+        return sum(map(sum, self.shares))
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +282,8 @@ class Fused:
 
 
 Operation = (
-    Compute | Fused | Make | View | Copy | Add | Merge | Send | Receive | Wait | Signal | Pack | Unpack
+    Compute | Fused | Make | View | Copy | Add | Merge | Send | Receive | Wait | Signal | Pack | Unpack | PackWeights
+    | UnpackWeights
 )  # fmt: skip
 
 
@@ -294,7 +343,7 @@ def reads_of(operation: Operation) -> tuple[str, ...]:
             return (source.buffer, target.buffer)
         case View(of=part) | Send(part=part):
             return (part.buffer,)
-        case Unpack(buffer=buffer):
+        case Unpack(buffer=buffer) | UnpackWeights(buffer=buffer):
             return (buffer,)
     return ()
 
@@ -305,6 +354,8 @@ def writes_of(operation: Operation) -> tuple[str, ...]:
         case Compute(writes=writes) | Fused(writes=writes):
             return tuple(name for name in writes if name)
         case Make(buffer=buffer) | View(buffer=buffer) | Merge(buffer=buffer) | Pack(buffer=buffer):
+            return (buffer,)
+        case PackWeights(buffer=buffer):
             return (buffer,)
         case Copy(target=target) | Add(target=target):
             return (target.buffer,)

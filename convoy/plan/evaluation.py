@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from convoy.errors import PlanError
 from convoy.model.graph import Graph, Layer
-from convoy.plan.lower import parameter_layouts, placements
+from convoy.plan.lower import placements, used_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Filter, One, Placement, Strategy
 from convoy.sharding.layout import Layout, OnOne, Replicated, Split, holders
@@ -23,7 +23,8 @@ def pin(plan: Plan, training: Graph, evaluation: Graph) -> Plan:
         PlanError: the plan does not fit the graph of training.
     """
     known = {name: s for name, s in plan.layers.items() if name in evaluation.layers}
-    pinned = replace(plan, model=evaluation.fingerprint, layers=known)
+    # What training keeps in shares is gathered wherever evaluation uses it whole: see `lower`'s `kept`.
+    pinned = replace(plan, model=evaluation.fingerprint, layers=known, in_shares={})
     homes = _homes(training, placements(plan, training))
     while strays := _strays(pinned, training, evaluation, plan):
         moves = {layer.name: _strategy_at(layer, homes[layer.name], plan) for layer in strays if layer.name in homes}
@@ -41,7 +42,7 @@ def borrowed(pinned: Plan, plan: Plan, training: Graph, evaluation: Graph) -> di
     Raises:
         PlanError: two such layers want the same parameter in different parts.
     """
-    kept, placed = parameter_layouts(plan, training), placements(pinned, evaluation)
+    kept, placed = used_layouts(training, placements(plan, training)), placements(pinned, evaluation)
     result: dict[str, Layout] = {}
     for layer in _strays(pinned, training, evaluation, plan):
         for name, wanted in placed[layer.name].parameters.items():
@@ -62,7 +63,7 @@ def _homes(graph: Graph, placed: Mapping[str, Placement]) -> dict[str, Layout]:
 
 
 def _strays(pinned: Plan, training: Graph, evaluation: Graph, plan: Plan) -> list[Layer]:
-    kept, placed = parameter_layouts(plan, training), placements(pinned, evaluation)
+    kept, placed = used_layouts(training, placements(plan, training)), placements(pinned, evaluation)
     return [
         layer
         for layer in evaluation.layers.values()

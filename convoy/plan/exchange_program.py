@@ -8,7 +8,7 @@ are added in the order of the devices that sent them, so that every run gives th
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from convoy.plan.device_program import Add, Copy, Event, Make, Operation, Part, Receive, Send, View, Wait
@@ -205,6 +205,20 @@ def sum_operations(
             step, number, transfers, device, flat, wire, f"slot {lane}.{number % schedule.window}", under_way
         )
     yield from landing(under_way, step)
+
+
+def gather_operations(step: int, schedule: Schedule, device: int, flat: str, *, own_only: bool) -> ExchangeOperations:
+    """The one round of a gathering of shares, in place on a flat buffer: nothing is copied or made.
+
+    Args:
+        own_only: the buffer has this device's shares alone, which it sends.
+    """
+    (transfers,) = schedule.involving(device)
+    landings: deque[Landing] = deque()
+    begin = list(_begun(step, 0, transfers, device, flat, "exact", "", landings))
+    if own_only:
+        begin = [replace(op, part=Part(flat)) for op in begin if isinstance(op, Send)]
+    return ExchangeOperations(begin, landings)
 
 
 def _begun(

@@ -6,7 +6,17 @@ from dataclasses import dataclass
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, traffic
+from convoy.plan.steps import (
+    Compute,
+    GatherWeights,
+    Move,
+    ReturnGradient,
+    ShareStatistics,
+    Step,
+    StepList,
+    SumGradients,
+    traffic,
+)
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, box, entries, holds
 
 
@@ -111,7 +121,10 @@ def _words(step: Step) -> str:
             return f"share    {step.layer}: {step.entries} numbers of each of {len(step.members)} devices"
         case SumGradients():
             what = "MIX, INEXACT" if step.reduce == "inexact-butterfly-mixing" else f"sum, {step.reduce}"
+            what = "sum, into shares" if step.into else what
             return f"{what}: gradients of {len(step.keys)} parameters, {step.shape[0]:,} numbers over {step.devices}"
+        case GatherWeights():
+            return f"gather   shares of {len(step.keys)} parameters, {step.shape[0]:,} numbers, for {step.devices}"
 
 
 def _on_the_wire(step: Step, itemsize: int) -> str:
@@ -193,4 +206,7 @@ def _charged_to(
         case SumGradients():
             entries_ = sum(step.sizes)
             return [(owner[k], round(total * n / entries_)) for k, n in zip(step.keys, step.sizes, strict=True)]
+        case GatherWeights():
+            sizes = [sum(shares) for shares in step.shares]
+            return [(owner[k], round(total * n / sum(sizes))) for k, n in zip(step.keys, sizes, strict=True)]
     return []

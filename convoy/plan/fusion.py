@@ -11,7 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from convoy.model.graph import Graph, Layer
-from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, Step, StepList, SumGradients, Value
+from convoy.plan.steps import (
+    Compute,
+    GatherWeights,
+    Move,
+    ReturnGradient,
+    ShareStatistics,
+    Step,
+    StepList,
+    SumGradients,
+    Value,
+)
 from convoy.sharding.layout import holds
 
 SHORTEST = 2
@@ -65,7 +75,7 @@ class _Backward:
         self.steps = backward
         self.places: dict[str, list[int]] = {}
         self.waits: list[bool] = []
-        moves = {step.id for step in backward if isinstance(step, Move)}
+        moves = {step.id for step in backward if isinstance(step, Move | GatherWeights)}
         landed: set[int] = set()
         for place, step in enumerate(backward):
             if isinstance(step, Compute):
@@ -80,7 +90,7 @@ def _rows(
 ) -> Iterator[tuple[Compute, ...]]:
     row: list[Compute] = []
     first: int | None = None  # the row's first place in backward
-    moves = {step.id for step in forward if isinstance(step, Move)}
+    moves = {step.id for step in forward if isinstance(step, Move | GatherWeights)}
     landed: set[int] = set()
     for step in forward:
         fresh = moves.intersection(step.after) - landed

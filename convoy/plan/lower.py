@@ -10,6 +10,7 @@ from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan.plan import Plan
 from convoy.plan.steps import (
     Compute,
+    GatherWeights,
     InputGradient,
     Move,
     Part,
@@ -20,11 +21,11 @@ from convoy.plan.steps import (
     SumGradients,
     Value,
 )
-from convoy.plan.strategy import Batch, One, Placement, Strategy, follow, parameter_holders, place
+from convoy.plan.strategy import Batch, InShares, One, Placement, Strategy, follow, parameter_holders, place
 from convoy.sharding import redistribute
 from convoy.sharding.comm_dtype import comm_dtype_of
-from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, holders
-from convoy.sharding.shares import rescale
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, held_entries, holders
+from convoy.sharding.shares import Shares, rescale
 
 BUCKET_ENTRIES = 500_000
 """A sum of gradients starts when this many entries are ready: large enough for full bandwidth, small enough to overlap."""
@@ -72,16 +73,35 @@ def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, 
 
 
 def parameter_layouts(plan: Plan, graph: Graph) -> dict[str, Layout]:
-    """Layout of every parameter and buffer by its `state_dict` key; it does not depend on the batch at hand."""
-    return _parameter_layouts(graph, placements(plan, graph))
+    """How every parameter and buffer is kept, by its `state_dict` key; it does not depend on the batch at hand."""
+    return _kept_layouts(plan, graph, used_layouts(graph, placements(plan, graph)))
 
 
-def _parameter_layouts(graph: Graph, placed: Mapping[str, Placement]) -> dict[str, Layout]:
+def used_layouts(graph: Graph, placed: Mapping[str, Placement]) -> dict[str, Layout]:
+    """What layers compute with, by key: parameters as they are kept, or gathered from their shares."""
     return {
         graph[name].parameters[key].key: layout
         for name, each in placed.items()
         for key, layout in each.parameters.items()
     }
+
+
+def _kept_layouts(plan: Plan, graph: Graph, used: Mapping[str, Layout]) -> dict[str, Layout]:
+    kept = dict(used)
+    for name, how in plan.in_shares.items():
+        kept |= {p.key: _in_shares(how, p, used[p.key]) for p in graph[name].trainable}
+    return kept
+
+
+def _in_shares(how: InShares, parameter: Parameter, used: Layout) -> Layout:
+    """A parameter that several devices use whole is cut along its first axis; any other stays as it is used."""
+    if not isinstance(used, Replicated) or len(used.devices) == 1 or not parameter.shape:
+        return used
+    return Split(0, rescale(how.shares, parameter.shape[0]))
+
+
+def _is_gathered(kept: Layout, used: Layout) -> bool:
+    return isinstance(kept, Split) and isinstance(used, Replicated)
 
 
 # --- which layout each layer works in --------------------------------------------------------------------------------
@@ -177,7 +197,10 @@ class _Lowering:
         self.wanted = {name: how for name, how in zip(names, input_gradients, strict=False) if how != "none"}
         self.placed = placements(plan, graph, batch)
         self.nominal = self.placed if batch == plan.batch else placements(plan, graph)
-        self.kept = {**_parameter_layouts(graph, self.nominal), **kept}
+        used = used_layouts(graph, self.nominal)
+        self.kept = {**_kept_layouts(plan, graph, used), **kept}
+        self.gathered = {key: used[key] for key in used if _is_gathered(self.kept[key], used[key])}
+        self.gathered_by: dict[str, int] = {}  # key -> the step that gathers it
         self.steps: list[Step] = []
         self.values: dict[str, Value] = {}
         self.versions: dict[tuple[str, Layout], Value] = {}
@@ -186,6 +209,7 @@ class _Lowering:
         self.trains = trains(graph, self.wanted)
 
     def run(self) -> StepList:
+        self._gather()
         for layer in self.graph.layers.values():
             self._forward(layer)
         everyone = Replicated(tuple(range(self.plan.devices)))
@@ -212,6 +236,36 @@ class _Lowering:
     def _after(self, values: Iterable[Value]) -> tuple[int, ...]:
         return tuple(sorted({self.made_by[v.key] for v in values if v.key in self.made_by}))
 
+    def _gather(self) -> None:
+        """Parameters that are kept in shares set out, in the order in which they are used, to those who use them."""
+        sent = 0
+        open_: dict[tuple[int, ...], list[Parameter]] = {}  # by the devices that use them
+        rows = {p.key: p for layer in self.graph.layers.values() for p in layer.parameters.values()}
+        for parameter in (rows[key] for key in rows if key in self.gathered):
+            devices = holders(self.gathered[parameter.key])
+            if parameter.entries >= BUCKET_ENTRIES:
+                self._gather_these([parameter], devices)
+                sent += parameter.entries
+                continue
+            bucket = open_.setdefault(devices, [])
+            bucket.append(parameter)
+            size = sum(p.entries for p in bucket)
+            # The first layers wait for theirs, so the first are small.
+            if size >= min(BUCKET_ENTRIES, max(BUCKET_ENTRIES // 16, sent)):
+                self._gather_these(open_.pop(devices), devices)
+                sent += size
+        for devices, bucket in open_.items():
+            self._gather_these(bucket, devices)
+
+    def _gather_these(self, bucket: Sequence[Parameter], devices: tuple[int, ...]) -> None:
+        keys, shares = tuple(p.key for p in bucket), tuple(self._entries_of_shares(p) for p in bucket)
+        step = self._add(GatherWeights(self._id, "forward", keys, shares, devices))
+        self.gathered_by.update(dict.fromkeys(keys, step))
+
+    def _entries_of_shares(self, parameter: Parameter) -> Shares:
+        layout = self.kept[parameter.key]
+        return tuple(held_entries(layout, d, parameter.shape) for d in range(self.plan.devices))
+
     def _forward(self, layer: Layer) -> None:
         placed = self.placed[layer.name]
         shape = layer.batch_shape(self.batch)
@@ -227,8 +281,13 @@ class _Lowering:
         )
         self.moved_for[layer.name] = [step for step in self.steps[before:] if isinstance(step, Move)]
         after = self._after(reads)
+        gathered = {self.gathered_by[p.key] for p in layer.parameters.values() if p.key in self.gathered_by}
+        after = tuple(sorted({*after, *gathered}))
         if shared := self._statistics(layer, placed):
-            after = (self._add(ShareStatistics(self._id, "forward", layer.name, reads[0], *shared, after)),)
+            after = (
+                self._add(ShareStatistics(self._id, "forward", layer.name, reads[0], *shared, after)),
+                *sorted(gathered),
+            )
         wants = tuple(p and name in self.trains for name, p in zip(layer.inputs, layer.traced_back, strict=True))
         step = Compute(
             self._id, "forward", layer.name, reads, value, wants, self._parameters(layer), placed.note, after,
@@ -364,14 +423,15 @@ def _traced_back(layer: Layer) -> Iterator[str]:
 class _Bucket:
     """Gradients that travel together."""
 
-    keys: list[str] = field(default_factory=list)
+    parameters: list[Parameter] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     flagged: int = 0
     after: list[int] = field(default_factory=list)
 
 
-_Name = tuple[tuple[int, ...], tuple[int, ...], str]
-"""Of a bucket: devices that hold copies; for mixing, the samples of each; the key of a gradient that is alone in it."""
+_Name = tuple[tuple[int, ...], tuple[int, ...], bool, str]
+"""Of a bucket: devices that have summands; for mixing, the samples of each; whether the sum comes to shares; the key of a
+gradient that is alone in it."""
 
 
 class _Buckets:
@@ -379,7 +439,7 @@ class _Buckets:
 
     def __init__(self, lowering: "_Lowering") -> None:
         self.plan, self.graph, self.kept = lowering.plan, lowering.graph, lowering.kept
-        self.batch = lowering.batch
+        self.batch, self.lowering = lowering.batch, lowering
         self.open: dict[_Name, _Bucket] = {}
         reached = _reached(self.graph, lowering.trains)
         self.uses = Counter(p.key for name in reached for p in self.graph[name].trainable)
@@ -391,10 +451,10 @@ class _Buckets:
         layer = self.graph[step.layer]
         for parameter in layer.trainable:
             self.uses[parameter.key] -= 1
-            if self.uses[parameter.key] or not self._is_copied(parameter.key):
+            if self.uses[parameter.key] or not self._is_summed(parameter.key):
                 continue
             bucket = self.open.setdefault(self._bucket_of(step, parameter), _Bucket())
-            bucket.keys.append(parameter.key)
+            bucket.parameters.append(parameter)
             bucket.sizes.append(parameter.entries)
             # Only a layer with Python of its own may leave a parameter unused on one device and not on another.
             bucket.flagged += layer.kind == "opaque"
@@ -403,7 +463,7 @@ class _Buckets:
 
     def would_fill(self, step: Compute) -> bool:
         """Whether a sum is due when this layer's weight gradients are there."""
-        new = [p for p in self.graph[step.layer].trainable if self.uses[p.key] == 1 and self._is_copied(p.key)]
+        new = [p for p in self.graph[step.layer].trainable if self.uses[p.key] == 1 and self._is_summed(p.key)]
         filled: Counter[_Name] = Counter()
         for parameter in new:
             filled[self._bucket_of(step, parameter)] += parameter.entries
@@ -413,28 +473,28 @@ class _Buckets:
         """A gradient that fills a bucket has one of its own, where its memory is its own too: then nothing is copied."""
         alone = self.graph[step.layer].multiplies and parameter.key not in self.read_by_others and not self.plan.mixes
         name = parameter.key if alone and parameter.entries >= BUCKET_ENTRIES else ""
-        return (*self._group(step, self.kept[parameter.key]), name)
-
-    def _is_copied(self, key: str) -> bool:
-        layout = self.kept[key]
-        return isinstance(layout, Replicated) and len(layout.devices) > 1
-
-    def _group(self, step: Compute, layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
         # Mixing weighs gradients by samples, so only layers with the same samples share a bucket.
         samples = self._samples(self.graph[step.layer], step.writes.layout) if self.plan.mixes else ()
-        return holders(layout), samples
+        used = self.lowering.gathered.get(parameter.key)
+        return holders(used or self.kept[parameter.key]), samples, used is not None, name
+
+    def _is_summed(self, key: str) -> bool:
+        layout = self.kept[key]
+        return key in self.lowering.gathered or (isinstance(layout, Replicated) and len(layout.devices) > 1)
 
     def take(self, first_id: int, *, everything: bool) -> Iterator[SumGradients]:
         """The sums that are due, numbered from `first_id`."""
         for name, bucket in list(self.open.items()):
             if everything or sum(bucket.sizes) >= BUCKET_ENTRIES:
-                devices, samples, alone = name
+                devices, samples, in_shares, alone = name
                 del self.open[name]
-                flags = len(bucket.keys) if bucket.flagged else 0
-                keys, sizes, after = tuple(bucket.keys), tuple(bucket.sizes), tuple(bucket.after)
+                flags = len(bucket.sizes) if bucket.flagged else 0
+                keys = tuple(p.key for p in bucket.parameters)
+                sizes, after = tuple(bucket.sizes), tuple(bucket.after)
+                into = tuple(map(self.lowering._entries_of_shares, bucket.parameters)) if in_shares else ()
                 yield SumGradients(
                     first_id, keys, sizes, flags, devices, samples, self.plan.reduce, after,
-                    wire=self.plan.wire, alone=bool(alone),
+                    wire=self.plan.wire, alone=bool(alone), into=into,
                 )  # fmt: skip
                 first_id += 1
 

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,7 +13,7 @@ from convoy.errors import PlanError, shown
 from convoy.files import parse_json, read_text
 from convoy.model.graph import Graph
 from convoy.plan import strategy as strategies
-from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
+from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Strategy
 from convoy.sharding import shares as share_rules
 from convoy.sharding.comm_dtype import COMM_DTYPES, CommDtype
 from convoy.sharding.redistribute import SUMS, Reduce, Sum
@@ -36,6 +36,7 @@ class Plan:
         pieces: outputs that a convolution reads whole come to it in so many pieces of the batch, and it begins with the
             first.
         wire: in which numbers activations and gradients travel.
+        in_shares: layers whose parameters are kept in shares and gathered for use, by the layer's name.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Plan:
     reduce: Sum = "ring"
     pieces: int = 1
     wire: CommDtype = "exact"
+    in_shares: Mapping[str, InShares] = field(default_factory=dict)
 
     @property
     def exact(self) -> bool:
@@ -128,6 +130,18 @@ class Plan:
                     f"its layers are {', '.join(graph.layers)}"
                 )
             strategies.check(graph[name], strategy, self.batch, self.devices)
+        for name, kept in self.in_shares.items():
+            if name not in graph.layers:
+                raise PlanError(
+                    f"plan {self.name!r} keeps a layer {name!r} in shares that {graph.model} does not have: "
+                    f"its layers are {', '.join(graph.layers)}"
+                )
+            strategies.check_in_shares(graph[name], self.layers.get(name), kept.shares, self.devices)
+        if self.mixes and self.in_shares:
+            raise PlanError(
+                f"plan {self.name!r}: weights in shares with reduce {self.reduce}, which leaves each device its own weights: "
+                "sum by ring, butterfly, direct or star, or take in_shares out"
+            )
 
     def to_json(self) -> str:
         """Text that `from_json` reads back to an equal plan."""
@@ -136,8 +150,10 @@ class Plan:
         rows |= {"otherwise": _as_row(self.otherwise)}
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in rows.items()]
         layers = [f"    {json.dumps(name)}: {json.dumps(_as_row(s))}" for name, s in self.layers.items()]
-        body = ",\n".join(layers)
-        lines.append('  "layers": {' + (f"\n{body}\n  " if layers else "") + "}")
+        lines.append(_table("layers", layers))
+        if self.in_shares:  # as it was before there were any
+            kept = [f"    {json.dumps(name)}: {json.dumps(asdict(each))}" for name, each in self.in_shares.items()]
+            lines.append(_table("in_shares", kept))
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
     @staticmethod
@@ -164,7 +180,10 @@ class Plan:
         layers = {name: _from_row(entry) for name, entry in row.layers.items()}
         otherwise = _from_row(row.otherwise)
         assert isinstance(otherwise, Batch | One)
-        return Plan(row.name, row.model, row.devices, row.batch, layers, otherwise, row.reduce, row.pieces, row.wire)
+        in_shares = {name: InShares(tuple(entry.shares)) for name, entry in row.in_shares.items()}
+        return Plan(
+            row.name, row.model, row.devices, row.batch, layers, otherwise, row.reduce, row.pieces, row.wire, in_shares
+        )
 
     @staticmethod
     def load(path: Path) -> "Plan":
@@ -195,6 +214,10 @@ class _OneRow(_Row):
     device: int
 
 
+class _InSharesRow(_Row):
+    shares: list[int]
+
+
 _AnyRow = Annotated[_SharesRow | _OneRow, Field(discriminator="strategy")]
 
 
@@ -209,6 +232,7 @@ class _PlanFile(_Row):
     pieces: int = 1
     otherwise: Annotated[_BatchRow | _OneRow, Field(discriminator="strategy")]
     layers: dict[str, _AnyRow] = Field(default_factory=dict)
+    in_shares: dict[str, _InSharesRow] = Field(default_factory=dict)
 
 
 _BY_NAME: Mapping[str, type[Batch] | type[Filter] | type[Channel]] = {
@@ -216,6 +240,11 @@ _BY_NAME: Mapping[str, type[Batch] | type[Filter] | type[Channel]] = {
     "filter": Filter,
     "channel": Channel,
 }
+
+
+def _table(key: str, lines: list[str]) -> str:
+    body = ",\n".join(lines)
+    return f'  "{key}": ' + "{" + (f"\n{body}\n  " if lines else "") + "}"
 
 
 def _as_row(strategy: Strategy) -> dict[str, Any]:

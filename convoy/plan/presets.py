@@ -5,16 +5,17 @@
 `master`         Marques, Falcao, Alexandre 2018: only convolutions are distributed, filters by measured speed;
                  everything else on one device, the fastest.
 `model`          model parallelism as Castello et al. 2021 study it: every weighted layer by filter, evenly.
+`sharded`        as `data-by-speed`, with weights and optimizer state in shares by speed (ZeRO and FSDP keep even ones).
 `hybrid`         Jin et al. 2018, Krizhevsky 2014: convolutions by batch, fully connected layers by filter, butterfly sums.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from convoy.errors import PlanError, unknown_name
 from convoy.model.graph import Graph, Layer
 from convoy.plan.plan import Plan
-from convoy.plan.strategy import Batch, Filter, One, Strategy
+from convoy.plan.strategy import Batch, Filter, InShares, One, Strategy, may_be_in_shares
 from convoy.sharding.redistribute import SUMS, Sum
 from convoy.sharding.shares import Shares, apportion, even
 
@@ -63,9 +64,14 @@ def named_plan(name: str, graph: Graph, batch: int, speeds: Speeds, reduce: Sum 
     layers, otherwise = PLANS[name](graph, batch, speeds)
     default: Sum = "butterfly" if name == "hybrid" else "ring"
     plan = Plan(name, graph.fingerprint, len(speeds.devices), batch, layers, otherwise, reduce or default)
+    if name == "sharded" and len(speeds.devices) > 1 and not plan.mixes:
+        plan = replace(plan, in_shares=_in_shares(graph, speeds))
     plan.check(graph)
     return plan
 
+
+SHARE_UNITS = 1000
+"""Weights are shared out to a thousandth."""
 
 _Parts = tuple[Mapping[str, Strategy], Batch | One]
 
@@ -76,6 +82,11 @@ def _data(_graph: Graph, batch: int, speeds: Speeds) -> _Parts:
 
 def _data_by_speed(_graph: Graph, batch: int, speeds: Speeds) -> _Parts:
     return {}, Batch(apportion(batch, speeds.devices))
+
+
+def _in_shares(graph: Graph, speeds: Speeds) -> Mapping[str, InShares]:
+    how = InShares(apportion(SHARE_UNITS, speeds.devices))
+    return {layer.name: how for layer in graph.layers.values() if may_be_in_shares(layer)}
 
 
 def _master(graph: Graph, _batch: int, speeds: Speeds) -> _Parts:
@@ -117,6 +128,7 @@ AUTO = "auto"
 PLANS: Mapping[str, Callable[[Graph, int, Speeds], _Parts]] = {
     "data": _data,
     "data-by-speed": _data_by_speed,
+    "sharded": _data_by_speed,
     "master": _master,
     "model": _model,
     "hybrid": _hybrid,

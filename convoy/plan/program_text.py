@@ -3,34 +3,19 @@
 import ast
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_args
 
 from convoy.errors import PlanError
 from convoy.plan.device_program import (
     NO_SIZE,
-    Add,
-    Compute,
-    Copy,
     DeviceProgram,
     Fused,
-    Make,
-    Merge,
     Operation,
-    Pack,
     Part,
-    Receive,
-    Send,
-    Signal,
-    Unpack,
-    View,
-    Wait,
 )
 from convoy.plan.size import LocalSize
 
-_KINDS: dict[str, type] = {
-    kind.__name__.lower(): kind
-    for kind in (Add, Compute, Copy, Fused, Make, Merge, Pack, Receive, Send, Signal, Unpack, View, Wait)
-}
+_KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Operation)}
 _PHASES = ("forward", "backward", "sums")
 _HEAD = ("device", "devices", "batch", "inputs", "outputs", "output_gradients", "input_gradients")
 

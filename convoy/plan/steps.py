@@ -9,7 +9,7 @@ Backward steps name the values whose gradients they handle: a backward move read
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -17,6 +17,7 @@ from convoy.sharding import redistribute
 from convoy.sharding.comm_dtype import CommDtype, sent_itemsize
 from convoy.sharding.layout import Layout, Replicated, Shape, Split, dual
 from convoy.sharding.redistribute import Reduce, Schedule, Sum
+from convoy.sharding.shares import Shares, holders
 
 Phase = Literal["forward", "backward"]
 
@@ -167,6 +168,7 @@ class SumGradients:
         reduce: the collective, or mixing in its place.
         wire: in which numbers summands and sums travel.
         alone: one gradient that its layer makes in memory of its own: it is summed where it lies, not joined to others.
+        into: of parameters that are kept in shares, for each the entries of every device: the sum comes to its shares only.
     """
 
     id: int
@@ -180,6 +182,12 @@ class SumGradients:
     phase: Phase = "backward"
     wire: CommDtype = "exact"
     alone: bool = False
+    into: tuple[Shares, ...] = ()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The devices that have a part in it: those with a summand, and those that keep some of the sum."""
+        return tuple(sorted({*self.devices, *holders(joined(self.into))}))
 
     @property
     def shape(self) -> Shape:
@@ -189,6 +197,8 @@ class SumGradients:
     def schedule(self) -> Schedule:
         if self.reduce == "inexact-butterfly-mixing":
             return self.stage(0)
+        if self.into:
+            return redistribute.sum_into_shares(self.devices, joined(self.into))
         (n,) = self.shape
         segments = 2 if n // len(self.devices) >= SEGMENT_ENTRIES else 1
         return redistribute.sum_in_segments(self.devices, n, self.reduce, segments)
@@ -198,7 +208,51 @@ class SumGradients:
         return redistribute.mixing(self.devices, 2 * sum(self.sizes) + self.flags, stage)
 
 
-Exchange = Move | ReturnGradient | ShareStatistics | SumGradients
+@dataclass(frozen=True, slots=True)
+class GatherWeights:
+    """Parameters that are kept in shares come whole to the devices that compute with them.
+
+    In one flat tensor: the shares of device 0 of all of them, then those of device 1, and so on.
+
+    Attributes:
+        keys: `state_dict` keys, in order.
+        shares: of each, the entries that every device keeps.
+        devices: that compute with them.
+        alone: one parameter: its shares arrive where it lies.
+    """
+
+    wire: ClassVar[CommDtype] = "exact"
+    id: int
+    phase: Phase
+    keys: tuple[str, ...]
+    shares: tuple[Shares, ...]
+    devices: tuple[int, ...]
+    after: tuple[int, ...] = ()
+
+    @property
+    def alone(self) -> bool:
+        return len(self.keys) == 1
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The devices that send or receive."""
+        return tuple(sorted({*self.devices, *holders(joined(self.shares))}))
+
+    @property
+    def shape(self) -> Shape:
+        return (sum(joined(self.shares)),)
+
+    @property
+    def schedule(self) -> Schedule:
+        return redistribute.gather_shares(joined(self.shares), self.devices)
+
+
+def joined(shares: Sequence[Shares]) -> Shares:
+    """The entries of each device, of several parameters together."""
+    return tuple(map(sum, zip(*shares, strict=True)))
+
+
+Exchange = Move | ReturnGradient | ShareStatistics | SumGradients | GatherWeights
 Step = Compute | Exchange
 
 

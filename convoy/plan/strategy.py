@@ -47,6 +47,18 @@ class One:
     name: ClassVar[str] = "one"
 
 
+@dataclass(frozen=True, slots=True)
+class InShares:
+    """Parameters that several devices use whole are kept in shares, each with its part of the optimizer's state.
+
+    Attributes:
+        shares: proportions, one per device; each parameter is cut along its first axis into whole rows by them. A device that
+            computes nothing of the layer may keep a share.
+    """
+
+    shares: Shares
+
+
 Strategy = Batch | Filter | Channel | One
 STRATEGIES: tuple[str, ...] = ("batch", "filter", "channel", "one")
 
@@ -107,6 +119,43 @@ def _check_filter(layer: Layer, shares: Shares, devices: int, what: str) -> None
             raise PlanError(f"{what}: shares {shares} cut a group: each must be a multiple of {per_group} filters")
     elif layer.kind not in _CUTS or len(shares) != devices:
         raise PlanError(f"{what}: a {layer.kind} layer cannot keep a split of its channels: use batch or one")
+
+
+def check_in_shares(layer: Layer, strategy: Strategy | None, shares: Shares, devices: int) -> None:
+    """Refuse to keep the parameters of a layer in shares where that would not be exact, or means nothing.
+
+    Args:
+        strategy: the layer's own; None: it has none.
+
+    Raises:
+        PlanError: wrong shares, or a layer whose parameters cannot be kept so.
+    """
+    what = f"layer {layer.name!r}, in shares"
+    share_rules.check(shares, sum(shares), devices, what)
+    if not any(shares):
+        raise PlanError(f"{what}: shares {shares} are all zero: give one device a share at least")
+    if isinstance(strategy, Filter | Channel | One):
+        raise PlanError(
+            f"{what}: its strategy is {strategy.name!r}, so no device uses a copy: give it the strategy 'batch', or take it out"
+        )
+    reason = _why_whole(layer)
+    if reason:
+        raise PlanError(f"{what}: {reason}, so every device keeps copies: take it out of in_shares")
+
+
+def may_be_in_shares(layer: Layer) -> bool:
+    """Whether the parameters of a layer may be kept in shares where several devices use them whole."""
+    return not _why_whole(layer)
+
+
+def _why_whole(layer: Layer) -> str:
+    if not any(p.trainable and p.shape for p in layer.parameters.values()):
+        return "it has no parameter that is trained and has an axis"
+    if layer.shared:
+        return "its parameters belong to another layer too, or have hooks"
+    if layer.kind == "opaque" or layer.alone or layer.notes or not layer.batched:
+        return f"it is {layer.kind} (Python of its own may use its parameters or not, or change them)"
+    return ""
 
 
 def place(graph: Graph, layer: Layer, strategy: Strategy, batch: int, devices: int) -> Placement:

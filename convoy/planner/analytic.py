@@ -59,7 +59,14 @@ class MemoryPenalty:
 
 def content(plan: Plan) -> tuple[object, ...]:
     """What of a plan its steps depend on, to look it up by."""
-    return (plan.reduce, plan.pieces, plan.wire, plan.otherwise, frozenset(plan.layers.items()))
+    return (
+        plan.reduce,
+        plan.pieces,
+        plan.wire,
+        plan.otherwise,
+        frozenset(plan.layers.items()),
+        frozenset(plan.in_shares.items()),
+    )
 
 
 class CostModel:

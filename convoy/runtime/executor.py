@@ -15,7 +15,7 @@ from convoy.errors import InputError
 from convoy.model.graph import Layer
 from convoy.model.tracing import TracedModel, bind_operation
 from convoy.plan.compile import compile_device, output_gradient, without_gradients
-from convoy.plan.device_program import Compute, Fused, Make, Pack, Signal, Unpack, Wait
+from convoy.plan.device_program import Compute, Fused, Make, Pack, PackWeights, Signal, Unpack, UnpackWeights, Wait
 from convoy.plan.size import LocalSize, flop, whole_size
 from convoy.plan.steps import Phase, StepList
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
@@ -36,6 +36,7 @@ from convoy.runtime.kernels import (
     with_gradients,
 )
 from convoy.runtime.program import Program, reached_parameters
+from convoy.runtime.whole_weights import WholeWeights
 from convoy.sharding.layout import Split
 
 
@@ -66,13 +67,24 @@ class Executor:
         traced: graph and operations of the whole model, as traced in one mode (training or evaluation).
         clock: adds up computing and exchanging.
         fuse: layers between two exchanges go to autograd as one graph; False: each by itself.
+        whole: parameters that are kept in shares and gathered for use; None: there are none.
 
     Attributes:
         expected_s: by which the time of a stretch is told apart by layer.
     """
 
-    def __init__(self, group: Group, model: nn.Module, traced: TracedModel, clock: Clock, *, fuse: bool = True) -> None:
+    def __init__(
+        self,
+        group: Group,
+        model: nn.Module,
+        traced: TracedModel,
+        clock: Clock,
+        *,
+        fuse: bool = True,
+        whole: WholeWeights | None = None,
+    ) -> None:
         self.group, self.model, self.traced, self.clock, self.fuse = group, model, traced, clock, fuse
+        self.whole = whole or WholeWeights(model, {})
         self.arithmetic: dict[str, Arithmetic] = {}
         self.calls = {name: bind_operation(model, operation) for name, operation in traced.operations.items()}
         self.norms: dict[str, GlobalBatchNorm] = {}
@@ -114,7 +126,13 @@ class Executor:
             precision: what layers compute in, as autocast has it; None: in the type that the model has.
         """
         buffers: Buffers = dict(zip(program.program.inputs, inputs, strict=True))
-        tape, lane = Tape(program, precision), Lane(self.group, 0, self.slots)
+        tape = Tape(program, precision)
+        with self.whole.in_place(program.gathered):
+            self._run_forward(program, tape, buffers, keep=keep)
+        return [buffers[name] for name in program.program.outputs], tape
+
+    def _run_forward(self, program: Program, tape: Tape, buffers: Buffers, *, keep: bool) -> None:
+        lane = Lane(self.group, 0, self.slots)
         for item in program.forward:
             match item.operations[0]:
                 case Fused() as fused:
@@ -123,11 +141,14 @@ class Executor:
                     self._forward(compute, buffers, tape, keep=keep)
                 case Compute() as compute:
                     self._statistics(compute, buffers, tape)
+                case PackWeights() as pack:
+                    buffers[pack.buffer] = self.whole.pack(pack, self.group.device)
+                case UnpackWeights() as pack:
+                    self.whole.unpack(pack, buffers[pack.buffer])
                 case _:
                     self._exchange(lane, item.operations, program, buffers)
             for name in item.drops:
                 buffers.pop(name, None)
-        return [buffers[name] for name in program.program.outputs], tape
 
     def _exchange(self, lane: Lane, operations: Sequence[Bound], program: Program, buffers: Buffers) -> None:
         with self.clock.exchange():
@@ -236,7 +257,8 @@ class Executor:
         found: Found = {}
         sums = Sums(self.group, program.sums, self.slots)
         try:
-            self._run_backward(program, tape, buffers, found, sums)
+            with self.whole.in_place(program.gathered):
+                self._run_backward(program, tape, buffers, found, sums)
         except BaseException:
             sums.abandon()
             raise

@@ -15,6 +15,7 @@ from convoy.comm.group import Group
 from convoy.model.graph import Graph
 from convoy.plan.device_program import Compute, Fused, Operation, Pack, Signal, Unpack, Wait
 from convoy.runtime.exchange import Bound, Buffers, Lane, Slots, with_messages
+from convoy.sharding.shares import Shares
 
 SUM_LANE = 1
 
@@ -192,7 +193,8 @@ class Streams:
 
 def packed(operation: Pack, found: Found, model: nn.Module, group: Group) -> Tensor:
     """The flat buffer that gradients are summed in."""
-    parts = [_flat(found.get(key), model.get_parameter(key)) for key in operation.keys]
+    rows = zip(operation.keys, operation.sizes, strict=True)
+    parts = [_flat(found.get(key), size, model.get_parameter(key)) for key, size in rows]
     if operation.mixed_over:
         weights = [model.get_parameter(key) for key in operation.keys]
         parts = [w.detach().view(-1) / operation.mixed_over for w in weights] + parts
@@ -200,7 +202,15 @@ def packed(operation: Pack, found: Found, model: nn.Module, group: Group) -> Ten
         # Counts of devices: no wire format rounds one of them to zero.
         used = [float(found.get(key) is not None) for key in operation.keys]
         parts.append(torch.tensor(used, device=group.torch_device).to(parts[0]))
-    return parts[0] if operation.alone else torch.cat(parts)
+    if operation.alone:
+        return parts[0]
+    return torch.cat(by_device(parts, operation.into) if operation.into else parts)
+
+
+def by_device(flats: Sequence[Tensor], shares: Sequence[Shares]) -> list[Tensor]:
+    """Pieces of flat tensors: the share of device 0 of each of them, then that of device 1, and so on."""
+    pieces = [torch.split(flat, list(entries)) for flat, entries in zip(flats, shares, strict=True)]
+    return [piece for row in zip(*pieces, strict=True) for piece in row]
 
 
 def unpack(operation: Unpack, flat: Tensor, found: Found, model: nn.Module) -> None:
@@ -208,10 +218,10 @@ def unpack(operation: Unpack, flat: Tensor, found: Found, model: nn.Module) -> N
     if operation.mixed_over:
         flat = _unmixed(operation, flat, model)
     used = flat[-operation.flags :].tolist() if operation.flags else [1.0] * len(operation.keys)
-    start = 0
+    start = operation.start
     for key, size, flag in zip(operation.keys, operation.sizes, used, strict=True):
         # No device used it (control flow): then it has no gradient, as on one device.
-        found[key] = flat[start : start + size].view_as(model.get_parameter(key)) if flag else None
+        found[key] = flat[start : start + size] if flag else None
         start += size
 
 
@@ -229,8 +239,8 @@ def _unmixed(operation: Unpack, flat: Tensor, model: nn.Module) -> Tensor:
     return flat[count:]
 
 
-def _flat(gradient: Tensor | None, parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter).detach().view(-1) if gradient is None else gradient.reshape(-1)
+def _flat(gradient: Tensor | None, size: int, parameter: nn.Parameter) -> Tensor:
+    return parameter.detach().new_zeros(size) if gradient is None else gradient.reshape(-1)
 
 
 def collect(found: Found, key: str, gradient: Tensor | None) -> None:

@@ -127,7 +127,13 @@ class ByAutograd:
 
     def __init__(self, model: nn.Module, layer: Layer, operation: Operation) -> None:
         self.call = bind_operation(model, operation)
-        self.parameters = {key: model.get_parameter(p.key) for key, p in layer.parameters.items() if p.trainable}
+        self._model = model
+        self._keys = {key: p.key for key, p in layer.parameters.items() if p.trainable}
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those that the model has now: one that is kept in shares is whole in a step only."""
+        return {key: self._model.get_parameter(whole_key) for key, whole_key in self._keys.items()}
 
     def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:
         if not keep:
@@ -139,10 +145,10 @@ class ByAutograd:
 
     def backward(self, saved: Any, g: Any, wants: Sequence[bool], part: Part = "all") -> Gradients:
         assert part == "all", "autograd computes all gradients of a layer at once"
-        roots, y = saved
-        found = iter(gradients_of([with_gradients(y, g)], [*roots.edges, *self.parameters.values()]))
+        (roots, y), parameters = saved, self.parameters
+        found = iter(gradients_of([with_gradients(y, g)], [*roots.edges, *parameters.values()]))
         gx = iter(roots.or_zeros(found))
-        return [next(gx) if wanted else None for wanted in wants], dict(zip(self.parameters, found, strict=True))
+        return [next(gx) if wanted else None for wanted in wants], dict(zip(parameters, found, strict=True))
 
 
 class ByBackward:

@@ -44,6 +44,7 @@ from convoy.runtime.program import Program
 from convoy.runtime.step_node import StepCall
 from convoy.runtime.torch_guards import guard
 from convoy.runtime.watch import Watch, carry_over
+from convoy.runtime.whole_weights import WholeWeights
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, box, holders, local_shape
 from convoy.sharding.redistribute import schedule
 
@@ -100,6 +101,7 @@ class Distributed(nn.Module):
         self.parameters_by_key = _parameters(traced) | self._unused
         self.reshares = -1
         self._noting: dict[str, set[int]] = {}
+        self._executors: dict[bool, Executor] = {}
         self.follow(plan)
         self.module = to_device(disable_in_place(copied(model)), group.torch_device)
         self._keep_own_pieces(dict(model.named_parameters()))
@@ -119,8 +121,10 @@ class Distributed(nn.Module):
 
     def _bind(self, original: nn.Module) -> None:
         """Make ready to run on the modules and parameters that there are."""
+        whole = WholeWeights(self.module, {key: p.shape for key, p in self.parameters_by_key.items()})
         self._executors = {
-            m: Executor(self.group, self.module, t, self.clock, fuse=self._fuse) for m, t in self.traced.items()
+            m: Executor(self.group, self.module, t, self.clock, fuse=self._fuse, whole=whole)
+            for m, t in self.traced.items()
         }
         self._watch = Watch(self.module, original, self.traced, self.group.devices)
         self._states = {mode: StateWatch(self.module, t.seen, t.modes) for mode, t in self.traced.items()}
@@ -158,6 +162,8 @@ class Distributed(nn.Module):
         self.layouts = _layouts(self._plans, self.traced) | dict.fromkeys(self._unused, everyone)
         self._half_trained = next((key for key in self._borrowed if self.parameters_by_key[key].trainable), None)
         self._programs: dict[tuple[bool, int, tuple[InputGradient, ...]], Program] = {}
+        for executor in self._executors.values():
+            executor.whole.clear()
         self.reshares += 1
 
     # --- calling -----------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Device programs made ready to run: messages joined, and what can be dropped after each operation."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,16 @@ from convoy.plan.device_program import (
     Fused,
     Operation,
     Pack,
+    PackWeights,
     Signal,
     Unpack,
+    UnpackWeights,
     Wait,
     reads_of,
     writes_of,
 )
 from convoy.plan.steps import Compute as ComputeStep
-from convoy.plan.steps import ShareStatistics, StepList, SumGradients
+from convoy.plan.steps import GatherWeights, ShareStatistics, StepList, SumGradients
 from convoy.runtime.exchange import Bound, with_messages
 from convoy.runtime.gradients import sums_of
 
@@ -63,6 +65,7 @@ class Program:
         reached: the parameters that its backward finds a gradient of, on whatever device.
 
     Attributes:
+        gathered: the parameters that are gathered from shares for this device to compute with.
         owned_outputs: whether nothing but the caller keeps the memory of an output.
     """
 
@@ -72,6 +75,8 @@ class Program:
         self.steps, self.program = steps, program
         self.forward = _items(program.forward, set(program.outputs))
         self.backward = _items(program.backward, set(program.input_gradients))
+        gathers = [s for s in steps.steps if isinstance(s, GatherWeights) and program.device in s.devices]
+        self.gathered = tuple(dict.fromkeys(key for step in gathers for key in step.keys))
         self.owned_outputs = tuple(_is_owned(graph, v.layer, 0) for v in steps.outputs)
         self.reached = reached
         self.sums = sums_of(program.sums)
@@ -79,7 +84,9 @@ class Program:
             step.layer: step for step in steps.steps if isinstance(step, ShareStatistics) and step.phase == "forward"
         }
         self.dtypes = {step.id: getattr(torch, graph[_layer_of(step)].dtype) for step in steps.steps if _layer_of(step)}
-        self.fused = {op.number: _bound(op, graph, model) for op in program.forward if isinstance(op, Fused)}
+        self.fused = {
+            op.number: _bound(op, graph, model, self.gathered) for op in program.forward if isinstance(op, Fused)
+        }
         mixing = [s for s in steps.steps if isinstance(s, SumGradients) and s.reduce == MIXING]
         # After so many stages of inexact mixing, partners are those of the first again.
         self.mixing_stages = math.lcm(1, *(max(1, (len(s.devices) - 1).bit_length()) for s in mixing))
@@ -128,10 +135,10 @@ def _items(operations: Sequence[Operation], kept: set[str]) -> list[Item]:
 
 def _stands_alone(operation: Operation) -> bool:
     summed = isinstance(operation, Wait) and operation.events[0][0] == "summed"
-    return summed or isinstance(operation, Compute | Fused | Pack | Unpack | Signal)
+    return summed or isinstance(operation, Compute | Fused | Pack | Unpack | PackWeights | UnpackWeights | Signal)
 
 
-def _bound(fused: Fused, graph: Graph, model: nn.Module) -> BoundFused:
+def _bound(fused: Fused, graph: Graph, model: nn.Module, gathered: Collection[str]) -> BoundFused:
     computed = [op for op in fused.operations if isinstance(op, Compute)]
     wants = dict.fromkeys(fused.reads, False)
     for op in computed:
@@ -145,12 +152,12 @@ def _bound(fused: Fused, graph: Graph, model: nn.Module) -> BoundFused:
     for key, number in last.items():
         if key not in fused.writes:
             drops[number].append(key)
-    whole = frozenset(op.layer for op in computed if _holds_all(graph, op.layer, model))
+    whole = frozenset(op.layer for op in computed if _holds_all(graph, op.layer, model, gathered))
     return BoundFused(tuple(wants.values()), tuple(map(tuple, drops)), whole)
 
 
-def _holds_all(graph: Graph, layer: str, model: nn.Module) -> bool:
-    for parameter in graph[layer].parameters.values():
+def _holds_all(graph: Graph, layer: str, model: nn.Module, gathered: Collection[str]) -> bool:
+    for parameter in (p for p in graph[layer].parameters.values() if p.key not in gathered):
         holder, _, name = parameter.key.rpartition(".")
         if tuple(getattr(model.get_submodule(holder), name).shape) != parameter.shape:
             return False

@@ -27,6 +27,7 @@ from convoy.sharding.layout import (
     intersection,
     whole,
 )
+from convoy.sharding.shares import Shares, ranges
 
 Reduce = Literal["ring", "butterfly", "direct", "star"]
 """Exact sums over devices."""
@@ -158,6 +159,23 @@ def traffic(plan: Schedule, itemsize: int) -> Counter[tuple[int, int]]:
             if t.sender != t.receiver and (n := entries(t.box)):
                 sent[t.sender, t.receiver] += n * itemsize
     return sent
+
+
+@lru_cache(maxsize=1024)
+def sum_into_shares(devices: tuple[int, ...], shares: Shares) -> Schedule:
+    """Summands of `devices` are added where they are kept: `shares[d]` entries, one after the other, on device d. One round:
+    every device sends each other one the entries that it keeps."""
+    kept = list(enumerate(ranges(shares)))
+    moved = _round(((i, owner, span) for owner, span in kept for i in devices if i != owner), adds=True)
+    return Schedule((moved,), (sum(shares),), in_place=True)
+
+
+@lru_cache(maxsize=1024)
+def gather_shares(shares: Shares, devices: tuple[int, ...]) -> Schedule:
+    """`shares[d]` entries of device d come to all of `devices`, in one flat buffer on each."""
+    kept = list(enumerate(ranges(shares)))
+    moved = _round(((owner, d, span) for owner, span in kept for d in devices if d != owner), adds=False)
+    return Schedule((moved,), (sum(shares),), in_place=True)
 
 
 def mixing(devices: tuple[int, ...], n: int, stage: int) -> Schedule:

@@ -1,0 +1,75 @@
+"""Parameters that are kept in shares: whole while a step computes with them, this device's share between steps."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from convoy.plan.device_program import PackWeights, UnpackWeights
+from convoy.runtime.gradients import by_device
+from convoy.sharding.layout import Shape
+
+
+class WholeWeights:
+    """Memory for whole parameters, and the change between them and the shares.
+
+    Args:
+        model: holds this device's shares; while a step computes, the whole parameters.
+        shapes: of the whole parameters, by key.
+    """
+
+    def __init__(self, model: nn.Module, shapes: Mapping[str, Shape]) -> None:
+        self._model, self._shapes = model, shapes
+        self._whole: dict[str, nn.Parameter] = {}
+        self._shares: dict[str, nn.Parameter] = {}  # that are out of the model meanwhile
+
+    @contextmanager
+    def in_place(self, keys: Iterable[str]) -> Iterator[None]:
+        """Within it, the model's modules have these parameters whole."""
+        self._shares = {key: self._model.get_parameter(key) for key in keys}
+        whole = {key: self._of(key, share) for key, share in self._shares.items()}
+        try:
+            self._put(whole)
+            yield
+        finally:
+            self._put(self._shares)
+            self._shares = {}
+
+    def _put(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        for key, parameter in parameters.items():
+            holder, _, name = key.rpartition(".")
+            self._model.get_submodule(holder)._parameters[name] = parameter
+
+    def clear(self) -> None:
+        """Free the memory of the whole parameters."""
+        self._whole = {}
+
+    def pack(self, operation: PackWeights, device: int) -> Tensor:
+        """The flat buffer of a gathering, with this device's shares at their place."""
+        shares = [self._shares.get(key) for key in operation.keys]
+        rows = zip(operation.keys, shares, strict=True)
+        own = [(self._model.get_parameter(k) if share is None else share).detach().reshape(-1) for k, share in rows]
+        if operation.own_only:
+            return torch.cat(own)
+        flat = self._whole[operation.keys[0]].data.view(-1) if operation.alone else own[0].new_empty(operation.made)
+        start = sum(sum(row[:device]) for row in operation.shares)
+        for share in own:
+            flat[start : start + share.numel()].copy_(share)
+            start += share.numel()
+        return flat
+
+    def unpack(self, operation: UnpackWeights, flat: Tensor) -> None:
+        """The shares of all have arrived."""
+        if operation.alone:
+            return
+        # `.data`, because autograd must not take this for a change of what an earlier forward has kept.
+        flats = [self._whole[key].data.view(-1) for key in operation.keys]
+        places = by_device(flats, operation.shares)
+        for place, arrived in zip(places, torch.split(flat, [p.numel() for p in places]), strict=True):
+            place.copy_(arrived)
+
+    def _of(self, key: str, share: Tensor) -> nn.Parameter:
+        if key not in self._whole:
+            self._whole[key] = nn.Parameter(share.detach().new_empty(self._shapes[key]), share.requires_grad)
+        return self._whole[key]

@@ -1,0 +1,106 @@
+"""Weights in shares: what is kept where, what travels when, and which plans are refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from convoy.errors import PlanError
+from convoy.plan.compile import compile_all
+from convoy.plan.lower import lower, parameter_layouts
+from convoy.plan.plan import Plan
+from convoy.plan.program_check import check_programs
+from convoy.plan.program_text import parse_program, program_lines
+from convoy.plan.steps import Compute, GatherWeights, SumGradients
+from convoy.plan.strategy import Batch, Filter, InShares
+from convoy.sharding.layout import Replicated, Split
+from convoy.sharding.redistribute import gather_shares, sum_into_shares, traffic
+from tests.support.in_shares import in_shares
+from tests.support.one_device import by_name, graph_of
+
+SHARES = (1, 3, 0, 2)
+
+
+def plan_of(net: str) -> Plan:
+    return in_shares(by_name("data-by-speed", net), net, SHARES)
+
+
+def test_what_travels_by_hand() -> None:
+    """7, 3 and 0 entries are kept; of what device 0 sums, device 1 sends its 7, and so on."""
+    assert traffic(sum_into_shares((0, 1), (7, 3)), 1) == {(0, 1): 3, (1, 0): 7}
+    assert traffic(sum_into_shares((0, 2), (7, 3, 0)), 1) == {(0, 1): 3, (2, 0): 7, (2, 1): 3}
+    assert traffic(gather_shares((7, 3, 0), (0, 2)), 1) == {(0, 2): 7, (1, 0): 3, (1, 2): 3}
+    boxes = [(t.sender, t.receiver, t.box, t.adds) for t in sum_into_shares((0, 1), (7, 3)).rounds[0]]
+    assert sorted(boxes) == [(0, 1, ((7, 10),), True), (1, 0, ((0, 7),), True)]
+
+
+def test_each_parameter_is_cut_along_its_first_axis_and_buffers_stay_copies() -> None:
+    kept = parameter_layouts(plan_of("resnet"), graph_of("resnet"))
+    assert kept["conv1.weight"] == kept["bn1.weight"] == Split(0, (1, 2, 0, 1))
+    assert isinstance(kept["bn1.running_mean"], Replicated)
+    assert isinstance(kept["bn1.num_batches_tracked"], Replicated)
+
+
+def test_layers_wait_for_their_own_weights_and_no_sum_of_copies_is_left() -> None:
+    graph = graph_of("two-conv")
+    steps = lower(plan_of("two-conv"), graph).steps
+    gathers = {key: step.id for step in steps if isinstance(step, GatherWeights) for key in step.keys}
+    assert set(gathers) == {p.key for layer in graph.layers.values() for p in layer.trainable}
+    assert max(gathers.values()) < min(step.id for step in steps if isinstance(step, Compute))
+    for step in steps:
+        if isinstance(step, Compute) and step.phase == "forward":
+            assert {gathers[p.key] for p in graph[step.layer].trainable} <= set(step.after)
+    sums = [step for step in steps if isinstance(step, SumGradients)]
+    assert all(step.into and step.devices == (0, 2, 3) for step in sums), "those that compute have summands"
+    assert all(step.members == (0, 1, 2, 3) for step in sums), "device 1 keeps shares"
+
+
+@pytest.mark.parametrize("net", ["two-conv", "resnet"])
+def test_programs_are_checked_and_read_back(net: str) -> None:
+    programs = compile_all(lower(plan_of(net), graph_of(net)), graph_of(net))
+    check_programs(programs)
+    assert [parse_program(program_lines(p)) for p in programs] == programs
+
+
+def test_a_plan_file_names_them() -> None:
+    plan = plan_of("two-conv")
+    assert json.loads(plan.to_json())["in_shares"]["conv1"] == {"shares": list(SHARES)}
+    assert Plan.from_json(plan.to_json()) == plan
+    assert "in_shares" not in replace(plan, in_shares={}).to_json(), "files without are as they were"
+    sharded = by_name("sharded", "two-conv")
+    assert sharded.in_shares["fc"] == InShares((700, 0, 200, 100))
+    assert set(sharded.in_shares) == {"conv1", "conv2", "fc"}
+
+
+@pytest.mark.parametrize(
+    ("net", "layer", "shares", "words"),
+    [
+        ("two-conv", "conv1", (1, 2), "name 2 devices"),
+        ("two-conv", "conv1", (0, 0, 0, 0), "all zero"),
+        ("two-conv", "conv1", (1, -1, 1, 1), "negative"),
+        ("two-conv", "pool", SHARES, "no parameter that is trained"),
+        ("two-conv", "nosuch", SHARES, "does not have"),
+        ("opaque-per-sample", "", SHARES, "it is opaque"),
+    ],
+)
+def test_what_is_refused(net: str, layer: str, shares: tuple[int, ...], words: str) -> None:
+    graph = graph_of(net)
+    if not layer:
+        layer = next(each.name for each in graph.layers.values() if each.kind == "opaque" and each.trainable)
+    plan = replace(by_name("data-by-speed", net), in_shares={layer: InShares(shares)})
+    with pytest.raises(PlanError, match=words):
+        plan.check(graph)
+
+
+def test_not_beside_a_strategy_that_splits_the_layer_nor_with_mixing() -> None:
+    graph = graph_of("two-conv")
+    plan = replace(plan_of("two-conv"), layers={"conv2": Filter((7, 0, 0, 0))})
+    with pytest.raises(PlanError, match="strategy is 'filter'"):
+        plan.check(graph)
+    with pytest.raises(PlanError, match="its own weights"):
+        replace(plan_of("two-conv"), reduce="inexact-butterfly-mixing").check(graph)
+
+
+def test_where_one_device_computes_there_is_nothing_to_gather() -> None:
+    alone = replace(plan_of("two-conv"), otherwise=Batch((10, 0, 0, 0)))
+    assert not [s for s in lower(alone, graph_of("two-conv")).steps if isinstance(s, GatherWeights | SumGradients)]
