@@ -26,7 +26,7 @@ from convoy.plan.explain import layer_rows, step_lines
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
-from convoy.plan.steps import Move, ShareStatistics, StepList, SumGradients, Value, traffic
+from convoy.plan.steps import GatherWeights, Move, ShareStatistics, StepList, SumGradients, Value, traffic
 from convoy.planner.planner import candidates
 from convoy.runtime.exchange import Buffers, Lane, run_move
 from convoy.runtime.module import Distributed
@@ -207,14 +207,15 @@ def test_summands_are_added_in_full_width() -> None:
 @pytest.mark.parametrize("net", ["two-conv", "resnet"])
 @pytest.mark.parametrize("plan", [*PLANS])
 def test_the_bytes_on_the_way_are_those_that_are_priced(plan: str, net: str) -> None:
-    """Numbers of 8 bytes travel in 2; only the statistics of batch norms travel as they are."""
+    """Numbers of 8 bytes travel in 2; only the statistics of batch norms, and weights, travel as they are."""
     exact, graph = by_name(plan, net), graph_of(net)
     assert traffic_of(net, narrow(exact), 10) == lower(narrow(exact), graph).traffic(8)
     before, after = lower(exact, graph), lower(narrow(exact), graph)
-    statistics = sum(sum(traffic(s, 8).values()) for s in after.steps if isinstance(s, ShareStatistics))
-    assert (statistics > 0) is (net == "resnet" and plan in ("data", "data-by-speed", "hybrid"))
-    assert 4 * (after.traffic(8).total() - statistics) == before.traffic(8).total() - statistics
-    assert 2 * (after.traffic(4).total() - statistics // 2) == before.traffic(4).total() - statistics // 2
+    as_they_are = [s for s in after.steps if isinstance(s, ShareStatistics | GatherWeights)]
+    exactly = sum(sum(traffic(s, 8).values()) for s in as_they_are)
+    assert (exactly > 0) is (plan == "sharded" or (net == "resnet" and plan in ("data", "data-by-speed", "hybrid")))
+    assert 4 * (after.traffic(8).total() - exactly) == before.traffic(8).total() - exactly
+    assert 2 * (after.traffic(4).total() - exactly // 2) == before.traffic(4).total() - exactly // 2
     assert after.traffic(2) == before.traffic(2)
 
 
