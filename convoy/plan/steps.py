@@ -186,7 +186,7 @@ class SumGradients:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The devices that have a part in it: those with a summand, and those that keep some of the sum."""
+        """The devices with a summand, and those that keep some of the sum."""
         return tuple(sorted({*self.devices, *holders(joined(self.into))}))
 
     @property
