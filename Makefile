@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# Where Python is told to keep no compiled modules, each of the hundreds of processes of the tests would compile Convoy anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-full check fix docs package gpu bench targets bench-full validate clean
 
 $(READY): pyproject.toml constraints.txt

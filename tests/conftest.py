@@ -8,6 +8,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,11 +62,32 @@ class Belongings:
         return {kind: things for kind, things in left.items() if things}
 
 
+_parents: dict[int, int] = {}
+"""Of each process that was there when somebody looked last. psutil would read them all again, at every look."""
+
+
+def children() -> Iterator[psutil.Process]:
+    """All processes below this one."""
+    global _parents
+    found: dict[int, int] = {}
+    for pid in psutil.pids():
+        with suppress(psutil.Error):
+            found[pid] = _parents[pid] if pid in _parents else psutil.Process(pid).ppid()
+    _parents = found
+    for pid in found:
+        above = found[pid]
+        while above in found and above != os.getpid():
+            above = found[above]
+        if above == os.getpid():
+            with suppress(psutil.Error):
+                yield psutil.Process(pid)
+
+
 def belongings() -> Belongings:
     """Child processes, Python threads, listening ports, open files of the repository; in CI, new files beside it."""
     here = psutil.Process()
     processes = set()
-    for child in here.children(recursive=True):
+    for child in children():
         if child.pid == nursery_pid():
             continue
         try:

@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from convoy.errors import InputError, MismatchError, PlanError
 from convoy.plan.strategy import Batch
 from tests.support import nets
 from tests.support.processes import PLACE, ROOT, on_processes
+from tests.support.scripts import on_forks
 
 ONE, FOUR = ROOT / "examples" / "one_line.py", ROOT / "examples" / "four_lines.py"
 X = torch.zeros(1, 3, 8, 8, dtype=torch.float64)
@@ -45,29 +47,44 @@ def test_the_examples_differ_from_an_ordinary_script_by_one_line_and_by_four() -
     assert all(f"convoy.{call}(" in "".join(lines(FOUR)) for call in ("join", "make_plan", "distribute", "loader"))
 
 
-@pytest.mark.parametrize("example", [ONE, FOUR], ids=["one line", "four lines"])
-def test_the_example_alone_and_under_torchrun(example: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same losses, with warnings as errors, and not a word beside the example's own."""
-    for name in PLACE:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(convoy.profile.speeds, "BURST_S", 0.0)
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(str(example))
+def under_torchrun(example: Path) -> tuple[str, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", str(example)],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)],
         cwd=ROOT,
         env={**os.environ, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=100,
     )
-    assert done.stderr == ""
-    assert done.returncode == 0
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def by_its_variables(example: Path) -> tuple[str, str]:
+    said = on_forks(3, example, as_one=False)
+    assert said[1:] == [("", "")] * 2
+    return said[0]
+
+
+@pytest.mark.parametrize(
+    ("example", "start"), [(ONE, under_torchrun), (FOUR, by_its_variables)], ids=["one line", "four lines"]
+)
+def test_the_example_alone_and_under_torchrun(
+    example: Path, start: Callable[[Path], tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same losses, with warnings as errors, and not a word beside the example's own."""
+    for name in PLACE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(convoy.profile.speeds, "BURST_S", 0.0)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(example))
+    out, err = start(example)
+    assert err == ""
     alone, together = (
         [float(loss) for loss in re.findall(r"^epoch \d: loss ([\d.]+)", text, re.MULTILINE)]
-        for text in (printed.getvalue(), done.stdout)
+        for text in (printed.getvalue(), out)
     )
-    assert len(done.stdout.splitlines()) == len(alone) == len(together) == 2
+    assert len(out.splitlines()) == len(alone) == len(together) == 2
     assert together == pytest.approx(alone, abs=2e-3), "float32 on both sides"
     assert alone[1] < 0.5 * alone[0]
 

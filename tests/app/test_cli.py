@@ -19,9 +19,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import torch._dynamo  # every optimizer imports it; the nursery imports this file, so that the devices forked from it have it
 
-import convoy.app.train  # noqa: F401 - likewise
+import convoy.app.train  # noqa: F401 - the nursery imports this file, so that the devices forked from it have it
 from convoy import cli
 from convoy.data import load
 from convoy.errors import DeviceLostError, InputError

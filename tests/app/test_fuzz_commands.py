@@ -191,22 +191,33 @@ def begins(*_: object, **__: object) -> None:
     raise Begins
 
 
-def places(folder: Path) -> dict[str, str]:
-    """The good files that commands name, made anew."""
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The good files that commands name."""
+    folder = tmp_path_factory.mktemp("good")
     files = {"FLEET": written(folder / "described.toml", FLEET), "CLASSES": written(folder / "classes.toml", CLASSES)}
     addresses = CLASSES.replace('name = "shelf"', 'name = "shelf"\naddress = "192.168.1.21"', 1)
     files |= {"ADDRESSES": written(folder / "addresses.toml", addresses), "MEASURED": make_measurement(folder)}
     files |= {"PLAN": make_plan(folder), "LOG": make_log(folder), "SCRIPT": written(folder / "script.py", "print(1)")}
-    return {name: str(path) for name, path in files.items()} | {"OUT": str(folder / "out")}
+    return files
 
 
-def fuzz_verbs(verb: str, folder: Path, seeds: range, command: Callable[[list[str]], int]) -> int:
+def places(good: dict[str, Path], folder: Path) -> dict[str, str]:
+    """The good files, copied anew: a command may have written over them."""
+    copies = {name: str(shutil.copyfile(path, folder / path.name)) for name, path in good.items()}
+    return copies | {"OUT": str(folder / "out")}
+
+
+Command = Callable[[list[str]], int]
+
+
+def fuzz_verbs(verb: str, good: dict[str, Path], folder: Path, seeds: range, command: Command) -> int:
     """How many commands were refused."""
     refused = 0
     for seed in seeds:
         shutil.rmtree(folder / "out", ignore_errors=True)
         (folder / "out").unlink(missing_ok=True)
-        named = places(folder)
+        named = places(good, folder)
         argv = [named.get(word, word) for word in drawn_words(verb, Random(f"{verb} {seed}"))]
         try:
             refused += command(argv) == 2
@@ -217,17 +228,17 @@ def fuzz_verbs(verb: str, folder: Path, seeds: range, command: Callable[[list[st
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_sample_of_commands(verb: str, tmp_path: Path, command: Callable[[list[str]], int]) -> None:
-    named = places(tmp_path)
+def test_a_sample_of_commands(verb: str, good: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    named = places(good, tmp_path)
     assert command([named.get(word, word) for word in [*verb.split(), *VERBS[verb][0]]]) == 0
-    assert fuzz_verbs(verb, tmp_path, range(12), command) >= 1
+    assert fuzz_verbs(verb, good, tmp_path, range(12), command) >= 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("verb", VERBS)
-def test_hundreds_of_commands(verb: str, tmp_path: Path, command: Callable[[list[str]], int]) -> None:
-    assert fuzz_verbs(verb, tmp_path, range(1000, 1300), command) > 25
+def test_hundreds_of_commands(verb: str, good: dict[str, Path], tmp_path: Path, command: Command) -> None:
+    assert fuzz_verbs(verb, good, tmp_path, range(1000, 1300), command) > 25
 
 
 def odd_places(folder: Path) -> dict[str, Path]:
@@ -281,10 +292,10 @@ PLACES: list[Any] = [
 
 @pytest.mark.parametrize("words", PLACES, ids=lambda words: " ".join(w for w in words if w not in TRAIN[1:]))
 def test_anything_may_lie_where_a_file_is_named(
-    words: list[str], tmp_path: Path, command: Callable[[list[str]], int]
+    words: list[str], good: dict[str, Path], tmp_path: Path, command: Command
 ) -> None:
     """Nothing waits for a pipe, reads a device for ever, or fills the memory."""
-    named, statuses = places(tmp_path), {}
+    named, statuses = places(good, tmp_path), {}
     for name, path in odd_places(tmp_path / "odd").items():
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         try:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # DDP imports it, which takes seconds: here once, not in every process forked from here
 import torch.nn.functional as F
 
 from benchmarks import ddp, tuning, worker

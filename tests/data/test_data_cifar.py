@@ -209,7 +209,9 @@ def test_cifar10_is_downloaded_once_and_unpacked_once(
     assert content(folder) == []
 
 
+@pytest.mark.slow
 def test_the_real_cifar10() -> None:
+    """Its 60,000 images are JPEGs here: they take long to unpack. Of made-up files, the tests above ask the same."""
     folder = cifar10_folder()
     if folder is None:
         pytest.skip(REASON)

@@ -31,6 +31,7 @@ from docs.from_code import commands_markdown, settings_markdown
 from tests.support.data_files import write_cifar, write_images
 from tests.support.doc_snippets import Block, PageError, blocks_of
 from tests.support.processes import PLACE, ROOT
+from tests.support.scripts import launch_on_forks
 
 DOCS = ROOT / "docs"
 MADE = ("accuracy.md", "benchmarks.md", "validation.md", "study.md", "quarter-of-an-hour.md")
@@ -142,23 +143,24 @@ def _show(block: Block, names: dict[str, Any]) -> None:
 
 
 def _run(block: Block, command: str, printed: str) -> None:
-    status, out, err = _bash(command) if _needs_a_shell(command) else _here(shlex.split(command))
+    status, out, err = _bash(command) if _needs_a_shell(block, command) else _here(shlex.split(command))
     assert status == 0, f"{block.place}: {command}\n{out}{err}"
     shown = not printed or doctest.OutputChecker().check_output(printed, out, SHOWN)
     assert shown, f"{block.place}: {command}\nprinted\n{out}"
 
 
-def _needs_a_shell(command: str) -> bool:
-    """Whether a command is more than one call of convoy that stays in its process. That one needs no second import of torch."""
-    several = "--devices" in command or command.startswith("convoy demo")
-    return not command.startswith("convoy ") or several or bool(re.search(r"[;|&<>$#\n]", command))
+def _needs_a_shell(block: Block, command: str) -> bool:
+    """Whether a command is more than one call of convoy, the demo, or the training that people meet first."""
+    starts = command.startswith(("convoy demo", "convoy run")) or (block.page == "README.md" and "--devices" in command)
+    return not command.startswith("convoy ") or starts or bool(re.search(r"[;|&<>$#\n]", command))
 
 
 def _here(words: list[str]) -> tuple[int, str, str]:
-    """As `_bash`, for a call of convoy."""
+    """As `_bash`, for a call of convoy: neither it nor the devices that it starts import torch once more."""
     out, err = io.StringIO(), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", words)
+        patch.setattr("convoy.launch.local.launch_local", launch_on_forks)
         with pytest.raises(SystemExit) as ended:
             main()
     return int(ended.value.code or 0), out.getvalue(), err.getvalue()

@@ -1,6 +1,5 @@
 """Device programs: by hand, printed and read back, their bytes, and broken ones that are refused before anything runs."""
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -105,10 +104,25 @@ def test_a_loss_of_some_outputs_leaves_out_the_rest_of_backward() -> None:
 
 @pytest.mark.parametrize("net", nets.NETS)
 def test_programs_can_run_print_and_send_what_the_list_says(net: str) -> None:
-    """By every plan by name, exact and narrow, inputs whole and in chunks."""
+    """By every plan by name, exact and narrow, inputs whole and in chunks: every two of these together."""
+    for number, plan in enumerate(PLANS, start=list(nets.NETS).index(net)):
+        check_all(net, plan, [WAYS[number % 2], WAYS[-1 - number % 2]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("net", nets.NETS)
+def test_programs_of_every_way(net: str) -> None:
+    for plan in PLANS:
+        check_all(net, plan, WAYS)
+
+
+WAYS: list[tuple[CommDtype, int]] = [("exact", 1), ("exact", 3), ("inexact-bf16", 1), ("inexact-bf16", 3)]
+"""How numbers travel, and in how many pieces."""
+
+
+def check_all(net: str, plan: str, ways: Sequence[tuple[CommDtype, int]]) -> None:
     graph = graph_of(net)
-    wires: tuple[CommDtype, ...] = ("exact", "inexact-bf16")
-    for plan, wire, pieces in itertools.product(PLANS, wires, (1, 3)):
+    for wire, pieces in ways:
         steps = lower(replace(by_name(plan, net), wire=wire, pieces=pieces), graph)
         found = compile_all(steps, graph)
         check_programs(found)

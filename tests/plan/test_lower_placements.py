@@ -1,5 +1,7 @@
 """lower: which layouts layers keep, which strategies they cannot have, and where evaluation computes."""
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -128,6 +130,7 @@ def test_strategies_that_a_layer_cannot_have(net: str, layers: dict[str, Strateg
 # --- evaluation ------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def both_modes(name: str) -> tuple[Graph, Graph]:
     model = nets.build(name)
     x = torch.zeros(2, *nets.shape_of(model), dtype=torch.float64)

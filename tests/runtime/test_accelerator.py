@@ -26,8 +26,9 @@ pytestmark = pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
 
 HEART = (
     "tests/parity/test_parity.py",
-    "-k", "(every_plan_and_every_sum and ring) or (twenty_steps_with and hybrid) or tied-mixed",
+    "-k", "(every_plan_and_every_sum and ring and (speed or model)) or (twenty_steps_with and hybrid and resnet) or tied-mixed",
 )  # fmt: skip
+"""By samples, by filters, both, and every strategy at once. The slow tests have all plans."""
 WHOLE = (
     "tests/parity/test_parity.py", "tests/runtime/test_reshard.py", "tests/runtime/test_optimizer.py",
     "tests/runtime/test_exchange.py", "tests/checkpoint/test_checkpoint.py", "tests/train/test_controller.py",

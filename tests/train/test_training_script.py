@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.processes import PLACE, ROOT
+from tests.support.scripts import on_forks
 
 SOURCE = (ROOT / "tests" / "support" / "training_script.py").read_text()
 BEFORE = "    model_without_ddp = model\n"
@@ -27,65 +28,68 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def changed(folder: Path, plan: str, *more: tuple[str, str]) -> str:
-    """Write the script with the one line, and further changes; its name."""
+def changed(folder: Path, plan: str, *more: tuple[str, str]) -> Path:
+    """Write the script with the one line, and further changes."""
     assert SOURCE.count(BEFORE) == 1
     source = "import convoy\n" + SOURCE.replace(BEFORE, LINE.format(plan=plan) + BEFORE)
     for old, new in more:
         assert source.count(old) == 1
         source = source.replace(old, new)
     (folder / "changed.py").write_text(source)
-    return "changed.py"
+    return folder / "changed.py"
 
 
-def run(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+def by_command(script: Path, *options: str) -> str:
+    """What the script prints on three devices of `convoy run`."""
     outside = {name: value for name, value in os.environ.items() if name not in (*PLACE, "CONVOY_DEVICE")}
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env={**outside, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=100, check=False,
+    done = subprocess.run(
+        [sys.executable, "-m", "convoy", "run", "--devices", "3", script.name, *options], cwd=script.parent,
+        capture_output=True, text=True,
+        env={**outside, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, timeout=100, check=False,
     )  # fmt: skip
-
-
-def printed(folder: Path, *words: str) -> list[float]:
-    """All numbers that a run prints."""
-    done = run(folder, *words)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("epoch") == 3
-    return [float(number) for number in re.findall(r"[\d.]+", done.stdout)]
+    return done.stdout
 
 
-CONVOY = ("-m", "convoy", "run", "--devices", "3")
+def first(devices: int, script: Path, *options: str) -> str:
+    return on_forks(devices, script, *options)[0][0]
 
 
-@pytest.mark.parametrize(
-    ("plan", "options"),
-    [
-        ("data-by-speed", ["--clip-grad-norm", "0.5", "--mix-in-loop"]),
-        ("model", ["--mix-in-loop"]),
-        ("hybrid", []),
-    ],
-)
-def test_one_line_trains_the_same(plan: str, options: list[str], folder: Path) -> None:
+def numbers(printed: str) -> list[float]:
+    """All numbers that a run prints."""
+    assert printed.count("epoch") == 3
+    return [float(number) for number in re.findall(r"[\d.]+", printed)]
+
+
+def test_one_line_trains_the_same_as_a_person_starts_it(folder: Path) -> None:
     """Mixup in the loop saw this device's part of the images beside all labels, and the averages were weighted by parts."""
-    found = printed(folder, *CONVOY, changed(folder, plan), *options)
-    assert found == pytest.approx(printed(folder, "plain.py", *options), abs=2e-9)
+    options = ["--clip-grad-norm", "0.5", "--mix-in-loop"]
+    found = by_command(changed(folder, "data-by-speed"), *options)
+    assert numbers(found) == pytest.approx(numbers(first(1, folder / "plain.py", *options)), abs=2e-9)
+
+
+@pytest.mark.parametrize(("plan", "options"), [("model", ["--mix-in-loop"]), ("hybrid", [])])
+def test_one_line_trains_the_same_and_another_saves_the_whole_model_once(
+    plan: str, options: list[str], folder: Path
+) -> None:
+    found = first(3, changed(folder, plan, SAVES, FIRST), *options, "--output", "whole.pth")
+    expected = first(1, folder / "plain.py", *options, "--output", "plain.pth")
+    assert numbers(found) == pytest.approx(numbers(expected), abs=2e-9)
+    whole, plain = (torch.load(folder / f"{each}.pth", weights_only=True)["model"] for each in ("whole", "plain"))
+    assert whole.keys() == plain.keys()
+    assert all(torch.allclose(whole[key], plain[key], rtol=0, atol=1e-9) for key in plain)
 
 
 @pytest.mark.slow
 def test_one_line_with_workers_that_mix(folder: Path) -> None:
     """Random numbers of a `collate_fn` are Convoy's: the same on any devices, other than a DataLoader's."""
     options = ["--mix-in-collate", "--workers", "2"]
-    name = changed(folder, "model")
-    assert printed(folder, *CONVOY, name, *options) == pytest.approx(printed(folder, name, *options), abs=2e-9)
-
-
-def test_it_saves_the_whole_model_once_by_another_line(folder: Path) -> None:
-    name = changed(folder, "model", SAVES, FIRST)
-    printed(folder, *CONVOY, name, "--output", "whole.pth")
-    printed(folder, "plain.py", "--output", "plain.pth")
-    whole, plain = (torch.load(folder / f"{each}.pth", weights_only=True)["model"] for each in ("whole", "plain"))
-    assert whole.keys() == plain.keys()
-    assert all(torch.allclose(whole[key], plain[key], rtol=0, atol=1e-9) for key in plain)
+    script = changed(folder, "model")
+    source = script.read_text()
+    assert source.count("speeds=(3.0, 1.0, 2.0)") == 1
+    script.with_name("alone.py").write_text(source.replace("speeds=(3.0, 1.0, 2.0)", "speeds=(1.0,)"))
+    alone = numbers(first(1, script.with_name("alone.py"), *options))
+    assert numbers(by_command(script, *options)) == pytest.approx(alone, abs=2e-9)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +100,6 @@ def test_it_saves_the_whole_model_once_by_another_line(folder: Path) -> None:
     ],
 )
 def test_what_would_see_pieces_alone_says_what_to_write(options: list[str], told: str, folder: Path) -> None:
-    done = run(folder, *CONVOY, changed(folder, "model"), *options)
-    assert done.returncode != 0
-    assert re.search(told, done.stderr)
+    with pytest.raises(AssertionError, match=told):
+        on_forks(3, changed(folder, "model"), *options)
     assert not (folder / "pieces.pth").exists()
