@@ -14,11 +14,15 @@ import convoy.plan.lower
 import convoy.plan.steps
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
+from convoy.cost.costs import roofline_costs
 from convoy.errors import InputError
+from convoy.fleet import Card, Device, Fleet, Host
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, Speeds
 from convoy.plan.steps import SumGradients
 from convoy.plan.strategy import Batch
+from convoy.planner.planner import plan_auto
+from convoy.planner.predict import working
 from convoy.runtime.module import Distributed
 from tests.support import nets
 from tests.support.one_device import (
@@ -45,6 +49,19 @@ SHORT = (10, 3, 10)
 @pytest.mark.parametrize("plan", [*PLANS])
 def test_twenty_steps_by_every_plan_and_every_sum(plan: str, reduce: str) -> None:
     check(Training("two-conv"), by_name(plan, "two-conv", reduce))
+
+
+@pytest.mark.parametrize("net", ["two-conv", "resnet", "mobile"])
+def test_twenty_steps_by_the_plan_that_the_planner_chooses(net: str) -> None:
+    """For slow devices on a fast network, where each of them pays."""
+    host = Host("lab", card=Card(1e10, 1e10, 1e-7))
+    rates = (4e8, 2e8, 1e8)
+    fleet = Fleet((host,), tuple(
+        Device(f"d{d}", "lab", "cpu", peak_flop_per_s=rate, memory_bytes_per_s=rate) for d, rate in enumerate(rates)
+    ))  # fmt: skip
+    plan = plan_auto(graph_of(net), 10, roofline_costs(fleet))
+    assert working(plan, graph_of(net)) == {0, 1, 2}
+    check(Training(net), plan)
 
 
 @pytest.mark.parametrize("reduce", ["ring", "butterfly", "direct", "star"])

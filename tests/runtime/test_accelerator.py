@@ -5,36 +5,48 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from convoy.checkpoint import Progress, load_checkpoint, save_checkpoint
 from convoy.comm.accelerator import check_device, local_devices, memory_of, pick_device, queued, to_device
 from convoy.comm.group import AloneGroup, Group, Message
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
+from convoy.plan.presets import PLANS, Speeds
 from convoy.runtime.alike import check_batches, check_copies
 from convoy.runtime.clock import Clock
 from convoy.runtime.gradients import global_norm
+from convoy.runtime.module import Distributed
 from tests.conftest import ROOT
-from tests.support import sim
+from tests.support import nets, sim
+from tests.support.one_device import EXACT, OPTIMIZERS, Training, by_name, loss_of, on_one, one_trace, part
 
 pytestmark = pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
 
+FILES = (
+    "tests/parity/test_parity.py", "tests/parity/test_parity_in_shares.py", "tests/runtime/test_reshard.py",
+    "tests/runtime/test_optimizer.py", "tests/runtime/test_exchange.py", "tests/runtime/test_defects.py",
+    "tests/checkpoint/test_checkpoint.py", "tests/train/test_controller.py",
+)  # fmt: skip
 HEART = (
-    "tests/parity/test_parity.py",
-    "-k", "(every_plan_and_every_sum and ring and (speed or model)) or (twenty_steps_with and hybrid and resnet) or tied-mixed",
-)  # fmt: skip
-"""By samples, by filters, both, and every strategy at once. The slow tests have all plans."""
-WHOLE = (
-    "tests/parity/test_parity.py", "tests/runtime/test_reshard.py", "tests/runtime/test_optimizer.py",
-    "tests/runtime/test_exchange.py", "tests/checkpoint/test_checkpoint.py", "tests/train/test_controller.py",
-    # torch's ASGD gives other numbers on accelerators (by lists of tensors) than on a CPU, by 1e-9.
-    "-k", "not asgd",
-)  # fmt: skip
+    "(every_plan_and_every_sum and ring and (speed or model))",
+    "(planner_chooses and two-conv)",
+    "(test_twenty_steps and shares0)",
+    "tied-mixed",  # every strategy at once
+    "(autocast_of_the_caller and both and hybrid)",
+    "(every_move_on_threads and float64-strided)",
+    "(to_every_other and two-conv-sgd)",  # weights that move to another plan
+    "(what_every_other_loads and model-hybrid)",  # a checkpoint
+    "test_it_starts_with_any_plan",  # rebalancing
+)
+"""Of each kind of test one, for every day; the slow tests have all."""
+# torch's ASGD gives other numbers on accelerators (by lists of tensors) than on a CPU, by 1e-9.
+WHOLE = ("not asgd",)
 
 
 @pytest.fixture
@@ -47,23 +59,31 @@ def sims() -> Iterator[None]:
 on_sims = pytest.mark.usefixtures("sims")
 
 
-def on_a_mixed_fleet(*tests: str) -> str:
-    argv = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.sim.plugin", "-p", "no:cacheprovider", *tests]
-    done = subprocess.run(argv, cwd=ROOT, text=True, capture_output=True, timeout=1500, check=False)
+def ran_on_a_mixed_fleet(names: Sequence[str], timeout_s: float) -> set[str]:
+    """The tests of `FILES` with such names, in a process whose groups are sims and CPUs in turns; those that passed."""
+    argv = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "tests.support.sim.plugin", "-p", "no:cacheprovider"]
+    argv += [*FILES, "-k", " or ".join(names)]
+    done = subprocess.run(argv, cwd=ROOT, text=True, capture_output=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    return done.stdout
+    return set(re.findall(r"^PASSED (\S+)", done.stdout, re.MULTILINE))
 
 
 def test_training_on_accelerators_and_cpus_together_is_that_of_one_device() -> None:
-    assert "[100%]" in on_a_mixed_fleet(*HEART)
+    files = {name.partition("::")[0] for name in ran_on_a_mixed_fleet(HEART, 110)}
+    assert files == {*FILES} - {"tests/runtime/test_optimizer.py"}, "each kind of test"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_moves_checkpoints_optimizers_and_rebalancing_on_a_mixed_fleet() -> None:
-    assert "[100%]" in on_a_mixed_fleet(*WHOLE)
+    passed = ran_on_a_mixed_fleet(WHOLE, 1450)
+    assert {name.partition("::")[0] for name in passed} == {*FILES}
+    every_plan = "tests/parity/test_parity.py::test_twenty_steps_by_every_plan_and_every_sum"
+    assert {f"{every_plan}[{plan}-ring]" for plan in PLANS} <= passed
 
 
-def test_the_command_trains_on_an_accelerator_and_a_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan", ["hybrid --speeds 2,1", pytest.param("auto --budget 1", marks=pytest.mark.slow)])
+def test_the_command_trains_on_an_accelerator_and_a_cpu(plan: str, tmp_path: Path) -> None:
     """In processes of their own: through pinned memory and gloo. torch loads the backend as it loads those of other vendors."""
     installed = tmp_path / "convoy_sim-0.dist-info"
     installed.mkdir()
@@ -71,9 +91,7 @@ def test_the_command_trains_on_an_accelerator_and_a_cpu(tmp_path: Path) -> None:
     (installed / "entry_points.txt").write_text("[torch.backends]\nsim = tests.support.sim:load\n")
     sim.library()
     log = tmp_path / "log.jsonl"
-    argv = (
-        "train --devices sim:0,cpu --data digits --limit 120 --epochs 1 --net two-conv:4:6 --speeds 2,1 --plan hybrid"
-    )
+    argv = f"train --devices sim:0,cpu --data digits --limit 120 --epochs 1 --net two-conv:4:6 --plan {plan}"
     done = subprocess.run(
         [sys.executable, "-m", "convoy", *argv.split(), "--compare", "--log", str(log)],
         cwd=tmp_path, text=True, capture_output=True, timeout=120, check=False,
@@ -148,6 +166,40 @@ def test_what_leaves_an_accelerator_has_been_computed() -> None:
         RuntimeError, match=r"memory of stream 0 of sim:0 was freed while stream \d+ of sim:0 may still use it"
     ):
         torch.ones(1, device=device)
+
+
+@on_sims
+def test_a_checkpoint_goes_from_accelerators_to_cpus_and_back(tmp_path: Path) -> None:
+    """Two steps on each fleet, with weights of one's own to begin from: what is loaded is all that they go on from."""
+    training = Training("resnet", (10,) * 6, "adam")
+    whole, expected = nets.build("resnet"), on_one(training)
+    batches = training.batches(whole)
+    fleets = (("sim:0", "sim:1", "cpu"), ("cpu", "cpu", "cpu"), ("cpu", "sim:2"))
+    plans = [by_name(name, "resnet", speeds=Speeds(s)) for name, s in
+             (("hybrid", (3, 1, 2)), ("model", (1, 1, 1)), ("data-by-speed", (1, 4)))]  # fmt: skip
+
+    def work(group: Group, leg: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+        here = Distributed(nets.build("resnet", seed=leg), plans[leg], group, batches[0][0][:2])
+        optimizer, losses = OPTIMIZERS["adam"](here.parameters()), []
+        if leg:
+            load_checkpoint(tmp_path, here, optimizer)
+        for x, y in batches[2 * leg : 2 * leg + 2]:
+            optimizer.zero_grad()
+            loss = loss_of(here(part(here, x), batch=len(x)), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        save_checkpoint(tmp_path, here, optimizer, Progress(2 * leg + 2, 1, 0))
+        return losses, {key: value.cpu() for key, value in here.full_state_dict().items()}
+
+    losses: list[float] = []
+    with one_trace("resnet", torch.float64):
+        for leg, fleet in enumerate(fleets):
+            rows = run_on_threads(len(fleet), lambda group, leg=leg: work(group, leg), on=fleet)  # type: ignore[misc]
+            losses += rows[0][0]
+    assert losses == pytest.approx(expected.losses, abs=EXACT)
+    for key, value in expected.weights.items():
+        torch.testing.assert_close(rows[0][1][key], value, rtol=0, atol=EXACT)
 
 
 @on_sims

@@ -53,7 +53,7 @@ def test_autocast_of_the_caller_works_on_several_devices(plan: str, speeds: tupl
 
     def work(group: Group) -> tuple[Tensor, dict[str, Tensor]]:
         here = distribute(copy.deepcopy(model), chosen, group, x[:2])
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(group.torch_device.type, torch.bfloat16):
             out = here(part_of(here, x), batch=BATCH)
             F.cross_entropy(out, y).backward()
         return out.detach(), {key: p.grad for key, p in here.named_parameters() if p.grad is not None}

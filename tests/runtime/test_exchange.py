@@ -91,7 +91,7 @@ def as_they_come(piece: Tensor) -> Tensor:
 def strided(piece: Tensor) -> Tensor:
     """The same numbers, in a memory that runs backwards through the axes, with gaps and an offset."""
     axes = tuple(reversed(range(piece.dim())))
-    room = torch.full([2 * extent + 1 for extent in reversed(piece.shape)], 99).to(piece.dtype)
+    room = torch.full([2 * extent + 1 for extent in reversed(piece.shape)], 99, dtype=piece.dtype, device=piece.device)
     spaced = room[tuple(slice(1, None, 2) for _ in axes)].permute(axes)
     assert spaced.shape == piece.shape
     return spaced.copy_(piece)
@@ -122,7 +122,7 @@ def move_all(
 def own_piece(group: Group, layout: Layout, whole: Array, rng: np.random.Generator) -> Tensor:
     """This device's piece; an empty tensor where it holds nothing."""
     piece = pieces(layout, whole, rng).get(group.device, np.empty(nothing(layout, whole.shape)))
-    return torch.from_numpy(np.array(piece))
+    return torch.from_numpy(np.array(piece)).to(group.torch_device)
 
 
 def check_outcomes(
@@ -143,7 +143,7 @@ def check_outcomes(
 
 def check_value(case: Case, results: Sequence[Tensor], dtype: str) -> None:
     assert {result.dtype for result in results} == {getattr(torch, dtype)}
-    found = {device: result.double().numpy() for device, result in enumerate(results)}
+    found = {device: result.cpu().double().numpy() for device, result in enumerate(results)}
     whole = integers(case.shape, seed=3)
     members = pieces(case.dst, whole, np.random.default_rng())
     check_pieces(case.dst, whole, {device: piece for device, piece in found.items() if device in members})
@@ -262,7 +262,7 @@ def test_sums_that_become_copies_are_equal_to_the_last_bit(devices: int, reduce:
             generator = torch.Generator().manual_seed(group.device)
             summand = torch.randn(shape, generator=generator) * 10.0 ** float(group.device % 3)
             case = Case(Partial(everyone), Replicated(everyone), shape, reduce)
-            results.append(run_move(group, case.schedule, summand, case.src, case.dst, shape))
+            results.append(run_move(group, case.schedule, summand.to(group.torch_device), case.src, case.dst, shape))
         return results
 
     by_device = run_on_threads(devices, work, LIMIT_S)
@@ -273,7 +273,7 @@ def test_sums_that_become_copies_are_equal_to_the_last_bit(devices: int, reduce:
     exact = sum(
         torch.randn(1000, generator=torch.Generator().manual_seed(d)).double() * 10.0 ** float(d % 3) for d in everyone
     )
-    torch.testing.assert_close(by_device[0][-1].double(), exact, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(by_device[0][-1].cpu().double(), exact, rtol=1e-5, atol=1e-3)
 
 
 def test_copies_for_other_devices_have_the_same_bits() -> None:
@@ -285,7 +285,9 @@ def test_copies_for_other_devices_have_the_same_bits() -> None:
             case = Case(Partial((0, 1, 2)), Replicated((4, 1, 3)), (size,), reduce)
             generator = torch.Generator().manual_seed(group.device)
             summand = torch.randn(size if group.device < 3 else 0, generator=generator)
-            results.append(run_move(group, case.schedule, summand, case.src, case.dst, case.shape))
+            results.append(
+                run_move(group, case.schedule, summand.to(group.torch_device), case.src, case.dst, case.shape)
+            )
         return results
 
     sizes = (101, 20_000)
@@ -300,7 +302,7 @@ def test_a_sum_at_one_device_adds_in_the_order_of_the_devices() -> None:
     """1e8 + 1 - 1e8 in float32 is 0 in this order, 1 in others: whichever message comes first, the sum is the same."""
 
     def work(group: Group) -> list[Tensor]:
-        summand = torch.tensor([[1e8, 1.0, -1e8][group.device]])
+        summand = torch.tensor([[1e8, 1.0, -1e8][group.device]], device=group.torch_device)
         cases = [Case(Partial((0, 1, 2)), OnOne(owner), (1,)) for owner in range(3)]
         cases.append(Case(Partial((0, 1, 2)), Split(0, (0, 1, 0)), (1,)))
         cases.append(Case(Partial((0, 1, 2)), Replicated((0, 1, 2)), (1,), "star"))
@@ -349,7 +351,7 @@ def test_copies_of_one_number_may_be_expanded() -> None:
     shape = (6, 4)
 
     def work(group: Group) -> list[Tensor]:
-        piece = torch.tensor(float(group.device + 1)).expand(shape)
+        piece = torch.tensor(float(group.device + 1), device=group.torch_device).expand(shape)
         cases = [Case(Partial((0, 1)), Replicated((0, 1)), shape, reduce) for reduce in REDUCES]
         cases.append(Case(Partial((0, 1)), Split(0, (2, 4)), shape))
         return [run_move(group, case.schedule, piece, case.src, case.dst, shape) for case in cases]
@@ -367,7 +369,7 @@ def test_run_rounds_works_in_place() -> None:
     """Gradients are summed where they lie: the buffer itself holds the sum afterwards."""
 
     def work(group: Group) -> tuple[Tensor, bool]:
-        flat = torch.arange(10, dtype=torch.float64) * 10**group.device
+        flat = torch.arange(10, dtype=torch.float64, device=group.torch_device) * 10**group.device
         where = flat.data_ptr()
         run_rounds(group, redistribute.schedule(Partial((0, 1, 2)), Replicated((0, 1, 2)), (10,), "ring"), flat)
         return flat, flat.data_ptr() == where
@@ -386,7 +388,7 @@ def test_a_sum_in_segments(reduce: Reduce, n: int) -> None:
     def work(group: Group) -> list[Tensor]:
         sums = []
         for lane in (0, 1, 1):  # and again, in the memory of the time before
-            flat = torch.arange(n, dtype=torch.float64) * 10**group.device
+            flat = torch.arange(n, dtype=torch.float64, device=group.torch_device) * 10**group.device
             run_rounds(
                 group, redistribute.sum_in_segments(devices, n, reduce, 2), flat, lane, landing=landing[group.device]
             )
@@ -449,7 +451,7 @@ def test_mixing_stages_on_a_group_of_four_and_of_three() -> None:
     """Stage by stage the partner's numbers are added; two stages make the whole sum of four devices, not of three."""
 
     def work(group: Group) -> list[float]:
-        flat = torch.tensor([10.0**group.device])
+        flat = torch.tensor([10.0**group.device], device=group.torch_device)
         heard = []
         for stage in range(2):
             run_rounds(group, redistribute.mixing(tuple(range(group.devices)), 1, stage), flat)

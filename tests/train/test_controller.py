@@ -333,7 +333,20 @@ def test_the_command_takes_the_option(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in (*PLACE, "CONVOY_DEVICE"):
         monkeypatch.delenv(name, raising=False)
     log = tmp_path / "run.jsonl"
-    options = ["--net", "two-conv:2:2", "--limit", "20", "--batch", "10", "--speeds", "1", "--log", str(log)]
+    options = [
+        "--net",
+        "two-conv:2:2",
+        "--limit",
+        "20",
+        "--batch",
+        "10",
+        "--devices",
+        "1",
+        "--speeds",
+        "1",
+        "--log",
+        str(log),
+    ]
     monkeypatch.setattr("sys.argv", ["convoy", "train", *options, "--rebalance"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
