@@ -1,12 +1,13 @@
 """What a machine with an accelerator can show of Convoy, in at most ten minutes, each part also by itself.
 
-    python -m benchmarks.gpu [--part parity] [--device cuda:0] [--page FILE]
+    python -m benchmarks.gpu [--only parity] [--device cuda:0] [--page FILE]
 
 On a machine without one a simulated accelerator takes its place (tests/support/sim): that tries the code, and gives no figures.
 """
 
 import copy
 import json
+import math
 import os
 import re
 import statistics
@@ -25,23 +26,29 @@ import torch
 import torch.nn.functional as F
 import typer
 from rich.console import Console
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed import HashStore
 
 from benchmarks.hardware import stamp
 from benchmarks.page import table
+from convoy.api import distribute
 from convoy.comm.accelerator import accelerator, finish, hardware_name, in_host_memory, local_devices, memory_of, queued
+from convoy.comm.backends import NcclBackend, can_use_nccl
 from convoy.comm.group import AloneGroup, Group
 from convoy.comm.threads import run_on_threads
+from convoy.errors import unknown_name
 from convoy.files import write_whole
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.runtime.module import Distributed
+from convoy.runtime.precision import GradScaler
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = "python -m benchmarks.gpu"
-EXACT, ROUNDED, TF32 = 1e-10, 1e-4, 3e-2
-"""Largest difference of a weight after five steps: in float64, in float32, with products of 10 bits."""
+EXACT, ROUNDED, TF32, ROUGH = 1e-10, 1e-4, 3e-2, 5e-2
+"""Largest difference of a weight after five steps: in float64, in float32, with products of 10 bits. Of the loss after so
+many in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -102,13 +109,27 @@ def _apart(place: Place, plan_name: str, dtype: torch.dtype) -> float:
     return max(run_on_threads(2, work, on=(place.name, "cpu")))
 
 
-def _train(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], forward: Callable[[Tensor], Tensor]) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+def _train(
+    model: nn.Module,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    forward: Callable[[Tensor], Tensor],
+    scaler: GradScaler | None = None,
+) -> list[float]:
+    """The losses."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
     for x, y in batches:
         out = forward(x)
         optimizer.zero_grad()
-        F.cross_entropy(out, y.to(out.device)).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
+        loss = F.cross_entropy(out.float() if scaler else out, y.to(out.device))
+        losses.append(loss.item())
+        if scaler is None:
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return losses
 
 
 @contextmanager
@@ -176,30 +197,64 @@ def _seconds(once: Callable[[], None], rounds: int = 7) -> float:
 
 
 def processes(place: Place) -> Iterator[Row]:
-    """`convoy train --compare` on the device and a CPU, and by two processes on one device; NCCL where there are two."""
-    kind = place.device.type
-    fleets = [f"{place.name},cpu", f"{place.name},{place.name}"]
-    if kind == "cuda" and torch.accelerator.device_count() > 1:
-        fleets.append(f"{kind}:0,{kind}:1")
-    for devices in fleets:
-        done = _convoy(place, "train", *TINY, "--devices", devices, "--plan", "hybrid", "--speeds", "1,1", "--compare")
-        apart = re.search(r"Loss curves .*: at most (\S+) apart", done.stdout)
-        if done.returncode or apart is None:
-            yield Row("processes", devices, (done.stderr or done.stdout).strip().splitlines()[-1][:200], good=False)
-        else:
-            yield Row("processes", f"{devices}: loss curves apart", apart[1], float(apart[1]) <= ROUNDED)
-    if len(fleets) < 3:
-        yield Row("processes", "NCCL between two GPUs", "not here: needs two NVIDIA GPUs")
-    for precision, devices in (("bf16", f"{place.name},cpu"), ("fp16", place.name)):
-        options = ("--devices", devices, "--plan", "data", "--precision", precision, "--compare")
-        done = _convoy(place, "train", *TINY, *options)
-        apart = re.search(r"Loss curves .*: at most (\S+) apart", done.stdout)
-        found = apart[1] if apart else (done.stderr or done.stdout).strip().splitlines()[-1][:200]
+    """`convoy train --compare` on the device and a CPU, and by two processes on one device."""
+    for devices in (f"{place.name},cpu", f"{place.name},{place.name}"):
+        yield _compared(place, "processes", devices)
+
+
+def _compared(place: Place, part: str, devices: str) -> Row:
+    done = _convoy(place, "train", *TINY, "--devices", devices, "--plan", "hybrid", "--speeds", "1,1", "--compare")
+    apart = re.search(r"Loss curves .*: at most (\S+) apart", done.stdout)
+    if done.returncode or apart is None:
+        return Row(part, devices, (done.stderr or done.stdout).strip().splitlines()[-1][:200], good=False)
+    return Row(part, f"{devices}: loss curves apart", apart[1], float(apart[1]) <= ROUNDED)
+
+
+def nccl(place: Place) -> Iterator[Row]:
+    """As far as one GPU goes: NCCL begins, sums and ends; two processes that share it are given gloo. On two, a training."""
+    kind, device = place.device.type, place.device
+    if kind != "cuda" or not distributed.is_nccl_available():
+        yield Row("nccl", "NCCL", f"not here: needs an NVIDIA GPU and a torch with NCCL, not {kind}")
+        return
+    try:
+        NcclBackend(HashStore(), 0, 1, device, 30.0).cut(broken=False)
+        yield Row("nccl", "a group of one begins, sums and ends", "yes", good=True)
+    except RuntimeError as error:
+        yield Row("nccl", "a group of one begins, sums and ends", str(error).splitlines()[0][:200], good=False)
+    shared = can_use_nccl([str(device)] * 2, [hardware_name(device)] * 2, ["here"] * 2)
+    yield Row("nccl", "two processes on one GPU", "NCCL" if shared else "gloo, since NCCL refuses it", not shared)
+    if torch.accelerator.device_count() > 1:
+        yield _compared(place, "nccl", f"{kind}:0,{kind}:1")
+    else:
+        yield Row("nccl", "between two GPUs", "not here: there is one GPU")
+
+
+def precision(place: Place) -> Iterator[Row]:
+    """Six steps in fewer bits beside float32 on one CPU: bf16 with a CPU, fp16 with loss scaling on the device alone."""
+    torch.manual_seed(0)
+    model = build_net("resnet:8:8", (3, 16, 16), 10)
+    batches = [(torch.randn(12, 3, 16, 16), torch.randint(0, 10, (12,)))] * 6
+    plain = copy.deepcopy(model)
+    wanted = _train(plain, batches, lambda x: plain(x))
+
+    def work(group: Group, word: str) -> tuple[list[float], int]:
+        plan = named_plan("data", trace(model, batches[0][0][:2]).graph, 12, Speeds((1.0,) * group.devices))
+        here = distribute(model, plan, group, batches[0][0][:2], precision=word)
+        # Too large at first: the steps that overflow are left out, and the scale is halved.
+        scaler = GradScaler(here, init_scale=2.0**20) if word == "fp16" else None
+        losses = _train(here, batches, lambda x: here(x.to(group.torch_device), whole=True), scaler)
+        return losses, 0 if scaler is None else round(20 - math.log2(scaler.get_scale()))
+
+    for word, on in (("bf16", (place.name, "cpu")), ("fp16", (place.name,))):
+        losses, left_out = run_on_threads(len(on), lambda group, word=word: work(group, word), on=on)[0]  # type: ignore[misc]
+        apart = abs(losses[-1] - wanted[-1 - left_out])
+        scaled = f"; {left_out} steps overflowed and were left out" if left_out else ""
+        good = apart <= ROUGH and losses[-1] < losses[0]
         yield Row(
-            "processes",
-            f"--precision {precision}, {devices}: loss curves apart from one device",
-            found,
-            apart is not None,
+            "precision",
+            f"{word}, {' + '.join(on)}: loss after six steps beside float32's",
+            f"{apart:.1e}{scaled}",
+            good,
         )
 
 
@@ -306,7 +361,7 @@ def _step(model: nn.Module, x: Tensor, y: Tensor, precision: torch.dtype | None)
 
 def together(place: Place) -> Iterator[Row]:
     """The device and the CPU by `auto` beside the device alone: never below."""
-    work = ("8", "8", "6") if place.simulated else ("256", "32", "40")
+    work = ("8", "8", "6", "2") if place.simulated else ("256", "32", "40", "60")
     found = {}
     for devices, plan in ((place.name, "data"), (f"{place.name},cpu", "auto")):
         done = _convoy(place, "run", "--devices", devices, str(ROOT / "benchmarks" / "gpu_worker.py"), plan, *work)
@@ -327,8 +382,8 @@ def together(place: Place) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {
-    "parity": parity, "staging": staging, "streams": streams, "processes": processes, "kill": kill, "overhead": overhead,
-    "together": together,
+    "parity": parity, "staging": staging, "streams": streams, "processes": processes, "nccl": nccl, "precision": precision,
+    "kill": kill, "overhead": overhead, "together": together,
 }  # fmt: skip
 
 
@@ -376,19 +431,37 @@ def page_of(place: Place, rows: Sequence[Row], took_s: float) -> str:
     ) + "\n"  # fmt: skip
 
 
+def page_of_none() -> str:
+    """The page as long as no accelerator has run the parts."""
+    rows = [[name, (part.__doc__ or "").strip().splitlines()[0]] for name, part in PARTS.items()]
+    return "\n\n".join(
+        (
+            "# On an accelerator",
+            "**No GPU has run this yet.** Tests, and this command where there is no GPU, run on a simulated accelerator "
+            "(`tests/support/sim`): it has memory, streams and events of its own, and knows nothing of speed, TF32, cuDNN or "
+            "NCCL. On a machine with a GPU the command takes at most ten minutes and writes its findings here, with hardware "
+            f"and date. Each part runs by itself, too: `{COMMAND} --only parity`.",
+            "```\nmake gpu\n```",
+            table(["part", "what it shows"], rows),
+        )
+    ) + "\n"  # fmt: skip
+
+
 def main(
-    part: Annotated[list[str] | None, typer.Option(help=f"Only these: {', '.join(PARTS)}.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help=f"This part, once for each: {', '.join(PARTS)}.")] = None,
     device: Annotated[str | None, typer.Option(help="By default this machine's first accelerator.")] = None,
     page: Annotated[Path | None, typer.Option(help="Write the page there, too; only for a real accelerator.")] = None,
 ) -> None:
     """Run the parts, print what they find as they find it."""
+    if unknown := sorted(set(only or ()) - PARTS.keys()):
+        raise unknown_name("part", unknown[0], PARTS)
     console, rows, start_s = Console(soft_wrap=True), [], time.perf_counter()
     with place_of(device) as place:
         if place.simulated:
             console.print(
                 "No accelerator that torch can use is here: a simulated one takes its place. Its speeds mean nothing."
             )
-        for name in part or PARTS:
+        for name in only or PARTS:
             for row in PARTS[name](place):
                 rows.append(row)
                 mark = {None: " ", True: "ok", False: "NO"}[row.good]

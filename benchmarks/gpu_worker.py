@@ -1,6 +1,6 @@
 """One device of `benchmarks.gpu`'s speed beside others: trains ResNet-18 on random images, prints samples/s of its last steps.
 
-convoy run --devices cuda:0,cpu benchmarks/gpu_worker.py PLAN BATCH SIDE STEPS
+convoy run --devices cuda:0,cpu benchmarks/gpu_worker.py PLAN BATCH SIDE STEPS BUDGET_S
 """
 
 import json
@@ -18,12 +18,13 @@ from convoy.model.nets import build_net
 
 
 def main() -> None:
-    plan, batch, side, steps = sys.argv[1], *map(int, sys.argv[2:5])
+    plan, batch, side, steps, budget_s = sys.argv[1], *map(int, sys.argv[2:6])
     torch.manual_seed(0)
     model: nn.Module = build_net("resnet18:64" if side > 8 else "two-conv:4:6", (3, side, side), 10)
     images = TensorDataset(torch.randn(batch * steps, 3, side, side), torch.randint(0, 10, (batch * steps,)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    model, optimizer, loader = convoy.prepare(model, optimizer, DataLoader(images, batch_size=batch), plan=plan)
+    batches = DataLoader(images, batch_size=batch)
+    model, optimizer, loader = convoy.prepare(model, optimizer, batches, plan=plan, budget_s=budget_s)
     seconds = []
     for x, y in loader:
         start_s = time.perf_counter()

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks.gpu import PARTS, Place, Row, page_of
+from benchmarks.gpu import PARTS, Place, Row, page_of, page_of_none
 from tests.conftest import ROOT
 from tests.support import sim
 
@@ -23,7 +23,7 @@ def ran(*options: str) -> list[str]:
 @needs_compiler
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="has an accelerator: run make gpu")
 def test_streams_are_tried_on_a_simulated_accelerator() -> None:
-    first, found, *_ = ran("--part", "streams")
+    first, found, *_ = ran("--only", "streams")
     assert first.startswith("No accelerator that torch can use is here")
     assert found.startswith("ok streams")
 
@@ -33,6 +33,12 @@ def test_streams_are_tried_on_a_simulated_accelerator() -> None:
 def test_every_part_runs() -> None:
     lines = ran()
     assert {word for line in lines for word in line.split() if word in PARTS} == set(PARTS)
+
+
+def test_the_committed_page_is_of_a_gpu_or_says_that_none_has_run() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    assert page == page_of_none() or "| part | what | found | as it should be |" in page
+    assert all(f"| {part} |" in page for part in PARTS)
 
 
 def test_the_page_says_what_is_not_as_it_should_be() -> None:
