@@ -49,6 +49,7 @@ def prepare(
     budget_s: float = BUDGET_S,
     precision: str = "float32",
     slowdown: float = 1.0,
+    compile: bool = False,
 ) -> tuple[Any, ...]:
     """A model, its optimizer and its loader, for training on all devices of the job. Every device calls it.
 
@@ -69,7 +70,7 @@ def prepare(
             counting them, or a loader that was not prepared is as on one device.
         plan: a name, a plan as from a file, or "auto": the devices are measured, and the planner chooses.
         group: the devices, from `convoy.join`; None: joined here, once per process, and left at its end.
-        speeds, fleet, budget_s, precision, slowdown: as for `make_plan` and `distribute`.
+        speeds, fleet, budget_s, precision, slowdown, compile: as for `make_plan` and `distribute`.
 
     Returns:
         the distributed model, the optimizer, the loader, and `more` loaders, in this order.
@@ -100,7 +101,7 @@ def prepare(
         model, example, batch_size_of(loader), group, plan=plan, speeds=speeds, fleet=fleet, budget_s=budget_s,
         precision=precision, slowdown=slowdown, optimizer=_kind_of_optimizer(optimizer),
     )[0]  # fmt: skip
-    part = distribute(model, made, group, example, slowdown=slowdown, precision=precision)
+    part = distribute(model, made, group, example, slowdown=slowdown, precision=precision, compile=compile)
     part.takes_whole = not parts
     if optimizer is not None:
         rebind(optimizer, model, part)
@@ -262,17 +263,20 @@ def distribute(
     *,
     slowdown: float = 1.0,
     precision: str = "float32",
+    compile: bool = False,
 ) -> Distributed:
     """This device's part of a model; see `Distributed`. Every device must call it.
 
     Args:
         precision: what its layers compute in: "float32" (the type that the model has), "bf16" or "fp16"; see `compute_in`.
             Weights and what travels keep their type. With fp16, use `convoy.GradScaler` for the loss.
+        compile: rows of layers go through torch.compile where a trial in the first steps finds that faster: numbers equal up to
+            rounding, and the trial's seconds. It needs a C++ compiler (on GPUs Triton).
 
     Raises:
         InputError, PlanError, MismatchError: see `Distributed` and `compute_in`.
     """
-    part = Distributed(model, plan, group, example, slowdown=slowdown)
+    part = Distributed(model, plan, group, example, slowdown=slowdown, compile=compile)
     compute_in(part, precision)
     return part
 

@@ -111,7 +111,9 @@ def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack) -> 
         plans = _plans(settings, model, example, group, slowdown, tell)
     for remark in [] if plans.measured is None else remarks(plans.measured):
         screen.line(remark)
-    part = distribute(model, plans[0], group, example, slowdown=slowdown, precision=settings.precision)
+    part = distribute(
+        model, plans[0], group, example, slowdown=slowdown, precision=settings.precision, compile=settings.compile
+    )
     expect_measured(part, plans.measured)
     devices = _devices(settings, group)
     screen.fleet(devices, plans.speeds)
@@ -150,6 +152,8 @@ def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack) -> 
     uses = _uses(settings, group, part, plans, work_shares(part.steps(settings.pass_batch), graph), wall_s)
     screen.usage(uses, history)
     screen.best(history)
+    if part.compiler is not None:
+        screen.lines([part.compiler.told()])
     chosen = plans[0] if rebalancer is None else rebalancer.autotune.plan
     predicted_s, within = plans.predicted_s(chosen), plans.within(chosen)
     if predicted_s is not None and within is not None:

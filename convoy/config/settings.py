@@ -136,6 +136,11 @@ class Settings(BaseModel):
         "plan, where another that is predicted to take nearly as long turns out faster in the first steps. Default: with "
         "--plan auto on CPUs; to know what a layer takes, a GPU must wait for its kernels.",
     )
+    compile: bool = _fleet(
+        False,
+        "Run layers through torch.compile where a trial in the first steps finds that faster: numbers equal up to rounding. "
+        "It needs a C++ compiler such as g++ (on GPUs Triton).",
+    )
     fleet: File | None = _fleet(
         None,
         "A fleet file. If its hosts have addresses, every device of it is started, over ssh. For --plan auto: its times, as "

@@ -185,6 +185,14 @@ def bind_operation(model: nn.Module, operation: Operation) -> Callable[[Sequence
     return partial(call_operation, model, operation)
 
 
+def arguments(
+    operation: Operation, inputs: Sequence[Any], batch: int, model: nn.Module
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a layer's call is given; `inputs` may stand for tensors, where it asks for none of their sizes."""
+    here = _Surroundings(inputs, batch, model)
+    return filled(tuple(operation.args), here), filled(dict(operation.kwargs), here)
+
+
 @dataclass(frozen=True, slots=True)
 class _Surroundings:
     """What the placeholders among the arguments of a call stand for."""

@@ -20,6 +20,7 @@ from convoy.plan.size import LocalSize, flop, whole_size
 from convoy.plan.steps import Phase, StepList
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
+from convoy.runtime.compiled import Compiler, Rows
 from convoy.runtime.exchange import Bound, Buffers, Lane, Slots
 from convoy.runtime.gradients import Found, StretchSums, Sums, collect, own_memory, packed, unpack
 from convoy.runtime.kernels import (
@@ -49,10 +50,12 @@ class Tape:
         norms: per batch norm over several devices, the statistics of the whole batch.
         fused: per stretch, the graph of autograd: where it begins, and where each of its outputs is.
         precision: what the layers computed in, where not in the model's own type.
+        rows: those that may run compiled.
     """
 
     program: Program
     precision: torch.dtype | None
+    rows: Rows = field(default_factory=dict)
     saved: dict[str, Any] = field(default_factory=dict)
     norms: dict[str, Normalisation] = field(default_factory=dict)
     fused: dict[int, tuple[Roots, tuple[Any, ...]]] = field(default_factory=dict)
@@ -71,6 +74,7 @@ class Executor:
 
     Attributes:
         expected_s: by which the time of a stretch is told apart by layer.
+        compiler: makes functions of rows of layers; None: nothing is compiled.
     """
 
     def __init__(
@@ -90,6 +94,7 @@ class Executor:
         self.norms: dict[str, GlobalBatchNorm] = {}
         self.slots = Slots()
         self.expected_s: Expected = by_arithmetic
+        self.compiler: Compiler | None = None
         self._lowered: dict[torch.dtype, dict[str, Arithmetic]] = {}
         for name, layer in traced.graph.layers.items():
             if layer.kind != "input":
@@ -128,6 +133,8 @@ class Executor:
         buffers: Buffers = dict(zip(program.program.inputs, inputs, strict=True))
         tape = Tape(program, precision)
         with self.whole.in_place(program.gathered):
+            if self.compiler is not None:
+                tape.rows = self.compiler.rows(program, self.traced, self.model, (precision, keep))
             self._run_forward(program, tape, buffers, keep=keep)
         return [buffers[name] for name in program.program.outputs], tape
 
@@ -168,14 +175,18 @@ class Executor:
             begin = Roots(roots, wants)
             del roots
             with self._autocast(tape.precision):
-                for op, drops in zip(fused.operations, bound.drops, strict=True):
+                ready = 0  # up to this computation, by a compiled row
+                for number, (op, drops) in enumerate(zip(fused.operations, bound.drops, strict=True)):
                     assert isinstance(op, Compute)
-                    inputs = [own[name] for name in op.reads]
-                    with torch.set_grad_enabled(keep and self.traced.graph[op.layer].differentiable):
-                        own[op.writes[0]] = self._call(op, inputs, whole=op.layer in bound.whole)
-                    del inputs
+                    if (row := tape.rows.get((fused.number, number))) is not None:
+                        ready = max(ready, row.run(own))
+                    if number >= ready:
+                        inputs = [own[name] for name in op.reads]
+                        with torch.set_grad_enabled(keep and self.traced.graph[op.layer].differentiable):
+                            own[op.writes[0]] = self._call(op, inputs, whole=op.layer in bound.whole)
+                        del inputs
                     for name in drops:
-                        del own[name]
+                        own.pop(name, None)  # what a compiled row has inside was never here
             made = [widened(own[name], tape.precision) for name in fused.writes]
             if tape.precision is not None:
                 layers = {op.writes[0]: op.layer for op in fused.operations if isinstance(op, Compute)}

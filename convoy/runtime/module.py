@@ -35,6 +35,7 @@ from convoy.runtime.alike import (
     mark_whole,
 )
 from convoy.runtime.clock import Clock
+from convoy.runtime.compiled import Compiler, check_compiler
 from convoy.runtime.exchange import run_move
 from convoy.runtime.executor import Executor, Expected
 from convoy.runtime.gradients import global_norm
@@ -66,6 +67,8 @@ class Distributed(nn.Module):
         example: one batch of each input, for the shapes.
         slowdown: makes this device play one that is so many times slower.
         fuse: layers between two exchanges go to autograd as one graph (see `convoy.plan.fusion`); False: each by itself.
+        compile: rows of such layers go through torch.compile where that is faster (see `convoy.runtime.compiled`): equal up to
+            rounding.
 
     Attributes:
         plan: the present one.
@@ -73,10 +76,12 @@ class Distributed(nn.Module):
         layouts: of each parameter and buffer, by its key in `state_dict`.
         takes_whole: inputs are whole batches, without `whole=True`.
         precision: what layers compute in (see `compute_in`); None: the type that the model has, or the caller's autocast.
+        compiler: with `compile`, what tells how many rows of layers run compiled on this device.
 
     Raises:
         PlanError: the plan is for another model or another number of devices.
         MismatchError: the devices were given different models or plans.
+        InputError: `compile` where a device has no compiler.
     """
 
     def __init__(
@@ -88,12 +93,15 @@ class Distributed(nn.Module):
         *,
         slowdown: float = 1.0,
         fuse: bool = True,
+        compile: bool = False,
     ) -> None:
         super().__init__()
         model = unwrapped(model)
         trained = trace(model, example, training=True)
         traced = {True: trained, False: trace(model, example, training=False, like=trained)}
-        _agree(group, traced[True], plan)
+        _agree(group, traced[True], plan, compile=compile)
+        if compile:
+            check_compiler(group)
         plan.check(traced[True].graph, group.devices)
         self.group, self.traced = group, traced
         self.clock = Clock(group.torch_device, slowdown)
@@ -107,6 +115,7 @@ class Distributed(nn.Module):
         self._keep_own_pieces(dict(model.named_parameters()))
         guard_module(self.module)
         self._fuse = fuse
+        self.compiler = Compiler(group) if compile else None
         self._bind(model)
         self.precision: torch.dtype | None = None
         self._autocast_outputs: dict[tuple[bool, torch.dtype], list[torch.dtype]] = {}
@@ -126,6 +135,8 @@ class Distributed(nn.Module):
             m: Executor(self.group, self.module, t, self.clock, fuse=self._fuse, whole=whole)
             for m, t in self.traced.items()
         }
+        for executor in self._executors.values():
+            executor.compiler = self.compiler
         self._watch = Watch(self.module, original, self.traced, self.group.devices)
         self._states = {mode: StateWatch(self.module, t.seen, t.modes) for mode, t in self.traced.items()}
         self.mark_pieces()
@@ -596,12 +607,13 @@ def not_distributed(who: str, model: object) -> InputError:
     )
 
 
-def _agree(group: Group, traced: TracedModel, plan: Plan) -> None:
+def _agree(group: Group, traced: TracedModel, plan: Plan, *, compile: bool) -> None:
     """Every device must have been given the same model and the same plan."""
     for what, text in (
         ("model", traced.graph.fingerprint),
         ("plan", plan.to_json()),
         ("version of Convoy", __version__),
+        ("value of compile", str(compile)),
     ):
         agree_on(group, f"distribute:{what}", text, f"started with another {what}")
 

@@ -92,6 +92,7 @@ class Program:
         self.mixing_stages = math.lcm(1, *(max(1, (len(s.devices) - 1).bit_length()) for s in mixing))
         self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by stretch and phase, what its layers take
         self.natural: dict[str, torch.dtype] = {}  # by layer, what autocast computed it in
+        self.compiled: dict[tuple[torch.dtype | None, bool], Any] = {}  # see `convoy.runtime.compiled`
         self.variants: dict[tuple[frozenset[int], int], Program] = {}
 
 

@@ -1,0 +1,289 @@
+"""`compile=True`: the numbers of a training stay those of one device, and what is compiled is bounded, tried and told.
+
+torch's backend `aot_eager` takes the same way as its usual one, but for the C++ at the end, which takes seconds for each row.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import convoy
+from convoy.comm.group import AloneGroup, Group
+from convoy.comm.threads import run_on_threads
+from convoy.errors import InputError, MismatchError
+from convoy.model.tracing import trace
+from convoy.plan.presets import Speeds, named_plan
+from convoy.runtime import compiled
+from convoy.runtime.compiled import MOST_PROGRAMS, WARM_UP, Compiler
+from convoy.runtime.module import Distributed
+from convoy.runtime.reshard import reshare
+from tests.support import nets, one_device
+from tests.support.odd_nets import Dropouts
+from tests.support.one_device import EXACT, UNEVEN, Training, by_name, check, mixed
+from tests.support.torch_seed import torch_seed
+
+ALWAYS = float("inf")
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiler_imported() -> Iterator[None]:
+    """torch's compiler leaves a thread of a progress bar behind, once in a process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
+        torch.compile(nn.ReLU(), backend="aot_eager")(torch.ones(3, requires_grad=True)).sum().backward()
+    importable: Any = pytest.importorskip("torch._dynamo")
+    yield
+    importable.reset()
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch: pytest.MonkeyPatch) -> list[Compiler]:
+    """Every row is used that gives the right numbers, whatever it takes; all compilers of a test."""
+    found: list[Compiler] = []
+
+    def compiler(group: Group) -> Compiler:
+        found.append(Compiler(group))
+        return found[-1]
+
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled, "FASTER", ALWAYS)
+    monkeypatch.setattr("convoy.runtime.module.Compiler", compiler)
+    monkeypatch.setattr(one_device, "Distributed", functools.partial(Distributed, compile=True))
+    return found
+
+
+def assert_used(made: list[Compiler]) -> None:
+    assert any(each.used for each in made)
+    assert not [reason for each in made for reason in each.refused]
+
+
+@pytest.mark.parametrize("plan", ["data-by-speed", "hybrid"])
+def test_uneven_shares_changing_batches_and_evaluation(plan: str, made: list[Compiler]) -> None:
+    """Batches of 10 and of 3 in turn; the device without samples has no rows."""
+    check(Training("two-conv", sizes=(10, 3) * 6, optimizer="adam"), by_name(plan, "two-conv"), EXACT)
+    assert_used(made)
+
+
+def test_every_strategy_in_one_plan_of_a_residual_net_with_batch_norms(made: list[Compiler]) -> None:
+    check(Training("resnet", sizes=(10,) * 6), mixed("resnet"), EXACT)
+    assert_used(made)
+
+
+def test_statistics_of_batch_norms_of_one_device_are_those_of_plain_pytorch(made: list[Compiler]) -> None:
+    """The trial computes on random numbers: they must not remain in the running means."""
+    plan = named_plan("data", one_device.graph_of("resnet"), 10, Speeds((1.0,)))
+    check(Training("resnet", sizes=(10,) * 6), plan, EXACT)
+    assert_used(made)
+
+
+def train(part: Distributed, sizes: list[int], *, autocast: bool = False) -> list[float]:
+    losses = []
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9)
+    dtype = next(iter(part.parameters())).dtype
+    own = torch.Generator().manual_seed(3)
+    for n in sizes:
+        x = torch.randn(n, 3, 8, 8, dtype=dtype, generator=own)
+        y = torch.randint(0, nets.CLASSES, (n,), generator=own)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = F.cross_entropy(part(x, whole=True), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def alone(model: nn.Module, *, compile: bool, batch: int = 8) -> Distributed:
+    group, x = AloneGroup(torch.device("cpu")), torch.zeros(2, 3, 8, 8, dtype=next(model.parameters()).dtype)
+    plan = convoy.make_plan("data", model, x, batch, group, speeds=[1])
+    return Distributed(model, plan, group, x, compile=compile)
+
+
+def test_dropout_draws_the_numbers_that_it_draws_otherwise(made: list[Compiler]) -> None:
+    losses = []
+    for compile in (False, True):
+        with torch_seed(1):
+            part = alone(Dropouts().double(), compile=compile)
+            losses.append(train(part, [8] * 6))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+    assert_used(made)
+    graphs = [str(row.plain.code) for row in rows_in(part)]
+    assert graphs
+    assert not any("dropout" in text for text in graphs)
+
+
+def rows_in(part: Distributed) -> list[compiled.Row]:
+    programs = part._programs.values()
+    return [row for program in programs for each in program.compiled.values() for row in each.rows.values()]
+
+
+def test_under_autocast_of_the_caller(made: list[Compiler]) -> None:
+    losses = [
+        train(alone(nets.build("two-conv", dtype=torch.float32), compile=compile), [8] * 6, autocast=True)
+        for compile in (False, True)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+    assert_used(made)
+
+
+def test_shares_that_change_while_compiled(made: list[Compiler]) -> None:
+    """New shapes are new rows; those of the old shares are gone."""
+    plans = [by_name("data-by-speed", "two-conv", speeds=Speeds(s)) for s in ((7, 3), (4, 6))]
+    model = nets.build("two-conv")
+
+    def work(group: Group, *, compile: bool) -> list[float]:
+        here = Distributed(model, plans[0], group, torch.zeros(2, *nets.shape_of(model)).double(), compile=compile)
+        losses = train(here, [10] * 5)
+        reshare(here, plans[1])
+        return losses + train(here, [10] * 5)
+
+    one, other = (run_on_threads(2, functools.partial(work, compile=c), timeout_s=60) for c in (False, True))
+    assert other[0] == pytest.approx(one[0], rel=1e-12)
+    assert all(each.left == MOST_PROGRAMS - 2 for each in made)
+    assert_used(made)
+
+
+def test_many_batch_sizes_are_compiled_a_few_times_only(made: list[Compiler], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a size that comes now and then not at once."""
+    count = counted(monkeypatch)
+    part = alone(nets.build("two-conv"), compile=True)
+    tried = len(count)
+    train(part, [8] * WARM_UP + [5] * WARM_UP)
+    assert len(count) == tried, "within the warm-up"
+    train(part, [n for n in range(1, MOST_PROGRAMS + 5) for _ in range(WARM_UP + 2)])
+    rows = len([row for row in rows_in(part) if row.function is not None])
+    assert made[0].left == 0
+    assert len(count) - tried == rows == made[0].used
+    train(part, [30] * (WARM_UP + 2))
+    assert len(count) - tried == rows
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    count: list[str] = []
+    compile_row = compiled.compiled_by_torch
+
+    def counting(module: nn.Module) -> Any:
+        count.append(type(module).__name__)
+        return compile_row(module)
+
+    monkeypatch.setattr(compiled, "compiled_by_torch", counting)
+    return count
+
+
+def test_a_row_that_is_not_faster_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "FASTER", 0.0)
+    part = alone(nets.build("two-conv"), compile=True)
+    train(part, [8] * (WARM_UP + 2))
+    assert part.compiler is not None
+    assert (part.compiler.used, part.compiler.refused) == (0, [])
+    assert part.compiler.tried
+    assert part.compiler.told() == (
+        f"torch.compile: 0 of {part.compiler.tried} rows of layers run compiled, the others were not faster"
+    )
+
+
+def wrong(module: nn.Module) -> Any:
+    """A compiler with a fault: one entry is another."""
+
+    def run(*inputs: Tensor) -> tuple[Tensor, ...]:
+        first, *others = module(*inputs)
+        return first + torch.eye(*first.shape[-2:], dtype=first.dtype).mul(0.1), *others
+
+    return run
+
+
+def failing(_module: nn.Module) -> Any:
+    raise RuntimeError("no such thing\nand more")
+
+
+@pytest.mark.parametrize(
+    ("maker", "reason"), [(wrong, "torch.compile gave other numbers than the layers"), (failing, "no such thing")]
+)
+def test_a_row_with_other_numbers_or_none_runs_as_it_is_and_is_told(
+    maker: Callable[[nn.Module], Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = train(alone(nets.build("two-conv"), compile=False), [8] * (WARM_UP + 3))
+    part = alone(nets.build("two-conv"), compile=True)
+    monkeypatch.setattr(compiled, "compiled_by_torch", maker)
+    assert train(part, [8] * (WARM_UP + 3)) == plain
+    assert part.compiler is not None
+    assert part.compiler.told().endswith(f"not faster; {reason}")
+
+
+def test_a_row_begins_where_a_sum_begins_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled function gives all its gradients at its end: a sum in its middle would begin late."""
+    monkeypatch.setattr("convoy.plan.lower.BUCKET_ENTRIES", 4)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.PReLU(4), nn.Tanh(), nn.ReLU(), nn.PReLU(4), nn.Tanh())
+    x = torch.zeros(2, 3, 8, 8)
+
+    def modules(group: Group) -> list[list[str]]:
+        plan = named_plan("data", trace(model, x).graph, 8, Speeds((1.0, 1.0)))
+        here = Distributed(model, plan, group, x)
+        rows = compiled.rows_of(here._program(8), here.traced[True], here.module)
+        return [[str(n.target) for n in row.plain.graph.nodes if n.op == "call_module"] for row in rows.values()]
+
+    assert run_on_threads(2, modules) == [[["1", "2", "3"], ["4", "5"]]] * 2
+
+
+def test_layers_that_are_more_than_a_call_of_torch_are_not_compiled() -> None:
+    for net in ("noting", "own-norm", "hooked", "own-backward", "in-place"):
+        part = alone(nets.build(net), compile=False)
+        for name, layer in part.traced[True].graph.layers.items():
+            operation = part.traced[True].operations.get(name)
+            if operation is None or layer.kind == "input":
+                continue
+            plain = compiled.is_plain_call(layer, operation, part.module, whole=True)
+            module = part.module.get_submodule(operation.modules[0]) if operation.modules else None
+            if plain and module is not None:
+                assert type(module).__module__.startswith("torch.nn"), (net, name)
+                assert not module._forward_hooks, (net, name)
+            if plain and operation.call == "function":
+                assert not getattr(operation.target, "__name__", "").startswith("i"), (net, name)
+
+
+def test_a_device_without_a_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch does it where there is no g++."""
+    model = nets.build("two-conv")
+    monkeypatch.setattr(compiled, "compiled_by_torch", failing)
+    with pytest.raises(InputError, match=r"on device 0 torch.compile does not work \(no such thing\): .*g\+\+"):
+        alone(model, compile=True)
+
+
+def test_devices_that_were_asked_differently() -> None:
+    model, plan = nets.build("two-conv"), by_name("data", "two-conv")
+
+    def work(group: Group) -> None:
+        Distributed(model, plan, group, torch.zeros(2, 3, 8, 8).double(), compile=group.device == 1)
+
+    with pytest.raises(MismatchError, match="device 1 started with another value of compile"):
+        run_on_threads(plan.devices, work)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, EXACT), (torch.float32, 2e-5)])
+def test_with_the_usual_backend(
+    dtype: torch.dtype, tolerance: float, made: list[Compiler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    check(
+        Training("resnet", sizes=(10,) * 6, dtype=dtype), by_name("data-by-speed", "resnet", speeds=UNEVEN), tolerance
+    )
+    assert_used(made)
+
+
+@pytest.mark.slow
+def test_no_compiler_by_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = pytest.importorskip("torch._inductor.config")
+    monkeypatch.setattr(compiled, "BACKEND", "inductor")
+    monkeypatch.setattr(config.cpp, "cxx", ("/no/such/compiler",))
+    monkeypatch.setattr(config, "force_disable_caches", True)
+    with pytest.raises(InputError, match=r"torch\.compile does not work"):
+        alone(nets.build("two-conv"), compile=True)
