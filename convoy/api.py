@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from convoy.comm.agreement import agree_on_modes
 from convoy.comm.environment import read_process_env
 from convoy.comm.group import Group
 from convoy.comm.processes import join
@@ -225,6 +226,7 @@ def make_plans(
     """
     if batch < 1:
         raise PlanError(f"a batch of {batch}: a batch holds one sample at least; give 1 or more")
+    agree_on_modes(group)  # before the seconds of measuring
     traced = trace(model, example)
     if plan == AUTO:
         if speeds is not None:

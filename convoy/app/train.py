@@ -20,6 +20,7 @@ from convoy.app.checks import check, check_outputs
 from convoy.app.inputs import build_model, check_images, check_resume, device_named, example_of, load_images
 from convoy.app.without_compiler import leave_compiler_out
 from convoy.checkpoint import Checkpointer, Progress
+from convoy.comm.accelerator import set_modes
 from convoy.comm.agreement import difference, from_first, gather
 from convoy.comm.environment import imposed_slowdown
 from convoy.comm.group import Group
@@ -74,6 +75,7 @@ def run_device(run: RunSettings) -> None:
     settings = run.settings
     leave_compiler_out()
     check(settings)
+    set_modes(settings.tf32, settings.deterministic)
     torch.manual_seed(settings.seed)
     with ExitStack() as stack:
         group = stack.enter_context(join(device_named(settings.device_names), timeout_s=settings.timeout_s))

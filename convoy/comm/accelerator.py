@@ -6,6 +6,8 @@ The rest of Convoy asks here. It tells the CPU from an accelerator, and no accel
 import os
 import platform
 from contextlib import suppress
+from operator import attrgetter
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -94,6 +96,48 @@ def to_device(model: nn.Module, device: torch.device) -> nn.Module:
             path, _, own = first.rpartition(".")
             setattr(model.get_submodule(holder), leaf, getattr(model.get_submodule(path), own))
     return model
+
+
+MODES = (
+    "get_default_dtype", "get_float32_matmul_precision", "are_deterministic_algorithms_enabled",
+    "is_deterministic_algorithms_warn_only_enabled", "backends.fp32_precision", "backends.cuda.matmul.fp32_precision",
+    "backends.cudnn.conv.fp32_precision", "backends.cudnn.rnn.fp32_precision", "backends.cudnn.benchmark",
+    "backends.cudnn.deterministic", "backends.mkldnn.matmul.fp32_precision", "backends.mkldnn.conv.fp32_precision",
+)  # fmt: skip
+"""What torch computes by, beside the numbers it is given: attributes of torch, and functions that tell."""
+
+
+def modes() -> dict[str, str]:
+    """How torch computes in this process, by the name of each setting; whatever device it has."""
+    found: dict[str, str] = {}
+    for name in MODES:
+        try:
+            value = attrgetter(name)(torch)
+            found[f"torch.{name}"] = str(value() if callable(value) else value)
+        except (
+            AttributeError,
+            RuntimeError,
+        ):  # not in this torch; or set by old and new names that contradict each other
+            found[f"torch.{name}"] = "unknown"
+    return found
+
+
+def set_modes(tf32: bool | None, deterministic: bool) -> None:
+    """Choose how torch computes in this process; nothing else changes what it was.
+
+    Args:
+        tf32: whether products of matrices and convolutions may round float32 to TF32; None: as it is.
+        deterministic: only algorithms that give the same bits every time; torch refuses what has none.
+    """
+    if tf32 is not None:
+        torch.set_float32_matmul_precision("high" if tf32 else "highest")
+        cudnn: Any = torch.backends.cudnn
+        for part in (cudnn.conv, cudnn.rnn):
+            part.fp32_precision = "tf32" if tf32 else "ieee"
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks for on such GPUs
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
 
 
 def finish(device: torch.device) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from convoy.comm.accelerator import modes
 from convoy.comm.group import Group, Message, Pending
 from convoy.errors import DataError, InputError, MismatchError, PlanError
 
@@ -73,6 +74,23 @@ def difference(values: Sequence[object]) -> str:
     """How the values of all devices differ, such as "64 on device 0, but 32 on device 1"; empty if they are the same."""
     strangers = [f"{value} on device {device}" for device, value in enumerate(values) if value != values[0]]
     return f"{values[0]} on device 0, but {', '.join(strangers)}" if strangers else ""
+
+
+def agree_on_modes(group: Group) -> None:
+    """Check that torch computes in the same modes on every device: TF32, cuDNN, deterministic algorithms, the default dtype.
+
+    Raises:
+        MismatchError: names the setting, the devices and their values.
+    """
+    rows = gather(group, "modes of torch", modes())
+    for name in rows[0]:
+        values = [row.get(name, "unknown") for row in rows]
+        if "unknown" not in values and (found := difference(values)):
+            raise MismatchError(
+                f"torch would compute differently: {name} is {found}. Set it to the same on every device before the model is "
+                "distributed, outside of any `if rank == 0:`; where nobody sets it, look for an environment variable "
+                "(TORCH_ALLOW_TF32_CUBLAS_OVERRIDE) or another version of torch"
+            )
 
 
 def share_tensor(group: Group, own: Tensor) -> tuple[Tensor, Pending]:

@@ -141,6 +141,15 @@ class Settings(BaseModel):
         "Run layers through torch.compile where a trial in the first steps finds that faster: numbers equal up to rounding. "
         "It needs a C++ compiler such as g++ (on GPUs Triton).",
     )
+    tf32: bool | None = _fleet(
+        None,
+        "Whether GPUs may round float32 to TF32 (10 bits) in matrix products and convolutions. Default: as torch has it, in "
+        "convolutions only.",
+    )
+    deterministic: bool = _fleet(
+        False,
+        "Only algorithms of torch that give the same bits every time; a layer that has none is an error.",
+    )
     fleet: File | None = _fleet(
         None,
         "A fleet file. If its hosts have addresses, every device of it is started, over ssh. For --plan auto: its times, as "

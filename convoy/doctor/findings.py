@@ -3,12 +3,14 @@
 import string
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from convoy.comm.accelerator import MODES
 from convoy.comm.environment import is_loopback
 from convoy.doctor import conditions as on
 from convoy.doctor.conditions import Condition, each_device, each_host, listed, only
-from convoy.doctor.schema import Examination, Finding, Reach, Severity
+from convoy.doctor.schema import Checkup, Examination, Finding, Reach, Severity
 
 ABOUT = "{about}"
 """Stands in a finding for the names of those it is about, so that several can share it."""
@@ -52,6 +54,10 @@ class Rule:
         for values in self.condition(facts):
             what, cure = (words.vformat(text, (), {**values, "about": ABOUT}) for text in (self.what, self.cure))
             yield Finding(self.severity, what, cure, tuple(values["about"]))
+
+
+def _mode(own: Checkup, name: str) -> str:
+    return own.modes.get(name, "unknown")
 
 
 def diagnose(examination: Examination) -> tuple[Finding, ...]:
@@ -107,6 +113,11 @@ RULES: tuple[Rule, ...] = (
     Rule("error", on.differing(lambda own: str(own.devices)),
          "not the same number of devices (WORLD_SIZE) everywhere: {usual} on most, but {others}",
          "They wait for different jobs. Start all with the same number"),
+    *(Rule("error", on.differing(partial(_mode, name=f"torch.{name}")),
+           f"torch computes in other modes: torch.{name} is {{usual}} on most, but {{others}}",
+           "A job refuses to start. Look for an environment variable (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), and for what sets it "
+           "when Python starts")
+      for name in MODES),
     Rule("note", on.differing(lambda own: own.python),
          "the hosts run Python {all}",
          "Nothing to do: no Python objects travel between them"),

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import conv2d
 
 from convoy._version import __version__
-from convoy.comm.accelerator import finish, hardware_name, local_devices, memory_of, pick_device
+from convoy.comm.accelerator import finish, hardware_name, local_devices, memory_of, modes, pick_device
 from convoy.comm.environment import ProcessEnv, is_loopback, own_address, resolve, route_to
 from convoy.doctor.schema import Checkup, Gpu, Interface, Reach
 from convoy.errors import InputError
@@ -161,6 +161,7 @@ def check_up(
         environment={
             name: value for name, value in environment.items() if name in VARIABLES or name.startswith(PREFIXES)
         },
+        modes=modes(),
     )
 
 

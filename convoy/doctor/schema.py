@@ -82,6 +82,7 @@ class Checkup:
         free_bytes, memory_bytes: memory of the host, free and in total. `shared_bytes`: of /dev/shm in total, if there is one.
         open_files: how many files and sockets the process may have open.
         environment: the variables that matter to training, as set.
+        modes: how torch computes there, by the name of each setting.
     """
 
     device: int = 0
@@ -111,6 +112,7 @@ class Checkup:
     shared_bytes: int | None = None
     open_files: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
+    modes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def usable_cores(self) -> float:

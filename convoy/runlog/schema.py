@@ -29,7 +29,11 @@ class _Model(BaseModel):
 
 
 class RunLine(_Model):
-    """What runs, where, with which versions; `from_step` is above 0 where the run was resumed."""
+    """What runs, where, with which versions; `from_step` is above 0 where the run was resumed.
+
+    Attributes:
+        modes: how torch computes, by the name of each setting; the same on every device.
+    """
 
     what: Literal["run"] = "run"
     date: str
@@ -41,6 +45,7 @@ class RunLine(_Model):
     from_step: Count = 0
     options: dict[str, Any]
     sources: dict[str, str] = {}
+    modes: dict[str, str] = {}
     images: Count | None = None
     epoch_steps: Count | None = None
 

@@ -18,6 +18,7 @@ import torch
 
 from convoy._version import __version__
 from convoy.adapt.rebalance import Reshare
+from convoy.comm.accelerator import modes
 from convoy.errors import InputError
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
@@ -80,7 +81,7 @@ class RunLog(Observer):
             RunLine(
                 date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), convoy=__version__,
                 torch=torch.__version__, python=platform.python_version(), machine=platform.machine(),
-                system=platform.platform(), from_step=self.done, options=dict(options), **more,
+                system=platform.platform(), from_step=self.done, options=dict(options), modes=modes(), **more,
             )
         )  # fmt: skip
 

@@ -12,7 +12,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from convoy._version import __version__
 from convoy.comm.accelerator import to_device
-from convoy.comm.agreement import agree_on, gather
+from convoy.comm.agreement import agree_on, agree_on_modes, gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.model.graph import Graph, Parameter
@@ -80,7 +80,7 @@ class Distributed(nn.Module):
 
     Raises:
         PlanError: the plan is for another model or another number of devices.
-        MismatchError: the devices were given different models or plans.
+        MismatchError: the devices were given different models or plans, or torch computes in other modes on one of them.
         InputError: `compile` where a device has no compiler.
     """
 
@@ -100,6 +100,7 @@ class Distributed(nn.Module):
         trained = trace(model, example, training=True)
         traced = {True: trained, False: trace(model, example, training=False, like=trained)}
         _agree(group, traced[True], plan, compile=compile)
+        agree_on_modes(group)
         if compile:
             check_compiler(group)
         plan.check(traced[True].graph, group.devices)

@@ -128,6 +128,18 @@ def test_version_skew_names_the_minority() -> None:
     assert diagnose(fleet_job(checkups={1: checkup(1, torch="2.13.1+cu128")})) == (), "patch releases work together"
 
 
+def test_a_device_that_computes_in_another_mode_is_named() -> None:
+    tf32 = {"torch.get_float32_matmul_precision": "high"}
+    usual = {each: checkup(each, modes={"torch.get_float32_matmul_precision": "highest"}) for each in (0, 2)}
+    finding = only(fleet_job(checkups=usual | {1: checkup(1, modes=tf32)}))
+    told(
+        finding,
+        "error",
+        "torch computes in other modes: torch.get_float32_matmul_precision is highest on most, but high on device 1 (cpu of b)",
+        "TF32",
+    )
+
+
 def test_other_pythons_are_a_note() -> None:
     told(
         only(fleet_job(checkups={1: checkup(1, python="3.13")})),

@@ -277,7 +277,7 @@ def test_a_line_is_read_as_it_was_written(tmp_path: Path) -> None:
             log.write(line)
         (new,) = rows_of(tmp_path / "log")
         assert {key: new[key] for key in json.loads(text)} == json.loads(text)
-        assert set(new) - set(json.loads(text)) <= {"shares_only", "spread", "wall_s", "joules_per_image"}
+        assert set(new) - set(json.loads(text)) <= {"shares_only", "spread", "wall_s", "joules_per_image", "modes"}
 
 
 def test_a_log_that_cannot_be_made_names_the_remedy(tmp_path: Path) -> None:
