@@ -24,6 +24,7 @@ from convoy.runtime.compiled import MOST_PROGRAMS, WARM_UP, Compiler
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshare
 from tests.support import nets, one_device
+from tests.support.in_shares import in_shares
 from tests.support.odd_nets import Dropouts
 from tests.support.one_device import EXACT, UNEVEN, Training, by_name, check, mixed
 from tests.support.torch_seed import torch_seed
@@ -74,6 +75,13 @@ def test_uneven_shares_changing_batches_and_evaluation(plan: str, made: list[Com
 
 def test_every_strategy_in_one_plan_of_a_residual_net_with_batch_norms(made: list[Compiler]) -> None:
     check(Training("resnet", sizes=(10,) * 6), mixed("resnet"), EXACT)
+    assert_used(made)
+
+
+def test_weights_that_are_kept_in_shares_and_gathered_for_use(made: list[Compiler]) -> None:
+    plan = in_shares(by_name("data-by-speed", "two-conv"), "two-conv", (4, 3, 2, 1))
+    assert plan.in_shares
+    check(Training("two-conv", sizes=(10,) * 6), plan, EXACT)
     assert_used(made)
 
 
