@@ -13,8 +13,9 @@ from convoy.model.tracing.per_sample import is_close, random_like, tensors_of
 from convoy.model.tracing.sizes import Spec
 from convoy.model.tracing.state import random_kept, seed_all, state_of
 
-SIZES = {True: (2, 3, 5), False: (2, 5)}
-"""Samples of the batches of a comparison, in training and in evaluation: not only those that the trace was made for."""
+BATCHES = {True: (2, 3, 5), False: (2, 5)}
+"""Samples of the batches of a comparison, in training and in evaluation: not only those that the trace was made for. The first
+is computed without gradients, the others are steps of training."""
 
 _RATE = 0.05
 
@@ -41,7 +42,7 @@ def check_same(model: nn.Module, traced: TracedModel, specs: Sequence[Spec], *, 
     """
     reference, twin = copy.deepcopy(model), disable_in_place(copy.deepcopy(model))
     with random_kept(0), torch.enable_grad():
-        for step, batch in enumerate(SIZES[training]):
+        for step, batch in enumerate(BATCHES[training]):
             seed_all(10 * step)
             inputs = [
                 random_like(torch.empty((batch, *shape), dtype=dtype, device="meta"), None) for shape, dtype in specs
@@ -52,12 +53,9 @@ def check_same(model: nn.Module, traced: TracedModel, specs: Sequence[Spec], *, 
 def _compare_step(
     reference: nn.Module, twin: nn.Module, traced: TracedModel, inputs: Sequence[Tensor], step: int
 ) -> None:
-    if step == 0:
-        with torch.no_grad():
-            _outputs(reference, twin, traced, inputs, step)
-    expected, found = _outputs(reference, twin, traced, inputs, step)
-    learns = _backward(expected, step)
-    if learns is None:
+    with torch.set_grad_enabled(step > 0):
+        expected, found = _outputs(reference, twin, traced, inputs, step)
+    if step > 0 and _backward(expected, step) is None:
         _backward(found, step)
         rows = zip(reference.named_parameters(), twin.parameters(), strict=True)
         for (key, p), q in rows:

@@ -61,20 +61,27 @@ class Nodes:
     constants: dict[str, Tensor] = field(default_factory=dict)
 
 
-def nodes_of(model: nn.Module, meta: nn.Module, specs: Sequence[Spec], leaves: Collection[str] = ()) -> Nodes:
+def nodes_of(
+    model: nn.Module,
+    meta: nn.Module,
+    specs: Sequence[Spec],
+    leaves: Collection[str] = (),
+    known: "Followed | None" = None,
+) -> Nodes:
     """The calls of a model's forward. The model's state is left as it was.
 
     Args:
         meta: a copy of the model on the meta device.
         specs: of the inputs that it is called with; its other arguments keep their defaults. The calls hold for these sizes.
         leaves: paths of submodules to keep whole, beside those that must be.
+        known: which submodules can be followed, found out before; it grows.
 
     Raises:
         Untraceable: its own forward does what torch.fx cannot follow.
         InputError: it takes more inputs, or fewer.
     """
     with TRACE_LOCK, torch.enable_grad(), random_kept():
-        tracer = _Tracer(dict(zip(model.modules(), meta.modules(), strict=True)), leaves, specs=specs)
+        tracer = _Tracer(dict(zip(model.modules(), meta.modules(), strict=True)), leaves, known, specs)
         names = _inputs_of(model, len(specs))
         with _watched(model):
             why = tracer.follow(model, names, {})
@@ -120,6 +127,9 @@ def _inputs_of(model: nn.Module, inputs: int) -> tuple[str, ...]:
 
 # --- the tracer ------------------------------------------------------------------------------------------------------
 
+Followed = dict[Any, dict[str, str | None]]
+"""By submodule and arguments, why it cannot be traced, or None: for the sizes that it is given ("" for whatever sizes)."""
+
 
 class _StaysWhole(Exception):  # noqa: N818 - ends the tracing of one module
     """The forward of a module does what a trace would lose."""
@@ -132,7 +142,7 @@ class _Tracer(fx.Tracer):
         self,
         twins: Mapping[nn.Module, nn.Module],
         leaves: Collection[str] = (),
-        known: "dict[Any, str | None] | None" = None,
+        known: "Followed | None" = None,
         specs: Sequence[Spec] = (),
     ) -> None:
         super().__init__()
@@ -140,7 +150,7 @@ class _Tracer(fx.Tracer):
         self.thread = threading.get_ident()
         self.seen: list[str] = []
         self.whole: dict[str, str] = {}
-        self.known: dict[Any, str | None] = {} if known is None else known
+        self.known: Followed = {} if known is None else known
         self._held: dict[int, str] | None = None
         self._given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
@@ -259,18 +269,20 @@ class _Tracer(fx.Tracer):
     def _why_not(self, module: nn.Module) -> str | None:
         # Python branches on plain arguments: with `pre_logits=False` given, `if pre_logits` can be traced.
         args, kwargs = self._call
-        key = (module, repr(_mapped((args, kwargs), lambda a: "tensor" if isinstance(a, fx.Proxy) else a)))
-        if key in self.known:
-            return self.known[key]
-        pairs: list[Pair | None] = []
-        _mapped((args, kwargs), lambda a: pairs.append(self.sizes.pair(a.node)) if isinstance(a, fx.Proxy) else None)
-        sized = (*key, repr(pairs))
-        if sized not in self.known:
+        verdicts = self.known.setdefault((module, repr(_mapped((args, kwargs), _without_proxy))), {})
+        sizes = self._sizes_given() if verdicts and "" not in verdicts else ""
+        if sizes not in verdicts:
             tracer = _Tracer(self.twins, (), self.known)
             why = tracer.follow(module, args, kwargs)
-            self.known[sized if tracer.sizes.asked else key] = why
-            return why
-        return self.known[sized]
+            sizes = self._sizes_given() if tracer.sizes.asked else ""
+            verdicts[sizes] = why
+        return verdicts[sizes]
+
+    def _sizes_given(self) -> str:
+        """The shapes of the tensors that the module is called with, which nobody evaluates unless a forward asks."""
+        pairs: list[Pair | None] = []
+        _mapped(self._call, lambda a: pairs.append(self.sizes.pair(a.node)) if isinstance(a, fx.Proxy) else None)
+        return repr(pairs)
 
     # --- what a forward asks -----------------------------------------------------------------------------------------
 
@@ -291,6 +303,10 @@ class _Tracer(fx.Tracer):
 _TRACERS: list[_Tracer] = []
 _AUTOCAST_OFF: list[str] = []
 """The types of devices on which a forward has switched autocast off; "" is the one that computes, whatever it is."""
+
+
+def _without_proxy(value: Any) -> Any:
+    return "tensor" if isinstance(value, fx.Proxy) else value
 
 
 def _mapped(value: Any, f: Any) -> Any:

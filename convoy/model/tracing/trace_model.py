@@ -16,7 +16,7 @@ from convoy.model.operation import TracedModel
 from convoy.model.tracing.check import Differs, DoesNotRun, check_same
 from convoy.model.tracing.hooks import copied, mute, with_hooks
 from convoy.model.tracing.layers import LayerBuilder, Verdicts, canonical_keys
-from convoy.model.tracing.nodes import TRACE_LOCK, Nodes, Untraceable, first_line, line_of_forward, nodes_of
+from convoy.model.tracing.nodes import TRACE_LOCK, Followed, Nodes, Untraceable, first_line, line_of_forward, nodes_of
 from convoy.model.tracing.per_sample import run_on_random
 from convoy.model.tracing.search import keep_whole
 from convoy.model.tracing.sizes import Spec
@@ -121,6 +121,7 @@ class _Capture:
         self.meta = on_meta(model)
         self.small = self.specs
         self.why: dict[str, str] = {}
+        self.followed: Followed = {}
         self.verdicts: dict[frozenset[str], Verdicts] = {}
         self.settled: dict[frozenset[str], tuple[Nodes, frozenset[str], TracedModel]] = {}
         self.together: list[set[str]] = []
@@ -143,7 +144,7 @@ class _Capture:
         key = self._key(given)
         known = _KNOWN.get(key)
         if known is not None:
-            nodes = nodes_of(self.model, self.meta, self.specs, known.leaves)
+            nodes = nodes_of(self.model, self.meta, self.specs, known.leaves, self.followed)
             if _calls(nodes) == known.calls:
                 self.why = dict(known.leaves)
                 return self._build(nodes, self.specs, dict(known.verdicts))
@@ -153,7 +154,7 @@ class _Capture:
             leaves = self._checked(given)
         nodes, leaves, traced = self._settled(leaves)
         if self.small != self.specs:
-            small, nodes = nodes, nodes_of(self.model, self.meta, self.specs, leaves)
+            small, nodes = nodes, nodes_of(self.model, self.meta, self.specs, leaves, self.followed)
             if _path(nodes) != _path(small):  # a branch on sizes goes another way: what was checked is another trace
                 self.small = self.specs
                 self.settled, self.verdicts = {}, {}
@@ -201,7 +202,7 @@ class _Capture:
         """The nodes with these leaves, and with those that turn out to be needed when layers are made of them."""
         asked = leaves
         while asked not in self.settled:
-            nodes = nodes_of(self.model, self.meta, self.small, leaves)
+            nodes = nodes_of(self.model, self.meta, self.small, leaves, self.followed)
             try:
                 small = self._build(nodes, self.small, self.verdicts.setdefault(leaves, {}))
                 self.settled[asked] = self.settled[leaves] = (nodes, leaves, small)
