@@ -130,13 +130,17 @@ class TracedModel:
 
 def call_operation(model: nn.Module, operation: Operation, inputs: Sequence[Any], batch: int) -> Any:
     """Call a layer's module or function on inputs that hold `batch` samples."""
+    return _of_one_format(_called(model, operation, inputs, batch))
+
+
+def _called(model: nn.Module, operation: Operation, inputs: Sequence[Any], batch: int) -> Any:
     if operation.call == "region":
         assert isinstance(operation.target, Region)
         return _run_region(model, operation.target, inputs, batch)
     here = _Surroundings(inputs, batch, model)
     if {"", here.device.type} & set(operation.no_autocast):
         with torch.autocast(here.device.type, enabled=False):
-            return call_operation(model, replace(operation, no_autocast=()), inputs, batch)
+            return _called(model, replace(operation, no_autocast=()), inputs, batch)
     args = filled(tuple(operation.args), here)
     kwargs = filled(dict(operation.kwargs), here)
     match operation.call, operation.target:
@@ -154,6 +158,21 @@ def call_operation(model: nn.Module, operation: Operation, inputs: Sequence[Any]
             assert callable(function)
             with torch.device(here.device) if _makes_tensors(function) else nullcontext():
                 return function(*args, **kwargs)
+
+
+def _of_one_format(y: Any) -> Any:
+    """The output of a call, laid out anew where torch would take it for channels-last in one place, and not in another.
+
+    That is a single sample whose axes were permuted. torch 2.13 gives wrong gradients of its batch norm, which one device with
+    more samples would not.
+    """
+    if not isinstance(y, Tensor) or y.dim() not in _CHANNELS_LAST or len(y) != 1 or y.is_contiguous():
+        return y
+    doubtful = y.is_contiguous(memory_format=_CHANNELS_LAST[y.dim()]) and y.stride(0) != y[0].numel()
+    return y.contiguous() if doubtful else y
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _run_region(model: nn.Module, region: Region, inputs: Sequence[Any], batch: int) -> Any:
@@ -181,7 +200,7 @@ def bind_operation(model: nn.Module, operation: Operation) -> Callable[[Sequence
     match operation.call, tuple(operation.args):
         case "module", (Ref(0),) if not operation.kwargs and not operation.attributes:
             module = model.get_submodule(str(operation.target))
-            return lambda inputs, _batch: module(inputs[0])
+            return lambda inputs, _batch: _of_one_format(module(inputs[0]))
     return partial(call_operation, model, operation)
 
 

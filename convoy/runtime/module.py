@@ -180,7 +180,7 @@ class Distributed(nn.Module):
 
     # --- calling -----------------------------------------------------------------------------------------------------
 
-    def forward(self, *inputs: Tensor, batch: int | None = None, whole: bool = False) -> Any:
+    def forward(self, *inputs: Tensor, batch: int | None = None, whole: bool = False, **others: Any) -> Any:
         """Outputs of the whole batch, on every device.
 
         What another distributed model returned is taken as the whole batch that it is: `discriminator(generator(z))`; a model
@@ -196,6 +196,7 @@ class Distributed(nn.Module):
             InputError: the inputs do not fit the plan for this batch.
             MismatchError: `whole`, but the devices were given different batches.
         """
+        self._refuse_odd_call(inputs, others)
         wholes = [whole or (self.takes_whole and batch is None) or is_whole(x) for x in inputs]
         own = self._program(self._size(inputs, wholes, batch), self._wanted(inputs, wholes))
         parts = self._parts(inputs, wholes, own.steps, handed_out=batch is None and not any(wholes))
@@ -223,6 +224,20 @@ class Distributed(nn.Module):
             if executor.traced.graph[name].batched:
                 mark_whole(y)
         return self._watch.returned(fill_result(executor.traced, outputs), inputs, self.training)
+
+    def _refuse_odd_call(self, inputs: Sequence[Any], others: Mapping[str, Any]) -> None:
+        if others or not all(isinstance(x, Tensor) for x in inputs):
+            odd = [*others, *(f"a {type(x).__name__}" for x in inputs if not isinstance(x, Tensor))]
+            raise InputError(
+                f"the distributed model was called with {', '.join(odd)}: it takes the tensors of the example, by "
+                "position. Give other arguments their value in a module around the model, before distribute()"
+            )
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is not None and not hooks[0].__qualname__.startswith("save_on_cpu."):
+            raise InputError(
+                "the distributed model was called under saved_tensors_hooks, which would see a part of what backward needs, or "
+                "nothing: use them inside a module of the model, before distribute()"
+            )
 
     @contextmanager
     def _borrowing(self) -> Iterator[None]:
@@ -458,6 +473,11 @@ class Distributed(nn.Module):
             module = self.module.get_submodule(holder)
             old = getattr(module, name)
             layout = self.layouts[key]
+            if old.is_complex() and old.requires_grad and self.is_copied(key) and self.group.devices > 1:
+                raise InputError(
+                    f"parameter {key!r} is complex: its gradients cannot be summed over devices. Keep it as a real one with a "
+                    "last axis of 2, and use torch.view_as_complex in forward"
+                )
             plan = schedule(OnOne(0), layout, parameter.shape)
             source = old.detach() if self.group.device == 0 else old.detach().new_empty(_none(parameter.shape))
             piece = run_move(self.group, plan, source, OnOne(0), layout, parameter.shape).clone()
@@ -545,9 +565,17 @@ class Distributed(nn.Module):
                 else "give all of them, or strict=False"
             )
             raise InputError(f"load_state_dict: keys {missing} are missing, {unexpected} are not known: {hint}")
-        for key in known:
-            if key in state_dict and tied.get(key, key) in self.parameters_by_key:
+        for key in filter(state_dict.__contains__, known):
+            holder, _, name = key.rpartition(".")
+            if tied.get(key, key) in self.parameters_by_key:
                 self._load(key, tied.get(key, key), state_dict[key])
+            elif name == "_extra_state":
+                self.module.get_submodule(holder).set_extra_state(state_dict[key])
+            else:
+                raise InputError(
+                    f"load_state_dict: {key!r} is no parameter or buffer, but what a hook on state_dict, or the "
+                    "model's own state_dict, makes of them: load the weights before distribute()"
+                )
         return _IncompatibleKeys(missing, unexpected)
 
     def _load(self, key: str, parameter: str, whole: Tensor) -> None:
@@ -572,11 +600,18 @@ class Distributed(nn.Module):
 
         With `inexact-butterfly-mixing` every device has weights of its own; these are their averages.
         """
-        tied = _canonical(self.module)
         whole = {key: self.gather(key, self._held(key)) for key in self.parameters_by_key}
-        with reading_pieces():
-            own = self.module.state_dict()
-        return {key: whole.get(tied.get(key, key), own[key]) for key in own}
+        pieces = [(own, own.data) for own in map(self._own, whole)]
+        try:
+            for (own, _), tensor in zip(pieces, whole.values(), strict=True):
+                own.data = tensor
+            with (
+                reading_pieces()
+            ):  # whole ones for now: hooks of the model, and its own state_dict, may do anything with them
+                return dict(self.module.state_dict())
+        finally:
+            for own, piece in pieces:
+                own.data = piece
 
     def gather(self, key: str, piece: Tensor) -> Tensor:
         """The whole of a tensor that lies like parameter `key` (its gradient, its momentum), on every device.

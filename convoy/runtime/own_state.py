@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import torch
 from torch import nn
 
 from convoy.errors import InputError
@@ -25,6 +26,8 @@ def reading_pieces() -> Iterator[None]:
 def guard_module(model: nn.Module) -> None:
     """Scripts save `model.module.state_dict()`, as they do with DDP: refused where this device has pieces."""
     for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue  # it takes no hooks, and has no parameters (see `trace`)
         module.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
 
 

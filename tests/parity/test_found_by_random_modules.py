@@ -1,6 +1,7 @@
 """Silent differences that random modules found, each with its story."""
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -419,3 +420,34 @@ def test_the_length_of_a_batch_is_followed() -> None:
     """`len(x)` made one layer of the whole net."""
     graph = trace(Asking(lambda _, x: x.reshape(len(x), -1).view(len(x), 4, 4, 4)).double(), images(2)).graph
     assert "model" not in graph.layers
+
+
+def test_one_sample_whose_axes_were_permuted_before_a_batch_norm() -> None:
+    """Of seed 22138: on the device with one sample of five, torch took its strides for channels-last in the backward of the
+    batch norm, and not in the forward; the gradients of what stood before were wrong by 1e-3."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru, self.norm, self.fc = nn.GRU(3, 4), nn.BatchNorm2d(4).eval(), nn.Linear(4, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.gru(x.flatten(2).permute(2, 0, 1))[0].permute(1, 2, 0).reshape(-1, 4, 6, 6)
+            x = F.batch_norm(x, self.norm.running_mean, self.norm.running_var, training=False)
+            return self.fc(x.tanh().mean((2, 3)))
+
+    torch.manual_seed(0)
+    model, optimizer = Net().double(), functools.partial(torch.optim.SGD, lr=0.1)
+
+    def train(call: Callable[[int], Tensor], here: nn.Module) -> Any:
+        steps = optimizer(here.parameters())
+        for _ in range(2):
+            steps.zero_grad()
+            call(3).square().sum().backward()
+            steps.step()
+        return here.full_state_dict() if isinstance(here, Distributed) else here.state_dict()
+
+    found = on_two(model, train)
+    expected = train(lambda n: model(images(n)), model)
+    for state in found:
+        torch.testing.assert_close(state, dict(expected), rtol=0, atol=1e-12)

@@ -28,7 +28,7 @@ class DoesNotRun(Exception):  # noqa: N818
     """The model itself does not run on inputs of these shapes."""
 
 
-def check_same(model: nn.Module, traced: TracedModel, specs: Sequence[Spec], *, training: bool) -> None:
+def check_same(model: nn.Module, traced: TracedModel, specs: Sequence[Spec], *, training: bool) -> bool:
     """Compare outputs, gradients, parameters, buffers and the Python state of modules, step by step.
 
     Python that a trace does not see (`x += y` under another name, a counter) must not change results silently.
@@ -36,25 +36,36 @@ def check_same(model: nn.Module, traced: TracedModel, specs: Sequence[Spec], *, 
     Args:
         model: left as it is.
 
+    Returns:
+        whether the model overwrites its inputs, which a trace leaves as they are.
+
     Raises:
         Differs: they are not the same.
         DoesNotRun: the model does not run on inputs of these shapes.
     """
-    reference, twin = copy.deepcopy(model), disable_in_place(copy.deepcopy(model))
+    reference, twin, overwrites = copy.deepcopy(model), disable_in_place(copy.deepcopy(model)), False
     with random_kept(0), torch.enable_grad():
         for step, batch in enumerate(BATCHES[training]):
             seed_all(10 * step)
             inputs = [
                 random_like(torch.empty((batch, *shape), dtype=dtype, device="meta"), None) for shape, dtype in specs
             ]
-            _compare_step(reference, twin, traced, inputs, step)
+            given = [x.clone() for x in inputs]
+            _compare_step(reference, twin, traced, inputs, given, step)
+            overwrites = overwrites or not all(map(torch.equal, inputs, given))
+    return overwrites
 
 
 def _compare_step(
-    reference: nn.Module, twin: nn.Module, traced: TracedModel, inputs: Sequence[Tensor], step: int
+    reference: nn.Module,
+    twin: nn.Module,
+    traced: TracedModel,
+    inputs: Sequence[Tensor],
+    given: Sequence[Tensor],
+    step: int,
 ) -> None:
     with torch.set_grad_enabled(step > 0):
-        expected, found = _outputs(reference, twin, traced, inputs, step)
+        expected, found = _outputs(reference, twin, traced, inputs, given, step)
     if step > 0 and _backward(expected, step) is None:
         _backward(found, step)
         rows = zip(reference.named_parameters(), twin.parameters(), strict=True)
@@ -75,12 +86,18 @@ def _compare_step(
 
 
 def _outputs(
-    reference: nn.Module, twin: nn.Module, traced: TracedModel, inputs: Sequence[Tensor], step: int
+    reference: nn.Module,
+    twin: nn.Module,
+    traced: TracedModel,
+    inputs: Sequence[Tensor],
+    given: Sequence[Tensor],
+    step: int,
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """Those of the model, which gets a copy of the inputs, and those of the trace."""
     batch = len(inputs[0])
     try:
         seed_all(10 * step + 1)
-        expected = tensors_of(reference(*[x.clone() for x in inputs]))
+        expected = tensors_of(reference(*given))
     except InputError:
         raise
     except Exception as error:

@@ -49,7 +49,7 @@ def _spelled(name: str) -> str:
 def known(call: Call) -> Known | None:
     """What is known of a call; None: only its samples may be shared out."""
     if call.module is not None:
-        if has_hooks(call.module):
+        if has_hooks(call.module) or replaced_by_hand(call.module):
             return None
         if parametrize.is_parametrized(call.module):
             return _weight_norm(call)
@@ -63,10 +63,17 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
 
 
+def replaced_by_hand(module: nn.Module) -> str:
+    """The method of its class that an object has another function for (`layer.forward = ...`); "" where there is none."""
+    cls = type(module)
+    return next((name for name, held in vars(module).items() if callable(held) and hasattr(cls, name)), "")
+
+
 def is_batch_norm(module: nn.Module) -> bool:
     """Whether a module is computed as a batch norm, whose statistics several devices share."""
     rule = MODULES.get(type(module))
-    return isinstance(module, nn.modules.batchnorm._BatchNorm) and rule is not None and not has_hooks(module)
+    changed = has_hooks(module) or bool(replaced_by_hand(module))
+    return isinstance(module, nn.modules.batchnorm._BatchNorm) and rule is not None and not changed
 
 
 # --- torch's modules -------------------------------------------------------------------------------------------------

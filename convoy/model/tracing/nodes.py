@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from convoy.errors import InputError
 from convoy.model.layer_rules import is_registered
 from convoy.model.tracing.attention import attend, is_by_heads
-from convoy.model.tracing.kinds import IN_PLACE, computes_its_rows, has_hooks
+from convoy.model.tracing.kinds import IN_PLACE, computes_its_rows, has_hooks, replaced_by_hand
 from convoy.model.tracing.sizes import Pair, Sized, Sizes, Spec, called, evaluating, items, meta_input
 from convoy.model.tracing.state import attributes_kept, drawn, random_kept, state_of
 from convoy.model.tracing.turning_points import PLAIN_LEN, counting
@@ -222,6 +222,9 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         path = module_qualified_name
+        if (name := replaced_by_hand(m)) and path not in self.leaves:
+            self.whole[path] = f"its {name} was replaced by hand"
+            return True
         if path in self.leaves or is_registered(m):
             return True
         if has_hooks(m):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import InputError
+from convoy.model.tracing.kinds import replaced_by_hand
 
 _OF_TORCH = frozenset(vars(nn.Module())) | {"training"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
@@ -147,6 +148,7 @@ class StateWatch:
         self._nested: list[tuple[str, dict[str, Any], str, Any]] = []
         self._sizes: list[tuple[str, dict[str, Any], int]] = []
         self._modules: list[tuple[str, Mapping[str, Any], dict[str, Any]]] = []
+        self._methods = [(path, m, len(vars(m)), replaced_by_hand(m)) for path, m in model.named_modules()]
         for path in seen:
             module = model.get_submodule(path)
             attributes = vars(module)
@@ -170,6 +172,9 @@ class StateWatch:
                     f"module {path or 'the model itself'!r} was {'frozen' if training else 'thawed'} after distribute(): set "
                     "module.eval() or train() before, and freeze it again after model.train(), as the original was"
                 )
+        for path, module, size, name in self._methods:
+            if len(vars(module)) != size and (method := replaced_by_hand(module)) != name:
+                raise self._changed(path, method or name)
         for path, attributes, key, value in self._values:
             found = attributes.get(key, self)
             if found is not value and (found != value or type(found) is not type(value)):

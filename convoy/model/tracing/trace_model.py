@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from convoy.errors import InputError
 from convoy.model.operation import TracedModel
@@ -51,6 +52,17 @@ def trace(
     if not examples or any(not isinstance(e, Tensor) or e.dim() == 0 for e in examples):
         raise InputError("the example must be a batch: tensors whose first axis is the batch; give e.g. x[:2]")
     inner = unwrapped(model)
+    lazy = [k for k, t in (*inner.named_parameters(), *inner.named_buffers()) if is_lazy(t)]
+    if lazy:
+        raise InputError(
+            f"{lazy[0]!r} of {type(inner).__name__} has no shape yet: call the model once on a batch before it is distributed"
+        )
+    for path, module in inner.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise InputError(
+                f"module {path or 'the model itself'!r} was made by torch.jit, which keeps its parameters to itself: "
+                "distribute the module that it was made of"
+            )
     try:
         local = mute(copied(inner))
         local = local if _on_meta(local) else local.cpu()
@@ -64,8 +76,13 @@ def trace(
     specs = [(tuple(e.shape[1:]), e.dtype) for e in examples]
     with TRACE_LOCK, random_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a model warns of, it warns of when it is trained
-        traced = with_hooks(
-            local, _Capture(local, specs, [tuple(e.shape) for e in examples], training, like).run(), inner
+        capture = _Capture(local, specs, [tuple(e.shape) for e in examples], training, like)
+        traced = with_hooks(local, capture.run(), inner)
+    if capture.overwrites and training:
+        warnings.warn(
+            f"{type(inner).__name__} overwrites its input in forward; distributed, it leaves the tensors that it is given as "
+            "they are. Begin forward with x = x.clone(), and one device does so, too",
+            stacklevel=2,
         )
     return replace(traced, modes=modes_of(local))
 
@@ -89,11 +106,13 @@ class _Known:
     Attributes:
         leaves: what must stay whole, and why.
         calls: of the trace that was checked.
+        overwrites: see `_Capture`.
     """
 
     leaves: Mapping[str, str]
     calls: str
     verdicts: Verdicts
+    overwrites: bool
 
 
 _KNOWN: dict[str, _Known] = {}
@@ -106,6 +125,9 @@ class _Capture:
     Args:
         specs: of each input, the shape of a sample and the type.
         shapes: of the examples, as they were given.
+
+    Attributes:
+        overwrites: whether the model overwrites its inputs.
     """
 
     def __init__(
@@ -122,6 +144,7 @@ class _Capture:
         self.small = self.specs
         self.why: dict[str, str] = {}
         self.followed: Followed = {}
+        self.overwrites = False
         self.verdicts: dict[frozenset[str], Verdicts] = {}
         self.settled: dict[frozenset[str], tuple[Nodes, frozenset[str], TracedModel]] = {}
         self.together: list[set[str]] = []
@@ -146,7 +169,7 @@ class _Capture:
         if known is not None:
             nodes = nodes_of(self.model, self.meta, self.specs, known.leaves, self.followed)
             if _calls(nodes) == known.calls:
-                self.why = dict(known.leaves)
+                self.why, self.overwrites = dict(known.leaves), known.overwrites
                 return self._build(nodes, self.specs, dict(known.verdicts))
         leaves = given
         if not _on_meta(self.model):
@@ -169,7 +192,8 @@ class _Capture:
             return traced
         if len(_KNOWN) >= _REMEMBERED:
             _KNOWN.pop(next(iter(_KNOWN)))
-        _KNOWN[key] = _Known({path: self.why.get(path, "") for path in leaves}, _calls(nodes), dict(verdicts))
+        whole = {path: self.why.get(path, "") for path in leaves}
+        _KNOWN[key] = _Known(whole, _calls(nodes), dict(verdicts), self.overwrites)
         return traced
 
     # --- what must stay whole ----------------------------------------------------------------------------------------
@@ -215,7 +239,7 @@ class _Capture:
 
     def _check(self, traced: TracedModel) -> None:
         try:
-            check_same(self.model, traced, self.small, training=self.training)
+            self.overwrites = check_same(self.model, traced, self.small, training=self.training)
         except DoesNotRun as error:
             raise self._does_not_run(error) from error
 
@@ -241,7 +265,7 @@ class _Capture:
         found: Verdicts = {}
         try:
             small = as_one_layer(self.model, self.small, why, found)
-            check_same(self.model, small, self.small, training=self.training)
+            self.overwrites = check_same(self.model, small, self.small, training=self.training)
             return as_one_layer(self.model, self.specs, why, found)
         except DoesNotRun as error:
             raise self._does_not_run(error) from error
