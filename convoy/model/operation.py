@@ -163,13 +163,20 @@ def _called(model: nn.Module, operation: Operation, inputs: Sequence[Any], batch
 def _of_one_format(y: Any) -> Any:
     """The output of a call, laid out anew where torch would take it for channels-last in one place, and not in another.
 
-    That is a single sample whose axes were permuted. torch 2.13 gives wrong gradients of its batch norm, which one device with
-    more samples would not.
+    That is a single sample whose axes were permuted. torch 2.13 gives wrong gradients of its batch norm where the input, or the
+    gradient of the output, is one: on a device with one sample, and not on one device with all of them.
     """
-    if not isinstance(y, Tensor) or y.dim() not in _CHANNELS_LAST or len(y) != 1 or y.is_contiguous():
+    if not isinstance(y, Tensor) or y.dim() not in _CHANNELS_LAST or len(y) != 1:
         return y
-    doubtful = y.is_contiguous(memory_format=_CHANNELS_LAST[y.dim()]) and y.stride(0) != y[0].numel()
-    return y.contiguous() if doubtful else y
+    y = _laid_out(y)
+    if y.grad_fn is not None and "BatchNorm" in y.grad_fn.name():
+        y.register_hook(_laid_out)
+    return y
+
+
+def _laid_out(x: Tensor) -> Tensor:
+    doubtful = x.is_contiguous(memory_format=_CHANNELS_LAST[x.dim()]) and x.stride(0) != x[0].numel()
+    return x.contiguous() if doubtful and not x.is_contiguous() else x
 
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

@@ -101,7 +101,10 @@ def test_a_model_that_does_not_run_on_the_example() -> None:
     ("function", "message"),
     [
         (lambda *_: 5, "returns int"),
-        (lambda _, x: (x, x.size(0)), "returns tuple"),
+        (
+            lambda _, x: (x, x.size(0)),
+            "returns tuple with something beside tensors that is another one for other batches",
+        ),
         (lambda _, x: x.flatten(1) @ x.flatten(1).t(), "goes with the batch on another axis than the first"),
         (lambda *_: None, "returns NoneType"),
     ],

@@ -430,11 +430,13 @@ def test_one_sample_whose_axes_were_permuted_before_a_batch_norm() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.gru, self.norm, self.fc = nn.GRU(3, 4), nn.BatchNorm2d(4).eval(), nn.Linear(4, 5)
+            self.second = nn.GRU(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.gru(x.flatten(2).permute(2, 0, 1))[0].permute(1, 2, 0).reshape(-1, 4, 6, 6)
             x = F.batch_norm(x, self.norm.running_mean, self.norm.running_var, training=False)
-            return self.fc(x.tanh().mean((2, 3)))
+            x = self.second(x.flatten(2).permute(2, 0, 1))[0].permute(1, 2, 0)  # so that its gradient is permuted, too
+            return self.fc(x.mean(2))
 
     torch.manual_seed(0)
     model, optimizer = Net().double(), functools.partial(torch.optim.SGD, lr=0.1)
@@ -451,3 +453,31 @@ def test_one_sample_whose_axes_were_permuted_before_a_batch_norm() -> None:
     expected = train(lambda n: model(images(n)), model)
     for state in found:
         torch.testing.assert_close(state, dict(expected), rtol=0, atol=1e-12)
+
+
+def test_a_forward_that_asks_whether_a_tensor_requires_a_gradient() -> None:
+    """Of seed 23707: traced, it got the answer no, and its hook was lost; the comparison had gradients of zero."""
+
+    def change(_: Asking, x: Tensor) -> Tensor:
+        x = x * 1
+        if x.requires_grad:
+            x.register_hook(lambda g: g * 0.5)
+        return (x * 50).clamp(-1, 1)
+
+    assert trace(Asking(change).double(), images(2)).whole == ("",)
+
+
+def test_a_number_that_is_returned_must_not_be_frozen() -> None:
+    """Of seed 23776: with rectifiers that were all off it was the mean of a bias, the same for all images."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(3, 5)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, float]:
+            y = self.fc(x.mean((2, 3)) * 0)
+            return y, float(y.detach().mean())
+
+    with pytest.raises(InputError, match="beside its tensors that is another one at another call"):
+        trace(Net().double(), images(2))

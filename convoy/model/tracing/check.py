@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from convoy.errors import InputError
 from convoy.model.operation import TracedModel, disable_in_place, run_traced
 from convoy.model.tracing.nodes import first_line
-from convoy.model.tracing.per_sample import is_close, random_like, tensors_of
+from convoy.model.tracing.per_sample import is_close, plain_values_of, random_like, tensors_of
 from convoy.model.tracing.sizes import Spec
 from convoy.model.tracing.state import random_kept, seed_all, state_of
 
@@ -97,18 +97,21 @@ def _outputs(
     batch = len(inputs[0])
     try:
         seed_all(10 * step + 1)
-        expected = tensors_of(reference(*given))
+        returned = reference(*given)
     except InputError:
         raise
     except Exception as error:
         raise DoesNotRun(first_line(error)) from error
     try:
         seed_all(10 * step + 1)
-        found = tensors_of(run_traced(twin, traced, [x.clone() for x in inputs]))
+        retraced = run_traced(twin, traced, [x.clone() for x in inputs])
     except Exception as error:
         raise Differs(f"its trace does not run on {batch} samples: {first_line(error)}") from None
     gradients = "" if torch.is_grad_enabled() else " without gradients"
+    expected, found = tensors_of(returned), tensors_of(retraced)
     _require_same(expected, found, f"outputs for {batch} samples{gradients}")
+    if repr(plain_values_of(returned)) != repr(plain_values_of(retraced)):  # of which NaN is equal to itself
+        raise Differs("it returns a number or text beside its tensors that is another one at another call")
     return expected, found
 
 

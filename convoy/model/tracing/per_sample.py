@@ -305,6 +305,17 @@ def tensors_of(value: Any) -> list[Tensor]:
     return []
 
 
+def plain_values_of(value: Any) -> list[Any]:
+    """The numbers, texts and Nones in such a nest, in order."""
+    if isinstance(value, tuple | list):
+        return [v for each in value for v in plain_values_of(each)]
+    if isinstance(value, dict):
+        return [v for each in value.values() for v in plain_values_of(each)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [v for f in fields(value) for v in plain_values_of(getattr(value, f.name))]
+    return [value] if isinstance(value, bool | int | float | complex | str | None) else []
+
+
 def map_tensors(value: Any, f: Callable[[Tensor], Any]) -> Any:
     """The same nest with `f` applied to each tensor."""
     if isinstance(value, Tensor):

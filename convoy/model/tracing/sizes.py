@@ -124,6 +124,8 @@ class Sizes:
         if node.op == "placeholder":
             self.asked = True
             return self._given[node]()
+        if called(node) == "getattr" and node.args[1] in _OF_AUTOGRAD:
+            return None
         reads = [self._pairs[n] for n in node.all_input_nodes]
         if any(pair is None for pair in reads):
             return None
@@ -164,6 +166,8 @@ class Sizes:
             return call_node(node, args, kwargs)
 
 
+_OF_AUTOGRAD = ("requires_grad", "grad_fn", "is_leaf", "grad")
+"""Attributes that tell whether gradients are wanted, which may be another answer at every call."""
 _COUNTS = (int, float, tuple)
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype)
 

@@ -107,8 +107,9 @@ def _outputs(model: nn.Module, specs: Sequence[Spec]) -> tuple[Any, list[Tensor]
     small, large = (tensors_of(value) for value in values)
     forms = [_form(value, count()) for value in values]
     if not small or forms[0] != forms[1]:
+        odd = " with something beside tensors that is another one for other batches" if small else ""
         raise InputError(
-            f"{type(model).__name__} returns {type(values[0]).__name__}: return a tensor, or a nest of tuples, dicts and "
+            f"{type(model).__name__} returns {type(values[0]).__name__}{odd}: return a tensor, or a nest of tuples, dicts and "
             "dataclasses of tensors"
         )
     batched = [is_batched(pair) for pair in zip(small, large, strict=True)]

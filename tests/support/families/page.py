@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from tests.support.families.registry import CONVOLUTIONS, Member
-from tests.support.families.trial import BATCH, BIAS, SPEEDS, STABLE, STEPS, Row
+from tests.support.families.trial import BATCH, BIAS, RATE, SLOW_RATE, SPEEDS, STABLE, STEPS, Row
 
 KEPT = Path(__file__).parent / "families.json"
 PAGE = Path(__file__).parents[3] / "docs" / "families.md"
@@ -70,8 +70,10 @@ def text(kept: Kept) -> str:
         f"A family is a module of the library, and convolutional if its smallest member has at least {CONVOLUTIONS} "
         "convolutions with kernels larger than their strides (patch embeddings have not). Images are the smallest of 64 pixels "
         f"and up that the net takes, and at which rounding does not grow past {STABLE:g} on one device; where it does, biases "
-        f"of batch norms begin at {BIAS:g} in place of 0 (*), which calms deep chains. Dropout and stochastic depth are set "
-        "to 0: what they draw is no part of the promise. VGG's classifier has 64 features for 4,096, which would fill 19 GB.",
+        f"of batch norms begin at {BIAS:g} in place of 0 (*), which calms deep chains; where a net diverges at the rate of "
+        f"{RATE:g}, it is {SLOW_RATE:g} (°). Dropout and stochastic depth are set to 0: what they draw is no part of the "
+        "promise. VGG's classifier has 64 features for 4,096, which would fill 19 GB; MViT is made for films of 8x64x64, not "
+        "of 16x224x224.",
         "",
         "<!-- not run: it takes half an hour -->",
         "```console",
@@ -104,7 +106,7 @@ def _line(row: Row) -> str:
         return f"{start}| | | | | | not trained |"
     shares = " | ".join(f"{row.by_filters[how]:.0f} %" for how in ("filters", "samples", "one"))
     apart = f"{max(row.apart):.0e} ({row.rounding:.0e})" + ("" if row.exact else " **not exact**")
-    image = "x".join(map(str, row.shape[1:])) + (" *" if row.biased else "")
+    image = "x".join(map(str, row.shape[1:])) + (" °" if row.rate < RATE else " *" if row.biased else "")
     return f"{start}| {image} | {row.layers} ({row.whole}) | {shares} | {apart} |"
 
 
