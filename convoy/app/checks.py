@@ -72,6 +72,14 @@ def check(settings: Settings) -> None:
             f"--speeds {_listed(speeds)}: give one positive number for each of the {count} devices, e.g. --speeds 4,2,1,1, "
             "from 1e-12 to 1e12"
         )
+    if settings.memory is not None and len(settings.memory) not in (1, count):
+        raise InputError(
+            f"--memory has {len(settings.memory)} values: give one for all devices, or one for each of the {count}"
+        )
+    if settings.memory is not None and settings.fleet is not None:
+        raise InputError(
+            "--memory with --fleet: write memory_bytes of each device into the fleet file, and leave --memory out"
+        )
     if settings.batch % settings.accumulate:
         raise InputError(
             f"--accumulate {settings.accumulate} with --batch {settings.batch}: the passes of a step must be equal; give one "

@@ -20,7 +20,7 @@ from convoy.app.checks import check, check_outputs
 from convoy.app.inputs import build_model, check_images, check_resume, device_named, example_of, load_images
 from convoy.app.without_compiler import leave_compiler_out
 from convoy.checkpoint import Checkpointer, Progress
-from convoy.comm.accelerator import set_modes
+from convoy.comm.accelerator import limit_memory, set_modes
 from convoy.comm.agreement import difference, from_first, gather
 from convoy.comm.environment import imposed_slowdown
 from convoy.comm.group import Group
@@ -80,6 +80,8 @@ def run_device(run: RunSettings) -> None:
     with ExitStack() as stack:
         group = stack.enter_context(join(device_named(settings.device_names), timeout_s=settings.timeout_s))
         _agree(settings, group)
+        if settings.memory is not None:
+            limit_memory(group.torch_device, settings.memory[min(group.device, len(settings.memory) - 1)])
         screen = Screen(visible=group.device == 0)
         if group.device == 0:
             check_outputs(settings)

@@ -165,14 +165,56 @@ def uuid_of(device: torch.device) -> str | None:
 def memory_of(device: torch.device) -> tuple[int, int]:
     """Free bytes and all bytes of the memory that a device computes in.
 
-    An accelerator that does not tell its own, such as one that shares the host's memory, is told the host's.
+    An accelerator that does not tell its own, such as one that shares the host's memory, is told the host's. A limit (see
+    `limit_memory`) counts as all of it.
     """
+    free_bytes, total_bytes = _memory_of(device)
+    limit = _limits_bytes.get(str(device), total_bytes)
+    return min(free_bytes, limit), min(total_bytes, limit)
+
+
+def _memory_of(device: torch.device) -> tuple[int, int]:
     if device.type != "cpu":
         with suppress(NotImplementedError, RuntimeError, AttributeError):
             free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
             return int(free_bytes), int(total_bytes)
     memory = psutil.virtual_memory()
     return int(memory.available), int(memory.total)
+
+
+_limits_bytes: dict[str, int] = {}
+
+
+def limit_memory(device: torch.device, most_bytes: float | None) -> None:
+    """From now on, this process may fill so much of a device's memory; None: all of it.
+
+    `memory_of` tells the limit, so that plans keep to it. Where torch can, as on CUDA, it refuses to allocate more.
+
+    Raises:
+        InputError: not above zero.
+    """
+    if most_bytes is not None and most_bytes < 1:
+        raise InputError(f"a memory of {most_bytes:g} bytes for {device}: give one above zero, e.g. 6 GB")
+    _limits_bytes.pop(str(device), None)
+    if most_bytes is not None:
+        _limits_bytes[str(device)] = int(most_bytes)
+    limits = getattr(torch.get_device_module(device), "set_per_process_memory_fraction", None)
+    if limits is not None:
+        total_bytes = _memory_of(device)[1]
+        part = 1.0 if most_bytes is None else min(1.0, most_bytes / total_bytes)
+        with suppress(RuntimeError, NotImplementedError):
+            try:
+                limits(part, device)
+            except TypeError:  # of the only device of its kind
+                limits(part)
+
+
+def own_mark(device: torch.device) -> str:
+    """What tells an accelerator from any other one, whatever number it has here; empty where torch does not say."""
+    if device.type != "cpu":
+        with suppress(AttributeError, RuntimeError, NotImplementedError):
+            return str(torch.get_device_module(device).get_device_properties(device).uuid)
+    return ""
 
 
 def allocated_bytes(device: torch.device) -> int | None:

@@ -15,14 +15,15 @@ from typing import TypeVar, final
 
 import torch
 
-from convoy.comm.accelerator import pick_device
+from convoy.comm.accelerator import limit_memory, pick_device
 from convoy.comm.backends import CONTROL, Backend, GlooBackend, NcclBackend, PeerFailure, PendingWork, can_use_nccl
 from convoy.comm.environment import ProcessEnv, own_address, reachable_address, read_process_env
 from convoy.comm.failure import DONE_CAUSE, FailureReport, Health, HealthServer, NoAnswer, find_failed
 from convoy.comm.group import AloneGroup, CountedGroup, Group, Message, Pending, closed_error
 from convoy.comm.place import own_place
 from convoy.comm.rendezvous import ProcessInfo, Rendezvous, own_info, store_at, title
-from convoy.errors import ConvoyError, DeviceLostError, InputError
+from convoy.errors import ConvoyError, DeviceLostError, InputError, shown
+from convoy.fleet.units import quantity
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
         staged: send tensors through buffers in host memory even where that is not needed.
 
     Raises:
-        InputError: an incomplete environment, no such device, a port that is taken, a rank claimed twice.
+        InputError: an incomplete environment, no such device, a port that is taken, a rank or an accelerator claimed twice.
         MismatchError: the devices run different versions.
         DeviceLostError: somebody did not come in time, or cannot be reached.
     """
@@ -58,6 +59,8 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
         )
     env = read_process_env(os.environ)
     torch_device = pick_device(device, env.local if env else 0)
+    if limit := os.environ.get("CONVOY_MEMORY"):
+        limit_memory(torch_device, _bytes_of(limit))
     if env is None or env.devices == 1:
         return AloneGroup(torch_device, timeout_s)
     try:
@@ -67,6 +70,13 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
         raise DeviceLostError(
             0, f"device 0 was lost: its store at {env.host} port {env.port} does not answer; start the job again"
         ) from None
+
+
+def _bytes_of(limit: str) -> float:
+    try:
+        return quantity(limit, "bytes")
+    except InputError as error:
+        raise InputError(f"CONVOY_MEMORY={shown(limit)}: {error}") from None
 
 
 def _join(env: ProcessEnv, torch_device: torch.device, timeout_s: float, staged: bool) -> Group:

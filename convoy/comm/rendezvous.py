@@ -1,6 +1,7 @@
 """How the processes of a job find each other: at a store, where each leaves what the others must know of it."""
 
 import json
+import os
 import platform
 import socket
 import time
@@ -15,9 +16,12 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from convoy._version import __version__
-from convoy.comm.accelerator import hardware_name
+from convoy.comm.accelerator import hardware_name, own_mark
 from convoy.comm.environment import ProcessEnv, inherited_listener, is_loopback, listen_at, resolve
 from convoy.errors import DeviceLostError, InputError, MismatchError
+
+SHARED = "CONVOY_SHARED_ACCELERATOR"
+"""Set to anything, several processes may compute on one accelerator."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,9 @@ class ProcessInfo:
     convoy: str = "?"
     torch: str = "?"  # major.minor: patch releases work together
     nonce: str = "?"  # tells two processes apart that claim the same env
+    accelerator: str = (
+        "?"  # the one piece of hardware; empty on a CPU, where torch does not say, and where it may be shared
+    )
 
     @classmethod
     def from_text(cls, text: str) -> "ProcessInfo":
@@ -47,15 +54,25 @@ def own_info(torch_device: torch.device, devices: int, address: str) -> ProcessI
     return ProcessInfo(
         str(torch_device), hardware_name(torch_device), platform.node(), address, str(devices), __version__,
         torch=".".join(torch.__version__.split(".")[:2]), nonce=uuid.uuid4().hex,
+        accelerator="" if os.environ.get(SHARED) else own_mark(torch_device),
     )  # fmt: skip
 
 
 def check_infos(infos: Sequence[ProcessInfo]) -> None:
-    """Refuse a job whose processes run different versions or count different numbers of devices.
+    """Refuse a job whose processes run different versions, count different numbers of devices, or share an accelerator.
 
     Raises:
         MismatchError: names the devices in the minority, what they have, and what the others have.
+        InputError: names the devices that compute on one accelerator.
     """
+    marks = [info.accelerator for info in infos]
+    for i, mark in enumerate(marks):
+        if mark not in ("", "?") and (first := marks.index(mark)) != i:
+            raise InputError(
+                f"{title(first, infos[first])} and {title(i, infos[i])} are two processes on one accelerator ({mark}): leave "
+                "CONVOY_DEVICE unset, so that each takes the one of its number, start fewer processes, or let them share it "
+                f"with {SHARED}=1"
+            )
     for field, meaning in (("devices", "number of devices (WORLD_SIZE)"), ("convoy", "convoy"), ("torch", "torch")):
         values = [getattr(info, field) for info in infos]
         usual = Counter(values).most_common(1)[0][0]
@@ -174,7 +191,7 @@ class Rendezvous:
         self.infos = [ProcessInfo.from_text(text) for text in texts]
         try:
             check_infos(self.infos)
-        except MismatchError:
+        except (InputError, MismatchError):
             self._linger()
             raise
         return self.infos

@@ -52,6 +52,22 @@ def seconds(value: Any) -> Any:
 Seconds = Annotated[float, BeforeValidator(seconds)]
 
 
+def sizes(value: Any) -> Any:
+    """Bytes as a person writes them, with commas between several: 6 GB, 8 GB.
+
+    Raises:
+        InputError: says what to give.
+    """
+    parts = value.split(",") if isinstance(value, str) else [value] if isinstance(value, int | float) else value
+    found = tuple(quantity(part, "bytes") for part in parts) if isinstance(parts, list | tuple) else (0.0,)
+    if not found or min(found) < 1:
+        raise InputError("give a memory above zero, or one for each device: 6 GB or 6 GB,8 GB")
+    return found
+
+
+Sizes = Annotated[tuple[float, ...], BeforeValidator(sizes)]
+
+
 def device_names(text: str) -> tuple[str, ...]:
     """The devices of `--devices`: a number, their names, `auto` or `all`. Under torchrun, its number counts.
 

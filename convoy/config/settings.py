@@ -14,6 +14,7 @@ from convoy.config.option_types import (
     File,
     Numbers,
     Seconds,
+    Sizes,
     check_text,
     checked_augment,
     checked_data,
@@ -140,6 +141,11 @@ class Settings(BaseModel):
         False,
         "Run layers through torch.compile where a trial in the first steps finds that faster: numbers equal up to rounding. "
         "It needs a C++ compiler such as g++ (on GPUs Triton).",
+    )
+    memory: Sizes | None = _fleet(
+        None,
+        "What plan auto may fill of each device's memory, e.g. 6 GB, or one per device: 6 GB,8 GB. GPUs refuse to allocate "
+        "more. Default: all of it; with a fleet file, its memory_bytes.",
     )
     tf32: bool | None = _fleet(
         None,

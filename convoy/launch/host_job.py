@@ -61,6 +61,9 @@ def device_environments(
     kept |= memory_environment(base)
     # Torch warns of names and connections that Convoy needs not, or tells of itself.
     kept.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    accelerators = [name for name in names if not name.startswith(("cpu", "auto"))]
+    if len(set(accelerators)) < len(accelerators):  # whoever names one twice wants it
+        kept.setdefault("CONVOY_SHARED_ACCELERATOR", "1")
     on_cpu = sum(name.startswith("cpu") for name in names)
     if on_cpu:
         # Each would take all cores otherwise, and they would disturb each other.
@@ -138,6 +141,8 @@ def _own_variables(device: "Device") -> dict[str, str]:
         own["OMP_NUM_THREADS"] = str(math.ceil(device.cores))
     if device.slowdown != 1:
         own["CONVOY_SLOWDOWN"] = repr(device.slowdown)
+    if device.memory_bytes is not None and device.kind != "cpu":  # torch limits none of a CPU's
+        own["CONVOY_MEMORY"] = str(int(device.memory_bytes))
     return own
 
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from convoy.comm import environment, rendezvous
 from convoy.comm.group import Message
 from convoy.comm.processes import join
-from convoy.comm.rendezvous import ProcessInfo, check_infos
+from convoy.comm.rendezvous import ProcessInfo, check_infos, own_info
 from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError
 from tests.support.processes import on_processes
 
@@ -157,6 +158,25 @@ def test_a_master_that_others_cannot_reach_is_refused(monkeypatch: pytest.Monkey
 
 
 INFO = ProcessInfo(device="cpu", name="x", host="lab1", address="10.0.0.1", devices="2", convoy="1.0", torch="2.13")
+
+
+def test_two_processes_on_one_accelerator_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their numbers say nothing: under Slurm each process may see its own GPU as cuda:0."""
+    first, second = (replace(INFO, device="cuda:0", accelerator=f"GPU-{n}") for n in (1, 2))
+    check_infos([first, second, INFO, replace(first, accelerator=""), replace(first, accelerator="?")])
+    claim = r"device 1 \(host lab1, cuda:0\) and device 2 \(host lab1, cuda:0\) are two processes on one accelerator \(GPU-1\)"
+    with pytest.raises(InputError, match=f"{claim}: leave CONVOY_DEVICE unset, .* CONVOY_SHARED_ACCELERATOR=1"):
+        check_infos([INFO, first, first])
+    monkeypatch.setattr("convoy.comm.rendezvous.own_mark", lambda _: "GPU-1")
+    assert own_info(torch.device("cpu"), 2, "10.0.0.1").accelerator == "GPU-1"
+    monkeypatch.setenv("CONVOY_SHARED_ACCELERATOR", "1")
+    assert own_info(torch.device("cpu"), 2, "10.0.0.1").accelerator == ""
+
+
+def test_a_memory_that_is_none_is_refused_before_anybody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CONVOY_MEMORY", "6 Gbit")
+    with pytest.raises(InputError, match=r"CONVOY_MEMORY='6 Gbit': .* is no unit of an amount of memory"):
+        join("cpu")
 
 
 def test_greetings_of_other_versions_are_read() -> None:

@@ -1,5 +1,7 @@
 """What torch looks for in `torch.sim`: the Python side of the simulated accelerator."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,20 @@ def is_available() -> bool:
 
 def get_device_name(device: object = None) -> str:  # noqa: ARG001
     return "simulated accelerator"
+
+
+def get_device_properties(device: torch.device) -> SimpleNamespace:
+    return SimpleNamespace(uuid=f"simulated-{torch.device(device).index or 0}")
+
+
+def set_per_process_memory_fraction(fraction: float, device: torch.device) -> None:
+    """As CUDA's; here of every device alike."""
+    global _whole_bytes
+    _whole_bytes = _whole_bytes or torch.accelerator.get_memory_info(device)[1]
+    torch.ops.sim.set_up(device_count(), int(fraction * _whole_bytes))
+
+
+_whole_bytes = 0
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
