@@ -129,12 +129,14 @@ class Compiler:
 
     Attributes:
         left: programs that may still be compiled.
+        waits: while plans are tried nothing is compiled: each would be timed with and without.
         tried, used: rows of layers so far.
         refused: why rows were not compiled, or not used, other than for their time; the last reasons.
     """
 
     group: Group
     left: int = MOST_PROGRAMS
+    waits: bool = False
     tried: int = 0
     used: int = 0
     refused: list[str] = field(default_factory=list)
@@ -151,8 +153,8 @@ class Compiler:
         if key not in program.compiled:
             program.compiled[key] = Compiled(rows_of(program, traced, model) if self.left else {})
         compiled: Compiled = program.compiled[key]
-        compiled.calls += 1
-        if compiled.calls == WARM_UP + 1 and self.left:
+        compiled.calls += not self.waits
+        if compiled.calls == WARM_UP + 1 and self.left and not self.waits:
             self.left -= 1
             untried = [row for row in compiled.rows.values() if row.seen]
             with _patience(self.group):

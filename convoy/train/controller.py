@@ -74,6 +74,8 @@ class Rebalancer:
         self._layers: list[str] = []
         self._rows: list[Tensor] = []
         self._travelling: tuple[Tensor, Pending] | None = None
+        if model.compiler is not None:
+            model.compiler.waits = True
         if self.autotune.is_over:
             self._balance()
         self.begin()
@@ -134,6 +136,8 @@ class Rebalancer:
 
     def _balance(self) -> None:
         """Watch the shares of the plan from now on."""
+        if self.model.compiler is not None:
+            self.model.compiler.waits = False
         self.state = Balancer.start(self.model.plan, self.model.traced[True].graph)
         self._layers = sorted({name for axes in self.state.axes for name in axes.layers})
 

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from convoy.fleet import Card, Device, Fleet, Host, read_fleet
 from convoy.launch.agent import from_line, meeting_point, to_line
 from convoy.launch.command import train_on_fleet
 from convoy.launch.fleet import startable
-from convoy.launch.host_job import host_jobs, line_to_paste
+from convoy.launch.host_job import device_environments, host_jobs, line_to_paste
 from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
 from convoy.launch.supervisor import by_line
 from tests.app.test_cli import TINY, convoy_in_process
@@ -54,6 +55,15 @@ def test_hosts_get_their_devices_and_that_of_device_0_comes_first() -> None:
     assert (cellar.host.name, cellar.ranks, cellar.names) == ("cellar", (1, 4), ("cpu", "cpu"))
     assert cellar.own == ({"OMP_NUM_THREADS": "3", "CONVOY_SLOWDOWN": "2.0"}, {})
     assert attic.title(3) == "host attic, cuda:1"
+
+
+def test_an_accelerator_is_told_its_memory_and_that_it_is_shared_where_it_is_named_twice() -> None:
+    limited = replace(FLEET, devices=tuple(replace(each, memory_bytes=6_000_000_000) for each in FLEET.devices))
+    attic, _ = host_jobs(limited)
+    assert attic.own == ({"CONVOY_MEMORY": "6000000000"}, {}, {"CONVOY_MEMORY": "6000000000"})
+    for names, shared in ((("cuda:0", "cuda:1"), None), (("cuda:0", "cuda:0"), "1"), (("cpu", "cpu"), None)):
+        rows = device_environments({}, (0, 1), names, total=2, address="127.0.0.1", port=1)
+        assert [row.get("CONVOY_SHARED_ACCELERATOR") for row in rows] == [shared, shared], names
 
 
 def test_a_line_to_paste_starts_what_it_says(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from convoy.runtime import compiled
 from convoy.runtime.compiled import MOST_PROGRAMS, WARM_UP, Compiler
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshare
+from convoy.train.controller import Rebalancer
 from tests.support import nets, one_device
 from tests.support.in_shares import in_shares
 from tests.support.odd_nets import Dropouts
@@ -172,6 +173,17 @@ def test_many_batch_sizes_are_compiled_a_few_times_only(made: list[Compiler], mo
     assert len(count) - tried == rows == made[0].used
     train(part, [30] * (WARM_UP + 2))
     assert len(count) - tried == rows
+
+
+def test_nothing_is_compiled_while_plans_are_tried(made: list[Compiler]) -> None:
+    part = alone(nets.build("two-conv"), compile=True)
+    Rebalancer(part, others=[part.plan])
+    train(part, [8] * (WARM_UP + 2))
+    assert (made[0].tried, made[0].left) == (0, MOST_PROGRAMS)
+    Rebalancer(part)
+    train(part, [8] * (WARM_UP + 1))
+    assert made[0].tried
+    assert_used(made)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
