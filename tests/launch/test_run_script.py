@@ -1,5 +1,6 @@
 """`convoy run`: a script of one's own on every device, here and as a file for Slurm."""
 
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from convoy import cli
 from convoy.comm.environment import read_process_env
 from convoy.comm.launch_env import hidden
 from convoy.errors import InputError
@@ -67,9 +69,11 @@ def test_every_device_runs_the_script_with_its_own_options(folder: Path) -> None
         ]  # fmt: skip
 
 
-def test_a_module_runs_as_with_python_m(folder: Path) -> None:
-    assert run(["--devices", "2", "-m", "tell", "--lr", "1"], folder).returncode == 0
-    assert told(folder, 1)[6:] == [["--lr", "1"], "__main__"]
+def test_a_module_runs_as_with_python_m_and_its_status_is_told(folder: Path) -> None:
+    done = run(["--devices", "2", "-m", "tell", "--lr", "1", "fail"], folder)
+    assert told(folder, 1)[6:] == [["--lr", "1", "fail"], "__main__"]
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
 
 
 def test_one_device_is_this_process_with_the_settings_of_memory(folder: Path) -> None:
@@ -130,12 +134,6 @@ def test_the_doctor_comes_first_if_asked(folder: Path) -> None:
     assert re.search(r"Ready to train: .*\ndevice 0\n", done.stdout, re.DOTALL)
 
 
-def test_the_status_of_a_script_that_fails_is_told(folder: Path) -> None:
-    done = run(["--devices", "2", "tell.py", "fail"], folder)
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -152,14 +150,21 @@ def test_the_status_of_a_script_that_fails_is_told(folder: Path) -> None:
         (["--fleet", "here.toml", "tell.py"], "its hosts have no address"),
     ],
 )
-def test_what_cannot_be_run(argv: list[str], words: str, folder: Path) -> None:
+def test_what_cannot_be_run(
+    argv: list[str], words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "f.toml").write_text(FLEET.to_toml())
     unaddressed = [Host(host.name) for host in FLEET.hosts]
     (folder / "here.toml").write_text(Fleet(tuple(unaddressed), FLEET.devices, FLEET.network).to_toml())
-    done = run(argv, folder)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+    for name in (*PLACE, "CONVOY_DEVICE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["convoy", "run", *argv])
+    with contextlib.chdir(folder), pytest.raises(SystemExit) as ended:
+        cli.main()
+    told = capsys.readouterr()
+    assert (ended.value.code, told.out) == (2, "")
+    assert words in told.err
+    assert "Traceback" not in told.err
 
 
 # ------------------------------------------------------------------------------------------------------- Slurm

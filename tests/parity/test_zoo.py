@@ -5,7 +5,7 @@ are part of every test. The largest models are marked slow.
 """
 
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -172,12 +172,40 @@ def test_stochastic_depth_drops_whole_samples_or_does_nothing(chance: float, tra
     assert (layer.kind, layer.per_sample, layer.random) == (kind, True, kind == "opaque")
 
 
-def test_googlenet_returns_its_outputs_by_name() -> None:
+class Named(NamedTuple):
+    logits: Tensor
+    aux_logits1: Tensor
+
+
+class ReturnsNamed(nn.Module):
+    """As GoogLeNet, but small: an auxiliary classifier in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.aux1, self.fc = nn.Conv2d(3, 4, 3), nn.Linear(4, 5), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Named:
+        x = self.conv(x).mean((2, 3))
+        return Named(self.fc(x), self.aux1(x))
+
+
+def test_outputs_are_returned_by_name() -> None:
     """torch.fx makes a call of the named tuple: it became a layer, and what came back was a plain tuple."""
+    model, x = ReturnsNamed().double(), torch.randn(6, 3, 8, 8, dtype=torch.float64)
+    assert trace(model, x[:2]).graph.outputs == ("fc", "aux1")
+    assert_named(model, trace(model, x[:2]).graph, x, "Named")
+
+
+@pytest.mark.slow
+def test_googlenet_returns_its_outputs_by_name() -> None:
     model = model_zoo.build("googlenet")
     (x, _), *_ = model_zoo.batches("googlenet", model)
     graph = model_zoo.traced("googlenet", model).graph
     assert graph.outputs == ("fc", "aux2.fc2", "aux1.fc2")
+    assert_named(model, graph, x, "GoogLeNetOutputs")
+
+
+def assert_named(model: nn.Module, graph: Graph, x: Tensor, name: str) -> None:
     assert not any(layer.several for layer in graph.layers.values())
     plan = named_plan("data-by-speed", graph, model_zoo.BATCH, Speeds((2.0, 1.0)))
 
@@ -187,8 +215,8 @@ def test_googlenet_returns_its_outputs_by_name() -> None:
             outputs = here(part(here, x), batch=len(x))
         return type(outputs).__name__, tuple(outputs.aux_logits1.shape)
 
-    with one_trace("zoo", "googlenet"):
-        assert run_on_threads(2, work) == [("GoogLeNetOutputs", (6, 5))] * 2
+    with one_trace("zoo", name):
+        assert run_on_threads(2, work) == [(name, (6, 5))] * 2
 
 
 # --- what Python decides by ------------------------------------------------------------------------------------------

@@ -87,12 +87,13 @@ def assert_as_on_one_device(
     hang(alone, expected)
     out = train(alone, lambda x: x)
     assert expected, "the hook was not called on one device either"
+    chosen = plan_of(plan, hung(lambda model: hang(model, []), after), speeds)
 
     def work(group: Group) -> None:
         model, seen = net(), []
         if not after:
             hang(model, seen)
-        here = Distributed(model, plan_of(plan, model, speeds), group, X[0][:2])
+        here = Distributed(model, chosen, group, X[0][:2])
         if after:
             hang(here if top else here.module, seen)
         found = train(here, lambda x: part(here, x), batch=BATCH)
@@ -103,12 +104,19 @@ def assert_as_on_one_device(
     run_on_threads(DEVICES, work, timeout_s=30)
 
 
+def hung(hang: Callable[[nn.Module], Any], after: bool) -> nn.Module:
+    """The model as `Distributed` is given it: with what is hung on it, unless that comes after."""
+    model = net()
+    if not after:
+        hang(model)
+    return model
+
+
 def assert_refused(hang: Callable[[nn.Module], Any], plan: str, match: str, *, after: bool) -> None:
+    chosen = plan_of(plan, hung(hang, after))
+
     def work(group: Group) -> None:
-        model = net()
-        if not after:
-            hang(model)
-        here = Distributed(model, plan_of(plan, model), group, X[0][:2])
+        here = Distributed(hung(hang, after), chosen, group, X[0][:2])
         if after:
             hang(here.module)
         with pytest.raises(InputError, match=match):

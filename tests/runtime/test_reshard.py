@@ -115,9 +115,16 @@ def made(plan: str, net: str) -> Plan:
 # ------------------------------------------------------------------------------------------------------- the trajectory
 
 
-@pytest.mark.parametrize("optimizer", [*OPTIMIZERS])
-@pytest.mark.parametrize("plan", [*PLANS, "mixed"])
+@pytest.mark.parametrize(
+    ("plan", "optimizer"),
+    [
+        pytest.param(plan, optimizer, marks=() if optimizer == "adam" or plan == "mixed" else pytest.mark.slow)
+        for plan in (*PLANS, "mixed")
+        for optimizer in OPTIMIZERS
+    ],
+)
 def test_shares_that_change_every_few_steps(plan: str, optimizer: str) -> None:
+    """Every plan with one optimizer, and every optimizer with all strategies at once; the slow tests have the others."""
     first = made(plan, "mobile")
     plans = {
         0: first,
