@@ -10,30 +10,12 @@ from hypothesis import strategies as st
 
 from convoy.errors import InputError
 from convoy.fleet import KINDS, LEAST, MAX_SLOWDOWN, MOST, WITHIN_HOST, Card, Device, Fleet, Host, Link, read_fleet
+from tests.support.good_files import HOSTS, LINK
 from tests.support.processes import ROOT
 
 FLEETS = ROOT / "benchmarks" / "fleets"
 
-TEXT = """
-[network]
-send_bytes_per_s = 125e6
-receive_bytes_per_s = 125_000_000
-latency_s = 1e-4
-
-[[host]]
-name = "attic"
-address = "192.168.1.20"
-
-[[host]]
-name = "cellar"
-card = { send_bytes_per_s = 12.5e6, receive_bytes_per_s = 25e6, latency_s = 2e-4 }
-
-[[device]]
-name = "attic-cpu"
-host = "attic"
-kind = "cpu"
-cores = 0.45
-
+TEXT = f"""{HOSTS}
 [[device]]
 name = "cellar-gpu"
 host = "cellar"
@@ -47,13 +29,7 @@ name = "attic-gpu"
 host = "attic"
 kind = "cuda"
 slowdown = 2
-
-[[link]]
-source = "attic"
-target = "cellar"
-bandwidth_bytes_per_s = 11e6
-latency_s = 3e-4
-"""
+{LINK}"""
 
 positive = st.floats(min_value=LEAST, max_value=MOST)
 not_negative = st.floats(min_value=0, max_value=1e6)

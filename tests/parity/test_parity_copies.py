@@ -120,6 +120,23 @@ def test_dropout_is_off_in_evaluation() -> None:
                     assert torch.allclose(ours, theirs, rtol=EXACT, atol=EXACT), name
 
 
+def assert_same_losses(
+    train: Callable[[nn.Module, Callable[[Tensor], Any]], list[float]], model: nn.Module, plan: Plan, example: Tensor
+) -> None:
+    """What `train` gives is on every device what it gives on one; it is handed a model, and what calls it on whole batches."""
+
+    def work(group: Group) -> list[float]:
+        here = Distributed(model, plan, group, example)
+        return train(here, lambda x: here(part(here, x), batch=len(x)))
+
+    with one_trace():
+        found = run_on_threads(plan.devices, work)
+    reference = copy.deepcopy(model)
+    expected = train(reference, reference)
+    for losses in found:
+        assert losses == pytest.approx(expected, rel=EXACT, abs=EXACT)
+
+
 @pytest.mark.parametrize("net", ["resnet", "dependent-in-training", "noting", "own-norm"])
 def test_training_goes_on_after_an_evaluation(net: str) -> None:
     model = nets.build(net)
@@ -138,16 +155,7 @@ def test_training_goes_on_after_an_evaluation(net: str) -> None:
                 seen.append(loss_of(forward(x), y).item())
         return seen
 
-    def work(group: Group) -> list[float]:
-        here = Distributed(model, by_name("data-by-speed", net), group, batches[0][0][:2])
-        return train(here, lambda x: here(part(here, x), batch=len(x)))
-
-    with one_trace():
-        found = run_on_threads(4, work)
-    reference = copy.deepcopy(model)
-    expected = train(reference, reference)
-    for losses in found:
-        assert losses == pytest.approx(expected, rel=EXACT, abs=EXACT)
+    assert_same_losses(train, model, by_name("data-by-speed", net), batches[0][0][:2])
 
 
 class PythonAtTheEnd(nets.TwoConv):
@@ -227,16 +235,7 @@ def test_a_module_that_caches_in_evaluation_is_still_taken_apart_in_training() -
                 here.train()
         return seen
 
-    def work(group: Group) -> list[float]:
-        here = Distributed(model, plan, group, batches[0][0][:2])
-        return train(here, lambda x: here(part(here, x), batch=len(x)))
-
-    with one_trace():
-        found = run_on_threads(3, work)
-    reference = copy.deepcopy(model)
-    expected = train(reference, reference)
-    for losses in found:
-        assert losses == pytest.approx(expected, rel=EXACT, abs=EXACT)
+    assert_same_losses(train, model, plan, batches[0][0][:2])
 
 
 def test_gradients_in_evaluation_mode() -> None:

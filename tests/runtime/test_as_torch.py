@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -302,17 +303,27 @@ def test_gradients_become_those_that_are_kept_without_a_copy() -> None:
 # --- what would be saved of pieces -----------------------------------------------------------------------------------
 
 
-def test_scripts_that_save_the_inner_module_or_the_optimizer_do_not_save_pieces() -> None:
-    """`model.module.state_dict()`, as for DDP and by timm's saver: it gave pieces under the ordinary keys, exit 0."""
-    net = "two-conv"
-    model = nets.build(net)
-    (x, y), *_ = Training(net, (10,)).batches(model)
+def after_a_step(plan: str, work: Callable[[Distributed, torch.optim.Optimizer], object]) -> None:
+    """Do something with a model and its optimizer on each device, after a training step."""
+    model = nets.build("two-conv")
+    (x, y), *_ = Training("two-conv", (10,)).batches(model)
 
-    def work(group: Group) -> None:
-        here = Distributed(model, by_name("model", net), group, x[:2])
+    def train(group: Group) -> None:
+        here = Distributed(model, by_name(plan, "two-conv"), group, x[:2])
         optimizer = torch.optim.SGD(here.parameters(), lr=0.1, momentum=0.9)
         loss_of(here(part(here, x), batch=10), y).backward()
         optimizer.step()
+        work(here, optimizer)
+
+    with one_trace():
+        run_on_threads(4, train, timeout_s=30)
+
+
+def test_scripts_that_save_the_inner_module_or_the_optimizer_do_not_save_pieces() -> None:
+    """`model.module.state_dict()`, as for DDP and by timm's saver: it gave pieces under the ordinary keys, exit 0."""
+    keys = nets.build("two-conv").state_dict().keys()
+
+    def save(here: Distributed, optimizer: torch.optim.Optimizer) -> None:
         for saved in (here.module, here.module.get_submodule("conv1")):
             with pytest.raises(InputError, match=r"call full_state_dict\(\) of the distributed model on every device"):
                 saved.state_dict()
@@ -320,21 +331,13 @@ def test_scripts_that_save_the_inner_module_or_the_optimizer_do_not_save_pieces(
         assert held["param_groups"][0]["lr"] == 0.1
         with pytest.raises(InputError, match=r"save model and optimizer with convoy.save_checkpoint"):
             torch.save({"optimizer": held}, io.BytesIO())
-        assert here.full_state_dict().keys() == model.state_dict().keys()
+        assert here.full_state_dict().keys() == keys
 
-    run_on_threads(4, work, timeout_s=30)
+    after_a_step("model", save)
 
 
 def test_copies_on_every_device_may_be_saved_as_ever() -> None:
-    net = "two-conv"
-    model = nets.build(net)
-    (x, y), *_ = Training(net, (10,)).batches(model)
-
-    def work(group: Group) -> None:
-        here = Distributed(model, by_name("data", net), group, x[:2])
-        optimizer = torch.optim.SGD(here.parameters(), lr=0.1, momentum=0.9)
-        loss_of(here(part(here, x), batch=10), y).backward()
-        optimizer.step()
+    def save(here: Distributed, optimizer: torch.optim.Optimizer) -> None:
         torch.save({"optimizer": optimizer.state_dict(), "model": here.module.state_dict()}, io.BytesIO())
 
-    run_on_threads(4, work, timeout_s=30)
+    after_a_step("data", save)

@@ -71,15 +71,16 @@ def make_plan(folder: Path) -> Path:
     return written(folder / "plan.json", plan.to_json())
 
 
-FLEET = """
+HOSTS = """
 [network]
 send_bytes_per_s = 125e6
-receive_bytes_per_s = 125e6
+receive_bytes_per_s = 125_000_000
 latency_s = 1e-4
 
 [[host]]
 name = "attic"
 address = "192.168.1.20"
+
 [[host]]
 name = "cellar"
 card = { send_bytes_per_s = 12.5e6, receive_bytes_per_s = 25e6, latency_s = 2e-4 }
@@ -89,6 +90,17 @@ name = "attic-cpu"
 host = "attic"
 kind = "cpu"
 cores = 0.45
+"""
+
+LINK = """
+[[link]]
+source = "attic"
+target = "cellar"
+bandwidth_bytes_per_s = 11e6
+latency_s = 3e-4
+"""
+
+FLEET = f"""{HOSTS}
 peak_flop_per_s = 1e11
 memory_bytes_per_s = 2e10
 [[device]]
@@ -100,13 +112,7 @@ peak_flop_per_s = 1e13
 memory_bytes_per_s = 5e11
 idle_w = 20
 busy_w = 180
-
-[[link]]
-source = "attic"
-target = "cellar"
-bandwidth_bytes_per_s = 11e6
-latency_s = 3e-4
-"""
+{LINK}"""
 
 CLASSES = """
 [network]
