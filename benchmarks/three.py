@@ -1,0 +1,294 @@
+"""Marques' experiment with three GPUs: two convolutions of 500 and 1500 filters on three accelerators beside a CPU.
+
+    python -m benchmarks.three [--page docs/three.md] [--no-measure] [--no-predict]
+
+Measured on simulated accelerators (tests/support/sim) that keep stated speeds, in under three minutes: that tries plans,
+exchange and staging end to end, with the wire of one machine. What real GPUs would reach is predicted, from the catalogue.
+"""
+
+import itertools
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from benchmarks.gpu import Place, place_of
+from benchmarks.hardware import stamp
+from benchmarks.page import table
+from convoy.app.predict import fleet_on
+from convoy.cost.costs import Costs, roofline_costs
+from convoy.cost.described import described_costs
+from convoy.errors import InputError
+from convoy.files import write_whole
+from convoy.fleet import Card, Device, Fleet, Host
+from convoy.model.graph import Graph
+from convoy.model.nets import graph_of
+from convoy.planner.predict import PlanningContext, PlanPrediction, predict_plan
+
+COMMAND = "python -m benchmarks.three"
+PUBLISHED = 2.45
+"""Times one device: three GPUs, 500:1500 filters (Marques, Falcao, Alexandre 2018, abstract)."""
+
+NET = "two-conv:500:1500"
+IMAGE = (3, 32, 32)
+DEVICES = ("sim:0", "sim:1", "sim:2", "cpu")
+SLOWDOWNS = (4.0, 4.0, 4.0, 40.0)
+"""Beside one core. All together want less than the two cores of a small machine: no device waits for another's core."""
+
+BATCH, ALONE_STEPS, STEPS = 8, 3, 6
+WIRE_BYTES_PER_S, WIRE_LATENCY_S = 1e9, 2e-4
+"""Of the predictions beside the measurements: about what gloo reaches within a machine, each device on a host of its own."""
+
+MEMORY_BYTES_PER_FLOP = 0.2
+"""Of the same predictions: memory bandwidth beside arithmetic, as of one core."""
+
+CLASSES = ("gtx1080", "rtx3060", "rtx4090")
+PROCESSOR = "core-i7-8700k"
+REAL_BATCHES = (128, 1024)
+LINKS_BITS_PER_S = (10e9, 100e9)
+WIDEST_BITS_PER_S = 1e12
+LATENCY_S = 5e-5
+
+
+# --- predicted ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Both plans on one fleet; speedups are over its fastest device alone, `limit` is that of all speeds added up."""
+
+    master: PlanPrediction
+    auto: PlanPrediction
+    fastest: float
+    limit: float
+
+    def speedup(self, name: str) -> float:
+        row: PlanPrediction = getattr(self, name)
+        return row.samples_per_s / self.fastest
+
+
+def predict(graph: Graph, batch: int, costs: Costs, fleet: Fleet) -> Predicted:
+    context = PlanningContext.of(graph, batch, costs, fleet)
+    best = predict_plan(context.candidates()[0].plan.named("auto"), context)
+    speeds = context.speeds.devices
+    return Predicted(predict_plan(context.named("master"), context), best, max(speeds), sum(speeds) / max(speeds))
+
+
+def real_fleet(gpu: str, bits_per_s: float) -> Fleet:
+    """Three machines with such a GPU each, and one with a processor alone."""
+    return fleet_on(f"3x{gpu},{PROCESSOR}", bits_per_s / 8, LATENCY_S)
+
+
+def real_costs(fleet: Fleet, *, free: bool) -> Costs:
+    """From the catalogue; `free`: processors and staging take nothing for a byte, only the wire does."""
+    costs = described_costs(fleet)
+    nothing = (0.0,) * len(fleet.devices)
+    return replace(costs, network=replace(costs.network, processor_s_per_byte=nothing)) if free else costs
+
+
+def speedup(graph: Graph, gpu: str, plan: str, bits_per_s: float, *, free: bool) -> float:
+    """Of a plan over one GPU alone, at the larger batch."""
+    fleet = real_fleet(gpu, bits_per_s)
+    context = PlanningContext.of(graph, REAL_BATCHES[-1], real_costs(fleet, free=free), fleet)
+    made = context.named(plan) if plan != "auto" else context.candidates()[0].plan
+    return predict_plan(made, context).samples_per_s / max(context.speeds.devices)
+
+
+def wire_for(graph: Graph, gpu: str, plan: str, *, free: bool) -> tuple[float | None, float]:
+    """The least bits/s of every link, to a tenth, with which a plan brings `PUBLISHED`; what it brings with the widest.
+
+    None: that is not enough.
+    """
+    low, high = 1e8, WIDEST_BITS_PER_S
+    most = speedup(graph, gpu, plan, high, free=free)
+    if most < PUBLISHED:
+        return None, most
+    while high / low > 1.1:
+        middle = math.sqrt(low * high)
+        enough = speedup(graph, gpu, plan, middle, free=free) >= PUBLISHED
+        low, high = (low, middle) if enough else (middle, high)
+    return high, most
+
+
+def predictions(graph: Graph, say: Callable[[str], None]) -> list[str]:
+    """Tables of what real GPUs are predicted to reach, in Markdown."""
+    rows = []
+    for gpu, bits, batch in itertools.product(CLASSES, LINKS_BITS_PER_S, REAL_BATCHES):
+        fleet = real_fleet(gpu, bits)
+        found = [predict(graph, batch, real_costs(fleet, free=free), fleet) for free in (False, True)]
+        speedups = [f"{each.speedup(name):.2f}" for each in found for name in ("master", "auto")]
+        rows.append(
+            [gpu, f"{bits / 1e9:g}", str(batch), f"{found[0].fastest:,.0f}", *speedups, f"{found[0].limit:.2f}"]
+        )
+        say(f"predicted: {', '.join(rows[-1])}")
+    needs = []
+    for gpu in CLASSES:
+        wires = [wire_for(graph, gpu, plan, free=free) for free in (False, True) for plan in ("master", "auto")]
+        needs.append([gpu, *(f"never: {most:.2f}" if wire is None else f"{wire / 1e9:.2g}" for wire, most in wires)])
+        say(f"wire for {PUBLISHED:g}: {', '.join(needs[-1])}")
+    plans = ["`master`", "`auto`", "`master`, free", "`auto`, free"]
+    return [
+        f"Three machines with one such GPU each and a fourth with a processor alone (`{PROCESSOR}`), from the catalogue of "
+        f"device classes; each with a link to a switch, {LATENCY_S * 1e6:g} us. Times the speed of one GPU alone, by messages "
+        "through gloo and host memory as Convoy sends them, and *free*: if bytes took time on the wire alone.",
+        table(["GPU", "Gbit/s", "batch", "samples/s of one", *plans, "limit"], rows),
+        f"The least Gbit/s of every link with which they reach {PUBLISHED:g} times one GPU, at batch {REAL_BATCHES[-1]:,}; "
+        f"*never*: what they reach with {WIDEST_BITS_PER_S / 1e9:,.0f} Gbit/s, where the master's own work remains and, unless "
+        "free, the processors' handling of bytes:",
+        table(["GPU", *plans], needs),
+    ]
+
+
+# --- measured on simulated accelerators ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one run printed."""
+
+    seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+    others: float
+
+    @property
+    def step_s(self) -> float:
+        """The median; the first step makes things ready."""
+        return statistics.median(self.seconds[1:])
+
+
+def stated_fleet(alone_s: float, graph: Graph) -> Fleet:
+    """The devices as numbers: what the first did alone, and the stated speeds beside it."""
+    flop_per_s = 3 * BATCH * sum(layer.flop for layer in graph.layers.values()) / alone_s
+    rates = [flop_per_s * SLOWDOWNS[0] / slowdown for slowdown in SLOWDOWNS]
+    card = Card(WIRE_BYTES_PER_S, WIRE_BYTES_PER_S, WIRE_LATENCY_S)
+    names = [name.replace(":", "-") for name in DEVICES]
+    return Fleet(
+        tuple(Host(f"host-{name}") for name in names),
+        tuple(
+            Device(
+                name, f"host-{name}", kind.partition(":")[0], peak_flop_per_s=rate,
+                memory_bytes_per_s=rate * MEMORY_BYTES_PER_FLOP * SLOWDOWNS[0],
+            )
+            for name, kind, rate in zip(names, DEVICES, rates, strict=True)
+        ),
+        card,
+    )  # fmt: skip
+
+
+def train(place: Place, net: str, devices: Sequence[str], steps: int, plan: Path | None = None) -> Measured:
+    """A job of its own.
+
+    Raises:
+        InputError: it failed; its last line.
+    """
+    worker = Path(__file__).with_name("three_worker.py")
+    argv = [str(worker), net, json.dumps(SLOWDOWNS), str(BATCH), str(steps), *([str(plan)] if plan else [])]
+    done = subprocess.run(
+        [sys.executable, "-m", "convoy", "run", "--devices", ",".join(devices), *argv], env=place.environment,
+        cwd=place.environment["CONVOY_RUNS"], text=True, capture_output=True, timeout=600, check=False,
+    )  # fmt: skip
+    line = next((line for line in done.stdout.splitlines() if "worker {" in line), None)
+    if line is None:
+        raise InputError(f"training on {', '.join(devices)} failed: {(done.stderr or done.stdout).strip()[-500:]}")
+    found = json.loads(line[line.index("{") :])
+    return Measured(tuple(found["seconds"]), tuple(found["losses"]), found["others"])
+
+
+def measurements(place: Place, net: str, graph: Graph, say: Callable[[str], None]) -> list[str]:
+    """The table of what was measured beside what was predicted, in Markdown.
+
+    Raises:
+        InputError: a training failed, or its losses are not those of one device.
+    """
+    alone = train(place, net, DEVICES[:1], ALONE_STEPS)
+    say(f"measured: {DEVICES[0]} alone {alone.step_s:.3f} s a step")
+    fleet = stated_fleet(alone.step_s, graph)
+    found = predict(graph, BATCH, roofline_costs(fleet), fleet)
+    rows, others = [], [alone.others]
+    for name in ("master", "auto"):
+        prediction: PlanPrediction = getattr(found, name)
+        path = Path(place.environment["CONVOY_RUNS"], f"{name}.json")
+        write_whole(path, prediction.plan.to_json())
+        run = train(place, net, DEVICES, STEPS, path)
+        apart = max(abs(a - b) for a, b in zip(run.losses, alone.losses, strict=False))
+        if not apart <= 1e-3:
+            raise InputError(f"{name}: losses {run.losses} differ from {alone.losses} of one device by {apart}")
+        others.append(run.others)
+        rows.append(
+            [
+                f"`{name}`", f"{run.step_s:.3f} s", f"{alone.step_s / run.step_s:.2f}", f"{found.speedup(name):.2f}",
+                f"{alone.step_s / run.step_s / found.limit:.0%}", f"{apart:.1e}",
+            ]
+        )  # fmt: skip
+        say(f"measured: {', '.join(rows[-1])}")
+    columns = ["plan", "a step", "times one device", "predicted", "of the limit", "losses apart from one device's"]
+    speeds = " : ".join(f"{SLOWDOWNS[0] / slowdown:g}" for slowdown in SLOWDOWNS)
+    return [
+        f"{', '.join(DEVICES)} with speeds of {speeds}, batch {BATCH}, {STEPS} steps; {DEVICES[0]} alone takes "
+        f"{alone.step_s:.3f} s a step, the limit is {found.limit:.2f} times that speed. "
+        f"Other programs took {max(others):.0%} of the machine at most.",
+        table(columns, rows),
+    ]
+
+
+# --- all of it ----------------------------------------------------------------------------------------------------------
+
+
+def main(
+    page: Annotated[Path | None, typer.Option(help="Write the page there, too.")] = None,
+    measure: Annotated[bool, typer.Option(help="Train on simulated accelerators.")] = True,
+    forecast: Annotated[bool, typer.Option("--predict/--no-predict", help="Predict for real GPUs.")] = True,
+    net: Annotated[str, typer.Option(help="A smaller one tries the command.")] = NET,
+) -> None:
+    """Measure and predict; print both as they come."""
+    console = Console(soft_wrap=True, highlight=False)
+    graph, made = graph_of(net, IMAGE, 10), stamp(COMMAND)
+    measured, predicted = ["Not measured yet."], ["Not predicted."]
+    if measure:
+        with place_of(None) as place:
+            if not place.simulated:
+                raise InputError("this machine has an accelerator: hide it (CUDA_VISIBLE_DEVICES=) or run make gpu")
+            measured = measurements(place, net, graph, console.print)
+    if forecast:
+        predicted = predictions(graph, console.print)
+    text = page_of(made, measured, predicted)
+    if page is not None:
+        write_whole(page, text)
+        console.print(f"Written: {page}")
+
+
+def page_of(made: dict[str, Any], measured: Sequence[str], predicted: Sequence[str]) -> str:
+    ground = made["ground"]
+    return "\n\n".join(
+        (
+            f"<!-- Made by `{COMMAND}`; do not edit. -->",
+            "# Three accelerators beside CPUs",
+            f"Marques, Falcao and Alexandre (2018) report {PUBLISHED:g} times the speed of one device with three GPUs, for two "
+            "convolutions of 500 and 1500 filters, by the plan that is `master` here. Which GPUs, how unequal, which of them "
+            "was the one device and over which wire is not known.",
+            "## Measured, on simulated accelerators",
+            "No GPU: simulated accelerators compute on the processor and keep stated speeds by pausing, as slowed devices do. "
+            "Plans, staging and exchange are those of a GPU; the wire is that of one machine.",
+            *measured,
+            "## Predicted, for real GPUs",
+            *predicted,
+            "## Where and how",
+            f"{ground['processor']}, {ground['cores']} cores, Python {ground['python']}, torch {ground['torch']}, convoy "
+            f"{ground['convoy']} at {ground['revision'] or 'an unknown revision'}, {made['date'][:10]}.",
+            f"```\n{COMMAND}\n```",
+        )
+    ) + "\n"  # fmt: skip
+
+
+if __name__ == "__main__":
+    app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+    app.command()(main)
+    app()

@@ -1,0 +1,58 @@
+"""One device of `benchmarks.three`: trains a net on random images at a stated speed, prints seconds and losses.
+
+convoy run --devices sim:0,sim:1,sim:2,cpu benchmarks/three_worker.py NET SLOWDOWNS BATCH STEPS [PLAN.json]
+
+Without a plan, device 0 trains alone.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+
+import convoy
+from benchmarks.quiet import others_share
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds, named_plan
+from convoy.profile.load import read
+
+IMAGE = (3, 32, 32)
+
+
+def main() -> None:
+    net, slowdowns, batch, steps = sys.argv[1], *(json.loads(text) for text in sys.argv[2:5])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = build_net(net, IMAGE, 10)
+    x, y = torch.randn(batch, *IMAGE), torch.randint(0, 10, (batch,))
+    with convoy.join() as group:
+        if len(sys.argv) > 5:
+            plan = Plan.load(Path(sys.argv[5]))
+        else:
+            plan = named_plan("data", trace(model, x[:1]).graph, batch, Speeds((1.0,) * group.devices))
+        part = convoy.distribute(model, plan, group, x[:1], slowdown=slowdowns[group.device])
+        # A simulated accelerator computes on a core: like a CPU, it is slowed by what it computed, not by whom it waited for.
+        part.clock.now = time.process_time
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9)
+        here = x.to(group.torch_device), y.to(group.torch_device)
+        seconds, losses, begin = [], [], read()
+        for _ in range(steps):
+            start_s = time.perf_counter()
+            loss = cross_entropy(part(here[0], whole=True), here[1])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - start_s)
+        others = others_share(group, begin)
+        if group.device == 0:
+            print("worker " + json.dumps({"seconds": seconds, "losses": losses, "others": others}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
