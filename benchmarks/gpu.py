@@ -41,6 +41,7 @@ from convoy.files import write_whole
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.runtime.compiled import WARM_UP
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import GradScaler
 
@@ -312,29 +313,57 @@ def _convoy(place: Place, *argv: str) -> subprocess.CompletedProcess[str]:
 # --- speed --------------------------------------------------------------------------------------------------------------------
 
 
+CASES = (("resnet18:64", 32, 256), ("resnet50:64", 32, 256), ("resnet18:64", 224, 64), ("resnet50:64", 224, 64))
+"""Net, side of an image, batch."""
+
+ROUNDS, LEAST_ROUNDS, CASE_S = 9, 3, 12.0
+"""Of a case, and about the seconds after which no further round begins: all parts together fit into ten minutes."""
+
+
 def overhead(place: Place) -> Iterator[Row]:
-    """A step on one device beside plain PyTorch's, in turns."""
-    cases = [("resnet18:64", 32, 256), ("resnet50:64", 32, 256), ("resnet18:64", 224, 64), ("resnet50:64", 224, 64)]
-    for net, side, batch in [("resnet:8:8", 16, 8)] if place.simulated else cases:
+    """A step on one device, in fused stretches, beside plain PyTorch's, in turns."""
+    for net, side, batch in [("resnet:8:8", 16, 8)] if place.simulated else CASES:
         for precision in (None, torch.bfloat16):
-            ratios = _beside_plain(place, net, side, batch, precision)
+            ratios, _ = _beside_plain(place, net, side, batch, precision)
             word = "float32" if precision is None else "bf16"
-            spread = (max(ratios) - min(ratios)) / 2
-            found = f"{statistics.median(ratios):.3f} +- {spread:.3f} of its step"
-            yield Row("overhead", f"{net} at {side}, batch {batch}, {word}, beside plain PyTorch", found)
+            yield Row("overhead", f"{net} at {side}, batch {batch}, {word}, beside plain PyTorch", _ratio(ratios))
 
 
-def _beside_plain(place: Place, net: str, side: int, batch: int, precision: torch.dtype | None) -> list[float]:
+def compiled(place: Place) -> Iterator[Row]:
+    """The same with rows of layers through torch.compile, where a trial finds that faster."""
+    if place.simulated:
+        yield Row("compiled", "compile=True", f"not here: torch.compile has no code for {place.name}")
+        return
+    for net, side, batch in CASES:
+        ratios, told = _beside_plain(place, net, side, batch, None, compile=True)
+        yield Row(
+            "compiled", f"{net} at {side}, batch {batch}, float32, beside plain PyTorch", f"{_ratio(ratios)}; {told}"
+        )
+
+
+def _ratio(ratios: Sequence[float]) -> str:
+    return f"{statistics.median(ratios):.3f} +- {(max(ratios) - min(ratios)) / 2:.3f} of its step"
+
+
+def _beside_plain(
+    place: Place, net: str, side: int, batch: int, precision: torch.dtype | None, *, compile: bool = False
+) -> tuple[list[float], str]:
+    """Seconds of steps over those of plain PyTorch, round by round; what was compiled, in words."""
     torch.manual_seed(0)
     plain = build_net(net, (3, side, side), 10)
     x, y = torch.randn(batch, 3, side, side, device=place.device), torch.randint(0, 10, (batch,), device=place.device)
     plan = named_plan("data", trace(plain, x[:1].cpu()).graph, batch, Speeds((1.0,)))
-    part = Distributed(plain, plan, AloneGroup(place.device), x[:1].cpu())
+    part = Distributed(plain, plan, AloneGroup(place.device), x[:1].cpu(), compile=compile)
     part.announce(batch)
     ways: dict[str, nn.Module] = {"convoy": part, "plain": copy.deepcopy(plain).to(place.device)}
     steps = {way: _step(model, x, y, precision) for way, model in ways.items()}
     times: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(3 if place.simulated else 9):
+    for _ in range(WARM_UP + 1 if compile else 0):
+        steps["convoy"]()
+    begin_s, rounds = time.perf_counter(), LEAST_ROUNDS if place.simulated else ROUNDS
+    for number in range(rounds):
+        if number >= LEAST_ROUNDS and time.perf_counter() - begin_s > CASE_S:
+            break
         for way, step in steps.items():
             step()
             finish(place.device)
@@ -343,7 +372,8 @@ def _beside_plain(place: Place, net: str, side: int, batch: int, precision: torc
                 step()
             finish(place.device)
             times[way].append(time.perf_counter() - start_s)
-    return [a / b for a, b in zip(times["convoy"], times["plain"], strict=True)]
+    told = part.compiler.told() if part.compiler is not None else ""
+    return [a / b for a, b in zip(times["convoy"], times["plain"], strict=True)], told
 
 
 def _step(model: nn.Module, x: Tensor, y: Tensor, precision: torch.dtype | None) -> Callable[[], None]:
@@ -383,7 +413,7 @@ def together(place: Place) -> Iterator[Row]:
 
 PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {
     "parity": parity, "staging": staging, "streams": streams, "processes": processes, "nccl": nccl, "precision": precision,
-    "kill": kill, "overhead": overhead, "together": together,
+    "kill": kill, "overhead": overhead, "compiled": compiled, "together": together,
 }  # fmt: skip
 
 
