@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from convoy.app.checks import check_counts
+from convoy.app.without_compiler import leave_compiler_out
 from convoy.cost.costs import Costs
 from convoy.cost.described import fleet_costs
 from convoy.cost.interval import Basis
@@ -59,6 +60,7 @@ def run_step(
         MismatchError: times of another model.
     """
     check_counts(batch, classes)
+    leave_compiler_out()
     if why := unwritable(out):
         raise InputError(f"cannot make the folder {shown(out)}: {why}; give one that can be made")
     described, measured = read_fleet_file(fleet)

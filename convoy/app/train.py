@@ -39,7 +39,6 @@ from convoy.plan.program_text import program_lines
 from convoy.planner.predict import working
 from convoy.profile.auto import Plans, expect_measured
 from convoy.report.measured import remarks
-from convoy.report.page import write_report
 from convoy.report.screen import Screen
 from convoy.runlog.directory import RunDirectory, RunHeader, check_directory, make_directory
 from convoy.runlog.loggers import Logger, to_mlflow, to_tensorboard, to_wandb
@@ -95,7 +94,7 @@ def run_device(run: RunSettings) -> None:
         _train_alone(settings, done, screen)
     if done.directory is not None:
         folder = done.directory.run
-        page = str(write_report(folder)) if settings.page else f"convoy report {shlex.quote(str(folder))}"
+        page = _write_page(folder) if settings.page else f"convoy report {shlex.quote(str(folder))}"
         screen.lines([f"A page of this run: {page}"])
 
 
@@ -335,6 +334,12 @@ def _uses(
 
 
 # ------------------------------------------------------------------------------------------------- what a person is told
+
+
+def _write_page(folder: Path) -> str:
+    from convoy.report.page import write_report  # with what fills in pages, after the training
+
+    return str(write_report(folder))
 
 
 def _planning(settings: Settings) -> str:

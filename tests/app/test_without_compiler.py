@@ -1,20 +1,40 @@
-"""The command imports no compiler, and whoever wants it has it."""
+"""The command imports no compiler and no algebra, and whoever wants them has them."""
 
 import subprocess
 import sys
 
 from tests.support.processes import ROOT
 
+HEAVY = """
+HEAVY = ("sympy", "torch._inductor", "torch._dynamo", "torch.fx.experimental.symbolic_shapes", "jinja2")
+"""
+
 TRAINED = """
 import sys
+import convoy.model.tracing.trace_model as tracing
+checked, check_same = [], tracing.check_same
+def counted(*arguments, training):
+    checked.append(training)
+    check_same(*arguments, training=training)
+tracing.check_same = counted
 sys.argv = ["convoy", "train", *"--net two-conv:2:3 --batch 32 --limit 64 --epochs 1 --devices 1 --log none".split()]
 from convoy.cli import main
 try:
     main()
 except SystemExit as ended:
     assert not ended.code, ended.code
-heavy = ("torch._inductor", "torch._dynamo.convert_frame")
-print([name for name in heavy if name in sys.modules])
+print([name for name in HEAVY if hasattr(sys.modules.get(name), "__file__")], checked)
+"""
+
+PREDICTED = """
+import sys
+from tests.support.model_zoo import make_importable
+from convoy.app.without_compiler import leave_compiler_out
+leave_compiler_out()  # before torchvision is imported, as in the command
+make_importable()
+from convoy.app.predict import run_predict
+run_predict("torchvision:resnet18", (3, 64, 64), 10, 16, on="laptop-cpu,rtx3060")
+print([name for name in HEAVY if hasattr(sys.modules.get(name), "__file__")])
 """
 
 COMPILED = """
@@ -47,7 +67,41 @@ def output_of(program: str) -> str:
 
 def test_a_training_imports_no_compiler() -> None:
     """It took longer than torch itself, in every device."""
-    assert output_of(TRAINED) == "[]"
+    assert output_of(HEAVY + TRAINED) == f"[] {[True, False]}"
+
+
+def test_a_prediction_imports_no_compiler() -> None:
+    """Nor does torchvision: one of its modules wants a function of the compiler, which nothing calls."""
+    assert output_of(HEAVY + PREDICTED) == "[]"
+
+
+ALGEBRA = """
+import importlib.util
+from convoy.app.without_compiler import leave_compiler_out
+leave_compiler_out()
+assert importlib.util.find_spec("sympy").origin
+from torch.fx.experimental import symbolic_shapes
+held = symbolic_shapes.sym_and
+assert [held(True, False), held(True, True), symbolic_shapes.sym_or(False, True)] == [False, True, True]
+import torch
+try:
+    torch._check(False, lambda: "told")
+except RuntimeError as error:
+    assert "told" in str(error)
+import sympy
+assert not isinstance(3, sympy.Basic)
+shapes = symbolic_shapes.ShapeEnv()
+size = shapes.create_unbacked_symint()
+assert isinstance(size.node.expr, sympy.Basic), "what a stand-in gave is the module's from now on"
+assert isinstance(held(size > 2, True), torch.SymBool)
+from sympy.core import Symbol
+from torch._dynamo.utils import is_compile_supported
+print(is_compile_supported("cpu"), Symbol("x").name, symbolic_shapes.ShapeEnv.__module__)
+"""
+
+
+def test_whoever_wants_algebra_has_it() -> None:
+    assert output_of(ALGEBRA).split()[1:] == ["x", "torch.fx.experimental.symbolic_shapes"]
 
 
 PARTS = """

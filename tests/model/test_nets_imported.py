@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 from convoy.errors import InputError
+from convoy.model import nets
 from convoy.model.nets import build_net
+from convoy.model.operation import TracedModel
+from convoy.model.tracing import trace
 from tests.support.model_zoo import make_importable
 
 CIFAR = (3, 32, 32)
@@ -227,3 +230,20 @@ def test_a_package_that_is_missing_or_built_for_another_torch(
         build_net("torchvision:resnet18", CIFAR, 7)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_net_of_a_package_is_read_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was built and run with weights, since the check of its outputs could not do without: seconds for a ResNet-50."""
+    make_importable()
+    traced: list[nn.Module] = []
+
+    def kept(model: nn.Module, example: torch.Tensor) -> TracedModel:
+        traced.append(model)
+        return trace(model, example)
+
+    monkeypatch.setattr(nets, "trace", kept)
+    graph = nets.graph_of("torchvision:resnet18", CIFAR, 10)
+    assert [all(p.is_meta for p in model.parameters()) for model in traced] == [True]
+    assert graph == trace(build_net("torchvision:resnet18", CIFAR, 10), torch.zeros(2, *CIFAR)).graph
+    assert nets.graph_of("torchvision:shufflenet_v2_x0_5", CIFAR, 10).outputs, "a part of it must be run"
+    assert [all(p.is_meta for p in model.parameters()) for model in traced] == [True, True, False]

@@ -6,6 +6,7 @@
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from convoy.errors import InputError, unknown_name
 from convoy.model.graph import Graph
 from convoy.model.nets.builtin import NETS, ImageShape, build_builtin
-from convoy.model.nets.imported import find_imported, is_imported
+from convoy.model.nets.imported import find_imported, is_imported, is_packaged
 from convoy.model.tracing import trace
 
 __all__ = ["NETS", "ImageShape", "build_net", "graph_of", "graph_without_weights"]
@@ -44,17 +45,19 @@ def build_net(text: str, image: ImageShape, classes: int, seed: int = 0) -> nn.M
 def graph_of(text: str, image: ImageShape = (3, 32, 32), classes: int = 10) -> Graph:
     """The graph of a network by name. It is built without weights where that is possible, so any size costs nothing.
 
-    A net with a part that must be run to know how it treats samples is built with weights, and runs.
+    A net with a part that must be run to know how it treats samples is built with weights, and runs; so is one's own, since
+    its trace is then compared with what it computes.
 
     Raises:
         InputError: as `build_net`.
     """
+    build = partial(build_net, text, image, classes)
     if text.partition(":")[0] in NETS:
         return graph_without_weights(partial(build_builtin, text, image, classes), image)
-    try:
-        return graph_without_weights(partial(build_net, text, image, classes), image)
-    except (InputError, RuntimeError, NotImplementedError):
-        return trace(build_net(text, image, classes), torch.zeros(2, *image)).graph
+    if is_packaged(text):
+        with suppress(InputError, RuntimeError, NotImplementedError):
+            return graph_without_weights(build, image)
+    return trace(build(), torch.zeros(2, *image)).graph
 
 
 def graph_without_weights(build: Callable[[], nn.Module], image: ImageShape) -> Graph:

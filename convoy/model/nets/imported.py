@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from convoy.errors import InputError
 from convoy.model.entry_points import call, find_callable, names_callable
@@ -29,7 +29,12 @@ from convoy.model.tracing.per_sample import run_on_random, tensors_of
 
 def is_imported(text: str) -> bool:
     """Whether a text names a net of torchvision or timm, or a callable of a module: "package.module:name"."""
-    return text.partition(":")[0] in _PACKAGES or names_callable(text)
+    return is_packaged(text) or names_callable(text)
+
+
+def is_packaged(text: str) -> bool:
+    """Whether a text names a net of torchvision or timm."""
+    return text.partition(":")[0] in _PACKAGES
 
 
 def find_imported(text: str, image: ImageShape, classes: int) -> Callable[[], nn.Module]:
@@ -57,7 +62,7 @@ def find_imported(text: str, image: ImageShape, classes: int) -> Callable[[], nn
 def _check_outputs(text: str, model: nn.Module, image: ImageShape, classes: int) -> None:
     size = "x".join(map(str, image))
     try:
-        outputs = tensors_of(run_on_random(model, (torch.empty(2, *image),), {}))
+        outputs = _outputs(model, torch.empty(2, *image))
     except Exception as error:
         raise InputError(
             f"net {text!r} does not run on images of {size} ({first_line(error)}): give images of the channels and size that "
@@ -69,6 +74,14 @@ def _check_outputs(text: str, model: nn.Module, image: ImageShape, classes: int)
             f"net {text!r} gives {', '.join(map(str, shapes)) or 'no tensor'} for two images of {size}: it must give one "
             f"number for each of the {classes} classes, {(2, classes)}"
         )
+
+
+def _outputs(model: nn.Module, images: Tensor) -> list[Tensor]:
+    """What a model gives, as shapes; one without weights is not run on numbers, of which its buffers have none."""
+    if any(p.is_meta for p in model.parameters()):
+        with torch.no_grad(), torch.device("meta"):
+            return tensors_of(model(images.to("meta")))
+    return tensors_of(run_on_random(model, (images,), {}))
 
 
 # --- torchvision, timm -----------------------------------------------------------------------------------------------
