@@ -22,8 +22,8 @@ from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, named_plan
 from convoy.profile.auto import BUDGET_S, Plans, plan_together
-from convoy.profile.job import Progress
-from convoy.profile.speeds import given_speeds, measure_speeds
+from convoy.profile.progress import Progress, to_stderr
+from convoy.profile.speeds import given_speeds, measure_speeds, timing_s
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import compute_in
@@ -211,7 +211,7 @@ def make_plans(
     precision: str = "float32",
     optimizer: str = "sgd-momentum",
     net: str | None = None,
-    progress: Progress = lambda *_: None,
+    progress: Progress | None = None,
 ) -> Plans:
     """The plan of `make_plan`, and for "auto" those that are predicted to take nearly as long with fewer messages.
 
@@ -222,7 +222,7 @@ def make_plans(
         plan: a name; or a plan, as from a file: then only speeds are measured, and `reduce` and `wire` replace its own.
         optimizer: for "auto", whose state counts as memory: "sgd", "sgd-momentum" or "adam".
         net: for "auto", the model's name in messages and files; None: that of its class.
-        progress: for "auto", told what is measured, how much is done, and how much there is.
+        progress: told what is measured, how much is done, and how much there is; None: device 0 says so on its standard error.
     """
     if batch < 1:
         raise PlanError(f"a batch of {batch}: a batch holds one sample at least; give 1 or more")
@@ -233,6 +233,10 @@ def make_plans(
             raise InputError(
                 "speeds with the plan auto: it needs the times of every layer; leave speeds out, or name a plan"
             )
+        if progress is None and fleet is None:
+            progress = to_stderr(group, f"measuring {group.devices} devices and planning for them", budget_s)
+        elif progress is None:
+            progress = to_stderr(group, f"planning for {group.devices} devices")
         with torch.random.fork_rng(
             devices=[]
         ):  # what is timed draws its numbers; the script's are to stay those of one device
@@ -250,8 +254,11 @@ def make_plans(
     else:
         named_plan(plan, traced.graph, batch, measured, reduce)
     if speeds is None and group.devices > 1:
+        if progress is None:
+            progress = to_stderr(group, "every device times the model's layers", timing_s(traced.graph))
         with torch.random.fork_rng(devices=[]):
-            measured = measure_speeds(group, traced, model, batch, Clock(group.torch_device, slowdown), precision)
+            clock = Clock(group.torch_device, slowdown)
+            measured = measure_speeds(group, traced, model, batch, clock, precision, progress)
     made = plan if isinstance(plan, Plan) else named_plan(plan, traced.graph, batch, measured, reduce)
     reduce, wire = made.reduce if reduce is None else reduce, made.wire if wire is None else wire
     return Plans((replace(made, reduce=reduce, wire=wire),), measured)

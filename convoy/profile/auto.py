@@ -23,7 +23,8 @@ from convoy.plan.size import local_size
 from convoy.plan.steps import Compute
 from convoy.planner.predict import PlanningContext, choices, predict_plan
 from convoy.profile.describe import describe, fleet_of
-from convoy.profile.job import Progress, measure_job
+from convoy.profile.job import measure_job
+from convoy.profile.progress import Progress
 from convoy.profile.speeds import given_speeds
 from convoy.runtime.module import Distributed
 from convoy.sharding.comm_dtype import CommDtype

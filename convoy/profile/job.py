@@ -7,7 +7,7 @@ lost is missed soon. The layers that all have measured are kept in a partial fil
 import datetime
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from convoy.profile.links import Traffic, WireTimes, measure_links
 from convoy.profile.load import NOTICED, measure_share, read, slowed_by_others, use_since, wanted_cores
 from convoy.profile.overheads import measure_jitter, measure_overheads
 from convoy.profile.partial import Partial, Rows
+from convoy.profile.progress import Progress
 from convoy.profile.sizes import sizes_to_profile
 from convoy.profile.timing import STRETCH_S, Now, quota_now, time_update
 from convoy.runtime.clock import Clock
@@ -41,7 +42,6 @@ from convoy.runtime.precision import agree_on_precision
 GRID_PART = 2 / 3
 """The part of the layers' seconds that goes to the grids; the rest is for the sizes that plans have."""
 
-Progress = Callable[[str, int, int], None]
 """Is told what is measured, how much is done, and how much there is."""
 
 BUDGET_S = 60.0

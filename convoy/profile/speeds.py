@@ -13,17 +13,21 @@ from convoy.comm.accelerator import to_device
 from convoy.comm.agreement import agree_on, gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
-from convoy.model.graph import Graph
+from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, disable_in_place
 from convoy.plan.presets import Speeds
 from convoy.plan.size import whole_size
 from convoy.profile.layers import piece
+from convoy.profile.progress import Progress
 from convoy.profile.timing import HELD_BYTES, Now, Piece, device_now, run_round, spread_of
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
 
 BURST_S = 0.02
 """A run that is shorter is repeated for this long: twice the period of a processor quota."""
+
+REPEATS, SIZES = 3, 3
+"""Rounds that count of each layer, and sizes of it."""
 
 LIMIT_S = 2.0
 """No layer is timed for longer, at one size."""
@@ -52,8 +56,9 @@ def measure_layers(
     clock: Clock,
     device: torch.device,
     *,
-    repeats: int = 3,
+    repeats: int = REPEATS,
     precision: str = "float32",
+    progress: Progress = lambda *_: None,
 ) -> dict[str, tuple[LayerTime, ...]]:
     """Time every layer of a model on this device, forward and backward, on random numbers.
 
@@ -67,21 +72,29 @@ def measure_layers(
     local = to_device(disable_in_place(copy.deepcopy(model)), device)
     sizes = sorted({max(2, batch // 8), max(2, batch // 4), max(2, batch // 2)})
     result = {}
-    for layer in traced.graph.layers.values():
-        if layer.kind not in ("input", "pick") and layer.batched:
-            sources = [traced.graph[name] for name in layer.inputs]
-            wants = [each.kind != "input" and getattr(torch, each.dtype).is_floating_point for each in sources]
-            times = []
-            for samples in sizes:
-                size = whole_size(layer, samples)
-                with piece(
-                    local, traced, layer, size, wants, backward=layer.differentiable, precision=precision
-                ) as part:
-                    times.append(_time_layer(part, clock, device_now(device), repeats))
-                if times[-1].forward_s + times[-1].backward_s > 1.0:
-                    break
-            result[layer.name] = tuple(times)
+    timed = _timed(traced.graph)
+    for index, layer in enumerate(timed):
+        progress(f"layer {layer.name}", index, len(timed))
+        sources = [traced.graph[name] for name in layer.inputs]
+        wants = [each.kind != "input" and getattr(torch, each.dtype).is_floating_point for each in sources]
+        times = []
+        for samples in sizes:
+            size = whole_size(layer, samples)
+            with piece(local, traced, layer, size, wants, backward=layer.differentiable, precision=precision) as part:
+                times.append(_time_layer(part, clock, device_now(device), repeats))
+            if times[-1].forward_s + times[-1].backward_s > 1.0:
+                break
+        result[layer.name] = tuple(times)
     return result
+
+
+def _timed(graph: Graph) -> list[Layer]:
+    return [layer for layer in graph.layers.values() if layer.kind not in ("input", "pick") and layer.batched]
+
+
+def timing_s(graph: Graph) -> float:
+    """About how long timing takes at least: longer where a round of a layer takes more than `BURST_S`."""
+    return len(_timed(graph)) * SIZES * (REPEATS + 1) * BURST_S
 
 
 def _time_layer(part: Piece, clock: Clock, now: Now, repeats: int) -> LayerTime:
@@ -113,7 +126,13 @@ def speeds_of(times: Sequence[DeviceTimes], graph: Graph) -> Speeds:
 
 
 def measure_speeds(
-    group: Group, traced: TracedModel, model: nn.Module, batch: int, clock: Clock, precision: str = "float32"
+    group: Group,
+    traced: TracedModel,
+    model: nn.Module,
+    batch: int,
+    clock: Clock,
+    precision: str = "float32",
+    progress: Progress = lambda *_: None,
 ) -> Speeds:
     """Every device times the model's layers, all at the same time as in training; all learn all speeds.
 
@@ -123,7 +142,7 @@ def measure_speeds(
     """
     agree_on(group, "model to measure", traced.graph.fingerprint, "started with another model")
     agree_on_precision(group, traced.graph, precision)
-    own = measure_layers(traced, model, batch, clock, group.torch_device, precision=precision)
+    own = measure_layers(traced, model, batch, clock, group.torch_device, precision=precision, progress=progress)
     clock.reset()
     rows = {name: [[t.samples, t.forward_s, t.backward_s, t.spread] for t in times] for name, times in own.items()}
     tables = gather(group, "measured speeds", rows)
