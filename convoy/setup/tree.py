@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from convoy.errors import InputError
+from convoy.errors import InputError, shown
 from convoy.setup.actions import amount
 from convoy.setup.state import Piece
 
@@ -52,14 +52,16 @@ def data_files(folder: Path, named: Iterable[Path]) -> list[str]:
     found: list[str] = []
     for path in named:
         inside = os.path.relpath(os.path.abspath(folder / path), folder)
-        if not (folder / inside).exists():
-            raise InputError(f"--data {path}: not there; give a file or folder of the project {folder}")
+        is_file, is_folder = os.path.isfile(folder / inside), os.path.isdir(folder / inside)
+        if not is_file and not is_folder:
+            why = "neither a file nor a folder" if os.path.lexists(folder / inside) else "not there"
+            raise InputError(f"--data {shown(path)}: {why}; give a file or folder of the project {folder}")
         if inside.startswith(".."):
             raise InputError(
                 f"--data {path} lies outside of the project {folder}, and a script looks for it at one path on all hosts: link "
                 f"it in (ln -s {path} {path.name}) and give --data {path.name}"
             )
-        found += [inside] if (folder / inside).is_file() else _walk(folder, inside, links=True)
+        found += [inside] if is_file else _walk(folder, inside, links=True)
     return found
 
 
@@ -112,11 +114,15 @@ def _files(folder: Path, links: bool, above: tuple[str, ...]) -> Iterator[str]:
     real = os.path.realpath(folder)
     if real in above:
         return  # a link that leads back
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise InputError(f"cannot look into {folder}: {error.strerror}; what is to be sent must be readable") from None
+    for entry in entries:
         if entry.name.startswith(".") or entry.name in _LEFT_OUT:
             continue
-        if entry.is_dir(follow_symlinks=links):
+        if os.path.isdir(entry.path) and (links or not entry.is_symlink()):
             if not os.path.exists(os.path.join(entry.path, "pyvenv.cfg")):
                 yield from _files(Path(entry.path), links, (*above, real))
-        elif entry.is_file():
+        elif os.path.isfile(entry.path):
             yield entry.path

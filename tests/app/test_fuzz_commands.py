@@ -115,6 +115,14 @@ VERBS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
         },
     ),
     "report": (["LOG"], {"--output": ["OUT", "FLEET"]}),
+    "report --serve": (["LOG"], {"--port": ["FREE"], "--output": ["OUT"]}),
+    "setup": (
+        ["--fleet", "ADDRESSES"],
+        {
+            "--fleet": ["CLASSES", "FLEET"], "--into": ["convoy", "/srv/lab"], "--data": ["PLAN", "FOLDER"],
+            "--requirements": ["NAMES"], "--wheels": ["FOLDER"], "--index": ["none"], "--print": [], "--doctor": [],
+        },
+    ),
     "measure": (
         ["-o", "OUT", "--net", NET, "--data", "digits"],
         {
@@ -145,7 +153,10 @@ def drawn_words(verb: str, random: Random) -> list[str]:
         words[place] = str(changed_value(words[place], random))
     front: list[str] = []
     for name in random.sample(sorted(options), random.randint(0, min(3, len(options)))):
-        good = random.choice(options[name] or [""])
+        if not options[name]:
+            front.append(name)
+            continue
+        good = random.choice(options[name])
         front += [name, random.choice([good, good, str(changed_value(good, random)), str(odd_value(random))])]
     # What follows a script is the script's own, and an option that is given twice counts as it is given last.
     return [*verb.split(), *(front + words if verb == "run" else words + front)]
@@ -163,6 +174,10 @@ def command(
         monkeypatch.setattr(target, lambda *_, **__: 0)
     for target in ("convoy.app.train.make_plans", "convoy.app.measure.measure_job", "os.execv", "os.execve"):
         monkeypatch.setattr(target, begins)
+    monkeypatch.setattr("convoy.setup.command._all", lambda *_: {})
+    monkeypatch.setattr("convoy.setup.packages.own_wheel", lambda scratch, _: written(scratch / "own.whl", ""))
+    monkeypatch.setattr("convoy.doctor.command.run_doctor", lambda *_: 0)
+    monkeypatch.setattr("convoy.report.serve.PageServer.serve_forever", lambda self: self.page.newer("", self.closing))
     monkeypatch.setattr("convoy.launch.survey.ask", lambda hosts: [read_answer(ANSWER)] * len(hosts))
     monkeypatch.chdir(tmp_path)
 
@@ -199,13 +214,16 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     addresses = CLASSES.replace('name = "shelf"', 'name = "shelf"\naddress = "192.168.1.21"', 1)
     files |= {"ADDRESSES": written(folder / "addresses.toml", addresses), "MEASURED": make_measurement(folder)}
     files |= {"PLAN": make_plan(folder), "LOG": make_log(folder), "SCRIPT": written(folder / "script.py", "print(1)")}
+    files |= {"NAMES": written(folder / "names.txt", "torch\nrich")}
     return files
 
 
 def places(good: dict[str, Path], folder: Path) -> dict[str, str]:
     """The good files, copied anew: a command may have written over them."""
     copies = {name: str(shutil.copyfile(path, folder / path.name)) for name, path in good.items()}
-    return copies | {"OUT": str(folder / "out")}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return copies | {"FOLDER": str(folder), "OUT": str(folder / "out"), "FREE": str(port)}
 
 
 Command = Callable[[list[str]], int]
@@ -286,7 +304,11 @@ PLACES: list[Any] = [
     [*TRAIN, "--plan", "HERE"], [*TRAIN, "--log", "HERE"], [*TRAIN, "--save-run", "HERE"], [*TRAIN, "--save-plan", "HERE"],
     [*TRAIN, "--checkpoint", "HERE"], [*TRAIN, "--checkpoint", "HERE", "--resume"], [*TRAIN, "--tensorboard", "HERE"],
     ["train", "--data", "folder:HERE"], ["train", "--data", "cifar10", "--data-dir", "HERE"],
-    ["train", "--fleet", "HERE", "--data", "digits", "--net", NET],
+    ["train", "--fleet", "HERE", "--data", "digits", "--net", NET], ["setup", "--fleet", "HERE"],
+    *(
+        pytest.param(["setup", "--fleet", "ADDRESSES", option, "HERE"], marks=pytest.mark.slow, id=f"setup {option}")
+        for option in ("--requirements", "--wheels")
+    ),
 ]  # fmt: skip
 
 

@@ -75,6 +75,19 @@ def test_named_data_lies_in_the_project_or_is_linked_into_it(tmp_path: Path) -> 
     ]
 
 
+def test_data_that_is_neither_file_nor_folder_is_refused(tmp_path: Path) -> None:
+    """A pipe ended in a traceback, as if it were a folder; so did a name that no file can have."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "circle").symlink_to("circle")
+    for name in ("pipe", "circle"):
+        with pytest.raises(InputError, match=f"--data {name}: neither a file nor a folder"):
+            tree.data_files(tmp_path, [Path(name)])
+    with pytest.raises(InputError, match="not there"):
+        tree.data_files(tmp_path, [Path("x" * 300)])
+    put(tmp_path, "train.py")
+    assert tree.project_files(tmp_path) == ["train.py"], "beside it, a link to itself ended in a traceback"
+
+
 def test_a_file_is_known_by_its_content_and_whether_it_runs(tmp_path: Path) -> None:
     put(tmp_path, "a", "b/a")
     (tmp_path / "a").chmod(0o755)
