@@ -7,10 +7,10 @@ from benchmarks.configurations import ALONE, AUTO, IN_TURN, PEERS, Case, fleet_n
 from benchmarks.predictions import Predictions, predict, rows_of
 from benchmarks.runners import UNCOUNTED_STEPS
 from benchmarks.worker import WorkerJob
-from convoy.cost.costs import roofline_costs
 from convoy.fleet import Fleet
 from convoy.model.nets import graph_of
 from convoy.plan.presets import PLANS
+from studies.roofline import roofline_costs
 
 FLOP_PER_CORE_S = 80e9
 BYTES_PER_CORE_S = 10e9

@@ -22,7 +22,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.hardware import stamp
-from convoy.cost.costs import roofline_costs
 from convoy.cost.memory import room_of
 from convoy.files import write_whole
 from convoy.fleet import Card, Device, Fleet, Host
@@ -30,6 +29,7 @@ from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.model.tracing import trace
 from convoy.planner.planner import candidates
+from studies.roofline import roofline_costs
 from studies.sweep import BASE, PLANS, points_at, sweep
 
 RESULTS = Path(__file__).parent / "results" / "planning.json"

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from convoy.cost.costs import roofline_costs
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
@@ -17,6 +16,7 @@ from convoy.planner.planner import predicted_speeds
 from convoy.simulator.events import Activity, Event, Timeline
 from convoy.simulator.simulate import simulate
 from docs.drawing import Drawing, write
+from studies.roofline import roofline_costs
 
 FOLDER = Path(__file__).parent / "figures"
 

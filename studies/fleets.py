@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from convoy.cost.costs import Costs, roofline_costs
+from convoy.cost.costs import Costs
 from convoy.cost.memory import DeviceMemory, memory_of_steps
 from convoy.errors import unknown_name
 from convoy.fleet import Fleet
@@ -15,6 +15,7 @@ from convoy.plan.steps import StepList
 from convoy.planner.planner import plan_auto, predicted_speeds, solo_speeds
 from convoy.simulator.energy import Energy, energy_of, power_of
 from convoy.simulator.simulate import Timeline, simulate
+from studies.roofline import roofline_costs
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,9 +81,10 @@ def check(settings: Settings) -> None:
             "--memory with --fleet: write memory_bytes of each device into the fleet file, and leave --memory out"
         )
     if settings.batch % settings.accumulate:
+        some = [n for n in range(1, min(settings.batch, MOST_PASSES + 1)) if not settings.batch % n]
         raise InputError(
             f"--accumulate {settings.accumulate} with --batch {settings.batch}: the passes of a step must be equal; give one "
-            f"of {', '.join(map(str, _divisors(settings.batch)))}"
+            f"of {', '.join(map(str, [*some, settings.batch]))}"
         )
     if settings.precision != Settings.model_fields["precision"].default:
         from convoy.runtime.precision import check_kinds
@@ -160,11 +161,6 @@ def check_output(option: str, path: Path, *, appends: bool = False) -> None:
     written = path if appends and os.path.exists(path) else path.parent
     if not os.access(written, os.W_OK):
         raise InputError(f"{option} {path}: {written} cannot be written; change its permissions or name another file")
-
-
-def _divisors(batch: int) -> list[int]:
-    """The first few divisors of a batch, itself included: passes that people make."""
-    return [*(n for n in range(1, min(batch, MOST_PASSES + 1)) if not batch % n), batch]
 
 
 def _listed(numbers: tuple[float, ...]) -> str:

@@ -17,7 +17,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -238,7 +238,8 @@ def latest(folder: Path | str) -> Path | None:
 
 def best(folder: Path) -> Path | None:
     """The checkpoint with the highest score, the first of equals; None where none has a score."""
-    scored = [(score, path) for path in checkpoints(folder) if (score := _score(path)) is not None]
+    told = [(_told(path), path) for path in checkpoints(folder)]
+    scored = [(each.score, path) for each, path in told if each is not None and each.score is not None]
     return max(scored, key=lambda row: row[0])[1] if scored else None
 
 
@@ -304,7 +305,7 @@ def tidy(folder: Path, keep: int) -> None:
         OSError: with the file's name.
     """
     favourite, kept = best(folder), checkpoints(folder)
-    sane = next((path for path in reversed(kept) if _is_finite(path)), None)
+    sane = next((path for path in reversed(kept) if (told := _told(path)) is not None and told.finite), None)
     if favourite is not None:
         link = folder / _LINK
         link.unlink(missing_ok=True)
@@ -321,18 +322,11 @@ def _number(path: Path) -> int:
     return int(path.name.partition("-")[0])
 
 
-def _is_finite(path: Path) -> bool:
-    try:
-        return read_manifest(path).finite
-    except InputError:
-        return False
-
-
-def _score(path: Path) -> float | None:
-    try:
-        return read_manifest(path).score
-    except InputError:
-        return None  # a damaged one is nobody's best
+def _told(path: Path) -> Manifest | None:
+    """What a checkpoint says of itself; None where it is damaged, and nobody's best."""
+    with suppress(InputError):
+        return read_manifest(path)
+    return None
 
 
 # -------------------------------------------------------------------------------------------------------------- the disk

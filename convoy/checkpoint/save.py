@@ -4,6 +4,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -102,32 +103,10 @@ def save_checkpoint(
         others=_states({"schedule": schedule, "scaler": scaler}), files={},
     )  # fmt: skip
     streams = _streams(parts, optimizer, saved)
-
-    def write() -> str:
-        try:
-            if is_checkpoint(folder):
-                raise InputError(f"{folder} is a checkpoint itself: name the folder of the run, {folder.parent}")
-            folder.mkdir(parents=True, exist_ok=True)
-            with holding(folder):
-                written = _write(folder, streams, description, parts)
-                try:
-                    tidy(folder, keep)
-                except OSError as error:
-                    (tell or warnings.warn)(
-                        f"{written} is saved, but {error.filename or folder} could not be tidied ({error.strerror}): "
-                        f"{BEST} may lead to an earlier one, and old checkpoints may stay; remove what is in the way"
-                    )
-                return str(written)
-        except (OSError, InputError) as error:
-            # The others are in the middle of sending.
-            _drain(streams)
-            if isinstance(error, OSError):
-                raise InputError(_unwritten(folder, progress, error)) from error
-            raise
-
     if not parts.first:
         _drain(streams)
-    return Path(from_first(parts.group, "checkpoint: written", write))
+    work = partial(_write, folder, streams, description, parts, keep, tell or warnings.warn)
+    return Path(from_first(parts.group, "checkpoint: written", work))
 
 
 def _described(parts: Parts, optimizer: Optimizer) -> SavedOptimizer:
@@ -176,7 +155,33 @@ def _drain(streams: Mapping[str, Stream]) -> None:
             pass
 
 
-def _write(folder: Path, streams: Mapping[str, Stream], description: Manifest, parts: Parts) -> Path:
+def _write(
+    folder: Path, streams: Mapping[str, Stream], description: Manifest, parts: Parts, keep: int,
+    tell: Callable[[str], object],
+) -> str:  # fmt: skip
+    """On device 0: write the checkpoint and tidy the folder; the checkpoint's path."""
+    try:
+        if is_checkpoint(folder):
+            raise InputError(f"{folder} is a checkpoint itself: name the folder of the run, {folder.parent}")
+        folder.mkdir(parents=True, exist_ok=True)
+        with holding(folder):
+            written = _write_files(folder, streams, description, parts)
+            try:
+                tidy(folder, keep)
+            except OSError as error:
+                tell(
+                    f"{written} is saved, but {error.filename or folder} could not be tidied ({error.strerror}): "
+                    f"{BEST} may lead to an earlier one, and old checkpoints may stay; remove what is in the way"
+                )
+            return str(written)
+    except (OSError, InputError) as error:
+        _drain(streams)  # the others are in the middle of sending
+        if isinstance(error, OSError):
+            raise InputError(_unwritten(folder, description.progress, error)) from error
+        raise
+
+
+def _write_files(folder: Path, streams: Mapping[str, Stream], description: Manifest, parts: Parts) -> Path:
     faults: list[str] = []
 
     def watched(stream: Stream) -> Iterator[torch.Tensor]:

@@ -23,12 +23,11 @@ from convoy.checkpoint.folder import Written, new_file
 from convoy.comm.agreement import gather
 from convoy.comm.group import AloneGroup, Group
 from convoy.errors import InputError
-from convoy.runtime.exchange import run_move
+from convoy.runtime.exchange import gather_whole, redistribute
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
 from convoy.runtime.own_state import reading_pieces
-from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, box
-from convoy.sharding.redistribute import schedule
+from convoy.sharding.layout import Layout, OnOne, Replicated, Shape, box
 
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -144,11 +143,7 @@ class Parts:
 
     def gather(self, key: str, piece: Tensor) -> Tensor:
         """The whole of a tensor that lies like `key`, on device 0; elsewhere nothing of use. Every device calls it."""
-        layout, shape = self.layouts[key], self.shapes[key]
-        held = piece if self.holds(key) else piece.new_empty(0)
-        if self.differ and isinstance(layout, Replicated) and held.is_floating_point():
-            held, layout = held / len(layout.devices), Partial(layout.devices)
-        return run_move(self.group, schedule(layout, FIRST, shape), held, layout, FIRST, shape)
+        return gather_whole(self.group, piece, self.layouts[key], FIRST, self.shapes[key], differ=self.differ)
 
     def scatter(self, key: str, whole: Tensor) -> Tensor | None:
         """This device's piece of a tensor that lies like `key`; None where it has none. Every device calls it.
@@ -156,9 +151,7 @@ class Parts:
         Args:
             whole: on device 0; elsewhere any tensor of its type.
         """
-        layout, shape = self.layouts[key], self.shapes[key]
-        source = whole.to(self.group.torch_device)
-        piece = run_move(self.group, schedule(FIRST, layout, shape), source, FIRST, layout, shape)
+        piece = redistribute(self.group, whole.to(self.group.torch_device), FIRST, self.layouts[key], self.shapes[key])
         return piece if self.holds(key) else None
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:

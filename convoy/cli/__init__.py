@@ -2,14 +2,12 @@
 
 ::
 
-    top.py          the command itself, and whether this process is one of a job
-    options.py      options that several verbs have, and those made from the list of settings
+    options.py      the command itself, options that several verbs have, and those made from the list of settings
     scripts.py      run
     training.py     train, demo
     fleets.py       measure, plan, rehearse, doctor
     fleet_files.py  fleet init, fleet show, setup
-    predicting.py   predict
-    reports.py      simulate, report
+    reports.py      predict, simulate, report
 """
 
 import errno
@@ -20,10 +18,10 @@ from types import FrameType
 
 # isort: off
 # Each adds its verbs, and --help lists them in this order.
-from convoy.cli import scripts, training, fleets, fleet_files, predicting, reports  # noqa: F401
+from convoy.cli import scripts, training, fleets, fleet_files, reports  # noqa: F401
 
 # isort: on
-from convoy.cli.top import app
+from convoy.cli.options import app
 from convoy.comm.launch_env import is_one_of_job
 from convoy.errors import ConvoyError, bounded
 from convoy.launch.exit_status import ERROR_STATUS, PIPE_STATUS

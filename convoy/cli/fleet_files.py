@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from convoy.cli.options import PATH
-from convoy.cli.top import app
+from convoy.cli.options import PATH, app
 from convoy.errors import InputError
 
 fleet_app = typer.Typer(no_args_is_help=True, help="Write a fleet file by asking hosts, and look at one.")

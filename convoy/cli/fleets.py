@@ -10,19 +10,23 @@ from convoy.cli.options import (
     PATH,
     SECONDS,
     Batch,
+    Classes,
     Data,
     DataDir,
     Devices,
+    Image,
     ImageSize,
     Net,
+    Optimizer,
     Port,
     Precision,
     Print,
     Slowdown,
     Timeout,
+    app,
     image_of,
+    in_job,
 )
-from convoy.cli.top import app, in_job
 from convoy.config.settings import FIELDS
 from convoy.errors import InputError
 
@@ -90,14 +94,12 @@ def plan(
         Path, typer.Option(help="Fleet file that `convoy measure` wrote for this net, or described.", **PATH)
     ],
     batch: Batch = 64,
-    image: Annotated[str, typer.Option(help="Channels, height, width of the images.")] = "3,32,32",
-    classes: Annotated[int, typer.Option(help="Classes.")] = 10,
+    image: Image = "3,32,32",
+    classes: Classes = 10,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the chosen plan to this file (JSON).", **PATH)
     ] = None,
-    optimizer: Annotated[
-        str, typer.Option(help="Whose state counts as memory: sgd, sgd-momentum or adam.")
-    ] = "sgd-momentum",
+    optimizer: Optimizer = "sgd-momentum",
     least_energy: Annotated[
         float | None,
         typer.Option(

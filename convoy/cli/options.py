@@ -1,17 +1,48 @@
-"""Options that several verbs have, and those that are made from the list of settings."""
+"""The command itself, options that several verbs have, and those that are made from the list of settings."""
 
 import inspect
 import math
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from convoy._version import __version__
 from convoy.config.option_types import a_path, numbers, seconds
 from convoy.config.settings import FIELDS, key_of, kind_of, panel
 from convoy.errors import InputError, shortened, shown
 from convoy.fleet.units import Dimension, quantity
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Train one CNN on all the devices you have, as fast as their speeds add up.",
+)
+
+
+@app.callback(invoke_without_command=True)
+def _top(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
+    if version:
+        print(f"convoy {__version__}")
+        raise typer.Exit
+
+
+def in_job() -> bool:
+    """Whether torchrun, srun or mpirun started this process as one of a job.
+
+    Its place is then told in torchrun's variables, to all that follows here and to the processes that this one starts.
+
+    Raises:
+        InputError: as :func:`convoy.comm.launch_env.as_torchrun`.
+    """
+    from convoy.comm.launch_env import as_torchrun, is_one_of_job
+
+    os.environ.update(as_torchrun(os.environ))
+    return is_one_of_job(os.environ)
 
 
 def _meaning(name: str) -> Any:
@@ -55,6 +86,9 @@ Batch = Annotated[int, _meaning("batch")]
 Slowdown = Annotated[str | None, _meaning("slowdown")]
 Timeout = Annotated[float, typer.Option(help=FIELDS["timeout_s"].description, **SECONDS)]
 Port = Annotated[int | None, _meaning("port")]
+Image = Annotated[str, typer.Option(help="Channels, height, width of the images.")]
+Classes = Annotated[int, typer.Option(help="Classes.")]
+Optimizer = Annotated[str, typer.Option(help="Whose state counts as memory: sgd, sgd-momentum or adam.")]
 Print = Annotated[
     bool,
     typer.Option("--print", help="Start nothing: print the line to paste in a shell on each host of --fleet."),

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from convoy.cli.options import PATH, Port
-from convoy.cli.top import app, in_job
+from convoy.cli.options import PATH, Port, app, in_job
 from convoy.comm.launch_env import hidden
 from convoy.errors import InputError
 
@@ -65,24 +64,8 @@ def run(
     argv = _python_words(words or [], module)
     if in_job():
         _become(argv, hidden(os.environ))
-    from convoy.launch.command import fleet_to_start, script_on_fleet
-
     if fleet is not None or print_for is not None or image is not None:
-        started = fleet_to_start(fleet, print_for is not None or image is not None)
-        if started is None:
-            raise InputError(
-                f"--fleet {fleet}: its hosts have no address, so there is nothing to start by ssh: give each its `address`, or "
-                "start this machine's devices with --devices"
-            )
-        if devices != "auto":
-            raise InputError(f"--devices {devices} with --fleet: the file names the devices; leave --devices out")
-        from convoy.setup.command import sent_modules
-
-        files = sent_modules(started, Path.cwd())
-        _examine(doctor, fleet)
-        raise typer.Exit(
-            script_on_fleet(started, argv, port=port, print_for=print_for, image=image, logs=logs, files=files)
-        )
+        raise typer.Exit(_on_fleet(argv, devices, fleet, print_for, image, port, logs, doctor))
     _examine(doctor, None)
     from convoy.config.option_types import device_names
     from convoy.launch.host_job import memory_environment
@@ -93,6 +76,27 @@ def run(
         device = {} if names == ("auto",) else {"CONVOY_DEVICE": names[0]}
         _become(argv, os.environ | memory_environment(os.environ) | device)
     raise typer.Exit(launch_local(argv, names, port=port, command=(sys.executable,), script=True, logs=logs))
+
+
+def _on_fleet(
+    argv: list[str], devices: str, fleet: Path | None, print_for: str | None, image: str | None, port: int | None,
+    logs: Path | None, doctor: bool,
+) -> int:  # fmt: skip
+    """On every device of the hosts of a fleet file, or what starts it there; the exit status."""
+    from convoy.launch.command import fleet_to_start, script_on_fleet
+    from convoy.setup.command import sent_modules
+
+    started = fleet_to_start(fleet, print_for is not None or image is not None)
+    if started is None:
+        raise InputError(
+            f"--fleet {fleet}: its hosts have no address, so there is nothing to start by ssh: give each its `address`, or "
+            "start this machine's devices with --devices"
+        )
+    if devices != "auto":
+        raise InputError(f"--devices {devices} with --fleet: the file names the devices; leave --devices out")
+    files = sent_modules(started, Path.cwd())
+    _examine(doctor, fleet)
+    return script_on_fleet(started, argv, port=port, print_for=print_for, image=image, logs=logs, files=files)
 
 
 def _examine(wanted: bool, fleet: Path | None) -> None:

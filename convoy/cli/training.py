@@ -6,8 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from convoy.cli.options import PlanName, Print, path_of, with_settings
-from convoy.cli.top import app, in_job
+from convoy.cli.options import PlanName, Print, app, in_job, path_of, with_settings
 
 
 @app.command()

@@ -18,7 +18,7 @@ from convoy.plan.device_program import DeviceProgram, Make, Pack, PackWeights, R
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute as ComputeStep
-from convoy.plan.steps import Exchange, GatherWeights, Move, ReturnGradient, ShareStatistics, StepList
+from convoy.plan.steps import GatherWeights, Move, ReturnGradient, ShareStatistics, StepList
 from convoy.sharding.comm_dtype import narrow_itemsize
 from convoy.sharding.layout import dual, held_entries, holds
 
@@ -182,18 +182,15 @@ def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum"
     """
     numbers = 2 + optimizer_named(optimizer).state
     values = {v.key: v for s in steps.phase("forward") if isinstance(s, ComputeStep) for v in (*s.reads, s.writes)}
-    exchanged = (math.prod(_shape(step)) for step in steps.steps if not isinstance(step, ComputeStep))
-    most = max(exchanged, default=0) * (steps.devices + 3)
+    exchanges = [step for step in steps.steps if not isinstance(step, ComputeStep)]
+    shapes = (step.reads.shape if isinstance(step, Move | ReturnGradient) else step.shape for step in exchanges)
+    most = max(map(math.prod, shapes), default=0) * (steps.devices + 3)
     result = []
     for device in range(steps.devices):
         kept, _ = parameter_entries(steps, graph, device)
         held = sum(held_entries(v.layout, device, v.shape) for v in values.values())
         result.append((numbers * kept + 3 * gathered_entries(steps, device) + held + most) * itemsize)
     return tuple(result)
-
-
-def _shape(step: Exchange) -> tuple[int, ...]:
-    return step.reads.shape if isinstance(step, Move | ReturnGradient) else step.shape
 
 
 def parameter_entries(steps: StepList, graph: Graph, device: int) -> tuple[int, int]:

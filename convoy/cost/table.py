@@ -31,7 +31,8 @@ from convoy.cost.network import network_of
 from convoy.cost.overhead import Overheads
 from convoy.errors import InputError, MismatchError, shown, unknown_name
 from convoy.files import parse_toml, read_text
-from convoy.fleet import CLOSED, LEAST, MOST, Fleet, Text, Truth, explain, first_of
+from convoy.fleet import Fleet
+from convoy.fleet.file import CLOSED, LEAST, MOST, Text, Truth, explain, first_of
 from convoy.model.graph import Graph
 from convoy.plan.size import LocalSize
 

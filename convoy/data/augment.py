@@ -45,7 +45,7 @@ class Step(Protocol):
     """
 
     draws: ClassVar[int]
-    colours: ClassVar[bool]
+    colours: ClassVar[bool] = False
 
     def __call__(self, x_NCHW: torch.Tensor, u_NK: Uniforms) -> torch.Tensor:
         """A new tensor of the same shape."""
@@ -53,12 +53,11 @@ class Step(Protocol):
 
 
 @dataclass(frozen=True)
-class Crop:
+class Crop(Step):
     """Cuts a part of the image's size out of the image with a blank border (He et al. 2016)."""
 
     padding: int | None = None
     draws: ClassVar[int] = 2
-    colours: ClassVar[bool] = False
 
     def __call__(self, x_NCHW: torch.Tensor, u_NK: Uniforms) -> torch.Tensor:
         height, width = x_NCHW.shape[2:]
@@ -79,23 +78,21 @@ class Crop:
 
 
 @dataclass(frozen=True)
-class Flip:
+class Flip(Step):
     """Mirrors half of the images, left to right."""
 
     draws: ClassVar[int] = 1
-    colours: ClassVar[bool] = False
 
     def __call__(self, x_NCHW: torch.Tensor, u_NK: Uniforms) -> torch.Tensor:
         return torch.where(_per_image(u_NK[:, 0] < 0.5), x_NCHW.flip(3), x_NCHW)
 
 
 @dataclass(frozen=True)
-class ResizedCrop:
+class ResizedCrop(Step):
     """Enlarges a part of random area and shape bilinearly (Szegedy et al. 2015). A side longer than the image's is cut."""
 
     least_area: float = 0.08
     draws: ClassVar[int] = 4
-    colours: ClassVar[bool] = False
 
     def __call__(self, x_NCHW: torch.Tensor, u_NK: Uniforms) -> torch.Tensor:
         height, width = x_NCHW.shape[2:]
@@ -116,7 +113,7 @@ class ResizedCrop:
 
 
 @dataclass(frozen=True)
-class Jitter:
+class Jitter(Step):
     """Multiplies brightness, then contrast, then saturation by a number around 1, and clamps to black and white."""
 
     strength: float = 0.4
@@ -135,12 +132,11 @@ class Jitter:
 
 
 @dataclass(frozen=True)
-class Cutout:
+class Cutout(Step):
     """Blanks a square centred on any pixel, clipped at the border (DeVries and Taylor 2017)."""
 
     side: int | None = None
     draws: ClassVar[int] = 2
-    colours: ClassVar[bool] = False
 
     def __call__(self, x_NCHW: torch.Tensor, u_NK: Uniforms) -> torch.Tensor:
         height, width = x_NCHW.shape[2:]
@@ -150,12 +146,11 @@ class Cutout:
 
 
 @dataclass(frozen=True)
-class Erase:
+class Erase(Step):
     """Blanks a rectangle inside some of the images, of shapes from 1:3.3 to 3.3:1 (Zhong et al. 2017)."""
 
     probability: float = 0.5
     draws: ClassVar[int] = 5
-    colours: ClassVar[bool] = False
 
     def __call__(self, x_NCHW: torch.Tensor, u_NK: Uniforms) -> torch.Tensor:
         height, width = x_NCHW.shape[2:]

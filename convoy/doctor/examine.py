@@ -221,10 +221,8 @@ def check_host(host: Host, caller: Caller = call) -> Finding | None:
 
 def without(fleet: Fleet, names: set[str]) -> Fleet | None:
     """A fleet without some of its hosts; None if no device is left."""
-    devices = tuple(device for device in fleet.devices if device.host not in names)
-    hosts = tuple(host for host in fleet.hosts if host.name not in names)
-    links = tuple(link for link in fleet.links if not {link.source, link.target} & names)
-    return replace(fleet, hosts=hosts, devices=devices, links=links) if devices else None
+    kept = [index for index, device in enumerate(fleet.devices) if device.host not in names]
+    return fleet.with_only(kept) if kept else None
 
 
 def kept_past(fleet: Fleet, smaller: Fleet, context: Context) -> tuple[float, ...]:

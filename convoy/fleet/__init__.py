@@ -41,40 +41,6 @@ shares.
 units.
 """
 
-from convoy.fleet.file import (
-    CLOSED,
-    KINDS,
-    LEAST,
-    MAX_SLOWDOWN,
-    MOST,
-    WITHIN_HOST,
-    Card,
-    Device,
-    Fleet,
-    Host,
-    Link,
-    Text,
-    Truth,
-    explain,
-    first_of,
-    read_fleet,
-)
+from convoy.fleet.file import MAX_SLOWDOWN, WITHIN_HOST, Card, Device, Fleet, Host, Link, read_fleet
 
-__all__ = [
-    "CLOSED",
-    "KINDS",
-    "LEAST",
-    "MAX_SLOWDOWN",
-    "MOST",
-    "WITHIN_HOST",
-    "Card",
-    "Device",
-    "Fleet",
-    "Host",
-    "Link",
-    "Text",
-    "Truth",
-    "explain",
-    "first_of",
-    "read_fleet",
-]
+__all__ = ["MAX_SLOWDOWN", "WITHIN_HOST", "Card", "Device", "Fleet", "Host", "Link", "read_fleet"]

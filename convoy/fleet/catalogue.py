@@ -84,7 +84,7 @@ class DeviceClass:
 @cache
 def device_classes() -> Mapping[str, DeviceClass]:
     """All classes by name, in the order of the file."""
-    return {name: _class(name, **fields) for name, fields in _rows().items()}
+    return {row["name"]: _class(**row) for row in _file()["class"]}
 
 
 def device_class(name: str) -> DeviceClass:
@@ -126,10 +126,6 @@ def _class(name: str, **fields: Any) -> DeviceClass:
     busy = figures["busy_w"]
     idle = Figure(busy.value * IDLE, "a tenth of busy_w", estimate=True)
     return DeviceClass(name, **({"idle_w": idle} | figures | {"aliases": tuple(fields.get("aliases", ()))}))
-
-
-def _rows() -> Mapping[str, dict[str, Any]]:
-    return {row["name"]: {key: row[key] for key in row if key != "name"} for row in _file()["class"]}
 
 
 @cache

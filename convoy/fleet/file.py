@@ -1,8 +1,8 @@
 """A fleet as values: devices, hosts, cards, links; and its file, read and written."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -289,6 +289,15 @@ class Fleet:
             target,
             bandwidth_bytes_per_s=min(sender.send_bytes_per_s, receiver.receive_bytes_per_s),
             latency_s=max(sender.latency_s, receiver.latency_s),
+        )
+
+    def with_only(self, devices: Collection[int]) -> "Fleet":
+        """This fleet with some of its devices, by index; hosts without any are gone, and so are their links."""
+        kept = tuple(device for index, device in enumerate(self.devices) if index in devices)
+        used = {device.host for device in kept}
+        hosts = tuple(host for host in self.hosts if host.name in used)
+        return replace(
+            self, hosts=hosts, devices=kept, links=tuple(e for e in self.links if {e.source, e.target} <= used)
         )
 
     def devices_on(self, host: str) -> tuple[int, ...]:

@@ -15,10 +15,10 @@ from convoy.comm.environment import is_own
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.fleet import Fleet, read_fleet
 from convoy.launch.agent import BEAT_S, Message, digest, from_line, to_line
-from convoy.launch.exit_status import Ending, judge
+from convoy.launch.exit_status import Ending
 from convoy.launch.host_job import HostJob, host_jobs
 from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
-from convoy.launch.supervisor import TERMINATE_S, Interrupted, Interrupts, Supervisor, by_line
+from convoy.launch.supervisor import TERMINATE_S, Interrupted, Interrupts, Supervisor, by_line, conclude
 
 ANSWER_S = 60.0
 """A host that has not answered by then is not used. ssh itself gives up earlier, where it can."""
@@ -96,13 +96,7 @@ def run_on_fleet(
                 hosts.end(interrupt=True)
                 hosts.follow()
             return interrupted.status
-    outcome = judge(hosts.endings)
-    # Who was killed comes before what a host's silence may mean, and that before what others say of it.
-    if (lost := outcome.lost or hosts.lost) is not None:
-        raise lost
-    for line in outcome.lines:
-        print(line, file=sys.stderr)
-    return outcome.status
+    return conclude(hosts.endings, hosts.lost)
 
 
 class HostSession:

@@ -10,9 +10,8 @@ from pathlib import Path
 from convoy.comm.environment import LISTENER, listen_at
 from convoy.comm.launch_env import hidden
 from convoy.errors import InputError
-from convoy.launch.exit_status import judge
 from convoy.launch.host_job import CONVOY_COMMAND, device_environments, log_of
-from convoy.launch.supervisor import Interrupted, Interrupts, Supervisor
+from convoy.launch.supervisor import Interrupted, Interrupts, Supervisor, conclude
 
 KILLED_GRACE_S = 0.5
 """Once a device was killed, the others get this long to end by themselves."""
@@ -70,8 +69,7 @@ def launch_local(
                 output = None if rank == 0 else subprocess.DEVNULL
                 processes.start(
                     rank, devices[rank], [*command, *argv], environment=hidden(variables) if script else variables,
-                    lifeline=True, stdin=output,
-                    stdout=output, stderr="keep" if rank else None, log=log_of(logs, rank),
+                    lifeline=True, stdin=output, stdout=output, stderr="keep" if rank else None, log=log_of(logs, rank),
                     pass_fds=[listener.fileno()] if rank == 0 and not hosted else (),
                 )  # fmt: skip
             if hosted:  # while they start
@@ -94,9 +92,4 @@ def launch_local(
             return interrupted.status
         finally:
             del store  # which ends with it, also where an error keeps this frame
-    outcome = judge(processes.endings)
-    if outcome.lost is not None:
-        raise outcome.lost
-    for line in outcome.lines:
-        print(line, file=sys.stderr)
-    return outcome.status
+    return conclude(processes.endings)

@@ -75,7 +75,9 @@ def ssh_call(program: Sequence[str], host: Host, command: str) -> list[str]:
 def ssh_words(program: Sequence[str], host: Host) -> list[str]:
     """The call of ssh without the address: for programs that start ssh themselves."""
     options = [word for option in _OPTIONS for word in ("-o", option)]
-    return [*program, "-T", *options, *_way(host)]
+    user = [] if host.user is None else ["-l", host.user]
+    port = [] if host.ssh_port is None else ["-p", str(host.ssh_port)]
+    return [*program, "-T", *options, *user, *port]
 
 
 def by_hand(host: Host) -> str:
@@ -100,9 +102,3 @@ def remedy(host: Host, words: str, python: str, folder: str) -> str:
         if re.search(pattern, words):
             return text.format(**facts)
     return f"try it by hand: {call}"
-
-
-def _way(host: Host) -> list[str]:
-    user = [] if host.user is None else ["-l", host.user]
-    port = [] if host.ssh_port is None else ["-p", str(host.ssh_port)]
-    return [*user, *port]

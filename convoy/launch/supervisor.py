@@ -8,6 +8,7 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,8 +20,8 @@ from typing import IO, Any, Literal
 
 import psutil  # type: ignore[import-untyped]
 
-from convoy.errors import InputError
-from convoy.launch.exit_status import Ending
+from convoy.errors import DeviceLostError, InputError
+from convoy.launch.exit_status import Ending, judge
 
 TERMINATE_S = 2.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -85,6 +86,21 @@ class Interrupts:
 
     def _note(self, signum: int, _frame: FrameType | None) -> None:
         self._noted.append(signal.Signals(signum))
+
+
+def conclude(endings: Sequence[Ending], host_lost: DeviceLostError | None = None) -> int:
+    """Print the errors with which devices ended, where they have not been told; the exit status of the job.
+
+    Raises:
+        DeviceLostError: a device crashed or was killed; else `host_lost`.
+    """
+    outcome = judge(endings)
+    # Who was killed comes before what a host's silence may mean, and that before what others say of it.
+    if (lost := outcome.lost or host_lost) is not None:
+        raise lost
+    for line in outcome.lines:
+        print(line, file=sys.stderr)
+    return outcome.status
 
 
 class Tail:

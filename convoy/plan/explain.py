@@ -177,11 +177,7 @@ def _part(layout: Layout, device: int, step: Compute) -> str:
 
 def _bytes_by_layer(steps: StepList, graph: Graph, itemsize: int) -> dict[str, int]:
     owner = {p.key: layer.name for layer in graph.layers.values() for p in layer.parameters.values()}
-    first_reader: dict[str, str] = {}
-    for step in steps.phase("forward"):
-        if isinstance(step, Compute):
-            for value in step.reads:
-                first_reader.setdefault(value.key, step.layer)
+    first_reader = steps.first_readers()
     result: dict[str, int] = {}
     for step in steps.steps:
         if isinstance(step, Compute):

@@ -288,6 +288,11 @@ class StepList:
     def phase(self, phase: Phase) -> tuple[Step, ...]:
         return tuple(step for step in self.steps if step.phase == phase)
 
+    def first_readers(self) -> dict[str, str]:
+        """By its key, the layer that reads a value first."""
+        computes = [step for step in self.phase("forward") if isinstance(step, Compute)]
+        return {value.key: step.layer for step in reversed(computes) for value in step.reads}
+
     def traffic(self, itemsize: int = 4) -> Counter[tuple[int, int]]:
         """Bytes that each (sender, receiver) pair of devices puts on the wire in one training step.
 

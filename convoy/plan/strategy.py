@@ -278,18 +278,6 @@ def cuts(graph: Graph, layer: Layer) -> tuple[Cut, ...]:
     return rule(graph, layer) if rule is not None and layer.inputs else ()
 
 
-def _entries(_graph: Graph, layer: Layer) -> tuple[Cut, ...]:
-    return tuple(Cut(axis, extent, (axis,)) for axis, extent in enumerate(layer.shape, 1))
-
-
-def _channels(_graph: Graph, layer: Layer) -> tuple[Cut, ...]:
-    return (Cut(1, layer.shape[0], (1,)),) if layer.shape else ()
-
-
-def _flatten(graph: Graph, layer: Layer) -> tuple[Cut, ...]:
-    return (Cut(1, graph[layer.inputs[0]].shape[0], (1,)),)
-
-
 def _batch_norm(_graph: Graph, layer: Layer) -> tuple[Cut, ...]:
     # num_batches_tracked has no channels: every device that holds some counts for itself.
     return (Cut(1, layer.shape[0], (1,), {key: 0 for key, p in layer.parameters.items() if p.shape}),)
@@ -319,21 +307,17 @@ def _cat(_graph: Graph, layer: Layer) -> tuple[Cut, ...]:
     return tuple(Cut(axis, layer.shape[axis - 1], (axis,) * len(layer.inputs)) for axis in axes)
 
 
-def _own(_graph: Graph, layer: Layer) -> tuple[Cut, ...]:
-    return layer.cuts
-
-
 _CUTS: dict[Kind, Callable[[Graph, Layer], tuple[Cut, ...]]] = {
-    "elementwise": _entries,
-    "pool": _channels,
-    "flatten": _flatten,
+    "elementwise": lambda _, layer: tuple(Cut(axis, extent, (axis,)) for axis, extent in enumerate(layer.shape, 1)),
+    "pool": lambda _, layer: (Cut(1, layer.shape[0], (1,)),) if layer.shape else (),
+    "flatten": lambda graph, layer: (Cut(1, graph[layer.inputs[0]].shape[0], (1,)),),
     "batch_norm": _batch_norm,
     "conv": _filters,
     "conv_transpose": _filters,
     "linear": _filters,
     "join": _join,
     "cat": _cat,
-    "parts": _own,
-    "filters": _own,
+    "parts": lambda _, layer: layer.cuts,
+    "filters": lambda _, layer: layer.cuts,
 }
 """The others are computed by samples, on one device, or by every device from copies."""

@@ -6,6 +6,7 @@ by the analytic model.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, TypeVar
 
 from convoy.cost.costs import Costs
@@ -116,15 +117,15 @@ def forecast(
     speeds = context.speeds.devices
     fastest = max(range(len(speeds)), key=lambda d: speeds[d])
     gain = 1.0 if shared is None else shared.samples_per_s / speeds[fastest]
-    ask = _Asker(graph, fleet, optimizer)
+    rates = partial(_rates, graph, optimizer)
     several = len(fleet.devices) > 1
     asked_links = basis == "described" and several and len(fleet.hosts) > 1 and not fleet.links
     pays = best.workers > 1 and gain >= WORTH
     if basis == "described" and several:
         say("comparing batches, links and devices")
-    from_link = _first(LINKS, lambda rate: ask.pays(batch, _with_link(fleet, rate))) if asked_links else None
+    from_link = _first(LINKS, lambda rate: _pays(rates(batch, _with_link(fleet, rate)))) if asked_links else None
     sizes = [size for size in BATCHES if size <= batch * _more_samples(context)]
-    from_batch = _first(sizes, lambda size: ask.pays(size, fleet)) if basis == "described" and several else None
+    from_batch = _first(sizes, lambda size: _pays(rates(size, fleet))) if basis == "described" and several else None
     if pays and fleet.network is not None and from_link is not None:
         from_link = min(from_link, fleet.network.send_bytes_per_s)
     if pays and basis == "described":
@@ -134,7 +135,7 @@ def forecast(
         gain_within=around(gain, 1.0 if shared is None else shared.gain_spread),
         alone_within=tuple(around(speed, costs.errors.alone(d)) for d, speed in enumerate(speeds)),
         from_batch=from_batch, from_link=from_link, asked_links=asked_links,
-        changes=_changes(ask, batch, fleet, speeds[fastest]) if basis == "described" else (),
+        changes=_changes(partial(rates, batch), fleet, speeds[fastest]) if basis == "described" else (),
     )  # fmt: skip
 
 
@@ -185,24 +186,15 @@ def _more_samples(context: PlanningContext) -> float:
     return max(0.0, (limit - fixed) / max(1, need.activations_bytes))
 
 
-class _Asker:
-    """Best steps of other batches and fleets, by the analytic model."""
+def _rates(graph: Graph, optimizer: str, batch: int, fleet: Fleet) -> tuple[float, float] | None:
+    """Samples/s of a fleet by the analytic model: of its best plan, of its fastest device alone; None: nothing fits."""
+    context = PlanningContext.of(graph, batch, described_costs(fleet, optimizer=optimizer), fleet, optimizer)
+    found = quick_candidates(graph, batch, context.costs, context.room)
+    return (batch / found[0].step_s, max(context.speeds.devices)) if found else None
 
-    def __init__(self, graph: Graph, fleet: Fleet, optimizer: str) -> None:
-        self.graph, self.optimizer = graph, optimizer
-        self.fleet = fleet
 
-    def rates(self, batch: int, fleet: Fleet) -> tuple[float, float] | None:
-        """Samples/s of the best plan, and of the fastest device alone; None where nothing fits."""
-        context = PlanningContext.of(
-            self.graph, batch, described_costs(fleet, optimizer=self.optimizer), fleet, self.optimizer
-        )
-        found = quick_candidates(self.graph, batch, context.costs, context.room)
-        return (batch / found[0].step_s, max(context.speeds.devices)) if found else None
-
-    def pays(self, batch: int, fleet: Fleet) -> bool:
-        rates = self.rates(batch, fleet)
-        return rates is not None and rates[0] >= WORTH * rates[1]
+def _pays(rates: tuple[float, float] | None) -> bool:
+    return rates is not None and rates[0] >= WORTH * rates[1]
 
 
 def _first(values: Sequence[_T], holds: Callable[[_T], bool]) -> _T | None:
@@ -226,30 +218,20 @@ def _with_link(fleet: Fleet, bytes_per_s: float) -> Fleet:
     return replace(fleet, hosts=hosts, network=network)
 
 
-def _changes(ask: _Asker, batch: int, fleet: Fleet, alone: float) -> tuple[Change, ...]:
+def _changes(rates_of: Callable[[Fleet], tuple[float, float] | None], fleet: Fleet, alone: float) -> tuple[Change, ...]:
     """Each device left out, and another of each class."""
     if not 2 <= len(fleet.devices) <= ASKED_DEVICES:
         return ()
-    changed = [(f"without {device.name}", _without(fleet, index)) for index, device in enumerate(fleet.devices)]
+    all_ = set(range(len(fleet.devices)))
+    changed = [(f"without {fleet.devices[index].name}", fleet.with_only(all_ - {index})) for index in sorted(all_)]
     seen: set[object] = set()
     for index, device in enumerate(fleet.devices):
         kind = (device.class_name, device.peak_flop_per_s, device.memory_bytes_per_s)
         if kind not in seen and len(fleet.hosts) > 1:
             seen.add(kind)
             changed.append((f"with another {device.class_name or device.name}", _with_another(fleet, index)))
-    rates = [(words, ask.rates(batch, each)) for words, each in changed]
+    rates = [(words, rates_of(each)) for words, each in changed]
     return tuple(Change(words, None if rate is None else max(rate) / alone) for words, rate in rates)
-
-
-def _without(fleet: Fleet, index: int) -> Fleet:
-    devices = tuple(device for i, device in enumerate(fleet.devices) if i != index)
-    used = {device.host for device in devices}
-    return replace(
-        fleet,
-        hosts=tuple(host for host in fleet.hosts if host.name in used),
-        devices=devices,
-        links=tuple(link for link in fleet.links if {link.source, link.target} <= used),
-    )
 
 
 def _with_another(fleet: Fleet, index: int) -> Fleet:

@@ -25,7 +25,7 @@ from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel
 from convoy.plan.size import LocalSize, flop
-from convoy.profile.axes import allowances
+from convoy.profile.axes import allowances, timing_s
 from convoy.profile.describe import Own, describe, fit, fleet_of, host_indices, spreads, with_wire
 from convoy.profile.energy import ABSENT, EnergyMeter, meter_of, once_each
 from convoy.profile.layers import Bench, Point
@@ -241,7 +241,7 @@ def _with_plan_sizes(group: Group, bench: Bench, measured: Measurement, allowanc
     rows: dict[str, list[list[float]]] = {}
     for each in sizes:
         # A size that no longer fits may be followed by a shorter one that does.
-        if wall() - start_s + bench.timing_s(each["seconds"]) <= allowance_s:
+        if wall() - start_s + timing_s(each["seconds"], bench.stretch_s) <= allowance_s:
             rows.setdefault(each["layer"], []).append(_row(bench.time(each["layer"], LocalSize(**each["size"]))))
     tables = gather(group, "times of these sizes", rows)
     more = tuple(

@@ -22,7 +22,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.size import LocalSize, whole_size
 from convoy.plan.steps import Compute, Part
 from convoy.plan.strategy import Channel, Filter, One, Placement, place
-from convoy.profile.axes import POINT_LIMIT_S, Axes, Guess, choose_axes, full_axes, timing_s
+from convoy.profile.axes import POINT_LIMIT_S, Axes, Guess, choose_axes, full_axes
 from convoy.profile.timing import STRETCH_S, Now, Piece, Times, device_now, time_piece
 from convoy.runtime.batch_norm import GlobalBatchNorm
 from convoy.runtime.clock import Clock
@@ -107,10 +107,6 @@ class Bench:
             if size not in known:
                 known[size] = self._time(layer, size)
         return [Point(size, known[size]) for size in sizes]
-
-    def timing_s(self, seconds: float) -> float:
-        """About the seconds that it takes to time what takes `seconds`."""
-        return timing_s(seconds, self.stretch_s)
 
     def time(self, name: str, size: LocalSize) -> Point:
         """One size of a layer, that lies beside its grid."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from convoy.comm.agreement import gather
 from convoy.comm.group import AloneGroup, Arrived, CountedGroup, Group, Message, Pending
@@ -181,11 +181,7 @@ def _fresh_s_per_byte(device: torch.device, now: Now, stretch_s: float) -> float
 
 def _add(device: torch.device) -> Callable[[], object]:
     a, b = (torch.zeros(COPIED_BYTES // 4, device=device) for _ in range(2))
-
-    def add() -> Tensor:
-        return a.add_(b)
-
-    return add
+    return lambda: a.add_(b)
 
 
 # --- jitter ----------------------------------------------------------------------------------------------------------

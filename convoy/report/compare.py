@@ -6,9 +6,8 @@ from pathlib import Path
 from convoy.errors import InputError
 from convoy.files import write_whole
 from convoy.report.chart import Chart, Curve, Drawing, Point, draw
-from convoy.report.document import render
 from convoy.report.numbers import percent, plain, seconds
-from convoy.report.page import device_names, settings_of, shown_plans, state_of, title_of
+from convoy.report.page import device_names, render, settings_of, shown_plans, state_of, title_of
 from convoy.runlog.metrics import (
     best_evaluation,
     limit_samples_per_s,
@@ -140,22 +139,14 @@ def _curves(records: Sequence[Record]) -> list[Drawing]:
     return drawings
 
 
-def _losses(record: Record) -> Sequence[Point]:
-    return [(row.step + 1, row.loss) for row in record.steps if row.loss is not None]
-
-
-def _accuracies(record: Record) -> Sequence[Point]:
-    return [(row.step, row.accuracy) for row in record.evaluations if row.accuracy is not None]
-
-
-def _rates(record: Record) -> Sequence[Point]:
-    return [(step + 1, rate) for step, rate in rates(record)]
-
-
 KINDS: Mapping[str, tuple[str, str, Callable[[Record], Sequence[Point]]]] = {
-    "loss": ("Training loss", "plain", _losses),
-    "accuracy": ("Test accuracy", "percent", _accuracies),
-    "rate": ("Samples/s", "plain", _rates),
+    "loss": ("Training loss", "plain", lambda run: [(r.step + 1, r.loss) for r in run.steps if r.loss is not None]),
+    "accuracy": (
+        "Test accuracy",
+        "percent",
+        lambda run: [(r.step, r.accuracy) for r in run.evaluations if r.accuracy is not None],
+    ),
+    "rate": ("Samples/s", "plain", lambda run: [(step + 1, rate) for step, rate in rates(run)]),
 }
 """Of the curves: title, how their values are written, and their points: after so many steps, what."""
 

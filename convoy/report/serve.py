@@ -19,8 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from convoy.errors import InputError
 from convoy.report.compare import comparison_of
-from convoy.report.document import render
-from convoy.report.page import page_of
+from convoy.report.page import page_of, render
 from convoy.runlog.reader import GrowingLog, newest_log
 
 LOOPBACK = "127.0.0.1"

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -100,21 +99,22 @@ def log_of(run: Path) -> Path:
     Raises:
         InputError: there is none; where the folder holds runs, the latest is named.
     """
-    if not os.path.isdir(run):
-        return run
-    if os.path.exists(run / LOG_NAME):
-        return run / LOG_NAME
+    if (log := _own_log(run)) is not None:
+        return log
     inner = sorted(path.parent for path in run.glob(f"*/{LOG_NAME}"))
     remedy = f"the latest run in it is {inner[-1]}" if inner else "give the folder of a run, or its log"
     raise InputError(f"there is no {LOG_NAME} in {run}: {remedy}")
 
 
+def _own_log(run: Path) -> Path | None:
+    """What is no folder is a log itself; the log in a folder, if there is one."""
+    return run if not os.path.isdir(run) else run / LOG_NAME if os.path.exists(run / LOG_NAME) else None
+
+
 def newest_log(run: Path) -> Path:
     """The log of a run, or of the latest run in a folder of runs; where there is none yet, where it would be."""
-    if not os.path.isdir(run):
-        return run
-    if os.path.exists(run / LOG_NAME):
-        return run / LOG_NAME
+    if (log := _own_log(run)) is not None:
+        return log
     known = []
     for path in run.glob(f"*/{LOG_NAME}"):
         with suppress(OSError):
@@ -179,7 +179,9 @@ class GrowingLog:
         try:
             with open_regular(self.path) as file:
                 state = os.fstat(file.fileno())
-                if self._file != (state.st_dev, state.st_ino) or not self._goes_on(file):
+                file.seek(self._offset - len(self._end))
+                # What was read stands there still, and in the same file; else all of it is read anew.
+                if self._file != (state.st_dev, state.st_ino) or file.read(len(self._end)) != self._end:
                     self._forget()
                 self._file = state.st_dev, state.st_ino
                 file.seek(self._offset)
@@ -199,11 +201,6 @@ class GrowingLog:
         if newline:
             self._end = (self._end + whole + newline)[-COMPARED_BYTES:]
         return rest
-
-    def _goes_on(self, file: BufferedReader) -> bool:
-        """Whether what was read stands there still."""
-        file.seek(self._offset - len(self._end))
-        return file.read(len(self._end)) == self._end
 
 
 def _lines(path: Path, rows: list[str], before: int) -> Iterator[Line]:

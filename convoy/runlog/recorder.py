@@ -5,7 +5,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -21,7 +20,7 @@ from convoy.runlog.meters import Meters
 from convoy.runlog.observers import StepTimer, Utilization
 from convoy.runlog.reader import LOG_NAME
 from convoy.runlog.rows import fleet_line
-from convoy.runlog.schema import EndLine, SystemLine
+from convoy.runlog.schema import EndLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
 from convoy.train.observer import EpochResult, Evaluation, Observer, Observers, StepResult
@@ -100,12 +99,11 @@ class Recorder:
                 self._log.write(fleet_line(devices, Speeds((1.0,) * len(rows), measured=False)))
                 self._log.plan(model.plan, model.traced[True].graph)
             self._timer = StepTimer(self.batch)
-            own = [
-                self._timer,
-                Utilization(group, model.clock, self._log),
-                *([self._log] if self._log is not None else []),
-            ]
-            self._observers = Observers(*own, *observers, Meters(group, self._tell_meters))
+            own = [self._timer, Utilization(group, model.clock, self._log)]
+            own += [] if self._log is None else [self._log]
+            self._observers = Observers(
+                *own, *observers, Meters(group, (lambda _: None) if self._log is None else self._log.write)
+            )
             self._stack = stack.pop_all()
 
     def _opened(self, folder: Path | None, net: str, stack: ExitStack) -> str:
@@ -163,16 +161,10 @@ class Recorder:
         self._best = accuracy if is_best else self._best
         self._observers.on_evaluation(Evaluation(self.epochs, self.steps, accuracy, ends_epoch, is_best))
 
-    def _tell_meters(self, line: SystemLine) -> None:
-        if self._log is not None:
-            self._log.write(line)
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._log is not None and kind is None:
             self._log.write(EndLine(step_s=self._timer.step_s))
         self._stack.close()

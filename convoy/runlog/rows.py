@@ -9,7 +9,7 @@ from convoy.plan.explain import LayerRow, layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
-from convoy.plan.steps import Compute, Move, StepList, traffic
+from convoy.plan.steps import Move, StepList, traffic
 from convoy.planner.predict import PlanningContext, PlanPrediction
 from convoy.runlog.schema import (
     DeviceEntry,
@@ -93,13 +93,9 @@ def _layer(row: LayerRow, graph: Graph, moves: Mapping[str, Sequence[MoveEntry]]
 
 def _moves(steps: StepList) -> Mapping[str, list[MoveEntry]]:
     """The moves of one pass by the layer that reads the moved value first."""
-    readers: dict[str, str] = {}
-    size: Counter[str] = Counter()
+    readers, size = steps.first_readers(), Counter[str]()
     for step in steps.steps:
-        if isinstance(step, Compute) and step.phase == "forward":
-            for value in step.reads:
-                readers.setdefault(value.key, step.layer)
-        elif isinstance(step, Move):
+        if isinstance(step, Move):
             later = step.writes if step.phase == "forward" else step.reads
             size[later.key] += sum(traffic(step, 4).values())
     result: dict[str, list[MoveEntry]] = {}

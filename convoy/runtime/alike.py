@@ -60,13 +60,11 @@ def check_batches(group: Group, batches: Sequence[Tensor]) -> None:
     Raises:
         MismatchError: they are not; each device has batches of its own.
     """
-    device = _stranger(group, "whole batches", batches, _TOLERANCE)
-    if device is not None:
-        raise MismatchError(
-            f"device {device} was given another whole batch than device 0: a batch that every device gets whole must be the "
-            "same everywhere; use the loader of convoy.prepare or convoy.loader, and draw random numbers from a generator with "
-            "one seed"
-        )
+    _check_same(
+        group, "whole batches", batches, _TOLERANCE,
+        "was given another whole batch than device 0: a batch that every device gets whole must be the same everywhere; use "
+        "the loader of convoy.prepare or convoy.loader, and draw random numbers from a generator with one seed",
+    )  # fmt: skip
 
 
 def check_gradients(group: Group, gradients: Sequence[Tensor | None]) -> None:
@@ -75,13 +73,12 @@ def check_gradients(group: Group, gradients: Sequence[Tensor | None]) -> None:
     Raises:
         MismatchError: they are not; each device has a loss of its own.
     """
-    device = _stranger(group, "gradients of the loss", gradients, _TOLERANCE_OF_GRADIENTS)
-    if device is not None:
-        raise MismatchError(
-            f"device {device} has another loss than device 0: every device gets the outputs of the whole batch, and has to "
-            "compute the same loss of them, with the labels of the whole batch (those of the loader), the same weights, and "
-            "random numbers from a generator with one seed; nothing is divided by the number of devices"
-        )
+    _check_same(
+        group, "gradients of the loss", gradients, _TOLERANCE_OF_GRADIENTS,
+        "has another loss than device 0: every device gets the outputs of the whole batch, and has to compute the same loss of "
+        "them, with the labels of the whole batch (those of the loader), the same weights, and random numbers from a generator "
+        "with one seed; nothing is divided by the number of devices",
+    )  # fmt: skip
 
 
 def check_copies(group: Group, copies: Mapping[str, Tensor]) -> None:
@@ -102,17 +99,14 @@ def check_copies(group: Group, copies: Mapping[str, Tensor]) -> None:
                 )
 
 
-def _stranger(group: Group, topic: str, tensors: Sequence[Tensor | None], tolerance: float) -> int | None:
-    """The first device that has something else than device 0."""
+def _check_same(group: Group, topic: str, tensors: Sequence[Tensor | None], tolerance: float, words: str) -> None:
+    """Refuse, in these words, the first device that has something else than device 0."""
     rows = gather(group, topic, [_sums(x.detach()) if x is not None else None for x in tensors])
     for device, row in enumerate(rows):
         for first, other in zip(rows[0], row, strict=True):
-            if first is None or other is None:
-                if first is not other:
-                    return device
-            elif not abs(first[0] - other[0]) <= tolerance * first[1]:
-                return device
-    return None
+            none = first is None or other is None
+            if not (first is other if none else abs(first[0] - other[0]) <= tolerance * first[1]):
+                raise MismatchError(f"device {device} {words}")
 
 
 def _sums(x: Tensor) -> tuple[float, float]:

@@ -11,8 +11,9 @@ from convoy.comm.group import Group, Message, Pending
 from convoy.plan.device_program import Add, Copy, Event, Make, Merge, Operation, Part, Receive, Send, View, Wait
 from convoy.plan.exchange_program import Landing, MoveOf, landing
 from convoy.sharding.comm_dtype import CommDtype, comm_dtype_of, narrow_dtype
-from convoy.sharding.layout import Layout, Shape, box, local_shape
+from convoy.sharding.layout import Layout, Partial, Replicated, Shape, box, local_shape
 from convoy.sharding.redistribute import Schedule
+from convoy.sharding.redistribute import schedule as schedule_of
 
 Buffers = dict[str, Any]
 """Tensors by name; for a layer with several outputs, tuples or (as its gradient) a dict index -> gradient."""
@@ -221,3 +222,16 @@ def run_move(
         DeviceLostError: a device that had to send or receive did not.
     """
     return start_move(group, schedule, piece, src, dst, shape, wire).land()
+
+
+def redistribute(group: Group, piece: Tensor, src: Layout, dst: Layout, shape: Shape) -> Tensor:
+    """As `run_move`, by the schedule for these layouts. Of a device that holds nothing under `src`, `piece` tells the dtype."""
+    held = piece if box(src, group.device, shape) is not None else piece.new_empty((0, *shape[1:]))
+    return run_move(group, schedule_of(src, dst, shape), held, src, dst, shape)
+
+
+def gather_whole(group: Group, piece: Tensor, src: Layout, dst: Layout, shape: Shape, *, differ: bool) -> Tensor:
+    """As `redistribute`; where copies `differ`, because a plan mixes inexactly, it is their average."""
+    if differ and isinstance(src, Replicated) and piece.is_floating_point():
+        piece, src = piece / len(src.devices), Partial(src.devices)
+    return redistribute(group, piece, src, dst, shape)

@@ -36,7 +36,7 @@ from convoy.runtime.alike import (
 )
 from convoy.runtime.clock import Clock
 from convoy.runtime.compiled import Compiler, check_compiler
-from convoy.runtime.exchange import run_move
+from convoy.runtime.exchange import gather_whole, redistribute
 from convoy.runtime.executor import Executor, Expected
 from convoy.runtime.gradients import global_norm
 from convoy.runtime.marks import mark_originals, mark_pieces
@@ -46,8 +46,7 @@ from convoy.runtime.step_node import StepCall
 from convoy.runtime.torch_guards import guard
 from convoy.runtime.watch import Watch, carry_over
 from convoy.runtime.whole_weights import WholeWeights
-from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, box, holders, local_shape
-from convoy.sharding.redistribute import schedule
+from convoy.sharding.layout import Layout, OnOne, Replicated, Split, box, holders, local_shape
 
 CHECKED_DEVICES = 16
 """Of larger fleets the programs are not checked against each other before the first step: that takes seconds."""
@@ -171,7 +170,9 @@ class Distributed(nn.Module):
         self._plans = {True: plan, False: pin(plan, trained, evaluated)}
         self._borrowed = borrowed(self._plans[False], plan, trained, evaluated)
         everyone = Replicated(tuple(range(self.group.devices)))
-        self.layouts = _layouts(self._plans, self.traced) | dict.fromkeys(self._unused, everyone)
+        # Layers that exist only in evaluation add theirs.
+        self.layouts = parameter_layouts(self._plans[False], evaluated) | parameter_layouts(plan, trained)
+        self.layouts |= dict.fromkeys(self._unused, everyone)
         self._half_trained = next((key for key in self._borrowed if self.parameters_by_key[key].trainable), None)
         self._programs: dict[tuple[bool, int, tuple[InputGradient, ...]], Program] = {}
         for executor in self._executors.values():
@@ -247,10 +248,7 @@ class Distributed(nn.Module):
             for key, wanted in self._borrowed.items() if not self.training else ():
                 own, layout, shape = self._own(key), self.layouts[key], self.parameters_by_key[key].shape
                 kept.append((own, own.data))
-                piece = (
-                    own.detach() if box(layout, self.group.device, shape) is not None else own.new_empty(_none(shape))
-                )
-                own.data = run_move(self.group, schedule(layout, wanted, shape), piece, layout, wanted, shape)
+                own.data = redistribute(self.group, own.detach(), layout, wanted, shape)
             yield
         finally:
             for own, piece in kept:
@@ -472,15 +470,12 @@ class Distributed(nn.Module):
             holder, _, name = key.rpartition(".")
             module = self.module.get_submodule(holder)
             old = getattr(module, name)
-            layout = self.layouts[key]
             if old.is_complex() and old.requires_grad and self.is_copied(key) and self.group.devices > 1:
                 raise InputError(
                     f"parameter {key!r} is complex: its gradients cannot be summed over devices. Keep it as a real one with a "
                     "last axis of 2, and use torch.view_as_complex in forward"
                 )
-            plan = schedule(OnOne(0), layout, parameter.shape)
-            source = old.detach() if self.group.device == 0 else old.detach().new_empty(_none(parameter.shape))
-            piece = run_move(self.group, plan, source, OnOne(0), layout, parameter.shape).clone()
+            piece = redistribute(self.group, old.detach(), OnOne(0), self.layouts[key], parameter.shape).clone()
             if parameter.buffer:
                 module._buffers[name] = piece
             else:
@@ -620,10 +615,7 @@ class Distributed(nn.Module):
         """
         layout, shape = self.layouts[key], self.parameters_by_key[key].shape
         everyone = Replicated(tuple(range(self.group.devices)))
-        held = piece if box(layout, self.group.device, shape) is not None else piece.new_empty(_none(shape))
-        if self.plan.mixes and isinstance(layout, Replicated) and held.is_floating_point():
-            held, layout = held / len(layout.devices), Partial(layout.devices)
-        return run_move(self.group, schedule(layout, everyone, shape), held, layout, everyone, shape).clone()
+        return gather_whole(self.group, piece, layout, everyone, shape, differ=self.plan.mixes).clone()
 
     def _held(self, key: str) -> Tensor:
         return self._own(key).detach()
@@ -654,12 +646,6 @@ def _agree(group: Group, traced: TracedModel, plan: Plan, *, compile: bool) -> N
         agree_on(group, f"distribute:{what}", text, f"started with another {what}")
 
 
-def _layouts(plans: Mapping[bool, Plan], traced: Mapping[bool, TracedModel]) -> dict[str, Layout]:
-    """Layout of every parameter; layers that exist only in evaluation add theirs."""
-    evaluation = parameter_layouts(plans[False], traced[False].graph)
-    return evaluation | parameter_layouts(plans[True], traced[True].graph)
-
-
 def _parameters(traced: Mapping[bool, TracedModel]) -> dict[str, Parameter]:
     rows = [*traced[True].graph.layers.values(), *traced[False].graph.layers.values()]
     return {p.key: p for layer in rows for p in layer.parameters.values()}
@@ -671,10 +657,6 @@ def _unused(model: nn.Module, known: Mapping[str, Parameter]) -> dict[str, Param
     rows = [(k, p, False) for k, p in model.named_parameters()] + [(k, b, True) for k, b in model.named_buffers()]
     missing = [(k, t, b) for k, t, b in rows if tied[k] == k and k not in known]
     return {k: Parameter(k, tuple(t.shape), t.requires_grad and not b, b) for k, t, b in missing}
-
-
-def _none(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (0, *shape[1:])
 
 
 def _replace(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:

@@ -135,6 +135,7 @@ def _environment(wish: Wish, found: Found, kinds: Collection[str]) -> list[Comma
     fresh = found.environment != wish.python
     made = [_make(wish, found)] if fresh else []
     have = {} if fresh else found.packages
+    stamps = {**wish.direct, **{name: wheel.sha256 for name, wheel in wish.wheels.items()}}
     build = build_for(found, kinds, wish.torch["torch"]) if wish.index is None and "torch" in wish.torch else None
     unfit = [name for name, version in wish.torch.items() if not fits(have.get(name), version, build)]
     if unfit and build is not None:
@@ -148,10 +149,8 @@ def _environment(wish: Wish, found: Found, kinds: Collection[str]) -> list[Comma
             )
         )
     lacking = [name for name, version in wish.packages.items() if have.get(name) != version]
-    changed = [
-        name for name in (*wish.direct, *wish.wheels) if have and _stamp(wish, name) != found.installed.get(name)
-    ]
-    absent = [name for name in (*wish.direct, *wish.wheels) if name not in have]
+    changed = [name for name, stamp in stamps.items() if have and stamp != found.installed.get(name)]
+    absent = [name for name in stamps if name not in have]
     if lacking or absent or unfit:
         count = len({*lacking, *absent, *([] if build else unfit)})
         path = f"{found.root}/requirements.txt"
@@ -165,10 +164,6 @@ def _environment(wish: Wish, found: Found, kinds: Collection[str]) -> list[Comma
         force = ("--no-deps", "--reinstall" if found.uv else "--force-reinstall")
         made.append(Command(f"installing {', '.join(again)} anew", (*_install(found), *force, *words), INSTALL_S))
     return made
-
-
-def _stamp(wish: Wish, name: str) -> str:
-    return wish.wheels[name].sha256 if name in wish.wheels else wish.direct[name]
 
 
 def _make(wish: Wish, found: Found) -> Command:

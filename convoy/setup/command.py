@@ -112,7 +112,12 @@ def setup_fleet(path: Path, options: Options) -> int:
     if not any(done.values()):
         told("every host has all of it already")
     installed = any(isinstance(action, Command) for todo in done.values() for action in todo)
-    return _examine(path, told) if options.doctor or (options.doctor is None and installed) else 0
+    if not (installed if options.doctor is None else options.doctor):
+        return 0
+    from convoy.doctor.command import run_doctor
+
+    told("the doctor looks at all hosts together")
+    return run_doctor(path, None, DOCTOR_S)
 
 
 def sent_modules(fleet: Fleet, project: Path) -> list[Path]:
@@ -260,11 +265,3 @@ def _name_places(path: Path, found: Mapping[str, Found], told: _Told) -> None:
     if changed:
         write_whole(path, tomlkit.dumps(document))
         told(f"wrote python and folder of {', '.join(changed)} into {path}")
-
-
-def _examine(path: Path, told: _Told) -> int:
-    """The doctor: versions, ports, links."""
-    from convoy.doctor.command import run_doctor
-
-    told("the doctor looks at all hosts together")
-    return run_doctor(path, None, DOCTOR_S)

@@ -152,7 +152,7 @@ class There:
         )
         said = [line for line in lines if line]
         errors = [line for line in said if "error" in line.lower()] or said
-        cure = next((text for pattern, text in _REMEDIES if _found(pattern, said)), "try it there by hand: ")
+        cure = _cure(said, "try it there by hand: ")
         by_self = shlex.join(action.argv) if cure.endswith(": ") else ""
         raise InputError(f"{action.title} {how}: {' | '.join(errors[-3:]) or 'no message'}; {cure}{by_self}")
 
@@ -225,8 +225,7 @@ class There:
                 if message["convoy"] == "failed":
                     where = f"{message['path']}: " if message["path"] else ""
                     words = f"{where}{message['why']}"
-                    cure = next((text for pattern, text in _REMEDIES if _found(pattern, [words])), "mend that there")
-                    raise InputError(f"{words}; {cure}")
+                    raise InputError(f"{words}; {_cure([words], 'mend that there')}")
                 return message
             else:
                 raise InputError(self._trouble())
@@ -258,8 +257,9 @@ class There:
         return f"ssh ended with status {status}{last}; {remedy(self._host, ' '.join(said), 'python3', self._root)}"
 
 
-def _found(pattern: str, lines: Sequence[str]) -> bool:
-    return re.search(pattern, "\n".join(lines), re.IGNORECASE) is not None
+def _cure(said: Sequence[str], otherwise: str) -> str:
+    text = "\n".join(said)
+    return next((cure for pattern, cure in _REMEDIES if re.search(pattern, text, re.IGNORECASE)), otherwise)
 
 
 def boot() -> str:

@@ -252,28 +252,25 @@ def run(order: dict[str, Any]) -> None:
         child.stdout.close()
 
 
+def own(order: dict[str, Any]) -> None:
+    os.makedirs(order["root"], exist_ok=True)
+    lock = os.open(os.path.join(order["root"], ".lock"), os.O_WRONLY | os.O_CREAT, 0o666)  # held until the end
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    say("owned")
+
+
+ORDERS = {"look": look, "own": own, "compare": compare, "remove": remove, "write": write, "run": run}
+
+
 def main() -> int:
     orders = Orders()
     while True:
         order = orders.line()
         try:
-            if order["convoy"] == "look":
-                look(order)
-            elif order["convoy"] == "own":
-                os.makedirs(order["root"], exist_ok=True)
-                lock = open(os.path.join(order["root"], ".lock"), "w")  # noqa: SIM115 - held until the end
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                say("owned")
-            elif order["convoy"] == "compare":
-                compare(order)
-            elif order["convoy"] == "receive":
+            if order["convoy"] == "receive":
                 receive(order, orders)
-            elif order["convoy"] == "remove":
-                remove(order)
-            elif order["convoy"] == "write":
-                write(order)
-            elif order["convoy"] == "run":
-                run(order)
+            elif order["convoy"] in ORDERS:
+                ORDERS[order["convoy"]](order)
         except OSError as error:
             busy = isinstance(error, BlockingIOError)
             why = "another convoy setup is at work there; wait for it" if busy else error.strerror

@@ -16,7 +16,6 @@ MOST_BYTES = 2_000_000_000
 
 _LEFT_OUT = {"__pycache__", "node_modules", "runs"}
 _GIT_S = 60.0
-_CHUNK_BYTES = 1 << 20
 
 
 def project_files(folder: Path) -> list[str]:
@@ -77,11 +76,9 @@ def pieces(folder: Path, paths: Iterable[str]) -> tuple[Piece, ...]:
 
 def piece(folder: Path, path: str) -> Piece:
     """A file with its digest."""
-    found = hashlib.sha256()
     try:
         with (folder / path).open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                found.update(chunk)
+            found = hashlib.file_digest(file, "sha256")
             status = os.fstat(file.fileno())
     except OSError as error:
         raise InputError(f"cannot read {folder / path}: {error.strerror}; it was to be sent to the hosts") from None

@@ -56,11 +56,6 @@ class Energy:
         """Joules per sample."""
         return self.step_j / self.batch
 
-    @property
-    def mean_w(self) -> float:
-        """Watts of all devices together, over the step; 0 for a step that takes no time."""
-        return self.step_j / self.step_s if self.step_s else 0.0
-
 
 def energy_of(timeline: Timeline, power: Sequence[Power], batch: int) -> Energy:
     """Joules of a replayed step of `batch` samples; one `Power` per device, in order.

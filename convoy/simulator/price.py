@@ -181,7 +181,9 @@ class _Pricer:
 
     def _finish(self, kept: Sequence[tuple[Layout, Parameter]]) -> Iterable[Item]:
         held = [held_entries(how, self.device, p.shape) for how, p in kept if holds(how, self.device)]
-        own = sum((_own_memory(o) for o in self.source.backward if isinstance(o, Unpack)), NOTHING)
+        # Gradients that were summed together lie in one tensor; at the end of a step each gets memory of its own.
+        copied = [o for o in self.source.backward if isinstance(o, Unpack) and o.copied]
+        own = sum((Handling(copied=sum(o.sizes), made=o.sizes) for o in copied), NOTHING)
         # Bytes become floats, which are shifted and scaled where they lie: about as much memory traffic as two copies.
         loaded = Handling(copied=2 * sum(held_entries(v.layout, self.device, v.shape) for v in self.steps.inputs))
         rest_s = self.overhead.step_s + self.overhead.handling_s(own + loaded, self.costs.itemsize)
@@ -200,11 +202,6 @@ def _messages(operations: Sequence[Operation], place: int) -> list[Send | Receiv
         found.append(operation)
         place += 1
     return found
-
-
-def _own_memory(operation: Unpack) -> Handling:
-    """Gradients that were summed together lie in one tensor; at the end of a step each gets memory of its own."""
-    return Handling(copied=sum(operation.sizes), made=operation.sizes) if operation.copied else NOTHING
 
 
 def _kept(steps: StepList, graph: Graph) -> list[tuple[Layout, Parameter]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from convoy.cli.top import in_job
+from convoy.cli.options import in_job
 from convoy.comm.accelerator import pick_device
 from convoy.comm.environment import read_process_env
 from convoy.comm.launch_env import as_torchrun, first_host, is_one_of_job, tasks_on

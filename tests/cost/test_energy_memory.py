@@ -174,7 +174,7 @@ def test_energy_by_hand():
     # 10 s: 5 W * 10 s + 45 W * 4 s = 230 J; 2 W * 10 s + 8 W * 10 s = 100 J.
     energy = energy_of(timeline(10.0, 4.0, 10.0), (Power(5, 50), Power(2, 10)), batch=20)
     assert energy.devices_j == (230.0, 100.0)
-    assert (energy.step_j, energy.image_j, energy.mean_w) == (330.0, 16.5, 33.0)
+    assert (energy.step_j, energy.image_j, energy.step_j / energy.step_s) == (330.0, 16.5, 33.0)
 
 
 def test_energy_wants_watts_for_every_device():

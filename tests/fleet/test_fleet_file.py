@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convoy.errors import InputError
-from convoy.fleet import KINDS, LEAST, MAX_SLOWDOWN, MOST, WITHIN_HOST, Card, Device, Fleet, Host, Link, read_fleet
+from convoy.fleet import MAX_SLOWDOWN, WITHIN_HOST, Card, Device, Fleet, Host, Link, read_fleet
+from convoy.fleet.file import KINDS, LEAST, MOST
 from tests.support.good_files import HOSTS, LINK
 from tests.support.processes import ROOT
 

@@ -14,7 +14,6 @@ import convoy.plan.lower
 import convoy.plan.steps
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
-from convoy.cost.costs import roofline_costs
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.plan.lower import lower
@@ -24,6 +23,7 @@ from convoy.plan.strategy import Batch
 from convoy.planner.planner import plan_auto
 from convoy.planner.predict import working
 from convoy.runtime.module import Distributed
+from studies.roofline import roofline_costs
 from tests.support import nets
 from tests.support.one_device import (
     EXACT,

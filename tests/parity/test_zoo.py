@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
-from convoy.cost.costs import roofline_costs
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
@@ -25,6 +24,7 @@ from convoy.plan.steps import Compute
 from convoy.planner.planner import candidates, plan_auto
 from convoy.runtime.module import Distributed
 from convoy.sharding.layout import holders
+from studies.roofline import roofline_costs
 from tests.support import model_zoo
 from tests.support.odd_nets import Thinking
 from tests.support.one_device import EXACT, one_trace, part

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from convoy.cost.costs import roofline_costs
 from convoy.cost.memory import Room, memory_of, most_bytes
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Card, Device, Fleet, Host
@@ -22,6 +21,7 @@ from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import SUMS, Sum
 from convoy.simulator.energy import energy_of
 from convoy.simulator.simulate import Costs, simulate
+from studies.roofline import roofline_costs
 from tests.support.stacks import Stack
 
 GIGABIT = Card(125e6, 125e6, 1e-4)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from convoy.cost.compute import Rate, Roofline
-from convoy.cost.costs import roofline_costs
 from convoy.cost.memory import memory_of, update_s_per_entry
 from convoy.cost.network import network_of
 from convoy.errors import InputError
@@ -33,6 +32,7 @@ from studies.__main__ import main
 from studies.catalogue import fleet_of
 from studies.closed_form import plan_times, times_of
 from studies.points import Points
+from studies.roofline import roofline_costs
 from studies.sweep import AXES, BASE, PLANS, along, crossover, five_axes, points_at, rows_of, sweep, write_csv
 from studies.terms import ByUnits, Work, named_terms, terms_of
 
@@ -347,7 +347,7 @@ def test_a_mixed_fleet():
         assert each.memory == memory_of(each.plan, NETS["two-conv"], 64)
         assert each.energy is not None
         # Between all idle and all busy.
-        assert 4 + 4 + 2 <= each.energy.mean_w <= 15 + 28 + 10
+        assert 4 + 4 + 2 <= each.energy.step_j / each.energy.step_s <= 15 + 28 + 10
         assert fleets.too_large(each, fleet) == []
     rows = fleets.rows_of(list(results.values()), names)
     assert [row["plan"] for row in rows] == list(names)

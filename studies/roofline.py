@@ -1,0 +1,32 @@
+"""Costs of a fleet from its devices' peaks alone: the part of them that kernels reach is given, or all."""
+
+from convoy.cost.compute import Rate, Roofline
+from convoy.cost.costs import Costs
+from convoy.cost.memory import update_s_per_entry
+from convoy.cost.network import network_of
+from convoy.errors import InputError
+from convoy.fleet import Fleet
+
+
+def roofline_costs(fleet: Fleet, *, efficiency: float = 1.0, optimizer: str = "sgd-momentum") -> Costs:
+    """The costs of a fleet that is only described: roofline times of its devices, and its network.
+
+    Args:
+        efficiency: the part of the peak that dense kernels reach, for every device.
+
+    Raises:
+        InputError: a device without a peak or a memory bandwidth, an efficiency outside (0, 1], an unknown optimizer.
+    """
+    if not 0 < efficiency <= 1:
+        raise InputError(f"an efficiency of {efficiency}: the part of the peak is above 0 and at most 1; correct it")
+    rates = []
+    for device in fleet.devices:
+        if device.peak_flop_per_s is None or device.memory_bytes_per_s is None:
+            raise InputError(
+                f"device {device.name!r} gives no roofline: add peak_flop_per_s and memory_bytes_per_s to the "
+                "fleet file, or measure the device"
+            )
+        slowed = device.slowdown
+        rates.append(Rate(device.peak_flop_per_s / slowed, device.memory_bytes_per_s / slowed, efficiency))
+    update = tuple(update_s_per_entry(optimizer, rate.bytes_per_s) for rate in rates)
+    return Costs(Roofline(tuple(rates)), network_of(fleet), update_s_per_entry=update)
