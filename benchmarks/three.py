@@ -24,7 +24,7 @@ from benchmarks.gpu import Place, place_of
 from benchmarks.hardware import stamp
 from benchmarks.page import table
 from convoy.app.predict import fleet_on
-from convoy.cost.costs import Costs, roofline_costs
+from convoy.cost.costs import Costs
 from convoy.cost.described import described_costs
 from convoy.errors import InputError
 from convoy.files import write_whole
@@ -32,6 +32,7 @@ from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.planner.predict import PlanningContext, PlanPrediction, predict_plan
+from studies.roofline import roofline_costs
 
 COMMAND = "python -m benchmarks.three"
 PUBLISHED = 2.45

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.three import BATCH, IMAGE, NET, PUBLISHED, predict, speedup, stated_fleet, wire_for
-from convoy.cost.costs import roofline_costs
 from convoy.model.nets import graph_of
+from studies.roofline import roofline_costs
 from tests.conftest import ROOT
 from tests.support import sim
 
