@@ -54,7 +54,7 @@ def part_of_outputs(layer: Layer, layout: Layout, device: int) -> int:
     outputs = layer.extents[0]
     if not isinstance(layout, Split) or layout.axis == 0:
         return outputs
-    return max(1, outputs * layout.shares[device] // sum(layout.shares))
+    return max(1, outputs * layout.shares[device] // max(1, sum(layout.shares)))
 
 
 def shares_statistics(layer: Layer, layout: Layout) -> bool:
@@ -64,6 +64,8 @@ def shares_statistics(layer: Layer, layout: Layout) -> bool:
 
 def flop(layer: Layer, size: LocalSize) -> float:
     """Forward FLOP of a part of a layer."""
+    if not layer.flop:  # it may have no outputs either
+        return 0.0
     outputs, inputs = layer.extents
     return layer.flop * size.samples * (size.outputs / outputs) * (size.inputs / inputs)
 

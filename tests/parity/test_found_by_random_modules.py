@@ -15,9 +15,11 @@ from torch.utils.checkpoint import checkpoint
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
+from convoy.model.operation import Operation, Ref, call_operation
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
+from tests.support.beside_one import difference
 from tests.support.one_device import part
 
 
@@ -429,14 +431,13 @@ def test_one_sample_whose_axes_were_permuted_before_a_batch_norm() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gru, self.norm, self.fc = nn.GRU(3, 4), nn.BatchNorm2d(4).eval(), nn.Linear(4, 5)
-            self.second = nn.GRU(4, 4)
+            self.conv, self.gru = nn.Conv2d(3, 4, 1), nn.GRU(4, 4)
+            self.norm, self.fc = nn.BatchNorm2d(4).eval(), nn.Linear(4, 5)
 
         def forward(self, x: Tensor) -> Tensor:
-            x = self.gru(x.flatten(2).permute(2, 0, 1))[0].permute(1, 2, 0).reshape(-1, 4, 6, 6)
+            x = self.gru(self.conv(x).flatten(2).permute(2, 0, 1))[0].permute(1, 2, 0).reshape(-1, 4, 6, 6)
             x = F.batch_norm(x, self.norm.running_mean, self.norm.running_var, training=False)
-            x = self.second(x.flatten(2).permute(2, 0, 1))[0].permute(1, 2, 0)  # so that its gradient is permuted, too
-            return self.fc(x.mean(2))
+            return self.fc(x.mean(3).mean(2))
 
     torch.manual_seed(0)
     model, optimizer = Net().double(), functools.partial(torch.optim.SGD, lr=0.1)
@@ -453,6 +454,14 @@ def test_one_sample_whose_axes_were_permuted_before_a_batch_norm() -> None:
     expected = train(lambda n: model(images(n)), model)
     for state in found:
         torch.testing.assert_close(state, dict(expected), rtol=0, atol=1e-12)
+
+
+def test_the_gradient_of_one_sample_whose_axes_were_permuted_behind_a_batch_norm() -> None:
+    x, statistics = images(1).requires_grad_(), (torch.zeros(3).double(), torch.ones(3).double())
+    g = torch.randn(36, 1, 3, dtype=torch.float64).permute(1, 2, 0).view(1, 3, 6, 6)
+    y = call_operation(nn.Module(), Operation("function", F.batch_norm, (Ref(0), *statistics)), [x], 1)
+    (found,) = torch.autograd.grad(y, x, g)
+    torch.testing.assert_close(found, g / (1 + 1e-5) ** 0.5, rtol=0, atol=1e-12)
 
 
 def test_a_forward_that_asks_whether_a_tensor_requires_a_gradient() -> None:
@@ -481,3 +490,14 @@ def test_a_number_that_is_returned_must_not_be_frozen() -> None:
 
     with pytest.raises(InputError, match="beside its tensors that is another one at another call"):
         trace(Net().double(), images(2))
+
+
+@pytest.mark.parametrize("plan", ["data-by-speed", "model"])
+def test_a_tensor_without_channels(plan: str) -> None:
+    """Of seed 24840: a split into one channel and none; its FLOP were divided by its channels."""
+
+    def change(_: Asking, x: Tensor) -> Tensor:
+        some, none = torch.split(x, [4, 0], dim=1)
+        return torch.cat((some * torch.sigmoid(some), none), 1)
+
+    assert difference(Asking(change), (3, 6, 6), plan=plan) < 1e-10

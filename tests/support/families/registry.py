@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -76,18 +75,7 @@ def build(family: str, name: str, **options: Any) -> nn.Module:
         return timm.create_model(name, **options)  # type: ignore[no-any-return]
     builder = torchvision.models.get_model_builder(name)
     more = {k: None for k in ("weights", "weights_backbone") if k in inspect.signature(builder).parameters}
-    if family == "torchvision video.mvit":
-        return _for_small_films(builder)
     return builder(**more, **options)  # type: ignore[no-any-return]
-
-
-def _for_small_films(builder: Any) -> nn.Module:
-    """MViT for films of 8x64x64: its tables of positions fix the size, and of 16x224x224 three steps take hours."""
-    from torchvision.models.video import mvit
-
-    made, small = mvit._mvit, {"spatial_size": (64, 64), "temporal_size": 8}
-    with patch.object(mvit, "_mvit", lambda **given: made(**{**given, **small})):
-        return builder(weights=None)  # type: ignore[no-any-return]
 
 
 def narrowed(family: str, model: nn.Module) -> nn.Module:
