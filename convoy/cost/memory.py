@@ -14,7 +14,7 @@ from convoy.errors import unknown_name
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.plan.compile import compile_all
-from convoy.plan.device_program import DeviceProgram, Make, Pack, PackWeights, Receive, Send, View
+from convoy.plan.device_program import DeviceProgram, FreeWeights, Make, Pack, PackWeights, Receive, Send, View, Wait
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute as ComputeStep
@@ -161,11 +161,11 @@ def memory_of_steps(
     result = []
     for device, program in enumerate(compile_all(steps, graph)):
         kept, trained = parameter_entries(steps, graph, device)
-        whole = gathered_entries(steps, device)
+        whole, gradients = gathered_entries(program)
         result.append(
             DeviceMemory(
                 weights_bytes=(kept + whole) * itemsize,
-                gradients_bytes=(trained + whole) * itemsize,
+                gradients_bytes=(trained + gradients) * itemsize,
                 optimizer_bytes=trained * state * itemsize,
                 activations_bytes=_activations(program, steps, graph) * itemsize,
                 exchange_bytes=max(exchange_bytes(program, steps, itemsize).values(), default=0),
@@ -189,7 +189,9 @@ def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum"
     for device in range(steps.devices):
         kept, _ = parameter_entries(steps, graph, device)
         held = sum(held_entries(v.layout, device, v.shape) for v in values.values())
-        result.append((numbers * kept + 3 * gathered_entries(steps, device) + held + most) * itemsize)
+        gathers = (s for s in steps.phase("forward") if isinstance(s, GatherWeights) and device in s.devices)
+        whole = sum(sum(step.shape) for step in gathers)
+        result.append((numbers * kept + 3 * whole + held + most) * itemsize)
     return tuple(result)
 
 
@@ -209,10 +211,24 @@ def parameter_entries(steps: StepList, graph: Graph, device: int) -> tuple[int, 
     return sum(kept.values()), sum(trained.values())
 
 
-def gathered_entries(steps: StepList, device: int) -> int:
-    """Entries of whole parameters gathered from shares for a device; each has a whole gradient, too, until it is summed."""
-    gathers = [s for s in steps.phase("forward") if isinstance(s, GatherWeights) and device in s.devices]
-    return sum(sum(step.shape) for step in gathers)
+def gathered_entries(program: DeviceProgram) -> tuple[int, int]:
+    """The most entries at any time of whole parameters that were gathered from shares, and of their whole gradients."""
+    whole: dict[str, int] = {}
+    gradients: dict[int, int] = {}
+    most_whole = most_gradients = 0
+    for op in program.main():
+        match op:
+            case PackWeights(own_only=False):
+                whole |= {key: sum(shares) for key, shares in zip(op.keys, op.shares, strict=True)}
+            case FreeWeights(keys=keys):
+                whole = {key: size for key, size in whole.items() if key not in keys}
+            case Pack(into=into) if into:
+                gradients[op.step] = op.size
+            case Wait(events=events):
+                gradients = {step: n for step, n in gradients.items() if ("summed", step, 0) not in events}
+        most_whole = max(most_whole, sum(whole.values()))
+        most_gradients = max(most_gradients, sum(gradients.values()))
+    return most_whole, most_gradients
 
 
 def update_s_per_entry(optimizer: str, bytes_per_s: float, itemsize: int = 4) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from convoy.plan.device_program import (
     Add,
     Copy,
+    FreeWeights,
     Make,
     Merge,
     Operation,
@@ -86,7 +87,7 @@ def handling_of(operation: Operation) -> Handling | None:
     written. Memory that every step uses again costs nothing to make.
     """
     match operation:
-        case Make(reused=True) | View() | Unpack() | Pack(alone=True):
+        case Make(reused=True) | View() | Unpack() | Pack(alone=True) | FreeWeights():
             return NOTHING
         case Make(shape=shape, zeros=zeros):
             size = math.prod(shape)

@@ -14,6 +14,7 @@ from convoy.plan.device_program import (
     Compute,
     Copy,
     DeviceProgram,
+    FreeWeights,
     Fused,
     Make,
     Merge,
@@ -44,6 +45,9 @@ from convoy.plan.steps import (
 )
 from convoy.sharding.layout import Layout, Replicated, dual, entries, held_entries, holds, local_shape
 from convoy.sharding.redistribute import chunks
+
+SUMS_AT_ONCE = 1
+"""Sums under way, of gradients whose parameters are freed after use, when the next layer's backward begins."""
 
 MIXING = "inexact-butterfly-mixing"
 
@@ -155,6 +159,9 @@ class _Compiler:
         self.sums: list[Operation] = []
         self.under_way: dict[int, deque[Landing]] = {}
         self.begun: list[SumGradients] = []
+        self.of_freed: list[int] = []  # the sums under way whose parameters are freed after use
+        self.users = {k: s.devices for s in steps.steps if isinstance(s, GatherWeights) for k in s.keys}
+        self.freed = {k for s in steps.steps if isinstance(s, ComputeStep) for k in s.frees}
         self.merged: set[str] = set()
         self.shared = {step.layer for step in steps.steps if isinstance(step, ShareStatistics)}
         self.stretches = found
@@ -211,8 +218,11 @@ class _Compiler:
         match step:
             case ComputeStep(phase="forward"):
                 self._forward(step)
+                self._free([step])
             case ComputeStep():
+                self._limit_sums(step.id)
                 self._backward(step)
+                self._free([step])
             case Move(phase="forward"):
                 self._move(step, step.reads.layout, step.writes.layout, step.reads.key, step.writes.key)
             case Move():
@@ -291,6 +301,8 @@ class _Compiler:
         """A fused stretch: these steps belong to it or lie inside it."""
         phase, first, stretch = steps[0].phase, steps[0].id, self.stretches[number]
         row = {step.id: step for step in computes}
+        if phase == "backward":
+            self._limit_sums(first)
         self._await(sorted({a for step in row.values() for a in step.after} - set(row)), first)
         operations: list[Compute | Pack | Signal] = []
         behind: list[SumGradients] = []
@@ -312,8 +324,21 @@ class _Compiler:
                 self._gives(key, first) if first in self.givers.get(key, ()) else "" for key in stretch.reads
             )
         self.main.append(Fused(first, phase, number, reads, writes, tuple(operations)))
+        self._free([step for step in steps if isinstance(step, ComputeStep)])
         for each in behind:
             self._sum(each)
+
+    def _free(self, steps: Sequence[ComputeStep]) -> None:
+        """Whole parameters that these were the last to use are freed."""
+        if keys := tuple(key for step in steps for key in step.frees if self.device in self.users.get(key, ())):
+            # A device without samples of this batch computes nothing, and has not waited for them.
+            self._await([after for step in steps if step.frees for after in step.after], steps[-1].id)
+            self.main.append(FreeWeights(steps[-1].id, keys))
+
+    def _limit_sums(self, at: int) -> None:
+        """Where memory is to be saved, the whole gradients of so many sums are in memory at once, and no more."""
+        while len(self.of_freed) > SUMS_AT_ONCE:
+            self.main.append(Wait(at, (("summed", self.of_freed.pop(0), 0),)))
 
     # --- gradients of values -----------------------------------------------------------------------------------------
 
@@ -427,6 +452,7 @@ class _Compiler:
         if step.reduce != MIXING:
             self.main.append(_pack(step))
             self.main += sum_operations(step.id, step.schedule, self.device, _flat(step), step.wire, lane=0)
+            self.main += _own_share(step, self.device)
             self.main.append(_unpack(step, self.device))
             return
         schedule = step.stage(self.stage)
@@ -444,7 +470,10 @@ class _Compiler:
         ready, summed = ("ready", step.id, 0), ("summed", step.id, 0)
         self.sums.append(Wait(step.id, (ready,)))
         self.sums += sum_operations(step.id, step.schedule, self.device, _flat(step), step.wire, lane=1)
+        self.sums += _own_share(step, self.device)
         self.sums.append(Signal(step.id, summed))
+        if self.freed.intersection(step.keys):
+            self.of_freed.append(step.id)
         self.begun.append(step)
         return [_pack(step), Signal(step.id, ready)]
 
@@ -462,10 +491,19 @@ def _pack(step: SumGradients) -> Pack:
     return Pack(step.id, _flat(step), step.keys, step.sizes, step.flags, step.alone, into=step.into)
 
 
+def _own_share(step: SumGradients, device: int) -> list[Operation]:
+    """What this device keeps of a sum gets memory of its own, so that the whole gradients can go."""
+    if not step.into:
+        return []
+    kept = joined(step.into)
+    start, size = sum(kept[:device]), kept[device]
+    share, span = f"share {step.id}", Part(_flat(step), ((start, start + size),))
+    return [Make(step.id, share, (size,)), Copy(step.id, span, Part(share), size)]
+
+
 def _unpack(step: SumGradients, device: int) -> Unpack:
     if step.into:
-        kept = joined(step.into)
         own = tuple(shares[device] for shares in step.into)
-        return Unpack(step.id, _flat(step), step.keys, own, copied=True, start=sum(kept[:device]))
+        return Unpack(step.id, f"share {step.id}", step.keys, own, copied=len(own) > 1)
     apart = len(step.keys) > 1 and len(step.devices) > 1
     return Unpack(step.id, _flat(step), step.keys, step.sizes, step.flags, copied=apart)

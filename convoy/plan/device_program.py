@@ -201,7 +201,6 @@ class Unpack:
     """The gradients of parameters are those of a flat buffer from now on; fields as in `Pack`.
 
     Attributes:
-        start: where in the buffer they are.
         sizes: of the parameters, or of this device's shares of them.
         scale: mixing: what the gradients of two devices count in a whole batch.
         copied: each gets memory of its own at the end of the step.
@@ -215,7 +214,6 @@ class Unpack:
     mixed_over: int = 0
     scale: float = 1.0
     copied: bool = False
-    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +258,14 @@ class UnpackWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class FreeWeights:
+    """The memory of whole parameters that were gathered from shares is given back."""
+
+    step: int
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Fused:
     """A stretch of computations without an exchange between them, handed to autograd as one graph.
 
@@ -283,7 +289,7 @@ class Fused:
 
 Operation = (
     Compute | Fused | Make | View | Copy | Add | Merge | Send | Receive | Wait | Signal | Pack | Unpack | PackWeights
-    | UnpackWeights
+    | UnpackWeights | FreeWeights
 )  # fmt: skip
 
 
@@ -313,7 +319,12 @@ class DeviceProgram:
 
     def operations(self) -> Iterator[Operation]:
         """All of them, those inside fused stretches too."""
-        for operation in (*self.forward, *self.backward, *self.sums):
+        yield from self.main()
+        yield from self.sums
+
+    def main(self) -> Iterator[Operation]:
+        """Those of the main lane, those inside fused stretches too."""
+        for operation in (*self.forward, *self.backward):
             yield operation
             if isinstance(operation, Fused):
                 yield from operation.operations
@@ -345,6 +356,8 @@ def reads_of(operation: Operation) -> tuple[str, ...]:
             return (part.buffer,)
         case Unpack(buffer=buffer) | UnpackWeights(buffer=buffer):
             return (buffer,)
+        case Signal(step=step, event=("ready", _, _)):
+            return (f"sum {step}",)
     return ()
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from convoy.errors import PlanError
 from convoy.model.graph import Graph, Layer, Parameter
+from convoy.plan.gathering import Bucket, Turn, buckets_of, turns
 from convoy.plan.plan import Plan
 from convoy.plan.steps import (
     Compute,
@@ -14,6 +15,7 @@ from convoy.plan.steps import (
     InputGradient,
     Move,
     Part,
+    Phase,
     ReturnGradient,
     ShareStatistics,
     Step,
@@ -200,7 +202,10 @@ class _Lowering:
         used = used_layouts(graph, self.nominal)
         self.kept = {**_kept_layouts(plan, graph, used), **kept}
         self.gathered = {key: used[key] for key in used if _is_gathered(self.kept[key], used[key])}
-        self.gathered_by: dict[str, int] = {}  # key -> the step that gathers it
+        self.gathered_by: dict[str, int] = {}  # key -> the step that gathers it in this phase
+        freed = {p.key for n, how in plan.in_shares.items() if how.form == "free" for p in graph[n].trainable}
+        self.buckets = buckets_of(graph, self.gathered, freed, BUCKET_ENTRIES)
+        self.turns = turns([b for b in self.buckets if b.freed], list(graph.layers))
         self.steps: list[Step] = []
         self.values: dict[str, Value] = {}
         self.versions: dict[tuple[str, Layout], Value] = {}
@@ -209,7 +214,9 @@ class _Lowering:
         self.trains = trains(graph, self.wanted)
 
     def run(self) -> StepList:
-        self._gather()
+        for bucket in self.buckets:
+            if not bucket.freed:
+                self._gather(bucket, "forward")
         for layer in self.graph.layers.values():
             self._forward(layer)
         everyone = Replicated(tuple(range(self.plan.devices)))
@@ -236,31 +243,15 @@ class _Lowering:
     def _after(self, values: Iterable[Value]) -> tuple[int, ...]:
         return tuple(sorted({self.made_by[v.key] for v in values if v.key in self.made_by}))
 
-    def _gather(self) -> None:
-        """Parameters that are kept in shares set out, in the order in which they are used, to those who use them."""
-        sent = 0
-        open_: dict[tuple[int, ...], list[Parameter]] = {}  # by the devices that use them
-        rows = {p.key: p for layer in self.graph.layers.values() for p in layer.parameters.values()}
-        for parameter in (rows[key] for key in rows if key in self.gathered):
-            devices = holders(self.gathered[parameter.key])
-            if parameter.entries >= BUCKET_ENTRIES:
-                self._gather_these([parameter], devices)
-                sent += parameter.entries
-                continue
-            bucket = open_.setdefault(devices, [])
-            bucket.append(parameter)
-            size = sum(p.entries for p in bucket)
-            # The first layers wait for theirs, so the first are small.
-            if size >= min(BUCKET_ENTRIES, max(BUCKET_ENTRIES // 16, sent)):
-                self._gather_these(open_.pop(devices), devices)
-                sent += size
-        for devices, bucket in open_.items():
-            self._gather_these(bucket, devices)
-
-    def _gather_these(self, bucket: Sequence[Parameter], devices: tuple[int, ...]) -> None:
-        keys, shares = tuple(p.key for p in bucket), tuple(self._entries_of_shares(p) for p in bucket)
-        step = self._add(GatherWeights(self._id, "forward", keys, shares, devices))
+    def _gather(self, bucket: Bucket, phase: Phase) -> None:
+        """Parameters that are kept in shares set out to those who use them."""
+        keys, shares = tuple(p.key for p in bucket.parameters), tuple(map(self._entries_of_shares, bucket.parameters))
+        step = self._add(GatherWeights(self._id, phase, keys, shares, bucket.devices))
         self.gathered_by.update(dict.fromkeys(keys, step))
+
+    def _waits_for_weights(self, layer: Layer) -> set[int]:
+        """The gatherings that a layer has to wait for in this phase."""
+        return {self.gathered_by[p.key] for p in layer.parameters.values() if p.key in self.gathered_by}
 
     def _entries_of_shares(self, parameter: Parameter) -> Shares:
         layout = self.kept[parameter.key]
@@ -274,6 +265,9 @@ class _Lowering:
         self.versions[layer.name, placed.gives] = value
         if layer.kind == "input":
             return
+        turn = self.turns.get(layer.name, Turn())
+        for bucket in turn.begins:
+            self._gather(bucket, "forward")
         before = self._id
         pieces = self._pieces(layer, placed)
         reads = tuple(
@@ -281,7 +275,7 @@ class _Lowering:
         )
         self.moved_for[layer.name] = [step for step in self.steps[before:] if isinstance(step, Move)]
         after = self._after(reads)
-        gathered = {self.gathered_by[p.key] for p in layer.parameters.values() if p.key in self.gathered_by}
+        gathered = self._waits_for_weights(layer)
         after = tuple(sorted({*after, *gathered}))
         if shared := self._statistics(layer, placed):
             after = (
@@ -291,7 +285,7 @@ class _Lowering:
         wants = tuple(p and name in self.trains for name, p in zip(layer.inputs, layer.traced_back, strict=True))
         step = Compute(
             self._id, "forward", layer.name, reads, value, wants, self._parameters(layer), placed.note, after,
-            pieces=pieces,
+            pieces=pieces, frees=tuple(turn.frees),
         )  # fmt: skip
         self.made_by[value.key] = self._add(step)
 
@@ -332,6 +326,9 @@ class _Lowering:
     def _backward(self, forward: list[Step], ready: dict[str, list[int]]) -> tuple[Value | None, ...]:
         """All of backward; the values whose gradients are those of the inputs, None where an input has none."""
         sums = _Buckets(self)
+        reached = _reached(self.graph, self.trains)
+        order = [name for name in reversed(list(self.graph.layers)) if name in reached]
+        self.turns, self.gathered_by = turns([b for b in self.buckets if b.freed], order), {}
         for step in reversed(forward):
             if isinstance(step, Move):
                 self._return(step, ready)
@@ -364,13 +361,18 @@ class _Lowering:
             ready.setdefault(step.reads.key, []).append(self._add(back))
 
     def _backward_compute(self, step: Compute, ready: dict[str, list[int]], sums: "_Buckets") -> None:
+        turn = self.turns.get(step.layer, Turn())
+        for bucket in turn.begins:
+            self._gather(bucket, "backward")
         after = tuple(ready[step.writes.key])
         shared = self._statistics(self.graph[step.layer], self.placed[step.layer])
         if shared:
             after = (self._add(ShareStatistics(self._id, "backward", step.layer, step.reads[0], *shared, after)),)
+        after = (*after, *sorted(self._waits_for_weights(self.graph[step.layer])))
         for part, last in self._parts(step, sums):
             back = replace(
-                step, id=self._id, phase="backward", note="", after=after, part=part, last=last, pieces=1
+                step, id=self._id, phase="backward", note="", after=after, part=part, last=last, pieces=1,
+                frees=tuple(turn.frees) if last else (),
             )  # fmt: skip
             self._add(back)
             if part != "weight":

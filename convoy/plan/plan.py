@@ -13,7 +13,7 @@ from convoy.errors import PlanError, shown
 from convoy.files import parse_json, read_text
 from convoy.model.graph import Graph
 from convoy.plan import strategy as strategies
-from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Strategy
+from convoy.plan.strategy import Batch, Channel, Filter, Form, InShares, One, Strategy
 from convoy.sharding import shares as share_rules
 from convoy.sharding.comm_dtype import COMM_DTYPES, CommDtype
 from convoy.sharding.redistribute import SUMS, Reduce, Sum
@@ -180,7 +180,7 @@ class Plan:
         layers = {name: _from_row(entry) for name, entry in row.layers.items()}
         otherwise = _from_row(row.otherwise)
         assert isinstance(otherwise, Batch | One)
-        in_shares = {name: InShares(tuple(entry.shares)) for name, entry in row.in_shares.items()}
+        in_shares = {name: InShares(tuple(entry.shares), entry.form) for name, entry in row.in_shares.items()}
         return Plan(
             row.name, row.model, row.devices, row.batch, layers, otherwise, row.reduce, row.pieces, row.wire, in_shares
         )
@@ -216,6 +216,7 @@ class _OneRow(_Row):
 
 class _InSharesRow(_Row):
     shares: list[int]
+    form: Form = "keep"
 
 
 _AnyRow = Annotated[_SharesRow | _OneRow, Field(discriminator="strategy")]

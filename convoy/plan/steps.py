@@ -62,6 +62,7 @@ class Compute:
         part: in backward, which gradients: a layer may have two steps, so that what the first gives travels meanwhile.
         last: whether it is the last step of the layer's backward.
         pieces: in forward, it begins with the first rows of its input while the others still arrive (see `Move.pieces`).
+        frees: parameters whose whole copies are freed after it; they were gathered from shares.
     """
 
     id: int
@@ -76,6 +77,7 @@ class Compute:
     part: Part = "all"
     last: bool = True
     pieces: int = 1
+    frees: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ without a strategy of their own follow the layout of their first input where the
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from convoy.errors import PlanError
 from convoy.model.graph import Cut, Graph, Kind, Layer
@@ -47,6 +47,9 @@ class One:
     name: ClassVar[str] = "one"
 
 
+Form = Literal["keep", "free"]
+
+
 @dataclass(frozen=True, slots=True)
 class InShares:
     """Parameters that several devices use whole are kept in shares, each with its part of the optimizer's state.
@@ -54,9 +57,12 @@ class InShares:
     Attributes:
         shares: proportions, one per device; each parameter is cut along its first axis into whole rows by them. A device that
             computes nothing of the layer may keep a share.
+        form: "keep": whole copies stay until they are gathered anew in the next step; "free": they are freed after use, in
+            forward and in backward, and gathered in both.
     """
 
     shares: Shares
+    form: Form = "keep"
 
 
 Strategy = Batch | Filter | Channel | One

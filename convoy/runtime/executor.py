@@ -15,7 +15,18 @@ from convoy.errors import InputError
 from convoy.model.graph import Layer
 from convoy.model.tracing import TracedModel, bind_operation
 from convoy.plan.compile import compile_device, output_gradient, without_gradients
-from convoy.plan.device_program import Compute, Fused, Make, Pack, PackWeights, Signal, Unpack, UnpackWeights, Wait
+from convoy.plan.device_program import (
+    Compute,
+    FreeWeights,
+    Fused,
+    Make,
+    Pack,
+    PackWeights,
+    Signal,
+    Unpack,
+    UnpackWeights,
+    Wait,
+)
 from convoy.plan.size import LocalSize, flop, whole_size
 from convoy.plan.steps import Phase, StepList
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
@@ -152,6 +163,8 @@ class Executor:
                     buffers[pack.buffer] = self.whole.pack(pack, self.group.device)
                 case UnpackWeights() as pack:
                     self.whole.unpack(pack, buffers[pack.buffer])
+                case FreeWeights() as freed:
+                    self.whole.free(freed.keys)
                 case _:
                     self._exchange(lane, item.operations, program, buffers)
             for name in item.drops:
@@ -306,9 +319,19 @@ class Executor:
                     buffers[pack.buffer] = packed(pack, found, self.model, self.group)
                 case Signal(step=step):
                     sums.begin(step, buffers[f"sum {step}"])
+                case PackWeights() as weights:
+                    buffers[weights.buffer] = self.whole.pack(weights, self.group.device)
+                case UnpackWeights() as weights:
+                    self.whole.unpack(weights, buffers[weights.buffer])
+                case FreeWeights() as freed:
+                    self.whole.free(freed.keys)
+                case Wait(events=(("summed", step, _),), step=at) if at < len(program.steps.steps):
+                    with self.clock.exchange():
+                        sums.wait(step)
                 case Wait(events=(("summed", _, _), *_)):
                     with self.clock.exchange():
                         sums.finish()
+                    buffers.update(sums.shares)
                 case Unpack() as pack:
                     unpack(pack, buffers[pack.buffer], found, self.model)
                 case _:

@@ -46,6 +46,9 @@ class Sums:
     Args:
         sums: the operations of each, as `sums_of` gives them.
         slots: where summands arrive, step after step.
+
+    Attributes:
+        shares: what this device keeps of sums that come to shares, as buffers.
     """
 
     def __init__(self, group: Group, sums: dict[int, list[Bound]], slots: Slots) -> None:
@@ -56,6 +59,8 @@ class Sums:
         self._queue: queue.SimpleQueue[tuple[int, Tensor] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._done = {step: threading.Event() for step in sums}
+        self.shares: Buffers = {}
 
     def begin(self, step: int, flat: Tensor) -> None:
         """The summands of one sum are there: it is made in place, in its turn."""
@@ -66,13 +71,29 @@ class Sums:
 
     def _start(self, step: int, flat: Tensor) -> None:
         if self.group.lanes == 1:
-            Lane(self.group, 0, self.slots).run(self._sums[step], {f"sum {step}": flat}, flat.dtype)
+            self._run(Lane(self.group, 0, self.slots), step, flat)
             return
         if self._thread is None:
             stream = Streams(self.group.torch_device)
             self._thread = threading.Thread(target=self._work, args=(stream,), name="convoy-sums", daemon=True)
             self._thread.start()
         self._queue.put((step, flat))
+
+    def _run(self, lane: Lane, step: int, flat: Tensor) -> None:
+        buffers: Buffers = {f"sum {step}": flat}
+        lane.run(self._sums[step], buffers, flat.dtype)
+        self.shares.update((name, buffer) for name, buffer in buffers.items() if name.startswith("share "))
+        self._done[step].set()
+
+    def wait(self, step: int) -> None:
+        """Wait for one sum.
+
+        Raises:
+            DeviceLostError: a device did not send its part.
+        """
+        self._done[step].wait()  # every wait in it has the group's own limit
+        if self._error is not None:
+            raise self._error
 
     def finish(self) -> None:
         """Wait for all sums.
@@ -96,10 +117,12 @@ class Sums:
         try:
             with stream.entered(), torch.no_grad():  # a thread of its own starts with autograd on
                 while (each := self._queue.get()) is not None:
-                    step, flat = each
-                    lane.run(self._sums[step], {f"sum {step}": flat}, flat.dtype)
+                    self._run(lane, *each)
+                    del each  # a whole gradient
         except BaseException as error:
             self._error = error
+            for done in self._done.values():
+                done.set()
 
 
 class StretchSums:
@@ -169,7 +192,8 @@ class StretchSums:
         pack = self._packs[step]
         self._end_lap()
         flat = packed(pack, self._found, self._model, self._sums.group)
-        self._buffers[pack.buffer] = flat
+        if not pack.into:
+            self._buffers[pack.buffer] = flat
         self._sums.begin(step, flat)
 
 
@@ -202,6 +226,8 @@ def packed(operation: Pack, found: Found, model: nn.Module, group: Group) -> Ten
         # Counts of devices: no wire format rounds one of them to zero.
         used = [float(found.get(key) is not None) for key in operation.keys]
         parts.append(torch.tensor(used, device=group.torch_device).to(parts[0]))
+    if operation.into:
+        found.update(dict.fromkeys(operation.keys))  # the whole gradients are in the sum from now on
     if operation.alone:
         return parts[0]
     return torch.cat(by_device(parts, operation.into) if operation.into else parts)
@@ -218,7 +244,7 @@ def unpack(operation: Unpack, flat: Tensor, found: Found, model: nn.Module) -> N
     if operation.mixed_over:
         flat = _unmixed(operation, flat, model)
     used = flat[-operation.flags :].tolist() if operation.flags else [1.0] * len(operation.keys)
-    start = operation.start
+    start = 0
     for key, size, flag in zip(operation.keys, operation.sizes, used, strict=True):
         # No device used it (control flow): then it has no gradient, as on one device.
         found[key] = flat[start : start + size] if flag else None

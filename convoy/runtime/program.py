@@ -13,6 +13,7 @@ from convoy.plan.compile import MIXING
 from convoy.plan.device_program import (
     Compute,
     DeviceProgram,
+    FreeWeights,
     Fused,
     Operation,
     Pack,
@@ -136,7 +137,9 @@ def _items(operations: Sequence[Operation], kept: set[str]) -> list[Item]:
 
 def _stands_alone(operation: Operation) -> bool:
     summed = isinstance(operation, Wait) and operation.events[0][0] == "summed"
-    return summed or isinstance(operation, Compute | Fused | Pack | Unpack | PackWeights | UnpackWeights | Signal)
+    return summed or isinstance(
+        operation, Compute | Fused | Pack | Unpack | PackWeights | UnpackWeights | FreeWeights | Signal
+    )
 
 
 def _bound(fused: Fused, graph: Graph, model: nn.Module, gathered: Collection[str]) -> BoundFused:

@@ -52,6 +52,8 @@ class WholeWeights:
         own = [(self._model.get_parameter(k) if share is None else share).detach().reshape(-1) for k, share in rows]
         if operation.own_only:
             return torch.cat(own)
+        for key in operation.keys:
+            _resize(self._whole[key], self._whole[key].numel())
         flat = self._whole[operation.keys[0]].data.view(-1) if operation.alone else own[0].new_empty(operation.made)
         start = sum(sum(row[:device]) for row in operation.shares)
         for share in own:
@@ -69,7 +71,19 @@ class WholeWeights:
         for place, arrived in zip(places, torch.split(flat, [p.numel() for p in places]), strict=True):
             place.copy_(arrived)
 
+    def free(self, keys: Iterable[str]) -> None:
+        """Give the memory of whole parameters back until they are gathered again. What autograd has kept of them are views of
+        that memory, and find the same numbers there."""
+        for key in keys:
+            _resize(self._whole[key], 0)
+
     def _of(self, key: str, share: Tensor) -> nn.Parameter:
         if key not in self._whole:
             self._whole[key] = nn.Parameter(share.detach().new_empty(self._shapes[key]), share.requires_grad)
         return self._whole[key]
+
+
+def _resize(parameter: Tensor, entries: int) -> None:
+    storage = parameter.untyped_storage()
+    if storage.nbytes() != entries * parameter.element_size():
+        storage.resize_(entries * parameter.element_size())

@@ -14,6 +14,7 @@ from convoy.plan.compile import compile_all
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import GatherWeights, SumGradients
+from convoy.plan.strategy import Form
 from convoy.runtime.module import Distributed
 from tests.support import nets
 from tests.support.in_shares import in_shares
@@ -36,19 +37,24 @@ SHARES = (1, 3, 0, 2)
 """Of four devices that compute (7, 0, 2, 1) samples: device 1 computes nothing and keeps most, device 2 the other way round."""
 
 
-def by_speed(net: str, shares: tuple[int, ...] = SHARES) -> Plan:
-    return in_shares(by_name("data-by-speed", net), net, shares)
+FORMS: tuple[Form, ...] = ("keep", "free")
 
 
+def by_speed(net: str, shares: tuple[int, ...] = SHARES, form: Form = "keep") -> Plan:
+    return in_shares(by_name("data-by-speed", net), net, shares, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shares", [SHARES, (0, 1, 0, 0), (1, 1, 1, 1)])
-def test_twenty_steps(shares: tuple[int, ...]) -> None:
-    check(Training("two-conv"), by_speed("two-conv", shares))
+def test_twenty_steps(shares: tuple[int, ...], form: Form) -> None:
+    check(Training("two-conv"), by_speed("two-conv", shares, form))
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("net", [*nets.NETS])
-def test_every_net(net: str) -> None:
-    check(Training(net, SHORT), by_speed(net))
+def test_every_net(net: str, form: Form) -> None:
+    check(Training(net, SHORT), by_speed(net, form=form))
 
 
 @pytest.mark.parametrize("net", ["resnet", "mobile"])
@@ -75,12 +81,15 @@ def test_clipping_by_the_norm_of_all_gradients(kind: float) -> None:
     check(training, by_speed("two-conv"))
 
 
-@pytest.mark.parametrize("net", ["two-conv", "resnet"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("net", ["two-conv", "resnet", "mobile"])
 @pytest.mark.parametrize("entries", [1, 40])
-def test_large_parameters_arrive_where_they_lie(net: str, entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_parameters_arrive_where_they_lie(
+    net: str, entries: int, form: Form, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What megabytes do in earnest, with a few numbers: a gathering and a sum for each, nothing copied."""
     monkeypatch.setattr(convoy.plan.lower, "BUCKET_ENTRIES", entries)
-    plan = by_speed(net)
+    plan = by_speed(net, form=form)
     steps = lower(plan, graph_of(net)).steps
     assert any(step.alone for step in steps if isinstance(step, GatherWeights))
     assert any(step.alone and step.into for step in steps if isinstance(step, SumGradients))
@@ -88,9 +97,9 @@ def test_large_parameters_arrive_where_they_lie(net: str, entries: int, monkeypa
 
 
 @pytest.mark.parametrize("net", ["two-conv", "resnet", "mobile"])
-@pytest.mark.parametrize("shares", [SHARES, (7, 0, 2, 1)])
-def test_the_bytes_that_are_predicted_are_sent(net: str, shares: tuple[int, ...]) -> None:
-    plan = by_speed(net, shares)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_bytes_that_are_predicted_are_sent(net: str, form: Form) -> None:
+    plan = by_speed(net, form=form)
     steps = lower(plan, graph_of(net))
     sent = traffic_of(net, plan, 10)
     assert sent == steps.traffic(8)
@@ -98,12 +107,13 @@ def test_the_bytes_that_are_predicted_are_sent(net: str, shares: tuple[int, ...]
     assert sent == {(p.device, peer): n for p in programs for peer, n in p.sent_bytes(8).items()}
 
 
-def test_a_device_holds_its_share_and_no_more_between_steps() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_device_holds_its_share_between_steps(form: Form) -> None:
     model = nets.build("two-conv")
     (x, y), *_ = Training("two-conv", (10,)).batches(model)
 
     def work(group: Group) -> list[tuple[int, ...]]:
-        here = Distributed(model, by_speed("two-conv"), group, x[:2])
+        here = Distributed(model, by_speed("two-conv", form=form), group, x[:2])
         optimizer = torch.optim.Adam(here.parameters())
         loss_of(here(part(here, x), batch=10), y).backward()
         optimizer.step()
@@ -112,6 +122,9 @@ def test_a_device_holds_its_share_and_no_more_between_steps() -> None:
         for held in (conv2.grad, state[conv2]["exp_avg"], state[conv2]["exp_avg_sq"]):
             assert held.shape == conv2.shape
             assert held.untyped_storage().nbytes() == conv2.numel() * 8
+        whole = here._executors[True].whole._whole.values()
+        freed = [p.untyped_storage().nbytes() == 0 for p in whole]
+        assert all(freed) if form == "free" else not any(freed)
         return [tuple(p.shape) for p in here.parameters()]
 
     with one_trace():

@@ -5,24 +5,28 @@ from dataclasses import replace
 
 import pytest
 
+from convoy.cost.memory import memory_of
 from convoy.errors import PlanError
 from convoy.plan.compile import compile_all
+from convoy.plan.device_program import Compute as DeviceCompute
+from convoy.plan.device_program import FreeWeights, PackWeights
 from convoy.plan.lower import lower, parameter_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.program_check import check_programs
 from convoy.plan.program_text import parse_program, program_lines
 from convoy.plan.steps import Compute, GatherWeights, SumGradients
-from convoy.plan.strategy import Batch, Filter, InShares
+from convoy.plan.strategy import Batch, Filter, Form, InShares
 from convoy.sharding.layout import Replicated, Split
 from convoy.sharding.redistribute import gather_shares, sum_into_shares, traffic
 from tests.support.in_shares import in_shares
 from tests.support.one_device import by_name, graph_of
 
 SHARES = (1, 3, 0, 2)
+FORMS: tuple[Form, ...] = ("keep", "free")
 
 
-def plan_of(net: str) -> Plan:
-    return in_shares(by_name("data-by-speed", net), net, SHARES)
+def plan_of(net: str, form: Form = "keep") -> Plan:
+    return in_shares(by_name("data-by-speed", net), net, SHARES, form)
 
 
 def test_what_travels_by_hand() -> None:
@@ -55,17 +59,62 @@ def test_layers_wait_for_their_own_weights_and_no_sum_of_copies_is_left() -> Non
     assert all(step.members == (0, 1, 2, 3) for step in sums), "device 1 keeps shares"
 
 
+def test_freed_weights_are_there_one_bucket_ahead_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("convoy.plan.lower.BUCKET_ENTRIES", 1)
+    graph = graph_of("two-conv")
+    (program, *_) = compile_all(lower(plan_of("two-conv", "free"), graph), graph)
+    there: set[str] = set()
+    seen: list[tuple[str, ...]] = []
+    for op in program.main():
+        match op:
+            case PackWeights():
+                there |= set(op.keys)
+            case FreeWeights():
+                there -= set(op.keys)
+            case DeviceCompute(layer=layer) if graph[layer].trainable:
+                assert {p.key for p in graph[layer].trainable} <= there
+                row = (op.phase, layer, *sorted({key.partition(".")[0] for key in there}))
+                seen += [row] if row not in seen else []  # a backward may be in two parts
+    assert not there
+    assert seen == [
+        ("forward", "conv1", "conv1", "conv2"),
+        ("forward", "conv2", "conv2", "fc"),
+        ("forward", "fc", "fc"),
+        ("backward", "fc", "conv2", "fc"),
+        ("backward", "conv2", "conv1", "conv2"),
+        ("backward", "conv1", "conv1"),
+    ]  # fmt: skip
+
+
+def test_memory_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """conv1 380, conv2 322 and fc 145 entries; device 0 keeps a sixth of the rows, and computes with all."""
+    monkeypatch.setattr("convoy.plan.lower.BUCKET_ENTRIES", 1)
+    graph = graph_of("two-conv")
+    needs = {form: memory_of(plan_of("two-conv", form), graph, optimizer="adam", itemsize=1)[0] for form in FORMS}
+    own = 76 + 46 + 29
+    assert all(each.optimizer_bytes == 2 * own for each in needs.values())
+    assert needs["keep"].weights_bytes == own + 380 + 322 + 145
+    assert needs["free"].weights_bytes == own + 322 + 375, (
+        "in backward conv1.weight sets out beside conv2; its bias follows"
+    )
+    assert needs["keep"].gradients_bytes == own + 380 + 322 + 145
+    assert needs["free"].gradients_bytes < needs["keep"].gradients_bytes
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("net", ["two-conv", "resnet"])
-def test_programs_are_checked_and_read_back(net: str) -> None:
-    programs = compile_all(lower(plan_of(net), graph_of(net)), graph_of(net))
+def test_programs_are_checked_and_read_back(net: str, form: Form) -> None:
+    programs = compile_all(lower(plan_of(net, form), graph_of(net)), graph_of(net))
     check_programs(programs)
     assert [parse_program(program_lines(p)) for p in programs] == programs
 
 
 def test_a_plan_file_names_them() -> None:
     plan = plan_of("two-conv")
-    assert json.loads(plan.to_json())["in_shares"]["conv1"] == {"shares": list(SHARES)}
-    assert Plan.from_json(plan.to_json()) == plan
+    assert json.loads(plan.to_json())["in_shares"]["conv1"] == {"shares": list(SHARES), "form": "keep"}
+    for form in ("keep", "free"):
+        chosen = plan_of("two-conv", form)
+        assert Plan.from_json(chosen.to_json()) == chosen
     assert "in_shares" not in replace(plan, in_shares={}).to_json(), "files without are as they were"
     sharded = by_name("sharded", "two-conv")
     assert sharded.in_shares["fc"] == InShares((700, 0, 200, 100))

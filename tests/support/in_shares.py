@@ -3,15 +3,15 @@
 from dataclasses import replace
 
 from convoy.plan.plan import Plan
-from convoy.plan.strategy import Batch, InShares, may_be_in_shares
+from convoy.plan.strategy import Batch, Form, InShares, may_be_in_shares
 from tests.support.one_device import graph_of
 
 
-def in_shares(plan: Plan, net: str, shares: tuple[int, ...]) -> Plan:
+def in_shares(plan: Plan, net: str, shares: tuple[int, ...], form: Form = "keep") -> Plan:
     """The plan with the parameters of every layer in shares that may be, and has no strategy that forbids it."""
     free = [
         layer.name
         for layer in graph_of(net).layers.values()
         if may_be_in_shares(layer) and isinstance(plan.layers.get(layer.name, Batch(())), Batch)
     ]
-    return replace(plan, in_shares=dict.fromkeys(free, InShares(shares)))
+    return replace(plan, in_shares=dict.fromkeys(free, InShares(shares, form)))
