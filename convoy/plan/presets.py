@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from convoy.errors import PlanError, unknown_name
 from convoy.model.graph import Graph, Layer
 from convoy.plan.plan import Plan
-from convoy.plan.strategy import Batch, Filter, Form, InShares, One, Strategy, may_be_in_shares
+from convoy.plan.strategy import Batch, Filter, InShares, One, Strategy, may_be_in_shares
 from convoy.sharding.redistribute import SUMS, Sum
 from convoy.sharding.shares import Shares, apportion, even
 
@@ -65,7 +65,7 @@ def named_plan(name: str, graph: Graph, batch: int, speeds: Speeds, reduce: Sum 
     default: Sum = "butterfly" if name == "hybrid" else "ring"
     plan = Plan(name, graph.fingerprint, len(speeds.devices), batch, layers, otherwise, reduce or default)
     if name == "sharded" and len(speeds.devices) > 1 and not plan.mixes:
-        plan = replace(plan, in_shares=_in_shares(graph, speeds, "keep"))
+        plan = replace(plan, in_shares=_in_shares(graph, speeds))
     plan.check(graph)
     return plan
 
@@ -84,16 +84,8 @@ def _data_by_speed(_graph: Graph, batch: int, speeds: Speeds) -> _Parts:
     return {}, Batch(apportion(batch, speeds.devices))
 
 
-def sharded_plan(graph: Graph, batch: int, speeds: Speeds, reduce: Sum, form: Form) -> Plan:
-    """The plan `sharded`, with whole copies of weights that stay, or that are freed after use."""
-    plan = named_plan("sharded", graph, batch, speeds, reduce)
-    if form == "keep" or not plan.in_shares:
-        return plan
-    return replace(plan, name=f"sharded, {form}", in_shares=_in_shares(graph, speeds, form))
-
-
-def _in_shares(graph: Graph, speeds: Speeds, form: Form) -> Mapping[str, InShares]:
-    how = InShares(apportion(SHARE_UNITS, speeds.devices), form)
+def _in_shares(graph: Graph, speeds: Speeds) -> Mapping[str, InShares]:
+    how = InShares(apportion(SHARE_UNITS, speeds.devices))
     return {layer.name: how for layer in graph.layers.values() if may_be_in_shares(layer)}
 
 

@@ -17,7 +17,7 @@ from convoy.errors import PlanError
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.presets import PLANS, Speeds, named_plan, sharded_plan
+from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.size import whole_size
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import One
@@ -327,11 +327,6 @@ def _fitting(model: CostModel, found: Sequence[_Found], order: Sequence[int], ro
                     needs.append((each, need))
                     if not room.excess(need):
                         fitting.append(each)
-    if not fitting:  # weights in shares take the least memory, and the most messages
-        for form in ("keep", "free"):
-            plan = sharded_plan(model.graph, model.batch, Speeds(model.solo_speeds()), lean, form)
-            needs.append((_Found(_model_s(model, order, plan), len(order), plan), _memory(plan, model, room)))
-            fitting += [needs[-1][0]] if not room.excess(needs[-1][1]) else []
     if not fitting:
         raise PlanError(room.refusal(model.graph.model, model.batch, [need for _, need in needs]))
     return fitting

@@ -11,7 +11,7 @@ from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.plan.presets import PLANS, Speeds, named_plan, sharded_plan
+from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.strategy import Channel, Filter
 from convoy.planner.analytic import CostModel
 from convoy.planner.planner import candidates, plan_auto, solo_speeds
@@ -127,21 +127,6 @@ def test_a_net_that_fits_nowhere_is_refused_with_numbers() -> None:
     assert "of 10 MB" in text or "of 12 MB" in text
     assert "smaller batch" in text
     assert "memory_bytes" in text
-
-
-def test_where_nothing_else_fits_weights_are_kept_in_shares() -> None:
-    """Convolutions whose weights are all there is: devices that split filters keep whole inputs, and shares keep less."""
-    stack = Stack((64, 4, 4))
-    for _ in range(6):
-        stack = stack.conv(64, 3)
-    graph = stack.flatten().linear(4).graph()
-    plain = context_of(fleet(*[(1e11, 10**10)] * 3), graph, 6)
-    shared = [sharded_plan(graph, 6, Speeds((1.0,) * 3), "ring", form) for form in ("keep", "free")]
-    keep, free = (max(needs(each, graph)) for each in shared)
-    assert free < keep < max(needs(named_plan("data", graph, 6, Speeds((1.0,) * 3)), graph))
-    tight = context_of(fleet(*[(1e11, free)] * 3), graph, 6)
-    found = plan_auto(graph, 6, plain.costs, tight.room)
-    assert max(needs(found, graph)) <= free
 
 
 def test_devices_without_a_known_limit_hold_anything() -> None:
