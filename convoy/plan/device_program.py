@@ -356,8 +356,6 @@ def reads_of(operation: Operation) -> tuple[str, ...]:
             return (part.buffer,)
         case Unpack(buffer=buffer) | UnpackWeights(buffer=buffer):
             return (buffer,)
-        case Signal(step=step, event=("ready", _, _)):
-            return (f"sum {step}",)
     return ()
 
 

@@ -130,6 +130,7 @@ def _items(operations: Sequence[Operation], kept: set[str]) -> list[Item]:
     seen = set(kept)
     for row in reversed(rows):
         named = {name for operation in row for name in (*reads_of(operation), *writes_of(operation))}
+        named |= {f"sum {op.step}" for op in row if isinstance(op, Signal)}  # with it, the summands are handed on
         items.append(Item(tuple(with_messages(row)), tuple(named - seen)))
         seen |= named
     return items[::-1]

@@ -25,6 +25,7 @@ from convoy.plan.strategy import Batch, Filter
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshare
 from tests.support import nets
+from tests.support.in_shares import in_shares
 from tests.support.one_device import (
     EXACT,
     OPTIMIZERS,
@@ -135,6 +136,21 @@ def test_shares_that_change_every_few_steps(plan: str, optimizer: str) -> None:
     }
     assert len({p.to_json() for p in plans.values()}) > 1
     check(Training("mobile", SIZES, optimizer), plans)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_weights_in_shares_move_to_other_shares_to_copies_and_to_filters(optimizer: str) -> None:
+    copies, other = by_name("data-by-speed", "resnet"), by_name("data", "resnet")
+    plans = {
+        0: in_shares(copies, "resnet", (1, 3, 0, 2)),
+        1: in_shares(other, "resnet", (1, 3, 0, 2), "free"),
+        2: in_shares(other, "resnet", (0, 1, 5, 1), "free"),
+        4: copies,
+        5: in_shares(copies, "resnet", (4, 1, 0, 0)),
+        6: mixed("resnet"),
+        7: in_shares(mixed("resnet"), "resnet", (1, 1, 1, 1), "free"),
+    }
+    check(Training("resnet", SIZES, optimizer), plans)
 
 
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS])
