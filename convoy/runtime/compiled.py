@@ -2,7 +2,7 @@
 
 A row lies within one fused stretch (`convoy.plan.fusion`). It ends where a gradient sum begins in backward, which a compiled
 function would delay, and at every layer that is no plain call of torch: it draws random numbers, is a module of one's own, or
-hooks look at it. Those run as they are.
+hooks look at it. Those run as they are, and so do layers whose weights are freed after use (`convoy.plan.gathering`).
 
 Each row is tried once, on random numbers of the shapes that it had, forward and backward, beside the same layers as they are.
 All devices try at the same step, and wait for each other row by row.
@@ -242,7 +242,7 @@ def rows_of(program: Program, traced: TracedModel, model: nn.Module) -> Rows:
     found: dict[tuple[int, int], Row] = {}
     for fused in program.program.forward:
         if isinstance(fused, Fused):
-            for start, row in _rows_of(fused, starts, traced, model, program.fused[fused.number].whole):
+            for start, row in _rows_of(fused, starts, traced, model, program):
                 found[fused.number, start] = row
     return found
 
@@ -261,8 +261,9 @@ def _after_sums(program: Program) -> set[str]:
 
 
 def _rows_of(
-    fused: Fused, starts: set[str], traced: TracedModel, model: nn.Module, whole: frozenset[str]
+    fused: Fused, starts: set[str], traced: TracedModel, model: nn.Module, program: Program
 ) -> Iterator[tuple[int, Row]]:
+    whole = program.fused[fused.number].whole
     computed = [op for op in fused.operations if isinstance(op, Compute)]
     start = 0
     while start < len(computed):
@@ -270,7 +271,9 @@ def _rows_of(
         for op in computed[start : start + LONGEST]:
             layer, operation = traced.graph[op.layer], traced.operations[op.layer]
             begins_anew = stop > start and op.layer in starts
-            if begins_anew or not is_plain_call(layer, operation, model, whole=op.layer in whole):
+            # Weights that are freed after use are not there when a row is tried.
+            freed = any(p.key in program.freed for p in layer.parameters.values())
+            if begins_anew or freed or not is_plain_call(layer, operation, model, whole=op.layer in whole):
                 break
             fresh = [name for name in dict.fromkeys(op.reads) if name not in values]
             values |= {name: graph.placeholder(f"x{len(reads) + i}") for i, name in enumerate(fresh)}

@@ -67,6 +67,7 @@ class Program:
 
     Attributes:
         gathered: the parameters that are gathered from shares for this device to compute with.
+        freed: those of them that are freed after use.
         owned_outputs: whether nothing but the caller keeps the memory of an output.
     """
 
@@ -78,6 +79,7 @@ class Program:
         self.backward = _items(program.backward, set(program.input_gradients))
         gathers = [s for s in steps.steps if isinstance(s, GatherWeights) and program.device in s.devices]
         self.gathered = tuple(dict.fromkeys(key for step in gathers for key in step.keys))
+        self.freed = frozenset(k for op in program.forward if isinstance(op, FreeWeights) for k in op.keys)
         self.owned_outputs = tuple(_is_owned(graph, v.layer, 0) for v in steps.outputs)
         self.reached = reached
         self.sums = sums_of(program.sums)

@@ -19,6 +19,7 @@ from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.strategy import Form
 from convoy.runtime import compiled
 from convoy.runtime.compiled import MOST_PROGRAMS, WARM_UP, Compiler
 from convoy.runtime.module import Distributed
@@ -79,8 +80,9 @@ def test_every_strategy_in_one_plan_of_a_residual_net_with_batch_norms(made: lis
     assert_used(made)
 
 
-def test_weights_that_are_kept_in_shares_and_gathered_for_use(made: list[Compiler]) -> None:
-    plan = in_shares(by_name("data-by-speed", "two-conv"), "two-conv", (4, 3, 2, 1))
+@pytest.mark.parametrize("form", ["keep", "free"])
+def test_weights_that_are_kept_in_shares_and_gathered_for_use(form: Form, made: list[Compiler]) -> None:
+    plan = in_shares(by_name("data-by-speed", "two-conv"), "two-conv", (4, 3, 2, 1), form)
     assert plan.in_shares
     check(Training("two-conv", sizes=(10,) * 6), plan, EXACT)
     assert_used(made)
