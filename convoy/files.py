@@ -39,8 +39,8 @@ def open_regular(path: Path) -> BufferedReader:
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except ValueError as error:  # a zero byte in the name
-        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    except ValueError:  # each Python has other words for it
+        raise OSError(errno.EINVAL, "embedded null byte", str(path)) from None
     try:
         if why := not_regular(os.fstat(handle).st_mode):
             raise OSError(errno.EINVAL, why, str(path))
