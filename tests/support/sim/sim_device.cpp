@@ -344,6 +344,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
 struct Hooks final : at::PrivateUse1HooksInterface {
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
+    auto next = allocator.allocate(bytes);
+    if (auto kept = std::min(bytes, storage.nbytes())) std::memcpy(next.get(), storage.data(), kept);
+    storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(next));
+    storage.unsafeGetStorageImpl()->set_nbytes(bytes);
+  }
+
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return count > 0; }
   bool hasPrimaryContext(DeviceIndex) const override { return count > 0; }
