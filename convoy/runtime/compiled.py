@@ -247,10 +247,6 @@ def rows_of(program: Program, traced: TracedModel, model: nn.Module) -> Rows:
     return found
 
 
-def _keys(layer: Layer) -> set[str]:
-    return {parameter.key for parameter in layer.parameters.values()}
-
-
 def _after_sums(program: Program) -> set[str]:
     """Layers at which a row has to begin: as soon as backward has their gradients, a sum begins."""
     found: set[str] = set()
