@@ -211,6 +211,7 @@ def make_plans(
     precision: str = "float32",
     optimizer: str = "sgd-momentum",
     net: str | None = None,
+    passes: int = 1,
     progress: Progress | None = None,
 ) -> Plans:
     """The plan of `make_plan`, and for "auto" those that are predicted to take nearly as long with fewer messages.
@@ -222,6 +223,7 @@ def make_plans(
         plan: a name; or a plan, as from a file: then only speeds are measured, and `reduce` and `wire` replace its own.
         optimizer: for "auto", whose state counts as memory: "sgd", "sgd-momentum" or "adam".
         net: for "auto", the model's name in messages and files; None: that of its class.
+        passes: for "auto", so many passes of `batch` make a step (see `Distributed.no_sync`).
         progress: told what is measured, how much is done, and how much there is; None: device 0 says so on its standard error.
     """
     if batch < 1:
@@ -243,7 +245,7 @@ def make_plans(
             return plan_together(
                 group, traced, model, batch, net=type(model).__name__ if net is None else net, fleet=fleet,
                 budget_s=budget_s, slowdown=slowdown, optimizer=optimizer, reduce=reduce,
-                wire="exact" if wire is None else wire, precision=precision, progress=progress,
+                wire="exact" if wire is None else wire, precision=precision, passes=passes, progress=progress,
             )  # fmt: skip
     if isinstance(plan, Plan) and plan.batch != batch:
         raise PlanError(f"the plan {plan.name} is for a batch of {plan.batch}, not {batch}: make a new plan")

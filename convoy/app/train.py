@@ -36,6 +36,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS
 from convoy.plan.program_text import program_lines
+from convoy.plan.steps import passes_of
 from convoy.planner.predict import working
 from convoy.profile.auto import Plans, expect_measured
 from convoy.report.measured import remarks
@@ -181,7 +182,7 @@ def _plans(
         plan=settings.plan if settings.plan in (*PLANS, AUTO) else Plan.load(Path(settings.plan)),
         speeds=settings.speeds, reduce=settings.reduce, wire=settings.wire, slowdown=slowdown,
         budget_s=settings.budget_s, fleet=settings.fleet, precision=settings.precision,
-        optimizer=settings.optimizer_state, net=settings.net, progress=tell,
+        optimizer=settings.optimizer_state, net=settings.net, passes=settings.accumulate, progress=tell,
     )  # fmt: skip
 
 
@@ -191,9 +192,9 @@ class _Slowed(Training):
 
     clock: Clock = field(kw_only=True)
 
-    def backward(self, x: Tensor, y: Tensor, part: float) -> float:
+    def _backward(self, x: Tensor, y: Tensor, part: float) -> float:
         with self.clock.compute("all layers", "forward and backward"):
-            return super().backward(x, y, part)
+            return super()._backward(x, y, part)
 
 
 def _train_alone(settings: Settings, done: _Done, screen: Screen) -> None:
@@ -357,11 +358,18 @@ def _show_plan(settings: Settings, part: Distributed, screen: Screen) -> None:
         )
     screen.plan(plan, layer_rows(plan, graph), work_shares(steps, graph))
     if settings.explain:
+        steps = lower(plan, graph, pass_=[*passes_of(settings.accumulate)][-1])
         screen.lines(step_lines(steps))
         for program in compile_all(steps, graph):
             screen.lines(program_lines(program))
     if settings.accumulate > 1:
-        screen.lines([f"A step of {settings.batch} samples is {settings.accumulate} passes of {settings.pass_batch}."])
+        first, last = (sum(lower(plan, graph, pass_=kind).traffic().values()) for kind in ("first", "last"))
+        screen.lines(
+            [
+                f"A step of {settings.batch} samples is {settings.accumulate} passes of {settings.pass_batch}; gradients are "
+                f"summed in the last, which sends {last:,} bytes, each pass before it {first:,}."
+            ]
+        )
 
 
 def _show_new_plan(part: Distributed, shown: Plan, screen: Screen) -> None:

@@ -7,7 +7,7 @@ gradients of activations on their way through backward, the images of the next b
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from convoy.errors import unknown_name
@@ -115,14 +115,34 @@ class Room:
         """The overfilled devices in words."""
         return [f"{self.names[d]} needs {_mb(needs[d])} of {_mb(self.bytes_of(d))}" for d in self.excess(needs)]
 
-    def refusal(self, model: str, batch: int, attempts: Sequence[Sequence[int]]) -> str:
-        """Why nothing fits: the attempt that came closest, and what to do."""
+    def refusal(self, model: str, batch: int, attempts: Sequence[Sequence[int]], passes: int = 0) -> str:
+        """Why nothing fits: the attempt that came closest, and what to do.
+
+        Args:
+            passes: in so many passes a step would fit; 0: in none that is known.
+        """
         closest = min(attempts, key=lambda needs: max(need / self.bytes_of(d) for d, need in enumerate(needs)))
         return (
             f"no plan of this {model} at a batch of {batch} fits the devices' memory: the one that comes closest overfills "
-            f"{'; '.join(self.overfull(closest))}. Use a smaller batch or net, add a device, or correct memory_bytes in the "
-            "fleet file"
+            f"{'; '.join(self.overfull(closest))}. "
+            + (
+                f"Make a step of {passes} passes (--accumulate {passes}; in Python, model.no_sync()), u"
+                if passes
+                else "U"
+            )
+            + "se a smaller batch or net, add a device, or correct memory_bytes in the fleet file"
         )
+
+
+def fewest_passes(batch: int, fits: Callable[[int], bool]) -> int | None:
+    """In how many equal passes a batch fits, as few as possible; None where not even one sample does.
+
+    Args:
+        fits: whether a pass of so many samples does.
+    """
+    if batch == 1 or not fits(1):
+        return None
+    return next(n for n in range(2, batch + 1) if batch % n == 0 and (n == batch or fits(batch // n)))
 
 
 def room_of(fleet: Fleet, optimizer: str = "sgd-momentum") -> Room:

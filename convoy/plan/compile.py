@@ -66,6 +66,7 @@ def compile_device(
     overlap: bool = True,
     stage: int = 0,
     missing: frozenset[int] = frozenset(),
+    left: frozenset[str] = frozenset(),
 ) -> DeviceProgram:
     """The program of one device.
 
@@ -75,21 +76,25 @@ def compile_device(
         stage: of inexact mixing, which counts its stages over training steps.
         missing: outputs that the loss does not depend on, by their place in `steps.outputs`: backward leaves out what no
             gradient comes to. Forward is the same.
+        left: parameters of which passes before have left gradients to be summed, whatever this pass reaches.
     """
     end = len(steps.steps)
     found = stretches(steps, graph, device, lambda step: takes_part(step, device)) if fuse else ()
     if missing:
-        steps = without_gradients(steps, graph, missing)
+        steps = without_gradients(steps, graph, missing, left)
         alive = {step.id for step in steps.steps}
         found = tuple(replace(each, back=tuple(s for s in each.back if s.id in alive)) for each in found)
     return _Compiler(steps, graph, device, found, overlap, stage, end).program()
 
 
-def without_gradients(steps: StepList, graph: Graph, missing: frozenset[int]) -> StepList:
+def without_gradients(
+    steps: StepList, graph: Graph, missing: frozenset[int], left: frozenset[str] = frozenset()
+) -> StepList:
     """The list without the backward steps that no gradient comes to, where the loss depends on some outputs alone.
 
     Args:
         missing: the outputs that have no gradient, by their place in `steps.outputs`.
+        left: parameters whose gradients are summed nonetheless, where any device has one from a pass before.
     """
     reached: set[str] = set()
     parameters: set[str] = set()
@@ -111,12 +116,17 @@ def without_gradients(steps: StepList, graph: Graph, missing: frozenset[int]) ->
             case ShareStatistics(phase="backward"):
                 alive = step.layer in reached
             case SumGradients():
-                rows = [(k, n) for k, n in zip(step.keys, step.sizes, strict=True) if k in parameters]
+                # What passes before have left of a parameter that is kept in shares is summed already.
+                wanted = parameters if step.into else parameters | left
+                rows = [(k, n) for k, n in zip(step.keys, step.sizes, strict=True) if k in wanted]
                 alive = bool(rows)
-                if alive and len(rows) < len(step.keys):
+                only_left = any(k not in parameters for k, _ in rows)
+                if alive and (len(rows) < len(step.keys) or only_left):
                     keys, sizes = (tuple(each) for each in zip(*rows, strict=True))
+                    flags = len(keys) if step.flags or only_left else 0
                     into = tuple(s for k, s in zip(step.keys, step.into, strict=False) if k in parameters)
-                    step = replace(step, keys=keys, sizes=sizes, flags=len(keys) if step.flags else 0, into=into)
+                    alone = step.alone and not flags
+                    step = replace(step, keys=keys, sizes=sizes, flags=flags, alone=alone, into=into)
             case _:
                 alive = True
         if alive:
@@ -186,8 +196,9 @@ class _Compiler:
             GRADIENT + v.key if v is not None and v.key in self.givers else "" for v in self.steps.input_gradients
         )
         return DeviceProgram(
-            self.device, self.steps.devices, self.steps.batch, inputs, outputs, returned, *lanes, gradients
-        )
+            self.device, self.steps.devices, self.steps.batch, inputs, outputs, returned, *lanes, gradients,
+            self.steps.pass_,
+        )  # fmt: skip
 
     def _phase(self, phase: Phase) -> tuple[Operation, ...]:
         self.main = []

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from convoy.plan.size import LocalSize
-from convoy.plan.steps import Phase
+from convoy.plan.steps import Pass, Phase
 from convoy.sharding.comm_dtype import narrow_itemsize
 from convoy.sharding.layout import Box, Shape
 from convoy.sharding.shares import Shares
@@ -304,6 +304,7 @@ class DeviceProgram:
         input_gradients: for each input, the buffer that the caller gets from backward; "" where this device has no part in it.
         forward, backward: the main lane.
         sums: the second lane.
+        pass_: which pass of a training step it is; in the first and the middle ones there are no sums.
     """
 
     device: int
@@ -316,6 +317,7 @@ class DeviceProgram:
     backward: tuple[Operation, ...]
     sums: tuple[Operation, ...]
     input_gradients: tuple[str, ...] = ()
+    pass_: Pass = "only"
 
     def operations(self) -> Iterator[Operation]:
         """All of them, those inside fused stretches too."""

@@ -92,7 +92,8 @@ def work_shares(steps: StepList, graph: Graph) -> tuple[float, ...]:
 
 def step_lines(steps: StepList, itemsize: int = 4) -> list[str]:
     """The step list as text, a line each."""
-    lines = [f"one step of {steps.batch} samples on {steps.devices} devices"]
+    what = "one step" if steps.pass_ == "only" else f"the {steps.pass_} pass"
+    lines = [f"{what} of {steps.batch} samples on {steps.devices} devices"]
     phase = ""
     for step in steps.steps:
         if step.phase != phase:

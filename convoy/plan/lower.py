@@ -15,6 +15,7 @@ from convoy.plan.steps import (
     InputGradient,
     Move,
     Part,
+    Pass,
     Phase,
     ReturnGradient,
     ShareStatistics,
@@ -39,18 +40,20 @@ def lower(
     batch: int | None = None,
     input_gradients: Sequence[InputGradient] = (),
     kept: Mapping[str, Layout] | None = None,
+    pass_: Pass = "only",
 ) -> StepList:
-    """The steps of one training step of `plan` for a global batch of `batch` samples (default: the plan's).
+    """The steps of one pass of `plan` for a global batch of `batch` samples (default: the plan's).
 
     Args:
         input_gradients: for each input of the graph, where backward brings the gradient of it; nothing: none has one.
         kept: where the parameters lie, by key, if not as this plan has it: all devices that keep copies get their gradients.
+        pass_: which pass of a training step it is; by default the only one.
 
     Raises:
         PlanError: the plan does not fit the graph.
     """
     plan.check(graph)
-    return _Lowering(plan, graph, plan.batch if batch is None else batch, input_gradients, kept or {}).run()
+    return _Lowering(plan, graph, plan.batch if batch is None else batch, input_gradients, kept or {}, pass_).run()
 
 
 def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, Placement]:
@@ -192,9 +195,15 @@ def _wants(plan: Plan, graph: Graph, layer: Layer, batch: int, known: dict[str, 
 
 class _Lowering:
     def __init__(
-        self, plan: Plan, graph: Graph, batch: int, input_gradients: Sequence[InputGradient], kept: Mapping[str, Layout]
+        self,
+        plan: Plan,
+        graph: Graph,
+        batch: int,
+        input_gradients: Sequence[InputGradient],
+        kept: Mapping[str, Layout],
+        pass_: Pass,
     ) -> None:
-        self.plan, self.graph, self.batch = plan, graph, batch
+        self.plan, self.graph, self.batch, self.pass_ = plan, graph, batch, pass_
         names = [layer.name for layer in graph.inputs]
         self.wanted = {name: how for name, how in zip(names, input_gradients, strict=False) if how != "none"}
         self.placed = placements(plan, graph, batch)
@@ -207,6 +216,7 @@ class _Lowering:
         self.buckets = buckets_of(graph, self.gathered, freed, BUCKET_ENTRIES)
         self.turns = turns([b for b in self.buckets if b.freed], list(graph.layers))
         self.steps: list[Step] = []
+        self.later: list[SumGradients] = []
         self.values: dict[str, Value] = {}
         self.versions: dict[tuple[str, Layout], Value] = {}
         self.made_by: dict[str, int] = {}
@@ -230,7 +240,9 @@ class _Lowering:
                 ready.setdefault(name, []).append(self._add(step))
         gradients = self._backward(forward, ready)
         inputs = tuple(self.values[layer.name] for layer in self.graph.inputs)
-        return StepList(self.batch, self.plan.devices, inputs, outputs, tuple(self.steps), gradients)
+        return StepList(
+            self.batch, self.plan.devices, inputs, outputs, tuple(self.steps), gradients, self.pass_, tuple(self.later)
+        )
 
     @property
     def _id(self) -> int:
@@ -335,8 +347,15 @@ class _Lowering:
             elif isinstance(step, Compute) and step.writes.key in ready:
                 self._backward_compute(step, ready, sums)
         gradients = tuple(self._input_gradient(layer, ready) for layer in self.graph.inputs) if self.wanted else ()
-        self.steps.extend(sums.take(self._id, everything=True))
+        self._sum(sums, everything=True)
         return gradients
+
+    def _sum(self, sums: "_Buckets", *, everything: bool) -> None:
+        """The sums that are due; in a pass that is not the last, those that the last one makes."""
+        for step in sums.take(self._id, everything=everything):
+            # What comes to shares is summed in every pass: to wait, each device would have to keep a whole gradient.
+            waits = self.pass_ in ("first", "middle") and not step.into
+            (self.later if waits else self.steps).append(replace(step, id=self._id))
 
     def _input_gradient(self, layer: Layer, ready: dict[str, list[int]]) -> Value | None:
         """The value whose gradient the caller gets: the input itself, or what its gradient is brought to."""
@@ -383,7 +402,7 @@ class _Lowering:
                     self._return(move, ready)
             if part != "input":
                 sums.add(back)
-                self.steps.extend(sums.take(self._id, everything=False))
+                self._sum(sums, everything=False)
 
     def _parts(self, step: Compute, sums: "_Buckets") -> tuple[tuple[Part, bool], ...]:
         """The gradient that has to travel is computed first, and travels while the other one is computed.
@@ -396,7 +415,8 @@ class _Lowering:
             return (("all", True),)
         if self.moved_for[step.layer]:
             return (("input", False), ("weight", True))
-        return (("weight", False), ("input", True)) if sums.would_fill(step) else (("all", True),)
+        leaves = self.pass_ in ("only", "last") and sums.would_fill(step)
+        return (("weight", False), ("input", True)) if leaves else (("all", True),)
 
 
 def trains(graph: Graph, inputs: Collection[str] = ()) -> set[str]:

@@ -17,7 +17,7 @@ from convoy.plan.size import LocalSize
 
 _KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in get_args(Operation)}
 _PHASES = ("forward", "backward", "sums")
-_HEAD = ("device", "devices", "batch", "inputs", "outputs", "output_gradients", "input_gradients")
+_HEAD = ("device", "devices", "batch", "inputs", "outputs", "output_gradients", "input_gradients", "pass_")
 
 
 def program_lines(program: DeviceProgram) -> list[str]:

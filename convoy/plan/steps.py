@@ -24,6 +24,17 @@ Phase = Literal["forward", "backward"]
 InputGradient = Literal["none", "part", "whole"]
 """Where the gradient of an input comes to: nowhere; to each device that has of its part; whole to every device."""
 
+Pass = Literal["only", "first", "middle", "last"]
+"""Which pass of a training step a list is of. In the first and in the middle ones gradients of copied parameters stay where
+they are computed; the last one sums what all passes have left there, and the only pass of a step its own."""
+
+
+def passes_of(count: int) -> dict[Pass, int]:
+    """How many passes there are of each kind in a step of `count` passes, in order."""
+    kinds: dict[Pass, int] = {"only": 1} if count == 1 else {"first": 1, "middle": count - 2, "last": 1}
+    return {kind: number for kind, number in kinds.items() if number}
+
+
 SEGMENT_ENTRIES = 1 << 19
 """A sum whose messages would be longer goes in two segments: 2 MiB of float32 travel for many times a message's latency."""
 
@@ -269,15 +280,17 @@ def traffic(step: Exchange, itemsize: int) -> Counter[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class StepList:
-    """One training step of a plan for one batch size.
+    """One training step of a plan for one batch size, or one of the passes that make a step.
 
     Attributes:
-        batch: global batch.
+        batch: global batch of the pass.
         inputs: the values that the loader provides.
         outputs: the values that the model returns, copies on every device.
         steps: in an order that every device follows.
         input_gradients: for each input, the value whose gradient is that of the input for the caller; None: it has none.
             Empty where no input wants one.
+        pass_: which of the passes of a step this is.
+        later: the gradient sums that this pass leaves to the last one.
     """
 
     batch: int
@@ -286,6 +299,18 @@ class StepList:
     outputs: tuple[Value, ...]
     steps: tuple[Step, ...]
     input_gradients: tuple[Value | None, ...] = ()
+    pass_: Pass = "only"
+    later: tuple["SumGradients", ...] = ()
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradients of copied parameters are summed over the devices."""
+        return self.pass_ in ("only", "last")
+
+    @property
+    def adds(self) -> bool:
+        """Whether gradients are added to those of passes before."""
+        return self.pass_ in ("middle", "last")
 
     def phase(self, phase: Phase) -> tuple[Step, ...]:
         return tuple(step for step in self.steps if step.phase == phase)

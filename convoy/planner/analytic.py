@@ -19,7 +19,7 @@ from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import BUCKET_ENTRIES, lower, trains
 from convoy.plan.plan import Plan
 from convoy.plan.size import LocalSize, part_of_outputs, shares_statistics, whole_size
-from convoy.plan.steps import StepList
+from convoy.plan.steps import Pass, StepList
 from convoy.plan.strategy import Placement
 from convoy.sharding.comm_dtype import CommDtype, sent_itemsize
 from convoy.sharding.layout import Layout, Partial, Replicated, Split, holders
@@ -78,6 +78,7 @@ class CostModel:
             counts as free, and so much of all jitter. The truth lies between 0 and 1, and only a simulation knows where.
         wire: in which numbers tensors travel.
         reduce: how sums are made; None: by `direct` up to `DIRECT_DEVICES`, by `ring` beyond.
+        passes: so many make a step. Seconds are then those of a pass in the mean: the last one sums and updates for all.
     """
 
     def __init__(
@@ -89,7 +90,9 @@ class CostModel:
         overlap: float = 0.0,
         wire: CommDtype = "exact",
         reduce: Reduce | None = None,
+        passes: int = 1,
     ) -> None:
+        self.passes = passes
         self.graph, self.batch, self.costs, self.overlap, self.wire = graph, batch, costs, overlap, wire
         self.devices = costs.network.devices
         self.reduce: Reduce = reduce or ("direct" if self.devices <= DIRECT_DEVICES else "ring")
@@ -114,11 +117,11 @@ class CostModel:
         other.reduce, other.overlap, other.moves = reduce, overlap, {}
         return other
 
-    def steps(self, plan: Plan) -> StepList:
+    def steps(self, plan: Plan, pass_: Pass = "only") -> StepList:
         """A plan's steps; of the same plan they are made once, for its memory and for its simulation."""
-        key = content(plan)
+        key = (*content(plan), pass_)
         if key not in self.lowered:
-            self.lowered[key] = lower(plan, self.graph)
+            self.lowered[key] = lower(plan, self.graph, pass_=pass_)
         return self.lowered[key]
 
     def like(self, layer: Layer) -> Layer:
@@ -204,7 +207,7 @@ class CostModel:
         update_s = sum(trained.values()) * self.costs.update_s(device) + len(trained) * overhead.update_s_per_tensor
         layers = (layer for layer in self.graph.layers.values() if layer.kind != "input")
         layers_s = sum(self._arithmetic_s(layer, device, whole_size(layer, self.batch)) for layer in layers)
-        return layers_s + overhead.layer_s + update_s + overhead.step_s
+        return layers_s + overhead.layer_s + update_s / self.passes + overhead.step_s
 
     def solo_speeds(self) -> tuple[float, ...]:
         """Samples/s of each device training alone with the whole batch."""
@@ -243,7 +246,7 @@ class CostModel:
         return max(self.costs.network.jitter_s, default=0.0) * (1 - self.overlap)
 
     def sums_s(self, layer: Layer, placed: Placement) -> float:
-        """Gradient sums of copied parameters, and the optimizer's work on what the busiest device keeps."""
+        """Gradient sums of copied parameters, and the optimizer's work on what the busiest device keeps, by pass."""
         summed, kept = 0, 0.0
         for key, parameter in layer.parameters.items():
             if not parameter.trainable:
@@ -253,13 +256,13 @@ class CostModel:
                 summed += parameter.entries
             kept = max(kept, max(n * self.costs.update_s(d) for d, n in _held(layout, parameter.shape)))
         if not summed:
-            return kept
+            return kept / self.passes
         copies = next(v for v in placed.parameters.values() if isinstance(v, Replicated))
         load = sum_loads(copies.devices, copies.devices, float(summed), self.devices, self.reduce)
         seconds = self._exchange_s(load)
         # Sums share buckets: a small layer pays only its part of a bucket's latency and jitter.
         seconds -= (load.rounds * self.round_s + self._jitter_s) * max(0.0, 1 - summed / BUCKET_ENTRIES)
-        return kept + seconds * (1 - self.overlap)
+        return (kept + seconds * (1 - self.overlap)) / self.passes
 
     def memory_s(self, layer: Layer, placed: Placement, penalty: MemoryPenalty, optimizer: str) -> float:
         """The price of what a layer keeps beyond each device's part of it: parameters with gradient and state, its output.

@@ -55,7 +55,8 @@ class Forecast:
     """Whether a fleet pays for one net and batch.
 
     Attributes:
-        passes: in so many passes a batch goes, since it fits no device in one; context, plan and step are of one pass.
+        passes: in so many passes a batch goes, since it fits no device in one; context, plan and step are of one pass, in the
+            mean: gradients are summed in the last.
         best: the planner's plan.
         shared: the best plan that gives work to several devices; None where there is only one.
         fastest: index of the fastest device alone.
@@ -146,7 +147,9 @@ def _best(context: PlanningContext) -> tuple[PlanPrediction, PlanPrediction | No
         several = [each for each in found if len(working(each.plan, context.graph)) > 1][:1]
         found = [*found[:1], *(each for each in several if each is not found[0])]
     else:
-        found = quick_candidates(context.graph, context.batch, context.costs, context.room, enough=REPLAYED)
+        found = quick_candidates(
+            context.graph, context.batch, context.costs, context.room, enough=REPLAYED, passes=context.passes
+        )
         found = found or context.candidates()[:1]  # that search saves memory where it must
     rows = [predict_plan(each.plan.named("auto"), context) for each in found]
     if len(context.names) > 1 and not any(row.workers > 1 for row in rows):
@@ -170,7 +173,7 @@ def _in_passes(context: PlanningContext, fleet: Fleet) -> tuple[PlanningContext,
     if not passes:
         return context, 1
     graph, costs, room = context.graph, context.costs, context.room
-    return PlanningContext.of(graph, context.batch // passes, costs, fleet, room.optimizer), passes
+    return PlanningContext.of(graph, context.batch // passes, costs, fleet, room.optimizer, passes=passes), passes
 
 
 def _more_samples(context: PlanningContext) -> float:

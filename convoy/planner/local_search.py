@@ -14,7 +14,7 @@ from typing import Any, Self
 from convoy.cost.compute import RememberedTimes
 from convoy.plan.coupling import coupled_axes, reshared
 from convoy.plan.plan import Plan
-from convoy.plan.steps import Compute
+from convoy.plan.steps import Compute, passes_of
 from convoy.plan.strategy import STRATEGIES
 from convoy.planner.analytic import CostModel, content
 from convoy.planner.search import Search
@@ -44,7 +44,7 @@ Found = Iterator[tuple[float, Plan]]
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a simulation says of a plan.
+    """What a simulation says of a plan; of a step of several passes, of a pass in the mean.
 
     Attributes:
         busy_s: how long each device computes, copies and adds.
@@ -54,6 +54,18 @@ class Replay:
     step_s: float
     busy_s: tuple[float, ...]
     waits_s: tuple[float, ...]
+
+    @classmethod
+    def mean(cls, rows: Sequence[tuple[int, Self]]) -> Self:
+        """That of passes of some kinds, each with how many there are."""
+        count = sum(n for n, _ in rows)
+        busy, waits = (
+            tuple(
+                sum(n * s for (n, _), s in zip(rows, each, strict=True)) / count for each in zip(*values, strict=True)
+            )
+            for values in ([r.busy_s for _, r in rows], [r.waits_s for _, r in rows])
+        )
+        return cls(sum(n * r.step_s for n, r in rows) / count, busy, waits)
 
     @classmethod
     def of(cls, timeline: Timeline) -> Self:
@@ -97,7 +109,9 @@ class LocalSearch:
             steps = self.model.steps(plan)
             if limit_s < math.inf and max(computing_s(steps, graph, costs)) >= limit_s:
                 return None
-            self.known[key] = Replay.of(simulate(steps, graph, costs))
+            kinds = passes_of(self.model.passes).items()
+            rows = [(n, Replay.of(simulate(self.model.steps(plan, kind), graph, costs))) for kind, n in kinds]
+            self.known[key] = Replay.mean(rows) if len(rows) > 1 else rows[0][1]
         return self.known[key]
 
     def shorter(self, plan: Plan, than_s: float) -> Replay | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from convoy.cost.memory import Room, memory_of, memory_of_steps, most_bytes
+from convoy.cost.memory import Room, fewest_passes, memory_of, memory_of_steps, most_bytes
 from convoy.errors import PlanError
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
@@ -87,6 +87,7 @@ def candidates(
     *,
     reduce: Reduce | None = None,
     simulated: bool = True,
+    passes: int = 1,
 ) -> list[Candidate]:
     """The planner's plans for some numbers of devices, and the named plans; the shortest predicted step first.
 
@@ -100,12 +101,14 @@ def candidates(
         wire: of all these plans.
         reduce: how all these plans make sums; None: the named ones as they are known for, the others as the planner says.
         simulated: False: all by the analytic model, however few devices and layers there are; quick, and not the best there is.
+        passes: so many passes of a batch make a step; the times are those of a pass in the mean.
 
     Raises:
         PlanError: no plan fits; the message names the device that lacks least.
     """
     with _uncollected():
-        return _candidates(CostModel(graph, batch, costs, wire=wire, reduce=reduce), room, reduce, simulated)
+        model = CostModel(graph, batch, costs, wire=wire, reduce=reduce, passes=passes)
+        return _candidates(model, room, reduce, simulated)
 
 
 @contextmanager
@@ -141,7 +144,7 @@ def _candidates(model: CostModel, room: Room | None, reduce: Reduce | None, simu
 
 
 def quick_candidates(
-    graph: Graph, batch: int, costs: Costs, room: Room | None = None, *, enough: int = 1
+    graph: Graph, batch: int, costs: Costs, room: Room | None = None, *, enough: int = 1, passes: int = 1
 ) -> list[Candidate]:
     """Some plans that fit, by the analytic model, quickly: for questions that are asked many times.
 
@@ -150,8 +153,9 @@ def quick_candidates(
 
     Args:
         enough: so many plans, the shortest predicted step first; fewer where fewer fit, none where none does.
+        passes: as for `candidates`.
     """
-    model = CostModel(graph, batch, costs)
+    model = CostModel(graph, batch, costs, passes=passes)
     speeds = model.solo_speeds()
     order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
     counts = sorted({len(order), *(1 << i for i in range(1, len(order).bit_length()))})
@@ -194,9 +198,9 @@ def _messages(plan: Plan, graph: Graph) -> int:
     return sum(transfer.sender != transfer.receiver for each in rounds for transfer in each)
 
 
-def solo_speeds(graph: Graph, batch: int, costs: Costs) -> tuple[float, ...]:
+def solo_speeds(graph: Graph, batch: int, costs: Costs, passes: int = 1) -> tuple[float, ...]:
     """Samples/s of each device training alone with the whole batch: their sum is the limit of the fleet."""
-    return CostModel(graph, batch, costs).solo_speeds()
+    return CostModel(graph, batch, costs, passes=passes).solo_speeds()
 
 
 def predicted_speeds(graph: Graph, batch: int, costs: Costs) -> Speeds:
@@ -328,7 +332,12 @@ def _fitting(model: CostModel, found: Sequence[_Found], order: Sequence[int], ro
                     if not room.excess(need):
                         fitting.append(each)
     if not fitting:
-        raise PlanError(room.refusal(model.graph.model, model.batch, [need for _, need in needs]))
+
+        def fits(batch: int) -> bool:
+            return bool(quick_candidates(model.graph, batch, model.costs, room))
+
+        passes = model.passes * (fewest_passes(model.batch, fits) or 0)
+        raise PlanError(room.refusal(model.graph.model, model.batch, [need for _, need in needs], passes))
     return fitting
 
 

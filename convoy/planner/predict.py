@@ -1,6 +1,6 @@
 """Predictions of plans on a fleet, before anything runs: the rows of `convoy plan`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -13,7 +13,7 @@ from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
-from convoy.plan.steps import Compute, StepList
+from convoy.plan.steps import Compute, StepList, passes_of
 from convoy.planner.planner import Candidate, candidates, solo_speeds, worth_trying
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.layout import holders
@@ -24,7 +24,7 @@ from convoy.simulator.simulate import Costs, Timeline, simulate
 
 @dataclass(frozen=True, slots=True)
 class PlanPrediction:
-    """The prediction for one plan on one fleet.
+    """The prediction for one plan on one fleet; where several passes make a step, of a pass in the mean.
 
     Attributes:
         step_s: predicted seconds of a training step.
@@ -34,6 +34,7 @@ class PlanPrediction:
         sent_bytes, received_bytes: on the wire per step, of each device.
         overfull: the devices whose memory it overfills, in words.
         energy: None where the fleet gives no watts.
+        timeline: where several passes make a step, of the last one.
         bound: what the step waits for most: "computing on b-cpu", "sending from host a".
     """
 
@@ -77,6 +78,7 @@ class PlanningContext:
         speeds: samples/s of each device alone.
         wire: in which numbers tensors travel, by any plan.
         reduce: how sums are made, by any plan; None: as each plan is known for, or as the planner says.
+        passes: so many passes of a batch make a step; the last one sums gradients and updates weights for all.
     """
 
     graph: Graph
@@ -88,6 +90,7 @@ class PlanningContext:
     speeds: Speeds
     wire: CommDtype = "exact"
     reduce: Reduce | None = None
+    passes: int = 1
 
     @classmethod
     def of(
@@ -99,6 +102,7 @@ class PlanningContext:
         optimizer: str = "sgd-momentum",
         wire: CommDtype = "exact",
         reduce: Reduce | None = None,
+        passes: int = 1,
     ) -> Self:
         """The context of a model on a fleet.
 
@@ -106,12 +110,14 @@ class PlanningContext:
             InputError: unknown optimizer.
         """
         names = tuple(device.name for device in fleet.devices)
-        speeds = Speeds(solo_speeds(graph, batch, costs))
-        return cls(graph, batch, costs, names, room_of(fleet, optimizer), known_power_of(fleet), speeds, wire, reduce)
+        speeds, power = Speeds(solo_speeds(graph, batch, costs, passes)), known_power_of(fleet)
+        return cls(graph, batch, costs, names, room_of(fleet, optimizer), power, speeds, wire, reduce, passes)
 
     def candidates(self) -> list[Candidate]:
         """The planner's; see `convoy.planner.planner.candidates`."""
-        return candidates(self.graph, self.batch, self.costs, self.room, self.wire, reduce=self.reduce)
+        return candidates(
+            self.graph, self.batch, self.costs, self.room, self.wire, reduce=self.reduce, passes=self.passes
+        )
 
     def named(self, name: str) -> Plan:
         """A plan by name, with the sums and the wire of all plans here."""
@@ -166,27 +172,44 @@ def _least_energy(rows: Sequence[PlanPrediction], limit_s: float, names: Sequenc
 
 
 def predict_plan(plan: Plan, context: PlanningContext) -> PlanPrediction:
-    """Simulate one plan."""
+    """Simulate one plan, each kind of pass that a step has."""
     graph, costs, room = context.graph, context.costs, context.room
-    steps = lower(plan, graph)
-    timeline = simulate(steps, graph, costs)
-    rate = plan.batch / timeline.step_s
+    kinds = passes_of(context.passes)
+    lists = [lower(plan, graph, pass_=kind) for kind in kinds]
+    timelines = [simulate(each, graph, costs) for each in lists]
+    steps, timeline = lists[-1], timelines[-1]
+
+    def mean(values: Iterable[float]) -> float:
+        return sum(n * value for n, value in zip(kinds.values(), values, strict=True)) / context.passes
+
+    step_s = mean(each.step_s for each in timelines)
+    rate = plan.batch / step_s
     memory = memory_of_steps(steps, graph, optimizer=room.optimizer, itemsize=costs.itemsize)
-    traffic = steps.traffic(costs.itemsize)
+    traffic = [each.traffic(costs.itemsize) for each in lists]
     devices = range(plan.devices)
-    computes = [seconds / timeline.step_s for seconds in timeline.compute_s]
+    computes = [mean(each.compute_s[d] for each in timelines) / step_s for d in devices]
+
+    def sent(end: int) -> tuple[int, ...]:
+        return tuple(
+            round(mean(sum(n for route, n in each.items() if route[end] == d) for each in traffic)) for d in devices
+        )
+
+    energy = None
+    if context.power is not None:
+        rows = [energy_of(each, context.power, plan.batch) for each in timelines]
+        energy = replace(rows[-1], step_s=step_s, devices_j=tuple(mean(e.devices_j[d] for e in rows) for d in devices))
     return PlanPrediction(
         plan=plan,
-        step_s=timeline.step_s,
+        step_s=step_s,
         spread=costs.errors.step(computes),
         gain_spread=costs.errors.gain(computes, context.speeds.fastest),
         samples_per_s=rate,
         efficiency=rate / sum(context.speeds.devices),
-        sent_bytes=tuple(sum(n for (sender, _), n in traffic.items() if sender == d) for d in devices),
-        received_bytes=tuple(sum(n for (_, receiver), n in traffic.items() if receiver == d) for d in devices),
+        sent_bytes=sent(0),
+        received_bytes=sent(1),
         memory=memory,
         overfull=tuple(room.overfull([each.total_bytes for each in memory])),
-        energy=None if context.power is None else energy_of(timeline, context.power, plan.batch),
+        energy=energy,
         timeline=timeline,
         bound=_bound(timeline, steps, costs, context.names),
     )

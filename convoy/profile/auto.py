@@ -11,7 +11,7 @@ from torch import nn
 from convoy.comm.agreement import from_first
 from convoy.comm.group import Group
 from convoy.cost.interval import Interval, around
-from convoy.cost.memory import memory_of, room_of
+from convoy.cost.memory import fewest_passes, memory_of, room_of
 from convoy.cost.table import Measurement, read_fleet_file
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.fleet import Fleet
@@ -107,6 +107,7 @@ def plan_together(
     reduce: Sum | None = None,
     wire: CommDtype = "exact",
     precision: str = "float32",
+    passes: int = 1,
     progress: Progress = lambda *_: None,
 ) -> Plans:
     """The planner's plans for this model on these devices. All devices call it; all get the same. See `convoy.api.make_plans`.
@@ -127,7 +128,7 @@ def plan_together(
 
     text, known = from_first(group, "fleet to measure", read)
     if not known and group.devices == 1:
-        return _alone(group, traced.graph, batch, text, optimizer, reduce, wire, slowdown)
+        return _alone(group, traced.graph, batch, text, optimizer, reduce, wire, slowdown, passes)
     if not known:
         described = None if text is None else Fleet.from_toml(text, "device 0's fleet file")
         measured = measure_job(
@@ -140,7 +141,7 @@ def plan_together(
 
     def planned() -> dict[str, Any]:
         assert measured is not None
-        return _planned(measured, traced.graph, batch, optimizer, reduce, wire)
+        return _planned(measured, traced.graph, batch, optimizer, reduce, wire, passes)
 
     # One device plans, so that the others' processors stay out of its way; what it says is a plan file.
     row = from_first(group, "automatic plan", planned)
@@ -151,7 +152,7 @@ def plan_together(
 
 def _alone(
     group: Group, graph: Graph, batch: int, fleet: str | None, optimizer: str, reduce: Sum | None, wire: CommDtype,
-    slowdown: float,
+    slowdown: float, passes: int,
 ) -> Plans:  # fmt: skip
     """One device has nothing to choose: nothing is measured, and it is only seen to that it has room.
 
@@ -162,19 +163,24 @@ def _alone(
     plan = replace(named_plan("data", graph, batch, speeds, reduce), name=AUTO, wire=wire)
     described = fleet_of([describe(group.torch_device, slowdown)])
     room = room_of(described if fleet is None else Fleet.from_toml(fleet, "the fleet file"), optimizer)
-    needs = [each.total_bytes for each in memory_of(plan, graph, optimizer=optimizer)]
-    if room.excess(needs):
-        raise PlanError(room.refusal(graph.model, batch, [needs]))
+
+    def needs(samples: int) -> list[int]:
+        return [each.total_bytes for each in memory_of(plan, graph, samples, optimizer=optimizer)]
+
+    if room.excess(needs(batch)):
+        more = fewest_passes(batch, lambda samples: not room.excess(needs(samples))) or 0
+        raise PlanError(room.refusal(graph.model, batch, [needs(batch)], passes * more))
     return Plans((plan,), speeds)
 
 
 def _planned(
-    measured: Measurement, graph: Graph, batch: int, optimizer: str, reduce: Sum | None, wire: CommDtype
+    measured: Measurement, graph: Graph, batch: int, optimizer: str, reduce: Sum | None, wire: CommDtype, passes: int
 ) -> dict[str, Any]:
     """The chosen plan and those worth a trial, as the text of their files, with their predictions."""
     # What mixes is planned as if it summed; it sends weights beside gradients, so it may not fit where that did.
     sums = None if reduce == "inexact-butterfly-mixing" else reduce
-    context = PlanningContext.of(graph, batch, measured.costs(graph), measured.fleet, optimizer, wire, sums)
+    costs, fleet = measured.costs(graph), measured.fleet
+    context = PlanningContext.of(graph, batch, costs, fleet, optimizer, wire, sums, passes)
     plans = [(each.plan, each.step_s, predict_plan(each.plan, context).spread) for each in choices(context)]
     if reduce == "inexact-butterfly-mixing":
         # Copies that differ cannot be handed from plan to plan.

@@ -128,7 +128,7 @@ class RunHeader:
             settings = self.run.settings
             context = PlanningContext.of(
                 self.graph, plan.batch, self.measured.costs(self.graph), self.measured.fleet,
-                settings.optimizer_state, plan.wire,
+                settings.optimizer_state, plan.wire, passes=settings.accumulate,
             )  # fmt: skip
             log.write(prediction_line(predict_plan(plan, context), context, settings.accumulate, shares_only))
 

@@ -4,7 +4,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from convoy.errors import InputError
-from convoy.runtime.marks import ORIGINAL, is_piece
+from convoy.runtime.marks import ORIGINAL, check_summed, is_piece
 
 ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.SGD,
@@ -37,6 +37,7 @@ def check_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         InputError: what it is, and what to do instead.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    check_summed(f"{type(optimizer).__name__}.step()", parameters)
     # The original may be trained by itself, too: then it has gradients.
     originals = [p for p in parameters if p.requires_grad and getattr(p, ORIGINAL, False)]
     if originals and all(p.grad is None for p in originals):

@@ -115,10 +115,16 @@ class Executor:
             if layer.kind == "batch_norm":
                 self.norms[name] = GlobalBatchNorm(model.get_submodule(str(traced.operations[name].target)), layer)
 
-    def program(self, steps: StepList, missing: frozenset[int] = frozenset(), stage: int = 0) -> Program:
-        """The program of this device for a step list; `missing` and `stage` as for `compile_device`."""
+    def program(
+        self,
+        steps: StepList,
+        missing: frozenset[int] = frozenset(),
+        stage: int = 0,
+        left: frozenset[str] = frozenset(),
+    ) -> Program:
+        """The program of this device for a step list; `missing`, `stage` and `left` as for `compile_device`."""
         graph = self.traced.graph
-        made = compile_device(steps, graph, self.group.device, fuse=self.fuse, stage=stage, missing=missing)
+        made = compile_device(steps, graph, self.group.device, fuse=self.fuse, stage=stage, missing=missing, left=left)
         reached = reached_parameters(without_gradients(steps, graph, missing) if missing else steps, graph)
         return Program(steps, made, graph, self.model, reached)
 
@@ -268,17 +274,22 @@ class Executor:
     # --- backward ----------------------------------------------------------------------------------------------------
 
     def backward(
-        self, tape: Tape, output_gradients: Sequence[Tensor | None], mixing_stage: int = 0
+        self, tape: Tape, output_gradients: Sequence[Tensor | None], mixing_stage: int = 0, left: Found | None = None
     ) -> tuple[dict[str, Tensor], list[Tensor | None]]:
         """Run the backward operations.
+
+        Args:
+            left: gradients by passes before, to which this one adds its own before they are summed.
 
         Returns:
             the gradients of the parameters held here, by key, each in memory of its own; and those of the inputs, None where
             this device gets none.
         """
-        program = self._with(tape.program, output_gradients, mixing_stage)
+        program = self._with(tape.program, output_gradients, mixing_stage, frozenset(left or ()))
         buffers: Buffers = {output_gradient(i): g for i, g in enumerate(output_gradients) if g is not None}
-        found: Found = {}
+        before = {key: gradient for key, gradient in (left or {}).items() if gradient is not None}
+        # Of a parameter that is kept in shares, passes before have left the sum of a share, and not a summand.
+        found: Found = {key: gradient for key, gradient in before.items() if key not in tape.program.into_shares}
         sums = Sums(self.group, program.sums, self.slots)
         try:
             with self.whole.in_place(program.gathered):
@@ -286,21 +297,28 @@ class Executor:
         except BaseException:
             sums.abandon()
             raise
+        for key in tape.program.into_shares & before.keys():
+            gradient = found.get(key)
+            found[key] = before[key] if gradient is None else before[key] + gradient.view_as(before[key])
         taken = {g.untyped_storage().data_ptr() for g in output_gradients if g is not None}
         inputs = [buffers.get(name) for name in program.program.input_gradients]
         inputs = [g if g is None or g.untyped_storage().data_ptr() not in taken else g.clone() for g in inputs]
         taken |= {g.untyped_storage().data_ptr() for g in inputs if g is not None}
         for key in program.reached:
-            # Of a parameter that lies elsewhere a device has an empty gradient: to optimizers, all devices have as many.
-            if found.get(key) is None and not (parameter := self.model.get_parameter(key)).numel():
+            # Of a parameter that lies elsewhere a device has an empty gradient, and zeros of one whose sum others wait for: to
+            # optimizers, all devices have as many.
+            parameter = self.model.get_parameter(key)
+            if found.get(key) is None and (key in program.waiting or not parameter.numel()):
                 found[key] = torch.zeros_like(parameter)
         return {k: own_memory(self.model.get_parameter(k), g, taken) for k, g in found.items() if g is not None}, inputs
 
-    def _with(self, program: Program, output_gradients: Sequence[Tensor | None], mixing_stage: int) -> Program:
-        """The program for the outputs that the loss depends on, and for a stage of mixing."""
+    def _with(
+        self, program: Program, output_gradients: Sequence[Tensor | None], mixing_stage: int, left: frozenset[str]
+    ) -> Program:
+        """The program for the outputs that the loss depends on, for a stage of mixing, and for what passes before have left."""
         missing = frozenset(i for i, g in enumerate(output_gradients) if g is None)
         missing &= {int(name.rpartition(" ")[2]) for name in program.program.output_gradients}
-        key = (missing, mixing_stage % program.mixing_stages)
+        key = (missing, mixing_stage % program.mixing_stages, left if missing else frozenset())
         if key not in program.variants:
             program.variants[key] = self.program(program.steps, *key) if any(key) else program
         return program.variants[key]

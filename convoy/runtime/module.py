@@ -39,8 +39,9 @@ from convoy.runtime.compiled import Compiler, check_compiler
 from convoy.runtime.exchange import gather_whole, redistribute
 from convoy.runtime.executor import Executor, Expected
 from convoy.runtime.gradients import global_norm
-from convoy.runtime.marks import mark_originals, mark_pieces
+from convoy.runtime.marks import check_summed, mark_originals, mark_pieces
 from convoy.runtime.own_state import guard_module, reading_pieces
+from convoy.runtime.passes import Passes
 from convoy.runtime.program import Program
 from convoy.runtime.step_node import StepCall
 from convoy.runtime.torch_guards import guard
@@ -123,7 +124,10 @@ class Distributed(nn.Module):
         self.takes_whole = False
         self._mixing_stage = 0
         self._calls = 0
-        self._compared: set[tuple[bool, int]] = set()  # of mode and batch: what must be the same everywhere was so
+        self._compared: set[tuple[bool, int, bool]] = (
+            set()
+        )  # mode, batch, sums: what must be the same everywhere was so
+        self._sums = True
         self.training = model.training
         mark_originals(model.parameters())
         guard(Distributed)
@@ -138,6 +142,7 @@ class Distributed(nn.Module):
         for executor in self._executors.values():
             executor.compiler = self.compiler
         self._watch = Watch(self.module, original, self.traced, self.group.devices)
+        self._passes = Passes(lambda key: not isinstance(self.layouts[key], Replicated) or self.counts_here(key))
         self._states = {mode: StateWatch(self.module, t.seen, t.modes) for mode, t in self.traced.items()}
         self.mark_pieces()
 
@@ -174,7 +179,7 @@ class Distributed(nn.Module):
         self.layouts = parameter_layouts(self._plans[False], evaluated) | parameter_layouts(plan, trained)
         self.layouts |= dict.fromkeys(self._unused, everyone)
         self._half_trained = next((key for key in self._borrowed if self.parameters_by_key[key].trainable), None)
-        self._programs: dict[tuple[bool, int, tuple[InputGradient, ...]], Program] = {}
+        self._programs: dict[tuple[bool, int, tuple[InputGradient, ...], bool], Program] = {}
         for executor in self._executors.values():
             executor.whole.clear()
         self.reshares += 1
@@ -199,7 +204,7 @@ class Distributed(nn.Module):
         """
         self._refuse_odd_call(inputs, others)
         wholes = [whole or (self.takes_whole and batch is None) or is_whole(x) for x in inputs]
-        own = self._program(self._size(inputs, wholes, batch), self._wanted(inputs, wholes))
+        own = self._program(self._size(inputs, wholes, batch), self._wanted(inputs, wholes), self._sums)
         parts = self._parts(inputs, wholes, own.steps, handed_out=batch is None and not any(wholes))
         compares = self._compares(inputs, wholes, own.steps)
         executor = self._executors[self.training]
@@ -213,7 +218,7 @@ class Distributed(nn.Module):
             outputs: Sequence[Tensor]
             if torch.is_grad_enabled() and (self._watch.trained or any(x.requires_grad for x in inputs)):
                 begin = partial(self._begin_backward, self.reshares, self.training, compares)
-                call = StepCall(executor, own, precision, parts, self._watch.trained, begin)
+                call = StepCall(executor, own, precision, parts, self._watch.trained, self._passes, begin)
                 outputs = call.outputs(inputs)
             else:
                 given = {x.untyped_storage().data_ptr() for x in inputs}  # the caller's: not to be marked, or changed
@@ -239,6 +244,27 @@ class Distributed(nn.Module):
                 "the distributed model was called under saved_tensors_hooks, which would see a part of what backward needs, or "
                 "nothing: use them inside a module of the model, before distribute()"
             )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, passes leave their gradients on each device; the next pass outside sums those of all passes, once.
+
+        As with DistributedDataParallel, forward and backward of a pass are both inside, those of the last pass of a step
+        outside; in between `.grad` is what this device has added up. Every device makes the same passes inside. Hooks on
+        parameters are called in the last pass alone, with the gradient of all passes.
+
+        ::
+
+            for number, (x, y) in enumerate(parts):
+                with model.no_sync() if number < len(parts) - 1 else nullcontext():
+                    (criterion(model(x), y) / len(parts)).backward()
+            optimizer.step()
+        """
+        outside, self._sums = self._sums, False
+        try:
+            yield
+        finally:
+            self._sums = outside
 
     @contextmanager
     def _borrowing(self) -> Iterator[None]:
@@ -277,12 +303,12 @@ class Distributed(nn.Module):
         """The step list that runs for a global batch of this size, in the present mode."""
         return self._program(batch).steps
 
-    def _program(self, batch: int, wanted: tuple[InputGradient, ...] = ()) -> Program:
-        mode, key = self.training, (self.training, batch, wanted)
+    def _program(self, batch: int, wanted: tuple[InputGradient, ...] = (), sums: bool = True) -> Program:
+        mode, key = self.training, (self.training, batch, wanted, sums)
         if key not in self._programs:
             executor = self._executors[mode]
             kept = {key: layout for key, layout in self.layouts.items() if key not in self._borrowed}
-            steps = lower(self._plans[mode], executor.traced.graph, batch, wanted, kept)
+            steps = lower(self._plans[mode], executor.traced.graph, batch, wanted, kept, "only" if sums else "first")
             self._check_noting(steps, executor.traced.graph)
             if not self._programs and self.group.devices <= CHECKED_DEVICES:
                 check_programs(compile_all(steps, executor.traced.graph))
@@ -363,9 +389,10 @@ class Distributed(nn.Module):
         if self.group.devices == 1:
             return False
         self._calls += 1
-        if not is_due(self._calls) and (self.training, steps.batch) in self._compared:
+        if not is_due(self._calls) and (self.training, steps.batch, steps.sums) in self._compared:
             return False
-        self._compared.add((self.training, steps.batch))
+        self._compared.add((self.training, steps.batch, steps.sums))
+        agree_on(self.group, "no_sync", str(steps.sums), "is on another side of no_sync()")
         everyone = Replicated(tuple(range(self.group.devices)))
         alike = [x for x, v, w in zip(inputs, steps.inputs, wholes, strict=True) if w or v.layout == everyone]
         if alike:
@@ -439,10 +466,9 @@ class Distributed(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in ("no_sync", "require_backward_grad_sync"):
+            if name == "require_backward_grad_sync":
                 raise AttributeError(
-                    f"{name} is of DistributedDataParallel; a distributed model adds up the gradients of several backward "
-                    "passes by itself: leave it out"
+                    f"{name} is of DistributedDataParallel: make passes whose gradients are summed later inside no_sync()"
                 ) from None
             if name.startswith("__") or not hasattr(self.__dict__.get("_modules", {}).get("module"), name):
                 raise
@@ -502,6 +528,7 @@ class Distributed(nn.Module):
 
         `torch.nn.utils.clip_grad_norm_` would see only this device's pieces. Call it on every device.
         """
+        check_summed("clip_grad_norm_", self.parameters())
         rows = [(key, self.module.get_parameter(key).grad) for key, p in self.parameters_by_key.items() if p.trainable]
         held = [(g, self.counts_here(key)) for key, g in rows if g is not None]
         norm = global_norm(self.group, held, norm_type)
@@ -612,7 +639,12 @@ class Distributed(nn.Module):
         """The whole of a tensor that lies like parameter `key` (its gradient, its momentum), on every device.
 
         Where the plan mixes inexactly the copies differ from device to device: this is their average.
+
+        Raises:
+            InputError: a gradient that has yet to be summed over the devices, after `no_sync`.
         """
+        if piece is (owner := self._own(key)).grad and isinstance(owner, nn.Parameter):
+            check_summed("gather", [owner])
         layout, shape = self.layouts[key], self.parameters_by_key[key].shape
         everyone = Replicated(tuple(range(self.group.devices)))
         return gather_whole(self.group, piece, layout, everyone, shape, differ=self.plan.mixes).clone()

@@ -18,6 +18,7 @@ from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, unknown_name
 from convoy.model.graph import Graph
 from convoy.runtime.kernels import widened
+from convoy.runtime.marks import check_summed
 from convoy.runtime.module import Distributed
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -126,6 +127,7 @@ class GradScaler(torch.amp.GradScaler):
         self.skips = False
 
     def unscale_(self, optimizer: Optimizer) -> None:
+        check_summed("GradScaler.unscale_()", (p for group in optimizer.param_groups for p in group["params"]))
         super().unscale_(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
         found = float(sum(each.item() for each in state["found_inf_per_device"].values()))

@@ -68,6 +68,8 @@ class Program:
     Attributes:
         gathered: the parameters that are gathered from shares for this device to compute with.
         freed: those of them that are freed after use.
+        into_shares: parameters whose gradients are summed into the shares that are kept of them.
+        waiting: parameters whose gradients a later pass sums, and which every device uses.
         owned_outputs: whether nothing but the caller keeps the memory of an output.
     """
 
@@ -82,6 +84,10 @@ class Program:
         self.freed = frozenset(k for op in program.forward if isinstance(op, FreeWeights) for k in op.keys)
         self.owned_outputs = tuple(_is_owned(graph, v.layer, 0) for v in steps.outputs)
         self.reached = reached
+        device = program.device
+        self.waiting = frozenset(k for s in steps.later if device in s.devices and not s.flags for k in s.keys)
+        summed = [s for s in steps.steps if isinstance(s, SumGradients)]
+        self.into_shares = frozenset(key for step in summed if step.into for key in step.keys)
         self.sums = sums_of(program.sums)
         self.statistics = {
             step.layer: step for step in steps.steps if isinstance(step, ShareStatistics) and step.phase == "forward"
@@ -96,7 +102,7 @@ class Program:
         self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by stretch and phase, what its layers take
         self.natural: dict[str, torch.dtype] = {}  # by layer, what autocast computed it in
         self.compiled: dict[tuple[torch.dtype | None, bool], Any] = {}  # see `convoy.runtime.compiled`
-        self.variants: dict[tuple[frozenset[int], int], Program] = {}
+        self.variants: dict[tuple[frozenset[int], int, frozenset[str]], Program] = {}
 
 
 def _is_owned(graph: Graph, name: str, readers: int) -> bool:

@@ -1,7 +1,7 @@
 """Other shares in the middle of training: weights, gradients and optimizer state move to where the new plan wants them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from convoy.errors import InputError
 from convoy.plan.plan import Plan
 from convoy.runtime.elementwise import ELEMENTWISE, elementwise_names
 from convoy.runtime.exchange import Moving, start_move
+from convoy.runtime.marks import is_unsummed
 from convoy.runtime.module import Distributed, not_distributed
 from convoy.runtime.optimizer import described
-from convoy.sharding.layout import Layout, box, holders, local_shape
+from convoy.sharding.layout import Layout, Replicated, box, dual, holders, local_shape
 from convoy.sharding.redistribute import schedule
 
 
@@ -111,7 +112,7 @@ class _Reshare:
         for route, gradient in gradients:
             if not self.model.parameters_by_key[route.key].buffer:
                 arrived = gradient.land().clone() if gradient is not None else None
-                self._parameter(route).grad = arrived if self._holds(route) else None
+                self._parameter(route).grad = arrived if self._keeps_gradient(route) else None
         for state in states:
             state.settle()
 
@@ -140,6 +141,8 @@ class _Reshare:
 
     def _start_gradient(self, route: _Route) -> Moving:
         parameter = self._parameter(route)
+        if is_unsummed(parameter):
+            route = replace(route, src=dual(route.src))
         return route.start(self.model, parameter.grad, parameter.dtype)
 
     def _start_state(self, i: int, route: _Route, known: Mapping[str, Any]) -> "_State":
@@ -172,6 +175,12 @@ class _Reshare:
 
     def _holds(self, route: _Route) -> bool:
         return box(route.dst, self.model.group.device, route.shape) is not None
+
+    def _keeps_gradient(self, route: _Route) -> bool:
+        """Of copies whose gradient has yet to be summed, the first alone has all of the sum so far."""
+        if is_unsummed(self._parameter(route)) and isinstance(route.dst, Replicated):
+            return holders(route.dst)[0] == self.model.group.device
+        return self._holds(route)
 
     def _parameter(self, route: _Route) -> nn.Parameter:
         return self.model.module.get_parameter(route.key)

@@ -7,7 +7,7 @@ which are summed over the devices by then, is autograd's own affair: it adds the
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from convoy.errors import InputError
 from convoy.model.tracing.hooks import ON_PARAMETERS
 from convoy.runtime.executor import Executor, Tape
+from convoy.runtime.gradients import Found
+from convoy.runtime.passes import Passes, check_added
 from convoy.runtime.program import Program
 
 
@@ -27,9 +29,11 @@ class StepCall:
     Attributes:
         parts: this device's part of each input; emptied after forward.
         parameters: those that have a gradient, by key.
+        passes: those of its step.
         begin_backward: of the gradients of the outputs; refuses what cannot be right. Returns the stage of inexact mixing.
         tape: from forward to backward.
         gradients: of the parameters, from the one node's backward to the other's.
+        left: what passes before have left of them.
     """
 
     executor: Executor
@@ -37,9 +41,11 @@ class StepCall:
     precision: torch.dtype | None
     parts: Sequence[Tensor]
     parameters: dict[str, nn.Parameter]
+    passes: Passes
     begin_backward: Callable[[Sequence[Tensor | None]], int]
     tape: Tape | None = None
     gradients: tuple[Tensor | None, ...] = ()
+    left: Found = field(default_factory=dict)
 
     def outputs(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Those of the step, as a function of its inputs and of the parameters.
@@ -62,12 +68,21 @@ class _Parameters(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _g: Tensor) -> tuple[Tensor | None, ...]:
         # Nobody else may hold them: autograd then makes them .grad as they are, without a copy.
-        gradients, ctx.call.gradients = ctx.call.gradients, ()
-        # autograd would call hooks of a parameter that gets no gradient, with None; on one device it is not in the graph.
-        rows = zip(ctx.call.parameters.values(), gradients, strict=False)
-        held = _take_hooks(p for p, g in rows if g is None)
+        call: StepCall = ctx.call
+        gradients, call.gradients = call.gradients, ()
+        rows = list(zip(call.parameters.values(), gradients, strict=False))
+        sums = call.program.steps.sums
+        # autograd would call hooks of a parameter that gets no gradient, with None; on one device it is not in the graph. And
+        # hooks wait for the pass that sums.
+        held = _take_hooks(p for p, g in rows if g is None or not sums)
         if held:
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_give_back, held))
+            _at_end(partial(_give_back, held))
+        if not sums or call.left:
+            # A hook may have used a gradient, and cleared it.
+            given = [p for p, g in rows if g is not None and not p._post_accumulate_grad_hooks]
+            taken = any(g is not None for g in call.left.values())
+            _at_end(partial(check_added, given, to_each=taken))
+        call.left = {}
         return None, *gradients
 
 
@@ -105,11 +120,19 @@ class _Step(torch.autograd.Function):
             torch.autocast(call.executor.group.torch_device.type, enabled=False),
             _without_hooks(call.parameters.values()),
         ):
-            found, inputs = call.executor.backward(tape, output_gradients, stage)
-        if ctx.needs_input_grad[1]:
+            trains = ctx.needs_input_grad[1]
+            if trains:
+                call.left = call.passes.begin(call.parameters, call.program.reached, sums=call.program.steps.sums)
+            found, inputs = call.executor.backward(tape, output_gradients, stage, call.left)
+        if trains:
             call.gradients = tuple(found.pop(key, None) for key in call.parameters)
         weights = torch.zeros((), device=call.executor.group.torch_device)
         return None, weights, *(g if g is not None else e for g, e in zip(inputs or ctx.empty, ctx.empty, strict=True))
+
+
+def _at_end(work: Callable[[], None]) -> None:
+    """When autograd has done with the present backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(work)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from convoy.errors import InputError
 from convoy.runtime.elementwise import check_step
-from convoy.runtime.marks import is_piece
+from convoy.runtime.marks import check_summed, is_piece
 
 _LOCK = threading.Lock()
 _guarded = False
@@ -53,6 +53,7 @@ def _guard_clipping() -> None:
 
     def clip_grads(parameters: Any, *args: Any, **kwargs: Any) -> None:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        check_summed("torch.nn.utils.clip_grad_norm_", parameters)
         if any(map(is_piece, parameters)):
             raise InputError(
                 "torch.nn.utils.clip_grad_norm_ sees this device's pieces of the gradients, and each device would scale its "

@@ -188,7 +188,10 @@ class _Pricer:
         loaded = Handling(copied=2 * sum(held_entries(v.layout, self.device, v.shape) for v in self.steps.inputs))
         rest_s = self.overhead.step_s + self.overhead.handling_s(own + loaded, self.costs.itemsize)
         update_s = sum(held) * self.costs.update_s(self.device) + len(held) * self.overhead.update_s_per_tensor
-        for seconds, label in ((update_s, "optimizer"), (rest_s, "batch and loss")):
+        adding = Handling(added=sum(held), made=tuple(held)) if self.steps.adds else NOTHING
+        adding_s = self.overhead.handling_s(adding, self.costs.itemsize)
+        rows = (adding_s, "gradients added"), (update_s * self.steps.sums, "optimizer"), (rest_s, "batch and loss")
+        for seconds, label in rows:
             if seconds:
                 yield Work(len(self.steps.steps), label, seconds)
 

@@ -85,11 +85,11 @@ class Rebalancer:
         self.model.clock.settle()
         self._before = self._so_far()
 
-    def step(self, batch: int) -> None:
+    def step(self, batch: float) -> None:
         """After each step. Moves shares between the devices where that is worth it.
 
         Args:
-            batch: samples in the whole batch.
+            batch: samples in the whole batch; of a step of several passes, in each.
 
         Raises:
             DeviceLostError: a device did not take part.

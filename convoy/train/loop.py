@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from convoy.checkpoint import Checkpointer, Progress
 from convoy.errors import DivergedError, unknown_name
 from convoy.runtime.average import WeightAverage
+from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import clip_grad_norm_
 from convoy.runtime.precision import GradScaler
 from convoy.train.controller import Rebalancer
@@ -105,12 +106,18 @@ class Training:
         """The learning rate of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def backward(self, x: Tensor, y: Tensor, part: float) -> float:
+    def backward(self, x: Tensor, y: Tensor, part: float, *, ends_step: bool = True) -> float:
         """Add the gradients of a part of a batch; its part of the loss, which is the mean over the whole batch.
 
         Args:
             part: its samples over those of the batch.
+            ends_step: whether this is the last pass of a step, which sums the gradients of all its passes over the devices.
         """
+        waits = isinstance(self.model, Distributed) and not ends_step
+        with self.model.no_sync() if waits else nullcontext():  # type: ignore[operator]
+            return self._backward(x, y, part)
+
+    def _backward(self, x: Tensor, y: Tensor, part: float) -> float:
         loss = classification_loss(self.model(x), y, self.recipe.label_smoothing) * part
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         scaled.backward()  # type: ignore[no-untyped-call]
@@ -194,16 +201,17 @@ class _Loop:
             if index % recipe.accumulate == 0:
                 self.training.optimizer.zero_grad()
                 loss = 0.0
-            loss += self.training.backward(x, y, len(y) / batch)
             ends_epoch = index + 1 == len(train)
             ends_step = ends_epoch or (index + 1) % recipe.accumulate == 0
+            loss += self.training.backward(x, y, len(y) / batch, ends_step=ends_step)
             if ends_step:
                 if self.history.diverged is None and not math.isfinite(loss):
                     self._diverge(loss)
                 self._step(epoch, loss, batch)
                 weighted, samples = weighted + loss * batch, samples + batch
-            if self.rebalancer is not None:
-                self.rebalancer.step(len(y))
+                if self.rebalancer is not None:
+                    # Samples of a pass: a step of fewer or smaller passes than the others is not one of the plan's.
+                    self.rebalancer.step(batch / recipe.accumulate)
             if ends_step and self._is_due and not ends_epoch:
                 self._pause(epoch)
         train_s = time.perf_counter() - start_s - self.tested_s

@@ -144,9 +144,10 @@ def test_optimizers_keep_their_state_piece_by_piece(plan: str, optimizer: str) -
 @pytest.mark.parametrize(
     ("net", "set_to_none"), [("resnet", True), ("bare", True), ("bare", False), ("opaque-per-sample", True)]
 )
+@pytest.mark.parametrize("one_sum", [False, True], ids=["sum each pass", "one sum"])
 @pytest.mark.parametrize("plan", ["data-by-speed", "master", "mixed"])
-def test_gradients_of_two_batches_add_up(plan: str, net: str, set_to_none: bool) -> None:
-    training = Training(net, (10, 3) * 4, accumulate=2, set_to_none=set_to_none)
+def test_gradients_of_two_batches_add_up(plan: str, one_sum: bool, net: str, set_to_none: bool) -> None:
+    training = Training(net, (10, 3) * 4, accumulate=2, one_sum=one_sum, set_to_none=set_to_none)
     check(training, mixed(net) if plan == "mixed" else by_name(plan, net))
 
 

@@ -40,6 +40,7 @@ from tests.support.one_device import (
     on_one,
     one_trace,
     part,
+    waiting,
 )
 from tests.support.processes import on_processes
 
@@ -70,8 +71,9 @@ def train(
             assert all(p.grad is None or p.grad.shape == p.shape for p in held)
         if k % training.accumulate == 0:
             optimizer.zero_grad(set_to_none=training.set_to_none)
-        loss = loss_of(here(part(here, x), batch=len(x)), y)
-        loss.backward()
+        with waiting(here, training, k):
+            loss = loss_of(here(part(here, x), batch=len(x)), y)
+            loss.backward()
         record.losses.append(loss.item())
         if (k + 1) % training.accumulate == 0:
             if training.clip is not None:
@@ -170,10 +172,11 @@ def test_nets_with_something_special(net: str) -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("one_sum", [False, True], ids=["summed", "to be summed"])
 @pytest.mark.parametrize("net", ["resnet", "bare"])
-def test_gradients_that_wait_for_a_second_batch_move_too(net: str, set_to_none: bool) -> None:
+def test_gradients_that_wait_for_a_second_batch_move_too(net: str, one_sum: bool, set_to_none: bool) -> None:
     """Before batches 1, 3 and 6 of pairs (0, 1), (2, 3), ...: at 1 and 3 there are gradients of half a step."""
-    training = Training(net, SIZES, accumulate=2, set_to_none=set_to_none, clip=(0.5, 2.0))
+    training = Training(net, SIZES, accumulate=2, one_sum=one_sum, set_to_none=set_to_none, clip=(0.5, 2.0))
     order = {0: "data-by-speed", 1: "mixed", 3: "master", 6: "hybrid", 7: "model"}
     check(training, {k: made(name, net) for k, name in order.items()})
 

@@ -4,7 +4,7 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,7 @@ class Training:
     Attributes:
         sizes: samples of each batch, in order.
         accumulate: batches per optimizer step; their gradients add up.
+        one_sum: all passes of a step but the last are in `no_sync`.
         clip: (largest norm, which norm), or None.
         set_to_none: how gradients are cleared.
     """
@@ -53,6 +54,7 @@ class Training:
     sizes: tuple[int, ...] = (10, 10, 10, 3) * 5
     optimizer: str = "sgd"
     accumulate: int = 1
+    one_sum: bool = False
     clip: tuple[float, float] | None = None
     set_to_none: bool = True
     dtype: torch.dtype = torch.float64
@@ -96,8 +98,9 @@ def _steps(
     for k, (x, y) in enumerate(batches):
         if k % training.accumulate == 0:
             optimizer.zero_grad(set_to_none=training.set_to_none)
-        loss = loss_of(forward(x), y)
-        loss.backward()
+        with waiting(model, training, k):
+            loss = loss_of(forward(x), y)
+            loss.backward()
         record.losses.append(loss.item())
         if (k + 1) % training.accumulate == 0:
             if training.clip is not None:
@@ -112,6 +115,12 @@ def _evaluated(model: nn.Module, batches: Sequence[Labelled], forward: Callable[
     with torch.no_grad():
         outputs = [forward(batches[0][0][:n].clone()) for n in (len(batches[0][0]), 3)]
     return [t for out in outputs for t in (out if isinstance(out, tuple) else (out,))]
+
+
+def waiting(model: nn.Module, training: Training, k: int) -> AbstractContextManager[None]:
+    """What pass k is made in: its gradients wait for those of a later pass, or they do not."""
+    waits = isinstance(model, Distributed) and training.one_sum and (k + 1) % training.accumulate
+    return model.no_sync() if waits else nullcontext()  # type: ignore[operator]
 
 
 @functools.cache

@@ -234,8 +234,8 @@ def test_what_a_distributed_model_is_asked_for_as_an_ordinary_one() -> None:
             _ = part.fc
         with pytest.raises(AttributeError, match=r"'Distributed' object has no attribute 'nothing'"):
             _ = part.nothing
-        with pytest.raises(AttributeError, match=r"no_sync is of DistributedDataParallel.*leave it out"):
-            _ = part.no_sync
+        with pytest.raises(AttributeError, match=r"sync is of DistributedDataParallel.*inside no_sync\(\)"):
+            _ = part.require_backward_grad_sync
         assert not hasattr(part, "head")
         assert part.to("cpu") is part
         for change in (part.float, part.half, lambda: part.to("meta")):

@@ -253,7 +253,7 @@ def on_devices(case: Case, plan: Plan, change_to: Plan | None = None) -> list[Fo
     """The same on the devices of a plan, through `fit`; everything gathered on every device.
 
     Args:
-        change_to: the shares become those of this plan in the middle of the accumulation of each third step.
+        change_to: the shares become those of this plan after each third step, and then again those of the first.
     """
     model = nets.build(case.net)
 
@@ -277,16 +277,16 @@ def on_devices(case: Case, plan: Plan, change_to: Plan | None = None) -> list[Fo
 
 
 class Changing:
-    """Stands where a rebalancer stands: it changes the plan every few passes, also within a step."""
+    """Stands where a rebalancer stands: it changes the plan every few steps."""
 
     def __init__(self, here: Distributed, plans: list[Any], optimizer: torch.optim.Optimizer) -> None:
-        self.here, self.plans, self.optimizer, self.passes = here, plans, optimizer, 0
+        self.here, self.plans, self.optimizer, self.steps = here, plans, optimizer, 0
 
     def begin(self) -> None: ...
 
-    def step(self, batch: int) -> None:  # noqa: ARG002
-        self.passes += 1
-        if self.passes % 3 == 0:
+    def step(self, batch: float) -> None:  # noqa: ARG002
+        self.steps += 1
+        if self.steps % 3 == 0:
             self.plans.reverse()
             reshare(self.here, self.plans[0], self.optimizer)
 
@@ -320,7 +320,7 @@ def test_everything_at_once_trains_like_one_device(plan: str, expected: Found) -
     assert len(expected.history.losses) == 21
 
 
-def test_shares_that_change_within_a_step_move_gradients_and_averages_too(expected: Found) -> None:
+def test_shares_that_change_between_steps_move_averages_too(expected: Found) -> None:
     plans = [by_name("hybrid", "two-conv"), mixed("two-conv")]
     for found in on_devices(EVERYTHING, plans[0], plans[1]):
         assert_same(found, expected)

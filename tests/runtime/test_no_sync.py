@@ -1,0 +1,363 @@
+"""Passes inside `no_sync`: one sum of the gradients per step, the numbers of one device, nothing silently a part."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
+from convoy.errors import ConvoyError, InputError, MismatchError
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import PLANS, Speeds
+from convoy.plan.steps import Pass, SumGradients
+from convoy.runtime.module import Distributed
+from convoy.runtime.reshard import reshare
+from convoy.train import GradScaler, clip_grad_norm_
+from tests.support import nets
+from tests.support.one_device import (
+    EXACT,
+    Training,
+    by_name,
+    check,
+    graph_of,
+    loss_of,
+    mixed,
+    one_trace,
+    part,
+)
+
+SIZES = (10, 3, 10, 1, 10, 6)
+DEVICES = 4
+SPECIAL = ("tied", "bare", "auxiliary", "opaque-per-sample")
+
+
+def plan_of(name: str, net: str) -> Plan:
+    return mixed(net) if name == "mixed" else by_name(name, net)
+
+
+@contextmanager
+def one_step(net: str = "two-conv") -> Iterator[tuple[nn.Module, list[tuple[Tensor, Tensor]]]]:
+    """A net, and the batches of three passes."""
+    model = nets.build(net)
+    with one_trace(net, torch.float64):
+        yield model, Training(net, (10, 3, 10)).batches(model)
+
+
+def backward(here: nn.Module, x: Tensor, y: Tensor, *, waits: bool = False) -> None:
+    if not isinstance(here, Distributed):
+        loss_of(here(x), y).backward()
+    elif not waits:
+        loss_of(here(part(here, x), batch=len(x)), y).backward()
+    else:
+        with here.no_sync():
+            backward(here, x, y)
+
+
+def assert_gradients(here: Distributed, expected: dict[str, Tensor]) -> None:
+    """Those of one device; a device that holds no piece may have none."""
+    held = dict(here.named_parameters())
+    for key, p in held.items():
+        assert key in expected or p.grad is None or not p.grad.numel(), key
+    empty = {key: p if p.grad is None else p.grad for key, p in held.items()}
+    found = {key: here.gather(key, empty[key].detach()) for key in expected}
+    torch.testing.assert_close(found, expected, rtol=EXACT, atol=EXACT)
+
+
+def gradients_of(model: nn.Module, batches: Any) -> dict[str, Tensor]:
+    """The sum of all passes' on one device."""
+    alone = copy.deepcopy(model)
+    for x, y in batches:
+        backward(alone, x, y)
+    return {key: p.grad for key, p in alone.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("plan", "net"),
+    [
+        *((plan, "two-conv") for plan in [*PLANS, "mixed"]),
+        *(("data-by-speed", net) for net in SPECIAL),
+        *(("mixed", net) for net in SPECIAL),
+        ("data", "frozen"),
+        ("hybrid", "resnet"),
+    ],
+)
+def test_three_passes_with_one_sum_train_as_one_device(plan: str, net: str) -> None:
+    """Six passes of unequal batches, one of a single sample, over a device without work."""
+    check(Training(net, SIZES, "adam", accumulate=3, one_sum=True, clip=(0.5, 2.0)), plan_of(plan, net))
+
+
+def test_many_passes_in_float32() -> None:
+    training = Training("two-conv", (4,) * 16, accumulate=8, one_sum=True, dtype=torch.float32)
+    check(training, by_name("data", "two-conv"), 1e-5)
+
+
+@pytest.mark.parametrize("plan", ["data-by-speed", "model", "mixed"])
+def test_what_travels_is_what_the_lists_of_the_passes_say(plan: str) -> None:
+    """Gradients of copies travel in the last pass alone; activations, and what batch norm shares, in each."""
+    chosen, graph = plan_of(plan, "resnet"), graph_of("resnet")
+    passes: tuple[Pass, ...] = ("first", "middle", "last")
+    lists = [lower(chosen, graph, n, pass_=which) for n, which in zip((10, 3, 10), passes, strict=True)]
+    predicted = [sum(each.traffic(itemsize=8).values()) for each in lists]
+    with one_step("resnet") as (model, batches):
+
+        def work(group: Group) -> list[int]:
+            here = Distributed(model, chosen, group, batches[0][0][:2])
+            sent = []
+            for _ in range(2):  # in the first pass of a kind, devices also compare what must be the same
+                sent.clear()
+                for number, (x, y) in enumerate(batches):
+                    group.clear_counters()
+                    here._calls = 2  # no comparison now
+                    backward(here, x, y, waits=number < 2)
+                    sent.append(sum(group.sent_bytes))
+            return sent
+
+        rows = run_on_threads(DEVICES, work)
+    assert [sum(each) for each in zip(*rows, strict=True)] == predicted
+    summed = [[s for s in each.steps if isinstance(s, SumGradients)] for each in lists]
+    assert not summed[0]
+    assert not summed[1]
+    assert [s.keys for s in lists[0].later] == [s.keys for s in summed[2]]
+    assert lists[0].later or plan in ("master", "model")
+
+
+def test_a_gradient_that_was_summed_counts_once() -> None:
+    """A pass that is summed, one that is not, and one that is: the first one's sum lies on four devices, and counts once."""
+    with one_step() as (model, batches):
+        expected = gradients_of(model, batches)
+
+        def work(group: Group) -> None:
+            for plan in ("data", "hybrid", "mixed"):
+                here = Distributed(model, plan_of(plan, "two-conv"), group, batches[0][0][:2])
+                for number, (x, y) in enumerate(batches):
+                    backward(here, x, y, waits=number == 1)
+                assert_gradients(here, expected)
+
+        run_on_threads(DEVICES, work)
+
+
+@pytest.mark.parametrize("last", ["both", "first output", "second output"])
+@pytest.mark.parametrize("plan", ["data", "mixed"])
+def test_a_last_pass_that_reaches_less_sums_all(plan: str, last: str) -> None:
+    """Of a net with two outputs, the loss of the last pass depends on one: what the others left is summed all the same."""
+
+    def loss(outputs: Any, kind: str) -> Tensor:
+        chosen = outputs if kind == "both" else outputs[:1] if kind == "first output" else outputs[1:]
+        return sum((out.square().mean() for out in chosen), start=torch.zeros((), dtype=torch.float64))
+
+    with one_step("auxiliary") as (model, ((xa, _), (xb, _), _)):
+        alone = copy.deepcopy(model)
+        loss(alone(xa), "both").backward()
+        loss(alone(xb), last).backward()
+        expected = {key: p.grad for key, p in alone.named_parameters() if p.grad is not None}
+
+        def work(group: Group) -> None:
+            here = Distributed(model, plan_of(plan, "auxiliary"), group, xa[:2])
+            with here.no_sync():
+                loss(here(part(here, xa), batch=len(xa)), "both").backward()
+            loss(here(part(here, xb), batch=len(xb)), last).backward()
+            assert_gradients(here, expected)
+
+        run_on_threads(DEVICES, work)
+
+
+def test_cleared_gradients_stay_cleared() -> None:
+    """Passes that are thrown away leave nothing, neither numbers nor gradients of parameters that are not reached."""
+    with one_step("auxiliary") as (model, ((x, _), *_)):
+
+        def work(group: Group) -> None:
+            here = Distributed(model, by_name("data", "auxiliary"), group, x[:2])
+            with here.no_sync():
+                sum(out.sum() for out in here(part(here, x), batch=len(x))).backward()
+            here.zero_grad()
+            torch.optim.SGD(here.parameters(), lr=0.1).step()
+            here(part(here, x), batch=len(x))[0].sum().backward()
+            alone = copy.deepcopy(model)
+            alone(x)[0].sum().backward()
+            for key, p in alone.named_parameters():
+                found = dict(here.named_parameters())[key].grad
+                assert (found is None) == (p.grad is None), key
+                torch.testing.assert_close(found, p.grad, rtol=EXACT, atol=EXACT)
+
+        run_on_threads(DEVICES, work)
+
+
+def test_hooks_on_parameters_are_called_once_with_all_passes() -> None:
+    with one_step() as (model, batches):
+        expected = gradients_of(model, batches)["conv1.weight"]
+        expected = 2 * expected / expected.norm()
+
+        def work(group: Group) -> None:
+            plan = by_name("data", "two-conv") if group.devices > 1 else alone
+            here = Distributed(model, plan, group, batches[0][0][:2])
+            weight, seen = dict(here.named_parameters())["conv1.weight"], []
+            weight.register_hook(lambda g: seen.append("gradient") or g / g.norm())  # type: ignore[func-returns-value]
+
+            def double(p: Tensor) -> None:
+                seen.append("added")
+                p.grad = None if p.grad is None else 2 * p.grad
+
+            weight.register_post_accumulate_grad_hook(double)
+            for number, (x, y) in enumerate(batches):
+                assert not seen
+                backward(here, x, y, waits=number < 2)
+            assert seen == ["gradient", "added"]
+            torch.testing.assert_close(weight.grad, expected, rtol=EXACT, atol=EXACT)
+
+        alone = by_name("data", "two-conv", speeds=Speeds((1.0,)))
+        for devices in (1, DEVICES):
+            run_on_threads(devices, work)
+
+
+def test_an_optimizer_in_hooks_steps_in_the_last_pass() -> None:
+    with one_step() as (model, batches):
+        expected = gradients_of(model, batches)
+
+        def work(group: Group) -> None:
+            here = Distributed(model, by_name("data", "two-conv"), group, batches[0][0][:2])
+            optimizers = {p: torch.optim.SGD([p], lr=0.5) for p in here.parameters()}
+
+            def step(p: Tensor) -> None:
+                optimizers[p].step()  # type: ignore[index]
+                optimizers[p].zero_grad()  # type: ignore[index]
+
+            for p in here.parameters():
+                p.register_post_accumulate_grad_hook(step)
+            for number, (x, y) in enumerate(batches):
+                backward(here, x, y, waits=number < 2)
+            for key, weight in here.full_state_dict().items():
+                wanted = model.state_dict()[key] - 0.5 * expected[key]
+                torch.testing.assert_close(weight, wanted, rtol=EXACT, atol=EXACT)
+
+        run_on_threads(DEVICES, work)
+
+
+@pytest.mark.parametrize("plan", ["data", "data-by-speed", "master", "model"])
+def test_what_would_use_parts_of_sums_is_refused(plan: str) -> None:
+    """Whatever the plan sums, and on a device without work: a script that is right by one plan is right by all."""
+    with one_step() as (model, ((x, y), *_)):
+
+        def work(group: Group) -> None:
+            here = Distributed(model, by_name(plan, "two-conv"), group, x[:2])
+            optimizer, scaler = torch.optim.SGD(here.parameters(), lr=0.1), GradScaler(here)
+            scaler.scale(torch.zeros(()))
+            backward(here, x, y, waits=True)
+            key, p = next(iter(here.named_parameters()))
+            uses: list[Callable[[], object]] = [
+                optimizer.step,
+                lambda: scaler.unscale_(optimizer),
+                lambda: clip_grad_norm_(here, 1.0),
+                lambda: here.gather(key, p.grad),  # type: ignore[arg-type]
+            ]
+            if plan == "data":
+                uses.append(lambda: torch.nn.utils.clip_grad_norm_(here.parameters(), 1.0))
+            for use in uses:
+                with pytest.raises(InputError, match=r"after passes in no_sync\(\), whose gradients .*zero_grad"):
+                    use()
+            backward(here, x, y)
+            assert float(clip_grad_norm_(here, 1.0)) > 0
+            optimizer.step()
+
+        run_on_threads(DEVICES, work)
+
+
+def test_gradients_that_go_elsewhere_are_refused() -> None:
+    with one_step() as (model, ((x, y), *_)):
+
+        def work(group: Group) -> None:
+            here = Distributed(model, by_name("data", "two-conv"), group, x[:2])
+            weight = dict(here.named_parameters())["conv1.weight"]
+
+            def loss() -> Tensor:
+                return loss_of(here(part(here, x), batch=len(x)), y)
+
+            with here.no_sync(), pytest.raises(InputError, match=r"leave a part of the sum on each device"):
+                torch.autograd.grad(loss(), list(here.parameters()))
+            here.zero_grad()
+            backward(here, x, y, waits=True)
+            with pytest.raises(InputError, match=r"torch.autograd.grad, or backward\(inputs=...\)"):
+                loss().backward(inputs=[weight])
+            here.zero_grad()
+            with here.no_sync():
+                inside = loss()
+            with pytest.raises(InputError, match=r"a forward inside no_sync\(\) and one outside"):
+                (inside + loss()).backward()
+
+        run_on_threads(DEVICES, work)
+
+
+def test_a_device_on_another_side_of_it_is_named() -> None:
+    with one_step() as (model, ((x, y), *_)):
+
+        def work(group: Group) -> None:
+            here = Distributed(model, by_name("data", "two-conv"), group, x[:2])
+            backward(here, x, y, waits=group.device == 2)
+
+        with pytest.raises(ConvoyError) as caught:
+            run_on_threads(DEVICES, work)
+        assert isinstance(caught.value, MismatchError)
+        assert "device 2 is on another side of no_sync()" in str(caught.value)
+
+
+def test_shares_change_between_passes_that_wait() -> None:
+    """From copies to pieces, to one device, and back, with a sum that is pending; the summed gradient of a pass before too."""
+    with one_step() as (model, batches):
+        expected = gradients_of(model, [*batches, *batches])
+
+        def work(group: Group) -> None:
+            here = Distributed(model, by_name("data", "two-conv"), group, batches[0][0][:2])
+            order = ["data", "mixed", "master", "data-by-speed", "model", "hybrid"]
+            for number, ((x, y), plan) in enumerate(zip([*batches, *batches], order, strict=True)):
+                reshare(here, plan_of(plan, "two-conv"))
+                backward(here, x, y, waits=number not in (0, 5))
+            assert_gradients(here, expected)
+
+        run_on_threads(DEVICES, work)
+
+
+def test_in_between_a_gradient_is_what_this_device_has_added_up() -> None:
+    """As with DistributedDataParallel: over the devices they add up to the whole."""
+    with one_step() as (model, batches):
+        expected = gradients_of(model, batches[:2])["conv1.weight"]
+
+        def work(group: Group) -> Tensor:
+            here = Distributed(model, by_name("data", "two-conv"), group, batches[0][0][:2])
+            for x, y in batches[:2]:
+                backward(here, x, y, waits=True)
+            gradient = dict(here.named_parameters())["conv1.weight"].grad
+            assert gradient is not None
+            return gradient
+
+        parts = run_on_threads(DEVICES, work)
+        assert not torch.allclose(parts[0], expected)
+        torch.testing.assert_close(torch.stack(parts).sum(0), expected, rtol=EXACT, atol=EXACT)
+
+
+def test_under_autocast_one_sum_is_that_of_all_passes() -> None:
+    """What is rounded is the same in each pass; sums are float32."""
+    model = nets.build("two-conv", dtype=torch.float32)
+    batches = Training("two-conv", (8, 8), dtype=torch.float32).batches(model)
+
+    def work(group: Group) -> None:
+        found = []
+        for waits in (False, True):
+            here = Distributed(model, by_name("data", "two-conv", batch=8), group, batches[0][0][:2])
+            for number, (x, y) in enumerate(batches):
+                with torch.autocast("cpu", torch.bfloat16):
+                    if waits and not number:
+                        with here.no_sync():
+                            out = here(part(here, x), batch=8)
+                    else:
+                        out = here(part(here, x), batch=8)
+                F.cross_entropy(out, y).backward()
+            found.append({key: p.grad for key, p in here.named_parameters()})
+        torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+    run_on_threads(DEVICES, work)
