@@ -118,7 +118,7 @@ def forecast(
     speeds = context.speeds.devices
     fastest = max(range(len(speeds)), key=lambda d: speeds[d])
     gain = 1.0 if shared is None else shared.samples_per_s / speeds[fastest]
-    rates = partial(_rates, graph, optimizer)
+    rates = partial(_rates, graph, optimizer, passes)
     several = len(fleet.devices) > 1
     asked_links = basis == "described" and several and len(fleet.hosts) > 1 and not fleet.links
     pays = best.workers > 1 and gain >= WORTH
@@ -189,10 +189,11 @@ def _more_samples(context: PlanningContext) -> float:
     return max(0.0, (limit - fixed) / max(1, need.activations_bytes))
 
 
-def _rates(graph: Graph, optimizer: str, batch: int, fleet: Fleet) -> tuple[float, float] | None:
+def _rates(graph: Graph, optimizer: str, passes: int, batch: int, fleet: Fleet) -> tuple[float, float] | None:
     """Samples/s of a fleet by the analytic model: of its best plan, of its fastest device alone; None: nothing fits."""
-    context = PlanningContext.of(graph, batch, described_costs(fleet, optimizer=optimizer), fleet, optimizer)
-    found = quick_candidates(graph, batch, context.costs, context.room)
+    costs = described_costs(fleet, optimizer=optimizer)
+    context = PlanningContext.of(graph, batch, costs, fleet, optimizer, passes=passes)
+    found = quick_candidates(graph, batch, costs, context.room, passes=passes)
     return (batch / found[0].step_s, max(context.speeds.devices)) if found else None
 
 

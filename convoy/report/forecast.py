@@ -28,7 +28,7 @@ def show_forecast(
         fastest = context.names[found.fastest]
         passes = (
             f" in {found.passes} passes of {batch} (--accumulate {found.passes}), since {fastest} alone has memory for no "
-            "more; a step is one pass here"
+            "more; a step is one pass here, in the mean"
         )
     console.print(f"{net}, images of {size}, batch {batch * found.passes}{passes}. {_answer(found)}", soft_wrap=True)
     _show_devices(console, found, fleet)

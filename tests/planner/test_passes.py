@@ -1,0 +1,123 @@
+"""Steps of several passes: what is predicted of them, what is chosen for them, and that they are proposed where memory asks."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from convoy.cost.costs import roofline_costs
+from convoy.cost.memory import fewest_passes, memory_of, room_of
+from convoy.cost.overhead import Overheads
+from convoy.errors import PlanError
+from convoy.fleet import Card, Device, Fleet, Host
+from convoy.model.graph import Graph
+from convoy.plan.lower import lower
+from convoy.plan.presets import PLANS
+from convoy.plan.steps import Compute, SumGradients, passes_of, traffic
+from convoy.planner.planner import candidates
+from convoy.planner.predict import PlanningContext, predict_plan, working
+from tests.support.stacks import Stack
+
+WIDE = Stack((2, 64, 64)).conv(2, 3).pool().flatten().linear(2048).graph()
+CONVOLUTIONS = Stack((8, 32, 32)).conv(64, 3).conv(256, 3).conv(256, 3).pool().flatten().linear(10).graph()
+
+
+def fleet(*rows: tuple[float, int | None], bytes_per_s: float = 125e6) -> Fleet:
+    """One device per host, of these FLOP/s and bytes of memory."""
+    devices = tuple(
+        Device(
+            f"d{i}", f"h{i}", "cpu", memory_bytes=memory, peak_flop_per_s=rate, memory_bytes_per_s=rate / 4,
+            idle_w=1.0, busy_w=2.0,
+        )
+        for i, (rate, memory) in enumerate(rows)
+    )  # fmt: skip
+    return Fleet(tuple(Host(f"h{i}") for i in range(len(rows))), devices, Card(bytes_per_s, bytes_per_s, 1e-4))
+
+
+def context_of(fleet: Fleet, graph: Graph, batch: int, passes: int) -> PlanningContext:
+    return PlanningContext.of(graph, batch, roofline_costs(fleet), fleet, passes=passes)
+
+
+def test_the_kinds_of_passes() -> None:
+    assert passes_of(1) == {"only": 1}
+    assert passes_of(2) == {"first": 1, "last": 1}
+    assert passes_of(5) == {"first": 1, "middle": 3, "last": 1}
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("passes", [2, 5])
+def test_gradients_travel_once_a_step_and_the_rest_in_each_pass(name: str, passes: int) -> None:
+    context = context_of(fleet((1e11, None), (5e10, None)), CONVOLUTIONS, 8, passes)
+    plan = context.named(name)
+    steps = [step for step in lower(plan, CONVOLUTIONS).steps if not isinstance(step, Compute)]
+    sums = sum(sum(traffic(step, 4).values()) for step in steps if isinstance(step, SumGradients))
+    rest = sum(sum(traffic(step, 4).values()) for step in steps if not isinstance(step, SumGradients))
+    found = predict_plan(plan, context)
+    assert found.traffic_bytes * passes == pytest.approx(sums + passes * rest, abs=passes * plan.devices)
+    assert sum(found.received_bytes) == pytest.approx(found.traffic_bytes, abs=plan.devices)
+
+
+def test_optimizer_and_sum_count_once_and_additions_between_passes() -> None:
+    """One device that takes 1 s for the optimizer, and 1 ns for a byte that it adds; nothing else takes time."""
+    graph, entries = WIDE, sum(p.entries for layer in WIDE.layers.values() for p in layer.trainable)
+    device = fleet((1e20, None))
+    costs = replace(
+        roofline_costs(device),
+        overheads=(Overheads(add_s_per_byte=1e-9),),
+        update_s_per_entry=(1.0 / entries,),
+    )
+    times = []
+    for passes in (1, 2, 5):
+        context = PlanningContext.of(graph, 1, costs, device, passes=passes)
+        found = predict_plan(context.named("data"), context)
+        assert found.energy is not None
+        assert found.energy.step_s == found.step_s
+        times.append(found.step_s * passes)
+    adds_s = 4e-9 * entries
+    assert times == pytest.approx([1.0, 1.0 + adds_s, 1.0 + 4 * adds_s], abs=1e-6)
+
+
+def test_a_fleet_behind_a_slow_link_pays_where_it_sums_once_for_many_passes() -> None:
+    """2.6 MB of weights at 10 Mbit/s: a sum takes longer than a pass, and not longer than sixteen."""
+    slow = fleet((1e11, None), (1e11, None), bytes_per_s=1.25e6)
+    workers, speeds = [], []
+    for passes in (1, 16):
+        context = context_of(slow, CONVOLUTIONS, 64, passes)
+        best = context.candidates()[0]
+        workers.append(len(working(best.plan, CONVOLUTIONS)))
+        speeds.append(best.step_s / predict_plan(best.plan, context).step_s)
+    assert workers == [1, 2]
+    assert speeds == pytest.approx([1.0, 1.0])
+
+
+def test_the_analytic_model_counts_a_sum_once_too() -> None:
+    slow = fleet((1e11, None), (1e11, None), bytes_per_s=1.25e6)
+    costs = roofline_costs(slow)
+    found = [candidates(CONVOLUTIONS, 64, costs, simulated=False, passes=n)[0].plan for n in (1, 16)]
+    assert [len(working(plan, CONVOLUTIONS)) for plan in found] == [1, 2]
+
+
+def test_where_no_plan_fits_passes_are_proposed_in_which_one_does() -> None:
+    """Activations of 64 samples do not fit, those of a part do: the message says which, and it is true."""
+    tight = fleet((1e11, 30_000_000), (1e11, 30_000_000))
+    context = context_of(tight, CONVOLUTIONS, 64, 1)
+    with pytest.raises(PlanError, match=r"Make a step of \d+ passes \(--accumulate \d+; in Python") as caught:
+        context.candidates()
+    passes = int(re.findall(r"--accumulate (\d+)", str(caught.value))[0])
+    fewer = context_of(tight, CONVOLUTIONS, 64 // passes, passes)
+    plan = fewer.candidates()[0].plan
+    assert not room_of(tight).excess([each.total_bytes for each in memory_of(plan, CONVOLUTIONS)])
+    with pytest.raises(PlanError, match=f"--accumulate {passes};"):  # half of them are already made, and do not do
+        context_of(tight, CONVOLUTIONS, 64 // passes * 2, passes // 2).candidates()
+
+
+def test_where_not_even_one_sample_fits_no_passes_are_proposed() -> None:
+    with pytest.raises(PlanError, match=r"Use a smaller batch or net"):
+        context_of(fleet((1e11, 1_000_000)), WIDE, 8, 1).candidates()
+
+
+def test_the_fewest_passes_are_a_divisor_of_the_batch() -> None:
+    assert fewest_passes(12, lambda samples: samples <= 5) == 3
+    assert fewest_passes(7, lambda samples: samples <= 5) == 7
+    assert fewest_passes(8, lambda samples: samples < 1) is None
+    assert fewest_passes(1, lambda _: True) is None
