@@ -98,7 +98,7 @@ def test_many_passes_in_float32() -> None:
     check(training, by_name("data", "two-conv"), 1e-5)
 
 
-@pytest.mark.parametrize("plan", ["data-by-speed", "model", "mixed"])
+@pytest.mark.parametrize("plan", ["data-by-speed", "sharded", "model", "mixed"])
 def test_what_travels_is_what_the_lists_of_the_passes_say(plan: str) -> None:
     """Gradients of copies travel in the last pass alone; activations, and what batch norm shares, in each."""
     chosen, graph = plan_of(plan, "resnet"), graph_of("resnet")
@@ -122,10 +122,9 @@ def test_what_travels_is_what_the_lists_of_the_passes_say(plan: str) -> None:
         rows = run_on_threads(DEVICES, work)
     assert [sum(each) for each in zip(*rows, strict=True)] == predicted
     summed = [[s for s in each.steps if isinstance(s, SumGradients)] for each in lists]
-    assert not summed[0]
-    assert not summed[1]
-    assert [s.keys for s in lists[0].later] == [s.keys for s in summed[2]]
-    assert lists[0].later or plan in ("master", "model")
+    assert all(s.into for s in summed[0] + summed[1])
+    assert [s.keys for s in (*lists[0].later, *summed[0])] == [s.keys for s in summed[2]]
+    assert lists[0].later or plan in ("sharded", "model")
 
 
 def test_a_gradient_that_was_summed_counts_once() -> None:
@@ -134,7 +133,7 @@ def test_a_gradient_that_was_summed_counts_once() -> None:
         expected = gradients_of(model, batches)
 
         def work(group: Group) -> None:
-            for plan in ("data", "hybrid", "mixed"):
+            for plan in ("data", "hybrid", "sharded", "mixed"):
                 here = Distributed(model, plan_of(plan, "two-conv"), group, batches[0][0][:2])
                 for number, (x, y) in enumerate(batches):
                     backward(here, x, y, waits=number == 1)
@@ -144,7 +143,7 @@ def test_a_gradient_that_was_summed_counts_once() -> None:
 
 
 @pytest.mark.parametrize("last", ["both", "first output", "second output"])
-@pytest.mark.parametrize("plan", ["data", "mixed"])
+@pytest.mark.parametrize("plan", ["data", "sharded", "mixed"])
 def test_a_last_pass_that_reaches_less_sums_all(plan: str, last: str) -> None:
     """Of a net with two outputs, the loss of the last pass depends on one: what the others left is summed all the same."""
 
@@ -313,7 +312,7 @@ def test_shares_change_between_passes_that_wait() -> None:
 
         def work(group: Group) -> None:
             here = Distributed(model, by_name("data", "two-conv"), group, batches[0][0][:2])
-            order = ["data", "mixed", "master", "data-by-speed", "model", "hybrid"]
+            order = ["data", "mixed", "sharded", "data-by-speed", "model", "hybrid"]
             for number, ((x, y), plan) in enumerate(zip([*batches, *batches], order, strict=True)):
                 reshare(here, plan_of(plan, "two-conv"))
                 backward(here, x, y, waits=number not in (0, 5))
