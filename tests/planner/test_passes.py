@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from convoy.cost.costs import roofline_costs
 from convoy.cost.memory import fewest_passes, memory_of, room_of
 from convoy.cost.overhead import Overheads
 from convoy.errors import PlanError
@@ -16,6 +15,7 @@ from convoy.plan.presets import PLANS
 from convoy.plan.steps import Compute, SumGradients, passes_of, traffic
 from convoy.planner.planner import candidates
 from convoy.planner.predict import PlanningContext, predict_plan, working
+from studies.roofline import roofline_costs
 from tests.support.stacks import Stack
 
 WIDE = Stack((2, 64, 64)).conv(2, 3).pool().flatten().linear(2048).graph()
