@@ -19,6 +19,7 @@ from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import AUTO, PLANS
 from convoy.plan.size import LocalSize
+from convoy.profile.energy import EnergyMeter
 from convoy.profile.job import (
     BESIDE_STRETCHES,
     GRID_PART,
@@ -97,7 +98,7 @@ def tables_s(over: float, waits_s: float, budget_s: float = 40.0) -> tuple[float
     """Seconds on the wall that the tables take."""
     wall = Wall()
     bench = TimedBench(wall, over)
-    _measure_tables(Waiting(wall, waits_s), bench, Partial(None, {"devices": [0]}), budget_s, lambda *_: None, wall)
+    _measure_tables(Waiting(wall, waits_s), bench, Partial(None, {"devices": [0]}), budget_s, lambda *_: None, wall, EnergyMeter("none"))
     return wall.time_s - 100.0, bench
 
 

@@ -119,8 +119,8 @@ def _evaluated(model: nn.Module, batches: Sequence[Labelled], forward: Callable[
 
 def waiting(model: nn.Module, training: Training, k: int) -> AbstractContextManager[None]:
     """What pass k is made in: its gradients wait for those of a later pass, or they do not."""
-    waits = isinstance(model, Distributed) and training.one_sum and (k + 1) % training.accumulate
-    return model.no_sync() if waits else nullcontext()  # type: ignore[operator]
+    waits = training.one_sum and (k + 1) % training.accumulate
+    return model.no_sync() if waits and hasattr(model, "no_sync") else nullcontext()  # type: ignore[operator]
 
 
 @functools.cache

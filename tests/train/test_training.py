@@ -566,20 +566,20 @@ def test_an_accuracy_between_two_steps_leaves_the_training_alone() -> None:
 
 
 def test_what_a_rebalancer_sees_of_tests_between_steps() -> None:
-    """It is told to begin anew after each test, once it knows the step before."""
+    """It is told of each step by the samples of its passes, and to begin anew after each test, once it knows the step before."""
     calls: list[str] = []
 
     class Listening:
         def begin(self) -> None:
             calls.append("begin")
 
-        def step(self, batch: int) -> None:
+        def step(self, batch: float) -> None:
             calls.append(f"step {batch}")
 
     model = nets.build("two-conv")
     training = Training(model, made_optimizer(model), Recipe(accumulate=2, evaluate_steps=1))
     fit(training, Loader(Samples(), 10), Loader(Samples(), 23), 1, None, Listening())  # type: ignore[arg-type]
-    assert calls == ["begin", *["step 10", "step 10", "begin"] * 2, "step 6"]
+    assert calls == ["begin", *["step 10.0", "begin"] * 2, "step 3.0"]
 
 
 def test_the_pace_does_not_count_tests() -> None:
