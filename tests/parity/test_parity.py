@@ -55,7 +55,7 @@ def test_twenty_steps_by_every_plan_and_every_sum(plan: str, reduce: str) -> Non
 def test_twenty_steps_by_the_plan_that_the_planner_chooses(net: str) -> None:
     """For slow devices on a fast network, where each of them pays."""
     host = Host("lab", card=Card(1e10, 1e10, 1e-7))
-    rates = (4e8, 2e8, 1e8)
+    rates = (4e8, 3e8, 2e8)
     fleet = Fleet((host,), tuple(
         Device(f"d{d}", "lab", "cpu", peak_flop_per_s=rate, memory_bytes_per_s=rate) for d, rate in enumerate(rates)
     ))  # fmt: skip

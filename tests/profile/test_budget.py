@@ -87,9 +87,6 @@ class TimedBench(Bench):
         self.wall.time_s += 1.0
         return Point(size, Times(1.0, 1.0, 0.0))
 
-    def timing_s(self, seconds: float) -> float:  # noqa: ARG002
-        return 1.0
-
 
 # --- a table, layer by layer -----------------------------------------------------------------------------------------
 
@@ -98,7 +95,15 @@ def tables_s(over: float, waits_s: float, budget_s: float = 40.0) -> tuple[float
     """Seconds on the wall that the tables take."""
     wall = Wall()
     bench = TimedBench(wall, over)
-    _measure_tables(Waiting(wall, waits_s), bench, Partial(None, {"devices": [0]}), budget_s, lambda *_: None, wall, EnergyMeter("none"))
+    _measure_tables(
+        Waiting(wall, waits_s),
+        bench,
+        Partial(None, {"devices": [0]}),
+        budget_s,
+        lambda *_: None,
+        wall,
+        EnergyMeter("none"),
+    )
     return wall.time_s - 100.0, bench
 
 
@@ -138,6 +143,7 @@ def sizes_timed(left_s: float, planning_s: float, monkeypatch: pytest.MonkeyPatc
         return [wanted]
 
     monkeypatch.setattr("convoy.profile.job.sizes_to_profile", planned)
+    monkeypatch.setattr("convoy.profile.job.timing_s", lambda *_: 1.0)
     _with_plan_sizes(AloneGroup(CPU), bench, before, left_s, wall)
     return bench.sizes
 

@@ -1,5 +1,7 @@
 """Whoever waits in a script is told for what and about how long: `prepare` measured for seconds in silence."""
 
+import contextlib
+import io
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +12,7 @@ import convoy
 from convoy.comm.group import AloneGroup, Group
 from convoy.comm.threads import run_on_threads
 from convoy.profile.progress import to_stderr
+from tests.support.processes import on_processes
 from tests.support.small_script import net
 
 CPU = torch.device("cpu")
@@ -50,14 +53,18 @@ def test_only_device_0_of_several_speaks(group: Group, capsys: pytest.CaptureFix
         ("data-by-speed", "convoy: every device times the model's layers, about 2 s ..."),
     ],
 )
-def test_prepare_says_what_it_measures(plan: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_says_what_it_measures(plan: str, said: str) -> None:
+    first, other = on_processes(2, "tests.profile.test_progress:prepared", plan)
+    assert first.splitlines()[0] == said
+    assert other == ""
+
+
+def prepared(group: Group, plan: str) -> str:
+    """What this device says on its standard error."""
     data = TensorDataset(torch.randn(16, 1, 6, 6, dtype=torch.float64), torch.zeros(16, dtype=torch.int64))
-
-    def device(group: Group) -> None:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
         convoy.prepare(net(), None, DataLoader(data, 8), plan=plan, group=group, budget_s=0.5)
-
-    run_on_threads(2, device)
-    assert capsys.readouterr().err.splitlines()[0] == said
+    return said.getvalue()
 
 
 def test_prepare_with_speeds_has_nothing_to_say(capsys: pytest.CaptureFixture[str]) -> None:

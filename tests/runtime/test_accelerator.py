@@ -25,6 +25,7 @@ from convoy.runtime.module import Distributed
 from tests.conftest import ROOT
 from tests.support import nets, sim
 from tests.support.one_device import EXACT, OPTIMIZERS, Training, by_name, loss_of, on_one, one_trace, part
+from tests.support.processes import on_processes
 
 pytestmark = pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
 
@@ -168,9 +169,14 @@ def test_what_leaves_an_accelerator_has_been_computed() -> None:
         torch.ones(1, device=device)
 
 
-@on_sims
 def test_a_checkpoint_goes_from_accelerators_to_cpus_and_back(tmp_path: Path) -> None:
+    """In a process of its own: autograd makes its threads once, for the accelerators that there are at the first backward."""
+    on_processes(1, "tests.runtime.test_accelerator:train_from_fleet_to_fleet", str(tmp_path), joined=False)
+
+
+def train_from_fleet_to_fleet(_device: int, folder: str) -> None:
     """Two steps on each fleet, with weights of one's own to begin from: what is loaded is all that they go on from."""
+    sim.load()
     training = Training("resnet", (10,) * 6, "adam")
     whole, expected = nets.build("resnet"), on_one(training)
     batches = training.batches(whole)
@@ -182,14 +188,14 @@ def test_a_checkpoint_goes_from_accelerators_to_cpus_and_back(tmp_path: Path) ->
         here = Distributed(nets.build("resnet", seed=leg), plans[leg], group, batches[0][0][:2])
         optimizer, losses = OPTIMIZERS["adam"](here.parameters()), []
         if leg:
-            load_checkpoint(tmp_path, here, optimizer)
+            load_checkpoint(Path(folder), here, optimizer)
         for x, y in batches[2 * leg : 2 * leg + 2]:
             optimizer.zero_grad()
             loss = loss_of(here(part(here, x), batch=len(x)), y)
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        save_checkpoint(tmp_path, here, optimizer, Progress(2 * leg + 2, 1, 0))
+        save_checkpoint(Path(folder), here, optimizer, Progress(2 * leg + 2, 1, 0))
         return losses, {key: value.cpu() for key, value in here.full_state_dict().items()}
 
     losses: list[float] = []

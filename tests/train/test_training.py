@@ -566,7 +566,7 @@ def test_an_accuracy_between_two_steps_leaves_the_training_alone() -> None:
 
 
 def test_what_a_rebalancer_sees_of_tests_between_steps() -> None:
-    """It is told of each step by the samples of its passes, and to begin anew after each test, once it knows the step before."""
+    """It is told of each step by the samples of a pass, and to begin anew after each test, once it knows the step before."""
     calls: list[str] = []
 
     class Listening:
