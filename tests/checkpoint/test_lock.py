@@ -99,7 +99,7 @@ def test_only_device_0_takes_the_folder_and_all_are_told_that_it_is_taken(tmp_pa
 
 
 def test_a_process_that_prepares_batches_does_not_keep_the_lock_of_a_killed_run(tmp_path: Path) -> None:
-    script = HOLDS + "import os; pid = os.fork(); print(pid, flush=True) if pid else None; time.sleep(60)"
+    script = HOLDS + "import os; os.fork() or print(os.getpid(), flush=True); time.sleep(60)"
     run = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)],
         stdout=subprocess.PIPE,
