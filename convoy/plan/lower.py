@@ -167,6 +167,8 @@ def _input_layout(plan: Plan, graph: Graph, layer: Layer, batch: int) -> Layout:
     if not wants:
         own = place(graph, layer, plan.otherwise, batch, plan.devices)
         return own.gives
+    # The devices of a whole batch, for a smaller one too: those that a small one leaves out would miss its running statistics.
+    wants |= _wants(plan, graph, layer, max(batch, plan.batch), {})
     return Replicated(tuple(sorted({d for layout in wants for d in holders(layout)})))
 
 

@@ -501,3 +501,29 @@ def test_a_tensor_without_channels(plan: str) -> None:
         return torch.cat((some * torch.sigmoid(some), none), 1)
 
     assert difference(Asking(change), (3, 6, 6), plan=plan) < 1e-10
+
+
+class Reader(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 0.5 if x.shape[0] > 3 else x
+
+
+class Beside(nn.Module):
+    """Its input goes two ways, one of them through a batch norm of which every device has the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depthwise, self.norm, self.pointwise = (
+            nn.Conv2d(3, 3, 3, padding=1, groups=3),
+            nn.BatchNorm2d(3),
+            nn.Conv2d(3, 3, 1),
+        )
+        self.by_size, self.fc = Reader(), nn.Linear(108, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.by_size(x + self.pointwise(self.norm(self.depthwise(x)))).flatten(1))
+
+
+def test_a_device_that_a_small_batch_leaves_out_has_its_running_statistics() -> None:
+    """Of seed 40536: a batch of two left a device without samples, and its statistics without that step."""
+    assert difference(Beside(), (3, 6, 6), speeds=(1, 4), plan="data-by-speed", sizes=(6, 2, 6)) < 1e-10
