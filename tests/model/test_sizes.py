@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from convoy.model.operation import run_traced
 from convoy.model.tracing import TracedModel, trace
+from tests.support.torch_seed import torch_seed
 
 SIDE = 8
 
@@ -143,7 +144,8 @@ class Precise(nn.Module):
 
 @pytest.mark.parametrize(("kind", "off"), [("", True), ("cpu", True), ("cuda", False)])
 def test_autocast_stays_off_where_a_forward_switches_it_off(kind: str, off: bool) -> None:
-    net, x = Precise(kind), torch.randn(2, 3, 4, 4)
+    with torch_seed(0):  # with other weights, roundings may agree by chance
+        net, x = Precise(kind), torch.randn(2, 3, 4, 4)
     traced = trace(net, x)
     assert "matmul" in traced.graph.layers
     assert traced.operations["matmul"].no_autocast == (kind,)
