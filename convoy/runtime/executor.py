@@ -165,12 +165,8 @@ class Executor:
                     self._forward(compute, buffers, tape, keep=keep)
                 case Compute() as compute:
                     self._statistics(compute, buffers, tape)
-                case PackWeights() as pack:
-                    buffers[pack.buffer] = self.whole.pack(pack, self.group.device)
-                case UnpackWeights() as pack:
-                    self.whole.unpack(pack, buffers[pack.buffer])
-                case FreeWeights() as freed:
-                    self.whole.free(freed.keys)
+                case PackWeights() | UnpackWeights() | FreeWeights() as weights:
+                    self.whole.run(weights, buffers, self.group.device)
                 case _:
                     self._exchange(lane, item.operations, program, buffers)
             for name in item.drops:
@@ -337,12 +333,8 @@ class Executor:
                     buffers[pack.buffer] = packed(pack, found, self.model, self.group)
                 case Signal(step=step):
                     sums.begin(step, buffers[f"sum {step}"])
-                case PackWeights() as weights:
-                    buffers[weights.buffer] = self.whole.pack(weights, self.group.device)
-                case UnpackWeights() as weights:
-                    self.whole.unpack(weights, buffers[weights.buffer])
-                case FreeWeights() as freed:
-                    self.whole.free(freed.keys)
+                case PackWeights() | UnpackWeights() | FreeWeights() as weights:
+                    self.whole.run(weights, buffers, self.group.device)
                 case Wait(events=(("summed", step, _),), step=at) if at < len(program.steps.steps):
                     with self.clock.exchange():
                         sums.wait(step)

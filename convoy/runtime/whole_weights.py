@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from convoy.plan.device_program import PackWeights, UnpackWeights
+from convoy.plan.device_program import FreeWeights, PackWeights, UnpackWeights
+from convoy.runtime.exchange import Buffers
 from convoy.runtime.gradients import by_device
 from convoy.sharding.layout import Shape
 
@@ -45,7 +46,17 @@ class WholeWeights:
         """Free the memory of the whole parameters."""
         self._whole = {}
 
-    def pack(self, operation: PackWeights, device: int) -> Tensor:
+    def run(self, operation: PackWeights | UnpackWeights | FreeWeights, buffers: Buffers, device: int) -> None:
+        """One operation of the program on this device."""
+        match operation:
+            case PackWeights():
+                buffers[operation.buffer] = self._pack(operation, device)
+            case UnpackWeights():
+                self._unpack(operation, buffers[operation.buffer])
+            case FreeWeights():
+                self._free(operation.keys)
+
+    def _pack(self, operation: PackWeights, device: int) -> Tensor:
         """The flat buffer of a gathering, with this device's shares at their place."""
         shares = [self._shares.get(key) for key in operation.keys]
         rows = zip(operation.keys, shares, strict=True)
@@ -61,7 +72,7 @@ class WholeWeights:
             start += share.numel()
         return flat
 
-    def unpack(self, operation: UnpackWeights, flat: Tensor) -> None:
+    def _unpack(self, operation: UnpackWeights, flat: Tensor) -> None:
         """The shares of all have arrived."""
         if operation.alone:
             return
@@ -71,7 +82,7 @@ class WholeWeights:
         for place, arrived in zip(places, torch.split(flat, [p.numel() for p in places]), strict=True):
             place.copy_(arrived)
 
-    def free(self, keys: Iterable[str]) -> None:
+    def _free(self, keys: Iterable[str]) -> None:
         """Give the memory of whole parameters back until they are gathered again. What autograd has kept of them are views of
         that memory, and find the same numbers there."""
         for key in keys:
