@@ -103,7 +103,7 @@ _VALIDATION = (
     Series("straggler2", "two-conv:50:500", (16, 64)),
     Series("straggler2", "two-conv:300:1000", (4,)),
     Series("many8", "two-conv:150:800", (16,)),
-    Series("mixed4-slow", "two-conv:150:800", (16,)),
+    Series("desktop4", "two-conv:150:800", (16,)),
 )
 
 _COMPARED = (IN_TURN, "ddp-tuned", AUTO)
@@ -130,7 +130,7 @@ _TARGETS = (
     ),
     Series("many8", "two-conv:150:800", (64,), _COMPARED),
     Series("many8", "alexnet:4096", (64,), _COMPARED),
-    Series("mixed4-slow", "two-conv:150:800", (64,), (*_COMPARED, "data-by-speed")),
+    Series("desktop4", "two-conv:150:800", (64,), (*_COMPARED, "data-by-speed")),
 )
 """Every line of the table of targets, once: of the two two-conv nets the larger at 16 and 64, the smaller at 256, where the
 larger takes a slow device alone more than a minute a step."""
@@ -160,6 +160,22 @@ _DEEP = (
     Series("mixed4", "resnet:8:16", (64,), (IN_TURN, "data-by-speed", AUTO)),
 )
 
+_NAMED = ("ddp-tuned", "data", "master", "model", "hybrid", AUTO)
+_TWO = ("ddp-tuned", AUTO)
+_LAB = (
+    Series("desktop4", "two-conv:150:800", (64,), _NAMED),
+    Series("desktop4", "alexnet:4096", (64, 256), _TWO),
+    Series("desktop4", "vgg:11:4096", (64,), _TWO),
+    Series("desktop4", "resnet18:64", (64,), ("data-by-speed", AUTO)),
+    Series("lab8", "two-conv:150:800", (64,), _NAMED),
+    Series("lab8", "alexnet:4096", (64, 256), _TWO),
+    Series("lab8", "vgg:11:4096", (64,), _TWO),
+    Series("lab8", "resnet18:64", (64,), ("data-by-speed", AUTO)),
+    Series("desktop4", "two-conv:500:1500", (64,), _TWO),
+    Series("lab8", "two-conv:500:1500", (64,), _TWO),
+)
+"""Steps of seconds, with the wire per FLOP of real fleets; the most telling first. A slow host alone takes minutes."""
+
 _FULL_BENCH = (
     *(
         Series(fleet, net, batches, EVERYTHING)
@@ -173,8 +189,8 @@ _FULL_BENCH = (
     Series("even4", "two-conv:500:1500", (16,), (IN_TURN, "master", AUTO)),
     Series("many8", "two-conv:150:800", (64,), EVERYTHING),
     Series("many8", "alexnet:4096", (64,), EVERYTHING),
-    Series("mixed4-slow", "two-conv:50:500", (64,), EVERYTHING),
-    Series("mixed4-slow", "two-conv:150:800", (64,), EVERYTHING),
+    Series("desktop4", "two-conv:50:500", (64,), EVERYTHING),
+    Series("desktop4", "two-conv:150:800", (64,), EVERYTHING),
     Series("mixed4", "vgg:11:4096", (64,), EVERYTHING),
     Series("mixed4", "resnet18:64", (64,), (IN_TURN, *PLAN_NAMES)),
     *_SCALING,
@@ -192,6 +208,7 @@ SETS: Mapping[str, tuple[Series, ...]] = {
     "targets-rest": _REST_OF_TARGETS,
     "scaling": _SCALING,
     "deep": _DEEP,
+    "lab": _LAB,
     "bench-full": _FULL_BENCH,
 }
 """`validation` is the set of docs/validation.md, the others of docs/benchmarks.md; the smoke sets take seconds and say nothing

@@ -3,7 +3,7 @@
 from rich.markup import escape
 from rich.tree import Tree
 
-from convoy.fleet import Device, Fleet, Host
+from convoy.fleet import Card, Device, Fleet, Host
 
 
 def tree_of(fleet: Fleet) -> Tree:
@@ -14,6 +14,8 @@ def tree_of(fleet: Fleet) -> Tree:
         branch = tree.add(escape(_host(fleet, host)))
         for index in fleet.devices_on(host.name):
             branch.add(escape(f"{index}: {_device(fleet.devices[index])}"))
+    for segment in fleet.segments:
+        tree.add(escape(f"{segment.name}: {', '.join(segment.hosts)}; to all others {_card(segment.uplink)}"))
     if fleet.links:
         links = tree.add("measured links")
         for link in fleet.links:
@@ -30,10 +32,14 @@ def _host(fleet: Fleet, host: Host) -> str:
         words.append(f"({user}{host.address}{port})")
     card = host.card or fleet.network
     if card is not None:
-        out, into = card.send_bytes_per_s, card.receive_bytes_per_s
-        speed = _rate(out) if out == into else f"{_rate(out)} out, {_rate(into)} in"
-        words.append(f"{speed}, {card.latency_s * 1e3:.3g} ms")
+        words.append(_card(card))
     return "  ".join(words)
+
+
+def _card(card: Card) -> str:
+    out, into = card.send_bytes_per_s, card.receive_bytes_per_s
+    speed = _rate(out) if out == into else f"{_rate(out)} out, {_rate(into)} in"
+    return f"{speed}, {card.latency_s * 1e3:.3g} ms"
 
 
 def _device(device: Device) -> str:

@@ -14,7 +14,7 @@ from convoy.cost.network import network_of
 from convoy.cost.overhead import Overheads
 from convoy.cost.table import Measurement
 from convoy.errors import InputError
-from convoy.fleet import Device, Fleet
+from convoy.fleet import Card, Device, Fleet
 from convoy.fleet.catalogue import device_class
 from convoy.model.graph import Graph
 
@@ -164,9 +164,11 @@ def _overheads(device: Device, rate: Rate) -> Overheads:
 
 
 def _on_the_wire(fleet: Fleet) -> Fleet:
-    """With cards as fast as messages are over them; links that a file gives were measured."""
-    if fleet.network is None:
-        return fleet
-    card = fleet.network
-    sends, receives = card.send_bytes_per_s * WIRE, card.receive_bytes_per_s * WIRE
-    return replace(fleet, network=replace(card, send_bytes_per_s=sends, receive_bytes_per_s=receives))
+    """With cards and uplinks as fast as messages are over them; links that a file gives were measured."""
+
+    def carries(card: Card) -> Card:
+        sends, receives = card.send_bytes_per_s * WIRE, card.receive_bytes_per_s * WIRE
+        return replace(card, send_bytes_per_s=sends, receive_bytes_per_s=receives)
+
+    segments = tuple(replace(segment, uplink=carries(segment.uplink)) for segment in fleet.segments)
+    return replace(fleet, network=fleet.network and carries(fleet.network), segments=segments)

@@ -1,6 +1,6 @@
 """The wire: what each message shares with the others, and how fast it goes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,6 +21,8 @@ class Network:
         pair_bytes_per_s: `pair_bytes_per_s[i][j]`, what one message alone reaches.
         processor_s_per_byte: of each device's processor, for each byte it sends or receives. Zero for devices whose
             traffic costs their computing nothing.
+        segment: index of each host's segment of the network; -1 for a host that is in none. Empty where there is none.
+        uplink_send_bytes_per_s, uplink_receive_bytes_per_s: of each segment, shared by all messages that leave or enter it.
         jitter_s: by how much each device, when it has been computing, makes an exchange later than its mean speed says;
             none where nothing was measured. See `convoy.profile.overheads`.
         largest_latency_s: of all pairs of different devices.
@@ -34,6 +36,9 @@ class Network:
     pair_bytes_per_s: tuple[tuple[float, ...], ...]
     processor_s_per_byte: tuple[float, ...]
     jitter_s: tuple[float, ...] = ()
+    segment: tuple[int, ...] = ()
+    uplink_send_bytes_per_s: tuple[float, ...] = ()
+    uplink_receive_bytes_per_s: tuple[float, ...] = ()
     largest_latency_s: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -44,6 +49,13 @@ class Network:
     @property
     def devices(self) -> int:
         return len(self.host)
+
+    def segments_crossed(self, sender: int, receiver: int) -> tuple[int | None, int | None]:
+        """The segment that messages from one host to another leave, and the one they enter."""
+        if not self.segment or self.segment[sender] == self.segment[receiver]:
+            return None, None
+        left, entered = self.segment[sender], self.segment[receiver]
+        return (None if left < 0 else left), (None if entered < 0 else entered)
 
 
 def network_of(
@@ -65,7 +77,15 @@ def network_of(
         pair_bytes_per_s=tuple(tuple([bandwidth[a][b] for b in host]) for a in host),
         processor_s_per_byte=tuple(processor_s_per_byte or (0.0,) * len(host)),
         jitter_s=tuple(jitter_s),
+        segment=tuple(_segment_of_hosts(fleet, names)) if fleet.segments else (),
+        uplink_send_bytes_per_s=tuple(segment.uplink.send_bytes_per_s for segment in fleet.segments),
+        uplink_receive_bytes_per_s=tuple(segment.uplink.receive_bytes_per_s for segment in fleet.segments),
     )
+
+
+def _segment_of_hosts(fleet: Fleet, names: Sequence[str]) -> Iterator[int]:
+    place = {host: index for index, segment in enumerate(fleet.segments) for host in segment.hosts}
+    return (place.get(name, -1) for name in names)
 
 
 def _between_hosts(
@@ -77,6 +97,16 @@ def _between_hosts(
     for index in range(len(cards)):
         latency_s[index][index] = WITHIN_HOST.latency_s
         bandwidth[index][index] = min(WITHIN_HOST.send_bytes_per_s, WITHIN_HOST.receive_bytes_per_s)
+    for segment in fleet.segments:
+        inside = {place[name] for name in segment.hosts}
+        for a in inside:
+            for b in set(range(len(cards))) - inside:
+                for source, target, rate in (
+                    (a, b, segment.uplink.send_bytes_per_s),
+                    (b, a, segment.uplink.receive_bytes_per_s),
+                ):
+                    latency_s[source][target] += segment.uplink.latency_s
+                    bandwidth[source][target] = min(bandwidth[source][target], rate)
     for link in fleet.links:
         source, target = place[link.source], place[link.target]
         latency_s[source][target] = link.latency_s
@@ -134,6 +164,13 @@ def _resources(
             card = min(network.send_bytes_per_s[a], network.receive_bytes_per_s[b])
             add("send", a, f, network.send_bytes_per_s[a])
             add("receive", b, f, network.receive_bytes_per_s[b])
+            left, entered = network.segments_crossed(a, b)
+            if left is not None:
+                card = min(card, network.uplink_send_bytes_per_s[left])
+                add("leaves", left, f, network.uplink_send_bytes_per_s[left])
+            if entered is not None:
+                card = min(card, network.uplink_receive_bytes_per_s[entered])
+                add("enters", entered, f, network.uplink_receive_bytes_per_s[entered])
         pair = network.pair_bytes_per_s[sender][receiver]
         if pair < card:  # else the card is full first
             add("pair", f, f, pair)

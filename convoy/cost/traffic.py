@@ -145,7 +145,8 @@ def _kept(src: Split, dst: Split, total: float, devices: int) -> Vector:
 def move_s(load: Loads, network: Network, itemsize: int) -> float:
     """Seconds of a move: the fullest card or processor, and the largest latency for each round.
 
-    Where there are several hosts, all traffic counts as leaving its host: loads do not tell who sends to whom.
+    Where there are several hosts, all traffic counts as leaving its host: loads do not tell who sends to whom. Of the traffic
+    of a segment's hosts the part crosses its uplink that would if every message went to any other host alike.
 
     Args:
         itemsize: bytes of one number on the wire.
@@ -159,4 +160,23 @@ def move_s(load: Loads, network: Network, itemsize: int) -> float:
     into = np.bincount(hosts, received, count) / np.array(network.receive_bytes_per_s)
     within = np.bincount(hosts, sent, count) / np.array(network.within_bytes_per_s) if count == 1 else np.zeros(1)
     processor = (sent + received) * np.array(network.processor_s_per_byte)
-    return float(max(out.max(), into.max(), processor.max(), within.max())) + load.rounds * network.largest_latency_s
+    crossing = _crossing_s(network, sent, received)
+    return (
+        float(max(out.max(), into.max(), processor.max(), within.max(), crossing))
+        + load.rounds * network.largest_latency_s
+    )
+
+
+def _crossing_s(network: Network, sent: Vector, received: Vector) -> float:
+    """Seconds of the fullest uplink."""
+    if not network.segment:
+        return 0.0
+    longest_s, host_segment = 0.0, np.array(network.segment)
+    segment = host_segment[np.array(network.host)]
+    for index, (out, into) in enumerate(
+        zip(network.uplink_send_bytes_per_s, network.uplink_receive_bytes_per_s, strict=True)
+    ):
+        inside = segment == index
+        outside = float((host_segment != index).sum()) / max(1, len(host_segment) - 1)
+        longest_s = max(longest_s, outside * sent[inside].sum() / out, outside * received[inside].sum() / into)
+    return longest_s

@@ -6,17 +6,19 @@
     <run>-<other host>    eth0 10.77.0.2/24 ──┤
     <run>-_switch                             port1, port2, ... on bridge br0
 
+A segment of the fleet has a bridge of its own in the switch's namespace, br1, br2 and so on, and a cable from there to br0.
+
 The machine's own namespace gets no card, no address and no route, so that runs side by side may use the same addresses.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from convoy.emulate.machine import RunName, call
 from convoy.errors import InputError
-from convoy.fleet import Card
+from convoy.fleet import Card, Segment
 
 NIC = "eth0"
 _BRIDGE = "br0"
@@ -41,31 +43,53 @@ class Port:
         namespace: its network namespace, which holds the card `NIC`.
         address: its IPv4 address.
         plug: the switch's end of the cable, in the switch's namespace.
+        bridge: that the plug is on.
     """
 
     host: str
     namespace: str
     address: str
     plug: str
+    bridge: str = _BRIDGE
+
+
+@dataclass(frozen=True)
+class Uplink:
+    """The cable from a segment's bridge to the one where all meet; both in the switch's namespace.
+
+    Attributes:
+        inner, outer: its ends: what leaves the segment is sent by the inner one, what enters it by the outer one.
+    """
+
+    segment: Segment
+    bridge: str
+    inner: str
+    outer: str
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """The switch's namespace and its ports, in the order of the hosts."""
+    """The switch's namespace, its ports in the order of the hosts, and the segments' uplinks."""
 
     switch: str
     ports: tuple[Port, ...]
+    uplinks: tuple[Uplink, ...] = ()
 
     def port(self, host: str) -> Port:
         return next(port for port in self.ports if port.host == host)
 
 
-def wire(run: RunName, hosts: Sequence[str]) -> Wiring:
+def wire(run: RunName, hosts: Sequence[str], segments: Sequence[Segment] = ()) -> Wiring:
     """Who gets which namespace and address. InputError for more hosts than a /24 has addresses."""
     if len(hosts) > _MOST_HOSTS:
         raise InputError(f"{len(hosts)} hosts: a rehearsal has addresses for {_MOST_HOSTS}; rehearse a smaller fleet")
-    ports = (Port(host, run.of(host), f"{_NETWORK}.{n}", f"port{n}") for n, host in enumerate(hosts, start=1))
-    return Wiring(switch=run.of("_switch"), ports=tuple(ports))  # no host's name starts with an underscore
+    uplinks = tuple(Uplink(each, f"br{n}", f"in{n}", f"out{n}") for n, each in enumerate(segments, start=1))
+    bridges = {host: uplink.bridge for uplink in uplinks for host in uplink.segment.hosts}
+    ports = (
+        Port(host, run.of(host), f"{_NETWORK}.{n}", f"port{n}", bridges.get(host, _BRIDGE))
+        for n, host in enumerate(hosts, start=1)
+    )
+    return Wiring(run.of("_switch"), tuple(ports), uplinks)  # no host's name starts with an underscore
 
 
 @contextmanager
@@ -75,8 +99,14 @@ def network(wiring: Wiring) -> Iterator[None]:
         for namespace in (wiring.switch, *(port.namespace for port in wiring.ports)):
             call("ip", "netns", "add", namespace)
             stack.callback(delete, namespace)
-        _in(wiring.switch, "link", "add", _BRIDGE, "type", "bridge")
-        _up(wiring.switch, _BRIDGE)
+        for bridge in (_BRIDGE, *(uplink.bridge for uplink in wiring.uplinks)):
+            _in(wiring.switch, "link", "add", bridge, "type", "bridge")
+            _up(wiring.switch, bridge)
+        for uplink in wiring.uplinks:
+            _in(wiring.switch, "link", "add", uplink.inner, "type", "veth", "peer", "name", uplink.outer)
+            for end, bridge in ((uplink.inner, uplink.bridge), (uplink.outer, _BRIDGE)):
+                _in(wiring.switch, "link", "set", end, "master", bridge)
+                _up(wiring.switch, end)
         for port in wiring.ports:
             _plug_in(wiring.switch, port)
         yield
@@ -99,7 +129,7 @@ def delete(namespace: str) -> None:
 
 def _plug_in(switch: str, port: Port) -> None:
     _in(switch, "link", "add", port.plug, "type", "veth", "peer", "name", NIC, "netns", port.namespace)
-    _in(switch, "link", "set", port.plug, "master", _BRIDGE)
+    _in(switch, "link", "set", port.plug, "master", port.bridge)
     _in(port.namespace, "address", "add", f"{port.address}/24", "dev", NIC)
     _in(port.namespace, "link", "set", "lo", "up")
     _up(port.namespace, NIC)
@@ -150,17 +180,35 @@ def bucket(bytes_per_s: float) -> Bucket | None:
     return Bucket(max(8, round(bytes_per_s * 8)), max(whole_bytes, round(burst_bytes)), packet_bytes)
 
 
-def shape(wiring: Wiring, port: Port, card: Card) -> None:
-    """Give a host's cable the rates of its card, a token bucket at either end. InputError if the kernel refuses."""
-    # A bucket holds back what leaves a device: the host's end sends, the switch's end is what the host receives.
-    sending, receiving = bucket(card.send_bytes_per_s), bucket(card.receive_bytes_per_s)
-    if sending is not None:
-        call("ip", "-netns", port.namespace, "link", "set", NIC, "gso_max_size", str(sending.packet_bytes))
+def shape(wiring: Wiring, card_of: Callable[[str], Card]) -> None:
+    """Give all cables their rates, a token bucket at either end. InputError if the kernel refuses.
+
+    Args:
+        card_of: the card of a host, by its name.
+    """
+    rates = [rate for uplink in wiring.uplinks for rate in _rates(uplink.segment.uplink)]
+    # What crosses an uplink must fit into its bucket, whoever sends it.
+    packet_bytes = min((limit.packet_bytes for rate in rates if (limit := bucket(rate))), default=_LARGEST_PACKET_BYTES)
+    for port in wiring.ports:
+        # A bucket holds back what leaves a device: the host's end sends, the switch's end is what the host receives.
+        sending, receiving = (bucket(rate) for rate in _rates(card_of(port.host)))
+        own_bytes = min(packet_bytes, sending.packet_bytes if sending else _LARGEST_PACKET_BYTES)
+        if own_bytes < _LARGEST_PACKET_BYTES or sending:
+            call("ip", "-netns", port.namespace, "link", "set", NIC, "gso_max_size", str(own_bytes))
         _hold_back(port.namespace, NIC, sending)
-    if receiving is not None:
         _hold_back(wiring.switch, port.plug, receiving)
+    for uplink in wiring.uplinks:
+        leaving, entering = (bucket(rate) for rate in _rates(uplink.segment.uplink))
+        _hold_back(wiring.switch, uplink.inner, leaving)
+        _hold_back(wiring.switch, uplink.outer, entering)
 
 
-def _hold_back(namespace: str, device: str, limit: Bucket) -> None:
+def _rates(card: Card) -> tuple[float, float]:
+    return card.send_bytes_per_s, card.receive_bytes_per_s
+
+
+def _hold_back(namespace: str, device: str, limit: Bucket | None) -> None:
+    if limit is None:
+        return
     words = ["rate", f"{limit.rate_bit_per_s}bit", "burst", f"{limit.burst_bytes}b", "latency", f"{_QUEUE_S * 1e3:g}ms"]
     call("tc", "-netns", namespace, "qdisc", "add", "dev", device, "root", "tbf", *words)

@@ -152,13 +152,13 @@ def _hosts(fleet: Fleet, command: Sequence[str], fleet_path: Path | None) -> Ite
     It joins its control group, enters its network namespace, and becomes the command.
     """
     run = RunName.mine()
-    wiring = namespaces.wire(run, [host.name for host in fleet.hosts])
+    wiring = namespaces.wire(run, [host.name for host in fleet.hosts], fleet.segments)
     join = [machine.find("sh"), "-c", 'echo $$ > "$0" && exec "$@"']
     with ExitStack() as stack:
         controller = stack.enter_context(cgroups.cpu_controller(run))
         stack.enter_context(namespaces.network(wiring))
-        for port in wiring.ports if len(fleet.hosts) > 1 else ():
-            namespaces.shape(wiring, port, fleet.card(port.host))
+        if len(fleet.hosts) > 1:
+            namespaces.shape(wiring, fleet.card)
         groups = stack.enter_context(cgroups.groups(controller, run, [device.cores for device in fleet.devices]))
         starts: list[dict[str, Any]] = []
         for index, (device, group) in enumerate(zip(fleet.devices, groups, strict=True)):

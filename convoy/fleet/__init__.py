@@ -34,6 +34,11 @@ A fleet is a frozen value. Its file is TOML, written by a person or by a measure
     bandwidth_bytes_per_s = 110e6
     latency_s = 8e-5
 
+    [[segment]]                        # optional: hosts on a switch of their own, and the cable from there to all others
+    name = "house"
+    hosts = ["attic", "cellar"]
+    uplink = { send_bytes_per_s = 12.5e6, receive_bytes_per_s = 12.5e6, latency_s = 5e-5 }
+
 Numbers are in SI units, which the names end in, or texts with a unit. The order of the devices is their index in plans and in
 shares.
 
@@ -41,6 +46,6 @@ shares.
 units.
 """
 
-from convoy.fleet.file import MAX_SLOWDOWN, WITHIN_HOST, Card, Device, Fleet, Host, Link, read_fleet
+from convoy.fleet.file import MAX_SLOWDOWN, WITHIN_HOST, Card, Device, Fleet, Host, Link, Segment, read_fleet
 
-__all__ = ["MAX_SLOWDOWN", "WITHIN_HOST", "Card", "Device", "Fleet", "Host", "Link", "read_fleet"]
+__all__ = ["MAX_SLOWDOWN", "WITHIN_HOST", "Card", "Device", "Fleet", "Host", "Link", "Segment", "read_fleet"]

@@ -208,21 +208,45 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """Hosts on one switch, and the cable that leads from it to all other hosts.
+
+    Attributes:
+        hosts: their names. A host that is in no segment sits where the cables of all segments meet.
+        uplink: the cable's rates out of the segment and into it, shared by all messages that cross it, and what it adds to
+            their latency.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+    name: Text
+    hosts: tuple[Text, ...]
+    uplink: Card
+
+    def __post_init__(self) -> None:
+        _plain_name(self.name, "a segment")
+        if not self.hosts:
+            raise InputError(f"segment {self.name!r} has no hosts: name at least one, or remove the section")
+
+
+@dataclass(frozen=True)
 class Fleet:
     """Devices, hosts and the network between them.
 
     Attributes:
         network: the card of every host that has none of its own; may be None where no host needs it.
         links: pairs that were measured; all others follow from the cards.
+        segments: hosts whose messages to all others share a cable; none where all sit on one switch.
 
     Raises:
-        InputError: no device, a name twice, a host nobody declared, a host without a device, a host without a card.
+        InputError: no device, a name twice, a host nobody declared, a host without a device, a host without a card, a host in
+            two segments.
     """
 
     hosts: tuple[Host, ...]
     devices: tuple[Device, ...]
     network: Card | None = None
     links: tuple[Link, ...] = ()
+    segments: tuple[Segment, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.devices:
@@ -230,6 +254,7 @@ class Fleet:
         _unique("host", (host.name for host in self.hosts))
         _unique("device", (device.name for device in self.devices))
         _unique("link", (f"{link.source} to {link.target}" for link in self.links))
+        _unique("segment", (segment.name for segment in self.segments))
         _check_hosts(self)
 
     @classmethod
@@ -249,7 +274,9 @@ class Fleet:
         own = {name: value for name, value in sections.items() if name != "measured"}
         try:
             file = _FILE.validate_python(_as_now(own))
-            return cls(hosts=file.host, devices=file.device, network=file.network, links=file.link)
+            return cls(
+                hosts=file.host, devices=file.device, network=file.network, links=file.link, segments=file.segment
+            )
         except ValidationError as error:
             remedy = "write such a value, or leave out the line if it may be absent"
             lines = [explain(each, _File, _SECTIONS, remedy) for each in error.errors()]
@@ -262,7 +289,9 @@ class Fleet:
         document = tomlkit.document()
         if self.network is not None:
             document.add("network", _table(self.network))
-        for section, values in (("host", self.hosts), ("device", self.devices), ("link", self.links)):
+        sections: tuple[tuple[str, tuple[Host, ...] | tuple[Segment, ...] | tuple[Device, ...] | tuple[Link, ...]], ...]
+        sections = (("host", self.hosts), ("segment", self.segments), ("device", self.devices), ("link", self.links))
+        for section, values in sections:
             if values:
                 tables = tomlkit.aot()
                 for value in values:
@@ -278,26 +307,52 @@ class Fleet:
         return card
 
     def path(self, source: str, target: str) -> Link:
-        """The way from host to host: as measured, or the narrower of the two cards and the longer latency."""
+        """The way from host to host: as measured, or the narrowest of the cards and uplinks, the longer latency and theirs."""
         self._host(source), self._host(target)
         for link in self.links:
             if (link.source, link.target) == (source, target):
                 return link
         sender, receiver = (WITHIN_HOST,) * 2 if source == target else (self.card(source), self.card(target))
+        out, into = self.uplinks(source, target)
         return Link(
             source,
             target,
-            bandwidth_bytes_per_s=min(sender.send_bytes_per_s, receiver.receive_bytes_per_s),
-            latency_s=max(sender.latency_s, receiver.latency_s),
+            bandwidth_bytes_per_s=min(
+                sender.send_bytes_per_s,
+                *(uplink.send_bytes_per_s for uplink in out),
+                *(uplink.receive_bytes_per_s for uplink in into),
+                receiver.receive_bytes_per_s,
+            ),
+            latency_s=max(sender.latency_s, receiver.latency_s) + sum(uplink.latency_s for uplink in (*out, *into)),
         )
+
+    def uplinks(self, source: str, target: str) -> tuple[tuple[Card, ...], tuple[Card, ...]]:
+        """The uplinks that messages between two hosts cross: out of one's segment, and into the other's; none within one."""
+        sender, receiver = self.segment_of(source), self.segment_of(target)
+        if sender == receiver:
+            return (), ()
+        return tuple(s.uplink for s in (sender,) if s), tuple(s.uplink for s in (receiver,) if s)
+
+    def segment_of(self, host: str) -> Segment | None:
+        """The segment that a host is in."""
+        return next((segment for segment in self.segments if host in segment.hosts), None)
 
     def with_only(self, devices: Collection[int]) -> "Fleet":
         """This fleet with some of its devices, by index; hosts without any are gone, and so are their links."""
         kept = tuple(device for index, device in enumerate(self.devices) if index in devices)
         used = {device.host for device in kept}
         hosts = tuple(host for host in self.hosts if host.name in used)
+        segments = (
+            replace(s, hosts=tuple(host for host in s.hosts if host in used))
+            for s in self.segments
+            if {*s.hosts} & used
+        )
         return replace(
-            self, hosts=hosts, devices=kept, links=tuple(e for e in self.links if {e.source, e.target} <= used)
+            self,
+            hosts=hosts,
+            devices=kept,
+            links=tuple(e for e in self.links if {e.source, e.target} <= used),
+            segments=tuple(segments),
         )
 
     def devices_on(self, host: str) -> tuple[int, ...]:
@@ -361,10 +416,13 @@ class _File:
     device: tuple[Device, ...]
     network: Card | None = None
     link: tuple[Link, ...] = ()
+    segment: tuple[Segment, ...] = ()
 
 
 _FILE = TypeAdapter(_File)
-_SECTIONS: Mapping[str, type[Any]] = {"host": Host, "device": Device, "network": Card, "card": Card, "link": Link}
+_SECTIONS: Mapping[str, type[Any]] = {
+    "host": Host, "device": Device, "network": Card, "card": Card, "link": Link, "segment": Segment, "uplink": Card,
+}  # fmt: skip
 
 
 MOST_LINES = 20
@@ -404,7 +462,7 @@ def _key(field: str) -> str:
     return "class" if field == "class_name" else field
 
 
-def _table(value: Card | Host | Device | Link) -> tomlkit.items.Table:
+def _table(value: Card | Host | Segment | Device | Link) -> tomlkit.items.Table:
     table = tomlkit.table()
     for field in fields(value):
         content = getattr(value, field.name)
@@ -426,6 +484,7 @@ def _check_hosts(fleet: Fleet) -> None:
         for field, name in (("source", link.source), ("target", link.target)):
             if name not in names:
                 raise InputError(f"link[{index}].{field}: {unknown_name('host', name, names)}, or add a [[host]]")
+    _check_segments(fleet.segments, names)
     used = {device.host for device in fleet.devices}
     for index, host in enumerate(fleet.hosts):
         if host.name not in used:
@@ -435,6 +494,20 @@ def _check_hosts(fleet: Fleet) -> None:
                 f"host[{index}] {host.name!r} has no card: with {len(fleet.hosts)} hosts each needs one; "
                 "add a [network] section for all, or a card to this host"
             )
+
+
+def _check_segments(segments: Sequence[Segment], hosts: Sequence[str]) -> None:
+    place: dict[str, int] = {}
+    for index, segment in enumerate(segments):
+        for name in segment.hosts:
+            if name not in hosts:
+                raise InputError(f"segment[{index}].hosts: {unknown_name('host', name, hosts)}, or add a [[host]]")
+            if name in place:
+                raise InputError(
+                    f"segment[{index}].hosts: {name!r} is in segment[{place[name]}], too: a host is in one segment at most; "
+                    "take it out of one of them"
+                )
+            place[name] = index
 
 
 def _unique(section: str, names: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ import torch
 from convoy.comm.accelerator import memory_of
 from convoy.cost.table import HostRates, LinkSpread
 from convoy.errors import InputError
-from convoy.fleet import Card, Device, Fleet, Host, Link
+from convoy.fleet import Card, Device, Fleet, Host, Link, Segment
 from convoy.profile.links import PairLink, WireTimes
 
 
@@ -132,7 +132,7 @@ def with_wire(fleet: Fleet, wire: WireTimes) -> Fleet:
         rate = statistics.median(pair.bytes_per_s for pair in pairs)
         links.append(Link(*ends, rate, statistics.median(pair.latency_s for pair in pairs)))
     if not wire.cards:
-        return replace(fleet, links=tuple(links))
+        return replace(fleet, links=tuple(links), segments=_segments(fleet, links))
     hosts = []
     for entry, rates in zip(fleet.hosts, wire.cards, strict=True):
         out = [pair for pair in wire.pairs if host[pair.source] == entry.name != host[pair.target]]
@@ -144,7 +144,36 @@ def with_wire(fleet: Fleet, wire: WireTimes) -> Fleet:
             latency_s=statistics.median(pair.latency_s for pair in out),
         )
         hosts.append(replace(entry, card=card))
-    return replace(fleet, hosts=tuple(hosts), network=None, links=tuple(links))
+    return replace(fleet, hosts=tuple(hosts), network=None, links=tuple(links), segments=_segments(fleet, links))
+
+
+def _segments(fleet: Fleet, measured: Sequence[Link]) -> tuple[Segment, ...]:
+    """The segments with their uplinks as messages found them: as fast as the fastest link that only the uplink holds back."""
+    nominal = replace(fleet, links=())
+
+    def found(segment: Segment, *, leaves: bool) -> float:
+        uplink = segment.uplink.send_bytes_per_s if leaves else segment.uplink.receive_bytes_per_s
+        rates = [
+            link.bandwidth_bytes_per_s
+            for link in measured
+            if link.source != link.target
+            and nominal.segment_of(link.source if leaves else link.target) == segment
+            and nominal.segment_of(link.target if leaves else link.source) != segment
+            and nominal.path(link.source, link.target).bandwidth_bytes_per_s == uplink
+        ]
+        return max(rates, default=uplink)
+
+    return tuple(
+        replace(
+            segment,
+            uplink=replace(
+                segment.uplink,
+                send_bytes_per_s=found(segment, leaves=True),
+                receive_bytes_per_s=found(segment, leaves=False),
+            ),
+        )
+        for segment in fleet.segments
+    )
 
 
 def spreads(fleet: Fleet, wire: WireTimes) -> tuple[tuple[LinkSpread, ...], tuple[HostRates, ...]]:

@@ -34,7 +34,7 @@ def test_the_validation_covers_what_was_asked_for() -> None:
     cases = [case for series in SETS["validation"] for case in series.cases()]
     rows = [(case.fleet, case.net, case.batch, plan) for case in cases for plan in case.plans]
     assert len(rows) == len(set(rows)) >= 60
-    assert {case.fleet for case in cases} == {"mixed4", "even4", "straggler2", "many8", "mixed4-slow"}
+    assert {case.fleet for case in cases} == {"mixed4", "even4", "straggler2", "many8", "desktop4"}
     assert {plan for case in cases for plan in case.plans} == {*PLANS, AUTO}
     nets = {case.net for case in cases if case.fleet == "mixed4"}
     two_conv = {f"two-conv:{sizes}" for sizes in ("50:500", "150:800", "300:1000", "500:1500")}

@@ -54,7 +54,7 @@ def test_what_is_asked_of_auto() -> None:
         ("mixed4", "two-conv:50:500", 64): 0.93, ("even4", "two-conv:150:800", 256): 0.93,
         ("straggler2", "alexnet:4096", 256): 0.93, ("mixed4", "two-conv:150:800", 16): 0.85,
         ("even4", "alexnet:4096", 64): 0.85, ("many8", "two-conv:150:800", 64): 0.85,
-        ("mixed4-slow", "two-conv:150:800", 64): None, ("mixed4", "resnet18:64", 64): None,
+        ("desktop4", "two-conv:150:800", 64): None, ("mixed4", "resnet18:64", 64): None,
         ("mixed4", "two-conv:150:800", 8): None,
     }  # fmt: skip
     assert {where: least_efficiency(*where) for where in asked} == asked
@@ -161,10 +161,10 @@ def test_the_page_shows_each_trial_of_plans_and_what_it_brought() -> None:
 
 
 def test_the_page_gives_the_best_plan_on_the_slow_network_and_its_bound() -> None:
-    slow: dict[str, Any] = {"fleet": "mixed4-slow", "batch": 64}
+    slow: dict[str, Any] = {"fleet": "desktop4", "batch": 64}
     rows = [explained(each) if each.plan == "auto" else each for each in case(auto_s=1.5, tuned_s=3.0, **slow)]
-    page = bench_page(Sources([result([*rows, row("model", 1.4, predicted_s=1.3, **slow)], "mixed4-slow")]))
-    assert "### The best plan on mixed4-slow, and its bound" in page
+    page = bench_page(Sources([result([*rows, row("model", 1.4, predicted_s=1.3, **slow)], "desktop4")]))
+    assert "### The best plan on desktop4, and its bound" in page
     assert (
         "of 2 measured, `model` is the fastest with 1.4 s, efficiency 0.71. Devices that all compute without a pause, as "
         "alone, would take 1 s: no plan can take much less. Of this plan's step the busiest device computes 1 s, the "
@@ -278,7 +278,7 @@ def test_the_targets_fit_into_the_time_there_is() -> None:
     cases = [each for series in SETS["targets"] for each in series.cases()]
     assert len({each.name for each in cases}) == len(cases)
     asked = [least_efficiency(each.fleet, each.net, each.batch) for each in cases]
-    assert asked.count(None) == 1, "mixed4-slow"
+    assert asked.count(None) == 1, "desktop4"
     fleets = list(dict.fromkeys(each.fleet for each in cases))
     total_s = sum(estimate_s(a_job(fleet), [each for each in cases if each.fleet == fleet]) for fleet in fleets)
     assert 20 * 60 < total_s < 120 * 60

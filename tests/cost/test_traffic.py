@@ -90,6 +90,18 @@ def test_the_far_pair_counts_wherever_it_is_and_however_many_devices_there_are(d
     assert move_s(load, network, 4) == pytest.approx(3 * far)
 
 
+def test_an_uplink_carries_the_part_that_leaves_its_segment() -> None:
+    """Four hosts, two of them behind an uplink: of what each sends, two of the three others are outside. 300 bytes from either
+    of the two make 400 that cross at 40 bytes/s; out of each card 300 go at 1000."""
+    fast = (1000.0,) * 4
+    network = Network(
+        (0, 1, 2, 3), fast, fast, fast, ((0.0,) * 4,) * 4, (fast,) * 4, (0.0,) * 4,
+        segment=(0, 0, -1, -1), uplink_send_bytes_per_s=(40.0,), uplink_receive_bytes_per_s=(1e6,),
+    )  # fmt: skip
+    load = Loads(np.array([300.0, 300.0, 0.0, 0.0]), np.array([0.0, 0.0, 300.0, 300.0]), rounds=1)
+    assert move_s(load, network, 1) == pytest.approx(10.0)
+
+
 def test_what_a_device_takes_to_reach_itself_is_no_latency() -> None:
     """Two hosts 2 microseconds apart: the 20 of the memory within a host, which nothing here passes, are not counted."""
     latency, fast = ((2e-5, 2e-6), (2e-6, 2e-5)), (1e30,) * 2

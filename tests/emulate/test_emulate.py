@@ -23,7 +23,7 @@ import pytest
 from convoy.emulate import cgroups, namespaces, orphans, rehearse, run
 from convoy.emulate.machine import RunName
 from convoy.errors import InputError
-from convoy.fleet import Card, Device, Fleet, Host, Link
+from convoy.fleet import Card, Device, Fleet, Host, Link, Segment
 from convoy.launch import supervisor
 from convoy.launch.supervisor import Interrupted, Interrupts
 from tests.support.programs import needs
@@ -222,6 +222,18 @@ def test_sending_and_receiving_have_rates_of_their_own(tmp_path: Path) -> None:
     slow_out = transfer_s(tmp_path, FAST, 2_000_000, first=Card(5e6, 125e6, 0))
     assert slow_out[1] > 0.35
     assert slow_out[0] < slow_out[1] / 2
+
+
+@needs_root
+def test_what_crosses_an_uplink_goes_at_its_rate(tmp_path: Path) -> None:
+    """2 MB out of the segment at 5 MB/s are 0.4 s; in, they have the cards' 125 MB/s."""
+    two = fleet_of([None, None])
+    segment = Segment("east", (two.hosts[0].name,), Card(5e6, 125e6, 0))
+    command = [*python(TRAFFIC), "2000000", str(tmp_path)]
+    assert rehearse(replace(two, segments=(segment,)), command, timeout_s=HANG_S, output=io.StringIO()) == 0
+    into, out = (float((tmp_path / str(index)).read_text()) for index in (0, 1))
+    assert out > 0.35
+    assert into < out / 2
 
 
 BUSY = """

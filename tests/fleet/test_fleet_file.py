@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convoy.errors import InputError
-from convoy.fleet import MAX_SLOWDOWN, WITHIN_HOST, Card, Device, Fleet, Host, Link, read_fleet
+from convoy.fleet import MAX_SLOWDOWN, WITHIN_HOST, Card, Device, Fleet, Host, Link, Segment, read_fleet
 from convoy.fleet.file import KINDS, LEAST, MOST
 from tests.support.good_files import HOSTS, LINK
 from tests.support.processes import ROOT
@@ -67,7 +67,10 @@ def fleets(draw: st.DrawFn) -> Fleet:
         )
     pairs = draw(st.lists(st.tuples(st.sampled_from(host_names), st.sampled_from(host_names)), max_size=4, unique=True))
     links = tuple(Link(source, target, draw(positive), draw(not_negative)) for source, target in pairs)
-    return Fleet(tuple(hosts), tuple(devices), draw(cards), links)
+    cut = draw(st.integers(0, len(host_names)))
+    groups = [group for group in (host_names[:cut], host_names[cut:]) if group]
+    segments = tuple(Segment(f"s{index}", tuple(group), draw(cards)) for index, group in enumerate(groups))
+    return Fleet(tuple(hosts), tuple(devices), draw(cards), links, draw(st.sampled_from([(), segments])))
 
 
 @given(fleets())
@@ -116,10 +119,50 @@ def test_paths_are_measured_or_follow_from_the_cards() -> None:
         fleet.path("attic", "roof")
 
 
+TWO_FLOORS = """
+[[segment]]
+name = "upstairs"
+hosts = ["attic"]
+uplink = { send_bytes_per_s = 5e6, receive_bytes_per_s = 30e6, latency_s = 1e-3 }
+"""
+
+
+def test_messages_between_segments_cross_their_uplinks() -> None:
+    fleet = replace(Fleet.from_toml(TEXT + TWO_FLOORS), links=())
+    assert fleet.segments == (Segment("upstairs", ("attic",), Card(5e6, 30e6, 1e-3)),)
+    assert fleet.path("attic", "cellar") == Link("attic", "cellar", 5e6, 2e-4 + 1e-3)
+    assert fleet.path("cellar", "attic") == Link("cellar", "attic", 12.5e6, 2e-4 + 1e-3)
+    assert fleet.path("attic", "attic").latency_s == WITHIN_HOST.latency_s
+    assert fleet.with_only({1}).segments == ()
+    both = replace(fleet, segments=(Segment("all", ("attic", "cellar"), Card(1e6, 1e6, 1.0)),))
+    assert both.path("attic", "cellar") == Link("attic", "cellar", 25e6, 2e-4)
+    assert both.with_only({1}).segments[0].hosts == ("cellar",)
+
+
 def test_devices_of_a_host_keep_their_index() -> None:
     fleet = Fleet.from_toml(TEXT)
     assert fleet.devices_on("attic") == (0, 2)
     assert fleet.devices_on("cellar") == (1,)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('["attic"]', '["attik"]', r"segment\[0\]\.hosts: unknown host 'attik': choose one of attic, cellar"),
+        ('["attic"]', "[]", r"segment 'upstairs' has no hosts: name at least one"),
+        ("1e-3 }", "1e-3, ratte = 1 }", r"segment\[0\]\.uplink\.ratte = 1: unknown key"),
+        (
+            '"attic"]\nuplink',
+            '"attic", "attic"]\nuplink',
+            r"'attic' is in segment\[0\], too: a host is in one segment at most",
+        ),
+        ("5e6,", "-1,", r"send_bytes_per_s = -1.* of a card: must be a finite number above 0"),
+    ],
+)
+def test_segments_that_cannot_be_are_refused(old: str, new: str, message: str) -> None:
+    assert old in TWO_FLOORS
+    with pytest.raises(InputError, match=message):
+        Fleet.from_toml(TEXT + TWO_FLOORS.replace(old, new))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +243,7 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
     [
         ("even4", (0.45, 0.45, 0.45, 0.45), 125e6),
         ("mixed4", (0.8, 0.5, 0.3, 0.2), 125e6),
-        ("mixed4-slow", (0.8, 0.5, 0.3, 0.2), 12.5e6),
+        ("desktop4", (0.8, 0.5, 0.3, 0.2), 12.5e6),
         ("straggler2", (1.0, 0.25), 125e6),
         ("many8", (0.35, 0.35, 0.25, 0.25, 0.12, 0.12, 0.08, 0.08), 125e6),
     ],

@@ -7,7 +7,7 @@ import torch
 
 from convoy.comm.group import Arrived, Group, Message, Pending
 from convoy.comm.threads import run_on_threads
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Card, Device, Fleet, Host, Segment
 from convoy.profile.describe import spreads, with_wire
 from convoy.profile.links import WireTimes, measure_links, meetings
 
@@ -188,3 +188,16 @@ def test_cards_and_links_take_the_place_of_the_described_ones() -> None:
     links, hosts = spreads(fleet, wire)
     assert [(link.source, link.target) for link in links] == [("a", "b"), ("b", "a")]
     assert [host.host for host in hosts] == ["a", "b"]
+
+
+def test_an_uplink_is_as_fast_as_the_links_that_it_alone_holds_back() -> None:
+    """Host a is alone behind an uplink that is said to carry 8 MB/s out and 1 GB/s in: 7.5 were measured on the way out; on
+    the way in the cards are the narrower, so nothing is learnt of the uplink."""
+    wire = measured_wire(Net(host=[0, 1], send=[7.5e6, 20e6], receive=[40e6, 30e6]))
+    segment = Segment("attic", ("a",), Card(8e6, 1e9, 1e-4))
+    devices = tuple(Device(n, n, "cpu") for n in "ab")
+    fleet = with_wire(Fleet(tuple(map(Host, "ab")), devices, Card(50e6, 50e6, 0), segments=(segment,)), wire)
+    (found,) = fleet.segments
+    assert found.uplink.send_bytes_per_s == pytest.approx(7.5e6)
+    assert found.uplink.receive_bytes_per_s == 1e9
+    assert fleet.path("a", "b").bandwidth_bytes_per_s == pytest.approx(7.5e6)

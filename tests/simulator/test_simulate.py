@@ -8,7 +8,7 @@ import pytest
 
 import convoy.plan.steps
 from convoy.cost.network import Network, network_of, rates
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Card, Device, Fleet, Host, Segment
 from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
@@ -200,6 +200,30 @@ def test_a_slow_path_leaves_the_rest_of_the_card_to_others():
     timeline = replay([move(0, OnOne(0), Replicated((1, 2)), 80)], 3, network, {})
     assert spans(timeline, 2, "receive") == [(0.5, 1.5)]
     assert spans(timeline, 1, "receive") == [(0.5, 4.5)]
+
+
+def two_segments() -> Network:
+    """Hosts 0 and 1 in a segment whose uplink carries 40 bytes/s out and 80 in after 1 s more; host 2 in another of 50 out and
+    60 in; host 3 where both uplinks end. Cards of 100 bytes/s, 0.5 s."""
+    card = Card(100.0, 100.0, 0.5)
+    names = ("h0", "h1", "h2", "h3")
+    segments = (Segment("a", ("h0", "h1"), Card(40.0, 80.0, 1.0)), Segment("b", ("h2",), Card(50.0, 60.0, 0.0)))
+    devices = tuple(Device(f"d{name}", name, "cpu") for name in names)
+    return network_of(Fleet(tuple(map(Host, names)), devices, card, segments=segments))
+
+
+def test_messages_that_cross_an_uplink_share_it():
+    """Within a segment the cards count. Two messages that leave segment a have 20 bytes/s each; one from b to the host outside
+    shares no uplink with them, but the card there."""
+    network = two_segments()
+    assert rates(network, [(0, 1)]) == pytest.approx([100.0])
+    assert rates(network, [(0, 2), (1, 3)]) == pytest.approx([20.0, 20.0])
+    assert rates(network, [(0, 3), (1, 3), (2, 3)]) == pytest.approx([20.0, 20.0, 50.0])
+    assert rates(network, [(2, 0), (2, 1), (3, 1)]) == pytest.approx([25.0, 25.0, 30.0])
+    assert network.latency_s[0][2] == pytest.approx(1.5)
+    assert network.pair_bytes_per_s[3][2] == 60.0
+    timeline = replay([move(0, Split(0, (100, 100, 0, 0)), OnOne(3), 200)], 4, network, {})
+    assert timeline.step_s == pytest.approx(1.5 + 200 / 40)
 
 
 def test_links_without_a_limit_take_their_latency():
