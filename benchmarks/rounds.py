@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from benchmarks.reference import Reference
 from benchmarks.results import Row, Where
 from benchmarks.runners import Runner, Spent
+from benchmarks.score import ratio_of_pairs
 from convoy.comm.group import Group
 
 FEWEST_ROUNDS = 2
@@ -31,6 +32,21 @@ class Turn:
     def steps(self, device: int) -> int:
         """How many steps a device takes in a round."""
         return self.rows[device if len(self.rows) > 1 else 0].steps
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two turns, by their index, that have further rounds together until the ratio of their times is known.
+
+    Attributes:
+        known_to: its standard error at most, as a part of it.
+        most: rounds after which they have enough.
+    """
+
+    first: int
+    second: int
+    known_to: float
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +84,12 @@ def run_rounds(
     say: Callable[[str], None],
     reference: Reference | None = None,
     limit_s: float | None = None,
+    pair: Pair | None = None,
 ) -> tuple[Row, ...]:
     """Play all rounds. Every device calls it with the same turns; all get the same rows.
 
     Args:
+        pair: of the turns; has more rounds than the others where it needs them.
         reference: asked before every turn how fast the machine is; None: that is not known.
         limit_s: no further round begins after so many seconds, once there were two.
 
@@ -80,18 +98,31 @@ def run_rounds(
     """
     found = [_Found() for _ in turns]
     start_s = time.perf_counter()
-    for number in range(rounds):
+    for number in range(max(rounds, pair.most if pair else 0)):
+        playing = [index for index in range(len(turns)) if number < rounds or _due(pair, index, found)]
+        if not playing:
+            break
         passed_s = float(group.agree("a round begins", json.dumps(time.perf_counter() - start_s))[0])
         if limit_s is not None and number >= FEWEST_ROUNDS and passed_s > limit_s:
             say(f"{passed_s:.0f} s have passed, the limit is {limit_s:.0f} s: {number} rounds of {rounds}")
             break
-        say(f"round {number + 1} of {rounds}")
-        for turn, each in zip(turns, found, strict=True):
+        say(f"round {number + 1} of {rounds}" if number < rounds else f"round {number + 1}, of the pair alone")
+        for index in playing:
+            turn, each = turns[index], found[index]
             if each.wants_more(turn.most_s):
                 if reference is not None:
                     each.drifts.append(reference.drift())
                 each.turns.append(timed(group, turn))
     return tuple(row for turn, each in zip(turns, found, strict=True) for row in _measured(turn, each))
+
+
+def _due(pair: Pair | None, index: int, found: Sequence[_Found]) -> bool:
+    """Whether a turn of a pair has another round, since the ratio is not known. All devices have the same times."""
+    if pair is None or index not in (pair.first, pair.second):
+        return False
+    a_s, b_s = ([max(turn.rows_s) for turn in found[each].turns] for each in (pair.first, pair.second))
+    ratio, noise = ratio_of_pairs(a_s, b_s)
+    return noise > pair.known_to * ratio
 
 
 def _measured(turn: Turn, found: _Found) -> list[Row]:

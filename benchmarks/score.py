@@ -51,6 +51,16 @@ def standard_error(seconds: Sequence[float]) -> float:
     return math.sqrt(math.pi / 2) * deviation / statistics.median(seconds)
 
 
+def ratio_of_pairs(slower_s: Sequence[float], faster_s: Sequence[float]) -> tuple[float, float]:
+    """How many times as fast the second is, and the standard error of that: the median over pairs of one round.
+
+    The two of a pair have their turns one after the other, so that what slows the machine for longer than a turn slows both.
+    """
+    ratios = [a / b for a, b in zip(slower_s, faster_s, strict=False)]
+    ratio = statistics.median(ratios)
+    return ratio, ratio * standard_error(ratios)
+
+
 def steady(row: Row) -> bool:
     """Whether the repeat noise of a row allows to judge a prediction to a few per cent."""
     return middle_spread(row.rounds_s) <= STEADY

@@ -6,7 +6,7 @@ from benchmarks.configurations import ALONE, AUTO, IN_TURN, PLAN_NAMES, Case
 from benchmarks.page import seconds, table
 from benchmarks.results import Row
 from benchmarks.score import alone, error, full_spread
-from benchmarks.targets import Verdict, cases_of, name_of, verdicts
+from benchmarks.targets import KNOWN_TO, Verdict, cases_of, name_of, verdicts
 
 FEWEST = 5
 """Rounds; where there are fewer, the page says so."""
@@ -30,7 +30,8 @@ def targets_section(
     missed = [each for each in found if not each.met]
     parts = [
         "## Targets",
-        "Value: medians of the rounds; with it the standard error. Spread: (slowest - fastest) / median of the rounds of the "
+        "Value: of the medians of the rounds, one plan beside another: the median of the ratios in each round; with it the "
+        "standard error. Spread: (slowest - fastest) / median of the rounds of the "
         'plan. "Not below" allows twice the standard error, every other line nothing.',
         table(["target", "case", "asked", "measured", "spread", "verdict"], [*map(_line, found), *further]),
     ]
@@ -48,6 +49,8 @@ def _line(verdict: Verdict) -> list[str]:
     short = verdict.least - verdict.value
     asked = f"not below {verdict.least:g}" if verdict.lenient else f"{verdict.least:g}"
     words = "met" if verdict.met else f"missed by {short:.3f} ({short / verdict.least:.1%})"
+    if verdict.lenient and not verdict.known:
+        words += f"; not known to {KNOWN_TO:.0%}"
     spread = ""
     if verdict.row is not None:
         rounds = len(verdict.row.rounds_s)

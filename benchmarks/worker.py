@@ -30,9 +30,9 @@ from benchmarks.predictions import Predictions, predict, rows_of, strategies
 from benchmarks.quiet import others_share, read
 from benchmarks.reference import Reference
 from benchmarks.results import FleetResult, NetResult, Row, read_result, still_to_run, write_result
-from benchmarks.rounds import Turn, run_rounds
+from benchmarks.rounds import Pair, Turn, run_rounds
 from benchmarks.runners import AloneRunner, ConvoyRunner
-from benchmarks.targets import missed
+from benchmarks.targets import KNOWN_TO, TUNED, missed
 from benchmarks.tuning import Setting
 from convoy.comm.group import Group
 from convoy.comm.processes import join
@@ -57,6 +57,11 @@ KEPT_IMAGES = 4096
 
 LEAST_SETTLING, MOST_SETTLING = 9, 18
 """Steps with the rebalancer before the rounds: it looks at five fresh ones, after the first two, for each answer."""
+
+
+MOST_TIMES = 8
+"""`auto` and tuned DDP have so many times the rounds of all others at most, until the ratio of their speeds is known to
+`KNOWN_TO`."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +214,9 @@ class _FleetRun:
         name = f"{case.net}, batch {case.batch}"
         turns = self._turns(case, model, net.rows, predictions)
         rows = run_rounds(
-            self.group, turns, self.job.rounds, lambda text: self.say(f"{name}: {text}"), reference, self.job.case_s
-        )
+            self.group, turns, self.job.rounds, lambda text: self.say(f"{name}: {text}"), reference, self.job.case_s,
+            _pair(turns, MOST_TIMES * self.job.rounds),
+        )  # fmt: skip
         others = others_share(self.group, begin)
         self._write(case, replace(net, rows=rows, finished=_today(), others=others))
 
@@ -277,6 +283,12 @@ class _FleetRun:
             draw(row.timeline, self.job.path(case).with_suffix(".png"), context.names, title)
         except InputError as error:  # no matplotlib
             self.say(str(error))
+
+
+def _pair(turns: Sequence[Turn], most: int) -> Pair | None:
+    """`auto` and tuned DDP, where both have a turn."""
+    plans = [turn.rows[0].plan for turn in turns]
+    return Pair(plans.index(TUNED), plans.index(AUTO), KNOWN_TO, most) if {TUNED, AUTO} <= set(plans) else None
 
 
 def _images(data_dir: Path | None) -> Images:

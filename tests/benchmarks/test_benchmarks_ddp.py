@@ -206,7 +206,7 @@ def run_with_peers(group: Group, folder: str) -> None:
 
 def test_peers_take_turns_with_plans(tmp_path: Path) -> None:
     path = tmp_path / "straggler2.two-conv-4-8.8.json"
-    on_processes(2, "tests.benchmarks.test_benchmarks_ddp:run_with_peers", str(tmp_path))
+    on_processes(2, "tests.benchmarks.test_benchmarks_ddp:run_with_peers", str(tmp_path), limit_s=150.0)
     rows = read_result(path).measured_rows()
     assert [(r.plan, r.device) for r in rows] == [
         ("each-alone", 0), ("each-alone", 1), ("one-device", 0), ("one-device", 1), ("ddp-even", None), ("ddp-tuned", None),

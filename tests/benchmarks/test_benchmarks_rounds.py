@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import worker
+from benchmarks import rounds, worker
 from benchmarks.configurations import ALONE, SETS, Case
 from benchmarks.hardware import Ground
 from benchmarks.page import Paper, validation_page
@@ -18,9 +18,9 @@ from benchmarks.predictions import Prediction, Predictions, rows_of
 from benchmarks.quiet import others_share, share
 from benchmarks.reference import Reference
 from benchmarks.results import Row, Where, read_result
-from benchmarks.rounds import Turn, run_rounds, timed
+from benchmarks.rounds import Pair, Timed, Turn, run_rounds, timed
 from benchmarks.runners import UNCOUNTED_STEPS, AloneRunner, ConvoyRunner, Spent, sgd, train_steps
-from benchmarks.score import error, error_at_measured_speed
+from benchmarks.score import error, error_at_measured_speed, ratio_of_pairs
 from benchmarks.worker import WorkerJob, run_fleet
 from convoy.comm.group import AloneGroup, Group
 from convoy.comm.threads import run_on_threads
@@ -166,6 +166,32 @@ def test_a_case_ends_after_its_limit_with_two_rounds_at_least() -> None:
     (found,) = run_rounds(AloneGroup(CPU), turns, 5, said.append, limit_s=0.001)
     assert len(found.rounds_s) == 2
     assert said[-1].endswith("2 rounds of 5")
+
+
+def test_a_pair_has_rounds_until_its_ratio_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of the pair takes 1.1 and 0.9 s in turn, the second half of that in every round but the first: of five ratios
+    4, 2, 2, 2, 2 the standard error is 1.2533 * 0.894 / sqrt(5) / 2 = 25 %, and 10 % after twelve or so. The third has five."""
+    seconds = {
+        "ddp-tuned": itertools.cycle([1.1, 0.9]),
+        "auto": itertools.cycle([0.55, 0.45]),
+        "data": itertools.repeat(1.0),
+    }
+    first = iter([0.275])
+
+    def told(_: Group, turn: Turn) -> Timed:
+        name = turn.rows[0].plan
+        step_s = next(seconds[name])
+        return Timed((next(first, step_s) if name == "auto" else step_s,), (None,), None, step_s)
+
+    monkeypatch.setattr(rounds, "timed", told)
+    turns = [Turn((row(name, 1.0),), Clocked(0.0)) for name in ("ddp-tuned", "data", "auto")]
+    found = run_rounds(AloneGroup(CPU), turns, 5, lambda _: None, pair=Pair(0, 2, known_to=0.1, most=40))
+    ratio, noise = ratio_of_pairs(found[0].rounds_s, found[2].rounds_s)
+    assert ratio == pytest.approx(2)
+    assert noise <= 0.1 * ratio
+    assert [len(each.rounds_s) for each in found] == [13, 5, 13]
+    capped = run_rounds(AloneGroup(CPU), turns, 5, lambda _: None, pair=Pair(0, 1, known_to=1e-9, most=8))
+    assert [len(each.rounds_s) for each in capped] == [8, 8, 5]
 
 
 def test_rounds_go_over_all_configurations_in_turn() -> None:

@@ -80,7 +80,7 @@ def test_beside_tuned_ddp_the_noise_counts_and_nowhere_else() -> None:
     rows = case(auto_s=1.0, tuned_s=0.9, batch=64)
     assert not found(rows)["speed of `auto` over tuned DDP"][1]
     noisy = [replace(each, rounds_s=(0.9, 1.1)) if each.plan == "auto" else each for each in rows]
-    assert found(noisy)["speed of `auto` over tuned DDP"] == (0.9, True)
+    assert found(noisy)["speed of `auto` over tuned DDP"] == (0.909, True), "the median of 0.9 / 0.9 and 0.9 / 1.1"
     (own,) = [each for each in verdicts(noisy) if each.what == "efficiency of `auto`"]
     assert own.noise == pytest.approx(0.1253, rel=1e-3)
     once = [replace(each, rounds_s=(1.0,)) if each.plan == "auto" else each for each in rows]
