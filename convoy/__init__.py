@@ -21,6 +21,7 @@ _HOMES = {
     "make_plan": "convoy.api",
     "distribute": "convoy.api",
     "loader": "convoy.api",
+    "loss": "convoy.train.loss",
     "register_layer": "convoy.model.tracing",
     "Plan": "convoy.plan.plan",
     "Rebalancer": "convoy.train",
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
         full_optimizer_state,
         reshare,
     )
+    from convoy.train.loss import loss
 
 
 def __getattr__(name: str) -> Any:

@@ -231,20 +231,36 @@ class _Lowering:
                 self._gather(bucket, "forward")
         for layer in self.graph.layers.values():
             self._forward(layer)
-        everyone = Replicated(tuple(range(self.plan.devices)))
-        outputs = tuple(self._version(name, everyone) for name in self.graph.outputs)
+        stay = self._output_layout()
+        outputs = tuple(self._version(name, stay[name]) for name in self.graph.outputs)
         forward = list(self.steps)
         ready: dict[str, list[int]] = {}  # value key -> steps that contributed to its gradient
         for i, (name, value) in enumerate(zip(self.graph.outputs, outputs, strict=True)):
             if name in self.trains:
                 after = self._after([value])
-                step = ReturnGradient(self._id, i, value, self.values[name], after)
-                ready.setdefault(name, []).append(self._add(step))
+                # Of an output that is here in part, a device knows its part of the gradient: a move of it goes back as any.
+                returned = value if isinstance(value.layout, Split | OnOne) else self.values[name]
+                step = ReturnGradient(self._id, i, value, returned, after)
+                ready.setdefault(returned.key, []).append(self._add(step))
         gradients = self._backward(forward, ready)
         inputs = tuple(self.values[layer.name] for layer in self.graph.inputs)
         return StepList(
             self.batch, self.plan.devices, inputs, outputs, tuple(self.steps), gradients, self.pass_, tuple(self.later)
         )
+
+    def _output_layout(self) -> dict[str, Layout]:
+        """Where each output is for the caller: copies everywhere, or by samples, of all outputs alike."""
+        everyone = Replicated(tuple(range(self.plan.devices)))
+        own = {name: self.values[name].layout for name in self.graph.outputs if self.graph[name].batched}
+        if self.plan.outputs == "everywhere" or not own:
+            return dict.fromkeys(self.graph.outputs, everyone)
+        by_samples = (y for y in own.values() if isinstance(y, OnOne) or (isinstance(y, Split) and y.axis == 0))
+        otherwise = self.plan.otherwise
+        stay: Layout | None = next(by_samples, None)
+        if stay is None:
+            one = isinstance(otherwise, One)
+            stay = OnOne(otherwise.device) if one else Split(0, rescale(otherwise.shares, self.batch))
+        return {name: stay if name in own else everyone for name in self.graph.outputs}
 
     @property
     def _id(self) -> int:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,6 +19,9 @@ from convoy.sharding.comm_dtype import COMM_DTYPES, CommDtype
 from convoy.sharding.redistribute import SUMS, Reduce, Sum
 
 FORMAT = 1
+
+OutputPlace = Literal["everywhere", "where-computed"]
+"""Where the model's outputs are after forward: the whole batch on every device, or each sample's where it was computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,7 @@ class Plan:
             first.
         wire: in which numbers activations and gradients travel.
         in_shares: layers whose parameters are kept in shares and gathered for use, by the layer's name.
+        outputs: where the model's outputs are; where they stay with their samples, `convoy.loss` makes the loss of them.
     """
 
     name: str
@@ -49,6 +53,7 @@ class Plan:
     pieces: int = 1
     wire: CommDtype = "exact"
     in_shares: Mapping[str, InShares] = field(default_factory=dict)
+    outputs: OutputPlace = "everywhere"
 
     @property
     def exact(self) -> bool:
@@ -111,6 +116,10 @@ class Plan:
             raise PlanError(
                 f"plan {self.name!r}: unknown wire format {self.wire!r}: choose one of {', '.join(COMM_DTYPES)}"
             )
+        if self.outputs not in get_args(OutputPlace):
+            raise PlanError(
+                f"plan {self.name!r}: unknown outputs {self.outputs!r}: choose one of {', '.join(get_args(OutputPlace))}"
+            )
         if self.mixes and self.wire != "exact":
             raise PlanError(
                 f"plan {self.name!r}: wire {self.wire} with reduce {self.reduce}, which sends weights, and those are never "
@@ -148,6 +157,7 @@ class Plan:
         rows = {"format": FORMAT, "name": self.name, "model": self.model, "devices": self.devices, "batch": self.batch}
         rows |= {"reduce": self.reduce, "wire": self.wire, "pieces": self.pieces}
         rows |= {"otherwise": _as_row(self.otherwise)}
+        rows |= {"outputs": self.outputs} if self.outputs != "everywhere" else {}  # as it was before there was a choice
         lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in rows.items()]
         layers = [f"    {json.dumps(name)}: {json.dumps(_as_row(s))}" for name, s in self.layers.items()]
         lines.append(_table("layers", layers))
@@ -182,8 +192,9 @@ class Plan:
         assert isinstance(otherwise, Batch | One)
         in_shares = {name: InShares(tuple(entry.shares), entry.form) for name, entry in row.in_shares.items()}
         return Plan(
-            row.name, row.model, row.devices, row.batch, layers, otherwise, row.reduce, row.pieces, row.wire, in_shares
-        )
+            row.name, row.model, row.devices, row.batch, layers, otherwise, row.reduce, row.pieces, row.wire, in_shares,
+            row.outputs,
+        )  # fmt: skip
 
     @staticmethod
     def load(path: Path) -> "Plan":
@@ -234,6 +245,7 @@ class _PlanFile(_Row):
     otherwise: Annotated[_BatchRow | _OneRow, Field(discriminator="strategy")]
     layers: dict[str, _AnyRow] = Field(default_factory=dict)
     in_shares: dict[str, _InSharesRow] = Field(default_factory=dict)
+    outputs: OutputPlace = "everywhere"
 
 
 _BY_NAME: Mapping[str, type[Batch] | type[Filter] | type[Channel]] = {

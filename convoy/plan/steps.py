@@ -123,6 +123,7 @@ class ReturnGradient:
 
     The loss is computed on every device from copies of the output, so every device knows the whole gradient and takes
     from it what it needs: nothing travels. (A move back from copies would sum the gradient, once per device too often.)
+    Of an output that stays with its samples, each device has the gradient of its own: `reads` and `writes` are the same.
     """
 
     wire: ClassVar[CommDtype] = "exact"
@@ -285,7 +286,7 @@ class StepList:
     Attributes:
         batch: global batch of the pass.
         inputs: the values that the loader provides.
-        outputs: the values that the model returns, copies on every device.
+        outputs: the values that the model returns: copies on every device, or where their samples are.
         steps: in an order that every device follows.
         input_gradients: for each input, the value whose gradient is that of the input for the caller; None: it has none.
             Empty where no input wants one.

@@ -62,7 +62,8 @@ class Screen:
     def plan(self, plan: Plan, rows: Sequence[LayerRow], shares: Sequence[float]) -> None:
         """A row per layer: who gets which filters and samples, and what travels for it."""
         wire = "" if plan.wire == "exact" else f", wire {plan.wire}"
-        title = f"Plan {plan.name}: batch {plan.batch}, sums by {plan.reduce}{wire}"
+        outputs = "" if plan.outputs == "everywhere" else ", outputs stay where they are computed"
+        title = f"Plan {plan.name}: batch {plan.batch}, sums by {plan.reduce}{wire}{outputs}"
         table = new_table(title, ("layer", "kind", "split by"))
         for device in range(plan.devices):
             table.add_column(f"dev {device}", justify="right")

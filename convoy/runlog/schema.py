@@ -102,6 +102,7 @@ class PlanEntry(_Model):
     batch: Count
     reduce: str
     wire: str
+    outputs: str = "everywhere"
 
 
 class PlanLine(_Model):

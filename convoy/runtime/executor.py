@@ -28,7 +28,7 @@ from convoy.plan.device_program import (
     Wait,
 )
 from convoy.plan.size import LocalSize, flop, whole_size
-from convoy.plan.steps import Phase, StepList
+from convoy.plan.steps import Phase, StepList, Value
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
 from convoy.runtime.compiled import Compiler, Rows
@@ -142,7 +142,7 @@ class Executor:
     def forward(
         self, program: Program, inputs: Sequence[Tensor], *, keep: bool, precision: torch.dtype | None = None
     ) -> tuple[list[Tensor], Tape]:
-        """Outputs (the whole batch, on every device), and the tape for backward (empty unless `keep`).
+        """Outputs (the whole batch, or this device's part of it), and the tape for backward (empty unless `keep`).
 
         Args:
             precision: what layers compute in, as autocast has it; None: in the type that the model has.
@@ -153,7 +153,14 @@ class Executor:
             if self.compiler is not None:
                 tape.rows = self.compiler.rows(program, self.traced, self.model, (precision, keep))
             self._run_forward(program, tape, buffers, keep=keep)
-        return [buffers[name] for name in program.program.outputs], tape
+        return [self._output(buffers, value) for value in program.steps.outputs], tape
+
+    def _output(self, buffers: Buffers, value: Value) -> Tensor:
+        """What this device has of an output; no samples of one that stays with its samples, which are all elsewhere."""
+        if value.key in buffers:
+            return buffers[value.key]
+        layer = self.traced.graph[value.layer]
+        return torch.empty((0, *layer.shape), dtype=getattr(torch, layer.dtype), device=self.group.torch_device)
 
     def _run_forward(self, program: Program, tape: Tape, buffers: Buffers, *, keep: bool) -> None:
         lane = Lane(self.group, 0, self.slots)

@@ -24,7 +24,7 @@ from convoy.plan.evaluation import borrowed, pin
 from convoy.plan.lower import lower, parameter_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.program_check import check_programs
-from convoy.plan.steps import Compute, InputGradient, StepList
+from convoy.plan.steps import Compute, InputGradient, StepList, Value
 from convoy.runtime.alike import (
     batch_of,
     check_batches,
@@ -40,6 +40,7 @@ from convoy.runtime.exchange import gather_whole, redistribute
 from convoy.runtime.executor import Executor, Expected
 from convoy.runtime.gradients import global_norm
 from convoy.runtime.marks import check_summed, mark_originals, mark_pieces
+from convoy.runtime.output_part import OutputPart, rows_of
 from convoy.runtime.own_state import guard_module, reading_pieces
 from convoy.runtime.passes import Passes
 from convoy.runtime.program import Program
@@ -58,7 +59,7 @@ class Distributed(nn.Module):
 
     It is called like the model: with this device's part of a batch, as the loader of `convoy.loader` gives it. It returns
     the outputs of the *whole* batch, on every device, so that the loss, its printing and its backward are those of one
-    device. Its parameters, under their ordinary names, are this device's pieces; optimizers work on them as they are.
+    device; by a plan whose `outputs` are "where-computed", parts of them, for `convoy.loss`. Its parameters, under their ordinary names, are this device's pieces; optimizers work on them as they are.
 
     Args:
         model: an ordinary module. It is copied; device 0's weights count.
@@ -187,7 +188,7 @@ class Distributed(nn.Module):
     # --- calling -----------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Tensor, batch: int | None = None, whole: bool = False, **others: Any) -> Any:
-        """Outputs of the whole batch, on every device.
+        """Outputs of the whole batch, on every device; or an `OutputPart` each, where the plan leaves them with their samples.
 
         What another distributed model returned is taken as the whole batch that it is: `discriminator(generator(z))`; a model
         that `prepare` made takes every input so. An input that requires a gradient gets that of one device: this device's
@@ -217,7 +218,7 @@ class Distributed(nn.Module):
         with torch.autocast(kind, enabled=False), self._borrowing():
             outputs: Sequence[Tensor]
             if torch.is_grad_enabled() and (self._watch.trained or any(x.requires_grad for x in inputs)):
-                begin = partial(self._begin_backward, self.reshares, self.training, compares)
+                begin = partial(self._begin_backward, self.reshares, self.training, compares, own.steps.outputs)
                 call = StepCall(executor, own, precision, parts, self._watch.trained, self._passes, begin)
                 outputs = call.outputs(inputs)
             else:
@@ -226,10 +227,15 @@ class Distributed(nn.Module):
                 outputs = [y.clone() if y.untyped_storage().data_ptr() in given else y for y in made]
         if autocast is not None and self.precision is None:
             outputs = [y.to(t) for y, t in zip(outputs, self._as_autocast(own, autocast), strict=True)]
-        for name, y in zip(executor.traced.graph.outputs, outputs, strict=True):
-            if executor.traced.graph[name].batched:
+        returned: list[Any] = []
+        for value, y in zip(own.steps.outputs, outputs, strict=True):
+            if not isinstance(value.layout, Replicated):
+                returned.append(OutputPart(y, value.layout, value.shape, self.group))
+                continue
+            if executor.traced.graph[value.layer].batched:
                 mark_whole(y)
-        return self._watch.returned(fill_result(executor.traced, outputs), inputs, self.training)
+            returned.append(y)
+        return self._watch.returned(fill_result(executor.traced, returned), inputs, self.training)
 
     def _refuse_odd_call(self, inputs: Sequence[Any], others: Mapping[str, Any]) -> None:
         if others or not all(isinstance(x, Tensor) for x in inputs):
@@ -281,7 +287,12 @@ class Distributed(nn.Module):
                 own.data = piece
 
     def _begin_backward(
-        self, reshares: int, training: bool, compares: bool, output_gradients: Sequence[Tensor | None]
+        self,
+        reshares: int,
+        training: bool,
+        compares: bool,
+        outputs: Sequence[Value],
+        output_gradients: Sequence[Tensor | None],
     ) -> int:
         """The stage of inexact mixing for a backward whose forward ran after so many reshares."""
         if reshares != self.reshares:
@@ -295,7 +306,10 @@ class Distributed(nn.Module):
                 "evaluation mode that were so before distribute()"
             )
         if compares:
-            check_gradients(self.group, output_gradients)
+            # Of outputs that are here in part, each device has another gradient: only whether there is one is compared.
+            stays = [not isinstance(v.layout, Replicated) for v in outputs]
+            alike = [g[:0] if g is not None and part else g for g, part in zip(output_gradients, stays, strict=True)]
+            check_gradients(self.group, alike)
         self._mixing_stage += 1
         return self._mixing_stage - 1
 
@@ -371,6 +385,11 @@ class Distributed(nn.Module):
     def input_layouts(self, batch: int) -> tuple[Layout, ...]:
         """Where the samples of each input lie, for a global batch of this size."""
         return tuple(value.layout for value in self.steps(batch).inputs)
+
+    def output_rows(self, batch: int) -> tuple[int, int]:
+        """The samples of a global batch, from and to, whose outputs this device has: all of them, or its part."""
+        values = [v for v in self.steps(batch).outputs if not isinstance(v.layout, Replicated)]
+        return rows_of(values[0].layout, values[0].shape, self.group.device) if values else (0, batch)
 
     def _size(self, inputs: Sequence[Tensor], wholes: Sequence[bool], batch: int | None) -> int:
         size = batch if batch is not None else next((len(x) for x, w in zip(inputs, wholes, strict=True) if w), None)

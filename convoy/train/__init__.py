@@ -4,6 +4,7 @@
 
     loop.py        the loop of the command line: steps, tests, results per epoch
     loader.py      this device's part of every batch
+    loss.py        the loss of a batch whose outputs stay with their samples
     lr.py          learning-rate schedules
     observer.py    what a training tells of itself, and whom
     controller.py  Rebalancer: watches step times, changes plans and shares

@@ -156,6 +156,9 @@ class AdoptedLoader(Loader):
     def _part(self, batch: int) -> tuple[int, int]:
         return super()._part(batch) if self.parts else (0, batch)
 
+    def _labelled(self, batch: int) -> tuple[int, int]:
+        return super()._labelled(batch) if self.parts else (0, batch)
+
     def batches(self, epoch: int) -> list[list[int]]:  # noqa: ARG002
         drawn = self._drawn()  # on all devices, so that random numbers drawn in the training loop stay alike
         if self.model is not None:

@@ -12,7 +12,7 @@ from convoy.adapt.autotune import Autotune
 from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare
 from convoy.comm.agreement import share_tensor
 from convoy.comm.group import Pending
-from convoy.errors import InputError
+from convoy.errors import InputError, PlanError
 from convoy.plan.plan import Plan
 from convoy.runtime.module import Distributed, not_distributed
 from convoy.runtime.reshard import reshare
@@ -66,6 +66,11 @@ class Rebalancer:
             raise InputError(f"every={every}: the devices exchange times every so many steps; give 1 or more")
         for plan in others:
             plan.check(model.traced[True].graph, model.group.devices)
+            if plan.outputs != model.plan.outputs:
+                raise PlanError(
+                    f"plan {plan.name!r} has outputs {plan.outputs!r}, and the model's own {model.plan.outputs!r}: try plans "
+                    "with the same, since the training loop can do with one of them"
+                )
         self.model, self.optimizers, self.tell, self.every = model, optimizers, tell, every
         self.autotune = Autotune.start([model.plan, *others])
         self.state: Balancer | None = None
@@ -89,7 +94,8 @@ class Rebalancer:
         """After each step. Moves shares between the devices where that is worth it.
 
         Args:
-            batch: samples in the whole batch; of a step of several passes, in each.
+            batch: samples in the whole batch; of a step of several passes, in each. Where outputs stay with their samples,
+                labels are those of a part: `output.batch` says it.
 
         Raises:
             DeviceLostError: a device did not take part.

@@ -20,7 +20,8 @@ class Loader:
     """Batches of a data set of (input, label) pairs, as one device of a fleet sees them.
 
     Iterating gives (x, y): x is this device's part of the inputs, in the layout that the plan's first layer wants (it may
-    have zero samples, and then none is loaded); y holds the labels of the whole batch, on every device.
+    have zero samples, and then none is loaded); y holds the labels of the whole batch, on every device. Where the plan leaves
+    outputs with their samples, y holds the labels of those samples, and no others are loaded.
 
     Args:
         dataset: map-style; items are (tensor, label). Where it offers `targets` (as torchvision's do), labels are read
@@ -156,10 +157,10 @@ class Loader:
         return self.model.reshares if self.model is not None else 0
 
     def _prepared(self, batches: list[list[int]], epoch: int) -> DataLoader[Any]:
-        ranges = [self._part(len(batch)) for batch in batches]
+        ranges = [(self._part(len(batch)), self._labelled(len(batch))) for batch in batches]
         parts = _Parts(self.dataset, batches, ranges, self._nothing, self.augment, self.seed, epoch, self.collate)
         # Where only labels are needed that are at hand, workers would have nothing to do.
-        workers = self.workers if parts.targets is None or any(start < stop for start, stop in ranges) else 0
+        workers = self.workers if parts.targets is None or any(start < stop for (start, stop), _ in ranges) else 0
         # A generator of its own: torch draws the seeds of workers, and dropout after it is not to depend on that.
         options = {k: v for k, v in self.options.items() if workers or k == "pin_memory"}
         return DataLoader(
@@ -175,6 +176,10 @@ class Loader:
             raise InputError(f"the model has {len(layouts)} inputs; the loader serves one: write a loader of your own")
         here = box(layouts[0], self.model.group.device, self.model.steps(batch).inputs[0].shape)
         return here[0] if here is not None else (0, 0)
+
+    def _labelled(self, batch: int) -> tuple[int, int]:
+        """The samples of a batch whose labels this device gets, as a range."""
+        return (0, batch) if self.model is None else self.model.output_rows(batch)
 
     @property
     def _nothing(self) -> Tensor:
@@ -192,7 +197,7 @@ class _Parts(Dataset[Any]):
         self,
         dataset: Dataset[Any],
         batches: list[list[int]],
-        parts: list[tuple[int, int]],
+        parts: list[tuple[tuple[int, int], tuple[int, int]]],
         nothing: Tensor,
         augment: Augment | None,
         seed: int,
@@ -215,12 +220,15 @@ class _Parts(Dataset[Any]):
         except ConvoyError as error:
             return error
 
-    def _load(self, indices: list[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def _load(self, indices: list[int], here: tuple[int, int], labelled: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        (start, stop), (first, last) = here, labelled
         if self.targets is None:
-            x, y = self._fetch(indices)
-            x = x[start:stop]
+            # What puts samples together may look at all of them.
+            low, high = (0, len(indices)) if self.collate is not None else _around(here, labelled)
+            x, y = self._fetch(indices[low:high])
+            x, y = x[start - low : stop - low], y[first - low : last - low]
         else:
-            y = _chosen(self.targets, indices)
+            y = _chosen(self.targets, indices)[first:last]
             x = self._fetch(indices[start:stop])[0] if start < stop else self.nothing
         return (x if self.augment is None else self.augment(x, indices[start:stop], self.seed, self.epoch)), y
 
@@ -246,6 +254,12 @@ class _Parts(Dataset[Any]):
 
     def _reseed(self, what: object) -> None:
         reseed(f"{self.seed}/{self.epoch}/{what}")
+
+
+def _around(*ranges: tuple[int, int]) -> tuple[int, int]:
+    """The range that holds these. Where all are empty, one sample: it says what its label looks like."""
+    filled = [row for row in ranges if row[0] < row[1]] or [(0, 1)]
+    return min(start for start, _ in filled), max(stop for _, stop in filled)
 
 
 def _end_workers(prepared: Any) -> None:

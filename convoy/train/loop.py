@@ -1,26 +1,31 @@
 """The training loop of the command line, for a distributed model and an ordinary one: steps, tests, results per epoch."""
 
+import functools
 import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from convoy.checkpoint import Checkpointer, Progress
+from convoy.comm.agreement import share_number
+from convoy.comm.group import Group
 from convoy.errors import DivergedError, unknown_name
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import clip_grad_norm_
+from convoy.runtime.output_part import OutputPart
 from convoy.runtime.precision import GradScaler
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
+from convoy.train.loss import Loss
 from convoy.train.observer import EpochResult, Evaluation, Observer, Observers, StepResult
 
 
@@ -203,7 +208,8 @@ class _Loop:
                 loss = 0.0
             ends_epoch = index + 1 == len(train)
             ends_step = ends_epoch or (index + 1) % recipe.accumulate == 0
-            loss += self.training.backward(x, y, len(y) / batch, ends_step=ends_step)
+            part = _samples(train, index, 1) / batch
+            loss += self.training.backward(x, y, part, ends_step=ends_step)
             if ends_step:
                 if self.history.diverged is None and not math.isfinite(loss):
                     self._diverge(loss)
@@ -276,12 +282,19 @@ def _samples(train: Loader, index: int, accumulate: int) -> int:
     return min(accumulate * train.batch_size, whole - first)
 
 
-def classification_loss(outputs: Tensor | tuple[Tensor, ...], y: Tensor, label_smoothing: float = 0.0) -> Tensor:
+def classification_loss(outputs: Any, y: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Cross entropy of the first output; auxiliary classifiers (GoogLeNet, Inception) count `AUXILIARY` each."""
-    if isinstance(outputs, Tensor):
-        return F.cross_entropy(outputs, y, label_smoothing=label_smoothing)
-    main, *others = (F.cross_entropy(each, y, label_smoothing=label_smoothing) for each in outputs)
+    criterion = _cross_entropy(label_smoothing)
+    if not isinstance(outputs, tuple | list):
+        return criterion(outputs, y)
+    main, *others = (criterion(each, y) for each in outputs)
     return main + AUXILIARY * sum(others)
+
+
+@functools.cache
+def _cross_entropy(label_smoothing: float) -> Loss:
+    """One for all steps: what is compared at the first call of each is compared once."""
+    return Loss(nn.CrossEntropyLoss(label_smoothing=label_smoothing))
 
 
 @torch.no_grad()
@@ -289,8 +302,14 @@ def accuracy(model: nn.Module, loader: Loader) -> float:
     """Fraction of the loader's samples whose largest output is that of their label. Leaves the model in training mode."""
     model.eval()
     right = total = 0
+    group: Group | None = None  # where each device counts its own samples
     for x, y in loader:
-        right += int((model(x).argmax(1) == y).sum())
+        outputs = model(x)
+        if isinstance(outputs, OutputPart):
+            outputs, y, group = outputs.own, outputs.rows_of(y), outputs.group
+        right += int((outputs.argmax(1) == y).sum())
         total += len(y)
     model.train()
+    if group is not None:
+        right, total = (int(sum(share_number(group, count))) for count in (right, total))
     return right / total

@@ -3,6 +3,7 @@
 import random
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,28 @@ def test_labels_are_read_without_loading_where_that_is_possible() -> None:
     part = part_of(plan_of("data-by-speed"), 2)
     for dataset, expected in ((WithTargets(10), 4), (Plain(10), 10)):
         read(convoy.loader(dataset, 5, part, shuffle=False))
+        assert len(dataset.loaded) == expected
+
+
+@pytest.mark.parametrize("name", [*DATASETS])
+def test_labels_of_outputs_that_stay_are_those_of_the_samples(name: str) -> None:
+    indices = Loader(Plain(), 5, seed=1).batches(0)
+    plan = replace(plan_of("data-by-speed"), outputs="where-computed")
+    shares = [(3, 0, 2)] * 4 + [(2, 0, 1)]
+    for device in range(3):
+        part = part_of(plan, device)
+        for (x, y), batch, share in zip(convoy.loader(DATASETS[name](), 5, part, seed=1), indices, shares, strict=True):
+            start = sum(share[:device])
+            assert y.dtype == torch.int64
+            assert y.tolist() == batch[start : start + share[device]]
+            assert len(x) == len(y)
+
+
+def test_no_label_of_another_device_is_loaded_for_outputs_that_stay() -> None:
+    for device, expected in ((0, 6), (1, 2), (2, 4)):  # device 1 has no samples: one of each batch tells what labels are
+        dataset = Plain(10)
+        part = part_of(replace(plan_of("data-by-speed"), outputs="where-computed"), device)
+        assert len(read(convoy.loader(dataset, 5, part, shuffle=False))) == 2
         assert len(dataset.loaded) == expected
 
 

@@ -20,7 +20,7 @@ import convoy
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
-from convoy.plan.plan import Plan
+from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.strategy import Batch
 from convoy.runlog.observers import StepTimer
 from convoy.runtime.average import WeightAverage
@@ -320,8 +320,16 @@ def test_everything_at_once_trains_like_one_device(plan: str, expected: Found) -
     assert len(expected.history.losses) == 21
 
 
-def test_shares_that_change_between_steps_move_averages_too(expected: Found) -> None:
-    plans = [by_name("hybrid", "two-conv"), mixed("two-conv")]
+@pytest.mark.parametrize("plan", ["data-by-speed", "hybrid", "master", "mixed"])
+def test_everything_at_once_where_outputs_stay_with_their_samples(plan: str, expected: Found) -> None:
+    chosen = mixed("two-conv") if plan == "mixed" else by_name(plan, "two-conv", batch=EVERYTHING.part)
+    for found in on_devices(EVERYTHING, replace(chosen, outputs="where-computed")):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("outputs", ["everywhere", "where-computed"])
+def test_shares_that_change_between_steps_move_averages_too(outputs: OutputPlace, expected: Found) -> None:
+    plans = [replace(p, outputs=outputs) for p in (by_name("hybrid", "two-conv"), mixed("two-conv"))]
     for found in on_devices(EVERYTHING, plans[0], plans[1]):
         assert_same(found, expected)
 

@@ -1,0 +1,236 @@
+"""loss: the loss of a whole batch of which every device has a part, exactly that of one device.
+
+A mean over a batch is a sum over its samples divided by how much they count. Both are sums over the devices: each computes the
+sum of its own samples, the devices add up both, and the gradient of a device's samples is divided by what all count. What
+counts depends on the criterion: elements, samples, labels that are not ignored, their weights.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convoy.comm.accelerator import in_float64
+from convoy.comm.agreement import agree_on, share_tensor
+from convoy.comm.group import Group
+from convoy.errors import InputError
+from convoy.runtime.output_part import OutputPart
+
+_ALIKE = (
+    nn.L1Loss, nn.MSELoss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss,
+    nn.SoftMarginLoss, nn.KLDivLoss, nn.HingeEmbeddingLoss, nn.MarginRankingLoss,
+)  # fmt: skip
+"""Their mean is over the elements of arguments of one shape."""
+
+_OF_SAMPLES = (
+    nn.GaussianNLLLoss, nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.MultiLabelSoftMarginLoss, nn.CosineEmbeddingLoss,
+    nn.TripletMarginLoss, nn.TripletMarginWithDistanceLoss,
+)  # fmt: skip
+"""Their mean is over what `reduction="none"` gives, which has an entry or more for each sample."""
+
+_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
+"""Their mean is over labels: those that are not ignored, each with the weight of its class."""
+
+_FUNCTIONS: Mapping[Any, type[nn.Module]] = {
+    F.l1_loss: nn.L1Loss, F.mse_loss: nn.MSELoss, F.smooth_l1_loss: nn.SmoothL1Loss, F.huber_loss: nn.HuberLoss,
+    F.binary_cross_entropy: nn.BCELoss, F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    F.poisson_nll_loss: nn.PoissonNLLLoss, F.soft_margin_loss: nn.SoftMarginLoss, F.kl_div: nn.KLDivLoss,
+    F.hinge_embedding_loss: nn.HingeEmbeddingLoss, F.margin_ranking_loss: nn.MarginRankingLoss,
+    F.gaussian_nll_loss: nn.GaussianNLLLoss, F.multi_margin_loss: nn.MultiMarginLoss,
+    F.multilabel_margin_loss: nn.MultiLabelMarginLoss, F.multilabel_soft_margin_loss: nn.MultiLabelSoftMarginLoss,
+    F.cosine_embedding_loss: nn.CosineEmbeddingLoss, F.triplet_margin_loss: nn.TripletMarginLoss,
+    F.triplet_margin_with_distance_loss: nn.TripletMarginWithDistanceLoss, F.cross_entropy: nn.CrossEntropyLoss,
+    F.nll_loss: nn.NLLLoss,
+}  # fmt: skip
+
+_KNOWN = (*_ALIKE, *_OF_SAMPLES, *_OF_CLASSES)
+
+_OWN = "a function that returns the loss of each sample, without their mean, and convoy.loss(function, reduction='mean')"
+
+
+def loss(criterion: Callable[..., Any], *, reduction: str | None = None, **settings: Any) -> "Loss":
+    """A criterion over the whole batch, of outputs that are everywhere or stay with their samples.
+
+    ::
+
+        criterion = convoy.loss(nn.CrossEntropyLoss(ignore_index=255))
+        criterion(model(x), y).backward()
+
+    Its value is that of one device, on every device. Labels and other tensors beside the outputs are those of the whole batch,
+    or of this device's samples, as the loader gives them.
+
+    Args:
+        criterion: one of torch's modules or functions; or, with `reduction`, a function of one's own that returns a tensor
+            whose first axis is the samples, each entry depending on its own sample alone.
+        reduction: "mean" (over all entries that the function returns) or "sum". Of torch's modules, their own counts.
+        settings: of a function of torch: `convoy.loss(F.cross_entropy, label_smoothing=0.1)`.
+
+    Raises:
+        InputError: a criterion of which it is not known how parts add up; when it is called, arguments that do not fit.
+        MismatchError: when it is called, the devices have other criteria.
+    """
+
+    if not isinstance(criterion, nn.Module) and criterion in _FUNCTIONS:
+        given = settings if reduction is None else settings | {"reduction": reduction}
+        return Loss(_FUNCTIONS[criterion](**given))
+    if settings:
+        raise InputError(
+            f"settings ({', '.join(settings)}) with {_name(criterion)}: they are for functions of torch.nn.functional; set "
+            "them where the criterion is made"
+        )
+    return Loss(criterion, reduction)
+
+
+class Loss:
+    """What :func:`loss` returns."""
+
+    def __init__(self, criterion: Callable[..., Any], reduction: str | None = None) -> None:
+        self.criterion = criterion
+        self.reduction = _reduction(criterion, reduction)
+        self._agreed: WeakSet[Group] = WeakSet()
+
+    def __call__(self, *arguments: Any) -> Tensor:
+        """The loss of the whole batch, the same on every device. Every device must call it where outputs are in parts.
+
+        Args:
+            arguments: as the criterion takes them; outputs of the model as they came.
+        """
+        parts = [a for a in arguments if isinstance(a, OutputPart)]
+        if not parts:
+            made: Tensor = self.criterion(*arguments)
+            return made if self._is_of_torch else made.mean() if self.reduction == "mean" else made.sum()
+        first = parts[0]
+        if any((p.rows, p.batch) != (first.rows, first.batch) for p in parts):
+            raise InputError(f"outputs of other samples in one loss: {first!r} and {parts[-1]!r}; call it for each of them")
+        self._agree(first)
+        rows = [self._rows(a, first) for a in arguments]
+        start, stop = first.rows
+        if start < stop:
+            total, count = self._of_part(rows, stop - start)
+        else:  # nothing to compute, and autograd still has to come to the model
+            total = torch.stack([self._rows(p, first).sum() for p in parts]).sum()
+            count = torch.zeros_like(total)
+        own = torch.stack([in_float64(total.detach()), in_float64(count)])
+        table, travels = share_tensor(first.group, own if own.device == total.device else own.to(total))
+        travels.wait()
+        sums = table.sum(0)
+        scale = 1.0 / sums[1] if self.reduction == "mean" else torch.ones_like(sums[1])
+        value = sums[0] / sums[1] if self.reduction == "mean" else sums[0]
+        return _Whole.apply(total, value.to(total), scale.to(total))  # type: ignore[no-any-return, no-untyped-call]
+
+    def _agree(self, part: OutputPart) -> None:
+        """At the first call: a criterion with other weights on one device would give other gradients there, and no error."""
+        if part.group in self._agreed:
+            return
+        text = f"{_name(self.criterion)} {self.reduction}"
+        if isinstance(self.criterion, nn.Module):
+            text += str({k: v for k, v in vars(self.criterion).items() if isinstance(v, int | float | str)})
+            text += str({key: in_float64(v).sum().item() for key, v in self.criterion.state_dict().items()})
+        agree_on(part.group, "loss", text, "has another criterion")
+        self._agreed.add(part.group)
+
+    @staticmethod
+    def _rows(argument: Any, part: OutputPart) -> Any:
+        """This device's samples of an argument; numbers as they are."""
+        if isinstance(argument, OutputPart):
+            rows = argument.attached
+        elif isinstance(argument, Tensor) and argument.dim():
+            rows = part.rows_of(argument)
+        else:
+            return argument
+        return rows.float() if _is_half(rows) else rows  # a sum over many pixels would be too large
+
+    @property
+    def _is_of_torch(self) -> bool:
+        return type(self.criterion) in _KNOWN
+
+    def _of_part(self, rows: list[Any], samples: int) -> tuple[Tensor, Tensor]:
+        """The sum over this device's samples, and how much they count."""
+        criterion = self.criterion
+        if isinstance(criterion, _OF_CLASSES):
+            return _reduced(criterion, "sum")(*rows), _count_of_classes(criterion, rows[0], rows[1])
+        if isinstance(criterion, _ALIKE):
+            _check_alike(criterion, rows)
+        each = _reduced(criterion, "none")(*rows) if self._is_of_torch else criterion(*rows)
+        if not isinstance(each, Tensor) or not each.dim() or len(each) != samples:
+            found = f"shape {tuple(each.shape)}" if isinstance(each, Tensor) else type(each).__name__
+            raise InputError(f"{_name(criterion)} gives {found} for {samples} samples: give {_OWN}")
+        by_samples = isinstance(criterion, nn.KLDivLoss) and criterion.reduction == "batchmean"
+        return each.sum(), torch.tensor(float(samples if by_samples else each.numel()), device=each.device)
+
+
+class _Whole(torch.autograd.Function):
+    """The loss of the whole batch as a function of this device's sum."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, value: Tensor, scale: Tensor) -> Tensor:  # noqa: ARG004
+        ctx.scale = scale
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None]:
+        return g * ctx.scale, None, None
+
+
+def _reduction(criterion: Callable[..., Any], wanted: str | None) -> str:
+    """"mean" or "sum".
+
+    Raises:
+        InputError: neither, or not known.
+    """
+    known = type(criterion) in _KNOWN
+    if isinstance(criterion, nn.Module) and not known and wanted is None:
+        raise InputError(f"convoy.loss does not know how parts of {_name(criterion)} add up over devices: give {_OWN}")
+    if not known and wanted is None:
+        raise InputError(f"convoy.loss does not know whether {_name(criterion)} is a mean or a sum: give {_OWN}")
+    if known and wanted is not None:
+        raise InputError(f"reduction={wanted!r} beside {_name(criterion)}, which has its own: leave it out, and set it there")
+    found = wanted if wanted is not None else str(getattr(criterion, "reduction"))  # noqa: B009
+    found = "mean" if found == "batchmean" else found
+    if found not in ("mean", "sum"):
+        raise InputError(f"convoy.loss of a criterion with reduction {found!r}: it is one number; choose 'mean' or 'sum'")
+    return found
+
+
+def _reduced(criterion: Any, reduction: str) -> nn.Module:
+    """The criterion with another reduction."""
+    made = copy.copy(criterion)
+    made.reduction = reduction
+    return made  # type: ignore[no-any-return]
+
+
+def _count_of_classes(criterion: nn.CrossEntropyLoss | nn.NLLLoss, output: Tensor, target: Tensor) -> Tensor:
+    """What the labels count: each that is not ignored, with the weight of its class; of probabilities each place."""
+    if target.is_floating_point():
+        return torch.tensor(output.numel() / max(1, output.shape[1]), device=output.device)
+    counts = target != criterion.ignore_index
+    if criterion.weight is None:
+        return counts.sum()
+    return (in_float64(criterion.weight)[torch.where(counts, target, 0)] * counts).sum()
+
+
+def _check_alike(criterion: Callable[..., Any], rows: list[Any]) -> None:
+    axes = {tuple(a.shape) for a in rows if isinstance(a, Tensor) and a.dim()}
+    if len({len(shape) for shape in axes}) > 1:
+        raise InputError(
+            f"{_name(criterion)} was given tensors of {' and '.join(map(str, sorted(axes)))} for this device's samples, which torch "
+            "would pair sample with sample: give them as many axes, such as y[:, None]"
+        )
+    for name in ("weight", "pos_weight"):
+        given = getattr(criterion, name, None)
+        if given is not None and given.dim() == rows[0].dim() and len(given) != 1:
+            raise InputError(
+                f"{_name(criterion)} has a {name} of shape {tuple(given.shape)}, which differs from sample to sample: give {_OWN}"
+            )
+
+
+def _is_half(x: Tensor) -> bool:
+    return x.dtype in (torch.float16, torch.bfloat16)
+
+
+def _name(criterion: object) -> str:
+    return getattr(criterion, "__name__", type(criterion).__name__)
