@@ -19,7 +19,7 @@ from convoy.comm.processes import join
 from convoy.data.augment import read_augment
 from convoy.errors import InputError, PlanError
 from convoy.model.tracing import trace
-from convoy.plan.plan import Plan
+from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import AUTO, named_plan
 from convoy.profile.auto import BUDGET_S, Plans, plan_together
 from convoy.profile.progress import Progress, to_stderr
@@ -51,6 +51,7 @@ def prepare(
     precision: str = "float32",
     slowdown: float = 1.0,
     compile: bool = False,
+    outputs: OutputPlace | None = None,
 ) -> tuple[Any, ...]:
     """A model, its optimizer and its loader, for training on all devices of the job. Every device calls it.
 
@@ -71,7 +72,7 @@ def prepare(
             counting them, or a loader that was not prepared is as on one device.
         plan: a name, a plan as from a file, or "auto": the devices are measured, and the planner chooses.
         group: the devices, from `convoy.join`; None: joined here, once per process, and left at its end.
-        speeds, fleet, budget_s, precision, slowdown, compile: as for `make_plan` and `distribute`.
+        speeds, fleet, budget_s, precision, slowdown, compile, outputs: as for `make_plan` and `distribute`.
 
     Returns:
         the distributed model, the optimizer, the loader, and `more` loaders, in this order.
@@ -101,6 +102,7 @@ def prepare(
     made = make_plans(
         model, example, batch_size_of(loader), group, plan=plan, speeds=speeds, fleet=fleet, budget_s=budget_s,
         precision=precision, slowdown=slowdown, optimizer=_kind_of_optimizer(optimizer),
+        outputs=outputs,
     )[0]  # fmt: skip
     part = distribute(model, made, group, example, slowdown=slowdown, precision=precision, compile=compile)
     part.takes_whole = not parts
@@ -165,6 +167,7 @@ def make_plan(
     budget_s: float = BUDGET_S,
     fleet: Path | None = None,
     precision: str = "float32",
+    outputs: OutputPlace | None = None,
 ) -> Plan:
     """A plan by name for this model on these devices. Every device must call it.
 
@@ -183,6 +186,8 @@ def make_plan(
         budget_s: for "auto", about the seconds on the wall that measuring may take.
         fleet: for "auto", a file that `convoy measure` wrote for this model: nothing is measured then. Only device 0 reads it.
         precision: what the layers will compute in, as for `distribute`: they are timed so.
+        outputs: "everywhere" (None: the same, or the plan's own): the model returns those of the whole batch, on every device;
+            "where-computed": each device's of its samples, for `convoy.loss`, and nothing of them travels.
 
     Raises:
         InputError, PlanError: an unknown name (the choices are listed), a batch below 1, speeds that do not fit; no plan
@@ -191,7 +196,7 @@ def make_plan(
     """
     return make_plans(
         model, example, batch, group, plan=name, speeds=speeds, reduce=reduce, wire=wire, slowdown=slowdown,
-        budget_s=budget_s, fleet=fleet, precision=precision,
+        budget_s=budget_s, fleet=fleet, precision=precision, outputs=outputs,
     )[0]  # fmt: skip
 
 
@@ -212,6 +217,7 @@ def make_plans(
     optimizer: str = "sgd-momentum",
     net: str | None = None,
     passes: int = 1,
+    outputs: OutputPlace | None = None,
     progress: Progress | None = None,
 ) -> Plans:
     """The plan of `make_plan`, and for "auto" those that are predicted to take nearly as long with fewer messages.
@@ -245,7 +251,8 @@ def make_plans(
             return plan_together(
                 group, traced, model, batch, net=type(model).__name__ if net is None else net, fleet=fleet,
                 budget_s=budget_s, slowdown=slowdown, optimizer=optimizer, reduce=reduce,
-                wire="exact" if wire is None else wire, precision=precision, passes=passes, progress=progress,
+                wire="exact" if wire is None else wire, precision=precision, passes=passes,
+                outputs="everywhere" if outputs is None else outputs, progress=progress,
             )  # fmt: skip
     if isinstance(plan, Plan) and plan.batch != batch:
         raise PlanError(f"the plan {plan.name} is for a batch of {plan.batch}, not {batch}: make a new plan")
@@ -263,7 +270,8 @@ def make_plans(
             measured = measure_speeds(group, traced, model, batch, clock, precision, progress)
     made = plan if isinstance(plan, Plan) else named_plan(plan, traced.graph, batch, measured, reduce)
     reduce, wire = made.reduce if reduce is None else reduce, made.wire if wire is None else wire
-    return Plans((replace(made, reduce=reduce, wire=wire),), measured)
+    place = made.outputs if outputs is None else outputs
+    return Plans((replace(made, reduce=reduce, wire=wire, outputs=place),), measured)
 
 
 def distribute(

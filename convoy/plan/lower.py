@@ -254,12 +254,14 @@ class _Lowering:
         own = {name: self.values[name].layout for name in self.graph.outputs if self.graph[name].batched}
         if self.plan.outputs == "everywhere" or not own:
             return dict.fromkeys(self.graph.outputs, everyone)
-        by_samples = (y for y in own.values() if isinstance(y, OnOne) or (isinstance(y, Split) and y.axis == 0))
         otherwise = self.plan.otherwise
-        stay: Layout | None = next(by_samples, None)
+        stay = next(filter(by_samples, own.values()), None)
         if stay is None:
-            one = isinstance(otherwise, One)
-            stay = OnOne(otherwise.device) if one else Split(0, rescale(otherwise.shares, self.batch))
+            stay = (
+                OnOne(otherwise.device)
+                if isinstance(otherwise, One)
+                else Split(0, rescale(otherwise.shares, self.batch))
+            )
         return {name: stay if name in own else everyone for name in self.graph.outputs}
 
     @property
@@ -435,6 +437,11 @@ class _Lowering:
             return (("input", False), ("weight", True))
         leaves = self.pass_ in ("only", "last") and sums.would_fill(step)
         return (("weight", False), ("input", True)) if leaves else (("all", True),)
+
+
+def by_samples(layout: Layout) -> bool:
+    """Whether every sample of a value is whole, and on one device alone."""
+    return isinstance(layout, OnOne) or (isinstance(layout, Split) and layout.axis == 0)
 
 
 def trains(graph: Graph, inputs: Collection[str] = ()) -> set[str]:

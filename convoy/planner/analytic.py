@@ -17,7 +17,7 @@ from convoy.cost.memory import optimizer_named
 from convoy.cost.traffic import Loads, loads, move_s, sum_loads
 from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import BUCKET_ENTRIES, lower, trains
-from convoy.plan.plan import Plan
+from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.size import LocalSize, part_of_outputs, shares_statistics, whole_size
 from convoy.plan.steps import Pass, StepList
 from convoy.plan.strategy import Placement
@@ -63,6 +63,7 @@ def content(plan: Plan) -> tuple[object, ...]:
         plan.reduce,
         plan.pieces,
         plan.wire,
+        plan.outputs,
         plan.otherwise,
         frozenset(plan.layers.items()),
         frozenset(plan.in_shares.items()),
@@ -77,6 +78,7 @@ class CostModel:
         overlap: the part of what may travel while devices compute (gradients on their way back, sums of gradients) that
             counts as free, and so much of all jitter. The truth lies between 0 and 1, and only a simulation knows where.
         wire: in which numbers tensors travel.
+        outputs: where they are, by any plan.
         reduce: how sums are made; None: by `direct` up to `DIRECT_DEVICES`, by `ring` beyond.
         passes: so many make a step. Seconds are then those of a pass in the mean: the last one sums and updates for all.
     """
@@ -91,8 +93,9 @@ class CostModel:
         wire: CommDtype = "exact",
         reduce: Reduce | None = None,
         passes: int = 1,
+        outputs: OutputPlace = "everywhere",
     ) -> None:
-        self.passes = passes
+        self.passes, self.outputs = passes, outputs
         self.graph, self.batch, self.costs, self.overlap, self.wire = graph, batch, costs, overlap, wire
         self.devices = costs.network.devices
         self.reduce: Reduce = reduce or ("direct" if self.devices <= DIRECT_DEVICES else "ring")

@@ -16,7 +16,7 @@ from convoy.cost.memory import Room, fewest_passes, memory_of, memory_of_steps, 
 from convoy.errors import PlanError
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
-from convoy.plan.plan import Plan
+from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.size import whole_size
 from convoy.plan.steps import Compute
@@ -88,6 +88,7 @@ def candidates(
     reduce: Reduce | None = None,
     simulated: bool = True,
     passes: int = 1,
+    outputs: OutputPlace = "everywhere",
 ) -> list[Candidate]:
     """The planner's plans for some numbers of devices, and the named plans; the shortest predicted step first.
 
@@ -102,12 +103,13 @@ def candidates(
         reduce: how all these plans make sums; None: the named ones as they are known for, the others as the planner says.
         simulated: False: all by the analytic model, however few devices and layers there are; quick, and not the best there is.
         passes: so many passes of a batch make a step; the times are those of a pass in the mean.
+        outputs: where they are, by all these plans.
 
     Raises:
         PlanError: no plan fits; the message names the device that lacks least.
     """
     with _uncollected():
-        model = CostModel(graph, batch, costs, wire=wire, reduce=reduce, passes=passes)
+        model = CostModel(graph, batch, costs, wire=wire, reduce=reduce, passes=passes, outputs=outputs)
         return _candidates(model, room, reduce, simulated)
 
 
@@ -134,7 +136,8 @@ def _candidates(model: CostModel, room: Room | None, reduce: Reduce | None, simu
     if len(order) <= NAMED_DEVICES:
         # Of `sharded` it is not known by measurement where it is faster.
         names = [name for name in PLANS if name != "sharded"]
-        named = [replace(named_plan(name, graph, batch, Speeds(speeds), reduce), wire=wire) for name in names]
+        made = (named_plan(name, graph, batch, Speeds(speeds), reduce) for name in names)
+        named = [replace(plan, wire=wire, outputs=model.outputs) for plan in made]
         found += [_Found(_model_s(model, order, plan), len(order), plan) for plan in named]
     if room is not None and room.limited:
         found = _fitting(model, found, order, room, lean="ring" if reduce is None else reduce)

@@ -11,7 +11,7 @@ from convoy.errors import InputError, PlanError
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
-from convoy.plan.plan import Plan
+from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import Compute, StepList, passes_of
 from convoy.planner.planner import Candidate, candidates, solo_speeds, worth_trying
@@ -79,6 +79,7 @@ class PlanningContext:
         wire: in which numbers tensors travel, by any plan.
         reduce: how sums are made, by any plan; None: as each plan is known for, or as the planner says.
         passes: so many passes of a batch make a step; the last one sums gradients and updates weights for all.
+        outputs: where they are, by any plan.
     """
 
     graph: Graph
@@ -91,6 +92,7 @@ class PlanningContext:
     wire: CommDtype = "exact"
     reduce: Reduce | None = None
     passes: int = 1
+    outputs: OutputPlace = "everywhere"
 
     @classmethod
     def of(
@@ -103,6 +105,7 @@ class PlanningContext:
         wire: CommDtype = "exact",
         reduce: Reduce | None = None,
         passes: int = 1,
+        outputs: OutputPlace = "everywhere",
     ) -> Self:
         """The context of a model on a fleet.
 
@@ -111,18 +114,19 @@ class PlanningContext:
         """
         names = tuple(device.name for device in fleet.devices)
         speeds, power = Speeds(solo_speeds(graph, batch, costs, passes)), known_power_of(fleet)
-        return cls(graph, batch, costs, names, room_of(fleet, optimizer), power, speeds, wire, reduce, passes)
+        return cls(graph, batch, costs, names, room_of(fleet, optimizer), power, speeds, wire, reduce, passes, outputs)
 
     def candidates(self) -> list[Candidate]:
         """The planner's; see `convoy.planner.planner.candidates`."""
         return candidates(
-            self.graph, self.batch, self.costs, self.room, self.wire, reduce=self.reduce, passes=self.passes
-        )
+            self.graph, self.batch, self.costs, self.room, self.wire, reduce=self.reduce, passes=self.passes,
+            outputs=self.outputs,
+        )  # fmt: skip
 
     def named(self, name: str) -> Plan:
-        """A plan by name, with the sums and the wire of all plans here."""
+        """A plan by name, with the sums, the wire and the place of outputs of all plans here."""
         made = named_plan(name, self.graph, self.batch, self.speeds, self.reduce)
-        return replace(made, wire=self.wire)
+        return replace(made, wire=self.wire, outputs=self.outputs)
 
 
 def predict_all(context: PlanningContext, least_energy_s: float | None = None) -> list[PlanPrediction]:

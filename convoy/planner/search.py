@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from convoy.model.graph import Layer
-from convoy.plan.lower import placements, unnamed
+from convoy.plan.lower import by_samples, placements, unnamed
 from convoy.plan.plan import Plan
 from convoy.plan.size import whole_size
 from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Strategy, follow, place
@@ -140,7 +140,7 @@ class Search:
         ordered = {name: layers[name] for name in self.graph.layers if name in layers}
         return Plan(
             "auto", self.graph.fingerprint, self.devices, self.batch, ordered, self.by_batch, self.model.reduce,
-            wire=self.model.wire,
+            wire=self.model.wire, outputs=self.model.outputs,
         )  # fmt: skip
 
     def step_s(self, plan: Plan) -> float:
@@ -266,11 +266,12 @@ class Search:
         return self.worked[key]
 
     def _end_s(self, live: tuple[str, ...], where: tuple[_Available, ...]) -> float:
-        """The outputs come to every device."""
-        everyone = self._number(Replicated(tuple(range(self.devices))))
-        found = dict(zip(live, where, strict=True))
+        """The outputs come to every device, or to their samples where they are not with them."""
+        stays = self.model.outputs == "where-computed"
+        wanted = Split(0, self.by_batch.shares) if stays else Replicated(tuple(range(self.devices)))
+        to, found = self._number(wanted), dict(zip(live, where, strict=True))
         return sum(
-            self._move_s(found[name][0], everyone, name, back=False)
+            self._move_s(found[name][0], to, name, back=stays)
             for name in self.graph.outputs
-            if everyone not in found[name]
+            if to not in found[name] and not (stays and by_samples(self.layouts[found[name][0]]))
         )

@@ -17,7 +17,7 @@ from convoy.errors import InputError, MismatchError, PlanError
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel
-from convoy.plan.plan import Plan
+from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan
 from convoy.plan.size import local_size
 from convoy.plan.steps import Compute
@@ -108,6 +108,7 @@ def plan_together(
     wire: CommDtype = "exact",
     precision: str = "float32",
     passes: int = 1,
+    outputs: OutputPlace = "everywhere",
     progress: Progress = lambda *_: None,
 ) -> Plans:
     """The planner's plans for this model on these devices. All devices call it; all get the same. See `convoy.api.make_plans`.
@@ -128,7 +129,7 @@ def plan_together(
 
     text, known = from_first(group, "fleet to measure", read)
     if not known and group.devices == 1:
-        return _alone(group, traced.graph, batch, text, optimizer, reduce, wire, slowdown, passes)
+        return _alone(group, traced.graph, batch, text, optimizer, reduce, wire, slowdown, passes, outputs)
     if not known:
         described = None if text is None else Fleet.from_toml(text, "device 0's fleet file")
         measured = measure_job(
@@ -141,7 +142,7 @@ def plan_together(
 
     def planned() -> dict[str, Any]:
         assert measured is not None
-        return _planned(measured, traced.graph, batch, optimizer, reduce, wire, passes)
+        return _planned(measured, traced.graph, batch, optimizer, reduce, wire, passes, outputs)
 
     # One device plans, so that the others' processors stay out of its way; what it says is a plan file.
     row = from_first(group, "automatic plan", planned)
@@ -152,7 +153,7 @@ def plan_together(
 
 def _alone(
     group: Group, graph: Graph, batch: int, fleet: str | None, optimizer: str, reduce: Sum | None, wire: CommDtype,
-    slowdown: float, passes: int,
+    slowdown: float, passes: int, outputs: OutputPlace,
 ) -> Plans:  # fmt: skip
     """One device has nothing to choose: nothing is measured, and it is only seen to that it has room.
 
@@ -160,7 +161,7 @@ def _alone(
         PlanError: it has not.
     """
     speeds = given_speeds((1.0,), 1)
-    plan = replace(named_plan("data", graph, batch, speeds, reduce), name=AUTO, wire=wire)
+    plan = replace(named_plan("data", graph, batch, speeds, reduce), name=AUTO, wire=wire, outputs=outputs)
     described = fleet_of([describe(group.torch_device, slowdown)])
     room = room_of(described if fleet is None else Fleet.from_toml(fleet, "the fleet file"), optimizer)
 
@@ -174,13 +175,14 @@ def _alone(
 
 
 def _planned(
-    measured: Measurement, graph: Graph, batch: int, optimizer: str, reduce: Sum | None, wire: CommDtype, passes: int
-) -> dict[str, Any]:
+    measured: Measurement, graph: Graph, batch: int, optimizer: str, reduce: Sum | None, wire: CommDtype, passes: int,
+    outputs: OutputPlace,
+) -> dict[str, Any]:  # fmt: skip
     """The chosen plan and those worth a trial, as the text of their files, with their predictions."""
     # What mixes is planned as if it summed; it sends weights beside gradients, so it may not fit where that did.
     sums = None if reduce == "inexact-butterfly-mixing" else reduce
     costs, fleet = measured.costs(graph), measured.fleet
-    context = PlanningContext.of(graph, batch, costs, fleet, optimizer, wire, sums, passes)
+    context = PlanningContext.of(graph, batch, costs, fleet, optimizer, wire, sums, passes, outputs)
     plans = [(each.plan, each.step_s, predict_plan(each.plan, context).spread) for each in choices(context)]
     if reduce == "inexact-butterfly-mixing":
         # Copies that differ cannot be handed from plan to plan.

@@ -102,7 +102,6 @@ class PlanEntry(_Model):
     batch: Count
     reduce: str
     wire: str
-    outputs: str = "everywhere"
 
 
 class PlanLine(_Model):

@@ -157,8 +157,9 @@ class Executor:
 
     def _output(self, buffers: Buffers, value: Value) -> Tensor:
         """What this device has of an output; no samples of one that stays with its samples, which are all elsewhere."""
-        if value.key in buffers:
-            return buffers[value.key]
+        made: Tensor | None = buffers.get(value.key)
+        if made is not None:
+            return made
         layer = self.traced.graph[value.layer]
         return torch.empty((0, *layer.shape), dtype=getattr(torch, layer.dtype), device=self.group.torch_device)
 

@@ -59,7 +59,8 @@ class Distributed(nn.Module):
 
     It is called like the model: with this device's part of a batch, as the loader of `convoy.loader` gives it. It returns
     the outputs of the *whole* batch, on every device, so that the loss, its printing and its backward are those of one
-    device; by a plan whose `outputs` are "where-computed", parts of them, for `convoy.loss`. Its parameters, under their ordinary names, are this device's pieces; optimizers work on them as they are.
+    device; by a plan whose `outputs` are "where-computed", parts of them, for `convoy.loss`. Its parameters, under their
+    ordinary names, are this device's pieces; optimizers work on them as they are.
 
     Args:
         model: an ordinary module. It is copied; device 0's weights count.

@@ -19,7 +19,7 @@ _REMEDY = (
 class OutputPart:
     """One output of a distributed model whose plan has `outputs="where-computed"`: that of this device's samples.
 
-    It is given to :class:`convoy.loss`. Whatever would take it for a tensor is refused: its mean would be that of a part.
+    It is given to :func:`convoy.loss`. Whatever would take it for a tensor is refused: its mean would be that of a part.
 
     Args:
         tensor: of this device's samples, with the graph of autograd behind it.
@@ -36,7 +36,7 @@ class OutputPart:
 
     @property
     def own(self) -> Tensor:
-        """The output of this device's samples, to look at: no gradient goes through it. Zero samples where it has none."""
+        """The output of this device's samples. No gradient goes through it. It has zero rows where the device has no samples."""
         return self._tensor.detach()
 
     @property
@@ -45,7 +45,7 @@ class OutputPart:
         return self._tensor
 
     def whole(self) -> Tensor:
-        """The output of the whole batch, to look at: no gradient goes through it. Every device must call it."""
+        """The output of the whole batch. No gradient goes through it. Every device must call it."""
         everyone = Replicated(tuple(range(self.group.devices)))
         return redistribute(self.group, self.own, self._layout, everyone, self._shape).clone()
 
@@ -90,15 +90,42 @@ def rows_of(layout: Layout, shape: Shape, device: int) -> tuple[int, int]:
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: OutputPart, *_: object) -> NoReturn:
+    def refuse(*_: object) -> NoReturn:
         raise InputError(f"{name} of an output that is here in part: {_REMEDY}")
 
     return refuse
 
 
-_TWO = "add sub mul truediv floordiv matmul pow mod and or xor".split()
-_NAMES = [f"__{side}{name}__" for name in _TWO for side in ("", "r", "i")]
-_NAMES += [f"__{name}__" for name in "neg abs invert lt le gt ge eq ne len iter getitem float int bool contains array".split()]
-for _name in _NAMES:
-    setattr(OutputPart, _name, _refusing(_name.strip("_")))
+_TWO = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "matmul",
+    "pow",
+    "mod",
+    "and",
+    "or",
+    "xor",
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+)
+_ONE = ("neg", "abs", "invert", "len", "iter", "float", "int", "bool", "array")
+_PAIRS = (
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "eq",
+    "ne",
+    "getitem",
+    "contains",
+    *_TWO,
+    *(f"r{name}" for name in _TWO if name[0] != "i"),
+)
+for _name in (*_ONE, *_PAIRS):
+    setattr(OutputPart, f"__{_name}__", _refusing(_name))
 OutputPart.__hash__ = object.__hash__  # type: ignore[method-assign]

@@ -306,7 +306,8 @@ def accuracy(model: nn.Module, loader: Loader) -> float:
     for x, y in loader:
         outputs = model(x)
         if isinstance(outputs, OutputPart):
-            outputs, y, group = outputs.own, outputs.rows_of(y), outputs.group
+            part = outputs
+            outputs, y, group = part.own, part.rows_of(y), part.group
         right += int((outputs.argmax(1) == y).sum())
         total += len(y)
     model.train()

@@ -49,7 +49,9 @@ _FUNCTIONS: Mapping[Any, type[nn.Module]] = {
 
 _KNOWN = (*_ALIKE, *_OF_SAMPLES, *_OF_CLASSES)
 
-_OWN = "a function that returns the loss of each sample, without their mean, and convoy.loss(function, reduction='mean')"
+_OWN = (
+    "a function that returns the loss of each sample, without their mean, and convoy.loss(function, reduction='mean')"
+)
 
 
 def loss(criterion: Callable[..., Any], *, reduction: str | None = None, **settings: Any) -> "Loss":
@@ -105,7 +107,9 @@ class Loss:
             return made if self._is_of_torch else made.mean() if self.reduction == "mean" else made.sum()
         first = parts[0]
         if any((p.rows, p.batch) != (first.rows, first.batch) for p in parts):
-            raise InputError(f"outputs of other samples in one loss: {first!r} and {parts[-1]!r}; call it for each of them")
+            raise InputError(
+                f"outputs of other samples in one loss: {first!r} and {parts[-1]!r}; call it for each of them"
+            )
         self._agree(first)
         rows = [self._rows(a, first) for a in arguments]
         start, stop = first.rows
@@ -177,7 +181,7 @@ class _Whole(torch.autograd.Function):
 
 
 def _reduction(criterion: Callable[..., Any], wanted: str | None) -> str:
-    """"mean" or "sum".
+    """ "mean" or "sum".
 
     Raises:
         InputError: neither, or not known.
@@ -188,11 +192,15 @@ def _reduction(criterion: Callable[..., Any], wanted: str | None) -> str:
     if not known and wanted is None:
         raise InputError(f"convoy.loss does not know whether {_name(criterion)} is a mean or a sum: give {_OWN}")
     if known and wanted is not None:
-        raise InputError(f"reduction={wanted!r} beside {_name(criterion)}, which has its own: leave it out, and set it there")
+        raise InputError(
+            f"reduction={wanted!r} beside {_name(criterion)}, which has its own: leave it out, and set it there"
+        )
     found = wanted if wanted is not None else str(getattr(criterion, "reduction"))  # noqa: B009
     found = "mean" if found == "batchmean" else found
     if found not in ("mean", "sum"):
-        raise InputError(f"convoy.loss of a criterion with reduction {found!r}: it is one number; choose 'mean' or 'sum'")
+        raise InputError(
+            f"convoy.loss of a criterion with reduction {found!r}: it is one number; choose 'mean' or 'sum'"
+        )
     return found
 
 
@@ -217,14 +225,15 @@ def _check_alike(criterion: Callable[..., Any], rows: list[Any]) -> None:
     axes = {tuple(a.shape) for a in rows if isinstance(a, Tensor) and a.dim()}
     if len({len(shape) for shape in axes}) > 1:
         raise InputError(
-            f"{_name(criterion)} was given tensors of {' and '.join(map(str, sorted(axes)))} for this device's samples, which torch "
-            "would pair sample with sample: give them as many axes, such as y[:, None]"
+            f"{_name(criterion)} was given tensors of {' and '.join(map(str, sorted(axes)))} for this device's samples, which "
+            "torch would pair sample with sample: give them as many axes, such as y[:, None]"
         )
     for name in ("weight", "pos_weight"):
         given = getattr(criterion, name, None)
         if given is not None and given.dim() == rows[0].dim() and len(given) != 1:
             raise InputError(
-                f"{_name(criterion)} has a {name} of shape {tuple(given.shape)}, which differs from sample to sample: give {_OWN}"
+                f"{_name(criterion)} has a {name} of shape {tuple(given.shape)}, which differs from sample "
+                f"to sample: give {_OWN}"
             )
 
 

@@ -64,7 +64,11 @@ def test_labels_of_outputs_that_stay_are_those_of_the_samples(name: str) -> None
 
 
 def test_no_label_of_another_device_is_loaded_for_outputs_that_stay() -> None:
-    for device, expected in ((0, 6), (1, 2), (2, 4)):  # device 1 has no samples: one of each batch tells what labels are
+    for device, expected in (
+        (0, 6),
+        (1, 2),
+        (2, 4),
+    ):  # device 1 has no samples: one of each batch tells what labels are
         dataset = Plain(10)
         part = part_of(replace(plan_of("data-by-speed"), outputs="where-computed"), device)
         assert len(read(convoy.loader(dataset, 5, part, shuffle=False))) == 2

@@ -214,7 +214,9 @@ def test_criteria_of_which_nobody_knows_how_parts_add_up_are_refused(criterion: 
         (nn.MSELoss(), lambda: (_floats(2), _floats(2)[:5]), "5, 2"),
     ],
 )
-def test_arguments_that_would_pair_samples_wrongly_are_refused(criterion: nn.Module, arguments: Any, words: str) -> None:
+def test_arguments_that_would_pair_samples_wrongly_are_refused(
+    criterion: nn.Module, arguments: Any, words: str
+) -> None:
     with torch_seed(8):
         made = arguments()
     with pytest.raises(ConvoyError, match=words):
