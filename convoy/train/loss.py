@@ -88,7 +88,7 @@ def loss(criterion: Callable[..., Any], *, reduction: str | None = None, **setti
 
 
 class Loss:
-    """What :func:`loss` returns."""
+    """What :func:`convoy.loss` returns."""
 
     def __init__(self, criterion: Callable[..., Any], reduction: str | None = None) -> None:
         self.criterion = criterion
