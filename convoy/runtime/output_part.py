@@ -36,7 +36,7 @@ class OutputPart:
 
     @property
     def own(self) -> Tensor:
-        """The output of this device's samples. No gradient goes through it. It has zero rows where the device has no samples."""
+        """The output of this device's samples. No gradient goes through it. Zero rows where the device has no samples."""
         return self._tensor.detach()
 
     @property
