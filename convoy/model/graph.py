@@ -88,7 +88,10 @@ class Layer:
         shared: another layer uses the same parameters, or they have hooks: they are never split, and every device has them.
         random: it draws random numbers in this mode (dropout), so copies of it on several devices would differ.
         statistics: a batch norm that normalises by the statistics of the batch (not by its running ones).
-        everywhere: every device computes it for the whole batch, because hooks look at it.
+        everywhere: every device computes it for the whole batch, because hooks look at it, or it notes in Python what that is
+            like.
+        each: every device must call it in every step, since a call changes its Python state, or counts in a buffer: where one
+            has no samples of it, all compute it for the whole batch.
         alone: its backward does not work as a part of another, so it is in no fused stretch (a reentrant checkpoint).
         blocked: inputs, by their place, that no gradient passes to from here: inside it is cut off.
         notes: a call changes its Python state, its buffers or its parameters.
@@ -113,6 +116,7 @@ class Layer:
     dtype: str = "float32"
     differentiable: bool = True
     everywhere: bool = False
+    each: bool = False
     alone: bool = False
     notes: bool = False
     blocked: tuple[int, ...] = ()
@@ -237,6 +241,8 @@ class Graph:
             # A plan holds in any precision; input_entries follow from the inputs.
             row.pop("reason"), row.pop("dtype"), row.pop("input_entries"), row.pop("alone"), row.pop("notes")
             row.pop("blocked")
+            if not row["each"]:
+                row.pop("each")
             if not row["cuts"]:
                 row.pop("cuts")  # as it was before there were any
             if row["kind"] == "opaque":

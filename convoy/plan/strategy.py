@@ -203,7 +203,7 @@ def follow(graph: Graph, layer: Layer, leading: Layout, devices: int) -> Placeme
             return None if layer.shared else _kept(graph, layer, axis, shares)
         case Split() if not layer.per_sample or (layer.kind == "cat" and layer.axis == 0):
             return None
-        case Replicated() if layer.random or layer.notes:
+        case Replicated() if layer.random or (layer.notes and not layer.each):
             return None
     return _uniform(graph, layer, leading, devices)
 
@@ -259,6 +259,8 @@ def _uniform(graph: Graph, layer: Layer, layout: Layout, devices: int) -> Placem
     note = ""
     if layer.everywhere:
         layout, note = everyone, layer.reason
+    elif layer.each and not _has_all_devices(layout, devices):
+        layout, note = everyone, "a call changes its state, so every device computes it"
     elif layer.shared and _changes_what_it_shares(layer) and not isinstance(layout, Split):
         layout, note = everyone, "it changes what other layers or hooks use, so every device computes it"
         if layer.random:
@@ -267,6 +269,11 @@ def _uniform(graph: Graph, layer: Layer, layout: Layout, devices: int) -> Placem
     owners = parameter_holders(layer, layout, devices)
     kept: Layout = OnOne(owners[0]) if isinstance(layout, OnOne) and not layer.shared else Replicated(owners)
     return Placement(takes, layout, dict.fromkeys(layer.parameters, kept), note)
+
+
+def _has_all_devices(layout: Layout, devices: int) -> bool:
+    """Whether each device computes something of a layer whose output lies so."""
+    return len(holders(layout)) == devices
 
 
 def _changes_what_it_shares(layer: Layer) -> bool:

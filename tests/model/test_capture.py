@@ -1,8 +1,9 @@
 """trace: an odd call costs its own calls, odd Python its own module; what a trace would lose stays live or is refused."""
 
+import itertools
 import random
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,12 +218,11 @@ def test_an_example_that_is_a_dict_is_refused_with_the_way_out() -> None:
 
 
 def test_numbers_out_of_nowhere_are_refused_with_the_line() -> None:
-    class Counting(nn.Module):
-        calls: ClassVar = [0.0]
+    calls = itertools.count(1)
 
+    class Counting(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            self.calls[0] += 1.0
-            return x.flatten(1) * self.calls[0]
+            return x.flatten(1) * next(calls)
 
     with pytest.raises(InputError, match=r"cannot be distributed.*test_capture\.py:\d+"):
         trace(Counting(), torch.zeros(2, 3, 8, 8))
@@ -234,18 +234,18 @@ def test_numbers_out_of_nowhere_are_refused_with_the_line() -> None:
 def test_large_images_are_checked_small() -> None:
     """ResNet-50 took 34 s, because it was run on images of 224 x 224."""
 
-    class Watched(nn.Conv2d):
-        sides: ClassVar[list[int]] = []
+    sides: list[int] = []
 
+    class Watched(nn.Conv2d):
         def forward(self, x: Tensor) -> Tensor:
             if not x.is_meta and bool(x.isfinite().all()):
-                self.sides.append(x.shape[-1])
+                sides.append(x.shape[-1])
             return super().forward(x)
 
     model = nn.Sequential(Watched(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     layers = layers_of(model, (3, 256, 256))
     assert layers["0"].shape == (4, 254, 254)
-    assert max(Watched.sides) == 32
+    assert max(sides) == 32
 
 
 def test_a_second_trace_of_the_same_model_does_not_check_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from convoy.errors import InputError
 from convoy.model.operation import TracedModel, disable_in_place, run_traced
 from convoy.model.tracing.nodes import first_line
+from convoy.model.tracing.outside import Outside
 from convoy.model.tracing.per_sample import is_close, plain_values_of, random_like, tensors_of
 from convoy.model.tracing.sizes import Spec
 from convoy.model.tracing.state import random_kept, seed_all, state_of
@@ -28,7 +30,20 @@ class DoesNotRun(Exception):  # noqa: N818
     """The model itself does not run on inputs of these shapes."""
 
 
-def check_same(model: nn.Module, traced: TracedModel, specs: Sequence[Spec], *, training: bool) -> bool:
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was seen of a model whose trace is right.
+
+    Attributes:
+        overwrites: it overwrites its inputs, which a trace leaves as they are.
+        changed: paths of the attributes that its forward changes.
+    """
+
+    overwrites: bool
+    changed: frozenset[str]
+
+
+def check_same(model: nn.Module, traced: TracedModel, specs: Sequence[Spec], *, training: bool) -> Seen:
     """Compare outputs, gradients, parameters, buffers and the Python state of modules, step by step.
 
     Python that a trace does not see (`x += y` under another name, a counter) must not change results silently.
@@ -36,24 +51,23 @@ def check_same(model: nn.Module, traced: TracedModel, specs: Sequence[Spec], *, 
     Args:
         model: left as it is.
 
-    Returns:
-        whether the model overwrites its inputs, which a trace leaves as they are.
-
     Raises:
         Differs: they are not the same.
         DoesNotRun: the model does not run on inputs of these shapes.
     """
     reference, twin, overwrites = copy.deepcopy(model), disable_in_place(copy.deepcopy(model)), False
-    with random_kept(0), torch.enable_grad():
+    outside, before = Outside(model.modules()), state_of(reference)
+    with random_kept(0), torch.enable_grad(), outside.kept():
         for step, batch in enumerate(BATCHES[training]):
             seed_all(10 * step)
             inputs = [
                 random_like(torch.empty((batch, *shape), dtype=dtype, device="meta"), None) for shape, dtype in specs
             ]
             given = [x.clone() for x in inputs]
-            _compare_step(reference, twin, traced, inputs, given, step)
+            _compare_step(reference, twin, traced, inputs, given, step, outside)
             overwrites = overwrites or not all(map(torch.equal, inputs, given))
-    return overwrites
+    after = state_of(reference)
+    return Seen(overwrites, frozenset(key for key, value in before.items() if after.get(key) != value))
 
 
 def _compare_step(
@@ -63,9 +77,10 @@ def _compare_step(
     inputs: Sequence[Tensor],
     given: Sequence[Tensor],
     step: int,
+    outside: Outside,
 ) -> None:
     with torch.set_grad_enabled(step > 0):
-        expected, found = _outputs(reference, twin, traced, inputs, given, step)
+        expected, found = _outputs(reference, twin, traced, inputs, given, step, outside)
     if step > 0 and _backward(expected, step) is None:
         _backward(found, step)
         rows = zip(reference.named_parameters(), twin.parameters(), strict=True)
@@ -92,12 +107,15 @@ def _outputs(
     inputs: Sequence[Tensor],
     given: Sequence[Tensor],
     step: int,
+    outside: Outside,
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
     """Those of the model, which gets a copy of the inputs, and those of the trace."""
-    batch = len(inputs[0])
+    batch, before = len(inputs[0]), outside.values()
     try:
         seed_all(10 * step + 1)
-        returned = reference(*given)
+        with outside.kept():
+            returned = reference(*given)
+            after = outside.values()
     except InputError:
         raise
     except Exception as error:
@@ -107,6 +125,10 @@ def _outputs(
         retraced = run_traced(twin, traced, [x.clone() for x in inputs])
     except Exception as error:
         raise Differs(f"its trace does not run on {batch} samples: {first_line(error)}") from None
+    if (now := outside.values()) != after:
+        changed = next(key for key in after if now[key] != after[key])
+        what = "does not" if now[changed] == before[changed] else "does otherwise"
+        raise Differs(f"its forward changes {changed}, which its trace {what}")
     gradients = "" if torch.is_grad_enabled() else " without gradients"
     expected, found = tensors_of(returned), tensors_of(retraced)
     _require_same(expected, found, f"outputs for {batch} samples{gradients}")

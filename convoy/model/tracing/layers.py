@@ -41,6 +41,7 @@ class LayerBuilder:
         meta: a copy of the model on the meta device.
         together: keys of parameters that belong to one layer in another mode.
         verdicts: what is known of how layers treat samples; what is found out is added.
+        on_one: see `judged`.
 
     Raises:
         Untraceable: a submodule, or the model as a whole, must stay one layer.
@@ -54,8 +55,10 @@ class LayerBuilder:
         specs: Sequence[Spec],
         verdicts: Verdicts,
         together: Sequence[set[str]] = (),
+        on_one: Collection[str] = (),
     ) -> None:
         self.model, self.traced, self.verdicts, self.together = model, nodes, verdicts, together
+        self.on_one = on_one
         self.values = NodeValues(model, meta, specs, nodes.constants)
         self.norms = {node: path for node in nodes.nodes if (path := batch_norm_of(model, node)) is not None}
         self.names: dict[fx.Node, str] = {}
@@ -405,11 +408,7 @@ class LayerBuilder:
         if found.overwrites:
             where = max(modules, key=len).rpartition(".")[0] if modules else ""
             raise Untraceable(f"{layer.name} overwrites its input", where)
-        reason = "; ".join(filter(None, (why, found.dependence)))
-        return replace(
-            layer, per_sample=found.dependence is None, random=layer.random or found.random, reason=reason,
-            alone=found.alone, notes=found.notes, blocked=found.blocked,
-        )  # fmt: skip
+        return judged(layer, found, why, self.on_one)
 
     @functools.cached_property
     def _precise(self) -> nn.Module:
@@ -424,6 +423,33 @@ class LayerBuilder:
         layers = {name: replace(layer, shared=name in shared) for name, layer in self.layers.items()}
         graph = Graph(type(self.model).__name__, layers, tuple(names))
         return TracedModel(graph, self.operations, value, self.traced.seen, self.traced.leaves)
+
+
+def judged(layer: Layer, found: PerSample, why: str, on_one: Collection[str] = ()) -> Layer:
+    """The layer with what a check of its samples has found.
+
+    Args:
+        why: why it is opaque.
+        on_one: layers that keep to their devices in the other mode, though they change Python state: so they do here.
+    """
+    random = layer.random or found.random
+    # Copies of random numbers would differ: then it keeps to its devices (see `Distributed._check_noting`).
+    each = found.python or (found.notes and found.dependence is None)
+    each = each and not random and layer.name not in on_one
+    dependence = found.dependence
+    if each and dependence is not None:
+        what = dependence.removesuffix(", so it runs whole on one device")
+        dependence = f"{what}, and changes its Python state, so every device computes it for the whole batch"
+    return replace(
+        layer, per_sample=found.dependence is None, random=random, reason="; ".join(filter(None, (why, dependence))),
+        alone=found.alone, notes=found.notes, blocked=found.blocked, each=each,
+        everywhere=each and found.dependence is not None,
+    )  # fmt: skip
+
+
+def keeping(graph: Graph) -> frozenset[str]:
+    """The layers that change Python state, but not on every device."""
+    return frozenset(name for name, layer in graph.layers.items() if layer.notes and layer.random)
 
 
 def _ref(refs: list[str], name: str) -> Ref:

@@ -102,7 +102,8 @@ def _is_of_torch(model: nn.Module, node: fx.Node) -> bool:
 
 def _holds(model: nn.Module, path: str) -> bool:
     holder, _, name = path.rpartition(".")
-    return hasattr(model.get_submodule(holder), name)
+    found = model.get_submodule(holder)
+    return any(name in held for held in (vars(found), found._parameters, found._buffers))
 
 
 def _inputs_of(model: nn.Module, inputs: int) -> tuple[str, ...]:
@@ -123,6 +124,39 @@ def _inputs_of(model: nn.Module, inputs: int) -> tuple[str, ...]:
         raise InputError(f"the model needs the keyword argument {missing[0]!r}: give it a default in forward()")
     names = [p.name for p in positional[:inputs]]
     return (*names, *(f"input_{i}" for i in range(len(names), inputs)))
+
+
+@contextmanager
+def reading_refused(model: nn.Module, changed: Collection[str]) -> Iterator[None]:
+    """While a model is traced: a forward that reads one of these attributes, given by their paths, stays whole."""
+    names: dict[nn.Module, set[str]] = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        own = {key for key in vars(module) if f"{prefix}{key}" in changed}
+        if own:
+            names[module] = own
+    classes = {module: type(module) for module in names}
+    for module, own in names.items():
+        module.__class__ = _refusing(type(module), frozenset(own))
+    try:
+        yield
+    finally:
+        for module, cls in classes.items():
+            module.__class__ = cls
+
+
+READS = "its forward reads "
+
+
+def _refusing(cls: type, names: frozenset[str]) -> type:
+    found: Any = cls.__getattribute__
+
+    def read(self: Any, name: str) -> Any:
+        if name in names:
+            raise _StaysWhole(f"{READS}{name!r}, which another forward changes")
+        return found(self, name)
+
+    return type(cls.__name__, (cls,), {"__getattribute__": read, "__module__": cls.__module__})
 
 
 # --- the tracer ------------------------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from convoy.model.tracing.decisions import decides_together
 from convoy.model.tracing.nodes import first_line
-from convoy.model.tracing.state import attributes_kept, random_kept, seed_all, state_of
+from convoy.model.tracing.noting import Notes, restored
+from convoy.model.tracing.state import random_kept, seed_all
 from convoy.model.tracing.turning_points import FAR, Undecided, turning_points
 
 _PARTS = ((1, 1, 1), (2, 3), (1, 4), (3, 6))
@@ -36,6 +38,7 @@ class PerSample:
         overwrites: it changes its inputs in place.
         alone: its backward does not work as a part of another (a reentrant checkpoint).
         notes: a call changes its Python state, its buffers or its parameters.
+        python: a call changes Python state.
         blocked: inputs, by their place, that no gradient passes to.
     """
 
@@ -44,6 +47,7 @@ class PerSample:
     overwrites: bool = False
     alone: bool = False
     notes: bool = False
+    python: bool = False
     blocked: tuple[int, ...] = ()
 
 
@@ -68,7 +72,9 @@ def check_per_sample(
     dropout = any(has_dropout(module) for module in own)
     alone, blocked = _backward_of(call, holder, like, batched, own)
     if (norm := _batch_norm_inside(own)) is not None:
-        return PerSample(f"its {norm} looks at the whole batch", dropout, alone=alone, blocked=blocked)
+        notes, python = _left_behind(call, holder, like, batched, own)
+        why = f"its {norm} looks at the whole batch"
+        return PerSample(why, dropout, alone=alone, blocked=blocked, notes=notes, python=python)
     found = _judged(call, holder, like, batched, modules)
     if found.dependence is not None and not found.overwrites and _in_float32(like):
         # Rounding to float32 depends on how many samples there are, and some layers magnify it.
@@ -97,30 +103,78 @@ def _judged(
             return PerSample(f"it cannot take samples one by one ({first_line(error)}), so it runs whole on one device")
 
 
+def _left_behind(
+    call: Call, holder: nn.Module, like: Sequence[Tensor], batched: Sequence[bool], own: Sequence[nn.Module]
+) -> tuple[bool, bool]:
+    """Whether a call of modules that look at the whole batch changes anything but running statistics; and Python state."""
+    if all(type(module).__module__.startswith("torch.nn") for module in own):
+        return False, False
+    try:
+        with random_kept(0), torch.no_grad():
+            found = [_notes(call, holder, like, batched, own, samples) for samples in (3, 2)]
+    except Exception:  # what it is shows elsewhere
+        return True, True
+    return any(each.any for each in found), any(each.python for each in found)
+
+
 def _compare(
     call: Call, holder: nn.Module, like: Sequence[Tensor], batched: Sequence[bool], own: Sequence[nn.Module]
 ) -> PerSample:
-    random = notes = False
     try:
         points = _turning_points(call, holder, like, batched, own)
     except Undecided as why:
-        return PerSample(f"{why}, so it runs whole on one device")
+        notes, python = _left_behind(call, holder, like, batched, own)
+        return PerSample(f"{why}, so it runs whole on one device", notes=notes, python=python)
     weights = {key for key, _ in nn.ModuleList(own).named_parameters()}
+    left: list[Notes] = []
+    dependence = None
     for samples in (3, *points) if own else ():
         first, second = (_notes(call, holder, like, batched, own, n) for n in (samples, samples - 1))
-        if not _same_notes(first, second) or weights & first[1].keys():
-            return PerSample("it notes what a batch was like, so it runs whole on one device", notes=True)
-        notes = notes or any(first)
+        left += [first, second]
+        if not _same_notes(first, second) or weights & first.tensors.keys():
+            dependence = "it notes what a batch was like, so it runs whole on one device"
+    found = PerSample(dependence) if dependence else _in_parts(call, holder, like, batched, own, points)
+    if found.dependence is None and _decides_together(call, holder, like, batched, own):
+        found = replace(found, dependence="its Python decides by numbers of the whole batch, so it runs whole on one device")
+    return replace(found, notes=any(each.any for each in left), python=any(each.python for each in left))
+
+
+def _decides_together(
+    call: Call, holder: nn.Module, like: Sequence[Tensor], batched: Sequence[bool], own: Sequence[nn.Module]
+) -> bool:
+    inputs = [random_like(t, 5 if b else None) for t, b in zip(like, batched, strict=True)]
+
+    def run(samples: int, given: Sequence[Tensor]) -> tuple[list[Tensor], Notes]:
+        with restored(own) as changes:
+            seed_all(2)
+            made: list[Tensor] = tensors_of(call(holder, samples, [t.clone() for t in given]))
+            return made, changes()
+
+    def same(a: tuple[list[Tensor], Notes], b: tuple[list[Tensor], Notes]) -> bool:
+        return _equal(a[0], b[0]) and _same_notes(a[1], b[1])
+
+    return decides_together(run, inputs, batched, same)
+
+
+def _in_parts(
+    call: Call,
+    holder: nn.Module,
+    like: Sequence[Tensor],
+    batched: Sequence[bool],
+    own: Sequence[nn.Module],
+    points: Sequence[int],
+) -> PerSample:
+    random = False
     for number, parts in enumerate((*_PARTS, *((n - 1, 1) for n in points))):
         inputs = [random_like(t, sum(parts) if b else None) for t, b in zip(like, batched, strict=True)]
         if number % 2:
             inputs = [_of_other_sizes(t) if b and is_floating(t) else t for t, b in zip(inputs, batched, strict=True)]
         given = [t.clone() for t in inputs]
-        with _restored(own):
+        with restored(own):
             together = tensors_of(call(holder, sum(parts), given))
         if not all(torch.equal(a, b) for a, b in zip(inputs, given, strict=True)):
             return PerSample("it overwrites its input, so it runs whole on one device", random, overwrites=True)
-        with _restored(own):
+        with restored(own):
             again = tensors_of(call(holder, sum(parts), inputs))
         if own and not random and not _equal(together, again):
             # Random numbers hide whether samples are independent: compare in evaluation mode instead.
@@ -128,20 +182,20 @@ def _compare(
             for module in own:
                 module.eval()
         if random:
-            with _restored(own):
+            with restored(own):
                 together = tensors_of(call(holder, sum(parts), inputs))
         start = 0
         for n in parts:
             rows = slice(start, start + n)
             some = [t[rows] if b else t for t, b in zip(inputs, batched, strict=True)]
-            with _restored(own):
+            with restored(own):
                 found = tensors_of(call(holder, n, some))
             if not _equal([t[rows] for t in together], found):
                 return PerSample("a sample's answer depends on the others, so it runs whole on one device", random)
             start += n
         if number < 2 and not _same_gradients(call, holder, inputs, batched, parts, together, own):
             return PerSample("a sample's gradient depends on the others, so it runs whole on one device", random)
-    return PerSample(None, random, notes=notes)
+    return PerSample(None, random)
 
 
 def _same_gradients(
@@ -182,7 +236,7 @@ def _gradients(
     """Those of inputs and parameters, zeros where there is none; None where backward does not work."""
     weights = [p for p in nn.ModuleList(own).parameters() if p.requires_grad]
     held = [p.grad for p in weights]
-    with torch.enable_grad(), _restored(own):
+    with torch.enable_grad(), restored(own):
         roots = [t.detach().clone().requires_grad_(is_floating(t)) for t in inputs]
         try:
             for p in weights:
@@ -212,7 +266,7 @@ def _turning_points(
         call(holder, samples, [random_like(t, int(samples) if b else None) for t, b in zip(like, batched, strict=True)])
 
     try:
-        with _restored(own):
+        with restored(own):
             points = turning_points(run, {extent for t in like for extent in t.shape[1:]})
     except Undecided:
         raise
@@ -239,7 +293,7 @@ def _backward_of(
             ]
             wanted = [t for t in (*roots, *nn.ModuleList(own).parameters()) if t.requires_grad]
             try:
-                with _restored(own):
+                with restored(own):
                     # A view of each, since autograd forbids in-place calls on leaves.
                     given = [t.view_as(t) if t.requires_grad else t for t in roots]
                     outputs = [y for y in tensors_of(call(holder, samples, given)) if y.requires_grad]
@@ -260,7 +314,7 @@ def has_dropout(module: nn.Module) -> bool:
 
 def run_on_random(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Run a module on random inputs of these shapes; returns its outputs on the meta device (shapes and dtypes only)."""
-    with random_kept(), torch.no_grad(), _restored([module]):
+    with random_kept(), torch.no_grad(), restored([module]):
         value = module(*on_random(args), **on_random(kwargs))
     return map_tensors(value, lambda t: t.to("meta"))
 
@@ -361,9 +415,6 @@ def _batch_norm_inside(modules: Sequence[nn.Module]) -> str | None:
 
 # --- what a call leaves behind ---------------------------------------------------------------------------------------
 
-Notes = tuple[dict[str, Any], dict[str, Tensor]]
-"""Python attributes, and the parameters and buffers that a call has changed."""
-
 
 def _notes(
     call: Call,
@@ -374,19 +425,20 @@ def _notes(
     samples: int,
 ) -> Notes:
     inputs = [random_like(t, samples if b else None) for t, b in zip(like, batched, strict=True)]
-    with _restored(own):
+    with restored(own):
         seed_all(1)
         for weight in nn.ModuleList(own).parameters():
             if is_floating(weight):  # a teacher that equals its student is not seen to follow it
                 weight.data.add_(torch.randn_like(weight), alpha=0.01)
-        with _restored(own) as changes:
+        with restored(own) as changes:
             seed_all(1)
             call(holder, samples, inputs)
             return changes()
 
 
 def _same_notes(a: Notes, b: Notes) -> bool:
-    return a[0] == b[0] and a[1].keys() == b[1].keys() and all(is_close(a[1][k], b[1][k]) for k in a[1])
+    keys = a.tensors.keys()
+    return a.python == b.python and keys == b.tensors.keys() and all(is_close(a.tensors[k], b.tensors[k]) for k in keys)
 
 
 @contextmanager
@@ -397,27 +449,3 @@ def _modes_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for m, training in modes.items():
             m.training = training
-
-
-@contextmanager
-def _restored(modules: Sequence[nn.Module]) -> Iterator[Callable[[], Notes]]:
-    """Restore the attributes, parameters and buffers of modules at the end; yields what tells how they have changed."""
-    holder = nn.ModuleList(modules)
-    held = {key: (t, t.detach().clone()) for key, t in (*holder.named_parameters(), *holder.named_buffers())}
-    before = state_of(holder)
-
-    def changes() -> Notes:
-        attributes = {k: v for k, v in state_of(holder).items() if before.get(k) != v}
-        now = dict((*holder.named_parameters(), *holder.named_buffers()))  # a buffer may be another tensor now
-        return attributes, {k: t.detach().clone() for k, t in now.items() if k not in held or not _same(t, held[k][1])}
-
-    try:
-        with attributes_kept(holder):
-            yield changes
-    finally:
-        with torch.no_grad():
-            for t, old in held.values():
-                if not t.is_leaf:
-                    t.detach_()  # a buffer that took in what has a gradient
-                if not torch.equal(t, old):
-                    t.data.copy_(old)

@@ -1,26 +1,29 @@
 """The Python state of modules: attributes that are no parameters, buffers or submodules.
 
-A trace reads it once. So forwards that change it are not traced through, and a change between two steps must be noticed.
+A trace reads it once. So forwards that change it are not traced through, and a change between two steps must be noticed
+(`state_watch.py`).
 """
 
+import copy
+import functools
+import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from convoy.errors import InputError
-from convoy.model.tracing.kinds import replaced_by_hand
-
-_OF_TORCH = frozenset(vars(nn.Module())) | {"training"}
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
-_DEEPEST = 4
+OF_TORCH = frozenset(vars(nn.Module())) | {"training"}
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+_DEEPEST, _DEEPEST_OBJECT = 8, 4
+"""Levels of containers, and of objects, that are looked into."""
+_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
@@ -28,58 +31,129 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     return {f"{path}.{key}".lstrip("."): comparable(value) for path, key, value in _attributes(model)}
 
 
-def comparable(value: Any, depth: int = 0) -> Any:
-    """A value equal to that of another object exactly if both hold the same plain values and tensors."""
-    if isinstance(value, _PLAIN):
+def comparable(value: Any, depth: int = 0, deepest: int = _DEEPEST, within: tuple[int, ...] = ()) -> Any:
+    """A value equal to that of another object exactly if both hold the same plain values and tensors.
+
+    Args:
+        depth: of this value in a nest; below `deepest` only types are compared.
+        within: what this value is in: a module may hold the one that it is in.
+    """
+    if isinstance(value, PLAIN):
         return (type(value).__name__, repr(value))
     name = type(value).__qualname__
-    if depth >= _DEEPEST or isinstance(value, nn.Module):
-        return name
     if isinstance(value, Tensor):
         shown = value.detach()
         return (name, tuple(value.shape), "" if value.is_meta else repr(shown.double().sum().item()))
+    if depth >= deepest or id(value) in within:
+        return name
+    inside = functools.partial(comparable, depth=depth + 1, deepest=deepest, within=(*within, id(value)))
     if isinstance(value, np.ndarray):
         return (name, value.shape, value.tobytes())
     if isinstance(value, dict | MappingProxyType):
-        return (name, tuple((repr(key), comparable(each, depth + 1)) for key, each in value.items()))
+        return (name, tuple((repr(key), inside(each)) for key, each in value.items()))
     if isinstance(value, set | frozenset):
         return (name, tuple(sorted(map(repr, value))))
     if isinstance(value, tuple | list | deque):
-        return (name, tuple(comparable(each, depth + 1) for each in value))
+        return (name, tuple(inside(each) for each in value))
+    inside = functools.partial(inside, deepest=min(deepest, _DEEPEST_OBJECT))
+    if depth >= _DEEPEST_OBJECT:
+        return name
+    if isinstance(value, nn.Module):  # one that is held in a list, say: it is no submodule
+        return (name, tuple((key, inside(each)) for key, each in vars(value).items() if key not in OF_TORCH))
     if callable(value) and hasattr(value, "__code__"):
         held = (value.__defaults__, tuple(cell.cell_contents for cell in value.__closure__ or ()))
-        return (name, id(value.__code__), comparable(held, depth + 1))
+        return (name, id(value.__code__), inside(held))
     if callable(value) or not hasattr(value, "__dict__"):
         return getattr(value, "__qualname__", name)
-    return (name, tuple((key, comparable(each, depth + 1)) for key, each in vars(value).items()))
+    return (name, tuple((key, inside(each)) for key, each in vars(value).items()))
+
+
+def is_data(value: Any) -> bool:
+    """Whether a value is one that a forward may compute with: no function, class, module or logger."""
+    if isinstance(value, Tensor):  # which looks callable to Python
+        return True
+    return not (callable(value) or isinstance(value, ModuleType | logging.Logger | logging.LoggerAdapter))
 
 
 def _attributes(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
     for path, module in model.named_modules():
         for key, value in vars(module).items():
-            if key not in _OF_TORCH:
+            if key not in OF_TORCH:
                 yield path, key, value
 
 
 @contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
     """Give all modules their attributes, their modes and the values of their buffers back at the end."""
-    kept = [(vars(m), {k: _copied(v) for k, v in vars(m).items()}) for m in model.modules()]
+    kept = [vars(m) for m in model.modules()]
+    of_torch = [table for own in kept for k in _TABLES if type(table := own.get(k)) is dict]
+    contents = Contents((*kept, *of_torch), (v for own in kept for k, v in own.items() if k not in OF_TORCH))
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     try:
         yield
     finally:
-        for attributes, before in kept:
-            attributes.clear()
-            attributes.update(before)
+        contents.restore()
         with torch.no_grad():
             for buffer, value in buffers:
                 if not buffer.is_meta and not torch.equal(buffer, value):
                     buffer.data.copy_(value)
 
 
-def _copied(value: Any) -> Any:
-    return type(value)(value) if type(value) in (list, dict, set, deque) else value
+class Contents:
+    """What is in containers, objects and tensors now, to be put back into the same ones.
+
+    Args:
+        tables: dictionaries whose values are somebody else's business.
+        values: what else there is, with all that is in it.
+    """
+
+    def __init__(self, tables: Iterable[dict[str, Any]], values: Iterable[Any] = ()) -> None:
+        self._held: dict[int, tuple[Any, Any]] = {id(table): (table, dict(table)) for table in tables}
+        for value in values:
+            self._hold(value, 0)
+
+    def _hold(self, value: Any, depth: int, deepest: int = _DEEPEST) -> None:
+        if isinstance(value, PLAIN) or id(value) in self._held or depth >= deepest:
+            return
+        if isinstance(value, Tensor):
+            if not value.is_meta and not isinstance(value, nn.Parameter):
+                self._held[id(value)] = (value, value.detach().clone())
+            return
+        inside: Iterable[Any]
+        if isinstance(value, _CONTAINERS):
+            self._held[id(value)] = (value, copy.copy(value))
+            inside = value.values() if isinstance(value, dict) else value
+        elif (callable(value) and not isinstance(value, nn.Module)) or not hasattr(value, "__dict__"):
+            return
+        else:
+            own, deepest = vars(value), min(deepest, _DEEPEST_OBJECT)
+            self._held[id(value)] = (own, dict(own))
+            inside = [v for k, v in own.items() if k not in OF_TORCH]
+        for each in list(inside):
+            self._hold(each, depth + 1, deepest)
+
+    def restore(self) -> None:
+        """Put everything back that has changed."""
+        for holder, before in self._held.values():
+            if isinstance(holder, Tensor):
+                if not torch.equal(holder, before):
+                    holder.data.copy_(before)
+            elif isinstance(holder, list | deque) and not _alike(holder, before):
+                holder.clear()
+                holder.extend(before)
+            elif isinstance(holder, dict | set) and not _alike(holder, before):
+                holder.clear()
+                holder.update(before)
+
+
+_CONTAINERS = (list, tuple, dict, set, deque)
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two containers hold the very same objects, in the same order."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and list(map(id, a.values())) == list(map(id, b.values())) and list(a) == list(b)
+    return list(map(id, a)) == list(map(id, b))
 
 
 @contextmanager
@@ -116,81 +190,3 @@ def drawn() -> Callable[[], bool]:
         return bool(states() != before)
 
     return asked
-
-
-# --- changes between steps -------------------------------------------------------------------------------------------
-
-
-def modes_of(model: nn.Module) -> dict[str, bool]:
-    """Of the modules that may do something else in training than in evaluation, by path: whether they are in training."""
-    return {path: module.training for path, module in model.named_modules() if _minds_its_mode(module)}
-
-
-def _minds_its_mode(module: nn.Module) -> bool:
-    if not type(module).__module__.startswith("torch.nn"):
-        return True
-    name, held = type(module).__name__, vars(module) | module._buffers
-    return "Dropout" in name or name == "RReLU" or held.get("running_mean") is not None or bool(held.get("dropout"))
-
-
-class StateWatch:
-    """Notices changes of what a trace read of modules that it sees through: it would not follow them.
-
-    Args:
-        model: this device's copy, as it was traced.
-        seen: paths of the modules that the trace sees through.
-        modes: see `TracedModel.modes`.
-    """
-
-    def __init__(self, model: nn.Module, seen: Sequence[str], modes: Mapping[str, bool]) -> None:
-        self._modes = [(path, model.get_submodule(path), training) for path, training in modes.items()]
-        self._values: list[tuple[str, dict[str, Any], str, Any]] = []
-        self._nested: list[tuple[str, dict[str, Any], str, Any]] = []
-        self._sizes: list[tuple[str, dict[str, Any], int]] = []
-        self._modules: list[tuple[str, Mapping[str, Any], dict[str, Any]]] = []
-        self._methods = [(path, m, len(vars(m)), replaced_by_hand(m)) for path, m in model.named_modules()]
-        for path in seen:
-            module = model.get_submodule(path)
-            attributes = vars(module)
-            self._modules.append((path, module._modules, dict(module._modules)))
-            self._sizes.append((path, attributes, len(attributes)))
-            for key, value in attributes.items():
-                if key not in _OF_TORCH and not isinstance(value, Tensor):
-                    simple = isinstance(value, _PLAIN) or callable(value)
-                    row = (path, attributes, key, value if simple else comparable(value))
-                    (self._values if simple else self._nested).append(row)
-
-    def check(self) -> None:
-        """Refuse to go on after a change.
-
-        Raises:
-            InputError: an attribute, a submodule or a mode is another one than when the model was distributed.
-        """
-        for path, module, training in self._modes:
-            if module.training != training:
-                raise InputError(
-                    f"module {path or 'the model itself'!r} was {'frozen' if training else 'thawed'} after distribute(): set "
-                    "module.eval() or train() before, and freeze it again after model.train(), as the original was"
-                )
-        for path, module, size, name in self._methods:
-            if len(vars(module)) != size and (method := replaced_by_hand(module)) != name:
-                raise self._changed(path, method or name)
-        for path, attributes, key, value in self._values:
-            found = attributes.get(key, self)
-            if found is not value and (found != value or type(found) is not type(value)):
-                raise self._changed(path, key)
-        for path, attributes, key, value in self._nested:
-            if comparable(attributes.get(key, self)) != value:
-                raise self._changed(path, key)
-        for path, attributes, size in self._sizes:
-            if len(attributes) != size:
-                raise self._changed(path, next(reversed(attributes)))
-        for path, found, children in self._modules:
-            if found != children:
-                raise self._changed(path, "its submodules")
-
-    def _changed(self, path: str, key: str) -> InputError:
-        return InputError(
-            f"{key!r} of module {path or 'the model itself'!r} changed after distribute(), which has read it: set it before, "
-            "or distribute the model again"
-        )

@@ -16,12 +16,24 @@ from convoy.errors import InputError
 from convoy.model.operation import TracedModel
 from convoy.model.tracing.check import Differs, DoesNotRun, check_same
 from convoy.model.tracing.hooks import copied, mute, with_hooks
-from convoy.model.tracing.layers import LayerBuilder, Verdicts, canonical_keys
-from convoy.model.tracing.nodes import TRACE_LOCK, Followed, Nodes, Untraceable, first_line, line_of_forward, nodes_of
+from convoy.model.tracing.layers import LayerBuilder, Verdicts, canonical_keys, keeping
+from convoy.model.tracing.nodes import (
+    READS,
+    TRACE_LOCK,
+    Followed,
+    Nodes,
+    Untraceable,
+    first_line,
+    line_of_forward,
+    nodes_of,
+    reading_refused,
+)
+from convoy.model.tracing.outside import Outside
 from convoy.model.tracing.per_sample import run_on_random
 from convoy.model.tracing.search import keep_whole
 from convoy.model.tracing.sizes import Spec
-from convoy.model.tracing.state import comparable, modes_of, random_kept
+from convoy.model.tracing.state import comparable, random_kept
+from convoy.model.tracing.state_watch import modes_of
 from convoy.model.tracing.values import on_meta
 from convoy.model.tracing.whole import as_one_layer, meta_inputs
 
@@ -74,7 +86,7 @@ def trace(
     if not training or not local.training:  # frozen parts of a model in training stay as they are
         local.train(training)
     specs = [(tuple(e.shape[1:]), e.dtype) for e in examples]
-    with TRACE_LOCK, random_kept(), warnings.catch_warnings():
+    with TRACE_LOCK, random_kept(), warnings.catch_warnings(), Outside(local.modules()).kept():
         warnings.simplefilter("ignore")  # what a model warns of, it warns of when it is trained
         capture = _Capture(local, specs, [tuple(e.shape) for e in examples], training, like)
         traced = with_hooks(local, capture.run(), inner)
@@ -128,6 +140,7 @@ class _Capture:
 
     Attributes:
         overwrites: whether the model overwrites its inputs.
+        changed: paths of the attributes that its forward changes.
     """
 
     def __init__(
@@ -145,9 +158,11 @@ class _Capture:
         self.why: dict[str, str] = {}
         self.followed: Followed = {}
         self.overwrites = False
+        self.changed: frozenset[str] = frozenset()
         self.verdicts: dict[frozenset[str], Verdicts] = {}
         self.settled: dict[frozenset[str], tuple[Nodes, frozenset[str], TracedModel]] = {}
         self.together: list[set[str]] = []
+        self.on_one = keeping(like.graph) if like is not None else frozenset[str]()
         if like is not None:
             regions = [n for n, operation in like.operations.items() if operation.call == "region"]
             self.together = [{p.key for p in like.graph[n].parameters.values()} for n in regions]
@@ -174,14 +189,14 @@ class _Capture:
         leaves = given
         if not _on_meta(self.model):
             self.small = self._smallest()
-            leaves = self._checked(given)
+            leaves = self._with_readers(self._checked(given))
         nodes, leaves, traced = self._settled(leaves)
         if self.small != self.specs:
             small, nodes = nodes, nodes_of(self.model, self.meta, self.specs, leaves, self.followed)
             if _path(nodes) != _path(small):  # a branch on sizes goes another way: what was checked is another trace
                 self.small = self.specs
                 self.settled, self.verdicts = {}, {}
-                nodes, leaves, traced = self._settled(self._checked(leaves))
+                nodes, leaves, traced = self._settled(self._with_readers(self._checked(leaves)))
             else:
                 traced = self._build(nodes, self.specs, self.verdicts.setdefault(leaves, {}))
         verdicts = self.verdicts[leaves]
@@ -239,13 +254,31 @@ class _Capture:
 
     def _check(self, traced: TracedModel) -> None:
         try:
-            self.overwrites = check_same(self.model, traced, self.small, training=self.training)
+            seen = check_same(self.model, traced, self.small, training=self.training)
+            self.overwrites, self.changed = seen.overwrites, seen.changed
         except DoesNotRun as error:
             raise self._does_not_run(error) from error
 
+    def _with_readers(self, leaves: frozenset[str]) -> frozenset[str]:
+        """With the submodules whose Python reads what another module changes: it may go another way after many steps.
+
+        Raises:
+            Untraceable: the model itself does so.
+        """
+        if not self.changed:
+            return leaves
+        with reading_refused(self.model, self.changed):
+            nodes = nodes_of(self.model, self.meta, self.small, leaves)
+        known = self._settled(leaves)[0].whole
+        readers = {path: why for path, why in nodes.whole.items() if why.startswith(READS) and path not in known}
+        if not readers:
+            return leaves
+        self.why |= readers
+        return self._checked(leaves | frozenset(readers))
+
     def _build(self, nodes: Nodes, specs: Sequence[Spec], verdicts: Verdicts) -> TracedModel:
         named = replace(nodes, whole={**nodes.whole, **{path: why for path, why in self.why.items() if why}})
-        return LayerBuilder(self.model, self.meta, named, specs, verdicts, self.together).run()
+        return LayerBuilder(self.model, self.meta, named, specs, verdicts, self.together, self.on_one).run()
 
     def _smallest(self) -> list[Spec]:
         """The smallest images on which the model runs, halved and halved again: the checks take them."""
@@ -264,9 +297,9 @@ class _Capture:
         self.small = self._smallest()
         found: Verdicts = {}
         try:
-            small = as_one_layer(self.model, self.small, why, found)
-            self.overwrites = check_same(self.model, small, self.small, training=self.training)
-            return as_one_layer(self.model, self.specs, why, found)
+            small = as_one_layer(self.model, self.small, why, found, self.on_one)
+            self.overwrites = check_same(self.model, small, self.small, training=self.training).overwrites
+            return as_one_layer(self.model, self.specs, why, found, self.on_one)
         except DoesNotRun as error:
             raise self._does_not_run(error) from error
         except Differs as difference:
@@ -300,10 +333,17 @@ class _Capture:
 
     def _key(self, given: frozenset[str]) -> str:
         """All that the checks depend on, but for the values of weights."""
-        rows: list[Any] = [self.specs, self.training, sorted(given), [sorted(keys) for keys in self.together]]
+        rows: list[Any] = [
+            self.specs,
+            self.training,
+            sorted(given),
+            [sorted(keys) for keys in self.together],
+            sorted(self.on_one),
+        ]
         rows.append(sorted(canonical_keys(self.model).items()))
         for path, module in self.model.named_modules():
-            rows.append((path, id(type(module)), comparable(vars(module)), module.training))
+            own = {k: v for k, v in vars(module).items() if k != "_modules"}
+            rows.append((path, id(type(module)), comparable(own), module.training))
         for key, p in self.model.named_parameters():
             rows.append((key, p.shape, p.dtype, p.requires_grad))
         return repr(rows)

@@ -2,7 +2,7 @@
 
 import copy
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import count
 from typing import Any
@@ -15,18 +15,21 @@ from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, call_operation
 from convoy.model.tracing.check import DoesNotRun
-from convoy.model.tracing.layers import Verdicts, canonical_keys, dtype_name
+from convoy.model.tracing.layers import Verdicts, canonical_keys, dtype_name, judged
 from convoy.model.tracing.nodes import first_line
 from convoy.model.tracing.per_sample import check_per_sample, has_dropout, is_floating, run_on_random, tensors_of
 from convoy.model.tracing.sizes import BATCHES, Spec
 from convoy.model.tracing.values import is_batched
 
 
-def as_one_layer(model: nn.Module, specs: Sequence[Spec], why: str, verdicts: Verdicts) -> TracedModel:
+def as_one_layer(
+    model: nn.Module, specs: Sequence[Spec], why: str, verdicts: Verdicts, on_one: Collection[str] = ()
+) -> TracedModel:
     """One layer with the reason `why` there is only one, and a `pick` for each output where there are several.
 
     Args:
         verdicts: whether its samples are independent, where that is known; what is found out is added.
+        on_one: see `judged`.
 
     Raises:
         DoesNotRun: on inputs of these shapes.
@@ -48,14 +51,12 @@ def as_one_layer(model: nn.Module, specs: Sequence[Spec], why: str, verdicts: Ve
             lambda holder, n, x: call_operation(holder, operation, x, n), model, lambda: _doubled(model),
             meta_inputs(specs, BATCHES[0]), [True] * len(specs), [""],
         )  # fmt: skip
-    found = verdicts["model"]
-    layers["model"] = Layer(
-        "model", "opaque", tuple(inputs), tuple(outputs[0].shape[1:]), _parameters(model),
-        per_sample=found.dependence is None, several=several, dtype=dtype_name(outputs[0].dtype), alone=found.alone,
-        notes=found.notes, blocked=found.blocked,
-        reason="; ".join(filter(None, (why, found.dependence))), random=has_dropout(model) or found.random,
+    layer = Layer(
+        "model", "opaque", tuple(inputs), tuple(outputs[0].shape[1:]), _parameters(model), several=several,
+        dtype=dtype_name(outputs[0].dtype), random=has_dropout(model),
         differentiable=any(is_floating(t) for t in outputs), flop=counter.get_total_flops() // sum(BATCHES),
     )  # fmt: skip
+    layers["model"] = judged(layer, verdicts["model"], why, on_one)
     operations["model"] = operation
     if not several:
         graph = Graph(type(model).__name__, layers, ("model",))
