@@ -135,7 +135,9 @@ def _compare(
             dependence = "it notes what a batch was like, so it runs whole on one device"
     found = PerSample(dependence) if dependence else _in_parts(call, holder, like, batched, own, points)
     if found.dependence is None and _decides_together(call, holder, like, batched, own):
-        found = replace(found, dependence="its Python decides by numbers of the whole batch, so it runs whole on one device")
+        found = replace(
+            found, dependence="its Python decides by numbers of the whole batch, so it runs whole on one device"
+        )
     return replace(found, notes=any(each.any for each in left), python=any(each.python for each in left))
 
 

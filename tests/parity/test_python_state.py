@@ -1,0 +1,326 @@
+"""What Python keeps between steps: numbers of modules, of classes, of a script. On every device as on one, or refused."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from convoy.comm.group import Group
+from convoy.comm.threads import run_on_threads
+from convoy.errors import InputError
+from convoy.model.tracing import trace
+from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.runtime.module import Distributed
+from tests.support.one_device import part
+
+SPEEDS = (Speeds((2.0, 1.0, 1.0)), Speeds((3.0, 0.0, 2.0)))
+
+
+class Net(nn.Module):
+    """A block with Python of its own between two convolutions, and a loss that feels all of it."""
+
+    def __init__(self, block: nn.Module, through: Callable[[nn.Module, Tensor], Tensor] = lambda b, x: b(x)) -> None:
+        super().__init__()
+        self.stem, self.block, self.last, self.fc = nn.Conv2d(3, 4, 3), block, nn.Conv2d(4, 4, 1), nn.Linear(4, 5)
+        self.through = through
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.last(self.through(self.block, self.stem(x))).mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Noting(nn.Module):
+    """Its batch norm is in evaluation mode in evaluation alone, and it takes off what the batch before was like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.note = nn.BatchNorm2d(4), 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x) - 0.1 * self.note
+        self.note = float(x.detach().mean())
+        return x
+
+
+class Counting(nn.Module):
+    """Each sample by itself, and the fourth call is another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.calls = nn.Conv2d(4, 4, 1), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.conv(x if self.calls < 4 else x.tanh())  # type: ignore[no-any-return]
+
+
+class InABuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x / float(self.calls)
+
+
+class Dropping(nn.Module):
+    """Draws random numbers in training, so copies of it would differ: it keeps to one device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.calls = nn.Dropout(0.0), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.dropout(x - x.mean(0)) * self.calls
+
+
+class Teaching(nn.Module):
+    """Of seed 50201: a teacher that follows its student in every forward, beside a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+        self.teacher = copy.deepcopy(self.conv).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        with torch.no_grad():
+            for p, q in zip(self.teacher.parameters(), self.conv.parameters(), strict=True):
+                p.mul_(0.9).add_(q, alpha=0.1)
+        return self.conv(x) - 0.1 * self.teacher(x).detach()  # type: ignore[no-any-return]
+
+
+class Sharing(nn.Module):
+    """Two blocks, one of which reads a number that the other counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Noting()
+        self.reads = Reading(self.counts)
+        self.between = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.reads(self.between(self.counts(x)))  # type: ignore[no-any-return]
+
+
+class Reading(nn.Module):
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.others = [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + self.others[0].note)  # type: ignore[operator]
+
+
+def twice(block: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(block, x, use_reentrant=True) if torch.is_grad_enabled() else block(x)  # type: ignore[no-any-return]
+
+
+def scaled_late(block: nn.Module, x: Tensor) -> Tensor:
+    y = block(x)
+    return y * 2 if block.calls > 3 else y  # type: ignore[no-any-return, operator]
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "of seed 40718: computed by all in training, by one in evaluation": lambda: Net(Noting(), twice),
+    "of seed 50201: weights that all changed in training, and one in evaluation": lambda: Net(Teaching()),
+    "a count, where a device has no samples": lambda: Net(Counting()),
+    "a count in a buffer": lambda: Net(InABuffer()),
+    "a count beside dropout": lambda: Net(Dropping()),
+    "a count that the net reads when it is large": lambda: Net(Counting(), scaled_late),
+    "a number of another block": lambda: Net(Sharing()),
+}
+
+
+def numbers(model: nn.Module) -> dict[str, float]:
+    rows = ((f"{path}.{k}", v) for path, m in model.named_modules() for k, v in vars(m).items())
+    return {key: float(v) for key, v in rows if type(v) in (int, float)}
+
+
+def images(samples: int) -> Tensor:
+    own = torch.Generator().manual_seed(samples)
+    return torch.randn(samples, 3, 6, 6, generator=own, dtype=torch.float64)
+
+
+def trained(model: Any, call: Callable[[Tensor], Tensor], inner: nn.Module) -> dict[str, Any]:
+    """Losses, weights and numbers after steps of whole and of small batches, with evaluations between them."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
+    for samples in (6, 2, 6):
+        optimizer.zero_grad()
+        loss = call(images(samples)).square().mean()
+        loss.backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            losses += [loss.detach(), call(images(5)).sum()]
+        model.train()
+    weights = model.full_state_dict() if isinstance(model, Distributed) else model.state_dict()
+    return {"losses": losses, "weights": dict(weights), "numbers": numbers(inner)}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", NETS)
+def test_numbers_are_those_of_one_device(name: str, plan: str) -> None:
+    for speeds in SPEEDS:
+        torch.manual_seed(0)
+        model = NETS[name]().double()
+        chosen = named_plan(plan, trace(model, images(6)).graph, 6, speeds)
+
+        def on_device(group: Group, model: nn.Module = model, plan: Any = chosen) -> dict[str, Any]:
+            here = Distributed(model, plan, group, images(6))
+            return trained(here, lambda x: here(part(here, x), batch=len(x)), here.module)
+
+        found = run_on_threads(3, on_device, timeout_s=30)
+        expected = trained(model, model, model)
+        untouched = numbers(NETS[name]())
+        for device in found:
+            if "dropout" in name and device["numbers"] == untouched:
+                device["numbers"] = expected["numbers"]  # it never runs there
+            torch.testing.assert_close(device, expected, rtol=0, atol=1e-10)
+
+
+# --- what is outside of modules --------------------------------------------------------------------------------------
+
+SETTINGS, FACTOR = {"scale": 1.0, "epoch": 0}, 1.0
+
+
+class BySettings(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * SETTINGS["scale"]
+
+
+class ByGlobal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * FACTOR
+
+
+class ByClass(nn.Module):
+    factor: ClassVar[float] = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class InDepth(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = {"a": {"b": {"c": {"d": {"e": 1.0}}}}}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.settings["a"]["b"]["c"]["d"]["e"]
+
+
+def change_settings(_: nn.Module) -> None:
+    SETTINGS["scale"] *= 0.5
+
+
+def change_global(_: nn.Module) -> None:
+    global FACTOR
+    FACTOR *= 0.5
+
+
+def change_class(_: nn.Module) -> None:
+    ByClass.factor *= 0.5
+
+
+def change_in_depth(block: nn.Module) -> None:
+    block.settings["a"]["b"]["c"]["d"]["e"] = 0.5  # type: ignore[operator, index]
+
+
+OUTSIDE: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], None]]] = {
+    r"SETTINGS\['scale'\]": (BySettings, change_settings),
+    "FACTOR": (ByGlobal, change_global),
+    "ByClass.factor": (ByClass, change_class),
+    "'settings' of module 'block'": (InDepth, change_in_depth),
+}
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_what_a_trace_read_and_a_script_changes_is_refused_by_name(what: str) -> None:
+    """A trace reads it once: training went on with the old number."""
+    make, change = OUTSIDE[what]
+    model = Net(make()).double()
+    plan = named_plan("data", trace(model, images(6)).graph, 6, Speeds((1.0,)))
+
+    def on_device(group: Group) -> None:
+        here = Distributed(model, plan, group, images(6))
+        here(images(6), batch=6)
+        SETTINGS["epoch"] += 1  # which no forward reads
+        here(images(6), batch=6)
+        change(here.module.block)
+        here(images(6), batch=6)
+
+    with pytest.raises(InputError, match=f"{what}.*changed after distribute"):
+        run_on_threads(1, on_device, timeout_s=20)
+
+
+CALLS = [0]
+
+
+class InAList(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS[0] += 1
+        return x * (1.0 if CALLS[0] < 100 else 2.0)
+
+
+def test_a_global_that_forward_changes_is_changed_in_every_step_and_not_by_tracing() -> None:
+    """The trace ran it once, when it was made, and never again."""
+    model = Net(InAList()).double()
+    plan = named_plan("data", trace(model, images(6)).graph, 6, Speeds((1.0,)))
+    CALLS[0] = 5
+
+    def on_device(group: Group) -> int:
+        here = Distributed(model, plan, group, images(6))
+        before = CALLS[0]
+        here(images(6), batch=6)
+        here(images(6), batch=6)
+        return CALLS[0] - before
+
+    assert run_on_threads(1, on_device, timeout_s=20) == [2]
+    assert CALLS == [7]
+
+
+# --- decisions by numbers of the whole batch -------------------------------------------------------------------------
+
+
+class Deciding(nn.Module):
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.change(x)
+
+
+def checked(x: Tensor) -> Tensor:
+    if not bool(torch.isfinite(x).all()):
+        raise ValueError("not finite")
+    return x * 2
+
+
+def one_by_one(x: Tensor) -> Tensor:
+    return torch.stack([s * 0.5 if float(s.sum()) > 0 else s for s in x])
+
+
+@pytest.mark.parametrize(
+    ("change", "independent"),
+    [
+        (lambda x: x * 0.5 if float((x.abs() + 1).mean()) > 0.5 else x, False),
+        (lambda x: x * 0.5 if bool((x > 9).all()) else x, False),
+        (lambda x: x * (1 - int(x.abs().max() > 100)), False),
+        (checked, True),
+        (one_by_one, True),
+    ],
+)
+def test_a_branch_that_random_samples_never_take(change: Callable[[Tensor], Tensor], independent: bool) -> None:
+    """Of seed 51151: the mean of a batch was above zero whatever the samples, until the weights were other ones."""
+    graph = trace(Net(Deciding(change)).double(), images(2)).graph
+    assert all(layer.per_sample for layer in graph.layers.values()) == independent
