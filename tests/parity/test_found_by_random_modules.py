@@ -526,3 +526,38 @@ class Beside(nn.Module):
 def test_a_device_that_a_small_batch_leaves_out_has_its_running_statistics() -> None:
     """Of seed 40536: a batch of two left a device without samples, and its statistics without that step."""
     assert difference(Beside(), (3, 6, 6), speeds=(1, 4), plan="data-by-speed", sizes=(6, 2, 6)) < 1e-10
+
+
+class Cancelled(nn.Module):
+    """What its block adds to all places of a channel is taken off again: no answer tells whether the block was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.fc = nn.Linear(3, 3), nn.Linear(3, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 1:
+            x = x + self.block(x.mean((2, 3)))[:, :, None, None]
+        return self.fc((x - x.mean((2, 3), keepdim=True)).abs().mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def test_a_part_that_single_samples_do_not_use_has_no_gradient_there() -> None:
+    """Of seed 53069: its weights had gradients of zero for a batch and none for single samples, so they did not decay."""
+    assert not all(layer.per_sample for layer in trace(Cancelled().double(), images(2)).graph.layers.values())
+
+
+class FirstInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.conv, self.fc = nn.SiLU(inplace=True), nn.Conv2d(3, 4, 1), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(nn.Identity(), self.conv(self.first(x)), use_reentrant=True)
+        return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:FirstInPlace overwrites its input")
+def test_a_reentrant_checkpoint_behind_an_in_place_call() -> None:
+    """Of seed 52392: autograd forbade the call on the inputs of the check, which then did not come to the checkpoint."""
+    layers = trace(FirstInPlace().double(), images(2)).graph.layers.values()
+    assert any(layer.alone for layer in layers)

@@ -195,7 +195,9 @@ def _in_parts(
             if not _equal([t[rows] for t in together], found):
                 return PerSample("a sample's answer depends on the others, so it runs whole on one device", random)
             start += n
-        if number < 2 and not _same_gradients(call, holder, inputs, batched, parts, together, own):
+        if (number < 2 or number >= len(_PARTS)) and not _same_gradients(
+            call, holder, inputs, batched, parts, together, own
+        ):
             return PerSample("a sample's gradient depends on the others, so it runs whole on one device", random)
     return PerSample(None, random)
 
@@ -209,22 +211,42 @@ def _same_gradients(
     outputs: Sequence[Tensor],
     own: Sequence[nn.Module],
 ) -> bool:
-    """Whether the backwards of parts give the rows of the inputs' gradients, and together the gradients of the parameters."""
+    """Whether the backwards of parts give the rows of the inputs' gradients, and together the gradients of the parameters.
+
+    An optimizer leaves a parameter without a gradient alone, but lets one with zeros decay: which have none is compared, too.
+    """
     given = [torch.randn_like(y) if is_floating(y) else y for y in outputs]
     whole = _gradients(call, holder, sum(parts), inputs, given, own)
     if whole is None:
         return True  # it has no backward
     found = []
     for end, n in zip(itertools.accumulate(parts), parts, strict=True):
-        rows = slice(end - n, end)
-        some = [t[rows] if b else t for t, b in zip(inputs, batched, strict=True)]
-        found.append(_gradients(call, holder, n, some, [g[rows] for g in given], own))
-    rows_of = [*batched, *(False,) * (len(whole) - len(batched))]
-    for place, (expected, b) in enumerate(zip(whole, rows_of, strict=True)):
-        each = [part[place] for part in found if part is not None]
-        if len(each) < len(parts) or not is_close(torch.cat(each) if b else sum(each[1:], each[0]), expected):
+        own_rows = slice(end - n, end)
+        some = [t[own_rows] if b else t for t, b in zip(inputs, batched, strict=True)]
+        part = _gradients(call, holder, n, some, [g[own_rows] for g in given], own)
+        if part is None:
+            return False
+        found.append(part)
+    for place, expected in enumerate(whole):
+        each = [part[place] for part in found]
+        if place < len(inputs) and batched[place]:
+            rows = torch.split(inputs[place], list(parts))
+            total = torch.cat([_or_zeros(g, x) for g, x in zip(each, rows, strict=True)])
+            expected = _or_zeros(expected, inputs[place])
+        else:
+            there = [g for g in each if g is not None]
+            if (expected is None) != (not there):
+                return False
+            if expected is None:
+                continue
+            total = sum(there[1:], there[0])
+        if not is_close(total, expected):
             return False
     return True
+
+
+def _or_zeros(gradient: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if gradient is None else gradient
 
 
 def _gradients(
@@ -234,8 +256,8 @@ def _gradients(
     inputs: Sequence[Tensor],
     given: Sequence[Tensor],
     own: Sequence[nn.Module],
-) -> list[Tensor] | None:
-    """Those of inputs and parameters, zeros where there is none; None where backward does not work."""
+) -> list[Tensor | None] | None:
+    """Those of inputs and parameters; None where backward does not work."""
     weights = [p for p in nn.ModuleList(own).parameters() if p.requires_grad]
     held = [p.grad for p in weights]
     with torch.enable_grad(), restored(own):
@@ -243,11 +265,10 @@ def _gradients(
         try:
             for p in weights:
                 p.grad = None
-            # A view of each, since autograd forbids in-place calls on leaves.
-            made = tensors_of(call(holder, samples, [t.view_as(t) if t.requires_grad else t for t in roots]))
+            made = tensors_of(call(holder, samples, [t.clone() if t.requires_grad else t for t in roots]))
             pairs = [(y, g) for y, g in zip(made, given, strict=True) if y.requires_grad]
             torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
-            return [torch.zeros_like(t) if t.grad is None else t.grad for t in (*roots, *weights)]
+            return [t.grad for t in (*roots, *weights)]
         except Exception:  # what it is shows in training
             return None
         finally:
@@ -296,8 +317,8 @@ def _backward_of(
             wanted = [t for t in (*roots, *nn.ModuleList(own).parameters()) if t.requires_grad]
             try:
                 with restored(own):
-                    # A view of each, since autograd forbids in-place calls on leaves.
-                    given = [t.view_as(t) if t.requires_grad else t for t in roots]
+                    # A copy of each, since autograd forbids in-place calls on leaves, and on views of them.
+                    given = [t.clone() if t.requires_grad else t for t in roots]
                     outputs = [y for y in tensors_of(call(holder, samples, given)) if y.requires_grad]
                     if outputs and wanted:
                         ones = [torch.ones_like(y) for y in outputs]
