@@ -17,6 +17,7 @@ from convoy.adapt.autotune import is_end
 from convoy.adapt.rebalance import Decision, Reshare
 from convoy.api import distribute, loader, make_plans
 from convoy.app.checks import check, check_outputs
+from convoy.app.handover import Handover
 from convoy.app.inputs import build_model, check_images, check_resume, device_named, example_of, load_images
 from convoy.app.without_compiler import leave_compiler_out
 from convoy.checkpoint import Checkpointer, Progress
@@ -45,7 +46,7 @@ from convoy.runlog.directory import RunDirectory, RunHeader, check_directory, ma
 from convoy.runlog.loggers import Logger, to_mlflow, to_tensorboard, to_wandb
 from convoy.runlog.meters import Meters
 from convoy.runlog.observers import StepTimer, Utilization
-from convoy.runlog.schema import DeviceLine, EndLine, SystemLine
+from convoy.runlog.schema import DeviceLine, EndLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.clock import Clock
@@ -55,6 +56,7 @@ from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import History, Recipe, Training, build_optimizer, fit
 from convoy.train.lr import Schedule, build_schedule
+from convoy.train.members import Members
 from convoy.train.observer import Observer, Observers
 
 
@@ -93,7 +95,7 @@ def run_device(run: RunSettings) -> None:
     # The others are free to go while device 0 trains alone beside them.
     if settings.compare and screen.visible:
         _train_alone(settings, done, screen)
-    if done.directory is not None:
+    if done.directory is not None and screen.visible:
         folder = done.directory.run
         page = _write_page(folder) if settings.page else f"convoy report {shlex.quote(str(folder))}"
         screen.lines([f"A page of this run: {page}"])
@@ -129,15 +131,14 @@ def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack) -> 
     keeper = build_checkpointer(settings, training, screen, stack)
     done = keeper.progress if keeper is not None else Progress()
     # Once nothing can refuse the job any more: until then an older log stays as it is.
-    directory, graph = make_directory(settings) if group.device == 0 else None, part.traced[True].graph
+    directory, graph = _directory(settings, group), part.traced[True].graph
     header = RunHeader(
         run, devices, plans.speeds, plans[0], graph, plans.measured, train.samples,
         math.ceil(len(train) / settings.accumulate), done.step,
     )  # fmt: skip
-    log = header.open_log(directory, screen.line, stack) if directory is not None else None
-    loggers = build_loggers(settings, directory, done.step, screen, stack) if group.device == 0 else []
+    log = header.open_log(directory, screen.line, stack) if directory is not None and group.device == 0 else None
+    loggers = build_loggers(settings, directory, done.step, screen=screen, stack=stack) if group.device == 0 else []
     observers: list[Observer] = [Utilization(group, part.clock, log), *([log] if log is not None else []), *loggers]
-    observers.append(Meters(group, partial(_tell_meters, log, loggers), done.step))
     part.clock.reset()
     timer = StepTimer(settings.batch)
     title, seen = (
@@ -147,26 +148,40 @@ def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack) -> 
     start_s = time.perf_counter()
     with screen.progress(title, settings.epochs, train.samples, seen, test.samples) as bar:
         rebalancer = None
-        if settings.rebalances:
-            tell = _teller(screen, timer, log, header.predict, partial(_show_new_plan, part, plans[0], screen))
-            rebalancer = _rebalancer(part, training, plans, tell, screen)
+        make = partial(build_loggers, settings, directory, screen=screen, stack=stack)
         observer = Observers(timer, bar, *observers)
-        history = fit(training, train, test, settings.epochs, observer, rebalancer, keeper, screen.line)
+        here = Handover(part, screen, header, directory, log, loggers, observer, timer, stack, make)
+        observer.observers = (*observer.observers, Meters(group, here.tell_meters, done.step))
+        if settings.rebalances:
+            tell = _teller(
+                screen, timer, lambda: here.log, header.predict, partial(_show_new_plan, part, plans[0], screen)
+            )
+            rebalancer = _rebalancer(part, training, plans, tell, screen)
+        members = build_members(settings, training, here)
+        history = fit(training, train, test, settings.epochs, observer, rebalancer, keeper, screen.line, members)
     wall_s = time.perf_counter() - start_s
-    uses = _uses(settings, group, part, plans, work_shares(part.steps(settings.pass_batch), graph), wall_s)
+
+    def used() -> list[DeviceLine]:
+        shares = work_shares(part.steps(settings.pass_batch), graph)
+        return _uses(settings, group, part, plans, shares, wall_s, _ids(members, group))
+
+    uses = used() if members is None else members.repeated(used)
+    if members is not None:
+        members.close()
+    log, ids = here.log, _ids(members, group)
     screen.usage(uses, history)
     screen.best(history)
     if part.compiler is not None:
         screen.lines([part.compiler.told()])
     chosen = plans[0] if rebalancer is None else rebalancer.autotune.plan
     predicted_s, within = plans.predicted_s(chosen), plans.within(chosen)
-    if predicted_s is not None and within is not None:
+    if predicted_s is not None and within is not None and len(ids) == plans[0].devices:
         screen.lines([timer.beside(predicted_s, within, settings.accumulate)])
     if log is not None:
         for use in uses:
             log.write(use)
         log.write(EndLine(step_s=timer.step_s))
-    return _Done(history, splits, devices, uses, plans[0].inexact, directory)
+    return _Done(history, splits, [devices[d] for d in ids], uses, plans[0].inexact, directory)
 
 
 def _plans(
@@ -263,8 +278,23 @@ def build_checkpointer(settings: Settings, training: Training, screen: Screen, s
     return keeper
 
 
+def build_members(settings: Settings, training: Training, here: Handover) -> Members | None:
+    """What lets the training go on without devices that are lost; None where it is not to, or on one device."""
+    model = training.model
+    if not settings.goes_on or not isinstance(model, Distributed) or model.group.devices == 1:
+        return None
+
+    def changed(reason: str) -> None:
+        here.carry_over(members, reason)
+        here.screen.lines([f"  {reason}"])
+
+    others = [each for each in (training.schedule, training.scaler) if each is not None]
+    members = Members(model, training.optimizer, others=others, tell=changed)
+    return members
+
+
 def build_loggers(
-    settings: Settings, directory: RunDirectory | None, done: int, screen: Screen, stack: ExitStack
+    settings: Settings, directory: RunDirectory | None, done: int, *, screen: Screen, stack: ExitStack
 ) -> list[Logger]:
     """Loggers of other projects, as the settings want them, which last as long as `stack`."""
     folder = None if directory is None else directory.folder
@@ -281,6 +311,24 @@ def build_loggers(
 
 
 # --------------------------------------------------------------------------------------- what all devices must know alike
+
+
+def _ids(members: Members | None, group: Group) -> tuple[int, ...]:
+    """Which of the devices that began train now."""
+    generation = None if members is None else members.generation
+    return tuple(range(group.devices)) if generation is None else generation.members
+
+
+def _directory(settings: Settings, group: Group) -> RunDirectory | None:
+    """Where device 0 logs the run. The others know it, too: one of them may have to go on with it."""
+
+    def make() -> list[str | None] | None:
+        made = make_directory(settings)
+        return None if made is None else [str(made.log), None if made.folder is None else str(made.folder)]
+
+    if (row := from_first(group, "directory of the run", make)) is None:
+        return None
+    return RunDirectory(Path(row[0]), None if row[1] is None else Path(row[1]))
 
 
 def _agree(settings: Settings, group: Group) -> None:
@@ -321,13 +369,14 @@ def _devices(settings: Settings, group: Group) -> list[tuple[str, str, float]]:
 
 
 def _uses(
-    settings: Settings, group: Group, part: Distributed, plans: Plans, shares: tuple[float, ...], wall_s: float
-) -> list[DeviceLine]:
+    settings: Settings, group: Group, part: Distributed, plans: Plans, shares: tuple[float, ...], wall_s: float,
+    ids: Sequence[int],
+) -> list[DeviceLine]:  # fmt: skip
     rows = gather(group, "use", [part.clock.compute_s, part.clock.exchange_s, sum(group.sent_bytes), wall_s])
-    speeds = plans.speeds.devices
+    speeds = [plans.speeds.devices[d] for d in ids]
     return [
         DeviceLine(
-            device=device, slowdown=settings.slowdowns[device], speed_share=speeds[device] / sum(speeds),
+            device=ids[device], slowdown=settings.slowdowns[ids[device]], speed_share=speeds[device] / sum(speeds),
             work_share=shares[device], compute_s=compute_s, exchange_s=exchange_s, sent_bytes=sent_bytes, wall_s=device_s,
         )
         for device, (compute_s, exchange_s, sent_bytes, device_s) in enumerate(rows)
@@ -387,13 +436,6 @@ def _save(settings: Settings, plan: Plan) -> None:
         write_whole(settings.save_plan, plan.to_json())
 
 
-def _tell_meters(log: RunLog | None, loggers: Sequence[Logger], line: SystemLine) -> None:
-    if log is not None:
-        log.write(line)
-    for logger in loggers:
-        logger.on_system(line)
-
-
 def _rebalancer(
     part: Distributed, training: Training, plans: Plans, tell: Callable[[int, Decision], None], screen: Screen
 ) -> Rebalancer:
@@ -413,7 +455,7 @@ def _rebalancer(
 def _teller(
     screen: Screen,
     timer: StepTimer,
-    log: RunLog | None,
+    log_of: Callable[[], RunLog | None],
     predict: Callable[[Plan, RunLog, bool], None],
     on_chosen: Callable[[], None] = lambda: None,
 ) -> Callable[[int, Decision], None]:
@@ -423,7 +465,7 @@ def _teller(
         screen.lines([f"  step {step}: {decision.reason}"])
         if is_end(decision):
             on_chosen()
-        if log is not None and isinstance(decision, Reshare):
+        if (log := log_of()) is not None and isinstance(decision, Reshare):
             log.reshare(step, decision)
             predict(decision.plan, log, bool(decision.changes))
         timer.restart()

@@ -165,6 +165,16 @@ class Checkpointer:
             self._save()
         self.close()
 
+    def go_back(self, progress: Progress) -> None:
+        """The training goes on after an earlier step, on other devices: device 0 is the one that writes from now on."""
+        self.progress = progress
+        if Parts.of(self.model).first and self._release is None:
+            try:
+                hold(run_folder(self.folder))
+                self._release = weakref.finalize(self, release, run_folder(self.folder))
+            except (InputError, OSError) as error:
+                self._tell(f"WARNING: {error}; checkpoints are written all the same")
+
     def close(self) -> None:
         """Let another run have the folder. So does the end of this object, or of the process."""
         if self._release is not None:

@@ -58,7 +58,9 @@ def train(
         load_images(resolved.settings)
     from convoy.launch.local import launch_local
 
-    raise typer.Exit(launch_local(sys.argv[1:], devices, port=resolved.settings.port))
+    raise typer.Exit(
+        launch_local(sys.argv[1:], devices, port=resolved.settings.port, goes_on=resolved.settings.goes_on)
+    )
 
 
 DEMO_SLOWDOWN = "3,4,6,8"

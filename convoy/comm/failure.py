@@ -10,11 +10,11 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from convoy.comm.place import SAME_STEPS, own_place
 
@@ -25,6 +25,9 @@ REPORT_S = 1.0
 """How long a failure report may be on its way, and how long sending all of them may take."""
 
 LINE_BYTES = 65536
+
+Words = dict[str, Any]
+"""A question or an answer, as JSON."""
 
 DONE_CAUSE = "had ended its work while others still waited for it: the devices do not run the same steps"
 
@@ -71,12 +74,21 @@ class Peers(Protocol):
     def report_from(self, device: int, timeout_s: float) -> FailureReport | None: ...
 
 
-def find_failed(peers: Peers, me: int, peer: int, timed_out: bool, limit_s: float, place: str | None = None) -> Verdict:
+def find_failed(
+    peers: Peers,
+    me: int,
+    peer: int,
+    timed_out: bool,
+    limit_s: float,
+    place: str | None = None,
+    report_s: float = REPORT_S,
+) -> Verdict:
     """Follow who waits for whom, from a peer that closed or fell silent to the device that everybody waits for.
 
     Args:
         timed_out: the peer was silent for ``limit_s``; otherwise its connection closed.
         place: the line of the user's program at which this device waits.
+        report_s: how long the report of a device that has just left may be on its way.
     """
     chain, places = [me], {me: place}
     device, closed = peer, not timed_out
@@ -85,7 +97,7 @@ def find_failed(peers: Peers, me: int, peer: int, timed_out: bool, limit_s: floa
         answer = peers.ping(device) if report is None else None
         if report is None and (answer is NoAnswer.DEAD or (closed and answer == Health(None))):
             # It left a moment ago: its report may still be on the way.
-            report = peers.report_from(device, REPORT_S)
+            report = peers.report_from(device, report_s)
         if report is not None:
             # Whoever ends its work does not know at which line others still wait.
             return Verdict(
@@ -156,6 +168,8 @@ class HealthServer:
         """What this device answers; to be replaced as it waits."""
         self.addresses: list[tuple[str, int]] = []
         """Of all devices' servers; to be set before the first ping."""
+        self.answers: dict[str, Callable[[Words], Words]] = {}
+        """What answers further questions of the others, by the name of the question; called on the server's thread."""
         self._reports: dict[int, FailureReport] = {}
         self._reported = threading.Condition()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -171,18 +185,29 @@ class HealthServer:
 
     def ping(self, device: int) -> Health | NoAnswer:
         """Ask a device for its health."""
+        answer = self.ask(self.addresses[device], "health")
+        if isinstance(answer, NoAnswer):
+            return answer
+        try:
+            waits_for, place = answer["waits_for"], answer["place"]
+            return Health(
+                None if waits_for is None else int(waits_for),
+                bool(answer["done"]),
+                None if place is None else str(place),
+            )
+        except (ValueError, LookupError, TypeError):
+            return NoAnswer.DEAD
+
+    def ask(self, address: tuple[str, int], question: str, limit_s: float = PING_S, **words: Any) -> Words | NoAnswer:
+        """The answer of the server at an address to a question."""
         connected = False
         try:
-            with socket.create_connection(self.addresses[device], timeout=PING_S) as connection:
+            with socket.create_connection(address, timeout=limit_s) as connection:
                 connected = True
-                connection.sendall(self._line({"ask": "health"}))
+                connection.settimeout(limit_s)
+                connection.sendall(self._line({"ask": question, **words}))
                 answer = json.loads(_read_line(connection))
-                place = answer["place"]
-                return Health(
-                    None if answer["waits_for"] is None else int(answer["waits_for"]),
-                    bool(answer["done"]),
-                    None if place is None else str(place),
-                )
+                return answer if isinstance(answer, dict) else NoAnswer.DEAD
         except TimeoutError:
             return NoAnswer.FROZEN if connected else NoAnswer.UNREACHABLE
         except (ConnectionError, ValueError, LookupError, TypeError):
@@ -227,6 +252,9 @@ class HealthServer:
     def _answer(self, client: socket.socket) -> None:
         words = json.loads(_read_line(client))
         if words["token"] != self.token:
+            return
+        if (answer := self.answers.get(words.get("ask", ""))) is not None:
+            client.sendall(json.dumps(answer(words)).encode() + b"\n")
             return
         if (report := words.get("report")) is None:
             client.sendall(json.dumps(asdict(replace(self.state, place=own_place()))).encode() + b"\n")

@@ -54,13 +54,25 @@ class Group(Protocol):
         failure: why the group can no longer be used, its own closing included; None while it can.
     """
 
-    device: int
-    devices: int
-    lanes: int
-    torch_device: torch.device
     timeout_s: float
-    sent_bytes: list[int]
-    failure: ConvoyError | None
+
+    @property
+    def device(self) -> int: ...
+
+    @property
+    def devices(self) -> int: ...
+
+    @property
+    def lanes(self) -> int: ...
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def sent_bytes(self) -> list[int]: ...
+
+    @property
+    def failure(self) -> ConvoyError | None: ...
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
         """Start to send and to receive, and return at once.

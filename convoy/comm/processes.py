@@ -17,8 +17,9 @@ import torch
 
 from convoy.comm.accelerator import limit_memory, pick_device
 from convoy.comm.backends import CONTROL, Backend, GlooBackend, NcclBackend, PeerFailure, PendingWork, can_use_nccl
+from convoy.comm.changing import ChangingGroup
 from convoy.comm.environment import ProcessEnv, own_address, reachable_address, read_process_env
-from convoy.comm.failure import DONE_CAUSE, FailureReport, Health, HealthServer, NoAnswer, find_failed
+from convoy.comm.failure import DONE_CAUSE, REPORT_S, FailureReport, Health, HealthServer, NoAnswer, find_failed
 from convoy.comm.group import AloneGroup, CountedGroup, Group, Message, Pending, closed_error
 from convoy.comm.place import own_place
 from convoy.comm.rendezvous import ProcessInfo, Rendezvous, own_info, store_at, title
@@ -65,7 +66,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
         return AloneGroup(torch_device, timeout_s)
     try:
         # Torch's store and gloo wait out of reach of signals, some of it without a limit.
-        return within(timeout_s + 5.0, lambda: _join(env, torch_device, timeout_s, staged))
+        return ChangingGroup(within(timeout_s + 5.0, lambda: meet(env, torch_device, timeout_s, staged)))
     except TimeoutError:
         raise DeviceLostError(
             0, f"device 0 was lost: its store at {env.host} port {env.port} does not answer; start the job again"
@@ -79,15 +80,27 @@ def _bytes_of(limit: str) -> float:
         raise InputError(f"CONVOY_MEMORY={shown(limit)}: {error}") from None
 
 
-def _join(env: ProcessEnv, torch_device: torch.device, timeout_s: float, staged: bool) -> Group:
+def meet(
+    env: ProcessEnv, torch_device: torch.device, timeout_s: float, staged: bool, number: int | None = None
+) -> "JoinedGroup":
+    """Meet the other processes, and connect to them.
+
+    Args:
+        number: of the meeting at this store; None: so many of this process went before.
+
+    Raises:
+        InputError, MismatchError, DeviceLostError: see :func:`join`.
+    """
     deadline_s = time.monotonic() + timeout_s
     address = own_address(env.host, env.port)
     try:
-        rendezvous = Rendezvous(store_at(env, deadline_s), env, next(_rendezvous_count), deadline_s)
+        rendezvous = Rendezvous(
+            store_at(env, deadline_s), env, next(_rendezvous_count) if number is None else number, deadline_s
+        )
         infos = rendezvous.exchange_infos(own_info(torch_device, env.devices, address))
         address = reachable_address(address, [info.address for info in infos])
         health = HealthServer(env.device, address, infos[0].nonce)
-        group = JoinedGroup(torch_device, timeout_s, infos, health)
+        group = JoinedGroup(torch_device, timeout_s, infos, health, staged)
         try:
             group.connect(rendezvous, address, staged)
         except BaseException as error:
@@ -111,10 +124,17 @@ class JoinedGroup(CountedGroup):
     _backend: Backend
 
     def __init__(
-        self, torch_device: torch.device, timeout_s: float, infos: Sequence[ProcessInfo], health: HealthServer
+        self,
+        torch_device: torch.device,
+        timeout_s: float,
+        infos: Sequence[ProcessInfo],
+        health: HealthServer,
+        staged: bool = False,
     ) -> None:
         super().__init__(health.device, len(infos), torch_device, timeout_s)
         self.infos = tuple(infos)
+        self.staged, self.address, self.token = staged, health.address[0], health.token
+        self.report_s = REPORT_S  # a process that knows of itself who is lost needs not wait so long
         self._health = health
         self._connected: list[Backend] = []
         self._waits_for: list[int | None] = [None] * self.lanes
@@ -211,11 +231,20 @@ class JoinedGroup(CountedGroup):
                 if len(failure.peers) > 1:
                     silent = (each for each in failure.peers if isinstance(self._health.ping(each), NoAnswer))
                     peer = next(silent, peer)
-                verdict = find_failed(self._health, self.device, peer, failure.timed_out, self.timeout_s, own_place())
+                verdict = find_failed(
+                    self._health, self.device, peer, failure.timed_out, self.timeout_s, own_place(), self.report_s
+                )
                 self.failure = DeviceLostError(verdict.device, f"{self._title(verdict.device)} {verdict.cause}")
                 self._tell(verdict.device, verdict.cause)
                 self._cut(broken=True)
             return self.failure
+
+    def break_off(self, error: ConvoyError) -> None:
+        """End whatever waits here, on another thread too, with this error. The others are not told."""
+        with self._failing:
+            if self.failure is None:
+                self.failure, self._told = error, True
+                self._cut(broken=True)
 
     def _title(self, device: int) -> str:
         return title(device, self.infos[device])

@@ -99,6 +99,19 @@ _stores: dict[tuple[str, int], Store] = {}
 """The stores this process has been to. They stay open until it ends, so that a job can meet again at the same port."""
 
 
+def keep_store(address: str) -> int:
+    """Host a store for a further meeting, on a free port of this machine's address; the port."""
+    listener = listen_at(address, 0)
+    port = int(listener.getsockname()[1])
+    _stores[address, port] = store_on(listener)
+    return port
+
+
+def leave_store(host: str, port: int) -> None:
+    """Close this process's way to a store, where nobody meets any more."""
+    _stores.pop((host, port), None)
+
+
 def store_at(env: ProcessEnv, deadline_s: float) -> Store:
     """The store of this job; this process hosts it if it is device 0 and no launcher does.
 

@@ -31,6 +31,8 @@ from convoy.plan.presets import AUTO, PLANS
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Sum
 
+Spare = Literal["auto", "every-step", "none"]
+
 MAX_SEED = 2**32 - 1
 
 NO_LOG = Path("none")
@@ -163,6 +165,12 @@ class Settings(BaseModel):
         here=True,
     )
     budget_s: Seconds = _fleet(20.0, "For --plan auto: about the seconds that measuring may take.", here=True, gt=0)
+    spare: Spare = _fleet(
+        "auto",
+        "What is kept for the loss of a device, so that the others go on. every-step: the state after each step, with "
+        "copies of the pieces that only one device has in another's memory; auto: so often that it costs little, and the steps "
+        "since are repeated; none: nothing, and a loss ends the training.",
+    )
     port: int | None = _fleet(None, "Port where the processes meet; default: a free one.", here=True, ge=0, le=65535)
     timeout_s: Seconds = _fleet(60.0, "Seconds after which a silent device counts as lost.", here=True, gt=0)
 
@@ -278,6 +286,11 @@ class Settings(BaseModel):
     def pass_batch(self) -> int:
         """Samples of one pass over all devices: what a plan is for."""
         return self.batch // self.accumulate
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the training goes on without the devices that are lost."""
+        return self.spare != "none" and self.reduce != "inexact-butterfly-mixing"
 
     @property
     def rebalances(self) -> bool:

@@ -11,7 +11,7 @@ from convoy.comm.environment import LISTENER, listen_at
 from convoy.comm.launch_env import hidden
 from convoy.errors import InputError
 from convoy.launch.host_job import CONVOY_COMMAND, device_environments, log_of
-from convoy.launch.supervisor import Interrupted, Interrupts, Supervisor, conclude
+from convoy.launch.supervisor import Interrupted, Interrupts, Output, Sink, Supervisor, conclude
 
 KILLED_GRACE_S = 0.5
 """Once a device was killed, the others get this long to end by themselves."""
@@ -28,6 +28,7 @@ def launch_local(
     command: Sequence[str] = CONVOY_COMMAND,
     script: bool = False,
     logs: Path | None = None,
+    goes_on: bool = False,
 ) -> int:
     """Run ``command argv`` once per device, as one job, and wait for all of them.
 
@@ -44,6 +45,7 @@ def launch_local(
             a program of one's own may want one before it joins; else by device 0, and this process needs no torch.
         script: it is one of the user's own, which is not to see that it is one of several processes.
         logs: a folder for what the devices but 0 print.
+        goes_on: the devices go on without those of them that are lost. What the first prints that is left is shown then.
 
     Returns:
         0 if all ended well, 2 if devices ended with an error that has been printed, 128 + n after signal n: 130 after Ctrl-C.
@@ -66,10 +68,11 @@ def launch_local(
     with listener, Interrupts() as interrupts, Supervisor(interrupts) as processes:
         try:
             for rank, variables in enumerate(environments):
-                output = None if rank == 0 else subprocess.DEVNULL
+                terminal = None if rank == 0 else subprocess.DEVNULL
+                stdout: Output = _once_first(processes, rank) if goes_on and rank else terminal
                 processes.start(
                     rank, devices[rank], [*command, *argv], environment=hidden(variables) if script else variables,
-                    lifeline=True, stdin=output, stdout=output, stderr="keep" if rank else None, log=log_of(logs, rank),
+                    lifeline=True, stdin=terminal, stdout=stdout, stderr="keep" if rank else None, log=log_of(logs, rank),
                     pass_fds=[listener.fileno()] if rank == 0 and not hosted else (),
                 )  # fmt: skip
             if hosted:  # while they start
@@ -78,7 +81,7 @@ def launch_local(
                 store = store_on(listener)
             else:
                 listener.close()
-            processes.listen(lambda: processes.failed or not processes.running)
+            processes.listen(lambda: (processes.failed and not goes_on) or not processes.running)
             # A signal says which device was the cause: what the others would say is of no more use.
             killed = any(ending.status < 0 for ending in processes.endings)
             processes.end(min(KILLED_GRACE_S, timeout_s) if killed else timeout_s)
@@ -92,4 +95,15 @@ def launch_local(
             return interrupted.status
         finally:
             del store  # which ends with it, also where an error keeps this frame
-    return conclude(processes.endings)
+    return conclude(processes.endings, goes_on=goes_on)
+
+
+def _once_first(processes: Supervisor, rank: int) -> Sink:
+    """Shows what a device prints from when on no device before it is left."""
+
+    def show(chunk: bytes) -> None:
+        if not any(process.device < rank for process in processes.running):
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.flush()
+
+    return show

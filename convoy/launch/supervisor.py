@@ -88,15 +88,15 @@ class Interrupts:
         self._noted.append(signal.Signals(signum))
 
 
-def conclude(endings: Sequence[Ending], host_lost: DeviceLostError | None = None) -> int:
+def conclude(endings: Sequence[Ending], host_lost: DeviceLostError | None = None, *, goes_on: bool = False) -> int:
     """Print the errors with which devices ended, where they have not been told; the exit status of the job.
 
     Raises:
         DeviceLostError: a device crashed or was killed; else `host_lost`.
     """
-    outcome = judge(endings)
+    outcome = judge(endings, goes_on)
     # Who was killed comes before what a host's silence may mean, and that before what others say of it.
-    if (lost := outcome.lost or host_lost) is not None:
+    if (lost := outcome.lost or (None if goes_on and not outcome.status else host_lost)) is not None:
         raise lost
     for line in outcome.lines:
         print(line, file=sys.stderr)
@@ -184,7 +184,7 @@ def _opened(path: Path) -> Sink:
     return write
 
 
-def _both(first: Sink, second: Sink) -> Sink:
+def both(first: Sink, second: Sink) -> Sink:
     def take(chunk: bytes) -> None:
         first(chunk)
         second(chunk)
@@ -279,7 +279,7 @@ class Supervisor:
         for pipe, out in ((popen.stdout, stdout), (popen.stderr, stderr)):
             if pipe is not None:
                 process.pipes[pipe] = (
-                    out if callable(out) else process.tail if written is None else _both(process.tail, written)
+                    out if callable(out) else process.tail if written is None else both(process.tail, written)
                 )
                 os.set_blocking(pipe.fileno(), False)
                 self._selector.register(pipe, selectors.EVENT_READ, lambda pipe=pipe: self._read(process, pipe))

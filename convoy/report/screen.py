@@ -42,6 +42,10 @@ class Screen:
         self.visible = visible
         self.console = console or _console(visible)
 
+    def show(self, visible: bool) -> None:
+        """From now on this one prints, or does not."""
+        self.visible, self.console.quiet = visible, not visible
+
     def fleet(self, devices: Sequence[tuple[str, str, float]], speeds: Speeds) -> None:
         """A row per device: what it is, how fast it is at this model, its part of the fleet's speed."""
         if len(devices) == 1 and not speeds.measured:

@@ -66,6 +66,11 @@ class Meters(Observer):
         self.step, self.told, self.due, self.samples = done, done, done + 1, 0
         self.energy = meter_of(group.torch_device) if energy is None else energy
 
+    def restart(self, step: int) -> None:
+        """Begin anew after a step, on other devices."""
+        self.last = self.read(self.group)
+        self.step, self.told, self.due, self.samples = step, step, step + 1, 0
+
     def on_step(self, result: StepResult) -> None:
         self.step, self.samples = result.step + 1, self.samples + result.samples
         self.energy.sample()

@@ -83,6 +83,10 @@ class Utilization(Observer):
         self.last: tuple[float, float, float] | None = None
         self.steps, self.sums_s = 0, [0.0, 0.0, 0.0]
 
+    def restart(self) -> None:
+        """Begin anew, on other devices."""
+        self.last, self.steps, self.sums_s = None, 0, [0.0, 0.0, 0.0]
+
     def on_step(self, result: StepResult) -> None:  # noqa: ARG002
         now = (time.perf_counter(), self.clock.compute_s, self.clock.exchange_s)
         if self.last is not None:

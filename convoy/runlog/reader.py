@@ -21,6 +21,7 @@ from convoy.runlog.schema import (
     EvaluationLine,
     FleetLine,
     Line,
+    MembersLine,
     PlanLine,
     PredictionLine,
     ReshareLine,
@@ -252,6 +253,10 @@ def _record(path: Path, lines: list[Line], is_cut: bool) -> Record:
                 system = {n: row for n, row in system.items() if n <= begun}
                 plans = [each for each in plans if each.step < begun]
                 begun_s = max((time_s for _, _, time_s in steps.values()), default=0.0)
+            case MembersLine():
+                begun, last_s, prediction = line.step, None, None
+                latest.pop(FleetLine, None)
+                utilization, system, plans = {}, {}, []
             case PredictionLine():
                 prediction = prediction if line.shares_only else line
                 if plans:

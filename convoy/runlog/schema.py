@@ -247,6 +247,16 @@ class ReshareLine(_Model):
     work: tuple[Rate, ...] = ()
 
 
+class MembersLine(_Model):
+    """Devices were lost or came: these train from the step after this one on, by the numbers that they had or got when they
+    came. What is told by device begins anew; the steps after this one are repeated."""
+
+    what: Literal["members"] = "members"
+    step: Count
+    devices: tuple[Count, ...]
+    reason: str
+
+
 class DeviceLine(_Model):
     """What one device did in the whole training: its part of the fleet's speed and of the arithmetic, its seconds, the
     bytes that it sent. `wall_s`: from the first step to the end, tests and all; None in old logs."""
@@ -280,6 +290,7 @@ Line = (
     | UtilizationLine
     | SystemLine
     | ReshareLine
+    | MembersLine
     | DeviceLine
     | EndLine
 )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.changing import present
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.model.graph import Layer
@@ -294,7 +295,7 @@ class Executor:
         before = {key: gradient for key, gradient in (left or {}).items() if gradient is not None}
         # Of a parameter that is kept in shares, passes before have left the sum of a share, and not a summand.
         found: Found = {key: gradient for key, gradient in before.items() if key not in tape.program.into_shares}
-        sums = Sums(self.group, program.sums, self.slots)
+        sums = Sums(present(self.group), program.sums, self.slots)  # its thread must not go on in another generation
         try:
             with self.whole.in_place(program.gathered):
                 self._run_backward(program, tape, buffers, found, sums)

@@ -39,7 +39,7 @@ from convoy.runtime.compiled import Compiler, check_compiler
 from convoy.runtime.exchange import gather_whole, redistribute
 from convoy.runtime.executor import Executor, Expected
 from convoy.runtime.gradients import global_norm
-from convoy.runtime.marks import check_summed, mark_originals, mark_pieces
+from convoy.runtime.marks import check_summed, mark_originals, mark_pieces, mark_unsummed
 from convoy.runtime.output_part import OutputPart, rows_of
 from convoy.runtime.own_state import guard_module, reading_pieces
 from convoy.runtime.passes import Passes
@@ -136,6 +136,13 @@ class Distributed(nn.Module):
 
     def _bind(self, original: nn.Module) -> None:
         """Make ready to run on the modules and parameters that there are."""
+        self._make_executors()
+        self._watch = Watch(self.module, original, self.traced, self.group.devices)
+        self._passes = Passes(lambda key: not isinstance(self.layouts[key], Replicated) or self.counts_here(key))
+        self._states = {mode: StateWatch(self.module, t.seen, t.modes) for mode, t in self.traced.items()}
+        self.mark_pieces()
+
+    def _make_executors(self) -> None:
         whole = WholeWeights(self.module, {key: p.shape for key, p in self.parameters_by_key.items()})
         self._executors = {
             m: Executor(self.group, self.module, t, self.clock, fuse=self._fuse, whole=whole)
@@ -143,10 +150,6 @@ class Distributed(nn.Module):
         }
         for executor in self._executors.values():
             executor.compiler = self.compiler
-        self._watch = Watch(self.module, original, self.traced, self.group.devices)
-        self._passes = Passes(lambda key: not isinstance(self.layouts[key], Replicated) or self.counts_here(key))
-        self._states = {mode: StateWatch(self.module, t.seen, t.modes) for mode, t in self.traced.items()}
-        self.mark_pieces()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Distributed":
         """A model of its own, with this one's weights, plan and devices: a teacher, an average. Every device makes it."""
@@ -185,6 +188,30 @@ class Distributed(nn.Module):
         for executor in self._executors.values():
             executor.whole.clear()
         self.reshares += 1
+
+    def enter(self, plan: Plan) -> None:
+        """Go on in another generation of the group, by a plan for its devices. It moves nothing: `StateKeeper.restore` does.
+
+        What a step that broke off has left is forgotten.
+
+        Raises:
+            PlanError: the plan is for another model or another number of devices.
+        """
+        plan.check(self.traced[True].graph, self.group.devices)
+        expected = {mode: executor.expected_s for mode, executor in self._executors.items()}
+        self._noting, self._executors = {}, {}
+        self.follow(plan)
+        if self.compiler is not None:
+            self.compiler = Compiler(self.group)
+        self._make_executors()
+        for mode, executor in self._executors.items():
+            executor.expected_s = expected[mode]
+        self._watch.follow(self.traced, self.group.devices)
+        self._passes = Passes(lambda key: not isinstance(self.layouts[key], Replicated) or self.counts_here(key))
+        for parameter in self.parameters():
+            mark_unsummed(parameter, False)
+        self._compared, self._calls, self._mixing_stage, self._sums = set(), 0, 0, True
+        self._autocast_outputs = {}
 
     # --- calling -----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from convoy.errors import InputError
 from convoy.plan.plan import Plan
 from convoy.runtime.elementwise import ELEMENTWISE, elementwise_names
 from convoy.runtime.exchange import Moving, start_move
+from convoy.runtime.keep import number_of
 from convoy.runtime.marks import is_unsummed
 from convoy.runtime.module import Distributed, not_distributed
 from convoy.runtime.optimizer import described
@@ -156,7 +157,7 @@ class _Reshare:
             if row["kind"] == "tensor":
                 moves[name] = route.start(self.model, own.get(name), getattr(torch, row["dtype"]))
             else:
-                numbers[name] = _number(row, parameter)
+                numbers[name] = number_of(row, parameter)
         return _State(self.optimizers[i], parameter, moves, numbers if self._holds(route) else None)
 
     def _settle(self, route: _Route, moving: Moving) -> None:
@@ -215,11 +216,3 @@ class _State:
             self.optimizer.state.pop(self.parameter, None)
         else:
             self.optimizer.state[self.parameter] = {**self.numbers, **arrived}
-
-
-def _number(row: Mapping[str, Any], parameter: Tensor) -> Any:
-    if row["kind"] == "plain":
-        return row["value"]
-    # Some optimizers count on the CPU, whatever device the parameter is on.
-    device = parameter.device if row["near"] else torch.device("cpu")
-    return torch.tensor(row["value"], dtype=getattr(torch, row["dtype"]), device=device)

@@ -31,16 +31,21 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, original: nn.Module, traced: Mapping[bool, TracedModel], devices: int) -> None:
-        self._model, self._devices = model, devices
+        self._model = model
         held = dict(model.named_parameters())
         self.trained = {key: p for key, p in held.items() if p.requires_grad}
         self._parameters = [(_holder(model, key), key.rpartition(".")[2], key, p) for key, p in held.items()]
-        self._tables = {mode: _Tables(model, trace, devices) for mode, trace in traced.items()}
+        self.follow(traced, devices)
         self._carried = []
         for path, module in original.named_modules():
             for kind in KINDS:
                 if ours := table(model.get_submodule(path), kind):
                     self._carried.append((ours, table(module, kind), frozenset(ours)))
+
+    def follow(self, traced: Mapping[bool, TracedModel], devices: int) -> None:
+        """From now on there are so many devices."""
+        self._devices = devices
+        self._tables = {mode: _Tables(self._model, trace, devices) for mode, trace in traced.items()}
 
     def check(self, training: bool, whole: Mapping[str, bool]) -> None:
         """Refuse to go on where something has changed that the steps depend on.

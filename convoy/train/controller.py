@@ -90,6 +90,13 @@ class Rebalancer:
         self.model.clock.settle()
         self._before = self._so_far()
 
+    def restart(self) -> None:
+        """The model goes on by another plan, on other devices: nothing of what was timed holds any more."""
+        self.autotune = Autotune.start([self.model.plan])
+        self._rows, self._travelling = [], None
+        self._balance()
+        self.begin()
+
     def step(self, batch: float) -> None:
         """After each step. Moves shares between the devices where that is worth it.
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from convoy.checkpoint import Checkpointer, Progress
 from convoy.comm.agreement import share_number
 from convoy.comm.group import Group
-from convoy.errors import DivergedError, unknown_name
+from convoy.errors import DeviceLostError, DivergedError, unknown_name
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import clip_grad_norm_
@@ -26,6 +26,7 @@ from convoy.runtime.precision import GradScaler
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loss import Loss
+from convoy.train.members import Members
 from convoy.train.observer import EpochResult, Evaluation, Observer, Observers, StepResult
 
 
@@ -159,31 +160,62 @@ def fit(
     rebalancer: Rebalancer | None = None,
     keeper: Checkpointer | None = None,
     tell: Callable[[str], None] = warnings.warn,
+    members: Members | None = None,
 ) -> History:
     """Train with cross entropy for some epochs, and test in between. On several devices, each calls it.
 
     Args:
         keeper: saves the run as it goes, and knows from where it goes on.
         tell: is called with a line of text when the loss is no number for the first time.
+        members: lets the training go on without the devices that are lost.
 
     Raises:
         DivergedError: the loss is no number, and the recipe stops there; the weights are those before that step.
     """
-    loop = _Loop(training, test, observer or Observers(), rebalancer, keeper, tell)
+    loop = _Loop(training, test, observer or Observers(), rebalancer, keeper, tell, members)
     start = keeper.progress if keeper is not None else Progress()
-    loop.steps = start.step
-    for epoch in range(start.epoch, epochs):
-        done = start.batch * training.recipe.accumulate if epoch == start.epoch else 0
-        train.set_epoch(epoch, min(done, len(train)))  # the last step may have had fewer passes
-        loop.epoch(epoch, train, is_last=epoch + 1 == epochs)
-    if keeper is not None:
-        keeper.at_end()
-    return loop.history
+    place = Place(start.step, start.epoch, start.batch)
+    loop.steps = loop.begun = start.step
+    repeats = False
+    if members is not None:
+        members.begin(start.step, list(place))
+    while True:
+        try:
+            if repeats:
+                loop.go_back(place)
+            for epoch in range(place.epoch, epochs):
+                done = place.batch * training.recipe.accumulate if epoch == place.epoch else 0
+                train.set_epoch(epoch, min(done, len(train)))  # the last step may have had fewer passes
+                again = repeats and epoch == place.epoch
+                loop.epoch(epoch, train, is_last=epoch + 1 == epochs, again=again)
+            if keeper is not None:
+                keeper.at_end()
+            if members is not None:
+                members.finish()
+            return loop.history
+        except DeviceLostError as error:
+            if members is None:
+                raise
+            place, repeats = Place(*members.recover(error)), True
+
+
+class Place(NamedTuple):
+    """How far a training is: steps, the epoch, and steps of that."""
+
+    step: int
+    epoch: int
+    batch: int
 
 
 @dataclass
 class _Loop:
-    """One training, epoch by epoch; `steps` of the optimizer so far, `tested_s` seconds of tests in this epoch."""
+    """One training, epoch by epoch.
+
+    Attributes:
+        begun, steps: of the optimizer, before it and so far.
+        samples: of every step, with its epoch.
+        tested_s: seconds of tests in this epoch.
+    """
 
     training: Training
     test: Loader
@@ -191,14 +223,39 @@ class _Loop:
     rebalancer: Rebalancer | None
     keeper: Checkpointer | None
     tell: Callable[[str], None]
+    members: Members | None = None
     history: History = field(default_factory=History)
+    begun: int = 0
     steps: int = 0
+    samples: list[tuple[int, int]] = field(default_factory=list)
     tested_s: float = 0.0
 
-    def epoch(self, epoch: int, train: Loader, *, is_last: bool) -> None:
+    def go_back(self, place: Place) -> None:
+        """After a loss: forget what comes after a step; the tests behind it are made again."""
+        history, kept = self.history, place.step - self.begun
+        del history.losses[kept:], self.samples[kept:]
+        history.epochs = [each for each in history.epochs if each.epoch < place.epoch]
+        history.evaluations = [each for each in history.evaluations if each.step < place.step]
+        history.best = next((each for each in reversed(history.evaluations) if each.is_best), None)
+        if history.diverged is not None and history.diverged > place.step:
+            history.diverged = None
+        self.steps = place.step
+        if self.keeper is not None:
+            self.keeper.go_back(Progress(place.step, place.epoch, place.batch))
+        if self.rebalancer is not None:
+            self.rebalancer.restart()
+
+    def epoch(self, epoch: int, train: Loader, *, is_last: bool, again: bool = False) -> None:
+        """One epoch, from the batch on that the loader was set to.
+
+        Args:
+            again: it goes on after a step that was kept, and a test behind that step was not.
+        """
         recipe = self.training.recipe
         self.training.model.train()
-        start_s, weighted, samples, self.tested_s = time.perf_counter(), 0.0, 0, 0.0
+        start_s, self.tested_s = time.perf_counter(), 0.0
+        if again and 0 < train.start < len(train) and self._is_due:
+            self._pause(epoch)
         if self.rebalancer is not None:
             self.rebalancer.begin()
         for index, (x, y) in enumerate(train, train.start):
@@ -214,15 +271,18 @@ class _Loop:
                 if self.history.diverged is None and not math.isfinite(loss):
                     self._diverge(loss)
                 self._step(epoch, loss, batch)
-                weighted, samples = weighted + loss * batch, samples + batch
                 if self.rebalancer is not None:
                     # Samples of a pass: a step of fewer or smaller passes than the others is not one of the plan's.
                     self.rebalancer.step(batch / recipe.accumulate)
+                if self.members is not None:
+                    self.members.after_step(Place(self.steps, epoch, -(-(index + 1) // recipe.accumulate)))
             if ends_step and self._is_due and not ends_epoch:
                 self._pause(epoch)
         train_s = time.perf_counter() - start_s - self.tested_s
         due = is_last or (epoch + 1) % recipe.evaluate_epochs == 0 or self._is_due
         accuracy = self._evaluate(epoch, ends_epoch=True) if due else None
+        rows = [(loss * n, n) for loss, (at, n) in zip(self.history.losses, self.samples, strict=True) if at == epoch]
+        weighted, samples = (sum(column) for column in zip(*rows, strict=True)) if rows else (0.0, 0)
         mean = weighted / samples if samples else math.nan  # a run may go on at the end of an epoch
         result = EpochResult(epoch, mean, accuracy, train_s, samples / train_s, self.training.rate())
         self.history.epochs.append(result)
@@ -249,6 +309,7 @@ class _Loop:
         lr = self.training.rate()
         self.training.update()
         self.history.losses.append(loss)
+        self.samples.append((epoch, samples))
         self.steps += 1
         # Told before it is saved: a run that is killed in between goes on behind this step, and nobody would tell it again.
         self.observer.on_step(StepResult(self.steps - 1, epoch, loss, samples, lr))

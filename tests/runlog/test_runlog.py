@@ -207,7 +207,7 @@ def test_a_change_of_shares_is_told_with_what_follows_from_it(tmp_path: Path) ->
     with RunLog(tmp_path / "log") as log:
         log.run({})
         log.plan(plan, graph)
-        _teller(Screen(visible=True, console=Console(file=io.StringIO())), StepTimer(8), log, lambda *_: None)(
+        _teller(Screen(visible=True, console=Console(file=io.StringIO())), StepTimer(8), lambda: log, lambda *_: None)(
             37, decision
         )
     first, second = read_log(tmp_path / "log").plans

@@ -311,14 +311,14 @@ def test_what_was_done_and_why_stands_on_the_screen_and_in_the_log(tmp_path: Pat
     screen = Screen(visible=True, console=Console(file=io.StringIO(), width=200))
     with RunLog(tmp_path / "run.jsonl") as log:
         timer, predicted = StepTimer(20), []
-        tell = _teller(screen, timer, log, lambda plan, _, shares_only: predicted.append((plan, shares_only)))
+        tell = _teller(screen, timer, lambda: log, lambda plan, _, shares_only: predicted.append((plan, shares_only)))
         tell(37, decision)
         tell(38, Keep("the trial has ended as it began"))
         tell(39, Reshare(by_samples((4, 16)), (), "another plan"))
         assert predicted == [(decision.plan, True), (by_samples((4, 16)), False)], (
             "other shares are no plan of their own"
         )
-        _teller(screen, timer, None, lambda *_: pytest.fail("no log to predict for"))(40, decision)
+        _teller(screen, timer, lambda: None, lambda *_: pytest.fail("no log to predict for"))(40, decision)
     words = "batch 10/10 -> 5/15 samples: device 0 took 2x the balanced time; predicted compute 0.3 s -> 0.15 s"
     assert isinstance(screen.console.file, io.StringIO)
     others = "  step 38: the trial has ended as it began\n  step 39: another plan\n"

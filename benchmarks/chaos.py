@@ -1,0 +1,360 @@
+"""Kills, stops and ends the devices of trainings at random moments, and holds the trajectory against one undisturbed device.
+
+    python -m benchmarks.chaos --seed 1 --minutes 10
+
+Each training is a small net in float64 (convolutions, batch norm, fully connected layers), with its plan, optimizer and number
+of devices drawn from the seed. Its devices are processes of this machine. What happens to them is drawn, too: SIGKILL at the
+n-th time after some step that a device speaks to the others: in forward, backward, keeping the state, going back after another
+loss, or a test;
+SIGSTOP, and SIGCONT later; SIGTERM. Afterwards losses, weights, statistics of batch norm and optimizer state must be those of
+one device, to 1e-10 of their size.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from convoy.api import distribute, loader, make_plan
+from convoy.comm.changing import ChangingGroup
+from convoy.comm.environment import listen_at
+from convoy.comm.group import Group
+from convoy.comm.processes import join
+from convoy.launch.host_job import device_environments
+from convoy.runtime.module import Distributed
+from convoy.runtime.optimizer import full_optimizer_state
+from convoy.train.controller import Rebalancer
+from convoy.train.loop import Recipe, Training, fit
+from convoy.train.lr import Schedule, build_schedule
+from convoy.train.members import Members
+from convoy.train.observer import Observer, StepResult
+
+PLANS = ("data", "data-by-speed", "sharded", "master", "model", "hybrid")
+TIGHT = 1e-10
+TIMEOUT_S = 20.0
+"""Of the groups: a silent device is lost after a twentieth of it."""
+
+
+@dataclass(frozen=True)
+class Blow:
+    """What happens to one device.
+
+    Attributes:
+        kind: "kill" when it has done `at` steps, and then speaks to the others for the `call`-th time; or "stop", "term", `at`
+            tenths of a second after the first step.
+    """
+
+    device: int
+    kind: str
+    at: float
+    call: int = 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training and what happens to it."""
+
+    seed: int
+    devices: int = 3
+    plan: str = "data"
+    optimizer: str = "sgd"
+    epochs: int = 3
+    samples: int = 48
+    batch: int = 8
+    every: int = 1
+    rebalance: bool = False
+    blows: tuple[Blow, ...] = ()
+    pace_s: float = 0.0  # of a pass, at least
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * -(-self.samples // self.batch)
+
+
+@dataclass
+class Outcome:
+    """What came of a case: how far its numbers are from those of one device, who ended how, what was told."""
+
+    apart: float
+    statuses: list[int]
+    told: list[str] = field(default_factory=list)
+    pauses_s: list[float] = field(default_factory=list)
+
+
+# ------------------------------------------------------------------------------------------------ one training
+
+
+def make_net() -> nn.Module:
+    net = nn.Sequential(
+        nn.Conv2d(2, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 9, 3, padding=1), nn.ReLU(),
+        nn.Flatten(), nn.Linear(9 * 16, 12), nn.ReLU(), nn.Linear(12, 4),
+    )  # fmt: skip
+    return net.double()
+
+
+def make_data(case: Case) -> TensorDataset:
+    generator = torch.Generator().manual_seed(case.seed)
+    x = torch.randn(case.samples, 2, 8, 8, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.randint(4, (case.samples,), generator=generator))
+
+
+def build(case: Case, model: nn.Module, part: Any) -> tuple[Any, Any, Any]:
+    """The training and its loaders, for a distributed model (`part`) or an ordinary one."""
+    data = make_data(case)
+    train = loader(data, case.batch, part, seed=case.seed)
+    test = loader(data, case.batch, part, shuffle=False)
+    parameters = list(model.parameters())
+    if case.optimizer == "adam":
+        optimizer: torch.optim.Optimizer = torch.optim.Adam(
+            parameters, lr=0.01, eps=1e-4
+        )  # a tiny one magnifies rounding
+    else:
+        optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-4)
+    schedule = build_schedule(optimizer, Schedule("cosine", case.steps, 2, 1, 0.1))
+    return Training(model, optimizer, Recipe(evaluate_epochs=2), schedule), train, test
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Weights, buffers and optimizer state by name; every device calls it."""
+    if isinstance(model, Distributed):
+        rows = full_optimizer_state(model, optimizer)["state"]
+        weights = model.full_state_dict()
+    else:
+        rows = {key: optimizer.state[p] for key, p in model.named_parameters()}
+        weights = model.state_dict()
+    state = {
+        f"{key}/{name}": torch.as_tensor(v) for key, row in rows.items() for name, v in row.items() if v is not None
+    }
+    return {key: tensor.detach().clone().double() for key, tensor in {**weights, **state}.items()}
+
+
+def alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    """The same training on one device, undisturbed."""
+    torch.manual_seed(case.seed)
+    training, train, test = build(case, make_net(), None)
+    history = fit(training, train, test, case.epochs)
+    return history.losses, whole_state(training.model, training.optimizer)
+
+
+def work(case: Case, folder: Path, group: Group | None = None) -> None:
+    """What one device does. Whoever is the first in the end leaves the result in the folder."""
+    torch.set_num_threads(1)
+    torch.manual_seed(case.seed)
+    group = join(timeout_s=TIMEOUT_S) if group is None else group
+    rank = group.device
+    net, example = make_net(), torch.zeros(2, 2, 8, 8, dtype=torch.float64)
+    speeds = [1.0 + 0.5 * d for d in range(case.devices)]
+    plan = make_plan(case.plan, net, example, case.batch, group, speeds=speeds)
+    part = distribute(net, plan, group, example)
+    training, train, test = build(case, part, part)
+
+    class Marks(Observer):
+        """Says that it trains, and how long each step took."""
+
+        def __init__(self) -> None:
+            self.last_s, self.steps = time.monotonic(), 0
+            self.longest: list[tuple[int, float]] = []
+
+        def on_step(self, result: StepResult) -> None:
+            now_s = time.monotonic()
+            if self.steps == 0:
+                (folder / f"trains-{rank}").touch()
+            elif result.step:
+                self.longest.append((result.step, now_s - self.last_s))
+            self.last_s, self.steps = now_s, self.steps + 1
+            time.sleep(case.pace_s)
+
+    told: list[str] = []
+    others = [] if training.schedule is None else [training.schedule]
+    members = Members(part, training.optimizer, others=others, every=case.every, tell=told.append)
+    marks = Marks()
+    for blow in case.blows:
+        if blow.device == rank and blow.kind == "kill":
+            die_at(members, int(blow.at), blow.call)
+    rebalancer = Rebalancer(part, training.optimizer) if case.rebalance else None
+    history = fit(training, train, test, case.epochs, marks, rebalancer, members=members)
+    state = members.repeated(lambda: whole_state(part, training.optimizer))
+    members.close()
+    if group.device == 0:
+        torch.save([history.losses, state], folder / "result.part")
+        (folder / "told").write_text(json.dumps([told, marks.longest]))
+        (folder / "result.part").rename(folder / "result")
+
+
+def die_at(members: Members, step: int, call: int) -> None:
+    """Kill this process at the n-th time, after so many steps, that it speaks to the others."""
+    calls = 0
+
+    def counted(name: str) -> Any:
+        whole = getattr(ChangingGroup, name)
+
+        def speak(self: Any, *args: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += members.steps >= step
+            if calls == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return whole(self, *args, **options)
+
+        return speak
+
+    for name in ("start", "agree"):
+        setattr(ChangingGroup, name, counted(name))
+
+
+# ------------------------------------------------------------------------------------------------ and what happens to it
+
+
+def run(case: Case, limit_s: float = 120.0) -> Outcome:
+    """Run a case, and compare.
+
+    Raises:
+        RuntimeError: it did not end in time, or left no result.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.waitpid(_forked(lambda: torch.save(alone(case), folder / "alone"), {}, folder / "output-alone"), 0)
+        losses, state = torch.load(folder / "alone")
+        statuses, outputs = _play(case, folder, limit_s)
+        if not (folder / "result").exists():
+            raise RuntimeError(f"{case} left no result: {statuses}\n" + "\n".join(outputs))
+        return compared(case, folder, losses, state, statuses)
+
+
+def compared(
+    case: Case, folder: Path, losses: Sequence[float], state: Mapping[str, Tensor], statuses: list[int]
+) -> Outcome:
+    """What the devices left in the folder, beside what one device has."""
+    found, held = torch.load(folder / "result")
+    told, longest = json.loads((folder / "told").read_text())
+    assert len(found) == len(losses), (case, len(found), len(losses))
+    assert held.keys() == state.keys(), (case, held.keys() ^ state.keys())
+    apart = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(found, losses, strict=True))
+    apart = max(
+        [apart, *(float((held[k] - state[k]).abs().max() / max(1.0, float(state[k].abs().max()))) for k in state)]
+    )
+    usual_s = sorted(s for _, s in longest)[len(longest) // 2] if longest else 0.0
+    return Outcome(apart, statuses, told, sorted(s - usual_s for _, s in longest)[-max(1, len(told)) :])
+
+
+def _play(case: Case, folder: Path, limit_s: float) -> tuple[list[int], list[str]]:
+    with listen_at("127.0.0.1", 0) as listener:
+        port = int(listener.getsockname()[1])
+    environments = device_environments(
+        os.environ, range(case.devices), ["cpu"] * case.devices, total=case.devices, address="127.0.0.1", port=port
+    )
+    pids = [_forked(lambda: work(case, folder), env, folder / f"output-{d}") for d, env in enumerate(environments)]
+    statuses: dict[int, int] = {}
+    try:
+        deadline_s = time.monotonic() + limit_s
+        blows = sorted((blow for blow in case.blows if blow.kind != "kill"), key=lambda blow: blow.at)
+        begun_s: float | None = None
+        stopped: dict[int, float] = {}
+        while len(statuses) < case.devices:
+            now_s = time.monotonic()
+            _reap(pids, statuses)
+            if begun_s is None and all((folder / f"trains-{d}").exists() for d in range(case.devices)):
+                begun_s = now_s
+            while blows and begun_s is not None and now_s > begun_s + blows[0].at / 10:
+                blow = blows.pop(0)
+                if blow.device not in statuses:
+                    os.kill(pids[blow.device], signal.SIGSTOP if blow.kind == "stop" else signal.SIGTERM)
+                    if blow.kind == "stop":
+                        stopped[blow.device] = now_s + 2.5 * TIMEOUT_S / 20
+            for device in [d for d, until_s in stopped.items() if now_s > until_s and d not in statuses]:
+                del stopped[device]
+                os.kill(pids[device], signal.SIGCONT)
+            if now_s > deadline_s:
+                raise RuntimeError(f"{case} did not end within {limit_s:g} s")
+            time.sleep(0.01)
+    finally:
+        for device, pid in enumerate(pids):
+            if device not in statuses:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        outputs = [(folder / f"output-{d}").read_text(errors="replace") for d in range(case.devices)]
+    return [statuses[d] for d in range(case.devices)], outputs
+
+
+def _forked(work_on: Callable[[], object], environment: Mapping[str, str], output: Path) -> int:
+    """A child of this process, which has loaded torch already, and never computes itself: after that a fork cannot."""
+    if pid := os.fork():
+        return pid
+    status = 1
+    try:
+        os.environ.update(environment)
+        file = os.open(output, os.O_WRONLY | os.O_CREAT)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        work_on()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _reap(pids: Sequence[int], statuses: dict[int, int]) -> None:
+    for device, pid in enumerate(pids):
+        if device not in statuses:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                statuses[device] = os.waitstatus_to_exitcode(status)
+
+
+def drawn(seed: int, kinds: Sequence[str] = ("kill",)) -> Case:
+    """A case by a seed: at least one device is spared, and no two neighbours die at one moment."""
+    dice = random.Random(seed)
+    devices = dice.choice((2, 3, 3, 4))
+    plan, optimizer = dice.choice(PLANS), dice.choice(("sgd", "adam"))
+    blows = []
+    for device in dice.sample(range(devices), dice.randint(1, devices - 1)):
+        kind = dice.choice(kinds)
+        at = float(dice.randint(20, 350)) if kind == "kill" else dice.uniform(0.0, 2.0)
+        blows.append(Blow(device, kind, at))
+    return Case(
+        seed, devices, plan, optimizer, every=dice.choice((1, 1, 3)), rebalance=dice.random() < 0.3, blows=tuple(blows)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--cases", type=int, default=10**9)
+    parser.add_argument("--kinds", default="kill", help="of kill, stop, term")
+    given = parser.parse_args()
+    until_s, events, worst = time.monotonic() + 60 * given.minutes, 0, 0.0
+    for seed in range(given.seed, given.seed + given.cases):
+        if time.monotonic() > until_s:
+            break
+        case = drawn(seed, given.kinds.split(","))
+        outcome = run(case)
+        events, worst = events + len(case.blows), max(worst, outcome.apart)
+        print(
+            f"seed {seed}: {case.plan} {case.optimizer} on {case.devices}, every {case.every}, "
+            f"{' '.join(f'{blow.kind}:{blow.device}' for blow in case.blows)}, apart {outcome.apart:.1e}, "
+            f"{outcome.statuses}, pauses {[round(s, 2) for s in outcome.pauses_s]}",
+            flush=True,
+        )
+        if not outcome.apart < TIGHT:
+            raise SystemExit(f"seed {seed}: {case}: {outcome}")
+    print(f"{events} events; at most {worst:.1e} apart")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Carries out what the devices of a job agree on when one of them is lost: they find each other again, and meet anew.
+
+Each device has a health server for this that outlives the groups, and asks the next one's several times in a second whether it
+is there. What is decided is in `membership/agreement.py`.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import final
+
+from convoy.comm.changing import ChangingGroup
+from convoy.comm.environment import ProcessEnv
+from convoy.comm.failure import HealthServer, NoAnswer, Words
+from convoy.comm.group import AloneGroup, Group
+from convoy.comm.processes import JoinedGroup, meet
+from convoy.comm.rendezvous import keep_store, leave_store
+from convoy.errors import ConvoyError, DeviceLostError
+from convoy.membership.agreement import (
+    Ask,
+    Asked,
+    Called,
+    Event,
+    Excluded,
+    Gather,
+    Generation,
+    Interrupted,
+    Lost,
+    Meet,
+    Member,
+    Met,
+    Missed,
+    Stop,
+    answer,
+    instruction,
+    observe,
+)
+
+SILENT_PART = 1 / 20
+"""A device that does not answer for this part of the group's time limit counts as lost: 3 s of 60 s."""
+
+POLL_S = 0.02
+"""Between two questions to the leader."""
+
+REPORT_S = 0.1
+"""How long the report of a device that leaves because of an error may be on its way."""
+
+Address = tuple[str, int]
+
+
+@final
+class Membership:
+    """This device's part in a job whose devices change. Every device of a group makes one at the same time.
+
+    Attributes:
+        group: of the present generation.
+        silence_s: how long a device may be silent.
+    """
+
+    def __init__(self, group: ChangingGroup) -> None:
+        joined = group.present
+        assert isinstance(joined, JoinedGroup)
+        self.group, self.timeout_s, self.staged = group, group.timeout_s, joined.staged
+        self.silence_s = group.timeout_s * SILENT_PART
+        joined.report_s = REPORT_S
+        self._server = HealthServer(joined.device, joined.address, f"members of {joined.token}")
+        rows = group.agree("members", json.dumps(self._server.address))
+        self._addresses: Mapping[int, Address] = {d: (str(h), int(p)) for d, (h, p) in enumerate(map(json.loads, rows))}
+        self._state = Member(joined.device, Generation(0, tuple(range(joined.devices))))
+        self._changed = threading.RLock()
+        self._store: Address | None = None
+        self._closed = threading.Event()
+        self._server.answers = {"beat": self._beaten, "regroup": self._asked, "interrupt": self._interrupted}
+        self._beats = threading.Thread(target=self._beat, name="convoy-beats", daemon=True)
+        self._beats.start()
+
+    @property
+    def me(self) -> int:
+        """The id of this device, which stays the same."""
+        return self._state.me
+
+    @property
+    def generation(self) -> Generation:
+        return self._state.generation
+
+    @property
+    def is_out(self) -> bool:
+        """Whether this device cannot go on."""
+        return self._state.phase == "out"
+
+    def close(self) -> None:
+        """At the end of all work: be no member any more. Every device calls it; the group is left open."""
+        self._closed.set()
+        self._beats.join(self.silence_s)
+        try:
+            if self.group.failure is None:
+                self.group.agree("no members any more", "")  # nobody asks this server from here on
+        finally:
+            self._server.close()
+        if self._store is not None:
+            leave_store(*self._store)
+
+    # --- what others say, on the threads of the server and of the beats ------------------------------------------------
+
+    def _observe(self, event: Event) -> Member:
+        with self._changed:
+            before, self._state = self._state, observe(self._state, event)
+            if before.phase == "training" and self._state.phase != "training":
+                self._break_off(event)
+            return self._state
+
+    def _break_off(self, event: Event) -> None:
+        lost = event.device if isinstance(event, Lost) else None
+        index = self.group.device if lost is None else self.generation.index(lost)
+        cause = {True: "its process has ended", False: f"it did not answer for {self.silence_s:g} s"}
+        told = (
+            f"device {index} was lost: {cause[event.dead]}"
+            if isinstance(event, Lost)
+            else self._state.reason or "another device of the job was lost"
+        )
+        present = self.group.present
+        if isinstance(present, JoinedGroup):
+            present.break_off(DeviceLostError(index, told))
+
+    def _beaten(self, _words: Words) -> Words:
+        return {"generation": _row(self.generation)}
+
+    def _asked(self, words: Words) -> Words:
+        device = int(words["device"])
+        state = self._observe(Asked(device, _generation(words["generation"]), int(words["highest"])))
+        told = answer(state, device)
+        if told is None:
+            return {"wait": True}
+        if device not in told.members:
+            return {"excluded": _row(told)}
+        return {"call": _row(told), "store": self._store} if self._store is not None else {"wait": True}
+
+    def _interrupted(self, words: Words) -> Words:
+        if int(words["device"]) not in self.generation.members:
+            return {"excluded": _row(self.generation)}
+        # Also of one that belongs to an earlier generation: it did not see the meeting succeed.
+        self._observe(Interrupted())
+        return {}
+
+    def _beat(self) -> None:
+        """Ask the next device of the generation whether it is there."""
+        while not self._closed.wait(self.silence_s / 6):
+            with self._changed:
+                members, training = self.generation.members, self._state.phase == "training"
+            if not training or len(members) < 2:
+                continue
+            device = members[(members.index(self.me) + 1) % len(members)]
+            told = self._ask(device, "beat")
+            if isinstance(told, NoAnswer):
+                with self._changed:
+                    if members == self.generation.members and not self._closed.is_set():
+                        self._observe(Lost(device, told is NoAnswer.DEAD))
+            else:
+                self._observe(Excluded(_generation(told["generation"])))
+
+    def _ask(self, device: int, question: str) -> Words | NoAnswer:
+        state = self._state
+        told = self._server.ask(
+            self._addresses[device], question, self.silence_s * 2 / 3, device=self.me, generation=_row(state.generation),
+            highest=state.highest,
+        )  # fmt: skip
+        return NoAnswer.DEAD if told == {} and question != "interrupt" else told
+
+    # --- meeting anew, on the main thread --------------------------------------------------------------------------------
+
+    def regroup(self, error: ConvoyError) -> None:
+        """After a step failed: meet those that are left. The group is then theirs.
+
+        Raises:
+            DeviceLostError: this device cannot go on; or the others neither come nor end.
+        """
+        before, self._store = self._store, None
+        self._observe(Interrupted())
+        self.group.close(error)
+        if before is not None:
+            leave_store(*before)
+        waits_until_s = time.monotonic() + self.timeout_s
+        while True:
+            match instruction(self._state):
+                case Stop(reason):
+                    raise DeviceLostError(
+                        self.group.device, f"device {self.group.device} cannot go on: {reason}"
+                    ) from error
+                case Ask(leader):
+                    self._ask_leader(leader)
+                case Gather(missing):
+                    self._gather(missing)
+                    if time.monotonic() > waits_until_s:  # alive, but it does not come
+                        for device in missing:
+                            self._observe(Lost(device, dead=False))
+                case Meet(generation, hosts):
+                    if (group := self._meet(generation, hosts)) is not None:
+                        self.group.replace(group)
+                        self._observe(Met())
+                        return
+                    waits_until_s = time.monotonic() + self.timeout_s
+            if time.monotonic() > waits_until_s + self.timeout_s:
+                raise error
+            self._closed.wait(POLL_S)
+
+    def _ask_leader(self, leader: int) -> None:
+        told = self._ask(leader, "regroup")
+        if isinstance(told, NoAnswer):
+            self._observe(Lost(leader, told is NoAnswer.DEAD))
+        elif "excluded" in told:
+            self._observe(Excluded(_generation(told["excluded"])))
+        elif "call" in told:
+            with self._changed:
+                if self._observe(Called(leader, _generation(told["call"]))).phase == "meeting":
+                    self._store = (str(told["store"][0]), int(told["store"][1]))
+
+    def _gather(self, missing: tuple[int, ...]) -> None:
+        with ThreadPoolExecutor(min(8, len(missing))) as threads:
+            for device, told in zip(missing, threads.map(lambda d: self._ask(d, "interrupt"), missing), strict=True):
+                if isinstance(told, NoAnswer):
+                    self._observe(Lost(device, told is NoAnswer.DEAD))
+                elif "excluded" in told:
+                    self._observe(Excluded(_generation(told["excluded"])))
+
+    def _meet(self, generation: Generation, hosts: bool) -> Group | None:
+        """The group of a generation; None where somebody does not come."""
+        index, count = generation.index(self.me), len(generation.members)
+        try:
+            if count == 1:
+                group: Group = AloneGroup(self.group.torch_device, self.timeout_s)
+            else:
+                if hosts:
+                    host = self._server.address[0]
+                    self._store = (host, keep_store(host))
+                assert self._store is not None
+                env = ProcessEnv(index, count, 0, None, *self._store, hosted=False, attempt=0)
+                limit_s = max(5.0, 2 * self.silence_s)
+                group = meet(env, self.group.torch_device, limit_s, self.staged, generation.number)
+                group.timeout_s, group.report_s = self.timeout_s, REPORT_S
+        except ConvoyError:
+            if self._store is not None:
+                leave_store(*self._store)
+            self._store = None
+            self._observe(Missed())
+            return None
+        return group
+
+
+def _row(generation: Generation) -> list[object]:
+    return [generation.number, list(generation.members)]
+
+
+def _generation(row: list[object]) -> Generation:
+    number, members = row
+    assert isinstance(members, list)
+    return Generation(int(str(number)), tuple(int(d) for d in members))

@@ -1,0 +1,260 @@
+"""How the devices that are left agree on who goes on: a state machine, of which each device has one. Events in, what to do out.
+
+A *generation* is a number and the devices that train together. Where one of them is lost, each survivor asks the lowest that it
+believes alive, the leader, which calls a meeting once every device has asked that it does not know to be lost. Who comes to the
+meeting is the next generation; where somebody does not come, all ask again. So two leaders can do no harm, for a device goes to
+one meeting at a time, and a meeting takes place only with all that were called to it.
+
+Two parts of a fleet that do not reach each other must not both go on. So a generation needs more than half of the devices of
+the one before, or half of them, the lowest among those. Devices that are known to be dead do not count: what cannot be reached
+may be alive, a process whose machine says that it is gone is not.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Devices that train together.
+
+    Attributes:
+        number: a later one is larger.
+        members: by their ids, which stay the same while others come and go; in rising order.
+    """
+
+    number: int
+    members: tuple[int, ...]
+
+    def index(self, device: int) -> int:
+        """The index in the group of a device's id."""
+        return self.members.index(device)
+
+
+# ------------------------------------------------------------------------------------------------ what happens
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """This device has found out that another one is dead, or (not `dead`) that it is silent."""
+
+    device: int
+    dead: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupted:
+    """A step failed here, or another device says that one failed there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Another device asks this one, as its leader, for a meeting. It belongs to `generation`, and knows numbers up to
+    `highest`."""
+
+    device: int
+    generation: Generation
+    highest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """The leader calls to a meeting."""
+
+    by: int
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    """Another device says that the job goes on without this one, as this generation."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """All that were called have come to the meeting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """Somebody did not come to the meeting."""
+
+
+Event = Lost | Interrupted | Asked | Called | Excluded | Met | Missed
+
+# ------------------------------------------------------------------------------------------------ what is to be done
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask this device for a meeting, again and again."""
+
+    leader: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Wait to be asked by these; tell them that a step failed, and find out whether they are alive."""
+
+    missing: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Go to the meeting of this generation; `hosts`: it takes place here."""
+
+    generation: Generation
+    hosts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """This device cannot go on."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Go on with the present generation."""
+
+
+Instruction = Ask | Gather | Meet | Stop | Train
+Phase = Literal["training", "gathering", "meeting", "out"]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One device's view.
+
+    Attributes:
+        me: its id.
+        generation: the last that it belonged to.
+        silent, dead: members that it has lost.
+        present: members that have asked it for a meeting.
+        highest: the largest number of a generation that it heard of.
+        called: the generation that is to meet.
+        reason: why it is out.
+    """
+
+    me: int
+    generation: Generation
+    phase: Phase = "training"
+    silent: frozenset[int] = frozenset()
+    dead: frozenset[int] = frozenset()
+    present: frozenset[int] = frozenset()
+    highest: int = 0
+    called: Generation | None = None
+    reason: str = ""
+
+    @property
+    def candidates(self) -> tuple[int, ...]:
+        """Members that it believes alive."""
+        return tuple(d for d in self.generation.members if d not in self.silent and d not in self.dead)
+
+    @property
+    def leader(self) -> int:
+        return self.candidates[0]
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Whom it waits for as a leader."""
+        return tuple(d for d in self.candidates if d != self.me and d not in self.present)
+
+
+def instruction(state: Member) -> Instruction:
+    """What is to be done in a state."""
+    match state.phase:
+        case "training":
+            return Train()
+        case "out":
+            return Stop(state.reason)
+        case "meeting":
+            assert state.called is not None
+            return Meet(state.called, hosts=state.called.members[0] == state.me)
+        case "gathering":
+            return Gather(state.missing) if state.leader == state.me else Ask(state.leader)
+
+
+def answer(state: Member, device: int) -> Generation | None:
+    """What a device is told that asks this one, after the event `Asked`: the generation that it is called to, or that goes on
+    without it; None: to wait."""
+    if device not in state.generation.members:
+        return state.generation
+    return state.called if state.called is not None and device in state.called.members else None
+
+
+def observe(state: Member, event: Event) -> Member:
+    """The state after an event."""
+    if state.phase == "out":
+        return state
+    match event:
+        case Lost(device, dead):
+            if device not in state.candidates or device == state.me:
+                return state
+            if dead:
+                return _interrupted(replace(state, dead=state.dead | {device}))
+            return _interrupted(replace(state, silent=state.silent | {device}))
+        case Interrupted():
+            return _interrupted(state)
+        case Asked():
+            return _asked(state, event)
+        case Called(by, generation):
+            wanted = state.phase == "gathering" and by == state.leader and state.me in generation.members
+            if not wanted or generation.number <= state.highest:
+                return state
+            return replace(state, phase="meeting", called=generation)
+        case Excluded(generation):
+            if generation.number <= state.generation.number or state.me in generation.members:
+                return state
+            return _out(state, "the job went on without this device, which had been silent; start it again")
+        case Met():
+            assert state.called is not None
+            return Member(state.me, state.called, highest=max(state.highest, state.called.number))
+        case Missed():
+            assert state.called is not None
+            highest = max(state.highest, state.called.number)
+            return _call(replace(state, phase="gathering", called=None, present=frozenset(), highest=highest))
+
+
+def _asked(state: Member, event: Asked) -> Member:
+    if event.generation.number > state.generation.number and state.me in event.generation.members:
+        # It saw a meeting succeed that failed here: all had come to it.
+        state = replace(state, generation=event.generation)
+    if event.device not in state.candidates:
+        return state
+    highest = max(state.highest, event.highest)
+    return _interrupted(replace(state, highest=highest, present=state.present | {event.device}))
+
+
+def _interrupted(state: Member) -> Member:
+    if state.phase == "meeting":
+        return state  # which cannot succeed without whoever was lost
+    return _call(replace(state, phase="gathering"))
+
+
+def _call(state: Member) -> Member:
+    """Call a meeting, as the leader, once all have asked."""
+    if state.leader != state.me or state.missing:
+        return state
+    if not enough(state.candidates, state.generation, state.dead):
+        lost = ", ".join(map(str, sorted(state.silent)))
+        return _out(
+            state,
+            f"device{'s' * (len(state.silent) > 1)} {lost} cannot be reached, and may go on without this part of the fleet, "
+            "which is not the larger one: two must not; resume from the last checkpoint",
+        )
+    called = Generation(max(state.highest, state.generation.number) + 1, state.candidates)
+    return replace(state, phase="meeting", called=called)
+
+
+def enough(members: tuple[int, ...], before: Generation, dead: frozenset[int]) -> bool:
+    """Whether these may go on as the next generation: no others can at the same time."""
+    counted = [d for d in before.members if d not in dead]
+    return 2 * len(members) > len(counted) or (2 * len(members) == len(counted) and counted[0] in members)
+
+
+def _out(state: Member, reason: str) -> Member:
+    return replace(state, phase="out", called=None, reason=reason)

@@ -1,0 +1,50 @@
+"""A plan for the devices that are left, and for those that come: the same strategies, shares in the same proportions."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from convoy.model.graph import Graph
+from convoy.plan.plan import Plan
+from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Strategy
+from convoy.sharding.shares import Shares, apportion
+
+
+def plan_for(plan: Plan, graph: Graph, devices: Sequence[int | None]) -> Plan:
+    """A plan by which other devices go on with what one has begun.
+
+    Args:
+        devices: of each new device its index in the old plan; None for one that is new: it gets a mean share.
+
+    Returns:
+        a plan that fits. Where nobody is left who had a part, all get one.
+    """
+    kept = [old for old in devices if old is not None]
+
+    def shares(old: Shares, quantum: int = 1) -> Shares:
+        mean = sum(old[d] for d in kept) / len(kept) if kept else 1.0
+        weights = [mean if d is None else float(old[d]) for d in devices]
+        return apportion(sum(old), weights if any(weights) else [1.0] * len(devices), quantum=quantum)
+
+    rates = shares(plan.otherwise.shares) if isinstance(plan.otherwise, Batch) else (1,) * len(devices)
+
+    def of(name: str, strategy: Strategy) -> Strategy:
+        match strategy:
+            case One(device):
+                return One(devices.index(device) if device in devices else rates.index(max(rates)))
+            case Filter(old):
+                layer = graph[name]
+                grouped = layer.weighted and layer.groups > 1
+                return Filter(shares(old, layer.channels_out // layer.groups if grouped else 1))
+            case Channel(old):
+                return Channel(shares(old))
+            case Batch(old):
+                return Batch(shares(old))
+
+    otherwise = of("", plan.otherwise)
+    assert isinstance(otherwise, Batch | One)
+    made = replace(
+        plan, devices=len(devices), otherwise=otherwise, layers={name: of(name, s) for name, s in plan.layers.items()},
+        in_shares={name: InShares(shares(each.shares), each.form) for name, each in plan.in_shares.items()},
+    )  # fmt: skip
+    made.check(graph, len(devices))
+    return made

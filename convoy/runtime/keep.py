@@ -1,0 +1,394 @@
+"""Keeps the state of a model as it was after a step, with copies of a neighbour's pieces; and brings it to other layouts.
+
+What a device keeps lies in one buffer per dtype. First come the tensors that nobody else has: they go to the next device as
+they lie there, while the next step computes.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from convoy.comm.agreement import gather
+from convoy.comm.group import Message, Pending
+from convoy.membership.pieces import Transfer, newest_whole, transfers
+from convoy.runtime.module import Distributed
+from convoy.runtime.optimizer import described
+from convoy.sharding.layout import Box, Layout, Shape, Split, box, entries, holders, local_shape, whole
+
+Name = tuple[str, str]
+"""Key of a parameter or buffer, and "" for itself, or "0/momentum_buffer" for what the first optimizer remembers of it."""
+
+Rows = Mapping[str, Mapping[str, Any]]
+"""By "0/key": what the first optimizer remembers of a parameter, as `described` says it."""
+
+NUMBERS: Name = ("", "numbers")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in a buffer."""
+
+    name: Name
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+
+class Buffers:
+    """Tensors that lie in one buffer for each dtype, in their order."""
+
+    def __init__(self, tensors: Sequence[Entry], device: torch.device) -> None:
+        self.entries = tuple(tensors)
+        self.flats: dict[torch.dtype, Tensor] = {}
+        self.views: dict[Name, Tensor] = {}
+        for dtype in dict.fromkeys(e.dtype for e in tensors):
+            rows = [e for e in tensors if e.dtype == dtype]
+            self.flats[dtype] = torch.empty(sum(e.count for e in rows), dtype=dtype, device=device)
+            parts = torch.split(self.flats[dtype], [e.count for e in rows])
+            self.views |= {e.name: part.view(e.shape) for e, part in zip(rows, parts, strict=True)}
+
+    def first(self, tensors: Iterable[Entry]) -> list[Tensor]:
+        """The parts of the flat buffers that the first of the tensors take, in a fixed order of dtypes."""
+        counts: dict[torch.dtype, int] = {}
+        for entry in tensors:
+            counts[entry.dtype] = counts.get(entry.dtype, 0) + entry.count
+        return [self.flats[dtype][: counts[dtype]] for dtype in sorted(counts, key=str)]
+
+
+@dataclass(slots=True)
+class Kept:
+    """The state after a step, as far as it is here.
+
+    Attributes:
+        boxes, spare_boxes: which part of each parameter or buffer this device's own pieces and the neighbour's are.
+        rows, spare_rows: what optimizers remember of them, numbers included.
+        others: what is the same on every device.
+        complete: whether the neighbour's pieces have arrived.
+    """
+
+    step: int
+    own: Buffers
+    spare: Buffers
+    boxes: dict[str, Box] = field(default_factory=dict)
+    spare_boxes: dict[str, Box] = field(default_factory=dict)
+    rows: Rows = field(default_factory=dict)
+    spare_rows: Rows = field(default_factory=dict)
+    others: Any = None
+    complete: bool = False
+
+    def parts(self, key: str) -> Iterable[tuple[Box, Buffers]]:
+        """What is held of a tensor."""
+        if key in self.boxes:
+            yield self.boxes[key], self.own
+        if self.complete and key in self.spare_boxes:
+            yield self.spare_boxes[key], self.spare
+
+    def told(self) -> dict[str, Any]:
+        """What is held, as JSON."""
+        boxes = {key: [box for box, _ in self.parts(key)] for key in {**self.boxes, **self.spare_boxes}}
+        rows = {**(self.spare_rows if self.complete else {}), **self.rows}
+        return {"step": self.step, "boxes": {k: v for k, v in boxes.items() if v}, "rows": rows}
+
+
+def single(layout: Layout) -> bool:
+    """Whether no two devices have the same part of a tensor."""
+    return isinstance(layout, Split) or len(holders(layout)) == 1
+
+
+class StateKeeper:
+    """Keeps the state of a model and its optimizers after some of its steps: the last two that were kept.
+
+    Args:
+        spares: pieces that only one device has are copied to the next one.
+    """
+
+    def __init__(self, model: Distributed, optimizers: Sequence[Optimizer], *, spares: bool = True) -> None:
+        self.model, self.optimizers, self.spares = model, tuple(optimizers), spares
+        self.kept: list[Kept] = []
+        self._table: Rows = {}  # what optimizers remember, of all parameters, without numbers
+        self._signature = ""
+        self._travels: Pending | None = None
+
+    # --- keeping -------------------------------------------------------------------------------------------------------
+
+    def arrived(self) -> None:
+        """Wait until the neighbour's pieces of the last state kept are here.
+
+        Raises:
+            DeviceLostError: a device was lost.
+        """
+        if self._travels is not None:
+            self._travels.wait()
+            self._travels = None
+            kept = self.kept[-1]
+            kept.spare_rows = _with_numbers(kept.spare_rows, kept.spare.views.get(NUMBERS))
+        if self.kept:
+            self.kept[-1].complete = True
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the optimizers here remember other things than when the devices last told each other."""
+        return json.dumps(_forms(self._rows()), sort_keys=True) != self._signature
+
+    def tell_forms(self) -> None:
+        """Tell each other what the optimizers remember. Every device calls it."""
+        rows = _forms(self._rows())
+        tables = gather(self.model.group, "what optimizers remember", rows)
+        self._table = {key: row for table in reversed(tables) for key, row in table.items()}
+        self._signature = json.dumps(rows, sort_keys=True)
+
+    @torch.no_grad()
+    def keep(self, step: int, others: Any) -> None:
+        """Keep the present state as that after a step, in place of the older one. The copies for the neighbour begin to travel.
+
+        All devices must have kept the one before (see `arrived`), and have done the same steps.
+        """
+        group = self.model.group
+        rows, before = self._rows(), (group.device - 1) % group.devices
+        sent, stays = self._entries(group.device, rows)
+        tensors = {entry.name: self._tensor(entry.name) for entry in (*sent, *stays) if entry.name != NUMBERS}
+        spare_table = self._table if self.spares and group.devices > 1 else {}
+        received = self._entries(before, spare_table)[0] if group.devices > 1 else []
+        old = self.kept.pop(0) if len(self.kept) > 1 else None
+        own = _reused(old.own if old else None, [*sent, *stays], group.torch_device)
+        spare = _reused(old.spare if old else None, received, group.torch_device)
+        if tensors:  # a device may have none
+            torch._foreach_copy_([own.views[name] for name in tensors], list(tensors.values()))
+        if NUMBERS in own.views:
+            own.views[NUMBERS].copy_(torch.tensor(_numbers(rows, self._sent_keys(group.device)), dtype=torch.float64))
+        kept = Kept(step, own, spare, self._boxes(group.device), rows=rows, others=others)
+        if received:
+            keys = self._sent_keys(before)
+            kept.spare_boxes = {k: b for k, b in self._boxes(before).items() if k in keys}
+            kept.spare_rows = {k: row for k, row in spare_table.items() if k.partition("/")[2] in keys}
+        self.kept.append(kept)
+        after = (group.device + 1) % group.devices
+        sends = [Message(after, part) for part in own.first(sent)] if group.devices > 1 else []
+        self._travels = group.start(sends, [Message(before, part) for part in spare.first(received)])
+
+    def _boxes(self, device: int) -> dict[str, Box]:
+        found = {}
+        for key, parameter in self.model.parameters_by_key.items():
+            here = box(self.model.layouts[key], device, parameter.shape)
+            if here is not None and entries(here):
+                found[key] = here
+        return found
+
+    def _sent_keys(self, device: int) -> list[str]:
+        """What a device has alone, in a fixed order."""
+        return sorted(key for key in self._boxes(device) if self.spares and single(self.model.layouts[key]))
+
+    def _entries(self, device: int, rows: Rows) -> tuple[list[Entry], list[Entry]]:
+        """The tensors of a device, those first that only it has; the numbers of the first follow them."""
+        sent = self._sent_keys(device)
+        stays = [key for key in self._boxes(device) if key not in set(sent)]
+        first = [entry for key in sent for entry in self._entries_of(key, device, rows)]
+        if count := len(_numbers(rows, sent)):
+            first.append(Entry(NUMBERS, (count,), torch.float64))
+        return first, [entry for key in stays for entry in self._entries_of(key, device, rows)]
+
+    def _entries_of(self, key: str, device: int, rows: Rows) -> list[Entry]:
+        shape = local_shape(self.model.layouts[key], device, self.model.parameters_by_key[key].shape)
+        found = [Entry((key, ""), shape, self.model._held(key).dtype)]
+        for i in range(len(self.optimizers)):
+            for name, row in sorted(rows.get(f"{i}/{key}", {}).items()):
+                if row["kind"] == "tensor":
+                    found.append(Entry((key, f"{i}/{name}"), shape, getattr(torch, row["dtype"])))
+        return found
+
+    def _tensor(self, name: Name) -> Tensor:
+        key, state = name
+        if not state:
+            return self.model._held(key)
+        i, _, what = state.partition("/")
+        found: Tensor = self.optimizers[int(i)].state[self.model.module.get_parameter(key)][what]
+        return found
+
+    def _rows(self) -> dict[str, dict[str, Any]]:
+        """What the optimizers remember here."""
+        found = {}
+        for key, parameter in self._parameters():
+            for i, optimizer in enumerate(self.optimizers):
+                if parameter.numel() and optimizer.state.get(parameter):
+                    state = optimizer.state[parameter]
+                    found[f"{i}/{key}"] = {name: described(name, value, parameter) for name, value in state.items()}
+        return found
+
+    def _parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
+        for key, known in self.model.parameters_by_key.items():
+            if not known.buffer:
+                yield key, self.model.module.get_parameter(key)
+
+    # --- going back ----------------------------------------------------------------------------------------------------
+
+    def tell_kept(self) -> tuple[int | None, list[dict[str, Any]]]:
+        """Which step all together have the whole state of, the last such one; and what each device has of it. Every device
+        calls it, in a group that has just met."""
+        self._travels = None
+        told = gather(self.model.group, "what is kept", [kept.told() for kept in self.kept])
+        kept = [{row["step"]: _boxes_of(rows, row["step"]) for row in rows} for rows in told]
+        shapes = {key: whole(tuple(p.shape)) for key, p in self.model.parameters_by_key.items()}
+        step = newest_whole(kept, {key: each for key, each in shapes.items() if entries(each)})
+        if step is None:
+            return None, []
+        rows_of = [{k: v for row in rows if row["step"] == step for k, v in row["rows"].items()} for rows in told]
+        return step, [{"boxes": _boxes_of(rows, step), "rows": mine} for rows, mine in zip(told, rows_of, strict=True)]
+
+    @torch.no_grad()
+    def restore(self, step: int, told: Sequence[Mapping[str, Any]]) -> Any:
+        """Bring the state after a step to where the present plan of the model wants it; what was kept with it, of `others`.
+
+        Args:
+            told: what each device has, as `tell_kept` gives it.
+        """
+        group = self.model.group
+        rows: dict[str, Any] = {}
+        for each in reversed(told):
+            rows |= each["rows"]
+        wanted = [self._boxes(device) for device in range(group.devices)]
+        sizes = {key: sum(e.dtype.itemsize for e in self._entries_of(key, 0, rows)) for key in wanted[0]}
+        sizes = {key: sizes.get(key, 4) for boxes in wanted for key in boxes}
+        plan = transfers([each["boxes"] for each in told], wanted, sizes)
+        made = {
+            e.name: self._fresh(e) for key in wanted[group.device] for e in self._entries_of(key, group.device, rows)
+        }
+        self._move(step, plan, rows, made, wanted[group.device])
+        for key in self.model.parameters_by_key:
+            self._settle(key, made.get((key, "")))
+        self._remember(rows, made, set(wanted[group.device]))
+        self.kept = [kept for kept in self.kept if kept.step <= step]
+        return next((kept.others for kept in reversed(self.kept) if kept.step == step), None)
+
+    def _fresh(self, entry: Entry) -> Tensor:
+        return torch.empty(entry.shape, dtype=entry.dtype, device=self.model.group.torch_device)
+
+    def _move(
+        self, step: int, plan: Sequence[Transfer], rows: Rows, made: Mapping[Name, Tensor], here: Mapping[str, Box]
+    ) -> None:
+        group = self.model.group
+        leaving: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        coming: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        for each in plan:
+            for entry in self._entries_of(each.key, group.device, rows):
+                if group.device == each.sender:
+                    source = self._kept_part(step, entry.name, each.box)
+                    if each.sender == each.receiver:
+                        _part(made[entry.name], here[each.key], each.box).copy_(source)
+                    else:
+                        leaving.setdefault((each.receiver, entry.dtype), []).append(source)
+                elif group.device == each.receiver:
+                    coming.setdefault((each.sender, entry.dtype), []).append(
+                        _part(made[entry.name], here[each.key], each.box)
+                    )
+        order = sorted(leaving, key=lambda each: (each[0], str(each[1])))
+        sends = [Message(peer, torch.cat([t.reshape(-1) for t in leaving[peer, dtype]])) for peer, dtype in order]
+        order = sorted(coming, key=lambda each: (each[0], str(each[1])))
+        flats = {
+            pair: torch.empty(sum(t.numel() for t in coming[pair]), dtype=pair[1], device=group.torch_device)
+            for pair in order
+        }
+        group.start(sends, [Message(pair[0], flats[pair]) for pair in order]).wait()
+        for pair, flat in flats.items():
+            parts = torch.split(flat, [t.numel() for t in coming[pair]])
+            for target, part in zip(coming[pair], parts, strict=True):
+                target.copy_(part.view(target.shape))
+
+    def _kept_part(self, step: int, name: Name, wanted: Box) -> Tensor:
+        for kept in self.kept:
+            for held, buffers in kept.parts(name[0]) if kept.step == step else ():
+                if all(lo <= start and stop <= hi for (lo, hi), (start, stop) in zip(held, wanted, strict=True)):
+                    return _part(buffers.views[name], held, wanted)
+        raise AssertionError(f"{name} {wanted} was said to be here")
+
+    def _settle(self, key: str, piece: Tensor | None) -> None:
+        holder, _, name = key.rpartition(".")
+        module, known = self.model.module.get_submodule(holder), self.model.parameters_by_key[key]
+        if piece is None:
+            shape = local_shape(self.model.layouts[key], self.model.group.device, known.shape)
+            piece = torch.empty(shape, dtype=self.model._held(key).dtype, device=self.model.group.torch_device)
+        if known.buffer:
+            module._buffers[name] = piece
+            return
+        parameter = module.get_parameter(name)
+        parameter.grad = None
+        # As in `reshard`: autograd's node of this parameter may know its old shape, and is made anew for another type.
+        parameter.data = piece.new_empty(0, dtype=torch.float32 if piece.dtype == torch.float16 else torch.float16)
+        parameter.data = piece
+
+    def _remember(self, rows: Rows, made: Mapping[Name, Tensor], here: set[str]) -> None:
+        for i, optimizer in enumerate(self.optimizers):
+            for key, parameter in self._parameters():
+                known = rows.get(f"{i}/{key}")
+                if known is None or key not in here:
+                    optimizer.state.pop(parameter, None)
+                    continue
+                optimizer.state[parameter] = {
+                    name: made[key, f"{i}/{name}"] if row["kind"] == "tensor" else number_of(row, parameter)
+                    for name, row in known.items()
+                }
+
+
+def number_of(row: Mapping[str, Any], parameter: Tensor) -> Any:
+    """What an optimizer remembers beside tensors of a parameter's shape, as `described` told it."""
+    if row["kind"] == "plain":
+        return row["value"]
+    # Some optimizers count on the CPU, whatever device the parameter is on.
+    device = parameter.device if row["near"] else torch.device("cpu")
+    return torch.tensor(row["value"], dtype=getattr(torch, row["dtype"]), device=device)
+
+
+def _boxes_of(mine: Iterable[Mapping[str, Any]], step: int) -> dict[str, list[Box]]:
+    found: dict[str, list[Box]] = {}
+    for row in mine:
+        for key, boxes in row["boxes"].items() if row["step"] == step else ():
+            found.setdefault(key, []).extend(tuple((int(a), int(b)) for a, b in each) for each in boxes)
+    return found
+
+
+def _part(tensor: Tensor, held: Box, wanted: Box) -> Tensor:
+    """A part of a tensor that is the box `held` of a whole one."""
+    for axis, ((start, _), (lo, hi)) in enumerate(zip(held, wanted, strict=True)):
+        tensor = tensor.narrow(axis, lo - start, hi - lo)
+    return tensor
+
+
+def _reused(old: Buffers | None, tensors: Sequence[Entry], device: torch.device) -> Buffers:
+    return old if old is not None and old.entries == tuple(tensors) else Buffers(tensors, device)
+
+
+def _is_number(row: Mapping[str, Any]) -> bool:
+    return row["kind"] == "number" and not isinstance(row.get("value", 0.0), list)
+
+
+def _forms(rows: Rows) -> dict[str, Any]:
+    """What is remembered, without the numbers, which travel with the tensors."""
+    return {
+        key: {n: {k: v for k, v in row.items() if k != "value"} if _is_number(row) else row for n, row in each.items()}
+        for key, each in rows.items()
+    }
+
+
+def _numbers(rows: Rows, keys: Sequence[str]) -> list[float]:
+    """The numbers that are remembered of some parameters, in a fixed order."""
+    named = [each for each in sorted(rows) if each.partition("/")[2] in set(keys)]
+    return [float(rows[k][n].get("value", 0.0)) for k in named for n in sorted(rows[k]) if _is_number(rows[k][n])]
+
+
+def _with_numbers(rows: Rows, numbers: Tensor | None) -> Rows:
+    values = iter([] if numbers is None else numbers.tolist())
+    return {
+        key: {
+            n: {**rows[key][n], "value": next(values)} if _is_number(rows[key][n]) else rows[key][n]
+            for n in sorted(rows[key])
+        }
+        for key in sorted(rows)
+    }

@@ -1,0 +1,199 @@
+"""The state machine by which survivors agree: single events, and random orders of messages, deaths and silences."""
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+
+from convoy.membership.agreement import (
+    Ask,
+    Asked,
+    Called,
+    Event,
+    Excluded,
+    Gather,
+    Generation,
+    Interrupted,
+    Lost,
+    Meet,
+    Member,
+    Met,
+    Missed,
+    Stop,
+    Train,
+    answer,
+    enough,
+    instruction,
+    observe,
+)
+
+FOUR = Generation(0, (0, 1, 2, 3))
+
+
+def after(me: int, *events: Event, generation: Generation = FOUR) -> Member:
+    state = Member(me, generation)
+    for event in events:
+        state = observe(state, event)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("me", "events", "expected"),
+    [
+        (0, (), Train()),
+        (1, (Interrupted(),), Ask(0)),
+        (0, (Interrupted(),), Gather((1, 2, 3))),
+        (1, (Lost(0, dead=True),), Gather((2, 3))),
+        (2, (Lost(0, dead=True),), Ask(1)),
+        (0, (Lost(3, dead=True), Asked(1, FOUR, 0)), Gather((2,))),
+        (0, (Lost(3, dead=True), Asked(1, FOUR, 0), Asked(2, FOUR, 0)), Meet(Generation(1, (0, 1, 2)), hosts=True)),
+        (0, (Interrupted(), *(Asked(d, FOUR, 0) for d in (1, 2, 3))), Meet(Generation(1, (0, 1, 2, 3)), hosts=True)),
+        (1, (Interrupted(), Called(0, Generation(1, (0, 1)))), Meet(Generation(1, (0, 1)), hosts=False)),
+        (1, (Interrupted(), Called(0, Generation(1, (0, 2)))), Ask(0)),  # not called
+        (1, (Interrupted(), Called(2, Generation(1, (1, 2)))), Ask(0)),  # not by the leader
+        (1, (Called(0, Generation(1, (0, 1))),), Train()),  # asked for no meeting
+        (1, (Interrupted(), Called(0, Generation(1, (0, 1))), Missed()), Ask(0)),
+        (
+            1,
+            (Interrupted(), Called(0, Generation(1, (0, 1))), Missed(), Called(0, Generation(1, (0, 1)))),
+            Ask(0),
+        ),  # stale
+        (1, (Interrupted(), Called(0, Generation(1, (0, 1))), Met()), Train()),
+        (0, (Asked(2, FOUR, 0),), Gather((1, 3))),
+        (0, (Lost(1, dead=False), Asked(1, FOUR, 0), Asked(2, FOUR, 0)), Gather((3,))),  # who was silent stays out
+    ],
+)
+def test_what_is_to_be_done_after_events(me: int, events: tuple[Event, ...], expected: object) -> None:
+    assert instruction(after(me, *events)) == expected
+
+
+def test_a_device_that_was_silent_is_told_that_it_is_out() -> None:
+    state = after(0, Lost(3, dead=False), Asked(1, FOUR, 0), Asked(2, FOUR, 0), Met())
+    assert state.generation == Generation(1, (0, 1, 2))
+    assert answer(state, 3) == Generation(1, (0, 1, 2))
+    woken = after(3, Interrupted(), Excluded(Generation(1, (0, 1, 2))))
+    assert isinstance(instruction(woken), Stop)
+    assert instruction(observe(woken, Interrupted())) == instruction(woken)
+
+
+@pytest.mark.parametrize(
+    ("members", "dead", "goes_on"),
+    [
+        ((0, 1, 2), {3}, True),
+        ((0, 1), set(), True),  # half, with the lowest
+        ((2, 3), set(), False),
+        ((3,), {0, 1, 2}, True),  # nobody else is alive
+        ((3,), {0, 1}, False),  # 2 may be
+        ((2,), {0, 1}, True),  # half of those that may be alive, and the lowest of them
+        ((1, 2), {0}, True),
+    ],
+)
+def test_a_part_of_the_fleet_goes_on_only_if_no_other_can(
+    members: tuple[int, ...], dead: set[int], goes_on: bool
+) -> None:
+    assert enough(members, FOUR, frozenset(dead)) is goes_on
+
+
+def test_a_leader_without_enough_stops_and_says_so() -> None:
+    state = after(3, *(Lost(d, dead=False) for d in (0, 1, 2)))
+    told = instruction(state)
+    assert isinstance(told, Stop)
+    assert "cannot be reached" in told.reason
+
+
+@dataclass
+class World:
+    """Devices with their machines, messages between them in any order, and a meeting that takes place only with all."""
+
+    dice: random.Random
+    members: dict[int, Member]
+    alive: set[int]
+    awake: set[int]
+    knocks: list[tuple[int, int]] = field(default_factory=list)  # (device, leader) on their way
+    waits: dict[int, Generation] = field(default_factory=dict)  # who waits in which meeting
+    generations: set[Generation] = field(default_factory=set)  # of which somebody is a member
+
+    def turn(self) -> None:
+        device = self.dice.choice(sorted(self.alive & self.awake))
+        state = self.members[device]
+        if device in self.waits:
+            self.meeting(self.waits[device])
+            return
+        match instruction(state):
+            case Ask(leader):
+                self.ask(device, leader)
+            case Gather(missing):
+                self.ask(device, self.dice.choice(missing), interrupts=True)
+            case Meet(generation, _):
+                self.waits[device] = generation
+            case Train() if self.dice.random() < 0.1:
+                peer = self.dice.choice(state.generation.members)
+                if peer != device:
+                    self.ask(device, peer, interrupts=True, beats=True)
+
+    def ask(self, device: int, peer: int, *, interrupts: bool = False, beats: bool = False) -> None:
+        state, theirs = self.members[device], self.members[peer]
+        if peer not in self.alive or peer not in self.awake:
+            self.members[device] = observe(state, Lost(peer, dead=peer not in self.alive))
+        elif device not in theirs.generation.members:
+            self.members[device] = observe(state, Excluded(theirs.generation))
+        elif interrupts:
+            if not beats:
+                self.members[peer] = observe(theirs, Interrupted())
+        else:
+            self.members[peer] = theirs = observe(theirs, Asked(device, state.generation, state.highest))
+            called = answer(theirs, device)
+            if called is not None and device in called.members and peer in self.waits and self.dice.random() < 0.8:
+                self.members[device] = observe(state, Called(peer, called))
+
+    def meeting(self, generation: Generation) -> None:
+        there = [d for d in generation.members if self.waits.get(d) == generation and d in self.alive & self.awake]
+        if len(there) == len(generation.members):
+            # It succeeds for each of them by itself: one may die, or hear too late, while others go on.
+            for device in there:
+                failed = self.dice.random() < 0.1
+                self.members[device] = observe(self.members[device], Missed() if failed else Met())
+                del self.waits[device]
+                if not failed:
+                    self.generations.add(generation)
+        elif self.dice.random() < 0.05:  # its time is over for one of them
+            device = self.dice.choice(there)
+            del self.waits[device]
+            self.members[device] = observe(self.members[device], Missed())
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_in_any_order_of_messages_all_that_are_left_end_in_one_generation(seed: int) -> None:
+    dice = random.Random(seed)
+    count = dice.randint(2, 6)
+    everyone = Generation(0, tuple(range(count)))
+    world = World(
+        dice, {d: Member(d, everyone) for d in everyone.members}, set(everyone.members), set(everyone.members)
+    )
+    for _ in range(dice.randint(0, count - 1)):
+        for _ in range(dice.randint(0, 60)):
+            world.turn()
+        victim = dice.choice(sorted(world.alive & world.awake))
+        if dice.random() < 0.6 and len(world.alive & world.awake) > 1:
+            world.alive.discard(victim)
+            world.waits.pop(victim, None)
+        else:
+            world.members[victim] = observe(world.members[victim], Interrupted())  # a step failed, nobody is lost
+    silent = set()
+    if len(world.alive) > 2 and dice.random() < 0.5:
+        silent = {dice.choice(sorted(world.alive))}
+        world.awake -= silent
+    for turn in range(20_000):
+        world.turn()
+        if turn == 10_000:
+            world.awake |= silent  # it wakes, and must not disturb
+    left = {d: s for d, s in world.members.items() if d in world.alive}
+    training = {d: s.generation for d, s in left.items() if s.phase == "training"}
+    assert len(set(training.values())) <= 1
+    generation = next(iter(training.values()), None)
+    if generation is not None:
+        assert set(generation.members) & world.alive == set(training)
+    for state in left.values():  # nobody waits for ever
+        assert state.phase in ("training", "out")
+    numbers = [each.number for each in world.generations]
+    assert len(numbers) == len(set(numbers))  # no two generations of one number
