@@ -18,7 +18,7 @@ PACKAGE = "convoy"
 STEP, TOP, LEFT = 23.0, 48.0, 20.0
 
 KINDS = {
-    "values and pure functions": "sharding model plan fleet cost simulator planner adapt errors",
+    "values and pure functions": "sharding membership model plan fleet cost simulator planner adapt errors",
     "devices, clocks, network, disk": "comm runtime checkpoint data train profile",
     "what people write and read": "files config runlog report",
     "ways in": "app api launch emulate doctor setup cli",

@@ -8,6 +8,7 @@
     lr.py          learning-rate schedules
     observer.py    what a training tells of itself, and whom
     controller.py  Rebalancer: watches step times, changes plans and shares
+    members.py     Members: goes on without the devices that are lost
 """
 
 from convoy.runtime.average import WeightAverage
@@ -17,6 +18,7 @@ from convoy.runtime.precision import GradScaler
 from convoy.runtime.reshard import reshare
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
+from convoy.train.members import Members
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "Evaluation",
     "GradScaler",
     "Loader",
+    "Members",
     "Observer",
     "Rebalancer",
     "StepResult",
