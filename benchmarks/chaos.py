@@ -44,8 +44,8 @@ from convoy.train.observer import Observer, StepResult
 
 PLANS = ("data", "data-by-speed", "sharded", "master", "model", "hybrid")
 TIGHT = 1e-10
-TIMEOUT_S = 20.0
-"""Of the groups: a silent device is lost after a twentieth of it."""
+TIMEOUT_S, SILENCE_S = 30.0, 2.0
+"""Of the groups; a device that is silent for so long is lost."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def _play(case: Case, folder: Path, limit_s: float) -> tuple[list[int], list[str
                 if blow.device not in statuses:
                     os.kill(pids[blow.device], signal.SIGSTOP if blow.kind == "stop" else signal.SIGTERM)
                     if blow.kind == "stop":
-                        stopped[blow.device] = now_s + 2.5 * TIMEOUT_S / 20
+                        stopped[blow.device] = now_s + 2.5 * SILENCE_S
             for device in [d for d, until_s in stopped.items() if now_s > until_s and d not in statuses]:
                 del stopped[device]
                 os.kill(pids[device], signal.SIGCONT)

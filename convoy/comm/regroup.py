@@ -38,8 +38,9 @@ from convoy.membership.agreement import (
     observe,
 )
 
-SILENT_PART = 1 / 20
-"""A device that does not answer for this part of the group's time limit counts as lost: 3 s of 60 s."""
+SILENT_PART, LEAST_SILENCE_S = 1 / 20, 2.0
+"""A device that does not answer for this part of the group's time limit counts as lost: 3 s of 60 s. On a busy machine a live
+one may take a second."""
 
 POLL_S = 0.02
 """Between two questions to the leader."""
@@ -63,7 +64,7 @@ class Membership:
         joined = group.present
         assert isinstance(joined, JoinedGroup)
         self.group, self.timeout_s, self.staged = group, group.timeout_s, joined.staged
-        self.silence_s = group.timeout_s * SILENT_PART
+        self.silence_s = max(LEAST_SILENCE_S, group.timeout_s * SILENT_PART)
         joined.report_s = REPORT_S
         self._server = HealthServer(joined.device, joined.address, f"members of {joined.token}")
         rows = group.agree("members", json.dumps(self._server.address))

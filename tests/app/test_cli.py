@@ -676,7 +676,7 @@ def test_bad_input_to_the_real_command(tmp_path: Path) -> None:
 def endless_training(folder: Path) -> Iterator[tuple[subprocess.Popen[str], dict[int, psutil.Process]]]:
     """Three devices in mid-training, by number; whatever happens, nothing of it stays."""
     log = folder / "run.jsonl"
-    argv = command("--devices", "3", "--speeds", "1,1,1", "--epochs", "1000000", "--log", str(log))
+    argv = command("--devices", "3", "--speeds", "1,1,1", "--epochs", "1000000", "--log", str(log), "--spare", "none")
     launcher = subprocess.Popen(
         argv, cwd=folder, env=QUIET, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -727,7 +727,7 @@ def train_until_one_freezes(device: int, argv: list[str]) -> str:
 
 
 def test_a_device_that_freezes_is_named() -> None:
-    argv = [*TINY, "--epochs", "1000", "--speeds", "1,1,1", "--timeout", "8"]
+    argv = [*TINY, "--epochs", "1000", "--speeds", "1,1,1", "--timeout", "8", "--spare", "none"]
     first, frozen, last = on_processes(3, "tests.app.test_cli:train_until_one_freezes", argv, joined=False)
     assert frozen is None
     for said in (first, last):
