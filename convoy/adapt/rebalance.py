@@ -6,11 +6,13 @@ per unit. When other units would end the slowest device's computing sooner, by m
 
 - The median of the last `SHORT` steps sees a large change soon; that of many, a small one surely. A step that took long for
   once moves neither.
+- A device whose seconds jump is another device from then on: steps from before are forgotten, and nothing is decided in between,
+  where a median would be of both. So `LEAST` steps after a jump the shares are those of the new speeds.
 - The gain must exceed `DEADBAND`, and `SURE` standard errors of the slowest device's median. Its noise is taken from
   differences between steps that follow each other, so that a change of speed does not count as noise.
 - Once, after `FIRST` steps, `FIRST_SURE` is enough: the shares until then come from what the devices did alone, which is
   worth no more.
-- New shares are watched afresh. A change back, soon after a change, asks for twice as many steps each time: two
+- New shares are watched afresh. A change that undoes the last one, soon after it, asks for twice as many steps each time: two
   splits cannot alternate.
 
 A share changes by the whole way: a gain beyond the noise needs no damping, and where time is not proportional to the
@@ -41,8 +43,12 @@ LEAST = 3
 MOST = 96
 """Fresh steps that are asked for at most, after changes to and fro."""
 
-RELAXED = 200
-"""After so many steps without a change, `LEAST` steps are enough again."""
+RELAXED = 60
+"""After so many steps without a change, or twice those that were asked for, `LEAST` steps are enough again."""
+
+JUMP, JUMP_SURE = 0.15, 3.0
+"""A device's seconds have jumped when `LEAST` steps in turn are longer than those before by more than this part and so many times
+its noise, or shorter likewise. Steps from before a jump tell nothing of those after it."""
 
 DEADBAND = 0.03
 """A smaller part of the slowest device's computing is not worth a change."""
@@ -71,6 +77,7 @@ class Watch:
         rates: seconds per unit of each device, step by step since the shares were chosen, the latest last.
         jumps: relative differences of rates between steps that follow each other, the latest last.
         steps: how many steps these shares have been watched.
+        since: of each device, how many of them since its seconds last jumped.
         asks: how many it takes before they may change.
         last: by how many units each device's part last changed.
         corrected: whether they were ever changed.
@@ -82,22 +89,38 @@ class Watch:
     asks: int = SHORT
     last: Shares = ()
     corrected: bool = False
+    since: tuple[int, ...] = ()
 
     def with_step(self, rates: tuple[float, ...]) -> "Watch":
         """One more step."""
         jumps = self.jumps
         if self.rates:
             jumps += (tuple(_apart(a, b) for a, b in zip(self.rates[-1], rates, strict=True)),)
-        steps = self.steps + 1
-        relaxed = steps >= RELAXED
-        return Watch(
-            (*self.rates, rates)[-max(LONGEST, self.asks) :], jumps[-LONGEST:], steps,
-            min(self.asks, LEAST) if relaxed else self.asks, () if relaxed else self.last, self.corrected,
+        since = tuple(n + 1 for n in self.since or (0,) * len(rates))
+        relaxed = min(since) >= max(RELAXED, 2 * self.asks)
+        seen = Watch(
+            (*self.rates, rates)[-max(LONGEST, self.asks) :], jumps[-LONGEST:], self.steps + 1,
+            min(self.asks, LEAST) if relaxed else self.asks, () if relaxed else self.last, self.corrected, since,
         )  # fmt: skip
+        return replace(seen, since=tuple(LEAST if seen.jumped(d, LEAST) else n for d, n in enumerate(since)))
+
+    def since_jump(self, device: int, steps: int) -> list[float]:
+        """A device's seconds per unit, of so many steps at most, none of them before its last jump."""
+        return [row[device] for row in self.rates[-min(steps, self.since[device]) :]]
+
+    def jumped(self, device: int, steps: int) -> bool:
+        """Whether the last so many steps are all longer, or all shorter, than those before explain."""
+        known = self.since_jump(device, LONGEST)
+        before, last = known[:-steps], known[-steps:]
+        if len(before) < SHORT:
+            return False
+        usual, beyond = statistics.median(before), 1.0 + max(JUMP, JUMP_SURE * self.noise(device))
+        return min(last) > usual * beyond or max(last) * beyond < usual
 
     def changed(self, change: Shares) -> "Watch":
         """The shares have changed: what comes is seen afresh; how noisy each device is, stays known."""
-        back = sum(a * b for a, b in zip(self.last, change, strict=False)) < 0
+        undone = -sum(a * b for a, b in zip(self.last, change, strict=False))
+        back = 2 * undone > sum(a * a for a in change)
         asks = min(MOST, 2 * self.asks) if back else self.asks if self.last else LEAST
         return Watch(jumps=self.jumps, asks=asks, last=change, corrected=True)
 
@@ -213,19 +236,22 @@ def best(rates: Sequence[float], units: Shares) -> Shares:
 
 def _change(axes: CoupledAxes, watch: Watch) -> Change | None:
     """Better units for coupled axes, where the gain is beyond doubt."""
-    if watch.steps < watch.asks:
+    after_jump = watch.asks if watch.last else LEAST
+    if watch.steps < watch.asks or any(watch.since[d] < after_jump or watch.jumped(d, 1) for d in axes.active):
         return None
     looks = [(max(SHORT, watch.asks), SURE), (LONG, SURE), (LONGEST, SURE)]
     if not watch.corrected and watch.steps == FIRST:
         looks.insert(0, (FIRST, FIRST_SURE))
     for steps, sure in looks:
-        rows = watch.rates[-steps:]
-        rates = [statistics.median(row[d] for row in rows) for d in range(len(axes.units))]
+        rows = [watch.since_jump(d, steps) for d in range(len(axes.units))]
+        rates = [statistics.median(row) for row in rows]
         units = best(rates, axes.units)
         ends_s = [rate * count for rate, count in zip(rates, axes.units, strict=True)]
         before_s, after_s = max(ends_s), max(rate * count for rate, count in zip(rates, units, strict=True))
         slowest = ends_s.index(before_s)
-        error = 1.25 * watch.noise(slowest) / math.sqrt(len(rows))  # of a median, relative
+        most = max(map(len, rows))
+        doubted = {slowest, *(d for d in axes.active if len(rows[d]) < most)}
+        error = max(1.25 * watch.noise(d) / math.sqrt(len(rows[d])) for d in doubted)  # of a median, relative
         if before_s - after_s > max(DEADBAND, sure * error) * before_s:
             return Change(axes, units, slowest, before_s, after_s)
     return None

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from convoy.adapt.rebalance import FIRST, MOST, STARTING, Balancer, Keep, Reshare, best, observe
+from convoy.adapt.rebalance import FIRST, LEAST, MOST, STARTING, Balancer, Keep, Reshare, best, observe
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.coupling import shares_of
@@ -165,6 +165,34 @@ def test_after_a_halving_ten_steps_bring_back_the_best_split(kind: str, slowed: 
     _, later = run(world, state, 200)
     assert all(_swing(state.plan, decision.plan) <= max(0.05, 2 * noise) for _, decision in later)
     assert len(later) <= 1, "a last correction, once the noise is averaged out"
+
+
+@pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.02])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_fall_to_a_third_and_the_recovery_are_answered_in_five_steps(kind: str, noise: float, seed: int) -> None:
+    """It took ten steps and fifteen to fifty: medians over the change gave shares in between, and the change that undid a small
+    early one, and the recovery after it, asked for twice as many steps each."""
+    world = World([8.0, 5.0, 3.0, 2.0], noise, seed=seed)
+    state, _ = run(world, Balancer.start(PLANS[kind]([7.8, 5.1, 3.1, 2.0]), graph()), 40)
+    for speed, until in ((8.0 / 3, 120), (8.0, 200)):
+        world.speeds[0] = speed
+        before_s = step_s(world, state.plan)
+        state, changes = run(world, state, 5)
+        assert changes
+        assert step_s(world, state.plan) <= 1.05 * best_s(world, state.plan) < before_s
+        state, later = run(world, state, until - 45 if until == 120 else 75)
+        assert all(_swing(state.plan, decision.plan) <= 0.05 for _, decision in later)
+        assert len(later) <= 1
+
+
+def test_a_jump_is_answered_by_the_speeds_after_it_and_one_long_step_is_none() -> None:
+    world = World([4.0, 4.0, 4.0, 4.0])
+    state, _ = run(world, Balancer.start(by_samples([1.0] * 4), graph()), 30)
+    world.speeds[2] = 1.0
+    state, changes = run(world, state, 6)
+    assert [step for step, _ in changes] == [LEAST - 1]
+    assert step_s(world, state.plan) == pytest.approx(best_s(world, state.plan))
 
 
 def _swing(a: Plan, b: Plan) -> float:
