@@ -6,8 +6,8 @@ per unit. When other units would end the slowest device's computing sooner, by m
 
 - The median of the last `SHORT` steps sees a large change soon; that of many, a small one surely. A step that took long for
   once moves neither.
-- A device whose seconds jump is another device from then on: steps from before are forgotten, and nothing is decided in between,
-  where a median would be of both. So `LEAST` steps after a jump the shares are those of the new speeds.
+- A device whose seconds jump is another device from then on: steps from before are forgotten, and nothing is decided in
+  between, where a median would be of both. So `LEAST` steps after a jump the shares are those of the new speeds.
 - The gain must exceed `DEADBAND`, and `SURE` standard errors of the slowest device's median. Its noise is taken from
   differences between steps that follow each other, so that a change of speed does not count as noise.
 - Once, after `FIRST` steps, `FIRST_SURE` is enough: the shares until then come from what the devices did alone, which is
@@ -47,8 +47,8 @@ RELAXED = 60
 """After so many steps without a change, or twice those that were asked for, `LEAST` steps are enough again."""
 
 JUMP, JUMP_SURE = 0.15, 3.0
-"""A device's seconds have jumped when `LEAST` steps in turn are longer than those before by more than this part and so many times
-its noise, or shorter likewise. Steps from before a jump tell nothing of those after it."""
+"""A device's seconds have jumped when `LEAST` steps in turn are longer than those before by more than this part and so many
+times its noise, or shorter likewise. Steps from before a jump tell nothing of those after it."""
 
 DEADBAND = 0.03
 """A smaller part of the slowest device's computing is not worth a change."""
