@@ -6,7 +6,7 @@
     scripts.py      run
     training.py     train, demo
     fleets.py       measure, plan, rehearse, doctor
-    fleet_files.py  fleet init, fleet show, setup
+    fleet_files.py  fleet init, fleet show, setup, key
     reports.py      predict, simulate, report
 """
 

@@ -1,4 +1,4 @@
-"""convoy fleet init, convoy fleet show, convoy setup."""
+"""convoy fleet init, convoy fleet show, convoy setup, convoy key."""
 
 from pathlib import Path
 from typing import Annotated
@@ -110,3 +110,20 @@ def setup(
 
     options = Options(into.rstrip("/"), tuple(data or ()), requirements, wheels, index, print_lines, doctor)
     raise typer.Exit(setup_fleet(fleet, options))
+
+
+@app.command()
+def key(
+    file: Annotated[Path, typer.Argument(help="File to write; only you can read it.", **PATH)],
+) -> None:
+    """Make the key of a job on several machines that torchrun, srun or mpirun starts; what Convoy starts needs none.
+
+    Bring the file to every machine (scp -p keeps its mode), and name it there with --job-key FILE, or for a script of your own
+    in the variable CONVOY_JOB_KEY. Who has it belongs to the job: make another one for each job, and remove it afterwards.
+
+    Example: convoy key job.key
+    """
+    from convoy.comm.job_key import write_key_file
+
+    write_key_file(file)
+    print(f"{file} has a new key. On every machine of the job: --job-key {file}")

@@ -1,5 +1,6 @@
 """convoy measure, convoy plan, convoy rehearse, convoy doctor."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from convoy.cli.options import (
     Devices,
     Image,
     ImageSize,
+    JobKeyFile,
     Net,
     Optimizer,
     Port,
@@ -23,10 +25,12 @@ from convoy.cli.options import (
     Print,
     Slowdown,
     Timeout,
+    TrustNetwork,
     app,
     image_of,
     in_job,
 )
+from convoy.comm.job_key import choose
 from convoy.config.settings import FIELDS
 from convoy.errors import InputError
 
@@ -54,6 +58,8 @@ def measure(
     precision: Precision = FIELDS["precision"].default,
     budget: Annotated[float, typer.Option(help="About the seconds that measuring may take.", **SECONDS)] = 60.0,
     timeout: Timeout = 60.0,
+    job_key: JobKeyFile = None,
+    trust_network: TrustNetwork = False,
     port: Port = None,
     print_lines: Print = False,
 ) -> None:
@@ -66,6 +72,7 @@ def measure(
     from convoy.config.run_file import resolve_settings
 
     one_of_job = in_job()
+    choose(job_key, trust_network, os.environ)
     if not one_of_job and (fleet is not None or print_lines):
         from convoy.launch.command import fleet_to_start, measure_on_fleet
 

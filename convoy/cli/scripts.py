@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from convoy.cli.options import PATH, Port, app, in_job
+from convoy.cli.options import PATH, JobKeyFile, Port, TrustNetwork, app, in_job
+from convoy.comm.job_key import choose
 from convoy.comm.launch_env import hidden
 from convoy.errors import InputError
 
@@ -41,6 +42,8 @@ def run(
     image: Annotated[
         str | None, typer.Option(help="For --print kubernetes: the container image that has Convoy and the script.")
     ] = None,
+    job_key: JobKeyFile = None,
+    trust_network: TrustNetwork = False,
     port: Port = None,
     logs: Annotated[
         Path | None,
@@ -62,6 +65,7 @@ def run(
     Example: convoy run --devices 4 examples/one_line.py
     """
     argv = _python_words(words or [], module)
+    choose(job_key, trust_network, os.environ)
     if in_job():
         _become(argv, hidden(os.environ))
     if fleet is not None or print_for is not None or image is not None:

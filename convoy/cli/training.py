@@ -1,5 +1,6 @@
 """convoy train, convoy demo."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from convoy.cli.options import PlanName, Print, app, in_job, path_of, with_settings
+from convoy.comm.job_key import choose
 
 
 @app.command()
@@ -36,6 +38,7 @@ def train(
 
     one_of_job = in_job()
     resolved = resolve_settings(run, {name: value for name, value in given.items() if value is not None})
+    choose(resolved.settings.job_key, resolved.settings.trust_network, os.environ)
     if not one_of_job and (resolved.settings.fleet is not None or print_lines):
         from convoy.launch.command import fleet_to_start, train_on_fleet
 

@@ -5,8 +5,13 @@ threads.py      a group of threads in this process: run_on_threads()
 processes.py    a group of processes: join() takes the rank that the environment names
 environment.py  that rank, and the address that leads to the others
 accelerator.py  the device to compute on: all that Convoy asks of an accelerator
-rendezvous.py   the store at which processes find each other
-backends.py     how tensors travel: gloo, staged through host memory where that is needed, or NCCL
+job_key.py      the key of a job: who has it belongs to it
+channel.py      one connection: TLS 1.3 by that key
+door.py         where a process listens, and strangers are turned away
+meeting.py      a store of texts behind such a door
+rendezvous.py   how processes find each other at a store
+streams.py      how tensors travel over connections of the job's own
+backends.py     how they travel through torch.distributed: gloo, staged through host memory where that is needed, or NCCL
 failure.py      which peer failed: found by following who waits for whom
 launch_env.py   what torchrun, srun and mpirun tell a process, as torchrun's variables
 agreement.py    what all devices must know alike: values of each, results of device 0, checks that they are the same

@@ -1,4 +1,7 @@
-"""How tensors travel between processes: gloo through host memory, or NCCL between distinct GPUs of one kind."""
+"""How tensors travel through torch.distributed: gloo through host memory, or NCCL between distinct GPUs of one kind.
+
+For networks that are trusted, and NCCL inside one host; otherwise they travel as `streams.py` says.
+"""
 
 import time
 from collections import Counter
@@ -33,6 +36,7 @@ class PeerFailure(Exception):  # noqa: N818 - inside this room only: the group m
         self.reason = str(cause).split(". ")[0].splitlines()[0].split("] ", 1)[-1]
         super().__init__(f"message from or to device {', '.join(map(str, peers))}: {self.reason}")
         self.peers = tuple(peers)
+        self.cause = cause
         self.timed_out = "timed out" in str(cause).lower() or "timeout" in str(cause).lower()
 
 
@@ -51,6 +55,13 @@ class Backend(Protocol):
         """Close all connections now, so that the others notice. Broken: messages may never arrive, await none."""
 
 
+class Waitable(Protocol):
+    """A message under way, of any backend."""
+
+    def wait(self, limit: timedelta) -> object:
+        """RuntimeError if it failed, or took longer."""
+
+
 @dataclass
 class PendingWork:
     """Messages under way.
@@ -60,7 +71,7 @@ class PendingWork:
         staged: (staging buffer in host memory, where it belongs) of received messages.
     """
 
-    works: list[tuple[tuple[int, ...], Work]]
+    works: list[tuple[tuple[int, ...], Waitable]]
     staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def wait(self, limit_s: float, waits_for: Callable[[int | None], None]) -> None:
@@ -86,6 +97,39 @@ class PendingWork:
 
 
 @final
+class Staging:
+    """Brings tensors of an accelerator through pinned host memory; with ``always`` those in host memory, too."""
+
+    def __init__(self, always: bool) -> None:
+        self._always = always
+
+    def place_for(self, tensor: torch.Tensor, work: PendingWork) -> torch.Tensor:
+        """Where a message shall arrive that belongs into this tensor."""
+        if not self._goes_through_host(tensor):
+            return tensor
+        host = in_host_memory(tensor)
+        work.staged.append((host, tensor))
+        return host
+
+    def in_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors in host memory, complete when this returns."""
+        hosts = []
+        for tensor in tensors:
+            host = tensor
+            if self._goes_through_host(tensor):
+                host = in_host_memory(tensor)
+                host.copy_(tensor, non_blocking=host.is_pinned())
+            hosts.append(host)
+        # A tensor leaves when it is there: the device goes on meanwhile with whatever is queued behind it.
+        if tensors and tensors[0].device.type != "cpu":
+            queued(tensors[0].device).synchronize()
+        return hosts
+
+    def _goes_through_host(self, tensor: torch.Tensor) -> bool:
+        return self._always or tensor.device.type != "cpu"
+
+
+@final
 class GlooBackend:
     """Tensors over gloo's TCP connections, one to every other device, moved by a thread of gloo's own.
 
@@ -108,7 +152,7 @@ class GlooBackend:
         options._timeout = timedelta(seconds=max(1.0, limit_s))
         options._threads = 1  # for collectives, which Convoy does not use
         self._gloo = Gloo(PrefixStore("gloo", store), device, devices, options)
-        self._staged = staged
+        self._staging = Staging(staged)
         self._first_peer = 1 if device == 0 else 0
         self._sent: Counter[tuple[int, int]] = Counter()  # (lane, peer) -> messages
         self._received: Counter[tuple[int, int]] = Counter()
@@ -130,12 +174,9 @@ class GlooBackend:
         work = PendingWork([])
         # Receives first: what arrives for a posted receive goes straight to its place.
         for tag, message in receives:
-            tensor = message.tensor
-            if self._goes_through_host(tensor):
-                tensor = in_host_memory(tensor)
-                work.staged.append((tensor, message.tensor))
+            tensor = self._staging.place_for(message.tensor, work)
             work.works.append(self._begin(self._gloo.recv, tensor, message.peer, tag))
-        tensors = self._to_host([message.tensor.detach() for _, message in sends])
+        tensors = self._staging.in_host([message.tensor.detach() for _, message in sends])
         for (tag, message), tensor in zip(sends, tensors, strict=True):
             work.works.append(self._begin(self._gloo.send, tensor, message.peer, tag))
         return work
@@ -160,23 +201,6 @@ class GlooBackend:
             return (peer,), verb([tensor], peer, tag)
         except RuntimeError as error:
             raise PeerFailure((peer,), error) from None
-
-    def _goes_through_host(self, tensor: torch.Tensor) -> bool:
-        return self._staged or tensor.device.type != "cpu"
-
-    def _to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors in host memory, complete when this returns."""
-        hosts = []
-        for tensor in tensors:
-            host = tensor
-            if self._goes_through_host(tensor):
-                host = in_host_memory(tensor)
-                host.copy_(tensor, non_blocking=host.is_pinned())
-            hosts.append(host)
-        # A tensor leaves when it is there: the device goes on meanwhile with whatever is queued behind it.
-        if tensors and tensors[0].device.type != "cpu":
-            queued(tensors[0].device).synchronize()
-        return hosts
 
 
 def _next_tag(counters: Counter[tuple[int, int]], message: Message, lane: int) -> int:

@@ -56,6 +56,10 @@ class ChangingGroup:
         return self.present.sent_bytes
 
     @property
+    def strangers(self) -> int:
+        return self.present.strangers
+
+    @property
     def failure(self) -> ConvoyError | None:
         return self.present.failure
 

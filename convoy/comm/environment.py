@@ -179,6 +179,15 @@ def is_own(host: str) -> bool:
     return False
 
 
+def is_own_machine(env: ProcessEnv) -> bool:
+    """Whether all processes of a job are on this machine, for all that can be known before they meet."""
+    if env.local_devices == env.devices:
+        return True
+    with suppress(InputError):
+        return all(is_loopback(str(target[0])) for _, target in resolve(env.host, env.port, socket.SOCK_STREAM))
+    return False
+
+
 def is_loopback(address: str) -> bool:
     """Whether an address leads to its own machine only."""
     return address.startswith("127.") or address == "::1"

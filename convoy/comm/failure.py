@@ -1,12 +1,11 @@
 """Finds which device failed, by following who waits for whom.
 
-A closed or silent connection says little: the peer may have left because of another device. So each process has a
-health server beside its data connections, on a thread of its own. A device that loses its peer pings it: the connection
-is refused (the process is dead), nothing comes back (frozen), or the answer says for whom that device waits itself. A
-process that leaves because of an error first sends the others a failure report.
+A closed or silent connection says little: the peer may have left because of another device. So each process answers for its
+health at its door, on a thread of its own. A device that loses its peer pings it: the connection is refused (the process is
+dead), nothing comes back (frozen), or the answer says for whom that device waits itself. A process that leaves because of an
+error first sends the others a failure report.
 """
 
-import json
 import socket
 import threading
 import time
@@ -16,6 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any, Protocol
 
+from convoy.comm.channel import Channel, NotOfThisJob, Words
+from convoy.comm.door import Door
 from convoy.comm.place import SAME_STEPS, own_place
 
 PING_S = 2.0
@@ -24,10 +25,8 @@ PING_S = 2.0
 REPORT_S = 1.0
 """How long a failure report may be on its way, and how long sending all of them may take."""
 
-LINE_BYTES = 65536
-
-Words = dict[str, Any]
-"""A question or an answer, as JSON."""
+RETRY_S = 0.05
+"""Between two attempts to ask."""
 
 DONE_CAUSE = "had ended its work while others still waited for it: the devices do not run the same steps"
 
@@ -101,7 +100,7 @@ def find_failed(
         if report is not None:
             # Whoever ends its work does not know at which line others still wait.
             return Verdict(
-                report.root, report.cause + (_told({**places, device: None}) if report.cause == DONE_CAUSE else "")
+                report.root, report.cause + (told({**places, device: None}) if report.cause == DONE_CAUSE else "")
             )
         if isinstance(answer, NoAnswer):
             return Verdict(device, _silence_cause(answer, limit_s, closed))
@@ -109,17 +108,17 @@ def find_failed(
         if answer is not None:
             places[device] = answer.place
         if answer is not None and answer.done:
-            return Verdict(device, DONE_CAUSE + _told(places))
+            return Verdict(device, DONE_CAUSE + told(places))
         if answer is None or answer.waits_for is None:
-            return Verdict(device, _busy_cause(limit_s, closed) + ("" if closed else _told(places)))
+            return Verdict(device, _busy_cause(limit_s, closed) + ("" if closed else told(places)))
         if answer.waits_for in chain:
             circle = " -> ".join(str(each) for each in [*chain, answer.waits_for])
             same = "the devices do not run the same steps; start all with the same program"
-            return Verdict(device, f"waits in a circle ({circle}): {same}{_told(places)}")
+            return Verdict(device, f"waits in a circle ({circle}): {same}{told(places)}")
         device, closed = answer.waits_for, False
 
 
-def _told(places: Mapping[int, str | None]) -> str:
+def told(places: Mapping[int, str | None]) -> str:
     """At which lines the devices are, where that is known and tells something."""
     known = [f"device {device} is at {place}" for device, place in sorted(places.items()) if place is not None]
     remedy = f". {SAME_STEPS}" if len(set(places.values())) > 1 else ""
@@ -154,34 +153,32 @@ def _busy_cause(limit_s: float, closed: bool) -> str:
 
 
 class HealthServer:
-    """This process's health server, and its client for those of the others. Its thread sleeps until somebody asks."""
+    """This process's answers at its door about its health, and its questions to the others."""
 
-    def __init__(self, device: int, address: str, token: str) -> None:
-        """Listen at ``address`` on a free port.
+    def __init__(self, device: int, door: Door, token: str) -> None:
+        """Answer at a door.
 
         Args:
-            token: known to the processes of this job only; others get no answer.
+            token: known to the processes of this group only; others get no answer.
         """
         self.device = device
         self.token = token
+        self.door = door
         self.state = Health()
         """What this device answers; to be replaced as it waits."""
         self.addresses: list[tuple[str, int]] = []
-        """Of all devices' servers; to be set before the first ping."""
-        self.answers: dict[str, Callable[[Words], Words]] = {}
-        """What answers further questions of the others, by the name of the question; called on the server's thread."""
+        """Of all devices' doors; to be set before the first ping."""
+        self.answers: dict[str, Callable[[Words], Words]] = {"health": self._health}
+        """What answers the questions of the others, by the name of the question; called on the door's thread."""
         self._reports: dict[int, FailureReport] = {}
         self._reported = threading.Condition()
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.create_server((address, 0), family=family, backlog=64)
-        self._closing = False
-        self._thread = threading.Thread(target=self._serve, name="convoy-health", daemon=True)
-        self._thread.start()
+        self._asking: dict[tuple[str, int], threading.Lock] = {}
+        self._calls: dict[tuple[str, int], Channel] = {}
+        door.handlers["health"] = self._answer
 
     @property
     def address(self) -> tuple[str, int]:
-        host, port = self._listener.getsockname()[:2]
-        return str(host), int(port)
+        return self.door.address
 
     def ping(self, device: int) -> Health | NoAnswer:
         """Ask a device for its health."""
@@ -190,39 +187,63 @@ class HealthServer:
             return answer
         try:
             waits_for, place = answer["waits_for"], answer["place"]
-            return Health(
-                None if waits_for is None else int(waits_for),
-                bool(answer["done"]),
-                None if place is None else str(place),
-            )
+            waits = None if waits_for is None else int(waits_for)
+            return Health(waits, bool(answer["done"]), None if place is None else str(place))
         except (ValueError, LookupError, TypeError):
             return NoAnswer.DEAD
 
     def ask(self, address: tuple[str, int], question: str, limit_s: float = PING_S, **words: Any) -> Words | NoAnswer:
-        """The answer of the server at an address to a question."""
-        connected = False
+        """The answer of the process at an address to a question. The connection stays open for the next one."""
+        deadline_s = time.monotonic() + limit_s
+        lock = self._asking.setdefault(address, threading.Lock())
+        if not lock.acquire(timeout=limit_s):
+            return NoAnswer.FROZEN  # another thread waits for it just as long
         try:
-            with socket.create_connection(address, timeout=limit_s) as connection:
-                connected = True
-                connection.settimeout(limit_s)
-                connection.sendall(self._line({"ask": question, **words}))
-                answer = json.loads(_read_line(connection))
-                return answer if isinstance(answer, dict) else NoAnswer.DEAD
-        except TimeoutError:
-            return NoAnswer.FROZEN if connected else NoAnswer.UNREACHABLE
-        except (ConnectionError, ValueError, LookupError, TypeError):
-            return NoAnswer.DEAD
-        except OSError:
-            return NoAnswer.UNREACHABLE
+            while True:
+                try:
+                    return self._ask(address, self._words(ask=question, **words), deadline_s)
+                except TimeoutError:
+                    return NoAnswer.FROZEN if _connects(address) else NoAnswer.UNREACHABLE
+                except ConnectionRefusedError:
+                    return NoAnswer.DEAD
+                except (ConnectionError, NotOfThisJob, ValueError):
+                    # It has ended this moment, which the next attempt tells; or its door was full of strangers.
+                    if time.monotonic() + RETRY_S > deadline_s:
+                        return NoAnswer.DEAD
+                    time.sleep(RETRY_S)
+                except OSError:
+                    return NoAnswer.UNREACHABLE
+        finally:
+            lock.release()
+
+    def _ask(self, address: tuple[str, int], words: Words, deadline_s: float) -> Words:
+        channel = self._calls.pop(address, None)
+        try:
+            if channel is None:
+                channel = self.door.credentials.call(address, words, deadline_s)
+            else:
+                channel.deadline(deadline_s)
+                channel.say(words)
+            answer = channel.heard()
+        except BaseException:
+            if channel is not None:
+                channel.close()
+            raise
+        self._calls[address] = channel
+        assert answer is not None  # this connection waits
+        return answer
 
     def report_failure(self, report: FailureReport) -> None:
         """Tell every other device why this one leaves. Dead and unreachable ones cost at most `REPORT_S` together."""
-        deadline_s = time.monotonic() + REPORT_S
+        end_s = time.monotonic() + REPORT_S
         for device, address in enumerate(self.addresses):
-            left_s = deadline_s - time.monotonic()
-            if device != self.device and left_s > 0:
-                with suppress(OSError), socket.create_connection(address, timeout=min(0.3, left_s)) as connection:
-                    connection.sendall(self._line({"report": asdict(report)}))
+            now_s = time.monotonic()
+            if device != self.device and now_s < end_s:
+                words = self._words(report=asdict(report))
+                with suppress(OSError, NotOfThisJob, ValueError):
+                    channel = self.door.credentials.call(address, words, min(end_s, now_s + 0.3))
+                    with channel.connection:
+                        channel.heard()  # a connection that closes too early takes with it what has not been read
 
     def report_from(self, device: int, timeout_s: float) -> FailureReport | None:
         """The report that a device sent here, if it comes within the time."""
@@ -231,42 +252,32 @@ class HealthServer:
             return self._reports.get(device)
 
     def close(self) -> None:
-        self._closing = True
-        with suppress(OSError):  # wakes the thread
-            socket.create_connection(self.address, timeout=PING_S).close()
-        self._thread.join(PING_S)
-        self._listener.close()
+        self.door.close()
+        while self._calls:
+            self._calls.popitem()[1].close()
 
-    def _line(self, words: dict[str, object]) -> bytes:
-        return json.dumps({"token": self.token, **words}).encode() + b"\n"
+    def _words(self, **words: object) -> Words:
+        return {"for": "health", "token": self.token, **words}
 
-    def _serve(self) -> None:
-        while not self._closing:
-            # A client that hangs up, or is no Convoy process, gets nothing.
-            with suppress(OSError, ValueError, LookupError, TypeError):
-                client, _ = self._listener.accept()
-                with client:
-                    client.settimeout(REPORT_S / 2)
-                    self._answer(client)
+    def _health(self, _: Words) -> Words:
+        return asdict(replace(self.state, place=own_place()))
 
-    def _answer(self, client: socket.socket) -> None:
-        words = json.loads(_read_line(client))
+    def _answer(self, words: Words, _: Channel) -> Words | None:
         if words["token"] != self.token:
-            return
-        if (answer := self.answers.get(words.get("ask", ""))) is not None:
-            client.sendall(json.dumps(answer(words)).encode() + b"\n")
-            return
+            return None
         if (report := words.get("report")) is None:
-            client.sendall(json.dumps(asdict(replace(self.state, place=own_place()))).encode() + b"\n")
-            return
+            return self.answers[words["ask"]](words)
         with self._reported:
             device = int(report["device"])
             self._reports[device] = FailureReport(device, int(report["root"]), str(report["cause"]))
             self._reported.notify_all()
+        return {}
 
 
-def _read_line(connection: socket.socket) -> bytes:
-    line = b""
-    while not line.endswith(b"\n") and len(line) < LINE_BYTES and (piece := connection.recv(4096)):
-        line += piece
-    return line
+def _connects(address: tuple[str, int]) -> bool:
+    """Whether the system at an address still takes connections for a process, also for one that does nothing."""
+    try:
+        socket.create_connection(address, timeout=0.2).close()
+    except OSError:
+        return False
+    return True

@@ -51,6 +51,7 @@ class Group(Protocol):
         torch_device: where this device computes; message tensors live there.
         timeout_s: how long a wait may last before the other side counts as lost.
         sent_bytes: payload bytes sent to each device since the start, or since ``clear_counters``.
+        strangers: how many connections this device has turned away, of who does not have the job's key.
         failure: why the group can no longer be used, its own closing included; None while it can.
     """
 
@@ -73,6 +74,9 @@ class Group(Protocol):
 
     @property
     def failure(self) -> ConvoyError | None: ...
+
+    @property
+    def strangers(self) -> int: ...
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
         """Start to send and to receive, and return at once.
@@ -124,6 +128,10 @@ class CountedGroup(ABC):
         self.sent_bytes = [0] * devices
         self.failure: ConvoyError | None = None
         self._counting = threading.Lock()
+
+    @property
+    def strangers(self) -> int:
+        return 0
 
     @abstractmethod
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending: ...

@@ -11,18 +11,41 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TypeVar, final
+from typing import Any, TypeVar, cast, final
 
 import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from convoy.comm.accelerator import limit_memory, pick_device
 from convoy.comm.backends import CONTROL, Backend, GlooBackend, NcclBackend, PeerFailure, PendingWork, can_use_nccl
 from convoy.comm.changing import ChangingGroup
-from convoy.comm.environment import ProcessEnv, own_address, reachable_address, read_process_env
-from convoy.comm.failure import DONE_CAUSE, REPORT_S, FailureReport, Health, HealthServer, NoAnswer, find_failed
+from convoy.comm.door import Door
+from convoy.comm.environment import ProcessEnv, listen_at, own_address, reachable_address, read_process_env
+from convoy.comm.failure import (
+    DONE_CAUSE,
+    REPORT_S,
+    FailureReport,
+    Health,
+    HealthServer,
+    NoAnswer,
+    Verdict,
+    find_failed,
+    told,
+)
 from convoy.comm.group import AloneGroup, CountedGroup, Group, Message, Pending, closed_error
 from convoy.comm.place import own_place
-from convoy.comm.rendezvous import ProcessInfo, Rendezvous, own_info, store_at, title
+from convoy.comm.rendezvous import (
+    ProcessInfo,
+    Rendezvous,
+    credentials_of,
+    leave_store,
+    own_info,
+    store_at,
+    store_on,
+    title,
+    visit_store,
+)
+from convoy.comm.streams import StreamBackend, WrongSizeError
 from convoy.errors import ConvoyError, DeviceLostError, InputError, shown
 from convoy.fleet.units import quantity
 
@@ -94,18 +117,20 @@ def meet(
     deadline_s = time.monotonic() + timeout_s
     address = own_address(env.host, env.port)
     try:
-        rendezvous = Rendezvous(
-            store_at(env, deadline_s), env, next(_rendezvous_count) if number is None else number, deadline_s
-        )
+        credentials = credentials_of(env)
+        store = store_at(env, deadline_s, credentials)
+        rendezvous = Rendezvous(store, env, next(_rendezvous_count) if number is None else number, deadline_s)
         infos = rendezvous.exchange_infos(own_info(torch_device, env.devices, address))
         address = reachable_address(address, [info.address for info in infos])
-        health = HealthServer(env.device, address, infos[0].nonce)
+        door = Door(listen_at(address, 0), credentials)
+        health = HealthServer(env.device, door, infos[0].nonce)
         group = JoinedGroup(torch_device, timeout_s, infos, health, staged)
         try:
             group.connect(rendezvous, address, staged)
         except BaseException as error:
             group.close(error)
             raise
+        leave_store(env.host, env.port)
     except RuntimeError as error:
         raise DeviceLostError(
             0,
@@ -120,7 +145,7 @@ def meet(
 class JoinedGroup(CountedGroup):
     """This process in a group of processes. Made by :func:`join`."""
 
-    _gloo: GlooBackend
+    _first: GlooBackend | StreamBackend
     _backend: Backend
 
     def __init__(
@@ -134,6 +159,7 @@ class JoinedGroup(CountedGroup):
         super().__init__(health.device, len(infos), torch_device, timeout_s)
         self.infos = tuple(infos)
         self.staged, self.address, self.token = staged, health.address[0], health.token
+        self.credentials = health.door.credentials
         self.report_s = REPORT_S  # a process that knows of itself who is lost needs not wait so long
         self._health = health
         self._connected: list[Backend] = []
@@ -144,6 +170,10 @@ class JoinedGroup(CountedGroup):
         self._closed = False
         self._process = os.getpid()
         self._under_way: set[_PendingMessages] = set()
+
+    @property
+    def strangers(self) -> int:
+        return sum(self._health.door.strangers.values())
 
     def connect(self, rendezvous: Rendezvous, address: str, staged: bool) -> None:
         """Open the connections to all others."""
@@ -159,17 +189,34 @@ class JoinedGroup(CountedGroup):
                     "there in GLOO_SOCKET_IFNAME",
                 )
         limit_s = rendezvous.deadline_s - time.monotonic()
+        door, peers = self._health.door, self._health.addresses
+        trusted = door.credentials.key is None
         try:
-            self._gloo = GlooBackend(rendezvous.store, self.device, self.devices, address, limit_s, staged)
+            if trusted:
+                store: Any = PrefixStore(rendezvous.prefix, cast(Any, rendezvous.whole))
+                self._first = GlooBackend(store, self.device, self.devices, address, limit_s, staged)
+            else:
+                self._first = StreamBackend(door, peers, self.device, self._health.token, limit_s, staged)
         except RuntimeError as error:
             raise self._unconnected(address, str(error).splitlines()[0]) from error
-        self._backend = self._gloo
-        self._connected.append(self._gloo)
+        self._backend = self._first
+        self._connected.append(self._first)
         hosts, names = [each.host for each in self.infos], [each.name for each in self.infos]
-        if can_use_nccl([each.device for each in self.infos], names, hosts):
-            self._backend = NcclBackend(rendezvous.store, self.device, self.devices, self.torch_device, self.timeout_s)
+        if can_use_nccl([each.device for each in self.infos], names, hosts) and (trusted or len(set(hosts)) == 1):
+            store = self._store_for_nccl(rendezvous) if not trusted else store
+            self._backend = NcclBackend(store, self.device, self.devices, self.torch_device, self.timeout_s)
             self._connected.append(self._backend)
             self.lanes = self._backend.lanes
+        try:  # nobody leaves the meeting before all have all connections
+            self._swap_pages(["all are connected", "", None], max(1.0, rendezvous.deadline_s - time.monotonic()))
+        except PeerFailure as failure:
+            raise self._fail(failure) from failure
+
+    def _store_for_nccl(self, rendezvous: Rendezvous) -> TCPStore:
+        """A store of torch's on this machine alone: NCCL wants one, here only between the GPUs of one host."""
+        store = store_on(listen_at("127.0.0.1", 0)) if self.device == 0 else None
+        port = rendezvous.gather("nccl", str(store.port) if store is not None else "")[0]
+        return store or visit_store("127.0.0.1", int(port), rendezvous.deadline_s)
 
     def _unconnected(self, address: str, reason: str) -> ConvoyError:
         for peer in range(self.devices):
@@ -178,8 +225,8 @@ class JoinedGroup(CountedGroup):
             if peer != self.device and isinstance(silence := self._health.ping(peer), NoAnswer):
                 return DeviceLostError(peer, f"{self._title(peer)} was lost before the job began: {silence.value}")
         return ConvoyError(
-            f"device {self.device} met all others, but gloo could not connect to them from {address} within "
-            f"{self.timeout_s:g} s ({reason}): it uses any port from 1024 up, open them between the machines"
+            f"device {self.device} met all others, but could not connect to them from {address} within "
+            f"{self.timeout_s:g} s ({reason}): any port from 1024 up is used, open them between the machines"
         )
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
@@ -215,7 +262,7 @@ class JoinedGroup(CountedGroup):
     def _swap(self, tag: int, mine: torch.Tensor, theirs: dict[int, torch.Tensor], limit_s: float) -> None:
         sends = [(tag, Message(peer, mine)) for peer in theirs]
         receives = [(tag, Message(peer, tensor)) for peer, tensor in theirs.items()]
-        self._gloo.start_tagged(sends, receives).wait(limit_s, self._wait_for)
+        self._first.start_tagged(sends, receives).wait(limit_s, self._wait_for)
 
     def _wait_for(self, peer: int | None, lane: int = 0) -> None:
         # It stays set after a failure, so that others can follow it.
@@ -231,9 +278,15 @@ class JoinedGroup(CountedGroup):
                 if len(failure.peers) > 1:
                     silent = (each for each in failure.peers if isinstance(self._health.ping(each), NoAnswer))
                     peer = next(silent, peer)
-                verdict = find_failed(
-                    self._health, self.device, peer, failure.timed_out, self.timeout_s, own_place(), self.report_s
-                )
+                if isinstance(failure.cause, WrongSizeError):
+                    verdict = Verdict(
+                        peer,
+                        f"{failure.cause}: the devices do not run the same steps{told({self.device: own_place()})}",
+                    )
+                else:
+                    verdict = find_failed(
+                        self._health, self.device, peer, failure.timed_out, self.timeout_s, own_place(), self.report_s
+                    )
                 self.failure = DeviceLostError(verdict.device, f"{self._title(verdict.device)} {verdict.cause}")
                 self._tell(verdict.device, verdict.cause)
                 self._cut(broken=True)

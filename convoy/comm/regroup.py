@@ -12,11 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import final
 
 from convoy.comm.changing import ChangingGroup
-from convoy.comm.environment import ProcessEnv
-from convoy.comm.failure import HealthServer, NoAnswer, Words
+from convoy.comm.channel import Words
+from convoy.comm.door import Door
+from convoy.comm.environment import ProcessEnv, listen_at
+from convoy.comm.failure import HealthServer, NoAnswer
 from convoy.comm.group import AloneGroup, Group
 from convoy.comm.processes import JoinedGroup, meet
-from convoy.comm.rendezvous import keep_store, leave_store
+from convoy.comm.rendezvous import forget_store, keep_store
 from convoy.errors import ConvoyError, DeviceLostError
 from convoy.membership.agreement import (
     Ask,
@@ -66,7 +68,10 @@ class Membership:
         self.group, self.timeout_s, self.staged = group, group.timeout_s, joined.staged
         self.silence_s = max(LEAST_SILENCE_S, group.timeout_s * SILENT_PART)
         joined.report_s = REPORT_S
-        self._server = HealthServer(joined.device, joined.address, f"members of {joined.token}")
+        self._credentials = joined.credentials
+        # A door of its own, which outlives the groups.
+        door = Door(listen_at(joined.address, 0), self._credentials, "convoy-members")
+        self._server = HealthServer(joined.device, door, f"members of {joined.token}")
         rows = group.agree("members", json.dumps(self._server.address))
         self._addresses: Mapping[int, Address] = {d: (str(h), int(p)) for d, (h, p) in enumerate(map(json.loads, rows))}
         self._state = Member(joined.device, Generation(0, tuple(range(joined.devices))))
@@ -101,7 +106,7 @@ class Membership:
         finally:
             self._server.close()
         if self._store is not None:
-            leave_store(*self._store)
+            forget_store(*self._store)
 
     # --- what others say, on the threads of the server and of the beats ------------------------------------------------
 
@@ -181,7 +186,7 @@ class Membership:
         self._observe(Interrupted())
         self.group.close(error)
         if before is not None:
-            leave_store(*before)
+            forget_store(*before)
         waits_until_s = time.monotonic() + self.timeout_s
         while True:
             match instruction(self._state):
@@ -234,7 +239,7 @@ class Membership:
             else:
                 if hosts:
                     host = self._server.address[0]
-                    self._store = (host, keep_store(host))
+                    self._store = (host, keep_store(host, self._credentials))
                 assert self._store is not None
                 env = ProcessEnv(index, count, 0, None, *self._store, hosted=False, attempt=0)
                 limit_s = max(5.0, 2 * self.silence_s)
@@ -242,7 +247,7 @@ class Membership:
                 group.timeout_s, group.report_s = self.timeout_s, REPORT_S
         except ConvoyError:
             if self._store is not None:
-                leave_store(*self._store)
+                forget_store(*self._store)
             self._store = None
             self._observe(Missed())
             return None

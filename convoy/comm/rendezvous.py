@@ -10,14 +10,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import distributed
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from convoy._version import __version__
 from convoy.comm.accelerator import hardware_name, own_mark
-from convoy.comm.environment import ProcessEnv, inherited_listener, is_loopback, listen_at, resolve
+from convoy.comm.channel import Credentials
+from convoy.comm.environment import ProcessEnv, inherited_listener, is_loopback, listen_at, own_address, resolve
+from convoy.comm.job_key import key_of_process
+from convoy.comm.meeting import KeptStore, Prefixed, Store, VisitedStore, visit
 from convoy.errors import DeviceLostError, InputError, MismatchError
 
 SHARED = "CONVOY_SHARED_ACCELERATOR"
@@ -96,41 +100,104 @@ LONGEST_PAUSE_S = 0.1
 """Between two looks into the store."""
 
 _stores: dict[tuple[str, int], Store] = {}
-"""The stores this process has been to. They stay open until it ends, so that a job can meet again at the same port."""
+"""The stores this process goes to. Torch's stay open until it ends, so that a job can meet again at the same port."""
+
+_texts: dict[tuple[str, int], dict[str, str]] = {}
+"""What lies in the stores of this process, so that a job can meet again at a store that was closed in between."""
+
+_boards = Counter[tuple[str, int]]()
+"""How often this job has met where torch's store is only the place that tells where the job's own is."""
 
 
-def keep_store(address: str) -> int:
-    """Host a store for a further meeting, on a free port of this machine's address; the port."""
+def credentials_of(env: ProcessEnv) -> Credentials:
+    """What this process proves itself with to the others of its job. InputError: see :func:`key_of_process`."""
+    return Credentials(key_of_process(env, os.environ))
+
+
+def keep_store(address: str, credentials: Credentials) -> int:
+    """Keep a store for a further meeting, on a free port of this machine's address; the port."""
     listener = listen_at(address, 0)
     port = int(listener.getsockname()[1])
-    _stores[address, port] = store_on(listener)
+    _stores[address, port] = store_on(listener) if credentials.key is None else KeptStore(listener, credentials, {})
     return port
 
 
 def leave_store(host: str, port: int) -> None:
-    """Close this process's way to a store, where nobody meets any more."""
+    """Close this process's way to a store, and the store if it keeps it: where all have met, the port is free again.
+
+    One of torch's that others may still need, at a job's own meeting point, stays.
+    """
+    store = _stores.get((host, port))
+    if isinstance(store, KeptStore | VisitedStore):
+        del _stores[host, port]
+        store.close()
+
+
+def forget_store(host: str, port: int) -> None:
+    """Close this process's way to a store, of torch's too, where nobody meets any more."""
+    leave_store(host, port)
     _stores.pop((host, port), None)
 
 
-def store_at(env: ProcessEnv, deadline_s: float) -> Store:
-    """The store of this job; this process hosts it if it is device 0 and no launcher does.
+def store_at(env: ProcessEnv, deadline_s: float, credentials: Credentials | None = None) -> Store:
+    """The store of this job; this process keeps it if it is device 0 and no launcher does.
+
+    With a key it is the job's own. Where torch's store is at that place already, that one only tells where the job's own is.
 
     Raises:
-        InputError: device 0 cannot listen there.
+        InputError: device 0 cannot listen there; no key, or another one than who listens there.
         DeviceLostError: nobody listened there until ``deadline_s`` (of ``time.monotonic``).
     """
-    key = (env.host, env.port)
-    if key not in _stores:
-        if distributed.is_initialized() and distributed.get_world_size() == env.devices:
-            # The script has called init_process_group(): all have met already, and device 0's port is taken.
-            return distributed.distributed_c10d._get_default_store()
-        if env.device == 0 and not env.hosted:
-            _check_open(env)
-            listener = inherited_listener()
-            _stores[key] = store_on(listen_at(env.host, env.port) if listener is None else listener)
-        else:
-            _stores[key] = visit_store(env.host, env.port, deadline_s)
+    key, credentials = (env.host, env.port), credentials or credentials_of(env)
+    if key in _stores:
+        return _stores[key]
+    if credentials.key is None:
+        _stores[key] = _torch_store(env, deadline_s)
+    elif env.hosted or _torch_has_met(env):
+        _stores[key] = _told_store(env, _torch_store(env, deadline_s), credentials, deadline_s)
+    elif env.device == 0:
+        listener = _listener(env)
+        _stores[key] = KeptStore(listener, credentials, _texts.setdefault(key, {}))
+    else:
+        _stores[key] = visit(env.host, env.port, credentials, deadline_s)
     return _stores[key]
+
+
+def _torch_has_met(env: ProcessEnv) -> bool:
+    """Whether the script has called init_process_group(): all have met already, and device 0's port is taken."""
+    return distributed.is_initialized() and distributed.get_world_size() == env.devices
+
+
+def _torch_store(env: ProcessEnv, deadline_s: float) -> Any:
+    if _torch_has_met(env):
+        return distributed.distributed_c10d._get_default_store()
+    if env.device == 0 and not env.hosted:
+        return store_on(_listener(env))
+    return visit_store(env.host, env.port, deadline_s)
+
+
+def _told_store(env: ProcessEnv, board: Store, credentials: Credentials, deadline_s: float) -> Store:
+    """The job's own store, of which only the address goes over torch's: who changes that finds no way in, and keeps nothing."""
+    place = (env.host, env.port)
+    key = f"convoy-meeting/{env.attempt}/{_boards[place]}"
+    _boards[place] += 1
+    if env.device == 0:
+        store = KeptStore(listen_at(own_address(env.host, env.port), 0), credentials, {})
+        board.set(key, json.dumps(store.address))
+        return store
+    pause_s = 0.01
+    while not board.check([key]):
+        if time.monotonic() + pause_s > deadline_s:
+            raise DeviceLostError(0, "device 0 did not come within the time limit: see its own output, and start it")
+        time.sleep(pause_s)
+        pause_s = min(LONGEST_PAUSE_S, 1.5 * pause_s)
+    host, port = json.loads(board.get(key))
+    return visit(str(host), int(port), credentials, deadline_s)
+
+
+def _listener(env: ProcessEnv) -> socket.socket:
+    _check_open(env)
+    return inherited_listener() or listen_at(env.host, env.port)
 
 
 def _check_open(env: ProcessEnv) -> None:
@@ -188,7 +255,8 @@ class Rendezvous:
     def __init__(self, store: Store, env: ProcessEnv, number: int, deadline_s: float) -> None:
         """Rendezvous ``number`` of this process; all processes hold equally many. It ends at ``deadline_s``."""
         # A restarted or second one must not find the infos, or gloo's addresses, of the one before.
-        self.store = PrefixStore(f"convoy/{env.attempt}/{number}", store)
+        self.prefix, self.whole = f"convoy/{env.attempt}/{number}", store
+        self.store = Prefixed(self.prefix, store)
         self.env = env
         self.deadline_s = deadline_s
         self.infos: list[ProcessInfo] = []

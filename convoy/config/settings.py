@@ -171,6 +171,18 @@ class Settings(BaseModel):
         "copies of the pieces that only one device has in another's memory; auto: so often that it costs little, and the steps "
         "since are repeated; none: nothing, and a loss ends the training.",
     )
+    job_key: File | None = _fleet(
+        None,
+        "Key of the job, as `convoy key` makes it: under torchrun, srun and mpirun on several machines. The devices that this "
+        "command starts need none.",
+        here=True,
+    )
+    trust_network: bool = _fleet(
+        False,
+        "Speak through torch.distributed, neither authenticated nor encrypted: whoever reaches the machines' ports can read "
+        "and end the job.",
+        here=True,
+    )
     port: int | None = _fleet(None, "Port where the processes meet; default: a free one.", here=True, ge=0, le=65535)
     timeout_s: Seconds = _fleet(60.0, "Seconds after which a silent device counts as lost.", here=True, gt=0)
 

@@ -10,9 +10,8 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
 from convoy.comm.environment import ProcessEnv, is_loopback
+from convoy.comm.meeting import Prefixed, Store
 from convoy.comm.rendezvous import store_at
 from convoy.doctor.probes import ping
 from convoy.doctor.schema import TEXT_BYTES, Finding, Reach
@@ -121,7 +120,7 @@ def connect(env: ProcessEnv, limit_s: float, resolved: Sequence[str]) -> Exchang
         store = store_at(env, deadline_s + CONNECT_S)
     except (InputError, DeviceLostError) as error:
         return Finding("error", f"device {env.device} cannot meet the others: {error}", "Correct that first")
-    return Exchange(PrefixStore(f"convoy-doctor/{env.attempt}", store), env.device, tuple(range(env.devices)))
+    return Exchange(Prefixed(f"convoy-doctor/{env.attempt}", store), env.device, tuple(range(env.devices)))
 
 
 def _await_store(env: ProcessEnv, deadline_s: float) -> Reach:

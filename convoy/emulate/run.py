@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from convoy.comm.job_key import key_to_start
 from convoy.emulate import cgroups, machine, namespaces, orphans
 from convoy.emulate.machine import RunName
 from convoy.errors import InputError
@@ -75,6 +76,7 @@ def rehearse(
             if found:
                 orphans.remove(found)
                 note(f"removed what was {found}")
+            key = key_to_start(os.environ)
             with _hosts(fleet, command, fleet_path) as starts:
                 interrupts.check()
                 with Supervisor(interrupts) as processes:
@@ -82,7 +84,9 @@ def rehearse(
                     for index, start in enumerate(starts):
                         stdout: Output = "keep" if index else first
                         stderr = None if stdout is None else subprocess.STDOUT
-                        processes.start(index, **start, stdout=stdout, stderr=stderr, lifeline=True, own_session=True)
+                        processes.start(
+                            index, **start, stdout=stdout, stderr=stderr, lifeline=True, key=key, own_session=True
+                        )
                     return _watch(processes, fleet, timeout_s, note)
         except Interrupted as interrupted:
             return interrupted.status

@@ -21,6 +21,7 @@ from typing import Any
 
 from convoy._version import __version__
 from convoy.comm.environment import resolve, route_to
+from convoy.comm.job_key import KEY_FILE, TRUST, JobKey
 from convoy.errors import ConvoyError, InputError
 from convoy.launch.exit_status import Ending
 from convoy.launch.host_job import CONVOY_COMMAND, device_environments, log_of
@@ -85,9 +86,12 @@ class Agent:
 
     def _start(self, devices: Supervisor, order: Message) -> None:
         """Start the devices. What device 0 prints goes to files of the terminal, or as it comes to who started this."""
+        key = None if order["key"] is None else JobKey(order["key"].encode())
+        # What this host's own shell says of keys is of no matter here.
+        base = {name: value for name, value in os.environ.items() if name not in (KEY_FILE, TRUST)}
         environments = device_environments(
-            os.environ, order["ranks"], order["names"], total=order["total"], address=order["address"],
-            port=order["port"], own=order["own"],
+            base if key is not None else base | {TRUST: "1"}, order["ranks"], order["names"], total=order["total"],
+            address=order["address"], port=order["port"], own=order["own"],
         )  # fmt: skip
         command = [*CONVOY_COMMAND, *order["argv"]]
         logs = None if order["logs"] is None else Path(order["logs"])
@@ -101,7 +105,7 @@ class Agent:
                 variables["PYTHONUNBUFFERED"] = "1"
             try:
                 devices.start(
-                    rank, title, command, environment=variables, lifeline=True, stdout=stdout, stderr=stderr,
+                    rank, title, command, environment=variables, lifeline=True, key=key, stdout=stdout, stderr=stderr,
                     log=log_of(logs, rank),
                 )  # fmt: skip
             except OSError as error:

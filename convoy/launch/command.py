@@ -8,6 +8,7 @@ from pathlib import Path
 
 from convoy.app.checks import check
 from convoy.comm.environment import is_loopback, is_own, resolve, route_to
+from convoy.comm.job_key import variables_to_paste
 from convoy.config.run_file import RunSettings
 from convoy.config.settings import key_of
 from convoy.errors import InputError, unknown_name
@@ -110,12 +111,16 @@ def script_on_fleet(
             "--print kubernetes and --image go together: give the container image that has Convoy and the script, e.g. "
             "--image registry.lab/convoy:1"
         )
+    further = _further(fleet) if print_for else {}
     if print_for == "slurm":
-        print(sbatch_file(host_jobs(fleet), words, port=port, python=sys.executable, folder=os.getcwd()), end="")
+        print(
+            sbatch_file(host_jobs(fleet), words, port=port, python=sys.executable, folder=os.getcwd(), further=further),
+            end="",
+        )
         return 0
     argv = ["run", *words] if words[0] == "-m" else ["run", "--", *words]
     if image is not None:
-        print(jobset(host_jobs(fleet), argv, image=image, port=port or PASTED_PORT), end="")
+        print(jobset(host_jobs(fleet), argv, image=image, port=port or PASTED_PORT, further=further), end="")
         return 0
     files = [*([] if words[0] == "-m" else [Path(words[0])]), *(path for path in files if path != Path(words[0]))]
     return _start(fleet, argv, files, port, print_for == "shell", logs)
@@ -153,14 +158,26 @@ def _start(
         if not is_own(str(first.address)):
             print(f"Device 0 is on host {first.name}: files that the job writes lie there.", flush=True)
         return run_on_fleet(fleet, argv, port=port, files=files, logs=logs)
-    address, meeting_port = _meeting_address(fleet), port or PASTED_PORT
+    address, meeting_port, further = _meeting_address(fleet), port or PASTED_PORT, _further(fleet)
     for job in host_jobs(fleet):
         line = line_to_paste(
             job, argv, total=len(fleet.devices), address=address, port=meeting_port, python=sys.executable,
-            folder=os.getcwd(),
+            folder=os.getcwd(), further=further,
         )  # fmt: skip
         print(f"# on host {job.host.name} ({job.host.address})\n{line}")
     return 0
+
+
+def _further(fleet: Fleet) -> dict[str, str]:
+    """Variables of the devices that somebody else starts. Nobody hands them a key, so it is said here that they need one."""
+    further = variables_to_paste(os.environ)
+    if not further and len(fleet.hosts) > 1:
+        print(
+            "note: what starts there needs a key: make one with `convoy key FILE`, bring it to every host, and add --job-key "
+            "FILE here (or --trust-network)",
+            file=sys.stderr,
+        )
+    return further
 
 
 def _meeting_address(fleet: Fleet) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from convoy._version import __version__
 from convoy.comm.environment import is_own
+from convoy.comm.job_key import key_to_start
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.fleet import Fleet, read_fleet
 from convoy.launch.agent import BEAT_S, Message, digest, from_line, to_line
@@ -79,6 +80,7 @@ def run_on_fleet(
         MismatchError: a host has another version of Convoy.
         DeviceLostError: a device crashed or was killed, or its host was lost; the message says which and how.
     """
+    key = key_to_start(os.environ)
     with Interrupts() as interrupts, _Hosts(host_jobs(fleet), grace_s, interrupts) as hosts:
         try:
             hosts.check(files)
@@ -88,7 +90,7 @@ def run_on_fleet(
                     "start", argv=list(argv), ranks=session.job.ranks, names=session.job.names, own=session.job.own,
                     titles=[session.job.title(rank) for rank in session.job.ranks], total=len(fleet.devices),
                     address=address, port=meeting_port, grace_s=grace_s, terminal=session.terminal,
-                    logs=None if logs is None else str(logs),
+                    logs=None if logs is None else str(logs), key=None if key is None else key.pem.decode(),
                 )  # fmt: skip
             hosts.follow()
         except Interrupted as interrupted:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from convoy.comm.launch_env import RANK_VARIABLES
@@ -147,7 +148,15 @@ def _own_variables(device: "Device") -> dict[str, str]:
 
 
 def line_to_paste(
-    job: HostJob, argv: Sequence[str], *, total: int, address: str, port: int, python: str, folder: str
+    job: HostJob,
+    argv: Sequence[str],
+    *,
+    total: int,
+    address: str,
+    port: int,
+    python: str,
+    folder: str,
+    further: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """A line for a shell on this host (sh, bash, zsh) that starts its devices and waits for them.
 
@@ -156,8 +165,9 @@ def line_to_paste(
         total: devices of the whole fleet.
         address, port: where all meet: device 0 listens there.
         python, folder: for a host that names none.
+        further: variables of all devices.
     """
-    shared = rank_variables(0, 0, total, len(job.ranks), address, port) | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
+    shared = rank_variables(0, 0, total, len(job.ranks), address, port) | {"TORCH_CPP_LOG_LEVEL": "ERROR", **further}
     words = [f"{name}={shlex.quote(value)}" for name, value in shared.items() if name not in ("RANK", "LOCAL_RANK")]
     words += [f"{name}=${{{name}:-{value}}}" for name, value in memory_environment({}).items()]
     on_cpu = job.names.count("cpu")

@@ -3,16 +3,31 @@
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from convoy.comm.job_key import KEY_FILE
 from convoy.errors import InputError
 from convoy.launch.host_job import HostJob, line_to_paste
 
 NAME = "convoy"
 
 
-def jobset(jobs: Sequence[HostJob], argv: Sequence[str], *, image: str, port: int) -> str:
+SECRET = "convoy-job-key"
+"""A secret of the cluster with one file, job.key: `kubectl create secret generic convoy-job-key --from-file=job.key`."""
+
+_FOLDER = "/etc/convoy"
+
+
+def jobset(
+    jobs: Sequence[HostJob],
+    argv: Sequence[str],
+    *,
+    image: str,
+    port: int,
+    further: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """A manifest that runs `python -m convoy argv` on every device of a fleet, as JSON, which kubectl reads like YAML.
 
     One replicated job for each host, since hosts may have unlike devices; Kubeflow's PyTorchJob has one kind of worker, and its
@@ -24,6 +39,7 @@ def jobset(jobs: Sequence[HostJob], argv: Sequence[str], *, image: str, port: in
         argv: what follows `python -m convoy`.
         image: of the containers: it has Convoy, and what `argv` names.
         port: where the devices meet.
+        further: variables of all devices. A key's file is that of the secret `SECRET`.
 
     Raises:
         InputError: a host's name that cannot be part of a DNS name.
@@ -36,17 +52,22 @@ def jobset(jobs: Sequence[HostJob], argv: Sequence[str], *, image: str, port: in
             )
     total = sum(len(job.ranks) for job in jobs)
     address = f"{NAME}-{jobs[0].host.name}-0-0.{NAME}"
+    further = {name: f"{_FOLDER}/job.key" if name == KEY_FILE else value for name, value in further.items()}
     spec = {
         "network": {"enableDNSHostnames": True, "subdomain": NAME, "publishNotReadyAddresses": True},
         "failurePolicy": {"maxRestarts": 0},
-        "replicatedJobs": [_replicated(job, argv, image, total, address, port) for job in jobs],
+        "replicatedJobs": [_replicated(job, argv, image, total, address, port, further) for job in jobs],
     }
     manifest = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": NAME}, "spec": spec}
     return json.dumps(manifest, indent=2) + "\n"
 
 
-def _replicated(job: HostJob, argv: Sequence[str], image: str, total: int, address: str, port: int) -> dict[str, Any]:
-    line = line_to_paste(job, argv, total=total, address=address, port=port, python="python", folder=".")
+def _replicated(
+    job: HostJob, argv: Sequence[str], image: str, total: int, address: str, port: int, further: Mapping[str, str]
+) -> dict[str, Any]:
+    line = line_to_paste(
+        job, argv, total=total, address=address, port=port, python="python", folder=".", further=further
+    )
     container = {
         "name": "devices",
         "image": image,
@@ -54,7 +75,11 @@ def _replicated(job: HostJob, argv: Sequence[str], image: str, total: int, addre
         "ports": [{"containerPort": port}] if 0 in job.ranks else [],
         "resources": _resources(job),
     }
+    volume = {"name": "key", "secret": {"secretName": SECRET, "defaultMode": 0o400}}
+    if KEY_FILE in further:
+        container["volumeMounts"] = [{"name": "key", "mountPath": _FOLDER, "readOnly": True}]
     pod = {
+        **({"volumes": [volume]} if KEY_FILE in further else {}),
         "restartPolicy": "Never",
         "nodeSelector": {"kubernetes.io/hostname": job.host.name},
         "containers": [container],

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from convoy.comm.environment import LISTENER, listen_at
+from convoy.comm.job_key import key_to_start
 from convoy.comm.launch_env import hidden
 from convoy.errors import InputError
 from convoy.launch.host_job import CONVOY_COMMAND, device_environments, log_of
@@ -64,6 +65,7 @@ def launch_local(
     )  # fmt: skip
     if not hosted:
         environments[0][LISTENER] = str(listener.fileno())
+    key = key_to_start(environments[0]) if len(devices) > 1 else None
     store: object = None
     with listener, Interrupts() as interrupts, Supervisor(interrupts) as processes:
         try:
@@ -72,8 +74,8 @@ def launch_local(
                 stdout: Output = _once_first(processes, rank) if goes_on and rank else terminal
                 processes.start(
                     rank, devices[rank], [*command, *argv], environment=hidden(variables) if script else variables,
-                    lifeline=True, stdin=terminal, stdout=stdout, stderr="keep" if rank else None, log=log_of(logs, rank),
-                    pass_fds=[listener.fileno()] if rank == 0 and not hosted else (),
+                    lifeline=True, key=key, stdin=terminal, stdout=stdout, stderr="keep" if rank else None,
+                    log=log_of(logs, rank), pass_fds=[listener.fileno()] if rank == 0 and not hosted else (),
                 )  # fmt: skip
             if hosted:  # while they start
                 from convoy.comm.rendezvous import store_on

@@ -1,13 +1,22 @@
 """A fleet as a file for sbatch: unequal hosts, each with its own devices, as one Slurm job. Pure."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from convoy.errors import InputError
 from convoy.launch.host_job import HostJob, memory_environment
 
 
-def sbatch_file(jobs: Sequence[HostJob], words: Sequence[str], *, port: int | None, python: str, folder: str) -> str:
+def sbatch_file(
+    jobs: Sequence[HostJob],
+    words: Sequence[str],
+    *,
+    port: int | None,
+    python: str,
+    folder: str,
+    further: Mapping[str, str] = MappingProxyType({}),
+) -> str:
     """A batch file that runs a Python program on every device of a fleet.
 
     The names of the hosts are those of Slurm's nodes. Hosts may have unlike numbers of devices: `--distribution=arbitrary`
@@ -19,6 +28,7 @@ def sbatch_file(jobs: Sequence[HostJob], words: Sequence[str], *, port: int | No
         words: what follows `python`.
         port: where the devices meet; None: one that follows from the job's number.
         python, folder: for hosts that name none; all nodes must agree on them.
+        further: variables of all devices.
 
     Raises:
         InputError: hosts that name different Pythons or folders.
@@ -48,6 +58,7 @@ def sbatch_file(jobs: Sequence[HostJob], words: Sequence[str], *, port: int | No
             f"cd {shlex.quote(folders.pop())} || exit 1",
             f"export {memory} TORCH_CPP_LOG_LEVEL=ERROR",
             *meeting,
+            *(f"export {name}={shlex.quote(value)}" for name, value in further.items()),
             "SLURM_HOSTFILE=$(mktemp) && export SLURM_HOSTFILE && trap 'rm -f \"$SLURM_HOSTFILE\"' EXIT",
             f"printf '%s\\n' {placed} > \"$SLURM_HOSTFILE\"  # the node of each task",
             f"srun --distribution=arbitrary --cpu-bind=none --kill-on-bad-exit=1 bash -c {shlex.quote(task)}",

@@ -20,6 +20,7 @@ from typing import IO, Any, Literal
 
 import psutil  # type: ignore[import-untyped]
 
+from convoy.comm.job_key import KEY_PIPE, JobKey, hand_over
 from convoy.errors import DeviceLostError, InputError
 from convoy.launch.exit_status import Ending, judge
 
@@ -244,6 +245,7 @@ class Supervisor:
         stderr: Output = "keep",
         pass_fds: Sequence[int] = (),
         lifeline: bool = False,
+        key: JobKey | None = None,
         own_session: bool = False,
         log: Path | None = None,
         members: Callable[[], Iterable[int]] = lambda: (),
@@ -253,6 +255,7 @@ class Supervisor:
         Args:
             environment: all its variables; None: this process's.
             lifeline: it can notice the end of this process, however that ends, by `convoy.comm.processes.watch_parent`.
+            key: of the job, handed over through a pipe: it stands in no argument and no variable.
             own_session: Ctrl-C in the terminal reaches this process alone, which then ends the others in order.
             log: a file that gets all it prints, beside what its output goes to here: the terminal's excepted.
             members: ids of further processes that get the same signals, such as its children.
@@ -266,14 +269,23 @@ class Supervisor:
             self._lifeline = self._lifeline or os.pipe()
             variables["CONVOY_PARENT_PIPE"] = str(self._lifeline[0])
             pass_fds = (*pass_fds, self._lifeline[0])
+        variables.pop(KEY_PIPE, None)
+        pipe_of_key = None if key is None else hand_over(key)
+        if pipe_of_key is not None:
+            variables[KEY_PIPE] = str(pipe_of_key)
+            pass_fds = (*pass_fds, pipe_of_key)
         written = None if log is None else _opened(log)
         if written is not None and stdout == subprocess.DEVNULL:
             stdout = written
         piped = [subprocess.PIPE if callable(out) or out == "keep" else out for out in (stdout, stderr)]
-        popen = subprocess.Popen(
-            command, env=variables, cwd=folder, stdin=stdin, stdout=piped[0], stderr=piped[1], pass_fds=pass_fds,
-            start_new_session=own_session,
-        )  # fmt: skip
+        try:
+            popen = subprocess.Popen(
+                command, env=variables, cwd=folder, stdin=stdin, stdout=piped[0], stderr=piped[1], pass_fds=pass_fds,
+                start_new_session=own_session,
+            )  # fmt: skip
+        finally:
+            if pipe_of_key is not None:
+                os.close(pipe_of_key)
         process = Process(device, name, popen, members)
         self._processes.append(process)
         for pipe, out in ((popen.stdout, stdout), (popen.stderr, stderr)):

@@ -91,7 +91,7 @@ class Meters(Observer):
             passed_s, (now.cores_s - before.cores_s) / passed_s,
             min(1.0, max(0.0, (now.host_busy_s - before.host_busy_s) / host_s)) if host_s > 0 else None,
             self.process.memory_info().rss, allocated_bytes(self.group.torch_device), sent,
-            self.energy.joules(), self.energy.key, self.energy.source,
+            self.energy.joules(), self.energy.key, self.energy.source, self.group.strangers,
         ]  # fmt: skip
         rows = gather(self.group, f"meters at step {self.step}", own)
         step_s = rows[0][0] / (self.step - self.told)
@@ -111,5 +111,6 @@ class Meters(Observer):
                 joules=tuple(j for j, _ in used),
                 joules_by=tuple(by for _, by in used),
                 samples=samples,
+                strangers=tuple(row[9] for row in rows),
             )
         )  # fmt: skip

@@ -212,6 +212,7 @@ class SystemLine(_Model):
         power_w: measured, on average; `joules`: the same as energy. None where `joules_by` says why: what measures, or why
             nothing does. Empty in old logs. Of tests, too, where there were any.
         samples: of the steps since the line before.
+        strangers: connections without the job's key that each device has turned away since it joined; empty in old logs.
     """
 
     what: Literal["system"] = "system"
@@ -227,11 +228,12 @@ class SystemLine(_Model):
     joules: tuple[Number, ...] = ()
     joules_by: tuple[str, ...] = ()
     samples: Count = 0
+    strangers: tuple[Count, ...] = ()
 
     @property
     def per_device(self) -> dict[str, tuple[float | None, ...]]:
         """What is known of the devices, by its name."""
-        found = self.model_dump(exclude={"what", "step", "s", "joules", "joules_by", "samples"})
+        found = self.model_dump(exclude={"what", "step", "s", "joules", "joules_by", "samples", "strangers"})
         return {name: values for name, values in found.items() if values}
 
 

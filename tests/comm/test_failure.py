@@ -15,6 +15,7 @@ from convoy.comm.group import Group, Message
 from convoy.comm.processes import join
 from convoy.errors import MismatchError
 from tests.comm.test_group import say
+from tests.support.networks import on_each_network
 from tests.support.processes import on_processes
 
 
@@ -32,8 +33,10 @@ def lose_by_signal(group: Group, number: int) -> list[Any]:
     return first
 
 
-def test_all_survivors_name_a_killed_device() -> None:
-    reports = on_processes(4, "tests.comm.test_failure:lose_by_signal", int(signal.SIGKILL))
+@on_each_network
+def test_all_survivors_name_a_killed_device(network: dict[str, str]) -> None:
+    target = "tests.comm.test_failure:lose_by_signal"
+    reports = on_processes(4, target, int(signal.SIGKILL), environment=network)
     assert reports[2] is None
     for device in (0, 1, 3):
         assert reports[device][0] == 2, reports
@@ -41,8 +44,10 @@ def test_all_survivors_name_a_killed_device() -> None:
         assert "without a word" in reports[device][1]
 
 
-def test_all_survivors_name_a_frozen_device() -> None:
-    reports = on_processes(4, "tests.comm.test_failure:lose_by_signal", int(signal.SIGSTOP), timeout_s=2.0)
+@on_each_network
+def test_all_survivors_name_a_frozen_device(network: dict[str, str]) -> None:
+    target = "tests.comm.test_failure:lose_by_signal"
+    reports = on_processes(4, target, int(signal.SIGSTOP), timeout_s=2.0, environment=network)
     assert reports[2] is None
     for device in (0, 1, 3):
         assert reports[device][0] == 2, reports
@@ -110,9 +115,10 @@ def have_bad_days(device: int) -> list[Any]:
     return reports
 
 
-def test_troubles_are_told_apart() -> None:
+@on_each_network
+def test_troubles_are_told_apart(network: dict[str, str]) -> None:
     raised, circle, slow, sizes, finished, topics, alone, end = zip(
-        *on_processes(3, "tests.comm.test_failure:have_bad_days", joined=False), strict=True
+        *on_processes(3, "tests.comm.test_failure:have_bad_days", joined=False, environment=network), strict=True
     )
     for device in (0, 1):
         assert raised[device][0] == 2, raised

@@ -14,6 +14,7 @@ from convoy.comm.group import AloneGroup, Group, Message
 from convoy.comm.processes import join
 from convoy.comm.threads import run_on_threads
 from convoy.errors import DeviceLostError, InputError, MismatchError
+from tests.support.networks import on_each_network
 from tests.support.processes import on_processes
 
 DTYPES = [
@@ -60,13 +61,17 @@ def use_both_lanes(group: Group) -> list[list[float]]:
     return seen
 
 
-def test_lanes_know_nothing_of_each_other() -> None:
+@on_each_network
+def test_lanes_know_nothing_of_each_other(network: dict[str, str]) -> None:
     def expected(device: int) -> list[list[float]]:
         order = (1, 0) if device % 2 == 0 else (0, 1)
         return [[100.0 * number + 10 * (device ^ 1) + lane] for number in range(3) for lane in order]
 
     assert run_on_threads(4, use_both_lanes, timeout_s=20.0) == [expected(device) for device in range(4)]
-    assert on_processes(2, "tests.comm.test_group:use_both_lanes", limit_s=60) == [expected(0), expected(1)]
+    assert on_processes(2, "tests.comm.test_group:use_both_lanes", limit_s=60, environment=network) == [
+        expected(0),
+        expected(1),
+    ]
 
 
 def wait_for_the_last_only(group: Group) -> list[float]:
@@ -80,11 +85,15 @@ def wait_for_the_last_only(group: Group) -> list[float]:
     return arrived.unique().tolist()
 
 
-def test_what_nobody_waits_for_travels_all_the_same() -> None:
+@on_each_network
+def test_what_nobody_waits_for_travels_all_the_same(network: dict[str, str]) -> None:
     """A rebalancer sends its seconds after a step and takes them after the next. After its last step nobody did: gloo forgot
     these messages on one side, and the first move of the next training waited for ever."""
     assert run_on_threads(2, wait_for_the_last_only, timeout_s=20.0) == [[10.0], [9.0]]
-    assert on_processes(2, "tests.comm.test_group:wait_for_the_last_only", limit_s=60) == [[10.0], [9.0]]
+    assert on_processes(2, "tests.comm.test_group:wait_for_the_last_only", limit_s=60, environment=network) == [
+        [10.0],
+        [9.0],
+    ]
 
 
 def pattern(sender: int, receiver: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -191,9 +200,12 @@ def wait_for_the_late(group: Group, late_s: float) -> list[float]:
     return [time.monotonic() - start_s, time.process_time() - start_processor_s]
 
 
-def test_waiting_takes_no_processor() -> None:
+@on_each_network
+def test_waiting_takes_no_processor(network: dict[str, str]) -> None:
     """On a device of one core, whoever waits busily takes from whoever computes. Threads of the exchange count as well."""
-    _, (passed_s, processor_s) = on_processes(2, "tests.comm.test_group:wait_for_the_late", 1.5, limit_s=60)
+    _, (passed_s, processor_s) = on_processes(
+        2, "tests.comm.test_group:wait_for_the_late", 1.5, limit_s=60, environment=network
+    )
     assert passed_s > 0.5
     assert processor_s < 0.2 * passed_s, "one thread that asks again and again takes all of it"
 
@@ -203,9 +215,10 @@ def test_messages_arrive_on_threads(devices: int) -> None:
     assert run_on_threads(devices, messages_arrive) == [(devices - 1) * len(DTYPES)] * devices
 
 
+@on_each_network
 @pytest.mark.parametrize(("devices", "staged"), [(2, False), (3, True)])
-def test_messages_arrive_on_processes(devices: int, staged: bool) -> None:
-    received = on_processes(devices, "tests.comm.test_group:messages_arrive", staged=staged)
+def test_messages_arrive_on_processes(devices: int, staged: bool, network: dict[str, str]) -> None:
+    received = on_processes(devices, "tests.comm.test_group:messages_arrive", staged=staged, environment=network)
     assert received == [(devices - 1) * len(DTYPES)] * devices
 
 

@@ -14,6 +14,7 @@ from convoy.comm.group import Message
 from convoy.comm.processes import join
 from convoy.comm.rendezvous import ProcessInfo, check_infos, own_info
 from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError
+from tests.support.networks import on_each_network
 from tests.support.processes import on_processes
 
 
@@ -46,9 +47,10 @@ def say_join(timeout_s: float = 10.0) -> list[str]:
         return [type(error).__name__, str(error)]
 
 
-def test_a_meeting_that_fails_says_why() -> None:
+@on_each_network
+def test_a_meeting_that_fails_says_why(network: dict[str, str]) -> None:
     absent, versions, twice, well = zip(
-        *on_processes(3, "tests.comm.test_rendezvous:meet_badly", joined=False), strict=True
+        *on_processes(3, "tests.comm.test_rendezvous:meet_badly", joined=False, environment=network), strict=True
     )
     for kind, text in absent:
         assert kind == "DeviceLostError"
@@ -76,9 +78,11 @@ def be_beside_torch(device: int, torch_first: bool) -> int:
     return int(total) * 10 + int(got)
 
 
+@on_each_network
 @pytest.mark.parametrize("torch_first", [True, False])
-def test_a_script_may_have_a_process_group_of_its_own(torch_first: bool) -> None:
-    assert on_processes(2, "tests.comm.test_rendezvous:be_beside_torch", torch_first, joined=False) == [31, 30]
+def test_a_script_may_have_a_process_group_of_its_own(torch_first: bool, network: dict[str, str]) -> None:
+    target = "tests.comm.test_rendezvous:be_beside_torch"
+    assert on_processes(2, target, torch_first, joined=False, environment=network) == [31, 30]
 
 
 def set_place(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:

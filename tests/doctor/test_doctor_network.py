@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from convoy.comm.environment import ProcessEnv
+from convoy.comm.job_key import write_key_file
 from convoy.doctor.examine import examine_job
 from convoy.doctor.findings import diagnose
 from convoy.doctor.probes import check_up
@@ -34,8 +36,7 @@ def hosts(cards: Sequence[Card]) -> Iterator[namespaces.Wiring]:
     """Emulated hosts a, b, c, ... on one switch; gone afterwards."""
     wiring = namespaces.wire(RunName.mine(), "abcdefgh"[: len(cards)])
     with namespaces.network(wiring):
-        for port, card in zip(wiring.ports, cards, strict=True):
-            namespaces.shape(wiring, port, card)
+        namespaces.shape(wiring, dict(zip("abcdefgh", cards, strict=False)).__getitem__)
         yield wiring
     assert not [name for name in namespaces.namespaces() if name in {port.namespace for port in wiring.ports}]
 
@@ -69,7 +70,10 @@ def examine_on(device: int, wiring: list[list[str]], devices: int, wait_s: float
 def examine(wiring: namespaces.Wiring, devices: int, wait_s: float, **troubles: Any) -> list[Any]:
     ports = [[port.namespace, port.address] for port in wiring.ports]
     target = "tests.doctor.test_doctor_network:examine_on"
-    return on_processes(len(ports), target, ports, devices, wait_s, troubles, joined=False)
+    with tempfile.TemporaryDirectory() as folder:
+        write_key_file(Path(folder) / "job.key")
+        environment = {"CONVOY_JOB_KEY": str(Path(folder) / "job.key")}
+        return on_processes(len(ports), target, ports, devices, wait_s, troubles, joined=False, environment=environment)
 
 
 def found(findings: Sequence[Sequence[str]], words: str) -> Sequence[str]:

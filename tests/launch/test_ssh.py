@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from convoy.comm.job_key import write_key_file
 from tests.app.test_cli import TINY, results
 from tests.support.processes import ROOT
 from tests.support.ssh_hosts import Lab, eventually, lab, needs_ssh
@@ -355,7 +356,9 @@ def test_a_script_of_ones_own_runs_on_every_host(hosts: Lab, tmp_path: Path) -> 
 def test_the_lines_to_paste_do_the_same(hosts: Lab, tmp_path: Path) -> None:
     """Each is pasted in a shell on its host, in another folder."""
     fleet = fleet_file(tmp_path, "", f'folder = "{tmp_path}"')
+    write_key_file(tmp_path / "job.key")
     options = ["--plan", "data", "--speeds", "2,1,1", "--fleet", str(fleet), "--port", "29876", "--compare"]
+    options += ["--job-key", str(tmp_path / "job.key")]
     status, output, errors = hosts.run("attic", convoy("train", *TINY, *options, "--print"))
     assert (status, errors) == (0, "")
     heading, attic, other, cellar = output.splitlines()

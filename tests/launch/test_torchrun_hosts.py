@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from convoy.comm.job_key import write_key_file
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName
 from tests.app.test_cli import TINY, assert_close, results
@@ -40,6 +41,8 @@ def test_two_hosts_with_one_device_and_two(wiring: namespaces.Wiring, tmp_path: 
     """Started as torchrun's users start it: one agent on each host. The devices find their addresses by the route to the
     first host, and the numbers are those of one device."""
     train = ["-m", "convoy", "train", *TINY, "--epochs", "2", "--speeds", "1,2,1", "--plan", "hybrid"]
+    write_key_file(tmp_path / "job.key")
+    train += ["--job-key", str(tmp_path / "job.key")]
     attic, cellar = wiring.ports
     with ExitStack() as stack:
         agents = []

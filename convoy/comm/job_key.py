@@ -1,0 +1,261 @@
+"""The key of a job: who has it belongs to the job, and nobody else is spoken to.
+
+A key is a private key and a certificate that it has signed itself, as PEM: the throwaway authority of one job. All devices
+have the same, and each accepts exactly this certificate. Where a process finds it (`key_of_process`):
+
+    handed over       by Convoy's launchers, through a pipe whose number is in the environment
+    a file            that only its owner can read: `convoy key FILE`, named by --job-key or the variable CONVOY_JOB_KEY
+    this machine's    where a whole job runs on one machine and nobody has handed a key over: made at first use, per user
+"""
+
+import os
+import ssl
+import stat
+import tempfile
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from convoy.comm.environment import ProcessEnv, is_own_machine
+from convoy.errors import InputError
+
+KEY_FILE = "CONVOY_JOB_KEY"
+"""Names the file with the key of the job."""
+
+KEY_PIPE = "CONVOY_JOB_KEY_PIPE"
+"""The number of the pipe through which a launcher hands the key over. It can be read once."""
+
+TRUST = "CONVOY_TRUST_NETWORK"
+"""Set to 1, the devices speak through torch.distributed, neither authenticated nor encrypted."""
+
+MOST_BYTES = 16_384
+"""Of a key as text. A pipe holds as much on every system."""
+
+_received: "JobKey | None" = None
+"""The key that was read from the pipe: that can be done once."""
+
+_used: "JobKey | None" = None
+"""The key with which this process met the others before."""
+
+
+@dataclass(frozen=True, repr=False)
+class JobKey:
+    """A job's private key and certificate. It never prints itself."""
+
+    pem: bytes
+
+    def contexts(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        """How to answer, and how to call, who has the same key: TLS 1.3, both sides prove themselves, nothing is resumed.
+
+        Raises:
+            InputError: it is no key.
+        """
+        try:
+            certificate = self.pem[self.pem.index(b"-----BEGIN CERTIFICATE") :].decode("ascii")
+            return self._context(ssl.PROTOCOL_TLS_SERVER, certificate), self._context(
+                ssl.PROTOCOL_TLS_CLIENT, certificate
+            )
+        except (ValueError, OSError):  # ssl's own errors among them; they are not repeated: they could quote the file
+            raise InputError("the job key is no key with a certificate: make one with `convoy key FILE`") from None
+
+    @property
+    def certificate(self) -> bytes:
+        """The certificate, DER: what each side compares with that of the other."""
+        return ssl.PEM_cert_to_DER_cert(self.pem[self.pem.index(b"-----BEGIN CERTIFICATE") :].decode("ascii"))
+
+    def _context(self, protocol: int, certificate: str) -> ssl.SSLContext:
+        context = ssl.SSLContext(protocol)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # the certificate is compared itself
+        context.verify_mode = ssl.CERT_REQUIRED
+        if protocol == ssl.PROTOCOL_TLS_SERVER:
+            context.num_tickets = 0  # no session is taken up again: nothing recorded can be replayed
+        # OpenSSL reads keys from files only. A pipe is one that never touches a disk; it is opened once for each half.
+        first, second = _pipe_with(self.pem), _pipe_with(self.pem)
+        try:
+            context.load_cert_chain(f"/dev/fd/{first}", f"/dev/fd/{second}")
+        finally:
+            os.close(first)
+            os.close(second)
+        context.load_verify_locations(cadata=certificate)
+        return context
+
+
+def make_key() -> JobKey:
+    """A new key. It holds as long as somebody has it: machines of a job need not agree on the time."""
+    from cryptography import x509  # 60 ms, and only who starts a job needs it
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    private = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "convoy job")])
+    certificate = (
+        x509.CertificateBuilder(name, name, private.public_key(), x509.random_serial_number())
+        .not_valid_before(datetime(2000, 1, 1))
+        .not_valid_after(datetime(9999, 12, 31))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(private, hashes.SHA256())
+    )
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    return JobKey(private.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain) + certificate.public_bytes(pem))
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+def write_key_file(path: Path) -> None:
+    """Make a key and keep it in a new file that only its owner can read.
+
+    Raises:
+        InputError: there is such a file already, or it cannot be written.
+    """
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise InputError(f"{path} is there already: a job may use it. Give another name, or remove it first") from None
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}; give a file in a folder of your own") from None
+    with os.fdopen(file, "wb") as opened:
+        opened.write(make_key().pem)
+
+
+def read_key_file(path: Path) -> JobKey:
+    """The key in a file.
+
+    Raises:
+        InputError: no such file, one that others may read, or one that is no key.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise InputError(
+            f"the job key {path} cannot be read: {error.strerror}; make one with `convoy key {path}` and bring it to every "
+            "machine of the job, e.g. with scp -p"
+        ) from None
+    with os.fdopen(file, "rb") as opened:
+        told = os.fstat(file)
+        if not stat.S_ISREG(told.st_mode) or told.st_mode & 0o077 or told.st_uid not in (0, os.geteuid()):
+            raise InputError(
+                f"the job key {path} has mode {stat.S_IMODE(told.st_mode):04o} and owner {told.st_uid}: a key is a file that "
+                f"only its owner can read, and that is you; chmod 600 {path}"
+            )
+        key = JobKey(opened.read(MOST_BYTES))
+    key.contexts()
+    return key
+
+
+def machine_key() -> JobKey:
+    """This user's key for jobs on this machine alone, made at first use.
+
+    Raises:
+        InputError: its folder cannot be written.
+    """
+    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    path = (root if root.is_absolute() else Path.home() / ".cache") / "convoy" / "this-machine.key"
+    if not path.exists():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+                write_key_file(Path(folder) / "key")
+                with suppress(FileExistsError):  # another process was first: its key counts
+                    os.link(Path(folder) / "key", path)
+        except OSError as error:
+            raise InputError(
+                f"cannot keep this machine's key at {path}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be "
+                f"written, or give a key: --job-key FILE, or {KEY_FILE}=FILE"
+            ) from None
+    return read_key_file(path)
+
+
+# ------------------------------------------------------------------------------------------------ processes
+
+
+def key_to_start(environment: Mapping[str, str]) -> JobKey | None:
+    """The key that a launcher hands over: that of a file where one is named, else a new one; None on a trusted network.
+
+    Raises:
+        InputError: as :func:`read_key_file` and :func:`choose`.
+    """
+    choose(environment.get(KEY_FILE), environment.get(TRUST) == "1", {})
+    if environment.get(TRUST) == "1":
+        return None
+    return read_key_file(Path(environment[KEY_FILE])) if environment.get(KEY_FILE) else make_key()
+
+
+def variables_to_paste(environment: Mapping[str, str]) -> dict[str, str]:
+    """What processes need that somebody else starts by hand: where their key is, or that they trust the network."""
+    if environment.get(TRUST) == "1":
+        return {TRUST: "1"}
+    return {KEY_FILE: environment[KEY_FILE]} if environment.get(KEY_FILE) else {}
+
+
+def choose(file: str | Path | None, trust: bool, environment: MutableMapping[str, str]) -> None:
+    """Note what the command line says, for this process and those that it starts.
+
+    Raises:
+        InputError: a key, and a network that is trusted.
+    """
+    if file and trust:
+        raise InputError(
+            f"a job key ({file}) and a trusted network: with the one everything is encrypted, with the other nothing; leave "
+            f"--job-key ({KEY_FILE}) or --trust-network ({TRUST}) out"
+        )
+    if file:
+        environment[KEY_FILE] = str(Path(file).absolute())
+    if trust:
+        environment[TRUST] = "1"
+
+
+def hand_over(key: JobKey) -> int:
+    """A pipe that holds the key, to be inherited by one process that is told its number in `KEY_PIPE`."""
+    return _pipe_with(key.pem)
+
+
+def _pipe_with(content: bytes) -> int:
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, content)
+    finally:
+        os.close(writing)
+    return reading
+
+
+def take_over(environment: MutableMapping[str, str]) -> JobKey | None:
+    """The key that the launcher of this process has handed over; None where there is none. It is read at the first call."""
+    global _received
+    # Taken out of the environment: in a process started from here the number would mean another file.
+    number = environment.pop(KEY_PIPE, "")
+    if number.isdecimal():
+        with suppress(OSError):
+            pipe = int(number)
+            if stat.S_ISFIFO(os.fstat(pipe).st_mode):
+                with os.fdopen(pipe, "rb") as opened:
+                    _received = JobKey(opened.read(MOST_BYTES))
+    return _received
+
+
+def key_of_process(env: ProcessEnv, environment: Mapping[str, str]) -> JobKey | None:
+    """The key with which this process meets the others; None where the user trusts the network.
+
+    Raises:
+        InputError: there is none, and the devices may be on several machines.
+    """
+    global _used
+    taken = take_over(os.environ)
+    if taken is None and environment.get(TRUST) == "1":
+        return None
+    if taken is not None:
+        _used = taken
+    elif path := environment.get(KEY_FILE):
+        _used = read_key_file(Path(path))
+    elif _used is None and is_own_machine(env):
+        _used = machine_key()
+    if _used is not None:
+        return _used
+    raise InputError(
+        f"this job has no key, and its {env.devices} devices meet at {env.host}, on several machines as it seems: make one "
+        f"with `convoy key FILE`, bring the file to every machine, and give it with --job-key FILE, or {KEY_FILE}=FILE. On a "
+        f"network whose machines are all trusted: --trust-network, or {TRUST}=1"
+    )

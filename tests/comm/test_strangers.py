@@ -1,0 +1,268 @@
+"""Who does not have the job's key: turned away before Convoy reads a byte of theirs, counted, and no trouble to the job."""
+
+import os
+import resource
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import pytest
+import torch
+
+from convoy.comm import door as doors
+from convoy.comm.changing import present
+from convoy.comm.channel import Channel, Credentials, NotOfThisJob, Words
+from convoy.comm.door import Door
+from convoy.comm.environment import listen_at
+from convoy.comm.group import Group, Message
+from convoy.comm.job_key import JobKey, make_key
+from convoy.comm.processes import JoinedGroup, join
+from tests.support.networks import ENCRYPTED, ONE_MACHINE
+from tests.support.processes import on_processes
+
+Address = tuple[str, int]
+LOUD = os.urandom(4096)
+
+
+@pytest.fixture(scope="module")
+def key() -> JobKey:
+    return make_key()
+
+
+@contextmanager
+def a_door(key: JobKey) -> Iterator[tuple[Door, list[Words]]]:
+    """A door with one handler, and all that this has heard."""
+    heard: list[Words] = []
+
+    def answer(words: Words, _: Channel) -> Words:
+        heard.append(words)
+        return {"heard": len(heard)}
+
+    door = Door(listen_at("127.0.0.1", 0), Credentials(key))
+    door.handlers["test"] = answer
+    try:
+        yield door, heard
+    finally:
+        door.close()
+
+
+def ask(key: JobKey, address: Address) -> Words:
+    channel = Credentials(key).call(address, {"for": "test"}, time.monotonic() + 10)
+    with channel.connection:
+        answer = channel.heard()
+        assert answer is not None
+        return answer
+
+
+# -------------------------------------------------------------------------------------------------- kinds of strangers
+
+
+def scan(address: Address) -> None:
+    """As a port scanner: connect, and go."""
+    socket.create_connection(address, timeout=5).close()
+
+
+def babble(address: Address) -> None:
+    """Random bytes in the place of a handshake."""
+    with socket.create_connection(address, timeout=5) as connection, suppress(OSError):
+        connection.sendall(LOUD)
+        connection.recv(1)
+
+
+def babble_afterwards(address: Address) -> None:
+    """A handshake without a certificate, which the calling side believes to be done; then random bytes."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with suppress(OSError), context.wrap_socket(socket.create_connection(address, timeout=5)) as connection:
+        connection.sendall(LOUD)
+        connection.recv(1)
+
+
+def bring_another_key(address: Address) -> None:
+    """Who has the key of another job, and does not care that the other side has not."""
+    context = make_key().contexts()[1]
+    context.verify_mode = ssl.CERT_NONE
+    with suppress(OSError), context.wrap_socket(socket.create_connection(address, timeout=5)) as connection:
+        connection.sendall(LOUD)
+        connection.recv(1)
+
+
+def old_tls(address: Address) -> None:
+    """TLS 1.2, with the right key."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with suppress(OSError), context.wrap_socket(socket.create_connection(address, timeout=5)):
+        pass
+
+
+STRANGERS = [scan, babble, babble_afterwards, bring_another_key, old_tls]
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_strangers_are_not_heard_and_counted(key: JobKey, stranger: Callable[[Address], None]) -> None:
+    with a_door(key) as (door, heard):
+        for _ in range(3):
+            stranger(door.address)
+        assert ask(key, door.address) == {"heard": 1}
+        assert heard == [{"for": "test"}]
+        until(lambda: sum(door.strangers.values()) == 3)
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for what a thread does. The test's time limit is the bound."""
+    while not true():
+        time.sleep(0.01)
+
+
+def test_the_caller_finds_out_that_the_other_side_is_a_stranger(key: JobKey) -> None:
+    with a_door(make_key()) as (door, heard):
+        with pytest.raises(NotOfThisJob):
+            ask(key, door.address)
+        assert heard == []
+
+
+def recorded(key: JobKey, address: Address) -> bytes:
+    """What a device of the job says to a door, from the first byte to the last; a listener between them writes it down."""
+    said = b""
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        caller = threading.Thread(target=lambda: ask(key, between.getsockname()[:2]))
+        caller.start()
+        here, there = between.accept()[0], socket.create_connection(address)
+        with here, there:
+
+            def back() -> None:
+                while piece := there.recv(65536):
+                    here.sendall(piece)
+
+            answers = threading.Thread(target=back)
+            answers.start()
+            while piece := here.recv(65536):
+                said += piece
+                there.sendall(piece)
+            there.shutdown(socket.SHUT_RDWR)
+            answers.join()
+        caller.join()
+    return said
+
+
+def test_a_recorded_conversation_opens_nothing(key: JobKey) -> None:
+    with a_door(key) as (door, heard):
+        said = recorded(key, door.address)
+        assert len(heard) == 1
+        for _ in range(3):
+            with socket.create_connection(door.address, timeout=5) as connection, suppress(ConnectionError):
+                connection.sendall(said)
+                while connection.recv(65536):
+                    pass
+        assert len(heard) == 1
+        assert sum(door.strangers.values()) == 3
+
+
+def test_who_sends_nothing_or_slowly_is_dropped_in_time(key: JobKey, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "HANDSHAKE_S", 0.3)
+    with a_door(key) as (door, heard):
+        hello = recorded(key, door.address)
+        with (
+            socket.create_connection(door.address, timeout=5) as silent,
+            socket.create_connection(door.address) as slow,
+        ):
+            with suppress(OSError):
+                for n in range(200):  # each byte comes long before the limit
+                    slow.sendall(hello[n : n + 1])
+                    time.sleep(0.01)
+            assert n < 199, "it was let go on"
+            assert silent.recv(1) == b""
+        until(lambda: door.strangers["no handshake in time"] == 2)
+        assert ask(key, door.address) == {"heard": 2}
+        assert len(heard) == 2
+
+
+def test_a_thousand_half_open_connections_keep_nobody_out(key: JobKey) -> None:
+    with a_door(key) as (door, heard), many_files(), ExitStack() as stack:
+        for number in range(1000):
+            stack.enter_context(socket.create_connection(door.address, timeout=30))
+            if number % 100 == 99:
+                assert ask(key, door.address) == {"heard": len(heard)}
+        until(lambda: door.strangers["too many at once"] >= 1000 - doors.MOST_STRANGERS)
+
+
+@contextmanager
+def many_files() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, before[1]), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_door_is_open_at_one_address_only(key: JobKey) -> None:
+    with a_door(key) as (door, _), pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", door.address[1]), timeout=1).close()
+
+
+# -------------------------------------------------------------------------------------------------------- a whole job
+
+
+def exchange_among_strangers(group: Group) -> list[Any]:
+    """Both devices exchange and agree for as long as strangers of every kind are at both doors; what they counted."""
+    joined = present(group)
+    assert isinstance(joined, JoinedGroup)
+    addresses, over = joined._health.addresses, threading.Event()
+
+    def attack() -> None:
+        with many_files(), ExitStack() as stack:
+            for _ in range(1000):
+                with suppress(OSError):
+                    stack.enter_context(socket.create_connection(addresses[1], timeout=5))
+            for stranger in STRANGERS:
+                for address in addresses:
+                    for _ in range(3):
+                        with suppress(OSError):
+                            stranger(address)
+        over.set()
+
+    attacker = threading.Thread(target=attack)
+    if group.device == 0:
+        attacker.start()
+    rounds, peer = 0, 1 - group.device
+    while True:
+        got = torch.zeros(50_000)
+        group.exchange([Message(peer, torch.full((50_000,), rounds + 0.5 * group.device))], [Message(peer, got)])
+        assert got.unique().tolist() == [rounds + 0.5 * peer]
+        rounds += 1
+        if group.agree("is it over?", str(over.is_set()))[0] == "True":
+            break
+    if group.device == 0:
+        attacker.join()
+    time.sleep(0.3)
+    return [rounds, group.strangers]
+
+
+@pytest.mark.parametrize("network", [ONE_MACHINE, ENCRYPTED])
+def test_a_job_goes_on_among_strangers(network: dict[str, str]) -> None:
+    target = "tests.comm.test_strangers:exchange_among_strangers"
+    (rounds, few), (_, many) = on_processes(2, target, environment=network)
+    assert rounds > 10
+    assert few >= 3 * len(STRANGERS)
+    assert many >= 1000 - doors.MOST_STRANGERS + 3 * len(STRANGERS)
+
+
+def meet_among_strangers(device: int) -> list[str]:
+    """Device 1 comes late; until then strangers are at the meeting point."""
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if device == 1:
+        for stranger in STRANGERS * 4:
+            with suppress(OSError):
+                stranger(place)
+    with join("cpu", timeout_s=20) as group:
+        return list(group.agree("here", str(device)))
+
+
+def test_a_job_meets_among_strangers() -> None:
+    assert on_processes(2, "tests.comm.test_strangers:meet_among_strangers", joined=False) == [["0", "1"]] * 2
