@@ -153,7 +153,7 @@ class Door:
             self._drop(channel, str(error))
         except OSError:
             self._drop(channel, None if proved else "left during the handshake")
-        except (ValueError, LookupError, TypeError):  # of another version, or of no handler
+        except Exception:  # no text, of another version, for no handler, or a handler's own error: the door stays open
             self._drop(channel, None)
 
     def _answer(self, channel: Channel, words: Words) -> bool:
