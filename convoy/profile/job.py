@@ -78,6 +78,7 @@ def measure_job(
     progress: Progress = lambda *_: None,
     stretch_s: float | None = None,
     wall: Now = time.monotonic,
+    processor: Now | None = None,
 ) -> Measurement:
     """Measure a model on the devices of a group, and the wire between them. All devices call it; all get the same value.
 
@@ -95,6 +96,7 @@ def measure_job(
         precision: what the layers compute in; see `convoy.runtime.precision`.
         stretch_s: see `convoy.profile.timing.time_piece`; None: as the budget allows.
         wall: reads the seconds that the budget is of.
+        processor: reads the seconds that a slow-down multiplies; None: as the kind of device has it.
 
     Raises:
         InputError: a fleet that is not this job's; a precision that a device or the model does not have.
@@ -114,6 +116,7 @@ def measure_job(
         agreed | {"precision": precision, "torch": str(torch.__version__), "devices": [_identity(row) for row in rows]},
     )
     clock = Clock(group.torch_device, slowdown)
+    clock.now = processor or clock.now
     bench = Bench(traced, model, batch, clock, group.torch_device, precision=precision)
     if stretch_s is None:
         stretch_s = stretch_of(budget_s, len(set(bench.alike().values())))

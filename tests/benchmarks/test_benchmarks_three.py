@@ -1,4 +1,4 @@
-"""Three accelerators beside a CPU: what is predicted follows from what is stated; the command runs on simulated ones."""
+"""Three accelerators beside a CPU: the wire that they need; the command runs on simulated ones."""
 
 import re
 import subprocess
@@ -7,20 +7,10 @@ import sys
 import pytest
 import torch
 
-from benchmarks.three import BATCH, IMAGE, NET, PUBLISHED, predict, speedup, stated_fleet, wire_for
+from benchmarks.three import IMAGE, NET, PUBLISHED, speedup, wire_for
 from convoy.model.nets import graph_of
-from studies.roofline import roofline_costs
 from tests.conftest import ROOT
 from tests.support import sim
-
-
-def test_the_stated_fleet_takes_alone_what_was_measured_and_can_reach_the_sum_of_its_speeds() -> None:
-    graph = graph_of(NET, IMAGE, 10)
-    fleet = stated_fleet(8.0, graph)
-    found = predict(graph, BATCH, roofline_costs(fleet), fleet)
-    assert BATCH / found.fastest == pytest.approx(8.0, rel=0.1)
-    assert found.limit == pytest.approx(3.1, rel=0.01)
-    assert 1 < found.speedup("master") < found.speedup("auto") <= 3.1 * 1.05
 
 
 def test_the_wire_is_the_least_that_brings_the_published_speedup() -> None:
@@ -37,8 +27,8 @@ def test_the_wire_is_the_least_that_brings_the_published_speedup() -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="has an accelerator of its own")
 def test_the_command_trains_on_three_simulated_accelerators_and_a_cpu() -> None:
     argv = [sys.executable, "-m", "benchmarks.three", "--net", "two-conv:8:12", "--no-predict"]
-    done = subprocess.run(argv, cwd=ROOT, text=True, capture_output=True, timeout=110, check=False)
+    done = subprocess.run(argv, cwd=ROOT, text=True, capture_output=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = re.findall(r"^measured: `(master|auto)`, .*, (\S+)$", done.stdout, re.MULTILINE)
-    assert [plan for plan, _ in rows] == ["master", "auto"], done.stdout
+    rows = re.findall(r"^measured: `(master|auto|auto, one sample at a time)`, .*, (\S+)$", done.stdout, re.MULTILINE)
+    assert [plan for plan, _ in rows] == ["master", "auto", "auto, one sample at a time"], done.stdout
     assert all(float(apart) < 1e-4 for _, apart in rows), "losses are those of one device"
