@@ -96,6 +96,15 @@ def sum_loads(members: tuple[int, ...], readers: tuple[int, ...], total: float, 
     return Loads(sent, received, rounds)
 
 
+def share_loads(users: tuple[int, ...], parts: tuple[int, ...], total: float, devices: int) -> Loads:
+    """Of a sum straight into shares: `total` entries of each user come to those who keep a part of them, in one round.
+
+    The gathering of whole copies from shares is the adjoint: every message goes the other way.
+    """
+    used, kept = _mask(users, devices), _parts(Split(0, parts), total, devices)
+    return Loads(used * (total - kept), kept * (len(users) - used), 1)
+
+
 def _collective(members: tuple[int, ...], total: float, devices: int, reduce: Reduce) -> tuple[Vector, int]:
     p, member = len(members), _mask(members, devices)
     if reduce in ("ring", "direct"):

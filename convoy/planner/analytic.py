@@ -14,16 +14,17 @@ from typing import Literal, Self
 from convoy.cost.compute import Roofline
 from convoy.cost.costs import Costs
 from convoy.cost.memory import optimizer_named
-from convoy.cost.traffic import Loads, loads, move_s, sum_loads
+from convoy.cost.traffic import Loads, loads, move_s, share_loads, sum_loads
 from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import BUCKET_ENTRIES, lower, trains
 from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.size import LocalSize, part_of_outputs, shares_statistics, whole_size
 from convoy.plan.steps import Pass, StepList
-from convoy.plan.strategy import Placement
+from convoy.plan.strategy import InShares, Placement, may_be_in_shares
 from convoy.sharding.comm_dtype import CommDtype, sent_itemsize
 from convoy.sharding.layout import Layout, Partial, Replicated, Split, holders
 from convoy.sharding.redistribute import Reduce
+from convoy.sharding.shares import rescale
 
 DIRECT_DEVICES = 16
 """Up to so many devices, plans are searched for with direct sums: with more, the messages of a device's own are many."""
@@ -248,8 +249,12 @@ class CostModel:
     def _jitter_s(self) -> float:
         return max(self.costs.network.jitter_s, default=0.0) * (1 - self.overlap)
 
-    def sums_s(self, layer: Layer, placed: Placement) -> float:
-        """Gradient sums of copied parameters, and the optimizer's work on what the busiest device keeps, by pass."""
+    def sums_s(self, layer: Layer, placed: Placement, how: InShares | None = None) -> float:
+        """Gradient sums of copied parameters, and the optimizer's work on what the busiest device keeps, by pass.
+
+        Args:
+            how: copies are kept in shares: sums come to the shares in every pass, and whole copies are gathered from them.
+        """
         summed, kept = 0, 0.0
         for key, parameter in layer.parameters.items():
             if not parameter.trainable:
@@ -257,23 +262,41 @@ class CostModel:
             layout = placed.parameters[key]
             if isinstance(layout, Replicated) and len(layout.devices) > 1:
                 summed += parameter.entries
+                layout = (
+                    layout if how is None or not parameter.shape else Split(0, rescale(how.shares, parameter.shape[0]))
+                )
             kept = max(kept, max(n * self.costs.update_s(d) for d, n in _held(layout, parameter.shape)))
         if not summed:
             return kept / self.passes
         copies = next(v for v in placed.parameters.values() if isinstance(v, Replicated))
-        load = sum_loads(copies.devices, copies.devices, float(summed), self.devices, self.reduce)
-        seconds = self._exchange_s(load)
         # Sums share buckets: a small layer pays only its part of a bucket's latency and jitter.
-        seconds -= (load.rounds * self.round_s + self._jitter_s) * max(0.0, 1 - summed / BUCKET_ENTRIES)
+        shared = max(0.0, 1 - summed / BUCKET_ENTRIES)
+        if how is not None:
+            load = share_loads(copies.devices, how.shares, float(summed), self.devices)
+            once = 1 if how.form == "keep" else 2
+            seconds = self._exchange_s(load) + once * self._exchange_s(load.reversed)
+            seconds -= (1 + once) * (self.round_s + self._jitter_s) * shared
+            return kept / self.passes + seconds * (1 - self.overlap)
+        load = sum_loads(copies.devices, copies.devices, float(summed), self.devices, self.reduce)
+        seconds = self._exchange_s(load) - (load.rounds * self.round_s + self._jitter_s) * shared
         return (kept + seconds * (1 - self.overlap)) / self.passes
 
-    def memory_s(self, layer: Layer, placed: Placement, penalty: MemoryPenalty, optimizer: str) -> float:
+    def memory_s(
+        self, layer: Layer, placed: Placement, penalty: MemoryPenalty, optimizer: str, how: InShares | None = None
+    ) -> float:
         """The price of what a layer keeps beyond each device's part of it: parameters with gradient and state, its output.
 
-        Were the whole priced, whole tensors would only change places; so priced, they are split.
+        Were the whole priced, whole tensors would only change places; so priced, they are split. Of what is kept in shares and
+        freed after use, whole copies and whole gradients are there for a while only.
         """
         numbers = 2 + optimizer_named(optimizer).state
-        rows = [(placed.parameters[key], p.shape, numbers if p.trainable else 1) for key, p in layer.parameters.items()]
+        rows: list[tuple[Layout, tuple[int, ...], int]] = []
+        for key, p in layer.parameters.items():
+            layout, times = placed.parameters[key], numbers if p.trainable else 1
+            if how is not None and p.trainable and p.shape and isinstance(layout, Replicated):
+                rows += [(layout, p.shape, 1)] * (how.form == "keep")
+                layout = Split(0, rescale(how.shares, p.shape[0]))
+            rows.append((layout, p.shape, times))
         if layer.batched:
             rows.append((placed.gives, layer.batch_shape(self.batch), 1))
         seconds = 0.0
@@ -283,6 +306,14 @@ class CostModel:
                 beyond = max(0.0, entries - penalty.parts[device] * whole)
                 seconds += beyond * times * penalty.s_per_byte[device]
         return seconds * self.costs.itemsize
+
+
+def uses_copies(layer: Layer, placed: Placement) -> bool:
+    """Whether several devices use the layer's parameters whole, for samples of their own, and may keep shares of them."""
+    gives = placed.gives
+    if not may_be_in_shares(layer) or not isinstance(gives, Split) or gives.axis != 0 or len(holders(gives)) < 2:
+        return False
+    return any(isinstance(placed.parameters[key], Replicated) for key, p in layer.parameters.items() if p.trainable)
 
 
 def _held(layout: Layout, shape: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -13,11 +13,14 @@ from typing import Any, Self
 
 from convoy.cost.compute import RememberedTimes
 from convoy.plan.coupling import coupled_axes, reshared
+from convoy.plan.lower import placements
 from convoy.plan.plan import Plan
+from convoy.plan.presets import SHARE_UNITS
 from convoy.plan.steps import Compute, passes_of
-from convoy.plan.strategy import STRATEGIES
-from convoy.planner.analytic import CostModel, content
+from convoy.plan.strategy import STRATEGIES, InShares
+from convoy.planner.analytic import CostModel, content, uses_copies
 from convoy.planner.search import Search
+from convoy.sharding.layout import holders
 from convoy.sharding.redistribute import Reduce
 from convoy.sharding.shares import Shares, apportion
 from convoy.simulator.price import computing_s, layers_s
@@ -34,6 +37,12 @@ NEIGHBOURS = 48
 
 PARTS = 64
 """A small change moves one unit of coupled axes, or one of so many parts of them."""
+
+LARGE = 16
+"""A layer with at least this part of all copied weights is kept in shares where others are not."""
+
+JOINED = 4
+"""Of so many groups of axes a device is given a part by itself."""
 
 GAIN = 1e-3
 """What shortens a step by less is chance."""
@@ -160,6 +169,50 @@ class LocalSearch:
                 return
             plan, replay = other, tried
             yield replay.step_s, plan
+
+    def keep_otherwise(self, plan: Plan, speeds: Sequence[float]) -> Found:
+        """Weights that several devices use whole: as copies, or in shares of those that compute, or of all devices.
+
+        Args:
+            speeds: of all devices; shares are tried in proportion, and even.
+        """
+        graph, replay = self.model.graph, self.simulated(plan)
+        placed = placements(plan, graph)
+        names = [name for name, each in placed.items() if uses_copies(graph[name], each)]
+        if not names:
+            return
+        entries = {name: sum(p.entries for p in graph[name].trainable) for name in names}
+        large = [name for name in names if entries[name] * LARGE >= sum(entries.values())]
+        working = {d for each in placed.values() for d in holders(each.gives)}
+        shares = [[s if d in working else 0.0 for d, s in enumerate(speeds)], list(speeds), [1.0] * len(speeds)]
+        units = dict.fromkeys(apportion(SHARE_UNITS, each) for each in shares)
+        tried: list[dict[str, InShares]] = [{}]
+        tried += [dict.fromkeys(some, InShares(each)) for each in units for some in (names, large)]
+        for how in tried:
+            other = replace(plan, in_shares=how)
+            if attempt := self.shorter(other, replay.step_s * (1 - GAIN)):
+                plan, replay = other, attempt
+                yield replay.step_s, plan
+
+    def let_join(self, plan: Plan, speeds: Sequence[float]) -> Found:
+        """Devices without a part of some axes get one by their speed, the fastest first: of all such axes, or of one.
+
+        `move_units` would give them a unit at a time, which costs a device's messages and brings a unit's work.
+        """
+        replay = self.simulated(plan)
+        for device in sorted(range(plan.devices), key=lambda d: (-speeds[d], d)):
+            without = [axes for axes in coupled_axes(plan, self.model.graph) if not axes.units[device]]
+            for some in [without, *([axes] for axes in without[: JOINED if len(without) > 1 else 0])]:
+                other = plan
+                for axes in some:
+                    beside = sum(speeds[d] for d in axes.active)
+                    part = max(1.0, sum(axes.units) * speeds[device] / (beside + speeds[device]))
+                    weights = [part if d == device else float(n) for d, n in enumerate(axes.units)]
+                    other = reshared(other, axes, apportion(sum(axes.units), weights))
+                if content(other) != content(plan) and (attempt := self.shorter(other, replay.step_s * (1 - GAIN))):
+                    plan, replay = other, attempt
+                    yield replay.step_s, plan
+                    break
 
     def move_units(self, plan: Plan) -> Found:
         """Hill climbing: a sample or a few filters go from one device to another.

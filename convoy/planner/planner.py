@@ -8,6 +8,7 @@ with a penalty on memory.
 
 import gc
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,15 +18,17 @@ from convoy.errors import PlanError
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import OutputPlace, Plan
-from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.plan.presets import PLANS, SHARE_UNITS, Speeds, named_plan
 from convoy.plan.size import whole_size
 from convoy.plan.steps import Compute
-from convoy.plan.strategy import One
-from convoy.planner.analytic import CostModel, MemoryPenalty
+from convoy.plan.strategy import Batch, InShares, One, may_be_in_shares
+from convoy.planner.analytic import DIRECT_DEVICES, CostModel, MemoryPenalty
+from convoy.planner.load_balance import batch_shares
 from convoy.planner.local_search import LocalSearch
 from convoy.planner.search import Search
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Reduce
+from convoy.sharding.shares import apportion
 from convoy.simulator.simulate import Costs
 
 SHALLOW = 4
@@ -33,6 +36,9 @@ SHALLOW = 4
 
 SIMULATED = 12
 """So many of the plans that are best by the analytic model are simulated, and the best of each number of devices."""
+
+SHARED = 4
+"""So many of those that keep weights in shares."""
 
 IMPROVED = 3
 """Of so many of the best, exchanges and shares are changed."""
@@ -47,6 +53,9 @@ NAMED_DEVICES = 16
 REACH, TRIED, FEWER = 0.25, 3, 0.75
 """Worth autotuning: predicted to take at most so much longer than the best; so many plans, with the best; each with at most
 this part of the messages of the one before it."""
+
+FEW = 400
+"""For so many devices times layers, every number of devices is searched for."""
 
 MEMORY_ATTEMPTS = 8
 """Attempts to save memory, each at a higher price, for each set of devices."""
@@ -134,9 +143,7 @@ def _candidates(model: CostModel, room: Room | None, reduce: Reduce | None, simu
     if simulates:
         found += _searched(model.variant(overlap=1.0), order)
     if len(order) <= NAMED_DEVICES:
-        # Of `sharded` it is not known by measurement where it is faster.
-        names = [name for name in PLANS if name != "sharded"]
-        made = (named_plan(name, graph, batch, Speeds(speeds), reduce) for name in names)
+        made = (named_plan(name, graph, batch, Speeds(speeds), reduce) for name in PLANS)
         named = [replace(plan, wire=wire, outputs=model.outputs) for plan in made]
         found += [_Found(_model_s(model, order, plan), len(order), plan) for plan in named]
     if room is not None and room.limited:
@@ -152,7 +159,7 @@ def quick_candidates(
     """Some plans that fit, by the analytic model, quickly: for questions that are asked many times.
 
     The two fastest, the four fastest, ... and all devices are searched, and the batch is split by speed over each number of the
-    fastest. Only as many plans are looked at for memory as are asked for, and no plan is made to save memory.
+    fastest. Only as many plans are looked at for memory as are asked for; only where none fits, weights are freed after use.
 
     Args:
         enough: so many plans, the shortest predicted step first; fewer where fewer fit, none where none does.
@@ -173,6 +180,9 @@ def quick_candidates(
             fitting.append(Candidate(each.plan, each.model_s))
         if len(fitting) == enough:
             break
+    if not fitting and room is not None:
+        freeing = _freeing_weights(model, order, room)
+        fitting = [Candidate(each.plan, each.model_s) for each, need in freeing if not room.excess(need)]
     return fitting
 
 
@@ -231,7 +241,10 @@ def _in_order(found: Iterable[_Found]) -> list[_Found]:
 
 
 def _searched(model: CostModel, order: Sequence[int]) -> list[_Found]:
-    """Plans for the fastest device alone, the two fastest, ...: each number where that is quick, else around the best."""
+    """Plans for the fastest device alone, the two fastest, ...: each number where that is quick, else around the best.
+
+    Then the same with weights in shares, where that is cheaper: for each of these numbers, or for the best.
+    """
     rows: dict[int, list[_Found]] = {}
 
     def attempt(count: int) -> float:
@@ -239,12 +252,18 @@ def _searched(model: CostModel, order: Sequence[int]) -> list[_Found]:
             rows[count] = [_Found(cost, count, plan) for cost, plan in Search(model, order[:count]).run()]
         return rows[count][0].model_s
 
-    _try_counts(len(order), len(model.graph.layers), attempt)
+    devices, layers = len(order), len(model.graph.layers)
+    _try_counts(devices, layers, attempt)
+    counts = sorted(rows) if devices * layers <= FEW else [min(rows, key=lambda n: (attempt(n), n))]
+    for count in counts:
+        if 1 < count <= DIRECT_DEVICES:  # each sends a share to each
+            shared = Search(model, order[:count], keepers=order[:count]).run()
+            rows[count] += [_Found(cost, count, plan) for cost, plan in shared if plan.in_shares]
     return [each for count in sorted(rows) for each in rows[count]]
 
 
 def _try_counts(devices: int, layers: int, attempt: Callable[[int], float]) -> None:
-    if devices * layers <= 400:
+    if devices * layers <= FEW:
         for count in range(1, devices + 1):
             attempt(count)
         return
@@ -268,8 +287,11 @@ def _simulated(
     model: CostModel, found: Sequence[_Found], order: Sequence[int], room: Room | None, reduces: tuple[Reduce, ...]
 ) -> list[Candidate]:
     local = LocalSearch(model, lambda plan: _fits(plan, model, room), reduces)
-    shortlist = _in_order(found) if len(found) * len(model.graph.layers) <= 600 else _shortlist(found)
-    rows = [(local.simulated(each.plan).step_s, each.working, each.plan) for each in shortlist]
+    copies = [each for each in found if not each.plan.in_shares]
+    shortlist = _in_order(copies) if len(copies) * len(model.graph.layers) <= 600 else _shortlist(copies)
+    # Beside those that a search without shares would look at, so that none of them is crowded out.
+    shared = _in_order(each for each in found if each.plan.in_shares)[:SHARED]
+    rows = [(local.simulated(each.plan).step_s, each.working, each.plan) for each in (*shortlist, *shared)]
     if len(model.graph.weighted) <= SHALLOW and len(order) <= 8:
         best_of = {working: (step_s, plan) for step_s, working, plan in sorted(rows, key=lambda r: r[:2], reverse=True)}
         # With many devices each attempt is dear, and their number is hardly in doubt.
@@ -278,8 +300,10 @@ def _simulated(
             rows.append((step_s, working, plan))
     for _, working, plan in sorted(rows, key=lambda row: row[:2])[:IMPROVED]:
         rows += [(s, working, better) for s, better in local.change_exchanges_and_shares(plan)]
-    _, working, plan = min(rows, key=lambda row: row[:2])
-    rows += [(s, working, better) for s, better in local.move_units(plan)]
+    speeds = model.solo_speeds()
+    for change in (lambda p: local.keep_otherwise(p, speeds), lambda p: local.let_join(p, speeds), local.move_units):
+        _, working, plan = min(rows, key=lambda row: row[:2])
+        rows += [(s, working, better) for s, better in change(plan)]
     return [Candidate(plan, step_s) for step_s, _, plan in sorted(rows, key=lambda row: row[:2])]
 
 
@@ -330,10 +354,18 @@ def _fitting(model: CostModel, found: Sequence[_Found], order: Sequence[int], ro
             active = (ranking[0], *sorted(ranking[1:count]))
             if active not in tried:
                 tried.append(active)
-                for each, need in _saving_memory(model.variant(reduce=lean), active, room):
-                    needs.append((each, need))
-                    if not room.excess(need):
-                        fitting.append(each)
+                for keepers in ((), tuple(order)):
+                    # Of many devices each sends a share to each: only where nothing else fits.
+                    if keepers and fitting and len(order) > DIRECT_DEVICES:
+                        continue
+                    for each, need in _saving_memory(model.variant(reduce=lean), active, room, keepers):
+                        needs.append((each, need))
+                        if not room.excess(need):
+                            fitting.append(each)
+    for each, need in _freeing_weights(model, order, room):
+        needs.append((each, need))
+        if not room.excess(need):
+            fitting.append(each)
     if not fitting:
 
         def fits(batch: int) -> bool:
@@ -344,6 +376,41 @@ def _fitting(model: CostModel, found: Sequence[_Found], order: Sequence[int], ro
     return fitting
 
 
+def _freeing_weights(model: CostModel, order: Sequence[int], room: Room) -> list[tuple[_Found, tuple[int, ...]]]:
+    """Plans in which all weights are kept in shares and freed after use: what is left on a device is its samples.
+
+    So samples go from the devices that are overfilled to those with room, until it fits or there is none.
+    """
+    graph, batch = model.graph, model.batch
+    parts = [min(room.bytes_of(d), 1e18) if d in order else 0.0 for d in range(model.devices)]
+    how = InShares(apportion(SHARE_UNITS, parts), "free")
+    kept = {layer.name: how for layer in graph.layers.values() if may_be_in_shares(layer)}
+    samples = list(batch_shares(model, order))
+    rows: list[tuple[_Found, tuple[int, ...]]] = []
+    # Of more devices each would send a share to each.
+    for _ in range(MEMORY_ATTEMPTS if kept and 1 < len(order) <= DIRECT_DEVICES else 0):
+        plan = Plan(
+            "auto", graph.fingerprint, model.devices, batch, {}, Batch(tuple(samples)), model.reduce,
+            wire=model.wire, in_shares=kept, outputs=model.outputs,
+        )  # fmt: skip
+        memory = memory_of_steps(model.steps(plan), graph, optimizer=room.optimizer, itemsize=model.costs.itemsize)
+        need = tuple(each.total_bytes for each in memory)
+        rows.append((_Found(_model_s(model, order, plan), len(order), plan), need))
+        excess = room.excess(need)
+        sample_bytes = max(each.activations_bytes / n for each, n in zip(memory, samples, strict=True) if n)
+        if not excess or not sample_bytes:
+            break
+        left = [int(min(batch, max(0.0, (room.bytes_of(d) - need[d]) / sample_bytes))) for d in range(model.devices)]
+        given = {d: min(samples[d], math.ceil(over / sample_bytes)) for d, over in excess.items()}
+        if sum(left) < sum(given.values()):
+            break
+        taken = apportion(
+            sum(given.values()), [n * s for n, s in zip(left, model.solo_speeds(), strict=True)], at_most=left
+        )
+        samples = [n - given.get(d, 0) + taken[d] for d, n in enumerate(samples)]
+    return rows
+
+
 def _few_counts(devices: int) -> list[int]:
     """All numbers of devices up to 16; of more, only ever larger steps."""
     counts = list(range(1, min(devices, 16) + 1))
@@ -352,8 +419,14 @@ def _few_counts(devices: int) -> list[int]:
     return counts
 
 
-def _saving_memory(model: CostModel, active: Sequence[int], room: Room) -> list[tuple[_Found, tuple[int, ...]]]:
-    """Plans of these devices that save ever more memory, until one fits."""
+def _saving_memory(
+    model: CostModel, active: Sequence[int], room: Room, keepers: Sequence[int] = ()
+) -> list[tuple[_Found, tuple[int, ...]]]:
+    """Plans of these devices that save ever more memory, until one fits.
+
+    Args:
+        keepers: devices that may keep shares of weights that others use.
+    """
     plain = Search(model, active)
     alone_s = model.samples_s(active[0], model.batch)
     # One device alone keeps everything: shares of an axis are held to what part of that a device has room for.
@@ -366,7 +439,7 @@ def _saving_memory(model: CostModel, active: Sequence[int], room: Room) -> list[
     for attempt in range(MEMORY_ATTEMPTS):
         parts = tuple(min(1.0, each / everything) for each in budget)
         penalty = MemoryPenalty(parts, tuple(price))
-        search = Search(model, active, penalty=penalty, optimizer=room.optimizer)
+        search = Search(model, active, penalty=penalty, optimizer=room.optimizer, keepers=keepers)
         _, plan = search.run()[0]
         rows.append((_Found(plain.step_s(plan), len(active), plan), _memory(plan, model, room)))
         excess = room.excess(rows[-1][1])

@@ -5,14 +5,15 @@ costs its arithmetic, the moves of its inputs there and of their gradients back,
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from convoy.model.graph import Layer
 from convoy.plan.lower import by_samples, placements, unnamed
 from convoy.plan.plan import Plan
+from convoy.plan.presets import SHARE_UNITS
 from convoy.plan.size import whole_size
-from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Strategy, follow, place
-from convoy.planner.analytic import CostModel, MemoryPenalty, Side
+from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Placement, Strategy, follow, place
+from convoy.planner.analytic import CostModel, MemoryPenalty, Side, uses_copies
 from convoy.planner.load_balance import batch_shares, layer_shares
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.sharding.shares import Shares, apportion
@@ -60,6 +61,7 @@ class Search:
         only: names of strategies that layers are bound to.
         penalty: what makes memory dear.
         optimizer: whose state counts as memory.
+        keepers: the devices that may keep shares of weights, by their speeds; nobody: all that use weights keep copies.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Search:
         only: Mapping[str, str] | None = None,
         penalty: MemoryPenalty | None = None,
         optimizer: str = "sgd-momentum",
+        keepers: Sequence[int] = (),
     ) -> None:
         self.model, self.graph, self.batch, self.devices = model, model.graph, model.batch, model.devices
         self.active, self.only, self.penalty, self.optimizer = tuple(active), only or {}, penalty, optimizer
@@ -77,12 +80,13 @@ class Search:
         # With one split of the batch for all layers, the device that is last over all of them sets the pace.
         shared = len(active) > 1
         self.last = max(active, key=lambda d: model.samples_s(d, self.by_batch.shares[d], shared))
+        self.forms = self._forms(keepers)
         self.readers = {name: len(rows) + (name in self.graph.outputs) for name, rows in self.graph.readers.items()}
         self.numbers: dict[Layout, int] = {}
         self.layouts: list[Layout] = []
         self.splits: dict[tuple[str, str], Shares] = {}
         self.choices: dict[tuple[str, tuple[_Available, ...]], list[_Choice]] = {}
-        self.worked: dict[tuple[str, int, int], float] = {}
+        self.worked: dict[tuple[str, int, int, tuple[InShares | None, ...]], float] = {}
         self.between: dict[tuple[int, int, str, bool], float] = {}
 
     def run(self) -> list[tuple[float, Plan]]:
@@ -132,16 +136,33 @@ class Search:
             return following
         return dict(sorted(following.items(), key=lambda item: item[1][0])[:BEAM])
 
+    def _forms(self, keepers: Sequence[int]) -> tuple[InShares | None, ...]:
+        """The ways in which weights that several devices use whole may be kept."""
+        if len(keepers) < 2:
+            return (None,)
+        room = self.penalty.parts if self.penalty is not None else (1.0,) * self.devices
+        speeds = [1 / self.model.samples_s(d, self.batch) if d in keepers else 0.0 for d in range(self.devices)]
+        if min(room) < 1:  # where memory is short, it decides
+            speeds = [room[d] if d in keepers else 0.0 for d in range(self.devices)]
+        shares = apportion(SHARE_UNITS, speeds)
+        kept = InShares(shares), InShares(shares, "free")
+        return (None, *kept) if self.penalty is not None else (None, *kept[:1])
+
     def _plan(self, chosen: _Chosen | None) -> Plan:
         layers: dict[str, Strategy] = {}
         while chosen is not None:
             layers[chosen.layer] = chosen.strategy
             chosen = chosen.before
         ordered = {name: layers[name] for name in self.graph.layers if name in layers}
-        return Plan(
+        plan = Plan(
             "auto", self.graph.fingerprint, self.devices, self.batch, ordered, self.by_batch, self.model.reduce,
             wire=self.model.wire, outputs=self.model.outputs,
         )  # fmt: skip
+        if len(self.forms) == 1:
+            return plan
+        placed = placements(plan, self.graph)
+        found = {name: self._kept(self.graph[name], placed[name])[1] for name in self.graph.layers}
+        return replace(plan, in_shares={name: how for name, how in found.items() if how is not None})
 
     def step_s(self, plan: Plan) -> float:
         """Seconds by the analytic model of any plan of these devices, were its sums those of the model."""
@@ -150,7 +171,8 @@ class Search:
         for name, placed in placements(plan, self.graph).items():
             layer = self.graph[name]
             inputs = tuple(dict.fromkeys(layer.inputs))
-            choice = self._price(layer, None, placed, inputs, tuple(where[i] for i in inputs))
+            how = plan.in_shares.get(name)
+            choice = self._price(layer, None, placed, inputs, tuple(where[i] for i in inputs), (how,))
             where |= dict(zip(inputs, choice.inputs, strict=True))
             where[name] = (choice.gives,)
             total += choice.cost
@@ -231,6 +253,7 @@ class Search:
         placed: Placement,
         inputs: tuple[str, ...],
         available: tuple[_Available, ...],
+        forms: tuple[InShares | None, ...] | None = None,
     ) -> _Choice:
         cost = 0.0
         where = dict(zip(inputs, available, strict=True))
@@ -240,7 +263,7 @@ class Search:
                 cost += self._move_s(where[name][0], number, name, back=name in self.model.trains)
                 where[name] = (*where[name], number)
         if layer.kind != "input":
-            cost += self._work_s(layer, placed)
+            cost += self._work_s(layer, placed, self.forms if forms is None else forms)
         return _Choice(strategy, cost, self._number(placed.gives), tuple(where[name] for name in inputs))
 
     def _move_s(self, src: int, dst: int, name: str, *, back: bool) -> float:
@@ -249,21 +272,37 @@ class Search:
             self.between[key] = self.model.move_s(self.layouts[src], self.layouts[dst], self.graph[name], back=back)
         return self.between[key]
 
-    def _work_s(self, layer: Layer, placed: Placement) -> float:
+    def _work_s(self, layer: Layer, placed: Placement, forms: tuple[InShares | None, ...]) -> float:
         """Arithmetic and gradient sums of a layer, and the price of its memory."""
         gives, leading = self._number(placed.gives), self._number(placed.takes[0]) if placed.takes else -1
-        key = (self.model.like(layer).name, gives, leading)
+        # Shares over a thousand devices are long; of a search's own forms there is one tuple.
+        key = (self.model.like(layer).name, gives, leading, () if forms is self.forms else forms)
         if key not in self.worked:
-            cost = self.model.sums_s(layer, placed)
+            cost = self._kept(layer, placed, forms)[0]
             if placed.gives == Split(0, self.by_batch.shares):
                 own = whole_size(layer, self.by_batch.shares[self.last])
                 cost += self.model.layer_s(layer, self.last, own)
             else:
                 cost += self.model.compute_s(layer, placed)
-            if self.penalty is not None:
-                cost += self.model.memory_s(layer, placed, self.penalty, self.optimizer)
             self.worked[key] = cost
         return self.worked[key]
+
+    def _kept(
+        self, layer: Layer, placed: Placement, forms: tuple[InShares | None, ...] | None = None
+    ) -> tuple[float, InShares | None]:
+        """The cheapest way to keep a layer's parameters: sums, updates and memory; None: copies."""
+        model, penalty = self.model, self.penalty
+
+        def cost(how: InShares | None) -> float:
+            memory_s = 0.0 if penalty is None else model.memory_s(layer, placed, penalty, self.optimizer, how)
+            return model.sums_s(layer, placed, how) + memory_s
+
+        forms = self.forms if forms is None else forms
+        if len(forms) > 1 and not uses_copies(layer, placed):
+            forms = (None,)
+        rows = [(cost(how), place) for place, how in enumerate(forms)]
+        seconds, best = min(rows)
+        return seconds, forms[best]
 
     def _end_s(self, live: tuple[str, ...], where: tuple[_Available, ...]) -> float:
         """The outputs come to every device, or to their samples where they are not with them."""

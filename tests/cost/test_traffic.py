@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from convoy.cost.network import Network
-from convoy.cost.traffic import Loads, loads, move_s, sum_loads
+from convoy.cost.traffic import Loads, loads, move_s, share_loads, sum_loads
 from convoy.sharding.layout import Layout, Partial, Replicated, Shape, entries
-from convoy.sharding.redistribute import Reduce, Schedule, schedule, sum_in_segments
+from convoy.sharding.redistribute import Reduce, Schedule, gather_shares, schedule, sum_in_segments, sum_into_shares
 from tests.support.local_pieces import DEVICES, every_layout
 
 REDUCES: tuple[Reduce, ...] = ("ring", "butterfly", "direct", "star")
@@ -50,6 +50,16 @@ def test_gradients_are_summed_in_rounds_by_formula_too(n: int, reduce: Reduce) -
     for members in [(0, 1, 2, 3), (0, 2, 3), (1, 3)]:
         formula = sum_loads(members, members, float(n), DEVICES, reduce)
         assert_same(formula, sum_in_segments(members, n, reduce, 1), f"{members}, {reduce}")
+
+
+@pytest.mark.parametrize("users", [(0, 1, 2, 3), (0, 2, 3), (1, 3)])
+@pytest.mark.parametrize("shares", [(6, 3, 2, 1), (0, 12, 0, 0), (4, 0, 4, 4)])
+def test_shares_of_weights_are_summed_and_gathered_by_formula_too(
+    users: tuple[int, ...], shares: tuple[int, ...]
+) -> None:
+    formula = share_loads(users, shares, 12.0, DEVICES)
+    assert_same(formula, sum_into_shares(users, shares), f"{users} into {shares}")
+    assert_same(formula.reversed, gather_shares(shares, users), f"{users} from {shares}")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import Compute
-from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
+from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Strategy
 from convoy.planner.analytic import CostModel
 from convoy.planner.load_balance import balance
 from convoy.planner.planner import candidates, plan_auto, solo_speeds
@@ -95,6 +95,46 @@ def test_no_combination_of_strategies_is_faster(case: int) -> None:
     # The planner may also balance by measured curves, so it may win by a little; it may never lose.
     assert found.step_s <= best_s * 1.005
     assert found.step_s == simulate(lower(found.plan, graph), graph, costs).step_s
+
+
+def every_way_to_keep(plan: Plan, graph: Graph) -> Iterator[Plan]:
+    """Copies, or shares of these layers: by speed as the samples are, even, or of the first device alone."""
+    samples = plan.otherwise.shares if isinstance(plan.otherwise, Batch) else ()
+    copied = [layer.name for layer in graph.weighted if isinstance(plan.layers[layer.name], Batch)]
+    for shares in (samples, (1,) * plan.devices, (1,) + (0,) * (plan.devices - 1)):
+        for count in range(len(copied) + 1):
+            for some in itertools.combinations(copied, count):
+                yield replace(plan, in_shares=dict.fromkeys(some, InShares(shares)))
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_no_way_to_keep_weights_is_faster(case: int) -> None:
+    """Where the optimizer takes long on a slow device, and the wire little."""
+    rng = random.Random(case)
+    graph, batch = graph_of(small_net(rng)), rng.choice([8, 32])
+    rates = [rng.choice([2e9, 5e9, 1e10]) for _ in range(3)]
+    costs = replace(costs_of(rates, 1e9), update_s_per_entry=tuple(4e3 / rate for rate in rates))
+    plans = [kept for plan in every_plan(graph, batch, costs) for kept in every_way_to_keep(plan, graph)]
+    best_s = min(
+        simulate(lower(plan, graph), graph, costs).step_s for plan in {plan.to_json(): plan for plan in plans}.values()
+    )
+    found = candidates(graph, batch, costs)[0]
+    assert found.step_s <= best_s * 1.005
+    assert found.step_s == simulate(lower(found.plan, graph), graph, costs).step_s
+
+
+def test_weights_are_kept_in_shares_where_that_is_faster() -> None:
+    """Images of which much would have to move for a split by filters, and an optimizer that takes long: of copies, both devices
+    would update all."""
+    net = nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1), nn.Flatten(), nn.Linear(65536, 4)
+    )
+    graph = graph_of(net, 32)
+    costs = replace(costs_of([1e11, 1e11], 1e8), update_s_per_entry=(1e-6, 1e-6))
+    plan = plan_auto(graph, 64, costs)
+    seconds = [simulate(lower(each, graph), graph, costs).step_s for each in (plan, replace(plan, in_shares={}))]
+    assert plan.in_shares
+    assert seconds[0] < seconds[1]
 
 
 @pytest.mark.parametrize("batch", [16, 256])

@@ -14,7 +14,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.strategy import Channel, Filter
 from convoy.planner.analytic import CostModel
-from convoy.planner.planner import candidates, plan_auto, solo_speeds
+from convoy.planner.planner import candidates, plan_auto, quick_candidates, solo_speeds
 from convoy.planner.predict import PlanningContext, predict_all
 from convoy.planner.search import Search
 from convoy.sharding.comm_dtype import CommDtype
@@ -103,11 +103,11 @@ def test_a_slow_device_with_memory_works_alone_where_the_fast_one_has_none() -> 
 
 
 def test_where_direct_sums_do_not_fit_a_ring_does() -> None:
-    """Of a large gradient more arrives at once directly than in a ring. The limit is what the
-    free plan takes with a ring: it is found, or one that is as fast."""
+    """Of a large gradient more arrives at once directly than in a ring. The limit is what the best
+    plan with copies takes with a ring: it is found, or one that is as fast."""
     graph = Stack((64, 16, 16)).conv(64, 3).conv(64, 3).pool().conv(128, 3).pool().flatten().linear(4).graph()
     roomy = context_of(fleet(*[(1e11, 10**10)] * 4), graph, 64)
-    free = plan_auto(graph, 64, roomy.costs)
+    free = next(each.plan for each in candidates(graph, 64, roomy.costs) if not each.plan.in_shares)
     ring = replace(free, reduce="ring")
     assert free.reduce == "direct"
     assert max(needs(ring, graph)) < max(needs(free, graph))
@@ -116,6 +116,40 @@ def test_where_direct_sums_do_not_fit_a_ring_does() -> None:
     assert max(needs(plan, graph)) <= max(needs(ring, graph))
     ring_s = simulate(lower(ring, graph), graph, tight.costs).step_s
     assert simulate(lower(plan, graph), graph, tight.costs).step_s <= ring_s * 1.001
+
+
+# --- weights in shares -----------------------------------------------------------------------------------------------
+
+
+def heavy() -> Graph:
+    """Six convolutions, each with 9.4 MB of weights and as much of what it makes as 33.5 MB: of the weights a device has to
+    keep the least by shares, of what is made by samples."""
+    stack = Stack((256, 16, 16))
+    for _ in range(6):
+        stack = stack.conv(512, 3)
+    return stack.pool().flatten().linear(4).graph()
+
+
+@pytest.mark.parametrize("limit_mb", [260, 200])
+def test_weights_are_freed_after_use_where_nothing_else_fits(limit_mb: int) -> None:
+    """200 MB are little more than what an even fourth of the samples takes: the fast devices give samples away."""
+    graph = heavy()
+    tight = context_of(fleet(*[(rate, limit_mb * 10**6) for rate in (1e11, 8e10, 6e10, 6e10)]), graph, 64)
+    plan = plan_auto(graph, 64, tight.costs, tight.room)
+    assert {how.form for how in plan.in_shares.values()} == {"free"}
+    assert max(needs(plan, graph)) <= limit_mb * 10**6
+    keeping = {name: replace(how, form="keep") for name, how in plan.in_shares.items()}
+    others = [replace(plan, in_shares={}), replace(plan, in_shares=keeping)]
+    others += [named_plan(name, graph, 64, tight.speeds) for name in PLANS]
+    assert all(max(needs(other, graph)) > limit_mb * 10**6 for other in others)
+
+
+def test_quick_plans_free_weights_too_where_nothing_else_fits() -> None:
+    graph = heavy()
+    tight = context_of(fleet(*[(1e11, 200 * 10**6)] * 4), graph, 64)
+    (found,) = quick_candidates(graph, 64, tight.costs, tight.room)
+    assert {how.form for how in found.plan.in_shares.values()} == {"free"}
+    assert max(needs(found.plan, graph)) <= 200 * 10**6
 
 
 def test_a_net_that_fits_nowhere_is_refused_with_numbers() -> None:
