@@ -28,6 +28,7 @@ from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.model.tracing import trace
+from convoy.planner.bound import lower_bound
 from convoy.planner.planner import candidates
 from studies.roofline import roofline_costs
 from studies.sweep import BASE, PLANS, points_at, sweep
@@ -146,9 +147,10 @@ def three_cores() -> Fleet:
 
 
 def plan_once(graph: Graph, fleet: Fleet, batch: int) -> dict[str, Any]:
-    """Costs of the fleet and the planner's choice, from nothing."""
-    best = candidates(graph, batch, roofline_costs(fleet), room_of(fleet))[0]
-    return {"plan": best.plan.name, "step_s": best.step_s}
+    """Costs of the fleet, the planner's choice and the lower bound, from nothing."""
+    costs = roofline_costs(fleet)
+    best = candidates(graph, batch, costs, room_of(fleet))[0]
+    return {"plan": best.plan.name, "step_s": best.step_s, "least_s": lower_bound(graph, batch, costs).step_s}
 
 
 def sweep_once(graph: Graph) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from convoy.errors import InputError
 from convoy.model.graph import Layer
-from convoy.plan.size import LocalSize, flop
+from convoy.plan.size import LocalSize, flop, whole_size
 from convoy.plan.steps import Part, Phase
 
 
@@ -25,6 +25,11 @@ class ComputeTimes(Protocol):
 
     def alike(self, device: int) -> int:
         """The first device with the same times: planners ask once for all of them."""
+        ...
+
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
+        """What all of a layer takes at least, in whatever parts: a part of it, samples times filters times channels, takes at
+        least so much of this as it is of the layer."""
         ...
 
 
@@ -108,6 +113,36 @@ class LayerTimes:
         edge, seconds = self._by_grid(layer, phase, size)
         return share * seconds * self._corrected(layer, phase, size, edge)
 
+    def least_s(self, layer: Layer, phase: Phase, batch: int) -> float:
+        """What all of the layer takes at least, in whatever parts.
+
+        Let no point of a grid take less than q times its samples times its filters. Between points seconds are means of theirs,
+        with the weights with which sizes are means of their sizes, so no part takes less than q times its size either. Beyond a
+        grid its edge counts, times the least that a roofline says of such sizes; corrections count where they make faster.
+        """
+        whole = whole_size(layer, batch if layer.batched else 1)
+        forward = phase == "forward"
+        flops, moved = flop(layer, replace(whole, samples=1)), bytes_moved(layer, replace(whole, samples=1), 4)
+        weights = 4.0 * layer.entries
+        rows = []
+        for grid, total in (
+            (self.forward if forward else self.backward, whole.outputs),
+            (self.forward_inputs if forward else self.backward_inputs, whole.inputs),
+            (self.forward_shared if forward else self.backward_shared, whole.outputs),
+        ):
+            if grid is None:
+                continue
+            least = min(
+                s / (n * m)
+                for n, row in zip(grid.samples, grid.seconds, strict=True)
+                for m, s in zip(grid.others, row, strict=True)
+            )
+            rows.append(
+                least * whole.samples * total * _beyond(grid, whole.samples, total, flops, moved - weights, weights)
+            )
+        fastest = min((self._over_grid(layer, phase, each) for each in self.corrections), default=1.0)
+        return min(rows) * min(1.0, fastest)
+
     def _by_grid(self, layer: Layer, phase: Phase, size: LocalSize) -> tuple[LocalSize, float]:
         """The nearest size that the grids reach, and the seconds: beyond them in proportion to a roofline.
 
@@ -153,6 +188,22 @@ class LayerTimes:
         return timed_s / by_grid_s if timed_s and by_grid_s else 1.0
 
 
+def _beyond(grid: Grid, samples: int, others: int, flops: float, moved: float, weights: float) -> float:
+    """The least that a size beyond a grid takes, by a roofline, of its part of what the grid's edge takes.
+
+    A sample of everything has so many FLOP and moved bytes beside its weights. With s samples and a part p of the other axis,
+    a sample takes, in proportion, max(flops / 10, something between moved and moved / p, + weights / s): least for the whole.
+    """
+    samples_short, others_short = grid.samples[-1] < samples, grid.others[-1] < others
+    if not samples_short and not others_short:
+        return 1.0
+    arithmetic = flops / PROCESSOR.flop_per_s
+    edge_part = grid.others[-1] / others if others_short else 1 / others
+    edge_samples = grid.samples[-1] if samples_short else 1
+    smallest = max(arithmetic, moved + weights / samples)
+    return smallest / max(arithmetic, moved / edge_part + weights / edge_samples)
+
+
 def doublings(a: LocalSize, b: LocalSize) -> float:
     """How far apart two sizes are: doublings, over all axes."""
     pairs = ((a.samples, b.samples), (a.outputs, b.outputs), (a.inputs, b.inputs))
@@ -183,6 +234,11 @@ class MeasuredTimes:
 
     def alike(self, device: int) -> int:
         return next(d for d, table in enumerate(self.devices) if table is self.devices[device])
+
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
+        """See `LayerTimes.least_s`."""
+        times = self.devices[device].get(layer.name)
+        return 0.0 if times is None else times.least_s(layer, phase, batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +296,10 @@ class Roofline:
     def alike(self, device: int) -> int:
         return self.rates.index(self.rates[device])
 
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
+        """All of it at once: arithmetic is in proportion, and parts move no less than their part of what the whole moves."""
+        return self.seconds(device, layer, phase, whole_size(layer, batch if layer.batched else 1))
+
 
 class RememberedTimes:
     """The times of one model's layers, each asked for once: the plans that a planner compares have most sizes in common."""
@@ -256,6 +316,9 @@ class RememberedTimes:
 
     def alike(self, device: int) -> int:
         return self.times.alike(device)
+
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
+        return self.times.least_s(device, layer, phase, batch)
 
 
 PROCESSOR = Rate(flop_per_s=10.0, bytes_per_s=1.0)

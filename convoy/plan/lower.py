@@ -358,8 +358,8 @@ class _Lowering:
     def _backward(self, forward: list[Step], ready: dict[str, list[int]]) -> tuple[Value | None, ...]:
         """All of backward; the values whose gradients are those of the inputs, None where an input has none."""
         sums = _Buckets(self)
-        reached = _reached(self.graph, self.trains)
-        order = [name for name in reversed(list(self.graph.layers)) if name in reached]
+        with_gradient = reached(self.graph, self.trains)
+        order = [name for name in reversed(list(self.graph.layers)) if name in with_gradient]
         self.turns, self.gathered_by = turns([b for b in self.buckets if b.freed], order), {}
         for step in reversed(forward):
             if isinstance(step, Move):
@@ -453,7 +453,7 @@ def trains(graph: Graph, inputs: Collection[str] = ()) -> set[str]:
     return result
 
 
-def _reached(graph: Graph, trains: set[str]) -> set[str]:
+def reached(graph: Graph, trains: set[str]) -> set[str]:
     """Layers whose backward runs: a gradient comes to them from an output."""
     result = trains.intersection(graph.outputs)
     for layer in reversed(list(graph.layers.values())):
@@ -488,9 +488,9 @@ class _Buckets:
         self.plan, self.graph, self.kept = lowering.plan, lowering.graph, lowering.kept
         self.batch, self.lowering = lowering.batch, lowering
         self.open: dict[_Name, _Bucket] = {}
-        reached = _reached(self.graph, lowering.trains)
-        self.uses = Counter(p.key for name in reached for p in self.graph[name].trainable)
-        others = [self.graph[name] for name in reached if not self.graph[name].multiplies]
+        with_gradient = reached(self.graph, lowering.trains)
+        self.uses = Counter(p.key for name in with_gradient for p in self.graph[name].trainable)
+        others = [self.graph[name] for name in with_gradient if not self.graph[name].multiplies]
         self.read_by_others = {p.key for layer in others for p in layer.trainable}
 
     def add(self, step: Compute) -> None:

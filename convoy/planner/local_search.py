@@ -41,6 +41,9 @@ PARTS = 64
 LARGE = 16
 """A layer with at least this part of all copied weights is kept in shares where others are not."""
 
+DEEP = 100
+"""Of nets with more layers a simulation takes long, and fewer ways are tried."""
+
 JOINED = 4
 """Of so many groups of axes a device is given a part by itself."""
 
@@ -186,8 +189,9 @@ class LocalSearch:
         working = {d for each in placed.values() for d in holders(each.gives)}
         shares = [[s if d in working else 0.0 for d, s in enumerate(speeds)], list(speeds), [1.0] * len(speeds)]
         units = dict.fromkeys(apportion(SHARE_UNITS, each) for each in shares)
+        parts = (names, large) if len(graph.layers) <= DEEP else (names,)
         tried: list[dict[str, InShares]] = [{}]
-        tried += [dict.fromkeys(some, InShares(each)) for each in units for some in (names, large)]
+        tried += [dict.fromkeys(some, InShares(each)) for each in units for some in parts]
         for how in tried:
             other = replace(plan, in_shares=how)
             if attempt := self.shorter(other, replay.step_s * (1 - GAIN)):

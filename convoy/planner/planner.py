@@ -24,7 +24,7 @@ from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, InShares, One, may_be_in_shares
 from convoy.planner.analytic import DIRECT_DEVICES, CostModel, MemoryPenalty
 from convoy.planner.load_balance import batch_shares
-from convoy.planner.local_search import LocalSearch
+from convoy.planner.local_search import DEEP, LocalSearch
 from convoy.planner.search import Search
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Reduce
@@ -290,7 +290,9 @@ def _simulated(
     copies = [each for each in found if not each.plan.in_shares]
     shortlist = _in_order(copies) if len(copies) * len(model.graph.layers) <= 600 else _shortlist(copies)
     # Beside those that a search without shares would look at, so that none of them is crowded out.
-    shared = _in_order(each for each in found if each.plan.in_shares)[:SHARED]
+    shared = _in_order(each for each in found if each.plan.in_shares)[
+        : SHARED if len(model.graph.layers) <= DEEP else 1
+    ]
     rows = [(local.simulated(each.plan).step_s, each.working, each.plan) for each in (*shortlist, *shared)]
     if len(model.graph.weighted) <= SHALLOW and len(order) <= 8:
         best_of = {working: (step_s, plan) for step_s, working, plan in sorted(rows, key=lambda r: r[:2], reverse=True)}

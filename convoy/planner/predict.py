@@ -14,6 +14,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import Compute, StepList, passes_of
+from convoy.planner.bound import LowerBound, lower_bound
 from convoy.planner.planner import Candidate, candidates, solo_speeds, worth_trying
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.layout import holders
@@ -122,6 +123,10 @@ class PlanningContext:
             self.graph, self.batch, self.costs, self.room, self.wire, reduce=self.reduce, passes=self.passes,
             outputs=self.outputs,
         )  # fmt: skip
+
+    def least(self) -> LowerBound:
+        """What no exact plan can take less than; see `convoy.planner.bound`."""
+        return lower_bound(self.graph, self.batch, self.costs, self.wire, self.passes)
 
     def named(self, name: str) -> Plan:
         """A plan by name, with the sums, the wire and the place of outputs of all plans here."""

@@ -12,7 +12,7 @@ from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.planner.forecast import LINKS, Forecast
 from convoy.report.numbers import in_bytes, plain, seconds
-from convoy.report.plans import MADE_FROM
+from convoy.report.plans import MADE_FROM, least_words
 from convoy.report.screen import new_table
 
 
@@ -34,6 +34,7 @@ def show_forecast(
     _show_devices(console, found, fleet)
     if found.best.workers > 1:
         console.print(f"By plan auto: {_plan(found)}", soft_wrap=True)
+        console.print(least_words(found.best, found.context.least(), found.context.names), soft_wrap=True)
     for line in _around(found, fleet):
         console.print(line, soft_wrap=True)
     console.print(_made_from(found, fleet), soft_wrap=True)

@@ -9,6 +9,7 @@ from rich.console import Console
 from convoy.cost.interval import Basis, Interval
 from convoy.plan.explain import LayerRow, layer_rows, work_shares
 from convoy.plan.lower import lower
+from convoy.planner.bound import LowerBound
 from convoy.planner.predict import PlanningContext, PlanPrediction
 from convoy.report.numbers import in_bytes
 from convoy.report.screen import Screen, new_table
@@ -35,6 +36,7 @@ def show_predictions(console: Console, rows: Sequence[PlanPrediction], context: 
     for row in rows:
         if row.overfull:
             console.print(f"! {row.plan.name} does not fit: {'; '.join(row.overfull)}", soft_wrap=True)
+    console.print(least_words(rows[-1], context.least(), names), soft_wrap=True)
     best, fastest = rows[-1], max(range(len(speeds)), key=lambda d: speeds[d])
     gain = best.samples_per_s / speeds[fastest]
     if best.workers == 1:
@@ -45,6 +47,14 @@ def show_predictions(console: Console, rows: Sequence[PlanPrediction], context: 
         )
     else:
         console.print(f"auto is {gain:.2f}x as fast as {names[fastest]} alone.")
+
+
+def least_words(row: PlanPrediction, least: LowerBound, names: Sequence[str]) -> str:
+    """How near a plan comes to what is possible."""
+    whence = "by computing alone" if least.device < 0 else f"by what must pass the card of {names[least.device]}"
+    more = row.step_s / least.step_s - 1
+    floor = f"No exact plan can take less than {least.step_s:.3g} s a step ({whence})"
+    return f"{floor}: {row.plan.name} is within {more:.1%} of that."
 
 
 MADE_FROM: Mapping[Basis | None, str] = {

@@ -14,7 +14,7 @@ from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Layer
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
-from convoy.plan.size import LocalSize
+from convoy.plan.size import LocalSize, whole_size
 from convoy.plan.steps import Part, Phase
 from convoy.plan.strategy import Batch
 from convoy.planner.predict import PlanningContext, predict_plan
@@ -35,6 +35,9 @@ class Table:
 
     def alike(self, device: int) -> int:
         return device
+
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
+        return self.seconds(device, layer, phase, whole_size(layer, batch))
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,9 @@ class Table:
     def alike(self, device: int) -> int:
         return device
 
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:  # noqa: ARG002
+        return 0.0
+
 
 def hosts(count: int, bytes_per_s: float = 100.0, latency_s: float = 0.5, processor_s_per_byte: float = 0.0) -> Network:
     """One device per host; equal cards."""
@@ -268,6 +271,9 @@ def test_a_filter_split_of_unequal_devices():
 
         def alike(self, device: int) -> int:
             return device
+
+        def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:  # noqa: ARG002
+            return 0.0
 
     plan = named_plan("master", graph, 5, Speeds((3.0, 2.0)))
     costs = Costs(Times(), hosts(2), itemsize=1, update_s_per_entry=(0.01, 0.01))

@@ -1,0 +1,209 @@
+"""The lower bound: by hand, against every plan of small cases, and how near to it plans come."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from convoy.cost.compute import Correction, Grid, LayerTimes, MeasuredTimes, Rate, Roofline
+from convoy.cost.costs import Costs
+from convoy.cost.network import Network
+from convoy.cost.overhead import Overheads
+from convoy.fleet import Card, Device, Fleet, Host
+from convoy.model.graph import Graph
+from convoy.model.nets import graph_of
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.size import LocalSize, whole_size
+from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Strategy
+from convoy.planner.bound import LowerBound, lower_bound
+from convoy.planner.planner import candidates
+from convoy.planner.predict import PlanningContext, predict_plan
+from convoy.report.plans import least_words
+from convoy.sharding.shares import Shares, apportion
+from convoy.simulator.simulate import simulate
+from studies.roofline import roofline_costs
+from tests.support.stacks import Stack
+
+
+def network(devices: int, bytes_per_s: float, processor_s_per_byte: float = 0.0) -> Network:
+    every = (bytes_per_s,) * devices
+    return Network(
+        tuple(range(devices)), every, every, every, ((1e-5,) * devices,) * devices, (every,) * devices,
+        (processor_s_per_byte,) * devices,
+    )  # fmt: skip
+
+
+def of_rates(rates: list[float], bytes_per_s: float, processor_s_per_byte: float = 0.0) -> Costs:
+    times = Roofline(tuple(Rate(rate, rate / 4) for rate in rates))
+    overheads = tuple(Overheads(step_s=1e5 / rate, layer_s=1e3 / rate) for rate in rates)
+    updates = tuple(10 / rate for rate in rates)
+    return Costs(times, network(len(rates), bytes_per_s, processor_s_per_byte), 4, updates, overheads)
+
+
+def measured(rng: random.Random, graph: Graph, batch: int, rates: list[float], bytes_per_s: float) -> Costs:
+    """Tables with noise, some of which end before the whole, and sizes that were timed beside them."""
+
+    def table(rate: float) -> dict[str, LayerTimes]:
+        roofline, rows = Roofline((Rate(rate, rate / 4),)), {}
+        for layer in graph.layers.values():
+            if layer.kind != "input":
+                whole = whole_size(layer, batch)
+                points = sorted({1, batch // rng.choice([1, 2]), max(1, batch // 4)})
+
+                def grid(
+                    phase: str, axis: str, total: int, samples: list[int] = points, layer=layer, whole=whole
+                ) -> Grid:  # type: ignore[no-untyped-def]
+                    others = tuple(sorted({1, max(1, total // 3), max(1, total // rng.choice([1, 2]))}))
+                    rows = tuple(
+                        tuple(
+                            roofline.seconds(0, layer, phase, replace(whole, samples=n, **{axis: m}))
+                            * rng.uniform(0.8, 1.3)  # type: ignore[arg-type]
+                            for m in others
+                        )
+                        for n in samples
+                    )
+                    return Grid(tuple(samples), others, rows)
+
+                sums = layer.weighted
+                corrections = []
+                if rng.random() < 0.5:
+                    size = replace(whole, samples=rng.randint(1, batch))
+                    seconds = [
+                        roofline.seconds(0, layer, phase, size) * rng.uniform(0.7, 1.3)
+                        for phase in ("forward", "backward")
+                    ]  # type: ignore[arg-type]
+                    corrections = [Correction(size, *seconds)]
+                rows[layer.name] = LayerTimes(
+                    grid("forward", "outputs", whole.outputs), grid("backward", "outputs", whole.outputs),
+                    grid("forward", "inputs", whole.inputs) if sums else None,
+                    grid("backward", "inputs", whole.inputs) if sums else None,
+                    corrections=tuple(corrections),
+                )  # fmt: skip
+        return rows
+
+    base = of_rates(rates, bytes_per_s)
+    return replace(base, times=MeasuredTimes(tuple(table(rate) for rate in rates)))
+
+
+def shares_of(rng: random.Random, total: int, speeds: list[float]) -> Shares:
+    """By speed; or anything, often with nothing for somebody."""
+    if rng.random() < 0.4:
+        return apportion(total, speeds)
+    weights = [rng.choice([0.0, 0.1, 1.0, 3.0]) for _ in speeds]
+    return apportion(total, weights if any(weights) else speeds)
+
+
+def some_plans(rng: random.Random, graph: Graph, batch: int, speeds: list[float]) -> Iterator[Plan]:
+    """Every combination of strategies, each with shares, sums, chunks and ways to keep weights as they come."""
+    devices = len(speeds)
+    for kinds in itertools.product(("batch", "one", "filter", "channel"), repeat=len(graph.weighted)):
+        for _ in range(3):
+            by_batch = Batch(shares_of(rng, batch, speeds))
+            layers: dict[str, Strategy] = {}
+            for kind, layer in zip(kinds, graph.weighted, strict=True):
+                layers[layer.name] = {
+                    "batch": by_batch,
+                    "one": One(rng.randrange(devices)),
+                    "filter": Filter(shares_of(rng, layer.channels_out, speeds)),
+                    "channel": Channel(shares_of(rng, layer.channels_in, speeds)),
+                }[kind]
+            plan = Plan(
+                "by hand", graph.fingerprint, devices, batch, layers, by_batch, rng.choice(("direct", "ring", "star"))
+            )
+            copied = [name for name, strategy in layers.items() if isinstance(strategy, Batch) and rng.random() < 0.5]
+            how = InShares(shares_of(rng, 100, speeds), rng.choice(("keep", "free")))
+            yield replace(plan, pieces=rng.choice((1, 1, 2)), in_shares=dict.fromkeys(copied, how))
+
+
+def small(rng: random.Random) -> Graph:
+    """A chain of two or three weighted layers, few samples or many, small weights or large."""
+    stack = Stack((rng.choice([3, 16]), 12, 12)).conv(rng.choice([4, 32]), 3).pool()
+    if rng.random() < 0.6:
+        stack = stack.conv(rng.choice([8, 64]), 3)
+    return stack.flatten().linear(rng.choice([10, 200])).graph()
+
+
+@pytest.mark.parametrize("case", range(24))
+def test_no_plan_is_faster(case: int) -> None:
+    rng = random.Random(case)
+    graph, batch = small(rng), rng.choice([4, 12])
+    rates = [rng.choice([1e9, 2e9, 5e9, 1e10]) for _ in range(rng.choice([2, 3]))]
+    wire = rng.choice([1e4, 1e5, 1e6, 1e7, 1e9])
+    costs = of_rates(rates, wire, rng.choice([0.0, 1e-7])) if case % 2 else measured(rng, graph, batch, rates, wire)
+    bound = lower_bound(graph, batch, costs)
+    least_s = min(simulate(lower(plan, graph), graph, costs).step_s for plan in some_plans(rng, graph, batch, rates))
+    found_s = candidates(graph, batch, costs)[0].step_s
+    assert bound.step_s <= min(least_s, found_s) * (1 + 1e-9)
+    assert bound.step_s > 0
+
+
+def test_a_single_layer_by_hand() -> None:
+    """Devices of 3 and 1 GFLOP/s: together they take a fourth of what the slow one takes alone."""
+    graph = Stack((8, 8, 8)).conv(16, 3).graph()
+    flop = 3 * 64 * graph.weighted[0].flop  # forward, and two products backward
+    times = Roofline((Rate(3e9, 1e15), Rate(1e9, 1e15)))
+    assert lower_bound(graph, 64, Costs(times, network(2, 1e15))).step_s == pytest.approx(flop / 4e9, rel=1e-3)
+
+
+def test_what_every_step_takes_beside_its_layers_is_no_time_for_them() -> None:
+    """Both devices take 2 s for a batch and the loss: that is added, not shared out."""
+    graph = Stack((8, 8, 8)).conv(16, 3).graph()
+    plain = Costs(Roofline((Rate(1e9, 1e15),) * 2), network(2, 1e15))
+    apart = replace(plain, overheads=(Overheads(step_s=2.0),) * 2)
+    assert lower_bound(graph, 8, apart).step_s == pytest.approx(lower_bound(graph, 8, plain).step_s + 2.0)
+
+
+def test_the_wire_of_a_device_by_hand() -> None:
+    """Three Linears of 1,000 x 1,000, 16 samples, two equal devices, a wire of 1 MB/s each way.
+
+    A device takes 6e6 FLOP for a sample of each: 96 ms of 16 samples at 1 GFLOP/s, so alone 288 ms, and two of them 144 ms. For
+    that to change hands, 16,000 entries pass the card at least once, to be summed at the end: 32 ms. At 10 GFLOP/s that is more
+    than 28.8 ms alone. What changes hands without a byte that is counted is a part of the first Linear: so 19.2 ms stay.
+    """
+    graph = Stack((1000,)).linear(1000).linear(1000).linear(1000).graph()
+
+    def bound_of(rate: float) -> float:
+        return lower_bound(graph, 16, Costs(Roofline((Rate(rate, 1e15),) * 2), network(2, 1e6))).step_s
+
+    assert bound_of(1e9) == pytest.approx(0.144, rel=0.01)
+    assert bound_of(1e10) == pytest.approx(0.0192, rel=0.01)
+
+
+@pytest.mark.parametrize("batch", [16, 64])
+def test_where_the_wire_is_wide_a_plan_comes_near(batch: int) -> None:
+    graph = graph_of("two-conv:50:500")
+    costs = of_rates([88e9, 55e9, 33e9], 1e11)
+    found_s = candidates(graph, batch, costs)[0].step_s
+    assert lower_bound(graph, batch, costs).step_s >= 0.95 * found_s
+
+
+def test_the_bound_stands_in_words_beside_a_plan() -> None:
+    graph = graph_of("two-conv:50:500")
+    rates = enumerate((9e9, 3e9))
+    devices = (Device(f"d{i}", f"h{i}", "cpu", peak_flop_per_s=rate, memory_bytes_per_s=rate) for i, rate in rates)
+    fleet = Fleet((Host("h0"), Host("h1")), tuple(devices), Card(1e9, 1e9, 1e-4))
+    context = PlanningContext.of(graph, 16, roofline_costs(fleet), fleet)
+    row = predict_plan(context.candidates()[0].plan.named("auto"), context)
+    least = context.least()
+    words = least_words(row, least, context.names)
+    assert f"less than {least.step_s:.3g} s a step (by computing alone): auto is within " in words
+    assert f"{row.step_s / least.step_s - 1:.1%}" in words
+    assert "the card of d1" in least_words(row, LowerBound(1.0, 2.0, 1), context.names)
+
+
+@pytest.mark.parametrize("case", range(20))
+def test_no_size_takes_less_than_its_part_of_the_least(case: int) -> None:
+    """Every size of a small table, inside and beyond its grids."""
+    rng = random.Random(case)
+    graph = Stack((6, 4, 4)).conv(9, 3).graph()
+    costs = measured(rng, graph, 8, [1e9], 1e9)
+    layer = graph.weighted[0]
+    for phase in ("forward", "backward"):
+        least_s = costs.times.least_s(0, layer, phase, 8)  # type: ignore[arg-type]
+        for n, k in itertools.product(range(1, 9), range(1, 10)):
+            for size, part in (LocalSize(n, k, 6), n * k / 72), (LocalSize(n, 9, k), n * k / 48):
+                if size.inputs <= 6:
+                    assert costs.times.seconds(0, layer, phase, size) >= least_s * part * (1 - 1e-9)  # type: ignore[arg-type]
