@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import own_strategy, placements
 from convoy.plan.plan import Plan
-from convoy.plan.strategy import Batch, Channel, Filter, One, Placement, Strategy
+from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Placement, Strategy
 from convoy.sharding.layout import Split
-from convoy.sharding.shares import Shares
+from convoy.sharding.shares import Shares, rescale
+
+PROPORTIONS = 1000
+"""Of which shares of weights are told, once they follow speeds: rows are cut by them, to the nearest."""
 
 OTHERS = ""
 """Stands for `Plan.otherwise` among the names of a plan's strategies."""
@@ -75,7 +78,23 @@ def reshared(plan: Plan, axes: CoupledAxes, units: Shares) -> Plan:
     """The plan with other units on one group of its axes."""
     changed = {name: _scaled(plan.layers[name], units) for name in axes.strategies if name != OTHERS}
     otherwise = Batch(units) if OTHERS in axes.strategies else plan.otherwise
-    return replace(plan, layers={**plan.layers, **changed}, otherwise=otherwise)
+    kept = {name: replace(how, shares=_following(how.shares, axes.units, units)) for name, how in _kept(plan, axes)}
+    return replace(plan, layers={**plan.layers, **changed}, otherwise=otherwise, in_shares={**plan.in_shares, **kept})
+
+
+def _kept(plan: Plan, axes: CoupledAxes) -> Iterable[tuple[str, InShares]]:
+    """The layers among these whose samples are shared out, and whose weights are kept in shares."""
+    of_samples = axes.layers if axes.counted == "samples" else ()
+    return [(name, how) for name, how in plan.in_shares.items() if name in of_samples]
+
+
+def _following(shares: Shares, before: Shares, after: Shares) -> Shares:
+    """Shares of weights that follow the devices' speeds, of which their samples tell: a device that takes over half of
+    another's samples has the time to update more. One without samples keeps its share beside the others'."""
+    common = math.lcm(*filter(None, before))
+    rows = zip(shares, before, after, strict=True)
+    wanted = tuple(share * (new * (common // old) if old else common) for share, old, new in rows)
+    return rescale(wanted, max(PROPORTIONS, sum(shares)))
 
 
 def shares_of(plan: Plan, axes: CoupledAxes) -> Shares:

@@ -1,6 +1,7 @@
 """Bonds: which shares change together. By hand for small nets; and a property: other shares bring no other moves."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
 from convoy.plan.steps import Compute
-from convoy.plan.strategy import Batch, Channel, Filter, One
+from convoy.plan.strategy import Batch, Channel, Filter, InShares, One
 from convoy.sharding.shares import Shares
+from convoy.sharding.shares import rescale
 from tests.support import nets
 from tests.support.one_device import by_name, graph_of, mixed
 
@@ -140,3 +142,26 @@ def test_groups_of_a_norm_are_shared_out_whole() -> None:
     plan = Plan("by hand", graph.fingerprint, 3, 10, {"0": Filter((4, 2, 2))}, Batch((5, 3, 2)))
     filters = next(axes for axes in coupled_axes(plan, graph) if axes.counted == "filters")
     assert (filters.layers, filters.units) == (("0", "1", "2", "3"), (2, 1, 1))
+
+
+def test_shares_of_weights_follow_the_samples_that_devices_take_over() -> None:
+    plan = replace(
+        by_name("data-by-speed", "two-conv"),
+        in_shares={"fc": InShares((7, 1, 2, 0), "free"), "conv2": InShares((1, 1, 1, 1))},
+    )
+    (axes,) = coupled_axes(plan, graph_of("two-conv"))
+    slowed = reshared(plan, axes, (2, 0, 6, 2))
+    # Device 0 has 2 samples of 7 and keeps 2 of 7 parts, device 2 three times as many; device 1, without samples, keeps its one.
+    assert slowed.in_shares["fc"] == InShares(tuple(rescale((2, 1, 6, 0), 1000)), "free")
+    assert slowed.in_shares["conv2"].shares == rescale((2 * 1, 7 * 1, 7 * 3, 7 * 2), 1000)
+    again = reshared(slowed, replace(axes, units=(2, 0, 6, 2)), (7, 0, 2, 1))
+    for name, how in plan.in_shares.items():
+        before = rescale(how.shares, 1000)
+        assert all(abs(a - b) <= 3 for a, b in zip(again.in_shares[name].shares, before, strict=True))
+        assert again.in_shares[name].form == how.form
+
+
+def test_shares_of_weights_stay_where_filters_move() -> None:
+    plan = replace(two_conv(conv1=One(0), conv2=Filter((4, 2, 1))), in_shares={"fc": InShares((5, 3, 2))})
+    (filters,) = (axes for axes in coupled_axes(plan, graph_of("two-conv")) if axes.counted == "filters")
+    assert reshared(plan, filters, (1, 1, 5)).in_shares == plan.in_shares
