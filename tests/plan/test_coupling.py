@@ -15,8 +15,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, InShares, One
-from convoy.sharding.shares import Shares
-from convoy.sharding.shares import rescale
+from convoy.sharding.shares import Shares, rescale
 from tests.support import nets
 from tests.support.one_device import by_name, graph_of, mixed
 
@@ -151,7 +150,7 @@ def test_shares_of_weights_follow_the_samples_that_devices_take_over() -> None:
     )
     (axes,) = coupled_axes(plan, graph_of("two-conv"))
     slowed = reshared(plan, axes, (2, 0, 6, 2))
-    # Device 0 has 2 samples of 7 and keeps 2 of 7 parts, device 2 three times as many; device 1, without samples, keeps its one.
+    # Device 0 has 2 samples of 7, and 2 of 7 parts; device 2 three times as many; device 1, without samples, keeps its one.
     assert slowed.in_shares["fc"] == InShares(tuple(rescale((2, 1, 6, 0), 1000)), "free")
     assert slowed.in_shares["conv2"].shares == rescale((2 * 1, 7 * 1, 7 * 3, 7 * 2), 1000)
     again = reshared(slowed, replace(axes, units=(2, 0, 6, 2)), (7, 0, 2, 1))
