@@ -95,6 +95,24 @@ class Teaching(nn.Module):
         return self.conv(x) - 0.1 * self.teacher(x).detach()  # type: ignore[no-any-return]
 
 
+class Losing(nn.Module):
+    """Of seed 53351: it returns a value of the whole batch, so it cannot be tried sample by sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: float | None = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x if self.last is None else x - self.last
+        self.last = 0.5
+        return x, x.square().mean()
+
+
+def with_loss(block: nn.Module, x: Tensor) -> Tensor:
+    x, loss = block(x)
+    return x + loss
+
+
 class Sharing(nn.Module):
     """Two blocks, one of which reads a number that the other counts."""
 
@@ -130,6 +148,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "of seed 40718: computed by all in training, by one in evaluation": lambda: Net(Noting(), twice),
     "of seed 50201: weights that all changed in training, and one in evaluation": lambda: Net(Teaching()),
     "a count, where a device has no samples": lambda: Net(Counting()),
+    "of seed 53351: noted beside a loss": lambda: Net(Losing(), with_loss),
     "a count in a buffer": lambda: Net(InABuffer()),
     "a count beside dropout": lambda: Net(Dropping()),
     "a count that the net reads when it is large": lambda: Net(Counting(), scaled_late),

@@ -100,7 +100,9 @@ def _judged(
         try:
             return _compare(call, holder, like, batched, own)
         except Exception as error:
-            return PerSample(f"it cannot take samples one by one ({first_line(error)}), so it runs whole on one device")
+            why = f"it cannot take samples one by one ({first_line(error)}), so it runs whole on one device"
+    notes, python = _left_behind(call, holder, like, batched, own)
+    return PerSample(why, notes=notes, python=python)
 
 
 def _left_behind(

@@ -8,7 +8,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from tests.support.families.registry import CONVOLUTIONS, Member
-from tests.support.families.trial import BATCH, BIAS, SPEEDS, STABLE, STEPS, Row
+from tests.support.families.trial import BATCH, BIAS, RATE, SLOW_RATE, SPEEDS, STABLE, STEPS, Row
 
 KEPT = Path(__file__).parent / "families.json"
 PAGE = Path(__file__).parents[3] / "docs" / "families.md"
@@ -71,7 +71,9 @@ def text(kept: Kept) -> str:
         "convolutions with kernels larger than their strides (patch embeddings have not). Images are the smallest of 64 pixels "
         f"and up that the net takes, and at which rounding does not grow past {STABLE:g} on one device; where it does, biases "
         f"of batch norms begin at {BIAS:g} in place of 0 (*), which calms deep chains. Dropout and stochastic depth are set "
-        "to 0: what they draw is no part of the promise. VGG's classifier has 64 features for 4,096, which would fill 19 GB.",
+        f"to 0: what they draw is no part of the promise. Where three steps at a rate of {RATE:g} diverge on one device, they "
+        f"are made at {SLOW_RATE:g} (**). MViT is built for films of 4x64x64. VGG's classifier has 64 features for 4,096, "
+        "which would fill 19 GB.",
         "",
         "<!-- not run: it takes half an hour -->",
         "```console",
@@ -104,7 +106,7 @@ def _line(row: Row) -> str:
         return f"{start}| | | | | | not trained |"
     shares = " | ".join(f"{row.by_filters[how]:.0f} %" for how in ("filters", "samples", "one"))
     apart = f"{max(row.apart):.0e} ({row.rounding:.0e})" + ("" if row.exact else " **not exact**")
-    image = "x".join(map(str, row.shape[1:])) + (" *" if row.biased else "")
+    image = "x".join(map(str, row.shape[1:])) + (" *" * row.biased + "*" * (row.rate < RATE))
     return f"{start}| {image} | {row.layers} ({row.whole}) | {shares} | {apart} |"
 
 

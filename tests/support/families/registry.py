@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -73,9 +74,22 @@ def build(family: str, name: str, **options: Any) -> nn.Module:
 
     if family.startswith("timm"):
         return timm.create_model(name, **options)  # type: ignore[no-any-return]
+    if family == "torchvision video.mvit":
+        return _small_film(torchvision.models.video.mvit, name)
     builder = torchvision.models.get_model_builder(name)
     more = {k: None for k in ("weights", "weights_backbone") if k in inspect.signature(builder).parameters}
     return builder(**more, **options)  # type: ignore[no-any-return]
+
+
+def _small_film(mvit: Any, name: str) -> nn.Module:
+    """MViT for films of 4x64x64: its builders know 16x224x224 alone, but the class takes any size."""
+
+    def make(**options: Any) -> nn.Module:
+        return made(**{**options, "spatial_size": (64, 64), "temporal_size": 4})  # type: ignore[no-any-return]
+
+    made = mvit._mvit
+    with patch.object(mvit, "_mvit", make):
+        return getattr(mvit, name)(weights=None)  # type: ignore[no-any-return]
 
 
 def narrowed(family: str, model: nn.Module) -> nn.Module:

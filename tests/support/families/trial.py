@@ -34,13 +34,16 @@ from tests.support.one_device import EXACT, one_trace, part
 SPEEDS = Speeds((3.0, 2.0, 1.0))
 BATCH = 6
 STEPS = 3
-RATE = 1e-3
+RATE, SLOW_RATE = 1e-3, 1e-7
+"""Where three steps at the first one diverge, the second is tried."""
 STABLE = 5e-12
 """Where rounding alone moves one device further from itself, the biases of batch norms begin at BIAS: a deep chain of fresh
 batch norms and rectifiers magnifies every change, one whose rectifiers rarely cut does not. Then larger images are tried."""
 BIAS = 2.0
+DIVERGES = 1.0
+"""Rounding that moves one device by more than its numbers are large."""
 _IMAGES = tuple((3, side, side) for side in (64, 96, 128, 224, 256, 299))
-_SHAPES = (*_IMAGES, (3, 8, 64, 64), (3, 16, 64, 64), (3, 13, 209, 209))
+_SHAPES = (*_IMAGES, (3, 4, 64, 64), (3, 8, 64, 64), (3, 16, 64, 64), (3, 13, 209, 209))
 """Of an image or a film, in the order in which they are tried."""
 
 
@@ -55,6 +58,7 @@ class Row:
         apart: for each plan, the largest difference to one device in anything, relative to one or to the number's size.
         rounding: how far one device is from itself when its images and weights are changed by 1e-15.
         biased: the biases of batch norms began at BIAS.
+        rate: of the steps.
         gradients: those of the last step were compared, too, and `rounding` is of images and weights; not so in older rows.
         reasons: why layers with FLOP stay on one device.
         error: why it was not trained.
@@ -75,6 +79,7 @@ class Row:
     reasons: tuple[str, ...] = ()
     error: str = ""
     seconds: float = 0.0
+    rate: float = RATE
 
     @property
     def exact(self) -> bool:
@@ -156,29 +161,30 @@ def _try(row: Row, model: nn.Module, shape: tuple[int, ...], *, last: bool) -> R
     """Train it beside one device, unless rounding grows and this is not the `last` try."""
     torch.manual_seed(1)
     images = [torch.randn(BATCH, *shape, dtype=torch.float64) for _ in range(STEPS)]
-    for biased in (False, True):
+    for biased, rate in ((False, RATE), (True, RATE), (True, SLOW_RATE)):
         if biased:
             _bias(model)
         state = copy.deepcopy(model.state_dict())  # with its metadata, which MNASNet reads
-        expected = {key: t.clone() for key, t in _trained(model, images)}
+        expected = {key: t.clone() for key, t in _trained(model, images, rate)}
         model.load_state_dict(state)
-        rounding = _rounding(model, images, expected)
+        rounding = _rounding(model, images, expected, rate)
         model.load_state_dict(state)
         model.zero_grad()
-        if rounding < STABLE:
+        if rounding < STABLE or (biased and rounding < DIVERGES):
             break
     if rounding >= STABLE and not last:
         return Row(**{**vars(row), "rounding": rounding})
     with one_trace():
         graph = convoy.runtime.module.trace(model, images[0][:2]).graph
         plans = (named_plan("data-by-speed", graph, BATCH, SPEEDS), filters_by_speed(graph, BATCH, SPEEDS))
-        apart = tuple(max(_on_many(model, plan, images, expected)) for plan in plans)
+        apart = tuple(max(_on_many(model, plan, images, expected, rate)) for plan in plans)
     lowered = [lower(plan, graph) for plan in plans]
     whole = [layer for layer in graph.layers.values() if layer.kind == "opaque" and layer.batched]
     reasons = {_reason(graph[s.layer]) for s in lowered[1].phase("forward") if _how(s) == "one" and graph[s.layer].flop}
     return Row(
         row.family, row.name, row.parameters, shape, len(graph.layers), len(whole), shares_of_flop(graph, plans[0]),
         shares_of_flop(graph, plans[1]), apart, rounding, biased, True, tuple(sorted(reasons)),
+        rate=rate,
     )  # fmt: skip
 
 
@@ -189,13 +195,13 @@ def _bias(model: nn.Module) -> None:
             module.bias.fill_(BIAS)
 
 
-def _rounding(model: nn.Module, images: Sequence[Tensor], expected: Mapping[str, Tensor]) -> float:
+def _rounding(model: nn.Module, images: Sequence[Tensor], expected: Mapping[str, Tensor], rate: float) -> float:
     """How far one device is from itself with other last bits."""
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1 + 1e-15 * torch.randn_like(p))
     rounded = [x * (1 + 1e-15 * torch.randn_like(x)) for x in images]
-    return _largest(_trained(model, rounded), expected)
+    return _largest(_trained(model, rounded, rate), expected)
 
 
 def filters_by_speed(graph: Graph, batch: int, speeds: Speeds) -> Plan:
@@ -260,15 +266,16 @@ def _reason(layer: Layer) -> str:
 Named = Iterator[tuple[str, Tensor]]
 
 
-def _trained(model: nn.Module, images: Sequence[Tensor]) -> Named:
+def _trained(model: nn.Module, images: Sequence[Tensor], rate: float) -> Named:
     """What is left of training on one device."""
-    yield from _train(model, images, model, lambda _, g: g)
+    yield from _train(model, images, rate, model, lambda _, g: g)
     yield from model.state_dict().items()
 
 
 def _train(
     model: nn.Module,
     images: Sequence[Tensor],
+    rate: float,
     forward: Callable[[Tensor], Any],
     whole: Callable[[str, Tensor], Tensor],
 ) -> Named:
@@ -278,7 +285,7 @@ def _train(
         whole: (key, gradient) -> the gradient of the whole parameter.
     """
     model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     for k, x in enumerate(images):
         optimizer.zero_grad()
         loss = _loss(forward(x))
@@ -297,9 +304,11 @@ def _train(
     model.train()
 
 
-def _on_many(model: nn.Module, plan: Plan, images: Sequence[Tensor], expected: Mapping[str, Tensor]) -> list[float]:
+def _on_many(
+    model: nn.Module, plan: Plan, images: Sequence[Tensor], expected: Mapping[str, Tensor], rate: float
+) -> list[float]:
     def trained(here: Distributed) -> Named:
-        yield from _train(here, images, lambda x: here(part(here, x), batch=len(x)), here.gather)
+        yield from _train(here, images, rate, lambda x: here(part(here, x), batch=len(x)), here.gather)
         yield from here.full_state_dict().items()
 
     def work(group: Group) -> float:
