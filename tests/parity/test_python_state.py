@@ -68,7 +68,7 @@ class InABuffer(nn.Module):
 
 
 class Dropping(nn.Module):
-    """Draws random numbers in training, so copies of it would differ: it keeps to one device."""
+    """Of seed 53351 before it was made smaller: a dropout of nothing was taken for one that draws, and kept to one device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,10 +196,7 @@ def test_numbers_are_those_of_one_device(name: str, plan: str) -> None:
 
         found = run_on_threads(3, on_device, timeout_s=30)
         expected = trained(model, model, model)
-        untouched = numbers(NETS[name]())
         for device in found:
-            if "dropout" in name and device["numbers"] == untouched:
-                device["numbers"] = expected["numbers"]  # it never runs there
             torch.testing.assert_close(device, expected, rtol=0, atol=1e-10)
 
 
@@ -278,6 +275,21 @@ def test_what_a_trace_read_and_a_script_changes_is_refused_by_name(what: str) ->
         here(images(6), batch=6)
 
     with pytest.raises(InputError, match=f"{what}.*changed after distribute"):
+        run_on_threads(1, on_device, timeout_s=20)
+
+
+def test_a_dropout_of_nothing_stays_one() -> None:
+    """It is not taken for a layer that draws random numbers, so every device may compute it."""
+    model = Net(Dropping()).double()
+    plan = named_plan("data", trace(model, images(6)).graph, 6, Speeds((1.0,)))
+
+    def on_device(group: Group) -> None:
+        here = Distributed(model, plan, group, images(6))
+        here(images(6), batch=6)
+        here.module.block.dropout.p = 0.5
+        here(images(6), batch=6)
+
+    with pytest.raises(InputError, match=r"'p' of module 'block.dropout' changed after distribute"):
         run_on_threads(1, on_device, timeout_s=20)
 
 

@@ -333,8 +333,8 @@ def _backward_of(
 
 
 def has_dropout(module: nn.Module) -> bool:
-    """Whether a module holds a dropout layer in training mode."""
-    return any("Dropout" in type(m).__name__ and m.training for m in module.modules())
+    """Whether a module holds a dropout layer in training mode that drops anything (`StateWatch` keeps the others so)."""
+    return any("Dropout" in type(m).__name__ and m.training and getattr(m, "p", 1.0) != 0 for m in module.modules())
 
 
 def run_on_random(module: nn.Module, args: Any, kwargs: Any) -> Any:

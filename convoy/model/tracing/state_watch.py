@@ -52,6 +52,10 @@ class StateWatch:
                     row = (path, attributes, key, value if simple else comparable(value))
                     (self._values if simple else self._nested).append(row)
 
+        for path, module in model.named_modules():
+            if "Dropout" in type(module).__name__ and getattr(module, "p", 1.0) == 0:
+                self._values.append((path, vars(module), "p", module.p))
+
     def check(self) -> None:
         """Refuse to go on after a change.
 
