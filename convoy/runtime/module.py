@@ -362,8 +362,6 @@ class Distributed(nn.Module):
         for step in steps.phase("forward"):
             if not isinstance(step, Compute) or not (graph[step.layer].notes or step.layer in self._noting):
                 continue
-            if graph[step.layer].each:
-                continue  # all devices, always
             here = set(holders(step.writes.layout))
             before = self._noting.setdefault(step.layer, here)
             if here != before if graph[step.layer].notes else not here <= before:

@@ -113,6 +113,21 @@ def with_loss(block: nn.Module, x: Tensor) -> Tensor:
     return x + loss
 
 
+class CountingTwice(nn.Module):
+    """Of seed 54384: Python state in training, a buffer in both modes, of a block whose samples depend on each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.training:
+            self.factor *= 0.9
+        return (x - x.mean(0)) * self.factor / float(self.calls)
+
+
 class Sharing(nn.Module):
     """Two blocks, one of which reads a number that the other counts."""
 
@@ -149,6 +164,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "of seed 50201: weights that all changed in training, and one in evaluation": lambda: Net(Teaching()),
     "a count, where a device has no samples": lambda: Net(Counting()),
     "of seed 53351: noted beside a loss": lambda: Net(Losing(), with_loss),
+    "of seed 54384: a buffer of what every device computes in training": lambda: Net(CountingTwice()),
     "a count in a buffer": lambda: Net(InABuffer()),
     "a count beside dropout": lambda: Net(Dropping()),
     "a count that the net reads when it is large": lambda: Net(Counting(), scaled_late),

@@ -3,8 +3,9 @@
 import copy
 import functools
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class LayerBuilder:
         meta: a copy of the model on the meta device.
         together: keys of parameters that belong to one layer in another mode.
         verdicts: what is known of how layers treat samples; what is found out is added.
-        on_one: see `judged`.
+        elsewhere: see `noted_by_each`, of the other mode.
 
     Raises:
         Untraceable: a submodule, or the model as a whole, must stay one layer.
@@ -55,10 +56,10 @@ class LayerBuilder:
         specs: Sequence[Spec],
         verdicts: Verdicts,
         together: Sequence[set[str]] = (),
-        on_one: Collection[str] = (),
+        elsewhere: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
         self.model, self.traced, self.verdicts, self.together = model, nodes, verdicts, together
-        self.on_one = on_one
+        self.elsewhere = elsewhere
         self.values = NodeValues(model, meta, specs, nodes.constants)
         self.norms = {node: path for node in nodes.nodes if (path := batch_norm_of(model, node)) is not None}
         self.names: dict[fx.Node, str] = {}
@@ -408,7 +409,7 @@ class LayerBuilder:
         if found.overwrites:
             where = max(modules, key=len).rpartition(".")[0] if modules else ""
             raise Untraceable(f"{layer.name} overwrites its input", where)
-        return judged(layer, found, why, self.on_one)
+        return judged(layer, found, why, self.elsewhere)
 
     @functools.cached_property
     def _precise(self) -> nn.Module:
@@ -425,17 +426,17 @@ class LayerBuilder:
         return TracedModel(graph, self.operations, value, self.traced.seen, self.traced.leaves)
 
 
-def judged(layer: Layer, found: PerSample, why: str, on_one: Collection[str] = ()) -> Layer:
+def judged(layer: Layer, found: PerSample, why: str, elsewhere: Mapping[str, bool]) -> Layer:
     """The layer with what a check of its samples has found.
 
     Args:
         why: why it is opaque.
-        on_one: layers that keep to their devices in the other mode, though they change Python state: so they do here.
+        elsewhere: see `noted_by_each`.
     """
     random = layer.random or found.random
-    # Copies of random numbers would differ: then it keeps to its devices (see `Distributed._check_noting`).
     each = found.python or (found.notes and found.dependence is None)
-    each = each and not random and layer.name not in on_one
+    # Copies of random numbers would differ: then it keeps to its devices (see `Distributed._check_noting`).
+    each = elsewhere.get(layer.name, each) and found.notes and not random
     dependence = found.dependence
     if each and dependence is not None:
         what = dependence.removesuffix(", so it runs whole on one device")
@@ -447,9 +448,9 @@ def judged(layer: Layer, found: PerSample, why: str, on_one: Collection[str] = (
     )  # fmt: skip
 
 
-def keeping(graph: Graph) -> frozenset[str]:
-    """The layers that change Python state, but not on every device."""
-    return frozenset(name for name, layer in graph.layers.items() if layer.notes and layer.random)
+def noted_by_each(graph: Graph) -> dict[str, bool]:
+    """Of the layers whose calls change their state, whether every device calls them: so it must be in both modes."""
+    return {name: layer.each for name, layer in graph.layers.items() if layer.notes}
 
 
 def _ref(refs: list[str], name: str) -> Ref:

@@ -16,7 +16,7 @@ from convoy.errors import InputError
 from convoy.model.operation import TracedModel
 from convoy.model.tracing.check import Differs, DoesNotRun, check_same
 from convoy.model.tracing.hooks import copied, mute, with_hooks
-from convoy.model.tracing.layers import LayerBuilder, Verdicts, canonical_keys, keeping
+from convoy.model.tracing.layers import LayerBuilder, Verdicts, canonical_keys, noted_by_each
 from convoy.model.tracing.nodes import (
     READS,
     TRACE_LOCK,
@@ -162,7 +162,7 @@ class _Capture:
         self.verdicts: dict[frozenset[str], Verdicts] = {}
         self.settled: dict[frozenset[str], tuple[Nodes, frozenset[str], TracedModel]] = {}
         self.together: list[set[str]] = []
-        self.on_one = keeping(like.graph) if like is not None else frozenset[str]()
+        self.elsewhere = noted_by_each(like.graph) if like is not None else {}
         if like is not None:
             regions = [n for n, operation in like.operations.items() if operation.call == "region"]
             self.together = [{p.key for p in like.graph[n].parameters.values()} for n in regions]
@@ -278,7 +278,7 @@ class _Capture:
 
     def _build(self, nodes: Nodes, specs: Sequence[Spec], verdicts: Verdicts) -> TracedModel:
         named = replace(nodes, whole={**nodes.whole, **{path: why for path, why in self.why.items() if why}})
-        return LayerBuilder(self.model, self.meta, named, specs, verdicts, self.together, self.on_one).run()
+        return LayerBuilder(self.model, self.meta, named, specs, verdicts, self.together, self.elsewhere).run()
 
     def _smallest(self) -> list[Spec]:
         """The smallest images on which the model runs, halved and halved again: the checks take them."""
@@ -297,9 +297,9 @@ class _Capture:
         self.small = self._smallest()
         found: Verdicts = {}
         try:
-            small = as_one_layer(self.model, self.small, why, found, self.on_one)
+            small = as_one_layer(self.model, self.small, why, found, self.elsewhere)
             self.overwrites = check_same(self.model, small, self.small, training=self.training).overwrites
-            return as_one_layer(self.model, self.specs, why, found, self.on_one)
+            return as_one_layer(self.model, self.specs, why, found, self.elsewhere)
         except DoesNotRun as error:
             raise self._does_not_run(error) from error
         except Differs as difference:
@@ -338,7 +338,7 @@ class _Capture:
             self.training,
             sorted(given),
             [sorted(keys) for keys in self.together],
-            sorted(self.on_one),
+            sorted(self.elsewhere.items()),
         ]
         rows.append(sorted(canonical_keys(self.model).items()))
         for path, module in self.model.named_modules():

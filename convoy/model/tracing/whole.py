@@ -2,7 +2,7 @@
 
 import copy
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import count
 from typing import Any
@@ -23,13 +23,13 @@ from convoy.model.tracing.values import is_batched
 
 
 def as_one_layer(
-    model: nn.Module, specs: Sequence[Spec], why: str, verdicts: Verdicts, on_one: Collection[str] = ()
+    model: nn.Module, specs: Sequence[Spec], why: str, verdicts: Verdicts, elsewhere: Mapping[str, bool]
 ) -> TracedModel:
     """One layer with the reason `why` there is only one, and a `pick` for each output where there are several.
 
     Args:
         verdicts: whether its samples are independent, where that is known; what is found out is added.
-        on_one: see `judged`.
+        elsewhere: see `noted_by_each`, of the other mode.
 
     Raises:
         DoesNotRun: on inputs of these shapes.
@@ -56,7 +56,7 @@ def as_one_layer(
         dtype=dtype_name(outputs[0].dtype), random=has_dropout(model),
         differentiable=any(is_floating(t) for t in outputs), flop=counter.get_total_flops() // sum(BATCHES),
     )  # fmt: skip
-    layers["model"] = judged(layer, verdicts["model"], why, on_one)
+    layers["model"] = judged(layer, verdicts["model"], why, elsewhere)
     operations["model"] = operation
     if not several:
         graph = Graph(type(model).__name__, layers, ("model",))

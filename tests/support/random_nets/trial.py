@@ -205,7 +205,8 @@ def _note(outputs: Any, name: str, left: Left) -> None:
     left.forms.append(form(outputs))
     for i, t in enumerate(tensors(outputs)):
         left.numbers[f"{name}, tensor {i}"] = t.detach().clone()
-        left.graded |= {f"{name}, tensor {i}"} if t.requires_grad else set()
+        # Under no_grad a forward may switch gradients on: who then asks for one is told by torch that there is none.
+        left.graded |= {f"{name}, tensor {i}"} if t.requires_grad and torch.is_grad_enabled() else set()
 
 
 def form(value: Any) -> str:
