@@ -95,6 +95,8 @@ class Layer:
         alone: its backward does not work as a part of another, so it is in no fused stretch (a reentrant checkpoint).
         blocked: inputs, by their place, that no gradient passes to from here: inside it is cut off.
         notes: a call changes its Python state, its buffers or its parameters.
+        across: of a value of the whole batch, the axes that are as long as it: both of a matrix of all pairs of samples. They
+            are 1 in `shape`.
         input_entries: of all batched inputs together, per sample. A `Graph` fills it in.
     """
 
@@ -122,10 +124,13 @@ class Layer:
     blocked: tuple[int, ...] = ()
     input_entries: int = 0
     cuts: tuple[Cut, ...] = ()
+    across: tuple[int, ...] = ()
 
     def batch_shape(self, batch: int) -> Shape:
         """Shape of the output for a global batch."""
-        return (batch, *self.shape) if self.batched else self.shape
+        if self.batched:
+            return (batch, *self.shape)
+        return tuple(batch if axis in self.across else extent for axis, extent in enumerate(self.shape))
 
     @property
     def feature_axis(self) -> int:
@@ -241,8 +246,9 @@ class Graph:
             # A plan holds in any precision; input_entries follow from the inputs.
             row.pop("reason"), row.pop("dtype"), row.pop("input_entries"), row.pop("alone"), row.pop("notes")
             row.pop("blocked")
-            if not row["each"]:
-                row.pop("each")
+            for name in ("each", "across"):
+                if not row[name]:
+                    row.pop(name)
             if not row["cuts"]:
                 row.pop("cuts")  # as it was before there were any
             if row["kind"] == "opaque":

@@ -21,7 +21,7 @@ from convoy.model.tracing.nodes import Nodes, Untraceable, batch_norm_of, draws_
 from convoy.model.tracing.per_sample import PerSample, check_per_sample, has_dropout, is_floating, tensors_of
 from convoy.model.tracing.regions import regions
 from convoy.model.tracing.sizes import BATCHES, Spec, called
-from convoy.model.tracing.values import NodeValues, is_batched, is_form, mentions_batch
+from convoy.model.tracing.values import NodeValues, across, is_batched, is_form, mentions_batch, without_batch
 
 Verdicts = dict[str, PerSample]
 """By layer, what was found out on small inputs; it holds for larger ones."""
@@ -178,15 +178,19 @@ class LayerBuilder:
         else:
             raise Untraceable(f"{node.name} picks by something else than a number", node.meta["where"])
 
-    def _part(self, name: str, item: int, *, of_batch: bool = False) -> str:
-        """The layer that picks one tensor of those that `name` gives."""
+    def _part(self, name: str, item: int, value: tuple[Any, Any] | None = None) -> str:
+        """The layer that picks one tensor of those that `name` gives.
+
+        Args:
+            value: where that is one of the whole batch, the tensor for each of `BATCHES`.
+        """
         picked = f"{name}[{item}]"
         if picked not in self.layers:
             source, small = self.layers[name], self.shown[name][item]
-            batched = source.batched and not of_batch
+            batched, axes = source.batched and value is None, across(value) if value is not None else ()
             self.layers[picked] = Layer(
-                picked, "pick", (name,), tuple(small.shape[1:] if batched else small.shape),
-                dtype=dtype_name(small.dtype), batched=batched,
+                picked, "pick", (name,), tuple(small.shape[1:]) if batched else without_batch(small.shape, axes),
+                dtype=dtype_name(small.dtype), batched=batched, across=axes,
                 differentiable=source.differentiable and is_floating(small),
             )  # fmt: skip
             self.operations[picked] = Operation("function", operator.getitem, (Ref(0), item))
@@ -239,7 +243,7 @@ class LayerBuilder:
         self.layers[name], self.operations[name] = self._judged(operation, layer, paths, why), operation
         self.shown[name] = tuple(small) if several else small[0]
         for i, node in enumerate(gives):
-            self.names[node] = self._part(name, i, of_batch=node in of_batch) if several else name
+            self.names[node] = self._part(name, i, self.values[node] if node in of_batch else None) if several else name
 
     def _leaves(self, node: fx.Node, inside: Collection[fx.Node]) -> bool:
         """Whether a value of a region is read outside of it."""

@@ -171,6 +171,8 @@ class NodeValues:
             if is_batched(pair):
                 return ""
             if small.shape != large.shape:
+                if across(pair):
+                    self.of_batch.add(node)
                 return odd or f"the first axis of {node.name} is not the batch"
             if node in self._of_samples:
                 self.of_batch.add(node)
@@ -234,6 +236,21 @@ def is_batched(pair: tuple[Any, Any]) -> bool:
     if not (isinstance(small, Tensor) and isinstance(large, Tensor)) or small.dim() == 0 or small.dim() != large.dim():
         return False
     return (small.shape[0], large.shape[0]) == BATCHES and small.shape[1:] == large.shape[1:]
+
+
+def across(pair: tuple[Any, Any]) -> tuple[int, ...]:
+    """The axes along which two evaluations differ, where they do so as the batch sizes do; () where any does otherwise."""
+    small, large = pair
+    if small.dim() != large.dim():
+        return ()
+    extents = enumerate(zip(small.shape, large.shape, strict=True))
+    differing = [(axis, each) for axis, each in extents if each[0] != each[1]]
+    return tuple(axis for axis, _ in differing) if all(each == BATCHES for _, each in differing) else ()
+
+
+def without_batch(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a value of the whole batch as a `Layer` holds it."""
+    return tuple(1 if axis in axes else extent for axis, extent in enumerate(shape))
 
 
 def mentions_batch(arg: Any) -> bool:

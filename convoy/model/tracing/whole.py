@@ -19,7 +19,7 @@ from convoy.model.tracing.layers import Verdicts, canonical_keys, dtype_name, ju
 from convoy.model.tracing.nodes import first_line
 from convoy.model.tracing.per_sample import check_per_sample, has_dropout, is_floating, run_on_random, tensors_of
 from convoy.model.tracing.sizes import BATCHES, Spec
-from convoy.model.tracing.values import is_batched
+from convoy.model.tracing.values import across, is_batched, without_batch
 
 
 def as_one_layer(
@@ -40,7 +40,7 @@ def as_one_layer(
     operations: dict[str, Operation] = {name: Operation("input", name) for name in inputs}
     with FlopCounterMode(display=False) as counter:
         value, outputs, batched = _outputs(model, specs)
-    several = not isinstance(value, Tensor) or not batched[0]
+    several = not isinstance(value, Tensor) or batched[0] is not None
     operation = Operation("module", "", tuple(Ref(i) for i in range(len(inputs))))
     if several:
         flat = Operation("function", tensors_of, (Ref(len(inputs)),))
@@ -62,10 +62,11 @@ def as_one_layer(
         graph = Graph(type(model).__name__, layers, ("model",))
         return TracedModel(graph, operations, Ref(0), whole=("",))
     names = tuple(f"model[{i}]" for i in range(len(outputs)))
-    for i, (name, t, rows) in enumerate(zip(names, outputs, batched, strict=True)):
+    for i, (name, t, axes) in enumerate(zip(names, outputs, batched, strict=True)):
+        rows = axes is None
         layers[name] = Layer(
-            name, "pick", ("model",), tuple(t.shape[1:] if rows else t.shape), dtype=dtype_name(t.dtype),
-            differentiable=is_floating(t), batched=rows,
+            name, "pick", ("model",), tuple(t.shape[1:]) if rows else without_batch(t.shape, axes or ()),
+            dtype=dtype_name(t.dtype), differentiable=is_floating(t), batched=rows, across=axes or (),
         )  # fmt: skip
         operations[name] = Operation("function", operator.getitem, (Ref(0), i))
     graph = Graph(type(model).__name__, layers, names)
@@ -99,8 +100,8 @@ def _form(value: Any, number: Iterator[int]) -> Any:
     return type(value)(each(value)) if isinstance(value, tuple | list) else value
 
 
-def _outputs(model: nn.Module, specs: Sequence[Spec]) -> tuple[Any, list[Tensor], list[bool]]:
-    """What the model returns for the smaller of two batches, the tensors in it, and which of them have rows of the batch."""
+def _outputs(model: nn.Module, specs: Sequence[Spec]) -> tuple[Any, list[Tensor], list[tuple[int, ...] | None]]:
+    """What the model returns for the smaller of two batches, the tensors in it, and the `Layer.across` of those without rows."""
     try:
         values = [run_on_random(model, meta_inputs(specs, batch), {}) for batch in BATCHES]
     except Exception as error:
@@ -113,13 +114,13 @@ def _outputs(model: nn.Module, specs: Sequence[Spec]) -> tuple[Any, list[Tensor]
             f"{type(model).__name__} returns {type(values[0]).__name__}{odd}: return a tensor, or a nest of tuples, dicts and "
             "dataclasses of tensors"
         )
-    batched = [is_batched(pair) for pair in zip(small, large, strict=True)]
-    if any(a.shape != b.shape and not rows for a, b, rows in zip(small, large, batched, strict=True)):
+    pairs = list(zip(small, large, strict=True))
+    if any(a.shape != b.shape and not across((a, b)) for a, b in pairs):
         raise InputError(
-            f"{type(model).__name__} returns a tensor whose size goes with the batch on another axis than the first: return "
-            "one row per sample, or one value for the batch"
+            f"{type(model).__name__} returns a tensor whose size goes with the batch, but is not that of the batch: return one "
+            "row per sample, one value for the batch, or a value for each pair of samples"
         )
-    return values[0], small, batched
+    return values[0], small, [None if is_batched(pair) else across(pair) for pair in pairs]
 
 
 def _parameters(model: nn.Module) -> dict[str, Parameter]:
