@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from convoy.comm.group import Group
 from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
-from convoy.model.tracing import trace
+from convoy.model.tracing import trace, trace_model
+from convoy.model.tracing.check import check_same
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
 from tests.support.beside_one import difference, tensors_in
@@ -255,3 +256,21 @@ def test_a_second_trace_of_the_same_model_does_not_check_again(monkeypatch: pyte
     assert layers_of(model) == first
     with pytest.raises(TypeError):
         layers_of(Kept(Alpha(0.25)))
+
+
+@pytest.mark.parametrize(("layer", "compared"), [(nn.ReLU(inplace=True), 1), (nn.Dropout(0.0), 2)])
+def test_a_trace_that_makes_the_same_calls_in_both_modes_is_compared_once(
+    layer: nn.Module, compared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dropout hands on its very input in evaluation, so that what is behind it may be another thing there."""
+    calls = []
+
+    def counted(*args: Any, **more: Any) -> Any:
+        calls.append(1)
+        return check_same(*args, **more)
+
+    monkeypatch.setattr(trace_model, "check_same", counted)
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), layer, nn.Flatten())
+    trained = trace(model, torch.zeros(2, 3, 9, 9))
+    trace(model, torch.zeros(2, 3, 9, 9), training=False, like=trained)
+    assert len(calls) == compared

@@ -39,7 +39,7 @@ def comparable(value: Any, depth: int = 0, deepest: int = _DEEPEST, within: tupl
         within: what this value is in: a module may hold the one that it is in.
     """
     if isinstance(value, PLAIN):
-        return (type(value).__name__, repr(value))
+        return (type(value).__name__, repr(value) if isinstance(value, float | complex) else value)  # NaN is itself
     name = type(value).__qualname__
     if isinstance(value, Tensor):
         shown = value.detach()

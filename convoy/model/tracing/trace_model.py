@@ -185,7 +185,9 @@ class _Capture:
             nodes = nodes_of(self.model, self.meta, self.specs, known.leaves, self.followed)
             if _calls(nodes) == known.calls:
                 self.why, self.overwrites = dict(known.leaves), known.overwrites
-                return self._build(nodes, self.specs, dict(known.verdicts))
+                return _with_calls(self._build(nodes, self.specs, dict(known.verdicts)), nodes)
+        if (traced := self._as_in_the_other_mode()) is not None:
+            return traced
         leaves = given
         if not _on_meta(self.model):
             self.small = self._smallest()
@@ -209,7 +211,21 @@ class _Capture:
             _KNOWN.pop(next(iter(_KNOWN)))
         whole = {path: self.why.get(path, "") for path in leaves}
         _KNOWN[key] = _Known(whole, _calls(nodes), dict(verdicts), self.overwrites)
-        return traced
+        return _with_calls(traced, nodes)
+
+    def _as_in_the_other_mode(self) -> TracedModel | None:
+        """The trace, where it makes the calls of one that was compared, and of layers that do alike in both modes."""
+        if self.like is None or not self.like.calls or self.together:
+            return None
+        nodes = nodes_of(self.model, self.meta, self.specs, (), self.followed)
+        called = [type(self.model.get_submodule(str(n.target))) for n in nodes.nodes if n.op == "call_module"]
+        # Dropout is the one that hands on its very input in evaluation, so that in-place calls behind it are others.
+        alike = all(cls.__module__.startswith("torch.nn") and "Dropout" not in cls.__name__ for cls in called)
+        if not alike or _calls(nodes) != self.like.calls:
+            return None
+        verdicts: Verdicts = {}
+        traced = self._build(nodes, self.specs, verdicts)
+        return None if verdicts else _with_calls(traced, nodes)
 
     # --- what must stay whole ----------------------------------------------------------------------------------------
 
@@ -366,6 +382,12 @@ def _runs(model: nn.Module, meta: nn.Module, specs: Sequence[Spec]) -> bool:
 
 def _calls(nodes: Nodes) -> str:
     return "\n".join(repr((n.op, n.name, n.target, n.args, n.kwargs)) for n in nodes.nodes)
+
+
+def _with_calls(traced: TracedModel, nodes: Nodes) -> TracedModel:
+    if traced.whole or any(layer.kind == "opaque" for layer in traced.graph.layers.values()):
+        return traced
+    return replace(traced, calls=_calls(nodes))
 
 
 def _path(nodes: Nodes) -> list[Any]:

@@ -101,7 +101,7 @@ def _form(value: Any, number: Iterator[int]) -> Any:
 
 
 def _outputs(model: nn.Module, specs: Sequence[Spec]) -> tuple[Any, list[Tensor], list[tuple[int, ...] | None]]:
-    """What the model returns for the smaller of two batches, the tensors in it, and the `Layer.across` of those without rows."""
+    """What the model returns for the smaller of two batches, its tensors, and the `Layer.across` of those without rows."""
     try:
         values = [run_on_random(model, meta_inputs(specs, batch), {}) for batch in BATCHES]
     except Exception as error:
