@@ -2,7 +2,8 @@
 
 import os
 import socket
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 import torch
 
 from convoy.comm import environment, rendezvous
-from convoy.comm.group import Message
+from convoy.comm.changing import present
+from convoy.comm.group import Group, Message
 from convoy.comm.processes import join
 from convoy.comm.rendezvous import ProcessInfo, check_infos, own_info
 from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError
@@ -189,3 +191,29 @@ def test_greetings_of_other_versions_are_read() -> None:
     check_infos([INFO, INFO])
     with pytest.raises(MismatchError, match=r"torch: 2.13 on most, but 2.12 on device 1 \(host lab2, cpu\)"):
         check_infos([INFO, ProcessInfo("cpu", "x", "lab2", "a", "2", "1.0", "2.12"), INFO])
+
+
+@dataclass
+class _Gathering:
+    """As a meeting, over the group that came of it."""
+
+    group: Group
+    deadline_s: float
+
+    def gather(self, topic: str, text: str) -> list[str]:
+        return list(self.group.agree(topic, text))
+
+
+def tell_over_the_store_for_nccl(group: Group) -> list[str]:
+    joined: Any = present(group)
+    store = joined._store_for_nccl(_Gathering(group, time.monotonic() + 10))
+    store.set(f"by {group.device}", str(group.device))
+    group.agree("both have told", "")
+    told = [store.get(f"by {device}").decode() for device in range(group.devices)]
+    group.agree("both have read", "")
+    return told
+
+
+def test_the_gpus_of_one_host_meet_at_a_store_of_torchs() -> None:
+    """NCCL wants one. It listens on this machine alone; only its port is told, over the job's own connections."""
+    assert on_processes(2, "tests.comm.test_rendezvous:tell_over_the_store_for_nccl") == [["0", "1"]] * 2

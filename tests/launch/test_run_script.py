@@ -269,6 +269,21 @@ def test_a_jobset_has_a_job_for_each_host_and_its_pod_starts_its_devices(folder:
     assert told(folder, 3)[6] == ["it's $HOME"]
 
 
+def test_what_others_start_is_told_where_the_key_is() -> None:
+    """The file's name, never its content. In Kubernetes the file is a secret's, which only the pods get."""
+    further = {"CONVOY_JOB_KEY": "/home/ann/job.key"}
+    text = sbatch_file(host_jobs(FLEET), ["x.py"], port=None, python="python", folder="/home/ann", further=further)
+    assert "\nexport CONVOY_JOB_KEY=/home/ann/job.key\n" in text
+    words = ["run", "--", "x.py"]
+    made = json.loads(jobset(host_jobs(FLEET), words, image="lab/convoy:1", port=4000, further=further))
+    assert not list(breaches(SCHEMA, made))
+    for job in made["spec"]["replicatedJobs"]:
+        pod = job["template"]["spec"]["template"]["spec"]
+        (volume,), (mount,) = pod["volumes"], pod["containers"][0]["volumeMounts"]
+        assert volume == {"name": mount["name"], "secret": {"secretName": "convoy-job-key", "defaultMode": 0o400}}
+        assert f"CONVOY_JOB_KEY={mount['mountPath']}/job.key" in pod["containers"][0]["command"][2]
+
+
 def test_a_host_is_named_as_kubernetes_names_jobs() -> None:
     fleet = Fleet((Host("Attic_1", "10.0.0.1"),), (Device("a0", "Attic_1", "cpu"),), FLEET.network)
     with pytest.raises(InputError, match=r"host 'Attic_1'.*small letters, digits and dashes; rename the host"):
