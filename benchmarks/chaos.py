@@ -53,13 +53,13 @@ class Blow:
     """What happens to one device.
 
     Attributes:
-        kind: "kill" when it has done `at` steps, and then speaks to the others for the `call`-th time; or "stop", "term", `at`
-            tenths of a second after the first step.
+        kind: what it gets when it has done `at` steps, and then speaks to the others for the `call`-th time: SIGKILL ("kill"),
+            SIGSTOP ("stop", and SIGCONT once the others have gone on), or SIGTERM ("term": it leaves).
     """
 
     device: int
     kind: str
-    at: float
+    at: int
     call: int = 1
 
 
@@ -182,9 +182,10 @@ def work(case: Case, folder: Path, group: Group | None = None) -> None:
     members = Members(part, training.optimizer, others=others, every=case.every, tell=told.append)
     marks = Marks()
     for blow in case.blows:
-        if blow.device == rank and blow.kind == "kill":
-            die_at(members, int(blow.at), blow.call)
+        if blow.device == rank:
+            strike(members, blow, folder / f"stops-{rank}")
     rebalancer = Rebalancer(part, training.optimizer) if case.rebalance else None
+    signal.signal(signal.SIGTERM, lambda *_: members.leave())
     history = fit(training, train, test, case.epochs, marks, rebalancer, members=members)
     state = members.repeated(lambda: whole_state(part, training.optimizer))
     members.close()
@@ -194,8 +195,8 @@ def work(case: Case, folder: Path, group: Group | None = None) -> None:
         (folder / "result.part").rename(folder / "result")
 
 
-def die_at(members: Members, step: int, call: int) -> None:
-    """Kill this process at the n-th time, after so many steps, that it speaks to the others."""
+def strike(members: Members, blow: Blow, mark: Path) -> None:
+    """Signal this process at the n-th time, after so many steps, that it speaks to the others."""
     calls = 0
 
     def counted(name: str) -> Any:
@@ -203,9 +204,14 @@ def die_at(members: Members, step: int, call: int) -> None:
 
         def speak(self: Any, *args: Any, **options: Any) -> Any:
             nonlocal calls
-            calls += members.steps >= step
-            if calls == call:
-                os.kill(os.getpid(), signal.SIGKILL)
+            calls += members.steps >= blow.at
+            if calls == blow.call:
+                calls += 1
+                if blow.kind == "stop":
+                    mark.touch()
+                os.kill(
+                    os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[blow.kind]
+                )
             return whole(self, *args, **options)
 
         return speak
@@ -259,23 +265,13 @@ def _play(case: Case, folder: Path, limit_s: float) -> tuple[list[int], list[str
     statuses: dict[int, int] = {}
     try:
         deadline_s = time.monotonic() + limit_s
-        blows = sorted((blow for blow in case.blows if blow.kind != "kill"), key=lambda blow: blow.at)
-        begun_s: float | None = None
-        stopped: dict[int, float] = {}
+        woken: dict[int, float] = {}
         while len(statuses) < case.devices:
             now_s = time.monotonic()
             _reap(pids, statuses)
-            if begun_s is None and all((folder / f"trains-{d}").exists() for d in range(case.devices)):
-                begun_s = now_s
-            while blows and begun_s is not None and now_s > begun_s + blows[0].at / 10:
-                blow = blows.pop(0)
-                if blow.device not in statuses:
-                    os.kill(pids[blow.device], signal.SIGSTOP if blow.kind == "stop" else signal.SIGTERM)
-                    if blow.kind == "stop":
-                        stopped[blow.device] = now_s + 2.5 * SILENCE_S
-            for device in [d for d, until_s in stopped.items() if now_s > until_s and d not in statuses]:
-                del stopped[device]
-                os.kill(pids[device], signal.SIGCONT)
+            for device in {blow.device for blow in case.blows if blow.kind == "stop"} - statuses.keys():
+                if (folder / f"stops-{device}").exists() and now_s > woken.setdefault(device, now_s + 2.5 * SILENCE_S):
+                    os.kill(pids[device], signal.SIGCONT)
             if now_s > deadline_s:
                 raise RuntimeError(f"{case} did not end within {limit_s:g} s")
             time.sleep(0.01)
@@ -336,7 +332,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--cases", type=int, default=10**9)
-    parser.add_argument("--kinds", default="kill", help="of kill, stop, term")
+    parser.add_argument("--kinds", default="kill", help="of kill, stop, term, such as kill,term")
     given = parser.parse_args()
     until_s, events, worst = time.monotonic() + 60 * given.minutes, 0, 0.0
     for seed in range(given.seed, given.seed + given.cases):

@@ -17,7 +17,7 @@ from convoy.adapt.autotune import is_end
 from convoy.adapt.rebalance import Decision, Reshare
 from convoy.api import distribute, loader, make_plans
 from convoy.app.checks import check, check_outputs
-from convoy.app.handover import Handover
+from convoy.app.handover import Handover, leaving_on_sigterm
 from convoy.app.inputs import build_model, check_images, check_resume, device_named, example_of, load_images
 from convoy.app.without_compiler import leave_compiler_out
 from convoy.checkpoint import Checkpointer, Progress
@@ -158,7 +158,8 @@ def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack) -> 
             )
             rebalancer = _rebalancer(part, training, plans, tell, screen)
         members = build_members(settings, training, here)
-        history = fit(training, train, test, settings.epochs, observer, rebalancer, keeper, screen.line, members)
+        with nullcontext() if members is None else leaving_on_sigterm(members):
+            history = fit(training, train, test, settings.epochs, observer, rebalancer, keeper, screen.line, members)
     wall_s = time.perf_counter() - start_s
 
     def used() -> list[DeviceLine]:

@@ -51,6 +51,12 @@ def run(
             help="Folder for what the devices but 0 print, a file each, on their hosts; else it is dropped.", **PATH
         ),
     ] = None,
+    goes_on: Annotated[
+        bool,
+        typer.Option(
+            "--goes-on", help="Let the others go on when a device is lost: for a script with convoy.train.Members."
+        ),
+    ] = False,
     doctor: Annotated[
         bool, typer.Option("--doctor", help="Examine the machines first; begin only without errors.")
     ] = False,
@@ -69,7 +75,7 @@ def run(
     if in_job():
         _become(argv, hidden(os.environ))
     if fleet is not None or print_for is not None or image is not None:
-        raise typer.Exit(_on_fleet(argv, devices, fleet, print_for, image, port, logs, doctor))
+        raise typer.Exit(_on_fleet(argv, devices, fleet, print_for, image, port, logs, doctor, goes_on))
     _examine(doctor, None)
     from convoy.config.option_types import device_names
     from convoy.launch.host_job import memory_environment
@@ -79,12 +85,14 @@ def run(
     if len(names) == 1:
         device = {} if names == ("auto",) else {"CONVOY_DEVICE": names[0]}
         _become(argv, os.environ | memory_environment(os.environ) | device)
-    raise typer.Exit(launch_local(argv, names, port=port, command=(sys.executable,), script=True, logs=logs))
+    raise typer.Exit(
+        launch_local(argv, names, port=port, command=(sys.executable,), script=True, logs=logs, goes_on=goes_on)
+    )
 
 
 def _on_fleet(
     argv: list[str], devices: str, fleet: Path | None, print_for: str | None, image: str | None, port: int | None,
-    logs: Path | None, doctor: bool,
+    logs: Path | None, doctor: bool, goes_on: bool,
 ) -> int:  # fmt: skip
     """On every device of the hosts of a fleet file, or what starts it there; the exit status."""
     from convoy.launch.command import fleet_to_start, script_on_fleet
@@ -100,7 +108,9 @@ def _on_fleet(
         raise InputError(f"--devices {devices} with --fleet: the file names the devices; leave --devices out")
     files = sent_modules(started, Path.cwd())
     _examine(doctor, fleet)
-    return script_on_fleet(started, argv, port=port, print_for=print_for, image=image, logs=logs, files=files)
+    return script_on_fleet(
+        started, argv, port=port, print_for=print_for, image=image, logs=logs, files=files, goes_on=goes_on
+    )
 
 
 def _examine(wanted: bool, fleet: Path | None) -> None:

@@ -6,6 +6,7 @@ For networks that are trusted, and NCCL inside one host; otherwise they travel a
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol, final
@@ -153,7 +154,7 @@ class GlooBackend:
         options._threads = 1  # for collectives, which Convoy does not use
         self._gloo = Gloo(PrefixStore("gloo", store), device, devices, options)
         self._staging = Staging(staged)
-        self._first_peer = 1 if device == 0 else 0
+        self._peers = [peer for peer in range(devices) if peer != device]
         self._sent: Counter[tuple[int, int]] = Counter()  # (lane, peer) -> messages
         self._received: Counter[tuple[int, int]] = Counter()
         self._is_cut = False
@@ -185,13 +186,13 @@ class GlooBackend:
         if self._is_cut:
             return
         self._is_cut = True
-        try:
+        nothing = torch.empty(1, dtype=torch.uint8)
+        for peer in self._peers:
             # Messages under way keep the connections open even when the group is dropped; gloo closes all of them at
-            # once when a wait runs out of time. Nobody sends under this tag.
-            nothing = torch.empty(1, dtype=torch.uint8)
-            self._gloo.recv([nothing], self._first_peer, (1 << 31) - 1).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            pass
+            # once when a wait runs out of time. Nobody sends under this tag. Where a connection is closed already, the wait for
+            # it ends at once, and closes no other.
+            with suppress(RuntimeError):
+                self._gloo.recv([nothing], peer, (1 << 31) - 1).wait(timedelta(milliseconds=1))
         del self._gloo
 
     def _begin(

@@ -108,6 +108,12 @@ class Membership:
         if self._store is not None:
             forget_store(*self._store)
 
+    def depart(self, error: ConvoyError) -> None:
+        """Leave while the others go on: they are not answered any more."""
+        self._closed.set()
+        self._server.close()
+        self.group.close(error)
+
     # --- what others say, on the threads of the server and of the beats ------------------------------------------------
 
     def _observe(self, event: Event) -> Member:

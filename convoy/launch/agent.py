@@ -73,7 +73,7 @@ class Agent:
                             self._say("met", address=address, port=port)
                         case "start":
                             self._start(devices, order)
-                            self._see_them_end(devices, order["grace_s"])
+                            self._see_them_end(devices, order["grace_s"], goes_on=order["goes_on"])
                             return 0
                         case "end":
                             return 0
@@ -101,8 +101,10 @@ class Agent:
             if rank == 0 and order["terminal"] is not None:
                 stdout, stderr = order["terminal"]
             elif rank == 0:
-                stdout, stderr = (self._forward(stream) for stream in ("stdout", "stderr"))
+                stdout, stderr = (self._forward(stream, rank) for stream in ("stdout", "stderr"))
                 variables["PYTHONUNBUFFERED"] = "1"
+            elif order["goes_on"]:  # it may have to print instead of device 0
+                stdout = self._forward("stdout", rank)
             try:
                 devices.start(
                     rank, title, command, environment=variables, lifeline=True, key=key, stdout=stdout, stderr=stderr,
@@ -111,11 +113,12 @@ class Agent:
             except OSError as error:
                 raise InputError(f"cannot start {command[0]!r}: {error.strerror}; correct the host's python") from None
 
-    def _see_them_end(self, devices: Supervisor, grace_s: float) -> None:
-        """Wait until all devices have ended; end them once one has failed, or who started them says so or is gone."""
+    def _see_them_end(self, devices: Supervisor, grace_s: float, *, goes_on: bool) -> None:
+        """Wait until all devices have ended; end them once one has failed, unless the others go on without it, or who started
+        them says so or is gone."""
 
         def over() -> bool:
-            return devices.failed or not devices.running
+            return (devices.failed and not goes_on) or not devices.running
 
         order = self._next(devices, over)
         if not over() and (order is None or order["interrupt"]):
@@ -149,8 +152,8 @@ class Agent:
 
         return sink
 
-    def _forward(self, stream: str) -> Sink:
-        return decoded(lambda text: self._say("text", stream=stream, text=text))
+    def _forward(self, stream: str, rank: int) -> Sink:
+        return decoded(lambda text: self._say("text", stream=stream, text=text, device=rank))
 
     def _say(self, what: str, **fields: object) -> None:
         """Write a message. Where nobody reads any more, no more orders come either."""

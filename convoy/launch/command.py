@@ -56,7 +56,7 @@ def train_on_fleet(run: RunSettings, fleet: Fleet, print_lines: bool) -> int:
     files = [] if settings.plan in (*PLANS, AUTO) else [Path(settings.plan)]
     if planned and settings.fleet is not None:
         files.append(settings.fleet)
-    return _start(fleet, ["train", *options], files, settings.port, print_lines)
+    return _start(fleet, ["train", *options], files, settings.port, print_lines, goes_on=settings.goes_on)
 
 
 def measure_on_fleet(
@@ -89,6 +89,7 @@ def script_on_fleet(
     image: str | None = None,
     logs: Path | None = None,
     files: Sequence[Path] = (),
+    goes_on: bool = False,
 ) -> int:
     """`convoy run` on every device of a fleet; its exit status.
 
@@ -98,6 +99,7 @@ def script_on_fleet(
         image: of the containers in Kubernetes.
         logs: a folder on each host for what its devices print, but for device 0.
         files: that must be the same on every host, beside the script.
+        goes_on: as for :func:`run_on_fleet`.
 
     Raises:
         InputError, MismatchError, DeviceLostError: as :func:`run_on_fleet` says; an unknown `print_for`, no image.
@@ -123,7 +125,7 @@ def script_on_fleet(
         print(jobset(host_jobs(fleet), argv, image=image, port=port or PASTED_PORT, further=further), end="")
         return 0
     files = [*([] if words[0] == "-m" else [Path(words[0])]), *(path for path in files if path != Path(words[0]))]
-    return _start(fleet, argv, files, port, print_for == "shell", logs)
+    return _start(fleet, argv, files, port, print_for == "shell", logs, goes_on=goes_on)
 
 
 def _refuse_devices(given: bool, fleet: Fleet) -> None:
@@ -152,12 +154,14 @@ def _start(
     port: int | None,
     print_lines: bool,
     logs: Path | None = None,
+    *,
+    goes_on: bool = False,
 ) -> int:
     first = host_jobs(fleet)[0].host
     if not print_lines:
         if not is_own(str(first.address)):
             print(f"Device 0 is on host {first.name}: files that the job writes lie there.", flush=True)
-        return run_on_fleet(fleet, argv, port=port, files=files, logs=logs)
+        return run_on_fleet(fleet, argv, port=port, files=files, logs=logs, goes_on=goes_on)
     address, meeting_port, further = _meeting_address(fleet), port or PASTED_PORT, _further(fleet)
     for job in host_jobs(fleet):
         line = line_to_paste(

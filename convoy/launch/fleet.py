@@ -58,6 +58,7 @@ def run_on_fleet(
     files: Sequence[Path] = (),
     grace_s: float = 5.0,
     logs: Path | None = None,
+    goes_on: bool = False,
 ) -> int:
     """Run ``python -m convoy argv`` once per device, each on its host, as one job, and wait for all of them.
 
@@ -70,6 +71,7 @@ def run_on_fleet(
         files: what `argv` names must be on every host, at the same path and with the same content.
         grace_s: once one has failed, or after Ctrl-C, the others get this long to end by themselves.
         logs: a folder on each host for what its devices print, but for device 0.
+        goes_on: the devices go on without those of them that are lost. What the first prints that is left is shown then.
 
     Returns:
         0 if all ended well, 2 if devices ended with an error that has been printed, 128 + n after signal n: 130 after Ctrl-C.
@@ -81,7 +83,7 @@ def run_on_fleet(
         DeviceLostError: a device crashed or was killed, or its host was lost; the message says which and how.
     """
     key = key_to_start(os.environ)
-    with Interrupts() as interrupts, _Hosts(host_jobs(fleet), grace_s, interrupts) as hosts:
+    with Interrupts() as interrupts, _Hosts(host_jobs(fleet), grace_s, interrupts, goes_on) as hosts:
         try:
             hosts.check(files)
             address, meeting_port = hosts.meet(port)
@@ -90,7 +92,7 @@ def run_on_fleet(
                     "start", argv=list(argv), ranks=session.job.ranks, names=session.job.names, own=session.job.own,
                     titles=[session.job.title(rank) for rank in session.job.ranks], total=len(fleet.devices),
                     address=address, port=meeting_port, grace_s=grace_s, terminal=session.terminal,
-                    logs=None if logs is None else str(logs), key=None if key is None else key.pem.decode(),
+                    logs=None if logs is None else str(logs), key=None if key is None else key.pem.decode(), goes_on=goes_on,
                 )  # fmt: skip
             hosts.follow()
         except Interrupted as interrupted:
@@ -98,7 +100,7 @@ def run_on_fleet(
                 hosts.end(interrupt=True)
                 hosts.follow()
             return interrupted.status
-    return conclude(hosts.endings, hosts.lost)
+    return conclude(hosts.endings, hosts.lost, goes_on=goes_on)
 
 
 class HostSession:
@@ -175,13 +177,13 @@ class HostSession:
 class _Hosts:
     """The sessions with all hosts of a fleet, that of device 0 first. Leaving the context ends what still runs."""
 
-    def __init__(self, jobs: Sequence[HostJob], grace_s: float, interrupts: Interrupts) -> None:
+    def __init__(self, jobs: Sequence[HostJob], grace_s: float, interrupts: Interrupts, goes_on: bool = False) -> None:
         self.sessions: list[HostSession] = []
         self.endings: list[Ending] = []
         self.lost: DeviceLostError | None = None
         self._processes = Supervisor(interrupts, self._gone)
         self._inbox: deque[tuple[HostSession, Message | None]] = deque()  # None: no more will come
-        self._jobs = jobs
+        self._jobs, self._goes_on = jobs, goes_on
         self._running = {rank for job in jobs for rank in job.ranks}
         self._end_s = grace_s + 2 * TERMINATE_S + _TRAVEL_S
         self._deadline_s = math.inf
@@ -295,18 +297,19 @@ class _Hosts:
             left = self._running.intersection(session.job.ranks)
             self._running -= left
             if left and self._deadline_s == math.inf:
-                self.lost, bad = _loss(session, min(left), message), True
+                self.lost, bad = _loss(session, min(left), message), not self._goes_on
         elif message["convoy"] == "text":
-            stream = sys.stdout if message["stream"] == "stdout" else sys.stderr
-            stream.write(message["text"])
-            stream.flush()
+            if message["device"] == 0 or not any(rank < message["device"] for rank in self._running):
+                stream = sys.stdout if message["stream"] == "stdout" else sys.stderr
+                stream.write(message["text"])
+                stream.flush()
         elif message["convoy"] == "ended":
             ending = Ending(
                 message["device"], message["name"], message["status"], message["stopped"], tuple(message["lines"])
             )
             self.endings.append(ending)
             self._running.discard(ending.device)
-            bad = ending.status != 0
+            bad = ending.status != 0 and not self._goes_on
         if bad and self._deadline_s == math.inf:
             self.end(interrupt=False)
 

@@ -6,10 +6,12 @@ from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from convoy.comm.agreement import from_first, share_number
+from convoy.comm.agreement import from_first, share_number, share_tensor
 from convoy.comm.changing import ChangingGroup
+from convoy.comm.group import Pending
 from convoy.comm.processes import JoinedGroup
 from convoy.comm.regroup import Membership
 from convoy.errors import ConvoyError, DeviceLostError, InputError
@@ -35,6 +37,10 @@ class Stateful(Protocol):
 
 class StateLostError(DeviceLostError):
     """With the devices that were lost went a part of the model that nobody else had."""
+
+
+class LeftError(DeviceLostError):
+    """This device has left the job, as it was asked to."""
 
 
 class Members:
@@ -81,6 +87,8 @@ class Members:
         self.replan = replan or (lambda plan, devices: plan_for(plan, model.traced[True].graph, devices))
         self.steps = 0
         self.place: Any = None
+        self._leaves = False
+        self._told: tuple[Tensor, Pending] | None = None
         group = model.group
         changes = isinstance(group, ChangingGroup) and isinstance(group.present, JoinedGroup)
         self.membership = Membership(group) if changes and isinstance(group, ChangingGroup) else None
@@ -117,9 +125,44 @@ class Members:
             DeviceLostError: a device was lost.
         """
         self.steps, self.place = self.steps + 1, place
-        if self.membership is not None and self.steps % self.every == 0:
+        if self.membership is None:
+            return
+        leaving = self._who_leaves()
+        if self.steps % self.every == 0 or leaving:
             self.states.arrived()
             self._keep()
+        if leaving:
+            self._part(leaving)
+
+    def leave(self) -> None:
+        """Leave the job after the present step, of which nothing is then repeated: `after_step` raises LeftError here. May be
+        called on any thread, or by a signal."""
+        self._leaves = True
+
+    def _who_leaves(self) -> list[int]:
+        """The devices that leave after this step, by their index; told in the step before, so that nobody waits for it."""
+        if self._told is not None:
+            table, travels = self._told
+            travels.wait()
+            found = [device for device, leaves in enumerate(table.tolist()) if leaves]
+        else:
+            found = []
+        self._told = share_tensor(self.model.group, torch.tensor(float(self._leaves), dtype=torch.float64))
+        return found
+
+    def _part(self, leaving: list[int]) -> None:
+        """All have kept the same step: those that leave go, once the others have what only they had."""
+        group = self.model.group
+        self.states.arrived()
+        share_number(group, 0.0)  # everybody has
+        if group.device in leaving:
+            error = LeftError(
+                group.device, f"device {group.device} has left the job after step {self.steps}, as it was asked to"
+            )
+            assert self.membership is not None
+            self.membership.depart(error)
+            raise error
+        raise DeviceLostError(leaving[0], f"device {leaving[0]} left the job")
 
     def finish(self) -> None:
         """After the last step: keep its state, whatever `every` is. What follows may be repeated (see `repeated`).
@@ -150,8 +193,7 @@ class Members:
 
     def _keep(self) -> None:
         # Also the sign that all have finished the step, and have what the others kept before: the older may go.
-        changed = max(share_number(self.model.group, float(self.states.has_changed)))
-        if changed:
+        if max(share_number(self.model.group, float(self.states.has_changed))):
             self.states.tell_forms()
         self.states.keep(self.steps, self._others())
 
@@ -179,8 +221,9 @@ class Members:
             StateLostError: with the lost devices went what nobody else has.
             DeviceLostError: this device cannot go on; or the group is one that cannot change.
         """
-        if self.membership is None:
+        if self.membership is None or isinstance(error, LeftError):
             raise error
+        self._told = None
         for _ in range(MOST_TRIALS):
             before = self.membership.generation
             try:
