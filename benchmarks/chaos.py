@@ -313,18 +313,20 @@ def _reap(pids: Sequence[int], statuses: dict[int, int]) -> None:
 
 
 def drawn(seed: int, kinds: Sequence[str] = ("kill",)) -> Case:
-    """A case by a seed: at least one device is spared, and no two neighbours die at one moment."""
+    """A case by a seed. One device is spared; one at most falls silent, where two others are left, or they could not go on. No two
+    are struck in one step."""
     dice = random.Random(seed)
     devices = dice.choice((2, 3, 3, 4))
     plan, optimizer = dice.choice(PLANS), dice.choice(("sgd", "adam"))
-    blows = []
-    for device in dice.sample(range(devices), dice.randint(1, devices - 1)):
-        kind = dice.choice(kinds)
-        at = float(dice.randint(20, 350)) if kind == "kill" else dice.uniform(0.0, 2.0)
-        blows.append(Blow(device, kind, at))
-    return Case(
-        seed, devices, plan, optimizer, every=dice.choice((1, 1, 3)), rebalance=dice.random() < 0.3, blows=tuple(blows)
-    )
+    struck = dice.sample(range(devices), dice.randint(1, devices - 1))
+    steps = sorted(dice.sample(range(1, 17, 2), len(struck)))
+    blows: list[Blow] = []
+    for device, step in zip(struck, steps, strict=True):
+        silent = any(blow.kind == "stop" for blow in blows) or devices - len(blows) < 3
+        kind = dice.choice([each for each in kinds if each != "stop" or not silent] or ["kill"])
+        blows.append(Blow(device, kind, step, dice.randint(1, 30)))
+    every, rebalance = dice.choice((1, 1, 3)), dice.random() < 0.3
+    return Case(seed, devices, plan, optimizer, every=every, rebalance=rebalance, blows=tuple(blows))
 
 
 def main() -> None:

@@ -165,6 +165,20 @@ class Checkpointer:
             self._save()
         self.close()
 
+    def reload(self) -> Progress:
+        """Load the latest checkpoint of this run into the model, which has other devices now. Every device calls it.
+
+        Raises:
+            InputError: there is none yet; see also `load_checkpoint`.
+        """
+        group = Parts.of(self.model).group
+        self.folder = Path(
+            from_first(group, "checkpoint: reload", lambda: str(run_folder(self.folder)))
+        )  # where the run began from a checkpoint that was named
+        return load_checkpoint(
+            self.folder, self.model, self.optimizer, schedule=self.schedule, scaler=self.scaler, settings=self.settings
+        )
+
     def go_back(self, progress: Progress) -> None:
         """The training goes on after an earlier step, on other devices: device 0 is the one that writes from now on."""
         self.progress = progress

@@ -53,6 +53,10 @@ REPORT_S = 0.1
 Address = tuple[str, int]
 
 
+class UnnamedLossError(DeviceLostError):
+    """Another device says that one was lost; which one, shows when all meet."""
+
+
 @final
 class Membership:
     """This device's part in a job whose devices change. Every device of a group makes one at the same time.
@@ -134,7 +138,7 @@ class Membership:
         )
         present = self.group.present
         if isinstance(present, JoinedGroup):
-            present.break_off(DeviceLostError(index, told))
+            present.break_off((DeviceLostError if isinstance(event, Lost) else UnnamedLossError)(index, told))
 
     def _beaten(self, _words: Words) -> Words:
         return {"generation": _row(self.generation)}

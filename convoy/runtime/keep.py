@@ -268,6 +268,17 @@ class StateKeeper:
         self.kept = [kept for kept in self.kept if kept.step <= step]
         return next((kept.others for kept in reversed(self.kept) if kept.step == step), None)
 
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Make room for a state that comes from elsewhere, in the layouts of the present plan; nothing else stays."""
+        here = self._boxes(self.model.group.device)
+        made = {key: self._fresh(self._entries_of(key, self.model.group.device, {})[0]) for key in here}
+        for key in self.model.parameters_by_key:
+            self._settle(key, made.get(key))
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
+        self.kept, self._travels = [], None
+
     def _fresh(self, entry: Entry) -> Tensor:
         return torch.empty(entry.shape, dtype=entry.dtype, device=self.model.group.torch_device)
 

@@ -1,7 +1,7 @@
 """Distributed: an nn.Module that holds this device's part of a model and trains it with the others."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
 from typing import Any
@@ -77,6 +77,9 @@ class Distributed(nn.Module):
         reshares: how often the shares have changed.
         layouts: of each parameter and buffer, by its key in `state_dict`.
         takes_whole: inputs are whole batches, without `whole=True`.
+        finished_steps, repeats: counted by `convoy.train.Members`; a loader hands out the batches since the last finished step
+            again when `repeats` has changed.
+        guard: calls what talks to the other devices between two steps; None: it is called as it is.
         precision: what layers compute in (see `compute_in`); None: the type that the model has, or the caller's autocast.
         compiler: with `compile`, what tells how many rows of layers run compiled on this device.
 
@@ -124,6 +127,8 @@ class Distributed(nn.Module):
         self._autocast_outputs: dict[tuple[bool, torch.dtype], list[torch.dtype]] = {}
         self._announced: list[int] = []  # shared with deep copies
         self.takes_whole = False
+        self.finished_steps, self.repeats = 0, 0
+        self.guard: Callable[[Callable[[], Any]], Any] | None = None
         self._mixing_stage = 0
         self._calls = 0
         self._compared: set[tuple[bool, int, bool]] = (

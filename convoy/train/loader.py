@@ -101,16 +101,17 @@ class Loader:
         return [list(order[start : start + self.batch_size]) for start in starts]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if self.model is not None:
-            self._agree(self.model)
-        epoch, batches = self.epoch, self.batches(self.epoch)[self.start :]
+        guard = None if self.model is None else self.model.guard
+        self.seed, rows = self._begun() if guard is None else guard(self._begun)
+        epoch, batches = self.epoch, rows[self.start :]
         self.epoch, self.start = epoch + 1, 0
         device = self.model.group.torch_device if self.model is not None else torch.device("cpu")
-        while batches:
-            done, reshares = 0, self._reshares
-            prepared = iter(self._prepared(batches, epoch))
+        done = finished = 0  # batches handed out, and those of them that belong to steps that are finished
+        while done < len(batches):
+            reshares, steps, repeats = self._changes
+            prepared = iter(self._prepared(batches[done:], epoch))
             try:
-                for batch, loaded in zip(batches, prepared, strict=True):
+                for batch, loaded in zip(batches[done:], prepared, strict=True):
                     if isinstance(loaded, ConvoyError):
                         raise loaded
                     if self.model is not None:
@@ -120,13 +121,25 @@ class Loader:
                         mark_part(x, len(batch))
                     yield x, y
                     done += 1
-                    if self._reshares != reshares:
+                    now = self._changes
+                    if now[2] != repeats:  # the step that was not finished is made again
+                        done = finished
+                        break
+                    if now[1] != steps:
+                        finished, steps = done, now[1]
+                    if now[0] != reshares:
                         break  # what is prepared already are parts of the old plan: the rest is prepared anew
             finally:
                 _end_workers(prepared)
-            batches = batches[done:]
         if self.model is not None:
             self.model.announce(None)  # what is not of a loader any more says itself how large it is
+
+    def _begun(self) -> tuple[int, list[list[int]]]:
+        """Agrees with the other devices on an epoch; its seed, and the samples of its batches."""
+        if self.model is not None:
+            self._agree(self.model)
+        rows = self.batches(self.epoch)  # may choose the seed
+        return self.seed, rows
 
     def _agree(self, model: Distributed) -> None:
         """Every device must play the same epoch of the same loader, and have trained the same weights until then.
@@ -153,8 +166,10 @@ class Loader:
         }  # fmt: skip
 
     @property
-    def _reshares(self) -> int:
-        return self.model.reshares if self.model is not None else 0
+    def _changes(self) -> tuple[int, int, int]:
+        """How often the shares have changed, how many steps were finished, how often one was begun again."""
+        m = self.model
+        return (m.reshares, m.finished_steps, m.repeats) if m is not None else (0, 0, 0)
 
     def _prepared(self, batches: list[list[int]], epoch: int) -> DataLoader[Any]:
         ranges = [(self._part(len(batch)), self._labelled(len(batch))) for batch in batches]

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -179,6 +180,7 @@ def fit(
     repeats = False
     if members is not None:
         members.begin(start.step, list(place))
+        members.fall_back = None if keeper is None else partial(_reload, keeper)
     while True:
         try:
             if repeats:
@@ -197,6 +199,12 @@ def fit(
             if members is None:
                 raise
             place, repeats = Place(*members.recover(error)), True
+
+
+def _reload(keeper: Checkpointer) -> tuple[int, list[int]]:
+    """Go on from the last checkpoint; its step, and the place in the data."""
+    found = keeper.reload()
+    return found.step, [found.step, found.epoch, found.batch]
 
 
 class Place(NamedTuple):
@@ -232,6 +240,7 @@ class _Loop:
 
     def go_back(self, place: Place) -> None:
         """After a loss: forget what comes after a step; the tests behind it are made again."""
+        self.begun = min(self.begun, place.step)
         history, kept = self.history, place.step - self.begun
         del history.losses[kept:], self.samples[kept:]
         history.epochs = [each for each in history.epochs if each.epoch < place.epoch]

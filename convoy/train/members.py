@@ -1,8 +1,10 @@
 """Training that goes on when devices are lost: it keeps the state between steps, and brings it to those that are left."""
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -13,7 +15,7 @@ from convoy.comm.agreement import from_first, share_number, share_tensor
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.group import Pending
 from convoy.comm.processes import JoinedGroup
-from convoy.comm.regroup import Membership
+from convoy.comm.regroup import Membership, UnnamedLossError
 from convoy.errors import ConvoyError, DeviceLostError, InputError
 from convoy.membership.agreement import Generation
 from convoy.plan.plan import Plan
@@ -41,6 +43,17 @@ class StateLostError(DeviceLostError):
 
 class LeftError(DeviceLostError):
     """This device has left the job, as it was asked to."""
+
+
+@dataclass
+class Attempt:
+    """One attempt at a step.
+
+    Attributes:
+        finished: whether it was; else its batches come once more. Known after the step.
+    """
+
+    finished: bool = False
 
 
 class Members:
@@ -87,15 +100,19 @@ class Members:
         self.replan = replan or (lambda plan, devices: plan_for(plan, model.traced[True].graph, devices))
         self.steps = 0
         self.place: Any = None
-        self._leaves = False
+        self._leaves, self._strict = False, False
+        self._works: int = 0  # so many calls of `repeated` are done with
+        self._result: Any = None  # of the last
+        self._drawn: Tensor | None = None  # torch's state of random numbers behind it, on those that were ahead
         self._told: tuple[Tensor, Pending] | None = None
         group = model.group
         changes = isinstance(group, ChangingGroup) and isinstance(group.present, JoinedGroup)
         self.membership = Membership(group) if changes and isinstance(group, ChangingGroup) else None
         self.states = StateKeeper(model, optimizers, spares=spares)
         self._planned: Generation | None = None  # that the model's plan is for
-        self.on_change: list[Callable[[], None]] = []
-        """Called on every device when others have gone on, after the state is back."""
+        self.fall_back: Callable[[], tuple[int, Any]] | None = None
+        """Brings back a state that was saved, where with the lost devices went what nobody else has: its step and place. Every
+        device calls it."""
 
     @property
     def generation(self) -> Generation | None:
@@ -164,6 +181,46 @@ class Members:
             raise error
         raise DeviceLostError(leaving[0], f"device {leaving[0]} left the job")
 
+    @contextmanager
+    def step(self) -> Iterator["Attempt"]:
+        """Around each step of a loop of one's own, from forward to the optimizer's step. Where a device is lost in it, the rest
+        of the body is left out, and Convoy's loader hands out the same batches once more.
+
+        ::
+
+            members = Members(model, optimizer)
+            for x, y in loader:
+                with members.step() as attempt:
+                    optimizer.zero_grad()
+                    loss = criterion(model(x), y)
+                    loss.backward()
+                    optimizer.step()
+                if attempt.finished:
+                    print(float(loss))
+
+        A step that one device has finished is then finished for all: at its end the devices wait until all have kept its state,
+        and have what only others had.
+
+        Raises:
+            DeviceLostError: see `recover`.
+        """
+        if not self._strict:
+            self._strict = True
+            self.model.guard = self.repeated
+            self.begin()
+        wanted = self.steps + 1
+        if self.states.kept:  # what was drawn since, such as the order of an epoch, is not drawn again
+            self.states.kept[-1].others["random"] = torch.get_rng_state()
+        attempt = Attempt()
+        try:
+            yield attempt
+            self.after_step()
+        except DeviceLostError as error:
+            self.recover(error)
+            self.model.repeats += self.steps < wanted
+        attempt.finished = self.steps == wanted
+        self.model.finished_steps = self.steps
+
     def finish(self) -> None:
         """After the last step: keep its state, whatever `every` is. What follows may be repeated (see `repeated`).
 
@@ -177,25 +234,35 @@ class Members:
             self.states.arrived()
 
     def repeated(self, work: Callable[[], T]) -> T:
-        """What `work` returns that talks to the other devices between two steps, such as a test: repeated where one is lost.
+        """What `work` returns that talks to the other devices between two steps, such as a test. It is repeated where a device
+        is lost. Where others had done with it by then, this device gets their result if JSON can hold it, else None.
 
         Raises:
             DeviceLostError: see `recover`; or the state was not kept after the last step.
         """
         while True:
             try:
-                return work()
+                result = work()
+                if self.membership is not None:
+                    share_number(self.model.group, 0.0)  # all have done with it
+                self._works, self._result = self._works + 1, result
+                return result
             except DeviceLostError as error:
-                steps = self.steps
+                works, steps = self._works, self.steps
                 self.recover(error)
                 if self.steps != steps:
                     raise error
+                if self._works > works:
+                    return self._result  # type: ignore[no-any-return]
 
     def _keep(self) -> None:
         # Also the sign that all have finished the step, and have what the others kept before: the older may go.
         if max(share_number(self.model.group, float(self.states.has_changed))):
             self.states.tell_forms()
         self.states.keep(self.steps, self._others())
+        if self._strict:
+            self.states.arrived()
+            share_number(self.model.group, 0.0)
 
     def _others(self) -> dict[str, Any]:
         settings = [
@@ -223,9 +290,8 @@ class Members:
         """
         if self.membership is None or isinstance(error, LeftError):
             raise error
-        self._told = None
+        self._told, before = None, self.membership.generation
         for _ in range(MOST_TRIALS):
-            before = self.membership.generation
             try:
                 self.membership.regroup(error)
                 return self._go_on(before, error)
@@ -240,35 +306,55 @@ class Members:
     def _go_on(self, before: Generation, error: ConvoyError) -> Any:
         assert self.membership is not None
         assert self._planned is not None
+        self._catch_up()
         step, told = self.states.tell_kept()
         now, planned = self.membership.generation, self._planned
         lost = [d for d in before.members if d not in now.members]
-        if step is None:
-            raise StateLostError(
-                lost[0] if lost else 0,
-                f"with device{'s' * (len(lost) > 1)} {', '.join(map(str, lost))} went pieces of the model that no other device "
-                "has: go on from the last checkpoint",
-            )
+        if step is None and self.fall_back is None:
+            raise StateLostError(lost[0] if lost else 0, f"{_gone(lost)}: resume from the last checkpoint (--resume)")
         devices = [planned.members.index(d) if d in planned.members else None for d in now.members]
         text = from_first(
             self.model.group, "plan for those that are left", lambda: self.replan(self.model.plan, devices).to_json()
         )
         self.model.enter(Plan.from_json(text, "device 0's plan"))
-        self._planned = now
-        others = self.states.restore(step, told)
-        self.model.mark_pieces()
-        self._restore_others(others)
-        done, self.steps = self.steps, step
+        self._planned, done = now, self.steps
+        if step is not None:
+            others = self.states.restore(step, told)
+            self.model.mark_pieces()
+            self._restore_others(others)
+            self.steps = step
+        else:
+            self.states.forget()
+            self.model.mark_pieces()
+            assert self.fall_back is not None
+            self.steps, self.place = self.fall_back()
         self._keep()
-        for each in self.on_change:
-            each()
         if self.tell is not None:
             names = ", ".join(map(str, lost))
             gone = f"device{'s' * (len(lost) > 1)} {names} lost" if lost else "a connection was lost"
             why = str(error).partition(". ")[0]
-            again = f"; {done - step} finished steps are repeated" if done > step else ""
-            self.tell(f"{gone} ({why}): {len(now.members)} go on after step {step}{again}")
+            again = f"; finished steps that are repeated: {done - self.steps}" if done > self.steps else ""
+            why = "" if isinstance(error, UnnamedLossError) else f" ({why})"
+            where = (
+                f"after step {self.steps}"
+                if step is not None
+                else f"from the checkpoint of step {self.steps}, since {_gone(lost)}"
+            )
+            self.tell(f"{gone}{why}: {len(now.members)} go on {where}{again}")
         return self.place
+
+    def _catch_up(self) -> None:
+        """Take over the result of what others had done with, and this device had not."""
+        random = self.states.kept[-1].others["random"] if self.states.kept else torch.get_rng_state()
+        try:
+            own = json.dumps([self._works, self._result, random.tolist()])
+        except (TypeError, ValueError):
+            own = json.dumps([self._works, None, random.tolist()])
+        rows = [json.loads(text) for text in self.model.group.agree("works that are done with", own)]
+        works, result, drawn = max(rows, key=lambda row: int(row[0]))
+        if works > self._works:
+            self._works, self._result = works, result
+            self._drawn = torch.tensor(drawn, dtype=torch.uint8)
 
     def _restore_others(self, kept: dict[str, Any]) -> None:
         for optimizer, rows in zip(self.states.optimizers, kept["settings"], strict=True):
@@ -276,7 +362,8 @@ class Members:
                 group.update(settings)
         for each, state in zip(self.others, kept["others"], strict=True):
             each.load_state_dict(copy.deepcopy(state))
-        torch.set_rng_state(kept["random"])
+        torch.set_rng_state(kept["random"] if self._drawn is None else self._drawn)
+        self._drawn = None
         if kept["there"] is not None:
             kind = self.model.group.torch_device
             torch.get_device_module(kind).set_rng_state(kept["there"], kind)
@@ -287,6 +374,11 @@ class Members:
         if self.membership is not None:
             with suppress(DeviceLostError):  # whoever is lost now is not missed
                 self.membership.close()
+
+
+def _gone(lost: Sequence[int]) -> str:
+    names = ", ".join(map(str, lost))
+    return f"with device{'s' * (len(lost) > 1)} {names} went pieces of the model that no other device has"
 
 
 MOST_TRIALS = 20

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,24 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.chaos import TIGHT, Blow, Case, Outcome, alone, compared, work
+from benchmarks.chaos import (
+    TIGHT,
+    Blow,
+    Case,
+    Outcome,
+    alone,
+    compared,
+    make_data,
+    make_net,
+    strike,
+    whole_state,
+    work,
+)
+from convoy.api import distribute, loader, make_plan
 from convoy.comm.group import Group
 from convoy.runlog.reader import read_log
+from convoy.train.loop import accuracy
+from convoy.train.members import Attempt, Members
 from tests.support.processes import on_processes
 
 
@@ -103,3 +119,94 @@ def test_convoy_train_goes_on_without_device_0_and_its_log_and_checkpoints_too(t
     assert len(record.fleet.devices) == 2
     newest = sorted((tmp_path / "run").glob("0*"))[-1]
     assert json.loads((newest / "checkpoint.json").read_text())["progress"]["step"] == 4 * 23
+
+
+def own_loop(group: Group, plan: str, victims: dict[str, list[int]]) -> dict[str, Any]:
+    """On every device: a loop of one's own, with tests between the epochs; who is a victim kills itself in it."""
+    torch.manual_seed(0)
+    case = Case(5, devices=3, plan=plan)
+    net, example = make_net(), torch.zeros(2, 2, 8, 8, dtype=torch.float64)
+    model: Any = net
+    if group.devices > 1:
+        made = make_plan(plan, net, example, case.batch, group, speeds=[1.0] * group.devices)
+        model = distribute(net, made, group, example)
+    part = model if group.devices > 1 else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    train, test = loader(make_data(case), case.batch, part), loader(make_data(case), case.batch, part, shuffle=False)
+    members = Members(model, optimizer) if part is not None else None
+    if members is not None and (blow := victims.get(str(group.device))):
+        strike(members, Blow(group.device, "kill", *blow), Path(os.devnull))
+    losses: dict[int, float] = {}
+    tests = []
+    for epoch in range(3):
+        model.train()
+        for batch, (x, y) in enumerate(train):
+            with nullcontext(Attempt(finished=True)) if members is None else members.step() as attempt:
+                optimizer.zero_grad()
+                loss = torch.nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+            if attempt.finished:
+                losses[members.steps if members is not None else 1 + epoch * len(train) + batch] = float(loss.detach())
+        tests.append(accuracy(model, test) if members is None else members.repeated(lambda: accuracy(model, test)))
+    state = whole_state(model, optimizer) if members is None else members.repeated(lambda: model.full_state_dict())
+    if members is not None:
+        members.close()
+    steps = [losses.get(step) for step in range(1, 19)]
+    weights = {key: tensor.flatten().tolist() for key, tensor in state.items() if "/" not in key}
+    return {"losses": steps, "tests": tests, "weights": weights}
+
+
+@pytest.mark.parametrize(
+    ("plan", "victims"),
+    [
+        ("data", {"1": [7, 4]}),
+        ("data", {"0": [6, 1]}),  # at the beginning of an epoch, or in the test before
+        ("data", {"2": [6, 6]}),
+        ("model", {"0": [4, 12], "2": [11, 30]}),
+        ("sharded", {"1": [5, 9], "0": [12, 2]}),
+    ],
+)
+def test_a_loop_of_ones_own_repeats_the_step_with_the_same_batch(plan: str, victims: dict[str, list[int]]) -> None:
+    alone = on_processes(1, "tests.train.test_members:own_loop", plan, {})[0]
+    results = on_processes(3, "tests.train.test_members:own_loop", plan, victims)
+    left = [row for device, row in enumerate(results) if str(device) not in victims]
+    assert left
+    assert all(results[int(device)] is None for device in victims), "who was to be killed was not"
+    for row in left:
+        assert row["tests"] == alone["tests"]
+        assert row["losses"] == pytest.approx(alone["losses"], rel=TIGHT)
+        for key, weights in alone["weights"].items():
+            assert row["weights"][key] == pytest.approx(weights, rel=TIGHT, abs=TIGHT)
+
+
+@pytest.mark.parametrize("kind", ["stop", "term"])
+def test_who_is_silent_is_out_and_who_leaves_costs_no_step(kind: str) -> None:
+    command = [sys.executable, "-c", f"""
+from benchmarks.chaos import Blow, Case, TIGHT, run
+found = run(Case(9, 3, "model", "sgd", blows=(Blow(0, {kind!r}, 6, 4),)))
+assert found.apart < TIGHT, found
+assert found.statuses == [1, 0, 0], found
+assert len(found.told) == 1, found
+assert {kind!r} == "stop" or "repeated" not in found.told[0], found
+"""]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ten_minutes_of_chaos() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.chaos",
+        "--seed",
+        "1000",
+        "--minutes",
+        "10",
+        "--kinds",
+        "kill,term,stop",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=850, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
