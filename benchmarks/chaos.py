@@ -313,7 +313,7 @@ def _reap(pids: Sequence[int], statuses: dict[int, int]) -> None:
 
 
 def drawn(seed: int, kinds: Sequence[str] = ("kill",)) -> Case:
-    """A case by a seed. One device is spared; one at most falls silent, where two others are left, or they could not go on. No two
+    """A case by a seed. One device is spared; one at most falls silent, where two others are left to go on. No two devices
     are struck in one step."""
     dice = random.Random(seed)
     devices = dice.choice((2, 3, 3, 4))
