@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import final
 
 from convoy.comm.changing import ChangingGroup
@@ -83,6 +84,7 @@ class Membership:
         self._store: Address | None = None
         self._closed = threading.Event()
         self._server.answers = {"beat": self._beaten, "regroup": self._asked, "interrupt": self._interrupted}
+        self._awake_s, self._slept = _now_s(), False
         self._beats = threading.Thread(target=self._beat, name="convoy-beats", daemon=True)
         self._beats.start()
 
@@ -122,6 +124,12 @@ class Membership:
 
     def _observe(self, event: Event) -> Member:
         with self._changed:
+            self._slept |= _now_s() - self._awake_s > self.silence_s
+            if isinstance(event, Lost) and self._slept:
+                # Others may have gone on without this device meanwhile, and have come to the end.
+                event = replace(event, dead=False)
+            if isinstance(event, Met):
+                self._slept, self._awake_s = False, _now_s()
             before, self._state = self._state, observe(self._state, event)
             if before.phase == "training" and self._state.phase != "training":
                 self._break_off(event)
@@ -164,6 +172,8 @@ class Membership:
         """Ask the next device of the generation whether it is there."""
         while not self._closed.wait(self.silence_s / 6):
             with self._changed:
+                self._slept |= _now_s() - self._awake_s > self.silence_s
+                self._awake_s = _now_s()
                 members, training = self.generation.members, self._state.phase == "training"
             if not training or len(members) < 2:
                 continue
@@ -262,6 +272,11 @@ class Membership:
             self._observe(Missed())
             return None
         return group
+
+
+def _now_s() -> float:
+    """Seconds of a clock that goes on while the machine sleeps, where there is one."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 def _row(generation: Generation) -> list[object]:
