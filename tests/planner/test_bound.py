@@ -140,6 +140,23 @@ def test_no_plan_is_faster(case: int) -> None:
     assert bound.step_s > 0
 
 
+@pytest.mark.parametrize("case", range(8))
+def test_no_plan_is_faster_where_the_wire_sets_the_pace(case: int) -> None:
+    """Chains of Linears on two nearly equal devices, where an exchange takes about as long as it spares."""
+    rng = random.Random(case)
+    width, batch, rate = rng.choice([50, 100, 200]), 8, rng.choice([1e8, 1e9])
+    graph = Stack((width,)).linear(width).linear(width).linear(width).graph()
+    alone_s = 3 * batch * sum(layer.flop for layer in graph.weighted) / rate
+    # What the last layer's channels make is summed: sent and received together, by a wire of so much each way.
+    wire = batch * width * 4 / 2 / (alone_s * rng.uniform(0.55, 0.65))
+    rates = [rate, rate * rng.uniform(0.9, 1.0)]
+    costs = Costs(Roofline(tuple(Rate(each, 1e15) for each in rates)), network(2, wire))
+    bound = lower_bound(graph, batch, costs)
+    assert bound.wire_s > bound.compute_s, "else this tries nothing of the wire"
+    least_s = min(simulate(lower(plan, graph), graph, costs).step_s for plan in some_plans(rng, graph, batch, rates))
+    assert bound.step_s <= least_s * (1 + 1e-9)
+
+
 def test_a_single_layer_by_hand() -> None:
     """Devices of 3 and 1 GFLOP/s: together they take a fourth of what the slow one takes alone."""
     graph = Stack((8, 8, 8)).conv(16, 3).graph()
@@ -169,6 +186,7 @@ def test_the_wire_of_a_device_by_hand() -> None:
         return lower_bound(graph, 16, Costs(Roofline((Rate(rate, 1e15),) * 2), network(2, 1e6))).step_s
 
     assert bound_of(1e9) == pytest.approx(0.144, rel=0.01)
+    assert bound_of(5e9) == pytest.approx(0.032, rel=0.01)  # computing alone: 28.8 ms; without the last sum: 38.4 ms
     assert bound_of(1e10) == pytest.approx(0.0192, rel=0.01)
 
 

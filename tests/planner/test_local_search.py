@@ -229,3 +229,37 @@ def test_sums_take_fewer_rounds_where_messages_are_slow() -> None:
     assert found[0][1] == replace(by_batch, reduce="direct")
     ring_s = simulate(lower(by_batch, graph), graph, costs).step_s
     assert ring_s - found[0][0] == pytest.approx(4e-2)
+
+
+def fast_wire(rates: tuple[float, ...], update_s: float = 0.0) -> Costs:
+    devices = len(rates)
+    near, wide = ((0.0,) * devices,) * devices, (1e12,) * devices
+    network = Network(tuple(range(devices)), wide, wide, wide, near, (wide,) * devices, (0.0,) * devices)
+    return Costs(Roofline(tuple(Rate(rate, rate) for rate in rates)), network, 4, (update_s,) * devices)
+
+
+def test_an_idle_device_joins_with_a_part_by_its_speed() -> None:
+    """A device of a seventh of all speed gets 3 of 24 filters at once; of 8 samples it gets one."""
+    graph, costs = small_graph(), fast_wire((3e9, 3e9, 1e9))
+    plan = plan_of({"0": Filter((12, 12, 0)), "2": Batch((4, 4, 0))}, Batch((4, 4, 0)), 3)
+    found = list(search(graph, costs).let_join(plan, (3.0, 3.0, 1.0)))
+    seconds = [step_s for step_s, _ in found]
+    assert seconds
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] < simulate(lower(plan, graph), graph, costs).step_s
+    assert found[-1][1].layers["0"] == Filter((11, 10, 3))
+
+
+def test_nobody_joins_where_that_is_slower() -> None:
+    """A device a thousand times slower would take longer for one sample than the others for all."""
+    plan = plan_of({}, Batch((4, 4, 0)), 3)
+    assert not list(search(small_graph(), fast_wire((3e9, 3e9, 3e6))).let_join(plan, (3.0, 3.0, 0.003)))
+
+
+def test_a_device_that_computes_nothing_keeps_a_share_of_the_weights() -> None:
+    """Copies of both layers are updated for 1 us an entry: shared out over three devices that is a third of the time."""
+    plan = plan_of({}, Batch((4, 4, 0)), 3)
+    graph, costs = small_graph(), fast_wire((3e9, 3e9, 3e6), update_s=1e-6)
+    found = list(search(graph, costs).keep_otherwise(plan, (1.0, 1.0, 1.0)))
+    assert all(how.shares[2] > 0 for how in found[-1][1].in_shares.values())
+    assert found[-1][0] < found[0][0] < simulate(lower(plan, graph), graph, costs).step_s
