@@ -128,6 +128,20 @@ class CountingTwice(nn.Module):
         return (x - x.mean(0)) * self.factor / float(self.calls)
 
 
+class Growing(nn.Module):
+    """Of seed 55609: at first its factor is zero, and nothing shows that it looks at how many samples there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        x = x * min(1.0, self.calls / 3)
+        return x * 0.5 if len(x) % 2 else x
+
+
 class Sharing(nn.Module):
     """Two blocks, one of which reads a number that the other counts."""
 
@@ -165,6 +179,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "a count, where a device has no samples": lambda: Net(Counting()),
     "of seed 53351: noted beside a loss": lambda: Net(Losing(), with_loss),
     "of seed 54384: a buffer of what every device computes in training": lambda: Net(CountingTwice()),
+    "of seed 55609: a factor that is zero at first": lambda: Net(Growing()),
     "a count in a buffer": lambda: Net(InABuffer()),
     "a count beside dropout": lambda: Net(Dropping()),
     "a count that the net reads when it is large": lambda: Net(Counting(), scaled_late),

@@ -18,9 +18,17 @@ from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, ca
 from convoy.model.tracing.check_cuts import check_cuts
 from convoy.model.tracing.kinds import IN_PLACE, known
 from convoy.model.tracing.nodes import Nodes, Untraceable, batch_norm_of, draws_random
-from convoy.model.tracing.per_sample import PerSample, check_per_sample, has_dropout, is_floating, tensors_of
+from convoy.model.tracing.per_sample import (
+    PerSample,
+    aged,
+    check_later,
+    check_per_sample,
+    has_dropout,
+    is_floating,
+    tensors_of,
+)
 from convoy.model.tracing.regions import regions
-from convoy.model.tracing.sizes import BATCHES, Spec, called
+from convoy.model.tracing.sizes import BATCHES, Spec, called, meta_inputs
 from convoy.model.tracing.values import NodeValues, across, is_batched, is_form, mentions_batch, without_batch
 
 Verdicts = dict[str, PerSample]
@@ -405,10 +413,17 @@ class LayerBuilder:
         if layer.name not in self.verdicts:
             like = [self.shown[name] for name in layer.inputs]
             batched = [self.layers[i].batched for i in layer.inputs]
-            self.verdicts[layer.name] = check_per_sample(
-                lambda holder, batch, inputs: call_operation(holder, operation, inputs, batch),
-                self.model, lambda: self._precise, like, batched, modules,
-            )  # fmt: skip
+
+            def check(holder: nn.Module) -> PerSample:
+                return check_per_sample(
+                    lambda holder, batch, inputs: call_operation(holder, operation, inputs, batch),
+                    holder, lambda: self._precise if holder is self.model else copy.deepcopy(holder).double(),
+                    like, batched, modules,
+                )  # fmt: skip
+
+            first = check(self.model)
+            changes = first.notes or layer.name in self.elsewhere
+            self.verdicts[layer.name] = check_later(first, check, self._aged) if changes else first
         found = self.verdicts[layer.name]
         if found.overwrites:
             where = max(modules, key=len).rpartition(".")[0] if modules else ""
@@ -418,6 +433,10 @@ class LayerBuilder:
     @functools.cached_property
     def _precise(self) -> nn.Module:
         return copy.deepcopy(self.model).double()
+
+    @functools.cached_property
+    def _aged(self) -> nn.Module:
+        return aged(self.model, meta_inputs(self.values.specs, BATCHES[0]))
 
     def _finish(self, output: fx.Node) -> TracedModel:
         names: list[str] = []

@@ -1,5 +1,6 @@
 """Checks numerically, on random inputs, whether a layer computes each sample independently of the others."""
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -86,6 +87,31 @@ def check_per_sample(
         if again.dependence is None:
             found = again
     return replace(found, random=found.random or dropout, alone=alone, blocked=blocked)
+
+
+def check_later(first: PerSample, check: Callable[[nn.Module], PerSample], aged: nn.Module) -> PerSample:
+    """What is known of a layer whose state changes when it was checked in a later state, too: at first a factor may be zero."""
+    later = check(aged)
+    return replace(
+        first, dependence=first.dependence or later.dependence, random=first.random or later.random,
+        overwrites=first.overwrites or later.overwrites, alone=first.alone or later.alone,
+        notes=first.notes or later.notes, python=first.python or later.python,
+        blocked=tuple(i for i in first.blocked if i in later.blocked),
+    )  # fmt: skip
+
+
+def aged(model: nn.Module, like: Sequence[Tensor]) -> nn.Module:
+    """A copy of a model after some forwards in training, in the modes of the model."""
+    older = copy.deepcopy(model).train()
+    with random_kept(1), torch.no_grad():
+        try:
+            for samples in _PARTS[0] + _PARTS[3]:
+                older(*(random_like(t, samples + 1) for t in like))
+        except Exception:  # whether it runs shows elsewhere
+            return model
+    for module, other in zip(older.modules(), model.modules(), strict=True):
+        module.training = other.training
+    return older
 
 
 def _judged(

@@ -239,3 +239,7 @@ def items(proxy: fx.Proxy) -> Iterator[fx.Proxy] | None:
     """The items of a value whose number is known."""
     length = proxy.tracer.sizes.length(proxy.node)  # type: ignore[attr-defined]
     return None if length is None else iter([proxy[i] for i in range(length)])  # type: ignore[index]
+
+
+def meta_inputs(specs: Sequence[Spec], batch: int) -> tuple[Tensor, ...]:
+    return tuple(torch.empty((batch, *shape), dtype=dtype, device="meta") for shape, dtype in specs)

@@ -31,11 +31,11 @@ from convoy.model.tracing.nodes import (
 from convoy.model.tracing.outside import Outside
 from convoy.model.tracing.per_sample import run_on_random
 from convoy.model.tracing.search import keep_whole
-from convoy.model.tracing.sizes import Spec
+from convoy.model.tracing.sizes import Spec, meta_inputs
 from convoy.model.tracing.state import comparable, random_kept
 from convoy.model.tracing.state_watch import modes_of
 from convoy.model.tracing.values import on_meta
-from convoy.model.tracing.whole import as_one_layer, meta_inputs
+from convoy.model.tracing.whole import as_one_layer
 
 
 def trace(

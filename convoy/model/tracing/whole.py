@@ -7,7 +7,6 @@ from dataclasses import fields, is_dataclass
 from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,8 +16,17 @@ from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, ca
 from convoy.model.tracing.check import DoesNotRun
 from convoy.model.tracing.layers import Verdicts, canonical_keys, dtype_name, judged
 from convoy.model.tracing.nodes import first_line
-from convoy.model.tracing.per_sample import check_per_sample, has_dropout, is_floating, run_on_random, tensors_of
-from convoy.model.tracing.sizes import BATCHES, Spec
+from convoy.model.tracing.per_sample import (
+    PerSample,
+    aged,
+    check_later,
+    check_per_sample,
+    has_dropout,
+    is_floating,
+    run_on_random,
+    tensors_of,
+)
+from convoy.model.tracing.sizes import BATCHES, Spec, meta_inputs
 from convoy.model.tracing.values import across, is_batched, without_batch
 
 
@@ -47,10 +55,17 @@ def as_one_layer(
         target = Region((operation, flat), (True, True), (len(inputs) + 1,), several=False)
         operation = Operation("region", target, operation.args)
     if "model" not in verdicts:
-        verdicts["model"] = check_per_sample(
-            lambda holder, n, x: call_operation(holder, operation, x, n), model, lambda: _doubled(model),
-            meta_inputs(specs, BATCHES[0]), [True] * len(specs), [""],
-        )  # fmt: skip
+        like = meta_inputs(specs, BATCHES[0])
+
+        def check(holder: nn.Module) -> PerSample:
+            return check_per_sample(
+                lambda holder, n, x: call_operation(holder, operation, x, n), holder, lambda: _doubled(holder),
+                like, [True] * len(specs), [""],
+            )  # fmt: skip
+
+        first = check(model)
+        changes = first.notes or "model" in elsewhere
+        verdicts["model"] = check_later(first, check, aged(model, like)) if changes else first
     layer = Layer(
         "model", "opaque", tuple(inputs), tuple(outputs[0].shape[1:]), _parameters(model), several=several,
         dtype=dtype_name(outputs[0].dtype), random=has_dropout(model),
@@ -75,10 +90,6 @@ def as_one_layer(
 
 def _doubled(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).double()
-
-
-def meta_inputs(specs: Sequence[Spec], batch: int) -> tuple[Tensor, ...]:
-    return tuple(torch.empty((batch, *shape), dtype=dtype, device="meta") for shape, dtype in specs)
 
 
 def _form(value: Any, number: Iterator[int]) -> Any:
