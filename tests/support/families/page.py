@@ -71,9 +71,8 @@ def text(kept: Kept) -> str:
         "convolutions with kernels larger than their strides (patch embeddings have not). Images are the smallest of 64 pixels "
         f"and up that the net takes, and at which rounding does not grow past {STABLE:g} on one device; where it does, biases "
         f"of batch norms begin at {BIAS:g} in place of 0 (*), which calms deep chains. Dropout and stochastic depth are set "
-        f"to 0: what they draw is no part of the promise. Where three steps at a rate of {RATE:g} diverge on one device, they "
-        f"are made at {SLOW_RATE:g} (**). MViT is built for films of 4x64x64. VGG's classifier has 64 features for 4,096, "
-        "which would fill 19 GB.",
+        f"to 0: what they draw is no part of the promise. {_slow(rows)}VGG's classifier has 64 features for 4,096, which "
+        "would fill 19 GB.",
         "",
         "<!-- not run: it takes half an hour -->",
         "```console",
@@ -92,6 +91,12 @@ def text(kept: Kept) -> str:
         + ", ".join(f"{member.family} (`{member.name}`)" for member in others) + ".",
         "",
     ))  # fmt: skip
+
+
+def _slow(rows: Sequence[Row]) -> str:
+    if all(row.rate == RATE for row in rows):
+        return ""
+    return f"Where three steps at a rate of {RATE:g} diverge on one device, they are made at {SLOW_RATE:g} (**). "
 
 
 def _older(rows: Sequence[Row]) -> list[str]:
