@@ -104,7 +104,7 @@ def test_the_plan_that_goes_on_is_shown_before_its_shares_change() -> None:
 
     part: Any = SimpleNamespace(plan=second, traced={True: SimpleNamespace(graph=graph)})
     shown, file = screen()
-    tell = _teller(shown, StepTimer(8), None, lambda *_: None, lambda: _show_new_plan(part, first, shown))
+    tell = _teller(shown, StepTimer(8), lambda: None, lambda *_: None, lambda: _show_new_plan(part, first, shown))
     tell(7, Reshare(second, (), "autotune: plan 1 0.2 s; now plan 2"))
     assert "Plan" not in file.getvalue()
     chosen = Keep("autotune: plan 1 0.2 s, plan 2 0.1 s a step; plan 2 goes on")
