@@ -279,10 +279,9 @@ class JoinedGroup(CountedGroup):
                     silent = (each for each in failure.peers if isinstance(self._health.ping(each), NoAnswer))
                     peer = next(silent, peer)
                 if isinstance(failure.cause, WrongSizeError):
-                    verdict = Verdict(
-                        peer,
-                        f"{failure.cause}: the devices do not run the same steps{told({self.device: own_place()})}",
-                    )
+                    answer = self._health.ping(peer)
+                    places = {self.device: own_place(), peer: None if isinstance(answer, NoAnswer) else answer.place}
+                    verdict = Verdict(peer, f"{failure.cause}: the devices do not run the same steps{told(places)}")
                 else:
                     verdict = find_failed(
                         self._health, self.device, peer, failure.timed_out, self.timeout_s, own_place(), self.report_s

@@ -674,6 +674,8 @@ class Distributed(nn.Module):
 
         With `inexact-butterfly-mixing` every device has weights of its own; these are their averages.
         """
+        # Who calls it alone may need no message from the others: it is to be named here, not where they meet its messages.
+        self.group.agree("full_state_dict", "")
         whole = {key: self.gather(key, self._held(key)) for key in self.parameters_by_key}
         pieces = [(own, own.data) for own in map(self._own, whole)]
         try:

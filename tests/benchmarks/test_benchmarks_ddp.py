@@ -212,7 +212,9 @@ def test_peers_take_turns_with_plans(tmp_path: Path) -> None:
         ("each-alone", 0), ("each-alone", 1), ("one-device", 0), ("one-device", 1), ("ddp-even", None), ("ddp-tuned", None),
         ("data", None), ("auto", None),
     ]  # fmt: skip
-    assert all(len(r.rounds_s) == 2 and min(r.rounds_s) > 0 for r in rows)
+    assert all(len(r.rounds_s) == 2 and min(r.rounds_s) > 0 for r in rows if r.plan not in ("ddp-tuned", "auto"))
+    pair = [r.rounds_s for r in rows if r.plan in ("ddp-tuned", "auto")]
+    assert 2 <= len(pair[0]) == len(pair[1]) <= 2 * worker.MOST_TIMES, "until their ratio is known"
     losses: Any = [r.loss for r in rows if not r.plan.startswith("ddp")]
     assert losses == pytest.approx([losses[0]] * 6, rel=1e-5)
     even, tuned = (next(r for r in rows if r.plan == name) for name in ("ddp-even", "ddp-tuned"))

@@ -219,7 +219,8 @@ def test_an_interrupted_measuring_goes_on_where_it_was(tmp_path: Path) -> None:
     for layer, rows in kept:
         again = [p for p in measured.layer if p.layer == layer]
         found = [[p.samples, p.outputs, p.inputs, p.forward_s, p.backward_s, p.spread, p.shared] for p in again]
-        assert found == rows[0]
+        # Other points may be added, of sizes that the plan of these measured times has.
+        assert [point for point in rows[0] if point not in found] == []
     assert not partial.exists()
 
 

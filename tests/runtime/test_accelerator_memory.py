@@ -86,6 +86,8 @@ def convoy_on_sims(tmp_path: Path, line: str, **environment: str) -> "subprocess
 
 def test_the_command_where_an_accelerator_is_full(tmp_path: Path) -> None:
     line = "train --devices sim:0,cpu --data digits --limit 120 --net two-conv:4:6 --speeds 2,1 --plan data --log none"
-    done = convoy_on_sims(tmp_path, f"{line} --memory 20kB,1GB")
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert "error: there is not enough memory (sim out of memory" in done.stderr
+    for spare, status in (("none", 2), ("auto", 0)):
+        done = convoy_on_sims(tmp_path, f"{line} --memory 20kB,1GB --spare {spare}")
+        assert done.returncode == status, done.stdout + done.stderr
+        assert "error: there is not enough memory (sim out of memory" in done.stderr
+    assert "device 0 lost" in done.stdout, "the other device goes on alone"
