@@ -35,7 +35,6 @@ from convoy.api import distribute
 from convoy.comm.accelerator import accelerator, finish, hardware_name, in_host_memory, local_devices, memory_of, queued
 from convoy.comm.backends import NcclBackend, can_use_nccl
 from convoy.comm.group import AloneGroup, Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import unknown_name
 from convoy.files import write_whole
 from convoy.model.nets import build_net
@@ -44,6 +43,7 @@ from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.runtime.compiled import WARM_UP
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import GradScaler
+from tests.support.threads import run_on_threads
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = "python -m benchmarks.gpu"

@@ -18,12 +18,12 @@ from torch import nn
 import convoy
 import convoy.profile.speeds
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.plan.strategy import Batch
 from tests.support import nets
 from tests.support.processes import PLACE, ROOT, on_processes
 from tests.support.scripts import on_forks
+from tests.support.threads import run_on_threads
 
 ONE, FOUR = ROOT / "examples" / "one_line.py", ROOT / "examples" / "four_lines.py"
 X = torch.zeros(1, 3, 8, 8, dtype=torch.float64)

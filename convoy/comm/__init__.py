@@ -1,7 +1,6 @@
 """Messages between devices: groups of devices, the backends under them, rendezvous and failure detection.
 
 group.py        what any group of devices offers (Message, Pending, Group), and a group of one
-threads.py      a group of threads in this process: run_on_threads()
 processes.py    a group of processes: join() takes the rank that the environment names
 environment.py  that rank, and the address that leads to the others
 accelerator.py  the device to compute on: all that Convoy asks of an accelerator

@@ -12,7 +12,6 @@ import convoy
 from convoy.adapt.autotune import FAR_BEHIND, Autotune, observe
 from convoy.adapt.rebalance import Keep, Reshare
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
@@ -28,6 +27,7 @@ from convoy.train.loop import History, Training, fit
 from tests.planner.test_planner import costs_of
 from tests.support import nets
 from tests.support.one_device import EXACT, graph_of, one_trace
+from tests.support.threads import run_on_threads
 from tests.train.test_controller import BATCH, Samples
 
 Step = Callable[[int, int], float]

@@ -15,7 +15,6 @@ from torch import nn
 from convoy.api import distribute, make_plan, make_plans
 from convoy.app.plan import run_plan
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.cost.interval import around
 from convoy.cost.memory import memory_of
 from convoy.cost.table import Measurement
@@ -31,6 +30,7 @@ from convoy.sharding.layout import local_shape
 from convoy.train.observer import StepResult
 from tests.app.test_cli import QUIET, TINY, assert_close, results
 from tests.support.processes import on_processes
+from tests.support.threads import run_on_threads
 
 BATCH = 12
 SHAPE = (3, 8, 8)

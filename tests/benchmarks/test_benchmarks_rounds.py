@@ -23,7 +23,6 @@ from benchmarks.runners import UNCOUNTED_STEPS, AloneRunner, ConvoyRunner, Spent
 from benchmarks.score import error, error_at_measured_speed, ratio_of_pairs
 from benchmarks.worker import WorkerJob, run_fleet
 from convoy.comm.group import AloneGroup, Group
-from convoy.comm.threads import run_on_threads
 from convoy.data import Images
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
@@ -31,6 +30,7 @@ from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.profile.load import read
 from convoy.train.loader import Loader
 from tests.support.processes import on_processes
+from tests.support.threads import run_on_threads
 
 CPU = torch.device("cpu")
 QUICK_S = 1e-4  # of a stretch: these tests look at everything but the precision

@@ -20,7 +20,6 @@ from convoy.checkpoint.folder import checkpoints
 from convoy.checkpoint.tensors import Spec, Stream, file_order, write_tensors
 from convoy.checkpoint.values import decode, encode
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds
 from convoy.runtime.average import WeightAverage
@@ -29,6 +28,7 @@ from convoy.runtime.optimizer import full_optimizer_state
 from convoy.train.loader import Loader
 from tests.support import nets
 from tests.support.one_device import EXACT, OPTIMIZERS, Training, by_name, loss_of, mixed, one_trace, part
+from tests.support.threads import run_on_threads
 
 FLEETS = {2: Speeds((3.0, 1.0)), 3: Speeds((2.0, 0.0, 5.0)), 4: Speeds((7.0, 0.0, 2.0, 1.0))}
 

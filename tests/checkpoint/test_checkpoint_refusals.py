@@ -16,13 +16,13 @@ from torch.optim import Optimizer, lr_scheduler
 from convoy.checkpoint import Checkpointer, Progress, latest, load_checkpoint, save_checkpoint
 from convoy.checkpoint.folder import Sink
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError
 from convoy.plan.presets import Speeds
 from convoy.runtime.module import Distributed
 from tests.support import nets
 from tests.support.one_device import Training, by_name, loss_of, one_trace, part
 from tests.support.processes import on_processes
+from tests.support.threads import run_on_threads
 
 
 def net() -> nn.Module:

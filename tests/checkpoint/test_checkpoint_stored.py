@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from convoy.checkpoint import Checkpointer, Progress, load_checkpoint
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.average import WeightAverage
@@ -22,6 +21,7 @@ from convoy.runtime.module import Distributed
 from convoy.runtime.precision import GradScaler
 from convoy.train.lr import Schedule, build_schedule
 from tests.support.one_device import part
+from tests.support.threads import run_on_threads
 
 STORED = Path(__file__).parent / "stored"
 BATCH = 6

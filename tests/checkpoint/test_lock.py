@@ -16,13 +16,13 @@ from torch import nn
 from convoy.checkpoint import Checkpointer, Progress, latest, save_checkpoint
 from convoy.checkpoint.lock import LOCK, hold, holding, release
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.plan.presets import Speeds
 from convoy.runtime.module import Distributed
 from tests.support import nets
 from tests.support.one_device import Training, by_name, one_trace
 from tests.support.processes import ROOT
+from tests.support.threads import run_on_threads
 
 HOLDS = "import sys, time; from pathlib import Path; from convoy.checkpoint.lock import hold; hold(Path(sys.argv[1])); "
 

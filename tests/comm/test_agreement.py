@@ -7,9 +7,9 @@ import torch
 
 from convoy.comm.agreement import check_same, difference, from_first, gather, share_number, share_tensor
 from convoy.comm.group import AloneGroup, Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError, PlanError
 from tests.support.processes import on_processes
+from tests.support.threads import run_on_threads
 
 
 def share_all(group: Group) -> list[object]:

@@ -12,10 +12,10 @@ import torch
 from convoy.comm import environment
 from convoy.comm.group import AloneGroup, Group, Message
 from convoy.comm.processes import join
-from convoy.comm.threads import run_on_threads
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from tests.support.networks import on_each_network
 from tests.support.processes import on_processes
+from tests.support.threads import run_on_threads
 
 DTYPES = [
     torch.float32,

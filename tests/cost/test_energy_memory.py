@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.comm.threads import run_on_threads
 from convoy.cost.memory import DeviceMemory, exchange_bytes, memory_of, update_s_per_entry
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Card, Device, Fleet, Host
@@ -20,6 +19,7 @@ from convoy.sharding.layout import local_shape
 from convoy.simulator.energy import Energy, Power, energy_of, least_energy, power_of
 from convoy.simulator.simulate import Timeline
 from tests.support.stacks import Stack
+from tests.support.threads import run_on_threads
 
 # 2x4x4 -> conv 3x3, 4 filters -> ReLU -> pool 2 -> flatten (16) -> Linear (3).
 GRAPH = Stack((2, 4, 4)).conv(4, 3).pool().flatten().linear(3).graph()

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.model.tracing import trace, trace_model
 from convoy.model.tracing.check import check_same
@@ -35,6 +34,7 @@ from tests.support.odd_calls import (
     deviation,
 )
 from tests.support.one_device import EXACT, part
+from tests.support.threads import run_on_threads
 from tests.support.traced_models import layers_of
 
 

@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import convoy
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError
 from convoy.model.graph import Cut
 from convoy.model.layer_rules import MODULES, Call, Known
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
+from tests.support.threads import run_on_threads
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.model.operation import Operation, Ref, call_operation
 from convoy.model.tracing import trace
@@ -21,6 +20,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
 from tests.support.beside_one import difference
 from tests.support.one_device import part
+from tests.support.threads import run_on_threads
 
 
 class Asking(nn.Module):

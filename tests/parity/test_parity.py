@@ -13,7 +13,6 @@ from torch import Tensor
 import convoy.plan.lower
 import convoy.plan.steps
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.plan.lower import lower
@@ -38,6 +37,7 @@ from tests.support.one_device import (
     one_trace,
     part,
 )
+from tests.support.threads import run_on_threads
 
 SHORT = (10, 3, 10)
 

@@ -8,7 +8,6 @@ from torch import nn
 
 import convoy.plan.lower
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.plan.compile import compile_all
 from convoy.plan.lower import lower
@@ -31,6 +30,7 @@ from tests.support.one_device import (
     part,
     traffic_of,
 )
+from tests.support.threads import run_on_threads
 
 SHORT = (10, 3, 10)
 SHARES = (1, 3, 0, 2)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
@@ -31,6 +30,7 @@ from tests.support.one_device import (
     one_trace,
     part,
 )
+from tests.support.threads import run_on_threads
 
 SHORT = (10, 3, 10)
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.model.tracing import trace
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.runtime.module import Distributed
 from tests.support.one_device import part
+from tests.support.threads import run_on_threads
 
 SPEEDS = (Speeds((2.0, 1.0, 1.0)), Speeds((3.0, 0.0, 2.0)))
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
@@ -28,6 +27,7 @@ from studies.roofline import roofline_costs
 from tests.support import model_zoo
 from tests.support.odd_nets import Thinking
 from tests.support.one_device import EXACT, one_trace, part
+from tests.support.threads import run_on_threads
 from tests.support.traced_models import last
 
 FLEET = Fleet.from_toml("""

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.cost.costs import Costs
 from convoy.cost.overhead import Overheads
 from convoy.model.graph import Graph, Layer
@@ -30,6 +29,7 @@ from convoy.simulator.price import programs
 from tests.simulator.test_simulate import Table, hosts
 from tests.support import nets
 from tests.support.one_device import Training, by_name, check, graph_of
+from tests.support.threads import run_on_threads
 
 SHORT = (10, 10, 3)
 

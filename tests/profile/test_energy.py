@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.profile import energy
 from convoy.profile.energy import Counter, EnergyMeter, counted_with, meter_of, once_each
 from convoy.runlog.meters import Meters
 from convoy.runlog.schema import SystemLine
 from convoy.train.observer import StepResult
+from tests.support.threads import run_on_threads
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:1")
 RANGE_UJ = 262_143_328_850

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from convoy.comm.group import AloneGroup, Group
-from convoy.comm.threads import run_on_threads
 from convoy.profile import overheads
 from convoy.profile.overheads import Pieces, jitter_of, measure_jitter
 from convoy.runtime.clock import Clock
+from tests.support.threads import run_on_threads
 
 CPU = torch.device("cpu")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from convoy.comm.group import Arrived, Group, Message, Pending
-from convoy.comm.threads import run_on_threads
 from convoy.fleet import Card, Device, Fleet, Host, Segment
 from convoy.profile.describe import spreads, with_wire
 from convoy.profile.links import WireTimes, measure_links, meetings
+from tests.support.threads import run_on_threads
 
 
 class Net:

@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from convoy.app.measure import MeasureJob, run_measure
 from convoy.comm.group import AloneGroup, Group
-from convoy.comm.threads import run_on_threads
 from convoy.config.run_file import resolve_settings
 from convoy.cost.table import Measurement, read_fleet_file
 from convoy.errors import DeviceLostError, InputError, MismatchError
@@ -35,6 +34,7 @@ from convoy.runtime.clock import Clock
 from convoy.simulator.simulate import simulate
 from tests.support import nets
 from tests.support.processes import on_processes
+from tests.support.threads import run_on_threads
 
 CPU = torch.device("cpu")
 QUICK_S = 1e-4

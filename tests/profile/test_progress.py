@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import convoy
 from convoy.comm.group import AloneGroup, Group
-from convoy.comm.threads import run_on_threads
 from convoy.profile.progress import to_stderr
 from tests.support.processes import on_processes
 from tests.support.small_script import net
+from tests.support.threads import run_on_threads
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.cost.compute import Correction, Grid, LayerTimes
 from convoy.cost.overhead import Overheads
 from convoy.cost.table import LayerPoint, Measurement, layer_times
@@ -24,6 +23,7 @@ from convoy.profile.job import measure_job
 from convoy.profile.layers import Bench
 from convoy.profile.sizes import sizes_to_profile
 from convoy.profile.timing import Times
+from tests.support.threads import run_on_threads
 
 LAYER = trace(build_net("two-conv:4:6", (3, 16, 16), 10), torch.zeros(2, 3, 16, 16)).graph["0"]
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 import convoy.profile.speeds
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError
 from convoy.model.tracing import TracedModel, trace
 from convoy.plan.presets import Speeds
 from convoy.profile.speeds import DeviceTimes, LayerTime, given_speeds, measure_layers, measure_speeds, speeds_of
 from convoy.runtime.clock import Clock
 from tests.support import nets
+from tests.support.threads import run_on_threads
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,6 @@ import torch
 import convoy.app.train  # noqa: F401 - before the first look at open files
 from convoy import cli
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.data import load
 from convoy.runlog import loggers
 from convoy.runlog.loggers import Logger, Row, to_mlflow, to_wandb
@@ -25,6 +24,7 @@ from convoy.runlog.reader import read_log
 from convoy.runlog.schema import SystemLine
 from convoy.train.observer import EpochResult, Evaluation, Observer, Observers, StepResult
 from tests.support.processes import PLACE
+from tests.support.threads import run_on_threads
 
 load("digits")  # imports scikit-learn, likewise
 

@@ -9,7 +9,6 @@ import torch
 import convoy
 from convoy.adapt.rebalance import Reshare
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.plan.presets import Speeds
 from convoy.report.page import write_report
@@ -17,6 +16,7 @@ from convoy.runlog.reader import read_log
 from convoy.train import EpochResult, Evaluation, Observer, StepResult
 from tests.support import nets
 from tests.support.one_device import by_name
+from tests.support.threads import run_on_threads
 
 X = torch.zeros(1, 3, 8, 8, dtype=torch.float64)
 

@@ -15,7 +15,6 @@ from torch import nn
 from convoy.checkpoint import Progress, load_checkpoint, save_checkpoint
 from convoy.comm.accelerator import check_device, local_devices, memory_of, pick_device, queued, to_device
 from convoy.comm.group import AloneGroup, Group, Message
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.plan.presets import PLANS, Speeds
 from convoy.runtime.alike import check_batches, check_copies
@@ -26,6 +25,7 @@ from tests.conftest import ROOT
 from tests.support import nets, sim
 from tests.support.one_device import EXACT, OPTIMIZERS, Training, by_name, loss_of, on_one, one_trace, part
 from tests.support.processes import on_processes
+from tests.support.threads import run_on_threads
 
 pytestmark = pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
 

@@ -14,10 +14,10 @@ from torch import nn
 from convoy.api import distribute, make_plan
 from convoy.comm.accelerator import limit_memory, memory_of
 from convoy.comm.group import AloneGroup, Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import DeviceLostError, InputError, PlanError
 from tests.conftest import ROOT
 from tests.support import sim
+from tests.support.threads import run_on_threads
 
 pytestmark = pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
 

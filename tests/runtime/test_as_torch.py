@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
@@ -22,6 +21,7 @@ from convoy.runtime.module import Distributed
 from convoy.train import GradScaler, clip_grad_norm_
 from tests.support import nets
 from tests.support.one_device import EXACT, UNEVEN, Training, by_name, loss_of, mixed, one_trace, part
+from tests.support.threads import run_on_threads
 
 EVEN = Speeds((4.0, 3.0, 2.0, 1.0))
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.cost.memory import memory_of
 from convoy.cost.overhead import Handling
 from convoy.errors import InputError
@@ -52,6 +51,7 @@ from tests.support.one_device import (
     traffic_of,
 )
 from tests.support.processes import on_processes
+from tests.support.threads import run_on_threads
 
 BF16: CommDtype = "inexact-bf16"
 ROUNDING = 2.0**-8

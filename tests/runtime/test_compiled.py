@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import convoy
 from convoy.comm.group import AloneGroup, Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
@@ -29,6 +28,7 @@ from tests.support import nets, one_device
 from tests.support.in_shares import in_shares
 from tests.support.odd_nets import Dropouts
 from tests.support.one_device import EXACT, Training, by_name, check, mixed
+from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed
 
 ALWAYS = float("inf")

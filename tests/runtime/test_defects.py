@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from convoy.api import distribute
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, PlanError
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
@@ -21,6 +20,7 @@ from convoy.runtime import gradients
 from convoy.runtime.gradients import Sums
 from convoy.runtime.module import Distributed
 from tests.support import nets
+from tests.support.threads import run_on_threads
 
 BATCH = 10
 

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from convoy.comm.group import CountedGroup, Group, Message, Pending
-from convoy.comm.threads import run_on_threads
 from convoy.runtime.exchange import Slots, run_move
 from convoy.sharding import redistribute
 from convoy.sharding.comm_dtype import CommDtype
@@ -40,6 +39,7 @@ from tests.support.local_pieces import (
     pieces,
 )
 from tests.support.processes import on_processes
+from tests.support.threads import run_on_threads
 
 REDUCES: tuple[Reduce, ...] = ("ring", "butterfly", "direct", "star")
 LIMIT_S = 20.0

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
@@ -18,6 +17,7 @@ from convoy.runtime.module import Distributed
 from convoy.sharding.layout import box
 from tests.support import nets
 from tests.support.one_device import EXACT, UNEVEN, Training, by_name, loss_of, mixed, one_trace, part
+from tests.support.threads import run_on_threads
 
 PLANS = ("data-by-speed", "master", "model", "hybrid", "mixed")
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import convoy
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.model.tracing import trace
 from convoy.plan.explain import layer_rows
 from convoy.plan.plan import Plan
@@ -21,6 +20,7 @@ from convoy.plan.strategy import Batch
 from convoy.report.screen import Screen
 from convoy.sharding.layout import Replicated
 from tests.support import nets
+from tests.support.threads import run_on_threads
 
 MIXING = "inexact-butterfly-mixing"
 LR = 0.1

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import ConvoyError, InputError, MismatchError
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
@@ -32,6 +31,7 @@ from tests.support.one_device import (
     one_trace,
     part,
 )
+from tests.support.threads import run_on_threads
 
 SIZES = (10, 3, 10, 1, 10, 6)
 DEVICES = 4

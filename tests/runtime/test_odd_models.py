@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
 from tests.support.beside_one import difference
 from tests.support.one_device import EXACT
+from tests.support.threads import run_on_threads
 
 
 class Net(nn.Module):

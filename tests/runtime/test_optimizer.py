@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 import convoy
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
+from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed
 
 SPEEDS = Speeds((3.0, 1.0, 2.0))

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from convoy.comm.group import Group, Message, Pending
-from convoy.comm.threads import run_on_threads
 from convoy.model.tracing import trace
 from convoy.plan import lower
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Filter, One, Strategy
 from convoy.runtime.gradients import StretchSums
 from convoy.runtime.module import Distributed
+from tests.support.threads import run_on_threads
 
 Happened = list[tuple[str, ...]]
 

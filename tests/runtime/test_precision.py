@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import convoy
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import PRECISIONS, GradScaler, UnderAutocast, compute_in
@@ -21,6 +20,7 @@ from convoy.train.loader import Loader
 from convoy.train.loop import Training, fit
 from tests.support import nets
 from tests.support.one_device import by_name, mixed, one_trace
+from tests.support.threads import run_on_threads
 
 X = torch.zeros(2, 3, 8, 8)
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import convoy
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.plan.coupling import coupled_axes, reshared
 from convoy.plan.plan import Plan
@@ -43,6 +42,7 @@ from tests.support.one_device import (
     waiting,
 )
 from tests.support.processes import on_processes
+from tests.support.threads import run_on_threads
 
 SIZES = (10, 10, 3, 10, 10, 3, 10, 10)
 

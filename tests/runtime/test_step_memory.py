@@ -13,13 +13,13 @@ from torch import Tensor
 
 from convoy.api import distribute, loader
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.data import Images
 from convoy.launch.host_job import memory_environment
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from tests.support.one_device import one_trace
+from tests.support.threads import run_on_threads
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
 from tests.support.one_device import part
+from tests.support.threads import run_on_threads
 
 SIZES = (6, 5, 6)
 

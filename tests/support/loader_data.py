@@ -10,13 +10,13 @@ from torch.utils.data import Dataset, Subset
 
 import convoy
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.data import Images
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
 from convoy.train.loader import Loader
+from tests.support.threads import run_on_threads
 
 SAMPLES = 23
 SHAPE = (1, 2, 2)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import convoy.runtime.module
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel, trace
 from convoy.plan.plan import Plan
@@ -23,6 +22,7 @@ from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.runtime.module import Distributed
 from convoy.sharding.layout import box
 from tests.support import nets
+from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed
 
 Labelled = tuple[Tensor, Tensor]

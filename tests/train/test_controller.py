@@ -23,7 +23,6 @@ from convoy import cli
 from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
 from convoy.app.train import _teller
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute
@@ -41,6 +40,7 @@ from convoy.train.observer import Evaluation, Observer, StepResult
 from tests.support import nets
 from tests.support.one_device import EXACT, by_name, graph_of, mixed, one_trace
 from tests.support.processes import PLACE
+from tests.support.threads import run_on_threads
 
 SAMPLES, BATCH, EPOCHS = 67, 20, 9
 SLOWED_AT = 16

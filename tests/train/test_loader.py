@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 import convoy
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.train.loader import Loader
 from tests.support.loader_data import SAMPLES, SHAPE, Plain, net, part_of, plan_of, read, read_on_devices
+from tests.support.threads import run_on_threads
 
 # ------------------------------------------------------------------------------------------------------- the order
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import convoy
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.data import Images, Samples, load
 from convoy.data.augment import Augment, read_augment
 from convoy.model.tracing import trace
@@ -17,6 +16,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.train.loader import Loader
 from tests.support.data_files import plain_image, write_images
 from tests.support.loader_data import Plain
+from tests.support.threads import run_on_threads
 
 SHAPE, SAMPLES, BATCH, SEED = (3, 8, 8), 22, 6, 5
 STEPS = "crop,flip,resized-crop,jitter,cutout,erase"

@@ -14,12 +14,12 @@ from torch.utils.data import Dataset
 
 import convoy
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import DataError
 from convoy.plan.plan import Plan
 from convoy.train.loader import Loader
 from tests.support.data_files import plain_image
 from tests.support.loader_data import DATASETS, SHAPE, Plain, WithTargets, image, net, part_of, plan_of, read
+from tests.support.threads import run_on_threads
 
 _TURN = threading.Lock()
 """Threads share one stream of random numbers, where processes have their own."""

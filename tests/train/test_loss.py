@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import convoy
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import ConvoyError, InputError, MismatchError
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
@@ -24,6 +23,7 @@ from convoy.sharding.layout import Split
 from tests.support import nets
 from tests.support.odd_nets import UNet
 from tests.support.one_device import UNEVEN, by_name, graph_of, mixed, one_trace, part
+from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed
 
 SHARES = (4, 0, 1, 3)

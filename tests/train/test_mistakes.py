@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader
 
 import convoy
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError, MismatchError
 from convoy.runtime.module import Distributed
 from convoy.train import ELEMENTWISE, Rebalancer, full_optimizer_state, reshare
 from tests.support.one_device import one_trace
 from tests.support.processes import on_processes
 from tests.support.small_script import ALONE, SPEEDS, images, net, shuffled
+from tests.support.threads import run_on_threads
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

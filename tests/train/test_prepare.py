@@ -21,10 +21,10 @@ from torch.utils.data import (
 
 import convoy
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import DataError, InputError, MismatchError
 from convoy.train.adopt import AdoptedLoader
 from tests.support.small_script import ALONE, SPEEDS, images, net, seeded, shuffled
+from tests.support.threads import run_on_threads
 
 Made = tuple[nn.Module, torch.optim.Optimizer, Any]
 

@@ -18,7 +18,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import convoy
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.strategy import Batch
@@ -40,6 +39,7 @@ from convoy.train.lr import ONE_CYCLE_END, SCHEDULES, Schedule, build_schedule
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 from tests.support import nets
 from tests.support.one_device import EXACT, UNEVEN, by_name, graph_of, mixed, one_trace
+from tests.support.threads import run_on_threads
 
 X = torch.zeros(2, 3, 8, 8, dtype=torch.float64)
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import convoy.runtime.module
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import ConvoyError, PlanError
 from convoy.model.graph import Graph, Layer
 from convoy.plan import strategy
@@ -30,6 +29,7 @@ from convoy.sharding.layout import Partial, Split
 from convoy.sharding.shares import apportion
 from tests.support.families.registry import Member, build, narrowed
 from tests.support.one_device import EXACT, one_trace, part
+from tests.support.threads import run_on_threads
 
 SPEEDS = Speeds((3.0, 2.0, 1.0))
 BATCH = 6

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import convoy.runtime.module
 from convoy.comm.group import Group
-from convoy.comm.threads import run_on_threads
 from convoy.errors import InputError
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.runtime.module import Distributed
@@ -24,6 +23,7 @@ from convoy.sharding.layout import box
 from tests.support.one_device import one_trace
 from tests.support.random_nets.recipe import Recipe
 from tests.support.random_nets.writer import CLASSES
+from tests.support.threads import run_on_threads
 
 EXACT = 1e-10
 SPEEDS = (Speeds((3.0, 2.0)), Speeds((2.0, 1.0, 1.0)), Speeds((3.0, 0.0, 2.0)), Speeds((1.0, 4.0)))
