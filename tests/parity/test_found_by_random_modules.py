@@ -240,6 +240,24 @@ def test_a_branch_at_many_samples_is_found() -> None:
         assert all(layer.per_sample for layer in layers) == independent
 
 
+@pytest.mark.parametrize("changes", [lambda n: n > 3, lambda n: n > 40, lambda n: n < 2, lambda n: n > 10**6])
+def test_a_change_for_some_numbers_of_samples_is_found(changes: Callable[[int], bool]) -> None:
+    """Beside a batch norm two and three samples were tried alone: a block that larger batches change was not kept in step."""
+
+    class Some(Asking):
+        def __init__(self) -> None:
+            super().__init__(lambda _, x: x)
+            self.norm, self.own = nn.BatchNorm2d(3), torch.ones((), dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(x) * self.own.clone()
+            if changes(x.shape[0]):
+                self.own.mul_(0.9)
+            return super().forward(x)
+
+    assert any(layer.everywhere for layer in trace(Some().double(), images(2)).graph.layers.values())
+
+
 def test_a_buffer_that_notes_the_first_sample_is_not_the_same_on_all_devices() -> None:
     """Two batches were drawn from one seed, and began with the same sample: each device then noted one of its own."""
 

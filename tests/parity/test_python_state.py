@@ -128,6 +128,21 @@ class CountingTwice(nn.Module):
         return (x - x.mean(0)) * self.factor / float(self.calls)
 
 
+class Shrinking(nn.Module):
+    """Of seed 62438: beside a batch norm, and it changes a tensor of its own for four samples and more alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.own = nn.BatchNorm2d(4), torch.linspace(0.5, 1.5, 4, dtype=torch.float64).view(-1, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        if x.shape[0] > 3:
+            x = x * self.own.clone()
+            self.own.mul_(0.9)
+        return x
+
+
 class Growing(nn.Module):
     """Of seed 55609: at first its factor is zero, and nothing shows that it looks at how many samples there are."""
 
@@ -179,6 +194,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "a count, where a device has no samples": lambda: Net(Counting()),
     "of seed 53351: noted beside a loss": lambda: Net(Losing(), with_loss),
     "of seed 54384: a buffer of what every device computes in training": lambda: Net(CountingTwice()),
+    "of seed 62438: changed by large batches alone": lambda: Net(Shrinking()),
     "of seed 55609: a factor that is zero at first": lambda: Net(Growing()),
     "a count in a buffer": lambda: Net(InABuffer()),
     "a count beside dropout": lambda: Net(Dropping()),

@@ -463,7 +463,8 @@ def judged(layer: Layer, found: PerSample, why: str, elsewhere: Mapping[str, boo
     dependence = found.dependence
     if each and dependence is not None:
         what = dependence.removesuffix(", so it runs whole on one device")
-        dependence = f"{what}, and changes its Python state, so every device computes it for the whole batch"
+        does = "changes its Python state, or may do so"
+        dependence = f"{what}, and {does}: every device computes it for the whole batch"
     return replace(
         layer, per_sample=found.dependence is None, random=random, reason="; ".join(filter(None, (why, dependence))),
         alone=found.alone, notes=found.notes, blocked=found.blocked, each=each,

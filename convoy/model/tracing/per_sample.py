@@ -134,12 +134,18 @@ def _judged(
 def _left_behind(
     call: Call, holder: nn.Module, like: Sequence[Tensor], batched: Sequence[bool], own: Sequence[nn.Module]
 ) -> tuple[bool, bool]:
-    """Whether a call of modules that look at the whole batch changes anything but running statistics; and Python state."""
+    """Whether a call of modules that look at the whole batch changes anything but running statistics; and Python state.
+
+    Asked on both sides of every number of samples at which its Python decides otherwise: it may change something for many
+    alone, or for one.
+    """
     if all(type(module).__module__.startswith("torch.nn") for module in own):
         return False, False
     try:
         with random_kept(0), torch.no_grad():
-            found = [_notes(call, holder, like, batched, own, samples) for samples in (3, 2)]
+            points = _turning_points(call, holder, like, batched, own)
+            tried = (3, 2, *points, *(n - 1 for n in points))
+            found = [_notes(call, holder, like, batched, own, samples) for samples in tried]
     except Exception:  # what it is shows elsewhere
         return True, True
     return any(each.any for each in found), any(each.python for each in found)
