@@ -10,12 +10,14 @@ import json
 import math
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,45 +264,59 @@ def precision(place: Place) -> Iterator[Row]:
 TINY = ("--data", "digits", "--limit", "128", "--epochs", "1", "--net", "two-conv:8:12")
 
 
+ENDLESS = ("--data", "digits", "--epochs", "2000", "--net", "two-conv:8:12", "--plan", "data", "--timeout", "10")
+
+
 def kill(place: Place) -> Iterator[Row]:
-    """A process is killed during a step: the others end by themselves, and say which was lost."""
-    argv = (
-        "train",
-        "--data",
-        "digits",
-        "--epochs",
-        "2000",
-        "--net",
-        "two-conv:8:12",
-        "--plan",
-        "data",
-        "--timeout",
-        "10",
-    )
+    """A process is killed during a step: the others go on and say which was lost, or end and say it, as they are told to."""
+    for spare, word, expected in (
+        ("auto", "the rest goes on", "go on after step"),
+        ("none", "the rest ends", "was killed by"),
+    ):
+        lines, took_s, status = _after_kill(place, spare, expected)
+        told = [line.strip() for line in lines if expected in line]
+        good = bool(told) and (status is None if spare == "auto" else status not in (0, None))
+        yield Row(
+            "kill",
+            f"kill -9 during a step, --spare {spare}: {word} after {took_s:.1f} s",
+            (told or [line.strip() for line in lines[-1:]] or ["nothing was said"])[0][:200],
+            good,
+        )
+
+
+def _after_kill(place: Place, spare: str, expected: str) -> tuple[list[str], float, int | None]:
+    """What a training says whose last process is killed, up to the line that is expected; and how it has ended, if it has."""
     with subprocess.Popen(
-        [sys.executable, "-m", "convoy", *argv, "--devices", f"{place.name},cpu"],
+        [sys.executable, "-m", "convoy", "train", *ENDLESS, "--devices", f"{place.name},cpu", "--spare", spare],
         env=place.environment, cwd=place.environment["TMPDIR"], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ) as running:  # fmt: skip
         assert running.stdout is not None
-        lines = []
-        for line in running.stdout:
-            lines.append(line)
-            if "epoch 1/" in line:
-                break
+        limit = threading.Timer(90.0, running.kill)
+        limit.start()
+        lines: list[str] = []
+        _read_to(running.stdout, "epoch 1/", lines)
         children = [child for child in psutil.Process(running.pid).children(recursive=True) if "python" in child.name()]
         start_s = time.monotonic()
         if children:
             children[-1].kill()
-        lines += running.communicate(timeout=90)[0].splitlines(keepends=True)
-        took_s = time.monotonic() - start_s
-    told = [line.strip() for line in lines if "lost" in line or "killed" in line or "ended" in line]
-    good = bool(children) and running.returncode not in (0, None) and bool(told)
-    yield Row(
-        "kill",
-        f"kill -9 during a step: the rest ended after {took_s:.1f} s",
-        (told or [line.strip() for line in lines[-1:]] or ["nothing was said"])[0][:200],
-        good,
-    )
+        _read_to(running.stdout, expected, lines)
+        took_s, status = time.monotonic() - start_s, None
+        if spare == "none":
+            lines += running.stdout.readlines()
+            status = running.wait(30.0)
+        else:
+            status = running.poll()
+            running.send_signal(signal.SIGINT)
+            running.stdout.read()
+        limit.cancel()
+    return lines, took_s, status
+
+
+def _read_to(output: Iterable[str], words: str, lines: list[str]) -> None:
+    for line in output:
+        lines.append(line)
+        if words in line:
+            return
 
 
 def _convoy(place: Place, *argv: str) -> subprocess.CompletedProcess[str]:
