@@ -258,6 +258,25 @@ def test_a_change_for_some_numbers_of_samples_is_found(changes: Callable[[int], 
     assert any(layer.everywhere for layer in trace(Some().double(), images(2)).graph.layers.values())
 
 
+@pytest.mark.parametrize("norm", [nn.Identity(), nn.BatchNorm2d(3)])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_count_of_what_no_random_sample_is_like(norm: nn.Module, parts: int) -> None:
+    """Which number is read decided whether a call counts, not what it gives: the copy of one device alone had counted."""
+
+    class Large(Asking):
+        def __init__(self) -> None:
+            super().__init__(lambda _, x: x)
+            self.norm, self.large = norm, 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            for rows in torch.split(x.detach(), len(x) // parts):
+                if float(rows.abs().max()) > 100:
+                    self.large += 1
+            return super().forward(self.norm(x))
+
+    assert any(layer.everywhere for layer in trace(Large().double(), images(2)).graph.layers.values())
+
+
 def test_a_buffer_that_notes_the_first_sample_is_not_the_same_on_all_devices() -> None:
     """Two batches were drawn from one seed, and began with the same sample: each device then noted one of its own."""
 

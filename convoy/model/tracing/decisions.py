@@ -72,16 +72,24 @@ def decides_together(
     if len(whole) > _MOST:
         return True
     expected = run(samples, inputs)
-    for place, value in enumerate(whole):
+    return any(not same(expected, found) for found in with_others(run, samples, inputs, whole))
+
+
+def with_others(run: Run, samples: int, inputs: Sequence[Tensor], read: Sequence[Any] | None = None) -> Iterator[Any]:
+    """What calls of a layer give, each with another value of one of the first numbers that Python reads.
+
+    Args:
+        read: those numbers, where they are known.
+    """
+    read = _reads(run, samples, inputs) if read is None else read
+    for place, value in enumerate(read[:_MOST]):
         for other in _others(value):
             try:
                 with Reads(inputs, (place, other)):
                     found = run(samples, inputs)
             except Exception:
                 continue  # a check that ends in an error, like an assertion that all is finite
-            if not same(expected, found):
-                return True
-    return False
+            yield found
 
 
 def _reads(run: Run, samples: int, inputs: Sequence[Tensor]) -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from convoy.model.tracing.decisions import decides_together
+from convoy.model.tracing.decisions import decides_together, with_others
 from convoy.model.tracing.nodes import first_line
 from convoy.model.tracing.noting import Notes, restored
 from convoy.model.tracing.state import random_kept, seed_all
@@ -146,6 +146,7 @@ def _left_behind(
             points = _turning_points(call, holder, like, batched, own)
             tried = (3, 2, *points, *(n - 1 for n in points))
             found = [_notes(call, holder, like, batched, own, samples) for samples in tried]
+            found += _notes_of_others(call, holder, like, batched, own)
     except Exception:  # what it is shows elsewhere
         return True, True
     return any(each.any for each in found), any(each.python for each in found)
@@ -167,6 +168,10 @@ def _compare(
         left += [first, second]
         if not _same_notes(first, second) or weights & first.tensors.keys():
             dependence = "it notes what a batch was like, so it runs whole on one device"
+    others = _notes_of_others(call, holder, like, batched, own) if own else []
+    if any(not _same_notes(left[0], each) for each in others):
+        dependence = dependence or "what it notes goes by numbers of the batch, so it runs whole on one device"
+    left += others
     found = PerSample(dependence) if dependence else _in_parts(call, holder, like, batched, own, points)
     if found.dependence is None and _decides_together(call, holder, like, batched, own):
         found = replace(
@@ -482,6 +487,18 @@ def _notes(
     samples: int,
 ) -> Notes:
     inputs = [random_like(t, samples if b else None) for t, b in zip(like, batched, strict=True)]
+    return _noted(call, holder, inputs, own, samples)
+
+
+def _notes_of_others(
+    call: Call, holder: nn.Module, like: Sequence[Tensor], batched: Sequence[bool], own: Sequence[nn.Module]
+) -> list[Notes]:
+    """Of calls in which Python reads other numbers of a batch: random ones may never be so large that it changes anything."""
+    inputs = [random_like(t, 3 if b else None) for t, b in zip(like, batched, strict=True)]
+    return list(with_others(lambda n, x: _noted(call, holder, [t.clone() for t in x], own, n), 3, inputs))
+
+
+def _noted(call: Call, holder: nn.Module, inputs: Sequence[Tensor], own: Sequence[nn.Module], samples: int) -> Notes:
     with restored(own):
         seed_all(1)
         for weight in nn.ModuleList(own).parameters():
