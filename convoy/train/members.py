@@ -334,13 +334,16 @@ class Members:
             gone = f"device{'s' * (len(lost) > 1)} {names} lost" if lost else "a connection was lost"
             why = str(error).partition(". ")[0]
             again = f"; finished steps that are repeated: {done - self.steps}" if done > self.steps else ""
-            why = "" if isinstance(error, UnnamedLossError) else f" ({why})"
+            if lost and why.startswith(f"device {lost[0]} (") and len(lost) == 1:
+                gone = why  # it names the device, and how it was lost
+            elif not isinstance(error, UnnamedLossError):
+                gone += f" ({why})"
             where = (
                 f"after step {self.steps}"
                 if step is not None
                 else f"from the checkpoint of step {self.steps}, since {_gone(lost)}"
             )
-            self.tell(f"{gone}{why}: {len(now.members)} go on {where}{again}")
+            self.tell(f"{gone}; {len(now.members)} go on {where}{again}")
         return self.place
 
     def _catch_up(self) -> None:

@@ -90,4 +90,5 @@ def test_the_command_where_an_accelerator_is_full(tmp_path: Path) -> None:
         done = convoy_on_sims(tmp_path, f"{line} --memory 20kB,1GB --spare {spare}")
         assert done.returncode == status, done.stdout + done.stderr
         assert "error: there is not enough memory (sim out of memory" in done.stderr
-    assert "device 0 lost" in done.stdout, "the other device goes on alone"
+    assert "device 0 (host" in done.stdout, "it is named"
+    assert "; 1 go on after step 0" in done.stdout, "the other device goes on alone"

@@ -110,7 +110,8 @@ def test_convoy_train_goes_on_without_device_0_and_its_log_and_checkpoints_too(t
         process.kill()
         process.wait()
     text = printed.read_text()
-    assert "device 0 lost" in text
+    assert "device 0 (" in text
+    assert " was lost: " in text
     assert "2 go on after step" in text
     assert "epoch 4/4" in text
     record = read_log(tmp_path / "run" / "log.jsonl")
