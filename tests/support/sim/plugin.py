@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from convoy.comm import threads
 from convoy.runtime.module import Distributed
-from tests.support import sim
+from tests.support import sim, threads
 
 FLEET = ("sim:0", "cpu", "sim:1", "cpu", "sim:2", "cpu", "sim:3", "cpu")
 """No accelerator twice: in one process autograd gives each a single thread, which would wait for itself."""
