@@ -2,6 +2,9 @@
 
 group.py        what any group of devices offers (Message, Pending, Group), and a group of one
 processes.py    a group of processes: join() takes the rank that the environment names
+changing.py     a group whose inside is replaced when its devices change
+regroup.py      who is left when a device is lost, and their new group
+place.py        the line of the user's program that a process is at
 environment.py  that rank, and the address that leads to the others
 accelerator.py  the device to compute on: all that Convoy asks of an accelerator
 job_key.py      the key of a job: who has it belongs to it

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil  # type: ignore[import-untyped]
 
 from convoy.comm.launch_env import MAX_PROCESSES, RANK_VARIABLES, as_torchrun, whole
-from convoy.errors import InputError, shown
+from convoy.errors import DeviceLostError, InputError, shown
 
 
 @dataclass(frozen=True)
@@ -217,3 +217,12 @@ def resolve(
     except OSError as error:
         raise InputError(f"the host name {host!r} cannot be resolved ({error.strerror}): use its IP address") from None
     return [(family, address) for family, _, _, _, address in found]
+
+
+def nobody_listens(host: str, port: int, reason: str) -> DeviceLostError:
+    """What a process says that found nobody at the address where device 0 should be."""
+    return DeviceLostError(
+        0,
+        f"device 0 was not found: nobody listens at {host} port {port} ({reason}). Start it; MASTER_ADDR and MASTER_PORT must be "
+        "the same everywhere, and no firewall between the machines",
+    )

@@ -11,8 +11,8 @@ from typing import Any, Protocol, final
 
 from convoy.comm.channel import Channel, Credentials, NotOfThisJob, Words
 from convoy.comm.door import Door
-from convoy.comm.environment import resolve
-from convoy.errors import DeviceLostError, InputError
+from convoy.comm.environment import nobody_listens, resolve
+from convoy.errors import InputError
 
 ANSWER_S = 10.0
 """Its thread does nothing but answer."""
@@ -204,10 +204,6 @@ def visit(host: str, port: int, credentials: Credentials, deadline_s: float) -> 
         except (OSError, ValueError) as error:
             if time.monotonic() + pause_s > deadline_s:
                 reason = getattr(error, "strerror", None) or error
-                raise DeviceLostError(
-                    0,
-                    f"device 0 was not found: nobody listens at {host} port {port} ({reason}). Start it; MASTER_ADDR and "
-                    "MASTER_PORT must be the same everywhere, and no firewall between the machines",
-                ) from None
+                raise nobody_listens(host, port, str(reason)) from None
         time.sleep(pause_s)
         pause_s = min(0.25, 1.5 * pause_s)

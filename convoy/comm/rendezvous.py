@@ -19,7 +19,15 @@ from torch._C._distributed_c10d import TCPStore
 from convoy._version import __version__
 from convoy.comm.accelerator import hardware_name, own_mark
 from convoy.comm.channel import Credentials
-from convoy.comm.environment import ProcessEnv, inherited_listener, is_loopback, listen_at, own_address, resolve
+from convoy.comm.environment import (
+    ProcessEnv,
+    inherited_listener,
+    is_loopback,
+    listen_at,
+    nobody_listens,
+    own_address,
+    resolve,
+)
 from convoy.comm.job_key import key_of_process
 from convoy.comm.meeting import KeptStore, Prefixed, Store, VisitedStore, visit
 from convoy.errors import DeviceLostError, InputError, MismatchError
@@ -238,11 +246,7 @@ def visit_store(host: str, port: int, deadline_s: float) -> TCPStore:
             break
         except OSError as error:
             if time.monotonic() + pause_s > deadline_s:
-                raise DeviceLostError(
-                    0,
-                    f"device 0 was not found: nobody listens at {host} port {port} ({error.strerror or error}). Start "
-                    "it; MASTER_ADDR and MASTER_PORT must be the same everywhere, and no firewall between the machines",
-                ) from None
+                raise nobody_listens(host, port, str(error.strerror or error)) from None
         time.sleep(pause_s)
         pause_s = min(0.25, 1.5 * pause_s)
     limit = timedelta(seconds=max(1.0, deadline_s - time.monotonic()))
