@@ -223,6 +223,6 @@ def nobody_listens(host: str, port: int, reason: str) -> DeviceLostError:
     """What a process says that found nobody at the address where device 0 should be."""
     return DeviceLostError(
         0,
-        f"device 0 was not found: nobody listens at {host} port {port} ({reason}). Start it; MASTER_ADDR and MASTER_PORT must be "
-        "the same everywhere, and no firewall between the machines",
+        f"device 0 was not found: nobody listens at {host} port {port} ({reason}). Start it; MASTER_ADDR and MASTER_PORT must "
+        "be the same everywhere, and no firewall between the machines",
     )
