@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from convoy.comm.agreement import agree_on_modes
+from convoy.comm.changing import index_in_job
 from convoy.comm.environment import read_process_env
 from convoy.comm.group import Group
 from convoy.comm.processes import join
@@ -140,9 +141,13 @@ def _kind_of_optimizer(optimizer: Optimizer | None) -> str:
 def is_first() -> bool:
     """Whether this process is device 0 of its job, or alone: the one that prints and saves.
 
+    Where device 0 was lost, it is the first of those that are left.
+
     Raises:
         InputError: the environment names a job incompletely.
     """
+    if (index := index_in_job()) is not None:
+        return index == 0
     env = read_process_env(os.environ)
     return env is None or env.device == 0
 

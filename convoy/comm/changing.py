@@ -1,5 +1,6 @@
 """A group whose devices change: what holds it keeps it, while another generation takes the place of the one that broke."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, Self, final
 
@@ -26,6 +27,11 @@ class ChangingGroup:
         """From now on it is this group. The one before must be closed by then."""
         self.present = group
         self.changes += 1
+
+    def is_of_this_process(self) -> None:
+        """From now on `index_in_job` asks this group."""
+        global _of_this_process
+        _of_this_process = weakref.ref(self)
 
     @property
     def device(self) -> int:
@@ -93,3 +99,12 @@ class ChangingGroup:
 def present(group: Group) -> Group:
     """The group of this generation: what a thread has that may outlive it."""
     return group.present if isinstance(group, ChangingGroup) else group
+
+
+_of_this_process: "weakref.ref[ChangingGroup] | None" = None
+
+
+def index_in_job() -> int | None:
+    """The index of this process among the devices of the present generation of its job; None before it has joined one."""
+    group = None if _of_this_process is None else _of_this_process()
+    return None if group is None else group.device

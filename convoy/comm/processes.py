@@ -89,11 +89,13 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
         return AloneGroup(torch_device, timeout_s)
     try:
         # Torch's store and gloo wait out of reach of signals, some of it without a limit.
-        return ChangingGroup(within(timeout_s + 5.0, lambda: meet(env, torch_device, timeout_s, staged)))
+        group = ChangingGroup(within(timeout_s + 5.0, lambda: meet(env, torch_device, timeout_s, staged)))
     except TimeoutError:
         raise DeviceLostError(
             0, f"device 0 was lost: its store at {env.host} port {env.port} does not answer; start the job again"
         ) from None
+    group.is_of_this_process()
+    return group
 
 
 def _bytes_of(limit: str) -> float:

@@ -74,8 +74,9 @@ def described_costs(fleet: Fleet, *, optimizer: str = "sgd-momentum", itemsize: 
     rates = tuple(_rate(device) for device in fleet.devices)
     update = tuple(update_s_per_entry(optimizer, rate.bytes_per_s, itemsize) for rate in rates)
     overheads = tuple(_overheads(device, rate) for device, rate in zip(fleet.devices, rates, strict=True))
+    handling_s_per_byte = HANDLING_S_PER_BYTE + (ENCRYPTION_S_PER_BYTE if len(fleet.hosts) > 1 else 0.0)
     traffic = [
-        HANDLING_S_PER_BYTE * _slower(device) + (0.0 if device.kind == "cpu" else STAGING_S_PER_BYTE)
+        handling_s_per_byte * _slower(device) + (0.0 if device.kind == "cpu" else STAGING_S_PER_BYTE)
         for device in fleet.devices
     ]
     kinds = tuple(device.class_name or device.name for device in fleet.devices)
@@ -142,6 +143,9 @@ def _slower(device: Device) -> float:
 
 HANDLING_S_PER_BYTE = 5.5e-10
 """Of a core, for each byte that gloo sends or receives, rounded from the same."""
+
+ENCRYPTION_S_PER_BYTE = 4e-10
+"""The same, of TLS where messages leave the machine (`python -m benchmarks.connections`, docs/decisions/043)."""
 
 STAGING_S_PER_BYTE = 1e-10
 """Of the way between a GPU's memory and the host's, which messages take: 10 GB/s, a round figure."""

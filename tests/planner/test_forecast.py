@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from convoy.app.predict import fleet_on
-from convoy.cost.described import CPU, TF32_GPU, UNKNOWN, described_costs, reached_by
+from convoy.cost.described import CPU, ENCRYPTION_S_PER_BYTE, TF32_GPU, UNKNOWN, described_costs, reached_by
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.nets import graph_of
@@ -102,6 +102,14 @@ def test_slowed_and_shared_processors_are_slower():
     slowed = replace(one, devices=(replace(one.devices[0], slowdown=4.0),))
     a, b = (forecast(NET, 64, fleet).best.step_s for fleet in (one, slowed))
     assert b == pytest.approx(4 * a, rel=0.01)
+
+
+def test_messages_that_leave_the_machine_are_encrypted_and_cost_a_processor_more():
+    two_hosts = fleet_on("2xzen5-core", 125e6, 1e-4)
+    first = two_hosts.hosts[0]
+    one_host = replace(two_hosts, hosts=(first,), devices=tuple(replace(d, host=first.name) for d in two_hosts.devices))
+    apart, together = (described_costs(fleet).network.processor_s_per_byte for fleet in (two_hosts, one_host))
+    assert apart == pytest.approx([each + ENCRYPTION_S_PER_BYTE for each in together])
 
 
 def test_the_first_value_that_holds():

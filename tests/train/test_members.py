@@ -27,7 +27,7 @@ from benchmarks.chaos import (
     whole_state,
     work,
 )
-from convoy.api import distribute, loader, make_plan
+from convoy.api import distribute, is_first, loader, make_plan
 from convoy.comm.group import Group
 from convoy.runlog.reader import read_log
 from convoy.train.loop import accuracy
@@ -155,7 +155,7 @@ def own_loop(group: Group, plan: str, victims: dict[str, list[int]]) -> dict[str
         members.close()
     steps = [losses.get(step) for step in range(1, 19)]
     weights = {key: tensor.flatten().tolist() for key, tensor in state.items() if "/" not in key}
-    return {"losses": steps, "tests": tests, "weights": weights}
+    return {"losses": steps, "tests": tests, "weights": weights, "first": is_first()}
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,7 @@ def test_a_loop_of_ones_own_repeats_the_step_with_the_same_batch(plan: str, vict
     left = [row for device, row in enumerate(results) if str(device) not in victims]
     assert left
     assert all(results[int(device)] is None for device in victims), "who was to be killed was not"
+    assert [row["first"] for row in left] == [True] + [False] * (len(left) - 1), "somebody else prints and saves now"
     for row in left:
         assert row["tests"] == alone["tests"]
         assert row["losses"] == pytest.approx(alone["losses"], rel=TIGHT)
