@@ -31,8 +31,8 @@ from convoy.fleet.catalogue import device_class
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.plan.presets import PLANS
-from convoy.planner.planner import solo_speeds
 from convoy.planner.predict import PlanningContext, predict_plan
+from convoy.planner.speeds import solo_speeds
 
 FOLDER = Path(__file__).parent
 OUR_CLASS = "zen5-core"

@@ -12,7 +12,7 @@ from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import named_plan
-from convoy.planner.planner import predicted_speeds
+from convoy.planner.speeds import predicted_speeds
 from convoy.simulator.events import Activity, Event, Timeline
 from convoy.simulator.simulate import simulate
 from docs.drawing import Drawing, write

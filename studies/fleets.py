@@ -12,7 +12,8 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, named_plan
 from convoy.plan.steps import StepList
-from convoy.planner.planner import plan_auto, predicted_speeds, solo_speeds
+from convoy.planner.planner import plan_auto
+from convoy.planner.speeds import predicted_speeds, solo_speeds
 from convoy.simulator.energy import Energy, energy_of, power_of
 from convoy.simulator.simulate import Timeline, simulate
 from studies.roofline import roofline_costs

@@ -17,8 +17,9 @@ from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, named_plan
-from convoy.planner.planner import plan_auto, predicted_speeds
+from convoy.planner.planner import plan_auto
 from convoy.planner.predict import PlanningContext, predict_plan
+from convoy.planner.speeds import predicted_speeds
 from convoy.report.numbers import in_bytes
 from convoy.report.plans import between
 from convoy.report.timeline import draw as draw_timeline

@@ -17,7 +17,8 @@ from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import One
-from convoy.planner.planner import SHALLOW, quick_candidates
+from convoy.planner.by_simulation import SHALLOW
+from convoy.planner.planner import quick_candidates
 from convoy.planner.predict import PlanningContext, PlanPrediction, predict_plan, working
 
 _T = TypeVar("_T")

@@ -15,7 +15,10 @@ from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.steps import Compute, StepList, passes_of
 from convoy.planner.bound import LowerBound, lower_bound
-from convoy.planner.planner import Candidate, candidates, solo_speeds, worth_trying
+from convoy.planner.found import Candidate
+from convoy.planner.planner import candidates
+from convoy.planner.speeds import solo_speeds
+from convoy.planner.trial import worth_trying
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.layout import holders
 from convoy.sharding.redistribute import Reduce

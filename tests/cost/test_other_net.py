@@ -14,7 +14,7 @@ from convoy.errors import MismatchError
 from convoy.model.nets import build_net, graph_of
 from convoy.model.tracing import trace
 from convoy.plan.size import whole_size
-from convoy.planner.planner import solo_speeds
+from convoy.planner.speeds import solo_speeds
 from convoy.profile.job import measure_job
 from convoy.report.measured import remarks
 

@@ -26,7 +26,8 @@ from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Strategy
 from convoy.planner.analytic import CostModel
 from convoy.planner.load_balance import balance
-from convoy.planner.planner import candidates, plan_auto, solo_speeds
+from convoy.planner.planner import candidates, plan_auto
+from convoy.planner.speeds import solo_speeds
 from convoy.sharding.layout import Split, holders
 from convoy.sharding.redistribute import Reduce
 from convoy.sharding.shares import Shares, apportion

@@ -14,9 +14,10 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.strategy import Channel, Filter
 from convoy.planner.analytic import CostModel
-from convoy.planner.planner import candidates, plan_auto, quick_candidates, solo_speeds
+from convoy.planner.planner import candidates, plan_auto, quick_candidates
 from convoy.planner.predict import PlanningContext, predict_all
 from convoy.planner.search import Search
+from convoy.planner.speeds import solo_speeds
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import SUMS, Sum
 from convoy.simulator.energy import energy_of

@@ -22,7 +22,7 @@ from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS as NAMED
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.size import LocalSize, whole_size
-from convoy.planner.planner import predicted_speeds
+from convoy.planner.speeds import predicted_speeds
 from convoy.report import timeline as pictures
 from convoy.sharding.layout import Partial
 from convoy.simulator.energy import Power, energy_of
