@@ -40,7 +40,7 @@ from convoy.train.controller import Rebalancer
 from convoy.train.loop import Recipe, Training, fit
 from convoy.train.lr import Schedule, build_schedule
 from convoy.train.members import Members
-from convoy.train.observer import Observer, StepResult
+from convoy.train.observer import Observer
 
 PLANS = ("data", "data-by-speed", "sharded", "master", "model", "hybrid")
 TIGHT = 1e-10
@@ -168,12 +168,12 @@ def work(case: Case, folder: Path, group: Group | None = None) -> None:
             self.last_s, self.steps = time.monotonic(), 0
             self.longest: list[tuple[int, float]] = []
 
-        def on_step(self, result: StepResult) -> None:
+        def on_step_end(self, step: int, samples: int) -> None:  # noqa: ARG002
             now_s = time.monotonic()
             if self.steps == 0:
                 (folder / f"trains-{rank}").touch()
-            elif result.step:
-                self.longest.append((result.step, now_s - self.last_s))
+            elif step:
+                self.longest.append((step, now_s - self.last_s))
             self.last_s, self.steps = now_s, self.steps + 1
             time.sleep(case.pace_s)
 

@@ -208,7 +208,7 @@ class _Slowed(Training):
 
     clock: Clock = field(kw_only=True)
 
-    def _backward(self, x: Tensor, y: Tensor, part: float) -> float:
+    def _backward(self, x: Tensor, y: Tensor, part: float) -> Tensor:
         with self.clock.compute("all layers", "forward and backward"):
             return super()._backward(x, y, part)
 

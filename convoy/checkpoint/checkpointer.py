@@ -143,11 +143,16 @@ class Checkpointer:
             self._tell(f"{self.folder} holds no checkpoint yet: the run begins at its beginning")
         return self.progress
 
+    @property
+    def saves_next(self) -> bool:
+        """Whether the next `after_step` saves."""
+        return self.every is not None and (self.progress.step + 1) % self.every == 0
+
     def after_step(self) -> None:
         """After every step of the optimizer, and of the schedule if it steps as often."""
-        here = self.progress
+        here, saves = self.progress, self.saves_next
         self.progress = replace(here, step=here.step + 1, batch=here.batch + 1)
-        if self.every is not None and self.progress.step % self.every == 0:
+        if saves:
             self._save()
 
     def at_evaluation(self, score: float) -> None:

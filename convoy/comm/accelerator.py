@@ -240,6 +240,13 @@ def in_host_memory(like: torch.Tensor) -> torch.Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type != "cpu")
 
 
+def bring(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device. An accelerator gets it from pinned memory, behind what it has to do: nothing waits."""
+    if device.type == "cpu" or x.device.type != "cpu":
+        return x.to(device)
+    return (x if x.is_pinned() else x.pin_memory()).to(device, non_blocking=True)
+
+
 def queued(device: torch.device, *, timed: bool = False) -> torch.Event:
     """An event behind all that the current stream of an accelerator was given so far."""
     event = torch.Event(device, enable_timing=timed)

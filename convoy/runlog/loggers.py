@@ -65,7 +65,7 @@ class Logger(Observer):
         self._thread.start()
 
     def on_step(self, result: StepResult) -> None:
-        now_s = time.perf_counter()
+        now_s = result.ended_s
         numbers = {"loss": result.loss, "learning rate": result.lr}
         if self._last_s is not None:
             numbers["samples per s"] = result.samples / max(now_s - self._last_s, 1e-9)

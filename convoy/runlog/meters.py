@@ -13,7 +13,7 @@ from convoy.comm.agreement import gather
 from convoy.comm.group import Group
 from convoy.profile.energy import EnergyMeter, meter_of, once_each
 from convoy.runlog.schema import SystemLine
-from convoy.train.observer import EpochResult, Observer, StepResult
+from convoy.train.observer import EpochResult, Observer
 
 EVERY_S = 5.0
 """About the seconds between two lines; it takes the devices some milliseconds each time."""
@@ -71,8 +71,8 @@ class Meters(Observer):
         self.last = self.read(self.group)
         self.step, self.told, self.due, self.samples = step, step, step + 1, 0
 
-    def on_step(self, result: StepResult) -> None:
-        self.step, self.samples = result.step + 1, self.samples + result.samples
+    def on_step_end(self, step: int, samples: int) -> None:
+        self.step, self.samples = step + 1, self.samples + samples
         self.energy.sample()
         if self.step >= self.due:
             self._tell()

@@ -10,7 +10,7 @@ from convoy.runlog.metrics import LEAST_STEPS
 from convoy.runlog.schema import UtilizationLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.clock import Clock
-from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
+from convoy.train.observer import EpochResult, Evaluation, Observer
 
 
 class StepTimer(Observer):
@@ -37,9 +37,9 @@ class StepTimer(Observer):
         """Median seconds of a step; None where there were too few."""
         return statistics.median(self.counted_s) if self.seconds else None
 
-    def on_step(self, result: StepResult) -> None:
+    def on_step_end(self, step: int, samples: int) -> None:  # noqa: ARG002
         now_s = time.perf_counter()
-        if self.last_s is not None and result.samples == self.batch:
+        if self.last_s is not None and samples == self.batch:
             self.seconds.append(now_s - self.last_s)
         self.last_s = now_s
 
@@ -87,7 +87,7 @@ class Utilization(Observer):
         """Begin anew, on other devices."""
         self.last, self.steps, self.sums_s = None, 0, [0.0, 0.0, 0.0]
 
-    def on_step(self, result: StepResult) -> None:  # noqa: ARG002
+    def on_step_end(self, step: int, samples: int) -> None:  # noqa: ARG002
         now = (time.perf_counter(), self.clock.compute_s, self.clock.exchange_s)
         if self.last is not None:
             self.steps += 1

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +23,7 @@ from convoy.runlog.rows import fleet_line
 from convoy.runlog.schema import EndLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
+from convoy.train.late_losses import LateLosses, Unread, UnreadNumber, lateness
 from convoy.train.observer import EpochResult, Evaluation, Observer, Observers, StepResult
 
 
@@ -82,6 +83,7 @@ class Recorder:
         group = model.group
         self.optimizer, self.batch = optimizer, model.plan.batch
         self.steps = self.epochs = 0
+        self._unread = LateLosses(lateness(group.torch_device))
         self._best: float | None = None
         self._begin_epoch()
         about = [str(group.torch_device), os.uname().nodename, torch.get_num_threads(), model.clock.slowdown]
@@ -125,20 +127,23 @@ class Recorder:
             loss: of the whole batch.
             samples: of it; None: as many as the plan's batch has.
         """
-        value = float(loss.detach()) if isinstance(loss, Tensor) else float(loss)
+        value = UnreadNumber([loss]) if isinstance(loss, Tensor) else float(loss)
         count = self.batch if samples is None else samples
-        self._sum, self._samples = self._sum + value * count, self._samples + count
         lr = float(self.optimizer.param_groups[0]["lr"])
-        self._observers.on_step(StepResult(self.steps, self.epochs, value, count, lr))
+        self._unread.add(Unread(self.steps, self.epochs, value, count, lr, time.perf_counter()))
+        self._observers.on_step_end(self.steps, count)
+        self._tell_steps(self._unread.due())
         self.steps += 1
 
     def evaluation(self, accuracy: float) -> None:
         """After a test within an epoch; accuracy from 0 to 1."""
+        self._tell_steps(self._unread.rest())
         self._evaluate(accuracy, ends_epoch=False)
 
     def epoch(self, accuracy: float | None = None) -> None:
         """At the end of an epoch; `accuracy`, from 0 to 1, where it was tested."""
         train_s = time.perf_counter() - self._begun_s
+        self._tell_steps(self._unread.rest())
         if accuracy is not None:
             self._evaluate(accuracy, ends_epoch=True)
         mean = self._sum / self._samples if self._samples else float("nan")
@@ -146,6 +151,11 @@ class Recorder:
         self._observers.on_epoch(EpochResult(self.epochs, mean, accuracy, train_s, self._samples / train_s, lr))
         self.epochs += 1
         self._begin_epoch()
+
+    def _tell_steps(self, read: Iterable[tuple[Unread, float]]) -> None:
+        for each, loss in read:
+            self._sum, self._samples = self._sum + loss * each.samples, self._samples + each.samples
+            self._observers.on_step(StepResult(each.step, each.epoch, loss, each.samples, each.lr, each.ended_s))
 
     def tell(self, step: int, decision: Decision) -> None:
         """For `convoy.Rebalancer(..., tell=run.tell)`: other shares, or another plan, after a step."""
@@ -165,6 +175,7 @@ class Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._tell_steps(self._unread.rest())
         if self._log is not None and kind is None:
             self._log.write(EndLine(step_s=self._timer.step_s))
         self._stack.close()

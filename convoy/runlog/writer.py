@@ -95,7 +95,8 @@ class RunLog(Observer):
         self.write(ReshareLine(step=step, reason=decision.reason, plan=plan, **parts))
 
     def on_step(self, result: StepResult) -> None:
-        self.write(StepLine(s=round(time.perf_counter() - self._start_s, 6), **asdict(result)))
+        fields = asdict(result)
+        self.write(StepLine(s=round(max(0.0, fields.pop("ended_s") - self._start_s), 6), **fields))
 
     def on_evaluation(self, result: Evaluation) -> None:
         self.write(EvaluationLine(step=result.step, epoch=result.epoch, accuracy=result.accuracy, best=result.is_best))

@@ -4,6 +4,7 @@
 
     loop.py        the loop of the command line: steps, tests, results per epoch
     loader.py      this device's part of every batch
+    late_losses.py losses that are read some steps later, so that no accelerator is waited for
     loss.py        the loss of a batch whose outputs stay with their samples
     lr.py          learning-rate schedules
     observer.py    what a training tells of itself, and whom

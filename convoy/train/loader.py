@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from convoy.comm.accelerator import bring
 from convoy.comm.agreement import difference, gather
 from convoy.data.augment import Augment
 from convoy.data.datasets import naming, own_random_numbers, reseed, targets_of
@@ -116,7 +117,7 @@ class Loader:
                         raise loaded
                     if self.model is not None:
                         self.model.announce(len(batch))
-                    x, y = (each.to(device, non_blocking=True) for each in loaded)
+                    x, y = (bring(each, device) for each in loaded)
                     if self.model is not None:
                         mark_part(x, len(batch))
                     yield x, y

@@ -4,7 +4,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from convoy.runtime.optimizer import clip_grad_norm_
 from convoy.runtime.output_part import OutputPart
 from convoy.runtime.precision import GradScaler
 from convoy.train.controller import Rebalancer
+from convoy.train.late_losses import LateLosses, Unread, UnreadNumber, lateness
 from convoy.train.loader import Loader
 from convoy.train.loss import Loss
 from convoy.train.members import Members
@@ -81,7 +82,8 @@ class Recipe:
         clip_norm: the norm of all gradients together is at most this; None: as it is.
         label_smoothing: part of each label that is spread evenly over all classes.
         evaluate_epochs, evaluate_steps: test after every so many; always at the end of the last epoch.
-        stops_diverged: end at the first step whose loss is NaN or infinite; else that step is told, and training goes on.
+        stops_diverged: end at the first step whose loss is NaN or infinite, or as soon as that is read (see
+            `late_losses.py`) and before anything is saved; else that step is told, and training goes on.
     """
 
     accumulate: int = 1
@@ -113,7 +115,7 @@ class Training:
         """The learning rate of the next step."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def backward(self, x: Tensor, y: Tensor, part: float, *, ends_step: bool = True) -> float:
+    def backward(self, x: Tensor, y: Tensor, part: float, *, ends_step: bool = True) -> Tensor:
         """Add the gradients of a part of a batch; its part of the loss, which is the mean over the whole batch.
 
         Args:
@@ -124,11 +126,11 @@ class Training:
         with self.model.no_sync() if waits else nullcontext():  # type: ignore[operator]
             return self._backward(x, y, part)
 
-    def _backward(self, x: Tensor, y: Tensor, part: float) -> float:
+    def _backward(self, x: Tensor, y: Tensor, part: float) -> Tensor:
         loss = classification_loss(self.model(x), y, self.recipe.label_smoothing) * part
         scaled = loss if self.scaler is None else self.scaler.scale(loss)
         scaled.backward()  # type: ignore[no-untyped-call]
-        return float(loss.detach())
+        return loss.detach()
 
     def update(self) -> None:
         """Change the weights by the gradients that were added up."""
@@ -171,9 +173,15 @@ def fit(
         members: lets the training go on without the devices that are lost.
 
     Raises:
-        DivergedError: the loss is no number, and the recipe stops there; the weights are those before that step.
+        DivergedError: the loss is no number, and the recipe stops there; the weights are those before that step, or where
+            an accelerator computes up to `LATE_STEPS` steps later.
     """
-    loop = _Loop(training, test, observer or Observers(), rebalancer, keeper, tell, members)
+    model = training.model
+    if isinstance(model, Distributed):
+        late = lateness(model.group.torch_device, model.group)
+    else:
+        late = lateness(next(model.parameters()).device)
+    loop = _Loop(training, test, observer or Observers(), rebalancer, keeper, tell, LateLosses(late), members)
     start = keeper.progress if keeper is not None else Progress()
     place = Place(start.step, start.epoch, start.batch)
     loop.steps = loop.begun = start.step
@@ -221,7 +229,8 @@ class _Loop:
 
     Attributes:
         begun, steps: of the optimizer, before it and so far.
-        samples: of every step, with its epoch.
+        unread: steps whose losses are not in the history yet.
+        samples: of every step in the history, with its epoch.
         tested_s: seconds of tests in this epoch.
     """
 
@@ -231,6 +240,7 @@ class _Loop:
     rebalancer: Rebalancer | None
     keeper: Checkpointer | None
     tell: Callable[[str], None]
+    unread: LateLosses
     members: Members | None = None
     history: History = field(default_factory=History)
     begun: int = 0
@@ -243,6 +253,7 @@ class _Loop:
         self.begun = min(self.begun, place.step)
         history, kept = self.history, place.step - self.begun
         del history.losses[kept:], self.samples[kept:]
+        self.unread.forget(place.step)
         history.epochs = [each for each in history.epochs if each.epoch < place.epoch]
         history.evaluations = [each for each in history.evaluations if each.step < place.step]
         history.best = next((each for each in reversed(history.evaluations) if each.is_best), None)
@@ -271,15 +282,13 @@ class _Loop:
             batch = _samples(train, index, recipe.accumulate)
             if index % recipe.accumulate == 0:
                 self.training.optimizer.zero_grad()
-                loss = 0.0
+                losses: list[Tensor] = []
             ends_epoch = index + 1 == len(train)
             ends_step = ends_epoch or (index + 1) % recipe.accumulate == 0
             part = _samples(train, index, 1) / batch
-            loss += self.training.backward(x, y, part, ends_step=ends_step)
+            losses.append(self.training.backward(x, y, part, ends_step=ends_step))
             if ends_step:
-                if self.history.diverged is None and not math.isfinite(loss):
-                    self._diverge(loss)
-                self._step(epoch, loss, batch)
+                self._step(epoch, losses, batch)
                 if self.rebalancer is not None:
                     # Samples of a pass: a step of fewer or smaller passes than the others is not one of the plan's.
                     self.rebalancer.step(batch / recipe.accumulate)
@@ -287,6 +296,7 @@ class _Loop:
                     self.members.after_step(Place(self.steps, epoch, -(-(index + 1) // recipe.accumulate)))
             if ends_step and self._is_due and not ends_epoch:
                 self._pause(epoch)
+        self._read_all()
         train_s = time.perf_counter() - start_s - self.tested_s
         due = is_last or (epoch + 1) % recipe.evaluate_epochs == 0 or self._is_due
         accuracy = self._evaluate(epoch, ends_epoch=True) if due else None
@@ -304,30 +314,56 @@ class _Loop:
         every = self.training.recipe.evaluate_steps
         return every is not None and self.steps % every == 0
 
-    def _diverge(self, loss: float) -> None:
-        self.history.diverged = self.steps + 1
+    def _diverge(self, step: int, loss: float) -> None:
+        self.history.diverged = step + 1
         told = f"the loss of step {self.history.diverged} is {loss}"
         remedy = "lower the learning rate (--lr), or add --warmup-epochs 1 or --clip-norm 1"
         if self.training.recipe.stops_diverged:
-            raise DivergedError(
-                f"{told}: the training has diverged, and stops before that step changes weights; {remedy}"
-            )
+            late = self.steps - step
+            behind = f"{late} step{'s' * (late > 1)} later, of which nothing is saved"
+            where = behind if late else "before that step changes weights"
+            raise DivergedError(f"{told}: the training has diverged, and stops {where}; {remedy}")
         self.tell(f"WARNING: {told}: the training has diverged, and what follows is useless; {remedy}")
 
-    def _step(self, epoch: int, loss: float, samples: int) -> None:
-        lr = self.training.rate()
+    def _step(self, epoch: int, losses: Sequence[Tensor], samples: int) -> None:
+        this = Unread(self.steps, epoch, UnreadNumber(losses), samples, self.training.rate())
+        self.unread.add(this)
+        read = [self._judged(*each) for each in self.unread.due()]
         self.training.update()
-        self.history.losses.append(loss)
-        self.samples.append((epoch, samples))
+        this.ended_s = time.perf_counter()
         self.steps += 1
-        # Told before it is saved: a run that is killed in between goes on behind this step, and nobody would tell it again.
-        self.observer.on_step(StepResult(self.steps - 1, epoch, loss, samples, lr))
+        self.observer.on_step_end(this.step, samples)
+        self._tell_steps(read)
         if self.keeper is not None:
+            # Told before it is saved: a run that is killed in between goes on behind this step, and nobody would tell it again.
+            if self.keeper.saves_next:
+                self._read_all()
             self.keeper.after_step()
+
+    def _judged(self, step: Unread, loss: float) -> tuple[Unread, float]:
+        """The same.
+
+        Raises:
+            DivergedError: the loss is no number, and the training is to stop.
+        """
+        if self.history.diverged is None and not math.isfinite(loss):
+            self._diverge(step.step, loss)
+        return step, loss
+
+    def _tell_steps(self, read: Iterable[tuple[Unread, float]]) -> None:
+        for each, loss in read:
+            self.history.losses.append(loss)
+            self.samples.append((each.epoch, each.samples))
+            self.observer.on_step(StepResult(each.step, each.epoch, loss, each.samples, each.lr, each.ended_s))
+
+    def _read_all(self) -> None:
+        """Before a test, the end of an epoch, a checkpoint."""
+        self._tell_steps(self._judged(*each) for each in self.unread.rest())
 
     def _pause(self, epoch: int) -> None:
         """A test within an epoch: its seconds are not those of training."""
         start_s = time.perf_counter()
+        self._read_all()
         self._evaluate(epoch, ends_epoch=False)
         self.tested_s += time.perf_counter() - start_s
         if self.rebalancer is not None:
@@ -371,16 +407,17 @@ def _cross_entropy(label_smoothing: float) -> Loss:
 def accuracy(model: nn.Module, loader: Loader) -> float:
     """Fraction of the loader's samples whose largest output is that of their label. Leaves the model in training mode."""
     model.eval()
-    right = total = 0
+    right, total = torch.zeros(()), 0  # added up where outputs are, and read once
     group: Group | None = None  # where each device counts its own samples
     for x, y in loader:
         outputs = model(x)
         if isinstance(outputs, OutputPart):
             part = outputs
             outputs, y, group = part.own, part.rows_of(y), part.group
-        right += int((outputs.argmax(1) == y).sum())
+        right = right.to(outputs.device) + (outputs.argmax(1) == y).sum()
         total += len(y)
     model.train()
+    found = float(right)
     if group is not None:
-        right, total = (int(sum(share_number(group, count))) for count in (right, total))
-    return right / total
+        found, total = (int(sum(share_number(group, count))) for count in (found, total))
+    return found / total

@@ -1,18 +1,20 @@
 """What a training tells of itself while it runs, and whom: progress bars, the log, loggers of other projects."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step of the optimizer: its number (from 0), its epoch, its loss over the whole batch, the samples of that batch, and
-    the learning rate that it was made with."""
+    """One step of the optimizer: its number (from 0), its epoch, its loss over the whole batch, the samples of that batch, the
+    learning rate that it was made with, and when it ended (`time.perf_counter()`)."""
 
     step: int
     epoch: int
     loss: float
     samples: int
     lr: float
+    ended_s: float = field(default_factory=time.perf_counter, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,12 @@ class Observer:
     :class:`convoy.runlog.loggers.Logger`, which never delays a step.
     """
 
+    def on_step_end(self, step: int, samples: int) -> None:
+        """At the end of every step of the optimizer (from 0), at once: its loss may not be known yet."""
+
     def on_step(self, result: StepResult) -> None:
-        """After every step of the optimizer."""
+        """After every step of the optimizer, once its loss is read: where an accelerator computes, up to two steps later.
+        Before every test and the end of an epoch, all steps have been told."""
 
     def on_evaluation(self, result: Evaluation) -> None:
         """After every test."""
@@ -63,6 +69,10 @@ class Observers(Observer):
 
     def __init__(self, *observers: Observer) -> None:
         self.observers = observers
+
+    def on_step_end(self, step: int, samples: int) -> None:
+        for observer in self.observers:
+            observer.on_step_end(step, samples)
 
     def on_step(self, result: StepResult) -> None:
         for observer in self.observers:

@@ -27,7 +27,6 @@ from convoy.profile.auto import Plans
 from convoy.profile.job import measure_job
 from convoy.runlog.observers import StepTimer
 from convoy.sharding.layout import local_shape
-from convoy.train.observer import StepResult
 from tests.app.test_cli import QUIET, TINY, assert_close, results
 from tests.support.processes import on_processes
 from tests.support.threads import run_on_threads
@@ -225,11 +224,11 @@ def test_the_pace_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     timer = StepTimer(8)
     assert timer.step_s is None
     for samples in (8, 8, 4, 8, 8):
-        timer.on_step(StepResult(0, 0, 0.5, samples, 0.01))
+        timer.on_step_end(0, samples)
     assert timer.seconds == [1.0, 1.0, 3.0]
     timer.on_epoch(None)  # type: ignore[arg-type]
-    timer.on_step(StepResult(5, 1, 0.5, 8, 0.01))
-    timer.on_step(StepResult(5, 1, 0.5, 8, 0.01))
+    timer.on_step_end(5, 8)
+    timer.on_step_end(5, 8)
     assert timer.step_s == 1.5
     told = timer.beside(0.9, around(0.9, 1.5), passes=2)
     assert "measured: 1.5 s, the median of 4 steps, inside the interval; the prediction is +20.0% off" in told
@@ -248,7 +247,7 @@ def test_what_a_changed_plan_takes_is_told_by_itself_once_there_are_enough_steps
     def steps(*seconds: float) -> None:
         for each in seconds:
             now[0] += each
-            timer.on_step(StepResult(0, 0, 0.5, 8, 0.01))
+            timer.on_step_end(0, 8)
 
     steps(*[3.0] * 7)
     timer.restart()

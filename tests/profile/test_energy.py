@@ -12,7 +12,6 @@ from convoy.profile import energy
 from convoy.profile.energy import Counter, EnergyMeter, counted_with, meter_of, once_each
 from convoy.runlog.meters import Meters
 from convoy.runlog.schema import SystemLine
-from convoy.train.observer import StepResult
 from tests.support.threads import run_on_threads
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:1")
@@ -191,7 +190,7 @@ def test_two_devices_of_one_machine_tell_what_it_used(tmp_path: Path) -> None:
         group.agree("both wait", "")
         meters.due = 2
         for number in range(2):
-            meters.on_step(StepResult(number, 0, 1.0, 8, 0.1))
+            meters.on_step_end(number, 8)
         return lines[0]
 
     ours, theirs = run_on_threads(2, work)

@@ -334,7 +334,7 @@ def test_what_two_devices_use(monkeypatch: pytest.MonkeyPatch) -> None:
         for number in range(10, 22):
             at["s"] += 1.0
             at["sent"] += 1000
-            told.on_step(StepResult(number, 0, 1.0, 8, 0.1))
+            told.on_step_end(number, 8)
         told.on_epoch(EpochResult(0, 1.0, None, 1.0, 1.0, 0.1))
         told.on_epoch(EpochResult(1, 1.0, None, 1.0, 1.0, 0.1))
         return lines

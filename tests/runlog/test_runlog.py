@@ -33,7 +33,7 @@ from convoy.runlog.rows import plan_line
 from convoy.runlog.schema import LINE, PlanLine, ReshareLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.clock import Clock
-from convoy.train.observer import EpochResult, Evaluation, StepResult
+from convoy.train.observer import EpochResult, Evaluation
 from tests.support.one_device import by_name, graph_of
 from tests.support.processes import PLACE, on_processes
 
@@ -235,7 +235,7 @@ def test_tests_and_the_first_step_after_them_count_for_no_device(
             clock.add(compute_s, {"layer": 1.0}, "forward")
             clock.exchange_s += exchange_s
             if kind == "step":
-                busy.on_step(StepResult(0, 0, 1.0, 10, 0.1))
+                busy.on_step_end(0, 10)
             else:
                 busy.on_evaluation(Evaluation(0, 3, 0.5, ends_epoch=False, is_best=True))
         busy.on_epoch(EpochResult(0, 1.0, None, 1.0, 1.0, 0.1))

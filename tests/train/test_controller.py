@@ -36,7 +36,7 @@ from convoy.sharding.layout import Partial, box, entries
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import History, Training, fit
-from convoy.train.observer import Evaluation, Observer, StepResult
+from convoy.train.observer import Evaluation, Observer
 from tests.support import nets
 from tests.support.one_device import EXACT, by_name, graph_of, mixed, one_trace
 from tests.support.processes import PLACE
@@ -133,12 +133,12 @@ class Teller(Observer):
     def __init__(self, here: Distributed, speeds: list[float]) -> None:
         self.here, self.speed, self.steps = here, speeds[here.group.device], 0
 
-    def on_step(self, result: StepResult) -> None:
-        for step in self.here.steps(result.samples).phase("forward"):
-            if isinstance(step, Compute):
-                part = step.parameters.get("weight") and _part(self.here, step)
-                self.here.clock.layers_s[step.layer, "forward"] += 0.25 * (part or 0.0) / self.speed
-                self.here.clock.layers_s[step.layer, "backward"] += 0.75 * (part or 0.0) / self.speed
+    def on_step_end(self, step: int, samples: int) -> None:  # noqa: ARG002
+        for each in self.here.steps(samples).phase("forward"):
+            if isinstance(each, Compute):
+                part = each.parameters.get("weight") and _part(self.here, each)
+                self.here.clock.layers_s[each.layer, "forward"] += 0.25 * (part or 0.0) / self.speed
+                self.here.clock.layers_s[each.layer, "backward"] += 0.75 * (part or 0.0) / self.speed
         self.steps += 1
         if self.steps == SLOWED_AT and self.here.group.device == 1:
             self.speed /= 2

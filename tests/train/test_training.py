@@ -593,11 +593,11 @@ def test_what_a_rebalancer_sees_of_tests_between_steps() -> None:
 def test_the_pace_does_not_count_tests() -> None:
     timer = StepTimer(10)
     for _ in range(3):
-        timer.on_step(StepResult(0, 0, 1.0, 10, 0.1))
+        timer.on_step_end(0, 10)
     timer.on_evaluation(Evaluation(0, 3, 0.5, ends_epoch=False, is_best=True))
-    timer.on_step(StepResult(0, 0, 1.0, 10, 0.1))
+    timer.on_step_end(0, 10)
     assert len(timer.seconds) == 2
-    timer.on_step(StepResult(0, 0, 1.0, 10, 0.1))
+    timer.on_step_end(0, 10)
     assert len(timer.seconds) == 3
 
 

@@ -1,0 +1,204 @@
+"""Losses are read some steps late where an accelerator computes them: nothing waits for it, and no step is told twice."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from convoy.checkpoint import Checkpointer
+from convoy.comm.group import AloneGroup
+from convoy.errors import DeviceLostError, DivergedError
+from convoy.plan.presets import Speeds
+from convoy.runtime.module import Distributed
+from convoy.train.late_losses import LATE_STEPS, LateLosses, Unread, UnreadNumber, lateness
+from convoy.train.loader import Loader
+from convoy.train.loop import History, Recipe, Training, fit
+from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
+from tests.support import nets, sim
+from tests.support.one_device import by_name
+from tests.support.processes import on_processes
+from tests.support.threads import run_on_threads
+
+needs_sim = pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
+STEPS = 7
+
+
+class Samples(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """Seven steps of 6 samples. One may be no number: its step's loss is none."""
+
+    def __init__(self, spoiled: int | None = None) -> None:
+        own = torch.Generator().manual_seed(5)
+        self.x = torch.randn(6 * STEPS, 3, 8, 8, dtype=torch.float64, generator=own)
+        self.targets = torch.randint(0, nets.CLASSES, (6 * STEPS,), generator=own)
+        if spoiled is not None:
+            self.x[spoiled] = torch.nan
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.x[index], int(self.targets[index])
+
+
+class Noted(Observer):
+    """What is told, in its order; and how often the host has waited for a simulated device by the end of each step."""
+
+    def __init__(self, *, counts: bool = False) -> None:
+        self.told: list[tuple[str, int]] = []
+        self.counts, self.waits = counts, list[int]()
+
+    def on_step_end(self, step: int, samples: int) -> None:
+        assert samples == 6
+        self.told.append(("end", step))
+        if self.counts:
+            self.waits.append(torch.ops.sim.synchronizations())
+
+    def on_step(self, result: StepResult) -> None:
+        self.told.append(("loss", result.step))
+
+    def on_evaluation(self, result: Evaluation) -> None:
+        self.told.append(("test", result.step))
+
+    def on_epoch(self, result: EpochResult) -> None:
+        self.told.append(("epoch", result.epoch))
+
+
+def made(device: str, recipe: Recipe | None = None) -> Training:
+    """In one fused stretch on one device: what is asked of it is asked once a step."""
+    model = Distributed(
+        nets.build("two-conv"), by_name("data", "two-conv", speeds=Speeds((1.0,))), AloneGroup(torch.device(device)),
+        torch.zeros(1, 3, 8, 8, dtype=torch.float64),
+    )  # fmt: skip
+    return Training(model, torch.optim.SGD(model.parameters(), lr=0.05), recipe or Recipe())
+
+
+def trained(training: Training, spoiled: int | None = None, epochs: int = 2, **options: Any) -> History:
+    own = training.model
+    assert isinstance(own, Distributed)
+    passes = training.recipe.accumulate
+    train = Loader(Samples(spoiled), 6 // passes, own, shuffle=False)
+    return fit(training, train, Loader(Samples(), 6, own, shuffle=False), epochs, **options)
+
+
+@needs_sim
+def test_no_step_waits_for_an_accelerator() -> None:
+    """In a process of its own: autograd makes its threads once. Read in every step, each loss was waited for."""
+    on_processes(1, "tests.train.test_late_losses:train_on_an_accelerator", joined=False)
+
+
+def train_on_an_accelerator(_device: int) -> None:
+    sim.load()
+    recipe = Recipe(accumulate=2)
+    noted = Noted(counts=True)
+    found = trained(made("sim:0", recipe), observer=noted, epochs=1)
+    expected = trained(made("cpu", recipe), epochs=1)
+    assert len(set(noted.waits)) == 1, f"waits for the device in the middle of an epoch: {noted.waits}"
+    assert found.losses == pytest.approx(expected.losses, abs=1e-10)
+    assert found.epochs[0].accuracy == expected.epochs[0].accuracy
+    late = [("end", 0), ("end", 1), *((w, k + d) for k in range(STEPS - 2) for w, d in (("end", 2), ("loss", 0)))]
+    assert noted.told == [*late, ("loss", 5), ("loss", 6), ("test", STEPS), ("epoch", 0)]
+
+
+def test_on_processors_every_loss_is_read_at_once() -> None:
+    noted = Noted()
+    trained(made("cpu"), observer=noted, epochs=1)
+    assert noted.told[:4] == [("end", 0), ("loss", 0), ("end", 1), ("loss", 1)]
+
+
+@needs_sim
+def test_one_accelerator_makes_all_devices_late() -> None:
+    """A loss that is no number ends the training at the same step on all: else some wait for one that has gone."""
+    sim.load()
+    try:
+        for kinds, late in ((("sim:0", "cpu"), LATE_STEPS), (("cpu", "cpu"), 0)):
+            assert run_on_threads(2, lambda g: lateness(g.torch_device, g), on=kinds) == [late] * 2
+    finally:
+        sim.load(devices=0)
+
+
+@pytest.mark.parametrize(("late", "words"), [(0, "before that step changes weights"), (2, "2 steps later, of which")])
+def test_a_loss_that_is_no_number_ends_the_training_soon_and_nothing_of_it_is_saved(
+    late: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("convoy.train.loop.lateness", lambda *_: late)
+    noted, training = Noted(), made("cpu", Recipe(stops_diverged=True))
+    with pytest.raises(DivergedError, match=rf"the loss of step 4 is nan.*stops {words}"):
+        trained(training, spoiled=6 * 3, observer=noted)
+    assert [step for what, step in noted.told if what == "end"][-1] == 2 + late
+    assert [step for what, step in noted.told if what == "loss"][-1] == 2
+
+
+def test_before_a_checkpoint_its_losses_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses would be read by step 6: what step 4 did to the weights is not saved."""
+    monkeypatch.setattr("convoy.train.loop.lateness", lambda *_: 2)
+    training, noted = made("cpu", Recipe(stops_diverged=True)), Noted()
+    keeper = Checkpointer(tmp_path, training.model, training.optimizer, every=2)
+    keeper.begin(resume=False)
+    with pytest.raises(DivergedError, match=r"the loss of step 4 is nan.*stops 1 step later"):
+        trained(training, spoiled=6 * 3, keeper=keeper, observer=noted)
+    keeper.close()
+    assert [path.name for path in sorted(tmp_path.glob("*-step-*"))] == ["000001-step-2"]
+    assert noted.told[:4] == [("end", 0), ("end", 1), ("loss", 0), ("loss", 1)]
+
+
+class LosesOne:
+    """Members of which one is lost after step 5, and which go on after step `back`; with the weights of then."""
+
+    def __init__(self, training: Training, back: int) -> None:
+        self.training, self.back, self.kept, self.lost = training, back, list[Any](), False
+
+    def begin(self, _steps: int, place: Any) -> None:
+        self.kept.append((place, self._state()))
+
+    def _state(self) -> Any:
+        return [p.detach().clone() for p in self.training.model.parameters()]
+
+    def after_step(self, place: Any) -> None:
+        self.kept.append((place, self._state()))
+        if place.step == 5 and not self.lost:
+            self.lost = True
+            raise DeviceLostError(1, "device 1 is gone")
+
+    def recover(self, _error: DeviceLostError) -> Sequence[int]:
+        place, weights = self.kept[self.back]
+        del self.kept[self.back + 1 :]
+        for parameter, value in zip(self.training.model.parameters(), weights, strict=True):
+            parameter.data.copy_(value)
+        return place  # type: ignore[no-any-return]
+
+    def finish(self) -> None: ...
+
+
+@pytest.mark.parametrize("back", [5, 4, 3, 1])
+def test_a_step_that_is_repeated_counts_once(back: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps whose losses nobody had read yet are told once; those of a step that is made again are those of the second time."""
+    expected = trained(made("cpu"))
+    monkeypatch.setattr("convoy.train.loop.lateness", lambda *_: 2)
+    training, noted = made("cpu"), Noted()
+    found = trained(training, observer=noted, members=LosesOne(training, back))
+    assert found.losses == expected.losses
+    assert [e.loss for e in found.epochs] == [e.loss for e in expected.epochs]
+    told = [step for what, step in noted.told if what == "loss"]
+    assert told == [*range(3), *range(min(back, 3), 2 * STEPS)]
+
+
+def test_numbers_come_in_order_and_once() -> None:
+    losses = LateLosses(1)
+    parts = [torch.tensor(1.0), torch.tensor([0.5])]
+    losses.add(Unread(0, 0, UnreadNumber(parts), 6, 0.1))
+    parts[0].fill_(7.0)
+    assert list(losses.due()) == []
+    losses.add(Unread(1, 0, 2.0, 6, 0.1))
+    assert [(step.step, loss) for step, loss in losses.due()] == [(0, 1.5)]
+    losses.add(Unread(2, 0, 3.0, 6, 0.1))
+    losses.forget(2)
+    assert [(step.step, loss) for step, loss in losses.rest()] == [(1, 2.0)]
+    assert list(losses.rest()) == []
+
+
+def test_a_plain_model_tells_what_it_computes_on() -> None:
+    model = nn.Linear(2, 2)
+    assert lateness(next(model.parameters()).device) == 0
