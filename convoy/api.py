@@ -22,6 +22,7 @@ from convoy.errors import InputError, PlanError
 from convoy.model.tracing import trace
 from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import AUTO, named_plan
+from convoy.planner.known import Known
 from convoy.profile.auto import BUDGET_S, Plans, plan_together
 from convoy.profile.progress import Progress, to_stderr
 from convoy.profile.speeds import given_speeds, measure_speeds, timing_s
@@ -276,7 +277,10 @@ def make_plans(
     made = plan if isinstance(plan, Plan) else named_plan(plan, traced.graph, batch, measured, reduce)
     reduce, wire = made.reduce if reduce is None else reduce, made.wire if wire is None else wire
     place = made.outputs if outputs is None else outputs
-    return Plans((replace(made, reduce=reduce, wire=wire, outputs=place),), measured)
+    known = Known(
+        None if isinstance(plan, Plan) else plan, tuple(range(group.devices)), measured, optimizer=optimizer, passes=passes
+    )
+    return Plans((replace(made, reduce=reduce, wire=wire, outputs=place),), measured, known=known)
 
 
 def distribute(

@@ -216,6 +216,21 @@ def observe(state: Balancer, seconds: Seconds) -> tuple[Balancer, Decision]:
     return _apply(seen, changes)
 
 
+def slower(state: Balancer, predicted: Sequence[Mapping[str, float]]) -> dict[int, float]:
+    """How many times as long as predicted devices compute the layers that were watched; of those that were timed.
+
+    Args:
+        predicted: of each device, seconds of its part of each layer by the plan of `state`, by "forward conv1".
+    """
+    took_s, should_s = ([0.0] * len(predicted) for _ in range(2))
+    for axes, watch in zip(state.axes, state.watches, strict=True):
+        for device in axes.active if watch.steps >= LEAST else ():
+            took_s[device] += statistics.median(watch.since_jump(device, LONG)) * axes.units[device]
+            row = predicted[device]
+            should_s[device] += sum(row.get(f"{phase} {n}", 0.0) for n in axes.layers for phase in ("forward", "backward"))
+    return {d: took / should for d, (took, should) in enumerate(zip(took_s, should_s, strict=True)) if took and should}
+
+
 def best(rates: Sequence[float], units: Shares) -> Shares:
     """Units of the same sum with which the slowest device is done first, at least one for each device that has any.
 

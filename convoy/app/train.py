@@ -39,6 +39,7 @@ from convoy.plan.presets import AUTO, PLANS
 from convoy.plan.program_text import program_lines
 from convoy.plan.steps import passes_of
 from convoy.planner.predict import working
+from convoy.profile.anew import Replanner
 from convoy.profile.auto import Plans, expect_measured
 from convoy.report.measured import remarks
 from convoy.report.screen import Screen
@@ -157,7 +158,7 @@ def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack) -> 
                 screen, timer, lambda: here.log, header.predict, partial(_show_new_plan, part, plans[0], screen)
             )
             rebalancer = _rebalancer(part, training, plans, tell, screen)
-        members = build_members(settings, training, here)
+        members = build_members(settings, training, here, plans.anew(rebalancer))
         with nullcontext() if members is None else leaving_on_sigterm(members):
             history = fit(training, train, test, settings.epochs, observer, rebalancer, keeper, screen.line, members)
     wall_s = time.perf_counter() - start_s
@@ -279,7 +280,9 @@ def build_checkpointer(settings: Settings, training: Training, screen: Screen, s
     return keeper
 
 
-def build_members(settings: Settings, training: Training, here: Handover) -> Members | None:
+def build_members(
+    settings: Settings, training: Training, here: Handover, replan: Replanner | None = None
+) -> Members | None:
     """What lets the training go on without devices that are lost; None where it is not to, or on one device."""
     model = training.model
     if not settings.goes_on or not isinstance(model, Distributed) or model.group.devices == 1:
@@ -287,10 +290,11 @@ def build_members(settings: Settings, training: Training, here: Handover) -> Mem
 
     def changed(reason: str) -> None:
         here.carry_over(members, reason)
-        here.screen.lines([f"  {reason}"])
+        words = replan.told() if replan is not None else ""
+        here.screen.lines([f"  {reason}", *([f"  {words}"] if words else [])])
 
     others = [each for each in (training.schedule, training.scaler) if each is not None]
-    members = Members(model, training.optimizer, others=others, tell=changed)
+    members = Members(model, training.optimizer, others=others, replan=replan, tell=changed)
     return members
 
 

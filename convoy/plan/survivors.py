@@ -9,20 +9,27 @@ from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Strategy
 from convoy.sharding.shares import Shares, apportion
 
 
-def plan_for(plan: Plan, graph: Graph, devices: Sequence[int | None]) -> Plan:
+def plan_for(
+    plan: Plan, graph: Graph, devices: Sequence[int | None], speeds: Sequence[float] | None = None
+) -> Plan:
     """A plan by which other devices go on with what one has begun.
 
     Args:
-        devices: of each new device its index in the old plan; None for one that is new: it gets a mean share.
+        devices: of each new device its index in the old plan; None for one that is new.
+        speeds: of the new devices: one that is new gets a share by it. None: it gets a mean share.
 
     Returns:
         a plan that fits. Where nobody is left who had a part, all get one.
     """
-    kept = [old for old in devices if old is not None]
+    kept = [i for i, old in enumerate(devices) if old is not None]
+    by = (1.0,) * len(devices) if speeds is None else speeds
+
+    def unit(old: Shares) -> float:
+        """What those that are left have for each unit of their speed."""
+        return sum(old[devices[i] or 0] for i in kept) / sum(by[i] for i in kept) if kept else 1.0
 
     def shares(old: Shares, quantum: int = 1) -> Shares:
-        mean = sum(old[d] for d in kept) / len(kept) if kept else 1.0
-        weights = [mean if d is None else float(old[d]) for d in devices]
+        weights = [unit(old) * by[i] if d is None else float(old[d]) for i, d in enumerate(devices)]
         return apportion(sum(old), weights if any(weights) else [1.0] * len(devices), quantum=quantum)
 
     rates = shares(plan.otherwise.shares) if isinstance(plan.otherwise, Batch) else (1,) * len(devices)

@@ -112,7 +112,16 @@ def _candidates(model: CostModel, room: Room | None, reduce: Reduce | None, simu
 
 
 def quick_candidates(
-    graph: Graph, batch: int, costs: Costs, room: Room | None = None, *, enough: int = 1, passes: int = 1
+    graph: Graph,
+    batch: int,
+    costs: Costs,
+    room: Room | None = None,
+    wire: CommDtype = "exact",
+    *,
+    enough: int = 1,
+    reduce: Reduce | None = None,
+    passes: int = 1,
+    outputs: OutputPlace = "everywhere",
 ) -> list[Candidate]:
     """Some plans that fit, by the analytic model, quickly: for questions that are asked many times.
 
@@ -121,16 +130,16 @@ def quick_candidates(
 
     Args:
         enough: so many plans, the shortest predicted step first; fewer where fewer fit, none where none does.
-        passes: as for `candidates`.
+        wire, reduce, passes, outputs: as for `candidates`.
     """
-    model = CostModel(graph, batch, costs, passes=passes)
+    model = CostModel(graph, batch, costs, wire=wire, reduce=reduce, passes=passes, outputs=outputs)
     speeds = model.solo_speeds()
     order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
     counts = sorted({len(order), *(1 << i for i in range(1, len(order).bit_length()))})
     found = [Found(cost, n, plan) for n in counts for cost, plan in Search(model, order[:n]).run()]
     for count in range(1, len(order) + 1):
         shared = Speeds(tuple(speed if d in order[:count] else 0.0 for d, speed in enumerate(speeds)))
-        plan = named_plan("data-by-speed", graph, batch, shared)
+        plan = replace(named_plan("data-by-speed", graph, batch, shared, reduce), wire=wire, outputs=outputs)
         found.append(Found(model_s(model, order, plan), count, plan))
     fitting: list[Candidate] = []
     for each in in_order(found):

@@ -12,6 +12,7 @@ from convoy.comm.agreement import from_first
 from convoy.comm.group import Group
 from convoy.cost.interval import Interval, around
 from convoy.cost.memory import fewest_passes, memory_of, room_of
+from convoy.cost.regrouped import seconds_of_layers
 from convoy.cost.table import Measurement, read_fleet_file
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.fleet import Fleet
@@ -19,9 +20,9 @@ from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel
 from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan
-from convoy.plan.size import local_size
-from convoy.plan.steps import Compute
+from convoy.planner.known import Known
 from convoy.planner.predict import PlanningContext, choices, predict_plan
+from convoy.profile.anew import Replanner
 from convoy.profile.describe import describe, fleet_of
 from convoy.profile.job import measure_job
 from convoy.profile.progress import Progress
@@ -29,6 +30,7 @@ from convoy.profile.speeds import given_speeds
 from convoy.runtime.module import Distributed
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Sum
+from convoy.train.controller import Rebalancer
 
 BUDGET_S = 20.0
 
@@ -41,14 +43,27 @@ class Plans(Sequence[Plan]):
         speeds: samples/s of each device alone, or as they were given.
         step_s: predicted seconds of a step by each plan; empty where nothing was predicted.
         spread: the factor within which nine of ten measurements lie of each of these.
-        measured: the times that were planned with; on device 0, for `auto`.
+        known: what plans are made of when the devices change.
     """
 
     plans: tuple[Plan, ...]
     speeds: Speeds
     step_s: tuple[float, ...] = ()
     spread: tuple[float, ...] = ()
-    measured: Measurement | None = field(default=None, compare=False)
+    known: Known | None = field(default=None, compare=False)
+
+    @property
+    def measured(self) -> Measurement | None:
+        """The times that were planned with, for `auto`."""
+        return None if self.known is None else self.known.measured
+
+    def anew(self, rebalancer: Rebalancer | None = None) -> Replanner | None:
+        """What plans for other devices when these change: `Members(model, optimizer, replan=plans.anew())`.
+
+        Args:
+            rebalancer: corrects what was measured.
+        """
+        return None if self.known is None else Replanner(self.known, rebalancer)
 
     def __len__(self) -> int:
         return len(self.plans)
@@ -116,21 +131,21 @@ def plan_together(
     Where `fleet` holds measured times nothing is measured. Without it, the file that CONVOY_FLEET names (a rehearsal's)
     describes the fleet that is measured.
     """
-    measured, known = None, False
 
-    def read() -> list[object]:
-        nonlocal measured
-        here = None
+    def read() -> list[str | None]:
+        here, times = None, None
         if fleet is not None:
-            here, measured = read_times(fleet, traced.graph, group.devices, precision)
+            here, times = read_times(fleet, traced.graph, group.devices, precision)
         elif rehearsed := os.environ.get("CONVOY_FLEET"):
             here, _ = read_fleet_file(Path(rehearsed))
-        return [None if here is None else here.to_toml(), measured is not None]
+        return [None if here is None else here.to_toml(), None if times is None else times.to_toml()]
 
-    text, known = from_first(group, "fleet to measure", read)
-    if not known and group.devices == 1:
+    text, times = from_first(group, "fleet to measure", read)
+    if times is None and group.devices == 1:
         return _alone(group, traced.graph, batch, text, optimizer, reduce, wire, slowdown, passes, outputs)
-    if not known:
+    if times is not None:  # every device has them: any of them may have to plan anew
+        measured = Measurement.from_toml(times, "device 0's fleet file")
+    else:
         described = None if text is None else Fleet.from_toml(text, "device 0's fleet file")
         measured = measure_job(
             group, traced, model, batch, net=net, fleet=described,
@@ -141,14 +156,14 @@ def plan_together(
     progress("the plans that these times allow", 0, 0)
 
     def planned() -> dict[str, Any]:
-        assert measured is not None
         return _planned(measured, traced.graph, batch, optimizer, reduce, wire, passes, outputs)
 
     # One device plans, so that the others' processors stay out of its way; what it says is a plan file.
     row = from_first(group, "automatic plan", planned)
     plans = tuple(Plan.from_json(text, "device 0's plan") for text in row["plans"])
-    own = measured if group.device == 0 else None
-    return Plans(plans, Speeds(tuple(row["speeds"])), tuple(row["step_s"]), tuple(row["spread"]), own)
+    speeds, sums = Speeds(tuple(row["speeds"])), None if reduce == "inexact-butterfly-mixing" else reduce
+    known = Known(AUTO, tuple(range(group.devices)), speeds, measured, optimizer, sums, passes)
+    return Plans(plans, speeds, tuple(row["step_s"]), tuple(row["spread"]), known)
 
 
 def _alone(
@@ -204,22 +219,15 @@ def expect_measured(part: Distributed, measured: Measurement | None) -> None:
     """Every device learns what its layers were measured to take: by that, the time of a fused stretch is told apart.
 
     Args:
-        measured: on device 0; None: nothing was measured, and the layers' arithmetic counts. All devices call it.
+        measured: None: nothing was measured, and the layers' arithmetic counts. All devices call it.
     """
     graph = part.traced[True].graph
     steps = part.steps(part.plan.batch)
 
     def table() -> list[dict[str, float]]:
-        rows: list[dict[str, float]] = [{} for _ in range(part.group.devices)]
-        times = measured.costs(graph).times if measured is not None else None
-        for step in steps.steps if times is not None else ():
-            if isinstance(step, Compute):
-                for device, row in enumerate(rows):
-                    size = local_size(step, graph[step.layer], device)
-                    if size is not None and times is not None:
-                        seconds = times.seconds(device, graph[step.layer], step.phase, size, step.part)
-                        row[f"{step.phase} {step.layer}"] = row.get(f"{step.phase} {step.layer}", 0.0) + seconds
-        return rows
+        if measured is None:
+            return [{} for _ in range(part.group.devices)]
+        return seconds_of_layers(steps, graph, measured.costs(graph).times, part.group.devices)
 
     mine = from_first(part.group, "layer times", table)[part.group.device]
     if mine:

@@ -25,8 +25,28 @@ from convoy.runtime.module import Distributed, not_distributed
 
 T = TypeVar("T")
 
-Replan = Callable[[Plan, Sequence[int | None]], Plan]
-"""Makes, on device 0, the plan for the next generation, of the last one and of the index that each of its devices had in it."""
+
+class Replan(Protocol):
+    """Makes the plan for the next devices. All are named by their ids, in the order in which they are in the group."""
+
+    def note(self, model: Distributed, before: Sequence[int]) -> None:
+        """On every device: what there is to be kept of what the model's plan has shown, which is still the one of `before`."""
+
+    def __call__(self, model: Distributed, before: Sequence[int], now: Sequence[int]) -> Plan:
+        """On the first of the devices `now`."""
+        ...
+
+
+class InProportion:
+    """The same strategies, with shares in the same proportions."""
+
+    def note(self, model: Distributed, before: Sequence[int]) -> None:
+        """Nothing."""
+
+    def __call__(self, model: Distributed, before: Sequence[int], now: Sequence[int]) -> Plan:
+        devices = [before.index(d) if d in before else None for d in now]
+        return plan_for(model.plan, model.traced[True].graph, devices)
+
 
 
 class Stateful(Protocol):
@@ -68,7 +88,8 @@ class Members:
         others: what else has a state that changes from step to step: schedules, a scaler.
         every: steps between two states that are kept; what was done since the last one is repeated after a loss.
         spares: pieces that only one device has are copied to another. Otherwise they are lost with their device.
-        replan: see `Replan`; None: the same strategies, with shares in the same proportions.
+        replan: makes the plan for those that are left, as `Plans.anew` does; None: the same strategies, with shares in the same
+            proportions.
         tell: is called with a line of text when the devices have changed.
 
     Attributes:
@@ -97,7 +118,7 @@ class Members:
                 f"Members with reduce {model.plan.reduce}, where each device has weights of its own: leave it out"
             )
         self.model, self.others, self.every, self.tell = model, tuple(others), every, tell
-        self.replan = replan or (lambda plan, devices: plan_for(plan, model.traced[True].graph, devices))
+        self.replan = replan or InProportion()
         self.steps = 0
         self.place: Any = None
         self._leaves, self._strict = False, False
@@ -312,10 +333,11 @@ class Members:
         lost = [d for d in before.members if d not in now.members]
         if step is None and self.fall_back is None:
             raise StateLostError(lost[0] if lost else 0, f"{_gone(lost)}: resume from the last checkpoint (--resume)")
-        devices = [planned.members.index(d) if d in planned.members else None for d in now.members]
+        self.replan.note(self.model, planned.members)
         text = from_first(
-            self.model.group, "plan for those that are left", lambda: self.replan(self.model.plan, devices).to_json()
-        )
+            self.model.group, "plan for those that are left",
+            lambda: self.replan(self.model, planned.members, now.members).to_json(),
+        )  # fmt: skip
         self.model.enter(Plan.from_json(text, "device 0's plan"))
         self._planned, done = now, self.steps
         if step is not None:

@@ -1,0 +1,207 @@
+"""Plans for other devices than those that a run began with."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from convoy.cost.regrouped import CorrectedTimes, of_devices, with_device
+from convoy.errors import MismatchError
+from convoy.model.graph import Graph
+from convoy.model.tracing import trace
+from convoy.plan.plan import Plan
+from convoy.plan.presets import AUTO, PLANS, Speeds, named_plan
+from convoy.plan.strategy import Batch, One
+from convoy.plan.survivors import plan_for
+from convoy.planner.analytic import CostModel
+from convoy.planner.anew import BETTER, gain_of, plan_anew
+from convoy.planner.found import model_s
+from convoy.planner.known import Known
+from convoy.planner.predict import PlanningContext, predict_plan
+from tests.support.described_fleets import measured_fleet
+from tests.support.plain_nets import TwoConv
+
+BATCH = 48
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return trace(TwoConv(16, 24), torch.zeros(2, 3, 8, 8)).graph
+
+
+def known(graph: Graph, *flop_per_s: float, name: str | None = AUTO, link: float = 1e9, **memory: int) -> Known:
+    measured = measured_fleet(graph, flop_per_s, BATCH, memory_bytes=memory, link_bytes_per_s=link)
+    return Known(name, tuple(range(len(flop_per_s))), Speeds(flop_per_s), measured)
+
+
+def by_speed(graph: Graph, *speeds: float) -> Plan:
+    return named_plan("data-by-speed", graph, BATCH, Speeds(speeds)).named(AUTO)
+
+
+def predicted_s(of: Known, graph: Graph, plan: Plan, ids: list[int]) -> float:
+    found = of.costs_of(ids, graph)
+    assert found is not None
+    return predict_plan(plan, PlanningContext.of(graph, BATCH, *found)).step_s
+
+
+def test_where_the_fastest_is_lost_another_plan_may_be_faster_than_the_old_one_in_proportion(graph: Graph) -> None:
+    """Two slow devices far apart did a little beside a fast one; alone, over such a link, one of them does all."""
+    of = known(graph, 1e9, 1e8, 1e8, link=1e4)
+    old = by_speed(graph, 8, 2, 2)
+    found = plan_anew(of, graph, old, (0, 1, 2), (1, 2))
+    same = plan_for(old, graph, [1, 2])
+    assert found.plan.devices == 2
+    assert found.step_s is not None
+    assert found.step_s <= BETTER * predicted_s(of, graph, same, [1, 2])
+    assert found.step_s == predicted_s(of, graph, found.plan, [1, 2])
+    assert found.plan.otherwise != same.otherwise
+
+
+def test_what_runs_stays_where_no_other_plan_is_faster_beyond_doubt(
+    graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sample to the other device would save 4 %."""
+    of = known(graph, 1e9, 1e9, 1e9)
+    runs = replace(by_speed(graph, 1, 1, 1), otherwise=Batch((15, 16, 17)))
+    same = plan_for(runs, graph, [0, 2])
+    for better, stays in ((0.9, True), (0.98, False)):
+        monkeypatch.setattr("convoy.planner.anew.BETTER", better)
+        assert (plan_anew(of, graph, runs, (0, 1, 2), (0, 2)).plan == same) == stays
+
+
+def test_the_same_values_give_the_same_plan_and_travel_between_devices(graph: Graph) -> None:
+    of = known(graph, 1e9, 3e8, 2e8, 1e8).corrected({2: 1.7})
+    other = Known.from_json(of.to_json())
+    assert other == of
+    old = by_speed(graph, 8, 4, 2, 2)
+    assert plan_anew(of, graph, old, range(4), (0, 2, 3)) == plan_anew(other, graph, old, range(4), (0, 2, 3))
+
+
+def test_what_rebalancing_found_counts(graph: Graph) -> None:
+    """Both were measured alike, one turned out four times as slow: it gets a fifth, not a half."""
+    of = known(graph, 1e9, 1e9, 1e9).corrected({2: 4.0})
+    found = plan_anew(of, graph, by_speed(graph, 1, 1, 1), (0, 1, 2), (1, 2))
+    assert isinstance(found.plan.otherwise, Batch)
+    assert found.plan.otherwise.shares[1] in range(BATCH // 5 - 2, BATCH // 5 + 3)
+    first, second = (plan_anew(of, graph, by_speed(graph, 1, 1, 1), (0, 1, 2), ids) for ids in ((0, 1), (1, 2)))
+    assert first.step_s is not None
+    assert second.step_s is not None
+    assert second.step_s > 1.3 * first.step_s
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_by_name_is_made_again_for_those_that_are_left_and_for_those_that_come(graph: Graph, name: str) -> None:
+    speeds = Speeds((1.0, 4.0, 2.0), {"conv1": (1.0, 3.0, 5.0)})
+    of = Known(name, (0, 1, 2), speeds)
+    old = named_plan(name, graph, BATCH, speeds)
+    found = plan_anew(of, graph, old, (0, 1, 2), (0, 2))
+    assert found.plan == named_plan(name, graph, BATCH, Speeds((1.0, 2.0), {"conv1": (1.0, 5.0)}))
+    assert found.step_s is None
+    more = of.with_device(3, Speeds((8.0,), {"conv1": (2.0,)}))
+    grown = plan_anew(more, graph, found.plan, (0, 2), (0, 2, 3))
+    assert grown.plan == named_plan(name, graph, BATCH, Speeds((1.0, 2.0, 8.0), {"conv1": (1.0, 5.0, 2.0)}))
+
+
+def test_the_fastest_that_is_left_becomes_the_master(graph: Graph) -> None:
+    of = Known("master", (0, 1, 2), Speeds((1.0, 4.0, 2.0)))
+    old = named_plan("master", graph, BATCH, of.speeds)
+    assert plan_anew(of, graph, old, (0, 1, 2), (0, 2)).plan.otherwise == One(1)
+
+
+def test_shares_that_were_changed_since_stay_in_proportion(graph: Graph) -> None:
+    of = Known("data-by-speed", (0, 1, 2), Speeds((1.0, 1.0, 1.0)))
+    moved = replace(named_plan("data-by-speed", graph, BATCH, of.speeds), otherwise=Batch((8, 16, 24)))
+    assert plan_anew(of, graph, moved, (0, 1, 2), (0, 1)).plan.otherwise == Batch((16, 32))
+
+
+def test_where_nothing_is_known_shares_are_in_proportion_and_newcomers_get_a_mean_one(graph: Graph) -> None:
+    of = Known(None, (0, 1), Speeds((1.0, 3.0)))
+    old = by_speed(graph, 1, 3)
+    assert plan_anew(of, graph, old, (0, 1), (0, 1, 2)).plan.otherwise == Batch((8, 24, 16))
+    more = of.with_device(2, Speeds((8.0,)))
+    assert plan_anew(more, graph, old, (0, 1), (0, 1, 2)).plan.otherwise == Batch((4, 12, 32))
+    assert gain_of(of, graph, old, (0, 1), 2) is None
+
+
+def test_a_device_that_comes_is_given_work_and_the_fleet_gains(graph: Graph) -> None:
+    of = known(graph, 1e8, 1e8)
+    came = measured_fleet(graph, [2e8], BATCH, ["d1"])  # a name that is taken
+    more = of.with_device(7, Speeds((2.0,)), replace(came, fleet=replace(came.fleet, network=None)))
+    old = by_speed(graph, 1, 1)
+    found = plan_anew(more, graph, old, (0, 1), (0, 1, 7))
+    assert isinstance(found.plan.otherwise, Batch)
+    assert found.plan.otherwise.shares == (12, 12, 24)
+    gain = gain_of(more, graph, old, (0, 1), 7)
+    assert gain is not None
+    assert 1.5 < gain < 2.1
+    back = plan_anew(more, graph, found.plan, (0, 1, 7), (1, 7))
+    assert isinstance(back.plan.otherwise, Batch)
+    assert back.plan.otherwise.shares == (16, 32)
+
+
+def test_a_device_that_comes_over_a_slow_link_brings_nothing(graph: Graph) -> None:
+    of = known(graph, 1e8, 1e8, link=2e3)
+    old = plan_anew(of, graph, by_speed(graph, 1, 1), (0, 1), (0, 1)).plan
+    more = of.with_device(2, Speeds((0.1,)), measured_fleet(graph, [1e7], BATCH, ["d2"], link_bytes_per_s=1e3))
+    gain = gain_of(more, graph, old, (0, 1), 2)
+    assert gain is not None
+    assert gain <= 1.01
+
+
+def test_a_device_that_comes_back_is_known_by_what_it_measured_last(graph: Graph) -> None:
+    of = known(graph, 1e9, 1e9).corrected({0: 3.0})
+    again = of.with_device(0, Speeds((5e8,)), measured_fleet(graph, [5e8], BATCH, ["d0"]))
+    assert again.ids == (1, 0)
+    assert again.speeds.devices == (1e9, 5e8)
+    assert again.slower == {}
+    costs = again.costs_of([0, 1], graph)
+    assert costs is not None
+    layer = graph["conv1"]
+    assert predict_ratio(costs[0].times, layer) == pytest.approx(2.0)
+
+
+def predict_ratio(times: object, layer: object) -> float:
+    from convoy.plan.size import whole_size
+
+    assert isinstance(times, CorrectedTimes)
+    seconds = [times.seconds(d, layer, "forward", whole_size(layer, BATCH)) for d in (0, 1)]  # type: ignore[arg-type]
+    return seconds[0] / seconds[1]
+
+
+def test_another_model_is_refused(graph: Graph) -> None:
+    of = known(graph, 1e9, 1e9)
+    assert of.measured is not None
+    with pytest.raises(MismatchError, match="fingerprint"):
+        with_device(of.measured, replace(measured_fleet(graph, [1e9], BATCH, ["x"]), fingerprint="other"))
+
+
+def test_a_plan_that_fits_is_taken_before_one_in_proportion_that_does_not(graph: Graph) -> None:
+    """What is left in proportion needs more than the small device has; by fewer samples there, it fits."""
+    roomy = known(graph, 1e9, 1e9, 1e9)
+    old = by_speed(graph, 1, 1, 1)
+    context = PlanningContext.of(graph, BATCH, *roomy.costs_of([1, 2], graph))
+    need = predict_plan(plan_for(old, graph, [1, 2]), context).memory[1].total_bytes
+    found = plan_anew(known(graph, 1e9, 1e9, 1e9, d2=int(0.8 * need)), graph, old, (0, 1, 2), (1, 2))
+    assert not found.overfull
+    hopeless = plan_anew(known(graph, 1e9, 1e9, 1e9, d1=100, d2=100), graph, old, (0, 1, 2), (1, 2))
+    assert hopeless.plan == plan_for(old, graph, [1, 2])
+    assert len(hopeless.overfull) == 2
+    assert hopeless.overfull[0].startswith("d1 needs ")
+
+
+def test_many_devices_are_compared_by_the_analytic_model(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("convoy.planner.anew.SIMULATED_WORK", 0)
+    of = known(graph, 1e9, 5e8, 2e8)
+    found = plan_anew(of, graph, by_speed(graph, 4, 2, 1), (0, 1, 2), (0, 1))
+    costs = of.costs_of([0, 1], graph)
+    assert costs is not None
+    assert found.step_s == model_s(CostModel(graph, BATCH, costs[0]), [0, 1], found.plan)
+
+
+def test_rows_of_some_devices_in_any_order(graph: Graph) -> None:
+    of = known(graph, 1e9, 2e9, 3e9)
+    assert of.measured is not None
+    some = of_devices(of.measured, [2, 0])
+    assert [each.device for each in some.device] == ["d2", "d0"]
+    assert {host.name for host in some.fleet.hosts} == {"host-d0", "host-d2"}
+    assert some.times().alike(0) == 0

@@ -1,0 +1,47 @@
+"""Measurements of fleets that exist only as rates: every layer at some sizes, by a roofline."""
+
+from collections.abc import Mapping, Sequence
+
+from convoy.cost.compute import Rate, Roofline
+from convoy.cost.table import DeviceCosts, LayerPoint, Measurement
+from convoy.fleet import Card, Device, Fleet, Host
+from convoy.model.graph import Graph
+from convoy.plan.size import LocalSize
+
+
+def measured_fleet(
+    graph: Graph,
+    flop_per_s: Sequence[float],
+    batch: int,
+    names: Sequence[str] = (),
+    memory_bytes: Mapping[str, int] | None = None,
+    link_bytes_per_s: float = 1e9,
+) -> Measurement:
+    """A host for each device, as fast as its rate; messages and all else cost next to nothing.
+
+    Args:
+        names: of the devices; else d0, d1, ...
+        memory_bytes: by name, where it is limited.
+    """
+    names = names or [f"d{i}" for i in range(len(flop_per_s))]
+    rates = Roofline(tuple(Rate(each, each) for each in flop_per_s))
+    points = []
+    for device, name in enumerate(names):
+        for layer in graph.layers.values():
+            if layer.kind == "input":
+                continue
+            outputs, inputs = layer.extents
+            sizes = {(s, o, inputs) for s in (1, batch) for o in (max(1, outputs // 4), outputs)}
+            if layer.weighted and layer.groups == 1:
+                sizes |= {(s, outputs, max(1, inputs // 4)) for s in (1, batch)}
+            for size in sorted(sizes):
+                local = LocalSize(*size)
+                forward_s, backward_s = (rates.seconds(device, layer, p, local) for p in ("forward", "backward"))
+                points.append(LayerPoint(name, layer.name, *size, forward_s, backward_s, 0.0))
+    fleet = Fleet(
+        tuple(Host(f"host-{name}") for name in names),
+        tuple(Device(name, f"host-{name}", "cpu", memory_bytes=(memory_bytes or {}).get(name)) for name in names),
+        Card(link_bytes_per_s, link_bytes_per_s, 1e-6),
+    )
+    costs = tuple(DeviceCosts(name, 0.0, 0.0, *(1e-9,) * 9) for name in names)
+    return Measurement(fleet, "net", graph.fingerprint, batch, "0", "2", "2026-11-23", costs, tuple(points))
