@@ -278,7 +278,11 @@ def make_plans(
     reduce, wire = made.reduce if reduce is None else reduce, made.wire if wire is None else wire
     place = made.outputs if outputs is None else outputs
     known = Known(
-        None if isinstance(plan, Plan) else plan, tuple(range(group.devices)), measured, optimizer=optimizer, passes=passes
+        None if isinstance(plan, Plan) else plan,
+        tuple(range(group.devices)),
+        measured,
+        optimizer=optimizer,
+        passes=passes,
     )
     return Plans((replace(made, reduce=reduce, wire=wire, outputs=place),), measured, known=known)
 

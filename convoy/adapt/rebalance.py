@@ -227,7 +227,9 @@ def slower(state: Balancer, predicted: Sequence[Mapping[str, float]]) -> dict[in
         for device in axes.active if watch.steps >= LEAST else ():
             took_s[device] += statistics.median(watch.since_jump(device, LONG)) * axes.units[device]
             row = predicted[device]
-            should_s[device] += sum(row.get(f"{phase} {n}", 0.0) for n in axes.layers for phase in ("forward", "backward"))
+            should_s[device] += sum(
+                row.get(f"{phase} {n}", 0.0) for n in axes.layers for phase in ("forward", "backward")
+            )
     return {d: took / should for d, (took, should) in enumerate(zip(took_s, should_s, strict=True)) if took and should}
 
 

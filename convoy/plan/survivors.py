@@ -9,9 +9,7 @@ from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Strategy
 from convoy.sharding.shares import Shares, apportion
 
 
-def plan_for(
-    plan: Plan, graph: Graph, devices: Sequence[int | None], speeds: Sequence[float] | None = None
-) -> Plan:
+def plan_for(plan: Plan, graph: Graph, devices: Sequence[int | None], speeds: Sequence[float] | None = None) -> Plan:
     """A plan by which other devices go on with what one has begun.
 
     Args:

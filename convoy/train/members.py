@@ -48,7 +48,6 @@ class InProportion:
         return plan_for(model.plan, model.traced[True].graph, devices)
 
 
-
 class Stateful(Protocol):
     """What has a state beside the model: a schedule, a scaler."""
 
