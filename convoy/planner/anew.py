@@ -107,9 +107,7 @@ def _predicted(plan: Plan, context: PlanningContext) -> Anew:
     steps = lower(plan, graph, pass_=[*passes_of(context.passes)][-1])
     needs = memory_of_steps(steps, graph, optimizer=room.optimizer, itemsize=context.costs.itemsize)
     overfull = tuple(room.overfull([each.total_bytes for each in needs]))
-    model = CostModel(
-        graph, plan.batch, context.costs, wire=plan.wire, passes=context.passes, outputs=plan.outputs
-    )
+    model = CostModel(graph, plan.batch, context.costs, wire=plan.wire, passes=context.passes, outputs=plan.outputs)
     return Anew(plan, model_s(model, range(plan.devices), plan), overfull)
 
 

@@ -41,7 +41,9 @@ class Known:
         """With what rebalancing has found out since."""
         return replace(self, slower={**self.slower, **slower})
 
-    def with_device(self, device: int, speeds: Speeds, measured: Measurement | None = None, card: Card = GIGABIT) -> Self:
+    def with_device(
+        self, device: int, speeds: Speeds, measured: Measurement | None = None, card: Card = GIGABIT
+    ) -> Self:
         """With a device that has come; of one that had been lost, what it measured then is forgotten.
 
         Args:
@@ -79,7 +81,9 @@ class Known:
             return None
         measured = of_devices(self.measured, [self.ids.index(d) for d in devices])
         costs = measured.costs(graph)
-        return replace(costs, times=CorrectedTimes(costs.times, [self.slower.get(d, 1.0) for d in devices])), measured.fleet
+        return replace(
+            costs, times=CorrectedTimes(costs.times, [self.slower.get(d, 1.0) for d in devices])
+        ), measured.fleet
 
     def to_json(self) -> dict[str, Any]:
         """What JSON can hold; `from_json` gives an equal value back."""
