@@ -12,6 +12,7 @@ from convoy.cost.table import read_fleet_file
 from convoy.errors import InputError
 from convoy.files import write_whole
 from convoy.model.nets import graph_of
+from convoy.plan.plan import parse_outputs
 from convoy.planner.predict import PlanningContext, predict_all, rates_by_devices
 from convoy.report.measured import remarks
 from convoy.report.plans import show_basis, show_counts, show_devices, show_plan, show_predictions
@@ -31,6 +32,7 @@ def run_plan(
     optimizer: str = "sgd-momentum",
     least_energy_s: float | None = None,
     wire: str = "exact",
+    outputs: str = "everywhere",
 ) -> None:
     """Print the predictions for a net on a fleet, measured or described; write the chosen plan if asked to.
 
@@ -38,9 +40,11 @@ def run_plan(
         optimizer: whose state counts as memory.
         least_energy_s: choose by joules per image, among the plans whose step takes at most this long.
         wire: of every plan, by its name or "bf16".
+        outputs: of every plan: "everywhere" or "where-computed".
 
     Raises:
-        InputError: sizes that cannot be, an unknown wire format, a fleet file with neither times nor classes or peaks.
+        InputError: sizes that cannot be, an unknown wire format or place of outputs; a fleet file with neither
+            times nor classes or peaks.
         MismatchError: times of another model.
         PlanError: no plan fits the devices' memory or the limit.
     """
@@ -50,14 +54,14 @@ def run_plan(
     leave_compiler_out()
     if output is not None:
         check_output("--output", output)
-    numbers = parse_comm_dtype(wire)
+    numbers, place = parse_comm_dtype(wire), parse_outputs(outputs)
     described, measured = read_fleet_file(fleet)
     console = Screen(visible=True).console  # as wide as its tables where there is no terminal
     with Wait(Console(stderr=True), f"planning {net}", first_s=1.0) as tell:
         tell("reading the net")
         graph = graph_of(net, image, classes)
         costs = fleet_costs(described, measured, graph, optimizer)
-        context = PlanningContext.of(graph, batch, costs, described, optimizer, numbers)
+        context = PlanningContext.of(graph, batch, costs, described, optimizer, numbers, outputs=place)
         tell("predicting plans")
         rows = predict_all(context, least_energy_s)
         tell("what fewer devices would bring")

@@ -2,22 +2,19 @@
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from convoy.app.checks import check_counts
 from convoy.app.without_compiler import leave_compiler_out
-from convoy.cost.costs import Costs
 from convoy.cost.described import fleet_costs
 from convoy.cost.interval import Basis
 from convoy.cost.table import read_fleet_file
 from convoy.errors import InputError, shown, unknown_name
 from convoy.files import unwritable
-from convoy.fleet import Fleet
-from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
-from convoy.plan.plan import Plan
+from convoy.plan.plan import Plan, parse_outputs
 from convoy.plan.presets import PLANS, named_plan
-from convoy.planner.planner import plan_auto
 from convoy.planner.predict import PlanningContext, predict_plan
 from convoy.planner.speeds import predicted_speeds
 from convoy.report.numbers import in_bytes
@@ -41,6 +38,7 @@ def run_step(
     image: tuple[int, int, int] = (3, 32, 32),
     classes: int = 10,
     *,
+    outputs: str = "everywhere",
     draw: bool = True,
     say: Callable[[str], object] = lambda _: None,
 ) -> list[Path]:
@@ -49,6 +47,7 @@ def run_step(
     Args:
         fleet: a fleet file. Where it holds measured times of this net they count, else what its devices can do.
         plan: a plan by name, "auto", or a plan file.
+        outputs: "everywhere" or "where-computed"; of a plan file its own.
         draw: the picture too (needs matplotlib).
         say: called with a line for each result.
 
@@ -61,6 +60,7 @@ def run_step(
         MismatchError: times of another model.
     """
     check_counts(batch, classes)
+    place = parse_outputs(outputs)
     leave_compiler_out()
     if why := unwritable(out):
         raise InputError(f"cannot make the folder {shown(out)}: {why}; give one that can be made")
@@ -70,8 +70,10 @@ def run_step(
     costs = fleet_costs(described, measured, graph)
     if plan == "auto":
         say(f"planning for {len(described.devices)} devices")
-    chosen = _plan(plan, graph, batch, costs, described)
-    context = PlanningContext.of(graph, chosen.batch, costs, described)
+    context = PlanningContext.of(graph, batch, costs, described, outputs=place)
+    chosen = _plan(plan, context, len(described.devices))
+    if chosen.batch != batch:
+        context = PlanningContext.of(graph, chosen.batch, costs, described)
     row = predict_plan(chosen, context)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -95,14 +97,16 @@ def run_step(
     return written
 
 
-def _plan(name: str, graph: Graph, batch: int, costs: Costs, fleet: Fleet) -> Plan:
+def _plan(name: str, context: PlanningContext, devices: int) -> Plan:
     if name == "auto":
-        context = PlanningContext.of(graph, batch, costs, fleet)
-        return plan_auto(graph, batch, costs, context.room).named("auto")
+        return context.candidates()[0].plan.named("auto")
     if name in PLANS:
-        return named_plan(name, graph, batch, predicted_speeds(graph, batch, costs))
+        made = named_plan(
+            name, context.graph, context.batch, predicted_speeds(context.graph, context.batch, context.costs)
+        )
+        return replace(made, outputs=context.outputs)
     if not name.endswith(".json") and not os.path.isfile(name):
         raise unknown_name("plan", name, [*PLANS, "auto", "a plan file (….json)"])
     saved = Plan.load(Path(name))
-    saved.check(graph, len(fleet.devices))
+    saved.check(context.graph, devices)
     return saved

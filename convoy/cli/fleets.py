@@ -20,6 +20,7 @@ from convoy.cli.options import (
     JobKeyFile,
     Net,
     Optimizer,
+    Outputs,
     Port,
     Precision,
     Print,
@@ -118,6 +119,7 @@ def plan(
         str,
         typer.Option(help="In which numbers activations and gradients travel: exact, or inexact-bf16 (short: bf16)."),
     ] = "exact",
+    outputs: Outputs = "everywhere",
 ) -> None:
     """Predict every plan on a fleet, measured or described, and choose: step time, share of the limit, traffic, memory, joules,
     what bounds it. Plans that do not fit a device's memory are marked, and never chosen.
@@ -136,6 +138,7 @@ def plan(
         optimizer=optimizer,
         least_energy_s=least_energy,
         wire=wire,
+        outputs=outputs,
     )
 
 

@@ -89,6 +89,12 @@ Port = Annotated[int | None, _meaning("port")]
 Image = Annotated[str, typer.Option(help="Channels, height, width of the images.")]
 Classes = Annotated[int, typer.Option(help="Classes.")]
 Optimizer = Annotated[str, typer.Option(help="Whose state counts as memory: sgd, sgd-momentum or adam.")]
+Outputs = Annotated[
+    str,
+    typer.Option(
+        help="The model's outputs: everywhere, or where-computed: they stay with their samples, for convoy.loss in Python."
+    ),
+]
 JobKeyFile = Annotated[Path | None, typer.Option("--job-key", help=FIELDS["job_key"].description, **PATH)]
 TrustNetwork = Annotated[bool, typer.Option("--trust-network", help=FIELDS["trust_network"].description)]
 Print = Annotated[

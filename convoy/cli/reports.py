@@ -12,6 +12,7 @@ from convoy.cli.options import (
     Image,
     Net,
     Optimizer,
+    Outputs,
     app,
     image_of,
     path_of,
@@ -75,6 +76,7 @@ def simulate(
     batch: Batch = 64,
     image: Image = "3,32,32",
     classes: Classes = 10,
+    outputs: Outputs = "everywhere",
     figures: Annotated[bool, typer.Option(help="Draw the picture too (needs the extra 'plots').")] = True,
 ) -> None:
     """Simulate one training step of a plan on a fleet, and write who computes, sends and receives when.
@@ -90,7 +92,7 @@ def simulate(
         )
     from convoy.app.simulate import run_step
 
-    run_step(output, net, fleet, plan, batch, image_of(image), classes, draw=figures, say=print)
+    run_step(output, net, fleet, plan, batch, image_of(image), classes, outputs=outputs, draw=figures, say=print)
 
 
 @app.command()

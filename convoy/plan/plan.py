@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from convoy.errors import PlanError, shown
+from convoy.errors import PlanError, shown, unknown_name
 from convoy.files import parse_json, read_text
 from convoy.model.graph import Graph
 from convoy.plan import strategy as strategies
@@ -21,6 +21,19 @@ from convoy.sharding.redistribute import SUMS, Reduce, Sum
 FORMAT = 1
 
 OutputPlace = Literal["everywhere", "where-computed"]
+
+
+def parse_outputs(text: str) -> OutputPlace:
+    """Where a plan's outputs are, as the command line and Python say it.
+
+    Raises:
+        InputError: unknown; the choices are listed.
+    """
+    if text not in get_args(OutputPlace):
+        raise unknown_name("place of outputs", text, get_args(OutputPlace))
+    return text  # type: ignore[return-value]
+
+
 """Where the model's outputs are after forward: the whole batch on every device, or each sample's where it was computed."""
 
 

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 
 from convoy.sharding import redistribute
 from convoy.sharding.comm_dtype import CommDtype, sent_itemsize
-from convoy.sharding.layout import Layout, Replicated, Shape, Split, dual
+from convoy.sharding.layout import Layout, OnOne, Replicated, Shape, Split, dual
 from convoy.sharding.redistribute import Reduce, Schedule, Sum
 from convoy.sharding.shares import Shares, holders
 
@@ -312,6 +312,14 @@ class StepList:
     def adds(self) -> bool:
         """Whether gradients are added to those of passes before."""
         return self.pass_ in ("middle", "last")
+
+    @property
+    def joins_losses(self) -> bool:
+        """Whether the devices have the loss of a part each, and add up between forward and backward what it counts."""
+        stays = any(
+            isinstance(v.layout, OnOne) or (isinstance(v.layout, Split) and v.layout.axis == 0) for v in self.outputs
+        )
+        return stays and self.devices > 1 and bool(self.phase("backward"))
 
     def phase(self, phase: Phase) -> tuple[Step, ...]:
         return tuple(step for step in self.steps if step.phase == phase)

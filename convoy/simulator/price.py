@@ -28,6 +28,9 @@ from convoy.sharding.comm_dtype import narrow_itemsize
 from convoy.sharding.layout import Layout, held_entries, holds
 from convoy.simulator.events import Await, Begin, Item, Mark, Program, Route, Work
 
+LOSS_BYTES = 16
+"""Of one device's part of a loss: its sum and what it counts, in float64."""
+
 
 def programs(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = True) -> list[Program]:
     """What the simulator plays for every device.
@@ -90,7 +93,18 @@ class _Pricer:
         for phase, operations in (("forward", self.source.forward), ("backward", self.source.backward)):
             self.labels[len(self.steps.steps)] = f"end of {phase}"
             main += self._lane(operations)
+            if phase == "forward" and self.steps.joins_losses:
+                main += self._loss()
         return [*main, *self._finish(kept)], list(self._lane(self.source.sums))
+
+    def _loss(self) -> Iterable[Item]:
+        """A device's sum and count for every other one; the gradient needs those of all. See `convoy.train.loss`."""
+        step, others = len(self.steps.steps) + 1, [d for d in range(self.steps.devices) if d != self.device]
+        self.labels[step] = "loss of the whole batch"
+        yield from self._work(step, NOTHING, self.overhead.calls_s(2 * len(others)))
+        ways = [way for d in others for way in ((self.device, d), (d, self.device))]
+        yield Begin(step, 0, self._label(step), {(step, 0, *way): LOSS_BYTES for way in ways})
+        yield Await(step, self._label(step), frozenset({("round", step, 0)}))
 
     def _lane(self, operations: Sequence[Operation]) -> Iterable[Item]:
         around, around_step, landed = NOTHING, -1, False

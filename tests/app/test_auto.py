@@ -357,6 +357,8 @@ def test_the_forecast_of_a_narrow_wire(tiny: Measurement, tmp_path: Path) -> Non
     assert Plan.load(plan).wire == "inexact-bf16"
     with pytest.raises(InputError, match="unknown wire format 'fp8'"):
         run_plan("two-conv:4:6", (1, 8, 8), 10, 32, file, None, wire="fp8")
+    run_plan("two-conv:4:6", (1, 8, 8), 10, 32, file, plan, outputs="where-computed")
+    assert Plan.load(plan).outputs == "where-computed"
 
 
 @pytest.mark.slow

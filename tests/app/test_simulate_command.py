@@ -38,6 +38,16 @@ def trace_of(tmp_path: Path, fleet_file: Path, plan: str) -> list[dict[str, Any]
     return events
 
 
+@pytest.mark.parametrize("plan", ["auto", "data"])
+def test_outputs_that_stay_join_their_losses(tmp_path: Path, fleet_file: Path, plan: str) -> None:
+    for outputs, expected in (("everywhere", False), ("where-computed", True)):
+        run_step(tmp_path, "two-conv:4:6", fleet_file, plan, 6000, outputs=outputs, draw=False)
+        names = {event["name"] for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"]}
+        assert any("loss of the whole batch" in name for name in names) == expected
+    with pytest.raises(InputError, match="unknown place of outputs 'here'"):
+        run_step(tmp_path, NET, fleet_file, plan, 12, outputs="here", draw=False)
+
+
 @pytest.mark.parametrize("plan", ["auto", "hybrid", "model"])
 def test_the_trace_keeps_the_formats_rules(tmp_path: Path, fleet_file: Path, plan: str) -> None:
     """Complete events have a name, pid, tid, ts and dur in microseconds; metadata names every process and thread."""

@@ -113,6 +113,23 @@ def test_both_directions_of_a_card_are_free_of_each_other():
     assert timeline.step_s == pytest.approx(1.5)
 
 
+def test_where_outputs_stay_the_parts_of_the_loss_are_joined_before_backward():
+    """Forward takes 1 and 3 s; 16 bytes each way from 3.5 on, at 100 bytes/s: 3.66; then backward, 1 s. Not where none runs."""
+    steps = [work(0, (0, 1)), work(1, (0, 1), "backward")]
+    seconds = {(0, "forward"): 1.0, (1, "forward"): 3.0, (0, "backward"): 1.0, (1, "backward"): 1.0}
+    costs = Costs(Table(seconds), hosts(2), itemsize=1)
+    for layout, ends in (
+        (Split(0, (1, 1)), 4.66),
+        (OnOne(0), 4.66),
+        (Replicated((0, 1)), 4.0),
+        (Split(1, (1, 1)), 4.0),
+    ):
+        listed = StepList(2, 2, (), (Value("y", (2, 2), layout),), tuple(steps))
+        assert simulate(listed, GRAPH, costs).step_s == pytest.approx(ends)
+    timeline = simulate(replace(listed, outputs=(Value("y", (2,), Split(0, (1, 1))),), steps=(steps[0],)), GRAPH, costs)
+    assert timeline.step_s == pytest.approx(3.0)
+
+
 @pytest.mark.parametrize("bytes_per_s", [100.0, 50.0])
 def test_ring_of_three(bytes_per_s):
     """300 bytes: 2(p-1) = 4 rounds, each of 0.5 s latency and 100 bytes."""
