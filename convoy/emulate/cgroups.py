@@ -115,6 +115,24 @@ def groups(controller: CpuController, run: RunName, cores: Sequence[float | None
         remove(parent)
 
 
+def run_like(cores: float, proc: Path = Path("/proc/self")) -> None:
+    """In a rehearsal: the device that this process plays has so many cores from now on.
+
+    Raises:
+        InputError: this process is in no group with a quota of its own.
+    """
+    # A process that has entered a network namespace no longer sees where the controllers were mounted.
+    with cpu_controller(RunName.mine()) as controller:
+        rows = [line.split(":", 2) for line in (proc / "cgroup").read_text().splitlines()]
+        found = (
+            path for _, names, path in rows if (names == "" if controller.version == 2 else "cpu" in names.split(","))
+        )
+        path = next(found, "").strip("/")
+        if not path:
+            raise InputError("this process plays no device with cores of its own: start it under `convoy rehearse`")
+        _limit(controller, controller.root / path, quota(cores))
+
+
 def entrance(group: Path) -> Path:
     """The file that a process writes its id to, to join a group."""
     return group / _MEMBERS

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -257,6 +258,32 @@ def test_a_device_gets_its_cores_and_no_more(tmp_path: Path) -> None:
         if fast > 1.5 * slow > 0.03:
             return
     pytest.fail(f"0.8 cores gave {fast:.2f} processor seconds a second, 0.1 cores gave {slow:.2f}")
+
+
+FALLS = """
+import os, sys
+from pathlib import Path
+from convoy.emulate.cgroups import run_like
+from convoy.profile.load import processor_share
+before = processor_share(0.3)
+run_like(0.1)
+Path(sys.argv[1]).write_text(f"{before} {processor_share(0.5)}")
+"""
+
+
+@needs_root
+def test_a_device_can_become_slower_while_it_runs(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    assert rehearse(fleet_of([0.6]), [*python(FALLS), str(told)], timeout_s=HANG_S, output=io.StringIO()) == 0
+    before, after = map(float, told.read_text().split())
+    assert after < 0.15 < before
+
+
+def test_only_a_device_of_a_rehearsal_has_cores_to_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cgroup").write_text("4:cpu:/\n0::/\n")
+    monkeypatch.setattr(cgroups, "cpu_controller", lambda _: nullcontext(cgroups.CpuController(2, tmp_path)))
+    with pytest.raises(InputError, match="start it under `convoy rehearse`"):
+        cgroups.run_like(0.5, tmp_path)
 
 
 @needs_root
