@@ -15,7 +15,7 @@ from convoy.model.nets import graph_of
 from convoy.plan.plan import parse_outputs
 from convoy.planner.predict import PlanningContext, predict_all, rates_by_devices
 from convoy.report.measured import remarks
-from convoy.report.plans import show_basis, show_counts, show_devices, show_plan, show_predictions
+from convoy.report.plans import show_basis, show_counts, show_devices, show_plan, show_predictions, show_spare
 from convoy.report.screen import Screen
 from convoy.report.waiting import Wait
 from convoy.sharding.comm_dtype import parse_comm_dtype
@@ -72,6 +72,7 @@ def run_plan(
         console.print(remark, soft_wrap=True)
     show_counts(console, counts, context)
     show_devices(console, rows[-1], context)
+    show_spare(console, rows[-1], context)
     show_plan(console, rows[-1], context)
     names = context.names
     if output is not None:

@@ -158,7 +158,7 @@ def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack) -> 
                 screen, timer, lambda: here.log, header.predict, partial(_show_new_plan, part, plans[0], screen)
             )
             rebalancer = _rebalancer(part, training, plans, tell, screen)
-        members = build_members(settings, training, here, plans.anew(rebalancer))
+        members = build_members(settings, training, here, plans, plans.anew(rebalancer))
         with nullcontext() if members is None else leaving_on_sigterm(members):
             history = fit(training, train, test, settings.epochs, observer, rebalancer, keeper, screen.line, members)
     wall_s = time.perf_counter() - start_s
@@ -281,7 +281,7 @@ def build_checkpointer(settings: Settings, training: Training, screen: Screen, s
 
 
 def build_members(
-    settings: Settings, training: Training, here: Handover, replan: Replanner | None = None
+    settings: Settings, training: Training, here: Handover, plans: Plans, replan: Replanner | None
 ) -> Members | None:
     """What lets the training go on without devices that are lost; None where it is not to, or on one device."""
     model = training.model
@@ -294,7 +294,15 @@ def build_members(
         here.screen.lines([f"  {reason}", *([f"  {words}"] if words else [])])
 
     others = [each for each in (training.schedule, training.scaler) if each is not None]
-    members = Members(model, training.optimizer, others=others, replan=replan, tell=changed)
+    every, price = (1 if settings.spare == "every-step" else None), plans.spare
+    if every is None and price is not None:
+        every = price.every
+    if price is not None and price.overfull:
+        here.screen.line(
+            f"WARNING: there is no room for the state that is kept for the loss of a device: {'; '.join(price.overfull)}. With "
+            "--spare none nothing is kept"
+        )
+    members = Members(model, training.optimizer, others=others, every=every, replan=replan, tell=changed)
     return members
 
 

@@ -168,8 +168,8 @@ class Settings(BaseModel):
     spare: Spare = _fleet(
         "auto",
         "What is kept for the loss of a device, so that the others go on. every-step: the state after each step, with "
-        "copies of the pieces that only one device has in another's memory; auto: so often that it costs little, and the steps "
-        "since are repeated; none: nothing, and a loss ends the training.",
+        "copies of the pieces that only one device has in another's memory; auto: so often that it costs at most 2 % of the "
+        "time, and the steps since are repeated; none: nothing, and a loss ends the training.",
     )
     job_key: File | None = _fleet(
         None,

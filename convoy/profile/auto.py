@@ -22,6 +22,7 @@ from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan
 from convoy.planner.known import Known
 from convoy.planner.predict import PlanningContext, choices, predict_plan
+from convoy.planner.spare import SparePrice, spare_price
 from convoy.profile.anew import Replanner
 from convoy.profile.describe import describe, fleet_of
 from convoy.profile.job import measure_job
@@ -44,6 +45,7 @@ class Plans(Sequence[Plan]):
         step_s: predicted seconds of a step by each plan; empty where nothing was predicted.
         spread: the factor within which nine of ten measurements lie of each of these.
         known: what plans are made of when the devices change.
+        spare: what it costs to keep the state for the loss of a device, by the first plan; None: that is not known.
     """
 
     plans: tuple[Plan, ...]
@@ -51,6 +53,7 @@ class Plans(Sequence[Plan]):
     step_s: tuple[float, ...] = ()
     spread: tuple[float, ...] = ()
     known: Known | None = field(default=None, compare=False)
+    spare: SparePrice | None = None
 
     @property
     def measured(self) -> Measurement | None:
@@ -163,7 +166,9 @@ def plan_together(
     plans = tuple(Plan.from_json(text, "device 0's plan") for text in row["plans"])
     speeds, sums = Speeds(tuple(row["speeds"])), None if reduce == "inexact-butterfly-mixing" else reduce
     known = Known(AUTO, tuple(range(group.devices)), speeds, measured, optimizer, sums, passes)
-    return Plans(plans, speeds, tuple(row["step_s"]), tuple(row["spread"]), known)
+    every, part, sent, memory, overfull = row["spare"]
+    spare = SparePrice(every, part, sent, tuple(memory), tuple(overfull))
+    return Plans(plans, speeds, tuple(row["step_s"]), tuple(row["spread"]), known, spare)
 
 
 def _alone(
@@ -198,7 +203,10 @@ def _planned(
     sums = None if reduce == "inexact-butterfly-mixing" else reduce
     costs, fleet = measured.costs(graph), measured.fleet
     context = PlanningContext.of(graph, batch, costs, fleet, optimizer, wire, sums, passes, outputs)
-    plans = [(each.plan, each.step_s, predict_plan(each.plan, context).spread) for each in choices(context)]
+    tried = choices(context)
+    predicted = [predict_plan(each.plan, context) for each in tried]
+    plans = [(each.plan, each.step_s, row.spread) for each, row in zip(tried, predicted, strict=True)]
+    price = spare_price(predicted[0], context)
     if reduce == "inexact-butterfly-mixing":
         # Copies that differ cannot be handed from plan to plan.
         mixing = predict_plan(replace(plans[0][0], reduce=reduce), context)
@@ -212,6 +220,7 @@ def _planned(
         "step_s": [step_s for _, step_s, _ in plans],
         "spread": [spread for _, _, spread in plans],
         "speeds": context.speeds.devices,
+        "spare": [price.every, price.part, price.sent_bytes, price.memory_bytes, price.overfull],
     }
 
 

@@ -11,6 +11,7 @@ from convoy.plan.explain import LayerRow, layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.planner.bound import LowerBound
 from convoy.planner.predict import PlanningContext, PlanPrediction
+from convoy.planner.spare import spare_price
 from convoy.report.numbers import in_bytes
 from convoy.report.screen import Screen, new_table
 from convoy.simulator.price import layers_s
@@ -106,6 +107,24 @@ def show_devices(console: Console, row: PlanPrediction, context: PlanningContext
             "-" if row.energy is None else f"{row.energy.devices_j[device]:.4g}",
         )  # fmt: skip
     console.print(table)
+
+
+def show_spare(console: Console, row: PlanPrediction, context: PlanningContext) -> None:
+    """What it costs to keep the state for the loss of a device, as `convoy train` does."""
+    if len(context.names) == 1:
+        return
+    chosen, each = spare_price(row, context), spare_price(row, context, 1)
+    often = "each step" if chosen.every == 1 else f"every {chosen.every} steps"
+    sent = f"{in_bytes(chosen.sent_bytes)} sent a step" if chosen.sent_bytes else "nothing sent"
+    words = (
+        f"Kept for the loss of a device (--spare auto): the state after {often}, {chosen.part:.1%} of a step's time, {sent}, at "
+        f"most {in_bytes(max(chosen.memory_bytes))} of a device's memory"
+    )
+    if chosen.every > 1:
+        words += f"; after each step (--spare every-step) it would be {each.part:.1%}"
+    console.print(f"{words}.", soft_wrap=True)
+    if chosen.overfull:
+        console.print(f"! With that there is no room: {'; '.join(chosen.overfull)}. --spare none", soft_wrap=True)
 
 
 def show_plan(console: Console, row: PlanPrediction, context: PlanningContext) -> None:

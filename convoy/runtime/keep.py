@@ -19,7 +19,7 @@ from convoy.comm.group import Message, Pending
 from convoy.membership.pieces import Transfer, newest_whole, transfers
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
-from convoy.sharding.layout import Box, Layout, Shape, Split, box, entries, holders, local_shape, whole
+from convoy.sharding.layout import Box, Shape, box, entries, local_shape, single, whole
 
 Name = tuple[str, str]
 """Key of a parameter or buffer, and "" for itself, or "0/momentum_buffer" for what the first optimizer remembers of it."""
@@ -97,11 +97,6 @@ class Kept:
         boxes = {key: [box for box, _ in self.parts(key)] for key in {**self.boxes, **self.spare_boxes}}
         rows = {**(self.spare_rows if self.complete else {}), **self.rows}
         return {"step": self.step, "boxes": {k: v for k, v in boxes.items() if v}, "rows": rows}
-
-
-def single(layout: Layout) -> bool:
-    """Whether no two devices have the same part of a tensor."""
-    return isinstance(layout, Split) or len(holders(layout)) == 1
 
 
 class StateKeeper:

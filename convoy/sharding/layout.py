@@ -99,6 +99,11 @@ def holders(layout: Layout) -> tuple[int, ...]:
             return (device,)
 
 
+def single(layout: Layout) -> bool:
+    """Whether no two devices have the same part of a tensor."""
+    return isinstance(layout, Split) or len(holders(layout)) == 1
+
+
 def holds(layout: Layout, device: int) -> bool:
     """Whether a device holds something."""
     # Planning asks this a million times, and a match takes twice as long.

@@ -3,7 +3,7 @@
 import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +22,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.survivors import plan_for
 from convoy.runtime.keep import StateKeeper
 from convoy.runtime.module import Distributed, not_distributed
+from convoy.train.pace import KeepPace
 
 T = TypeVar("T")
 
@@ -85,7 +86,8 @@ class Members:
     Args:
         model, optimizers: all that work on its parameters.
         others: what else has a state that changes from step to step: schedules, a scaler.
-        every: steps between two states that are kept; what was done since the last one is repeated after a loss.
+        every: steps from one state that is kept to the next; what was done since is repeated after a loss. None: so many that
+            keeping takes at most 2 % of their time, by what it takes in the first steps.
         spares: pieces that only one device has are copied to another. Otherwise they are lost with their device.
         replan: makes the plan for those that are left, as `Plans.anew` does; None: the same strategies, with shares in the same
             proportions.
@@ -103,20 +105,21 @@ class Members:
         model: Distributed,
         *optimizers: Optimizer,
         others: Sequence[Stateful] = (),
-        every: int = 1,
+        every: int | None = 1,
         spares: bool = True,
         replan: Replan | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
         if not isinstance(model, Distributed):
             raise not_distributed("Members", model)
-        if every < 1:
+        if every is not None and every < 1:
             raise InputError(f"every={every}: the state is kept every so many steps; give 1 or more")
         if model.plan.mixes:
             raise InputError(
                 f"Members with reduce {model.plan.reduce}, where each device has weights of its own: leave it out"
             )
-        self.model, self.others, self.every, self.tell = model, tuple(others), every, tell
+        self.model, self.others, self.every, self.tell = model, tuple(others), every or 1, tell
+        self._pace = KeepPace() if every is None else None
         self.replan = replan or InProportion()
         self.steps = 0
         self.place: Any = None
@@ -164,12 +167,16 @@ class Members:
         self.steps, self.place = self.steps + 1, place
         if self.membership is None:
             return
+        if self._pace is not None:
+            self._pace.ended()
         leaving = self._who_leaves()
         if self.steps % self.every == 0 or leaving:
             self.states.arrived()
             self._keep()
         if leaving:
             self._part(leaving)
+        if self._pace is not None:
+            self._pace.begins()
 
     def leave(self) -> None:
         """Leave the job after the present step, of which nothing is then repeated: `after_step` raises LeftError here. May be
@@ -225,7 +232,12 @@ class Members:
             DeviceLostError: see `recover`.
         """
         if not self._strict:
-            self._strict = True
+            if self.every > 1:
+                raise InputError(
+                    f"every={self.every} with `with members.step()`: what this loop has done after a step is not undone; leave "
+                    "every out"
+                )
+            self._strict, self._pace = True, None
             self.model.guard = self.repeated
             self.begin()
         wanted = self.steps + 1
@@ -277,9 +289,15 @@ class Members:
 
     def _keep(self) -> None:
         # Also the sign that all have finished the step, and have what the others kept before: the older may go.
-        if max(share_number(self.model.group, float(self.states.has_changed))):
+        wish = self.every if self._pace is None else self._pace.wish or self.every
+        own = torch.tensor([float(self.states.has_changed), float(wish)], dtype=torch.float64)
+        table, travels = share_tensor(self.model.group, own)
+        travels.wait()
+        if table[:, 0].any():
             self.states.tell_forms()
-        self.states.keep(self.steps, self._others())
+        self.every = int(table[:, 1].max())  # of all alike, also of devices that have come since
+        with nullcontext() if self._pace is None else self._pace.keeping():
+            self.states.keep(self.steps, self._others())
         if self._strict:
             self.states.arrived()
             share_number(self.model.group, 0.0)

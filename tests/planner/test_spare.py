@@ -1,0 +1,116 @@
+"""What keeping the state for the loss of a device costs, against cases worked out by hand."""
+
+from dataclasses import replace
+from io import StringIO
+
+import pytest
+import torch
+from rich.console import Console
+
+from convoy.cost.overhead import Overheads
+from convoy.model.graph import Graph
+from convoy.model.tracing import trace
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.strategy import One
+from convoy.planner.predict import PlanningContext, PlanPrediction, predict_plan
+from convoy.planner.spare import MOST_PART, kept_bytes, spare_price
+from convoy.report.plans import show_spare
+from tests.support.described_fleets import measured_fleet
+from tests.support.plain_nets import TwoConv
+
+BATCH = 48
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    return trace(TwoConv(16, 24), torch.zeros(2, 3, 8, 8)).graph
+
+
+def entries(graph: Graph) -> int:
+    return sum(layer.entries for layer in graph.layers.values())
+
+
+def case(
+    graph: Graph, name: str, copy_s_per_byte: float = 0.0, link: float = 1e12, devices: int = 3, **memory: int
+) -> tuple[PlanPrediction, PlanningContext]:
+    """A step that takes a second on each device, and nothing but the given copies and links costs time."""
+    measured = measured_fleet(graph, [1.0] * devices, BATCH, memory_bytes=memory, link_bytes_per_s=link)
+    costs = replace(
+        measured.costs(graph), overheads=(Overheads(copy_s_per_byte=copy_s_per_byte),) * devices, update_s_per_entry=()
+    )
+    context = PlanningContext.of(graph, BATCH, costs, measured.fleet)
+    row = predict_plan(named_plan(name, graph, BATCH, Speeds((1.0,) * devices)), context)
+    return replace(row, step_s=1.0), context
+
+
+def test_of_copied_weights_nothing_travels_and_each_device_keeps_all(graph: Graph) -> None:
+    steps = lower(named_plan("data", graph, BATCH, Speeds((1.0, 1.0))), graph)
+    assert kept_bytes(steps, graph, "sgd-momentum") == [(8 * entries(graph), 0)] * 2
+    assert kept_bytes(steps, graph, "adam", itemsize=8) == [(24 * entries(graph), 0)] * 2
+
+
+def test_of_split_weights_each_part_has_a_copy_on_the_next_device(graph: Graph) -> None:
+    steps = lower(named_plan("model", graph, BATCH, Speeds((1.0, 1.0))), graph)
+    assert sum(own for own, _ in kept_bytes(steps, graph, "sgd")) == 4 * entries(graph)
+    assert all(own == alone for own, alone in kept_bytes(steps, graph, "sgd"))
+    alone = lower(Plan("one", graph.fingerprint, 2, BATCH, {}, One(1)), graph)
+    assert kept_bytes(alone, graph, "sgd") == [(0, 0), (4 * entries(graph),) * 2]
+
+
+def test_copying_sets_the_steps_between_two_kept_states(graph: Graph) -> None:
+    """A copy takes 0.07 s of a step of 1 s: every fourth step that is 1.75 %."""
+    row, context = case(graph, "data", copy_s_per_byte=0.07 / (8 * entries(graph)))
+    found = spare_price(row, context)
+    assert found.every == 4
+    assert found.part == pytest.approx(0.0175, rel=1e-3)
+    assert found.sent_bytes == 0
+    assert found.memory_bytes == (16 * entries(graph),) * 3
+    assert spare_price(row, context, 1).part == pytest.approx(0.07, rel=1e-3)
+
+
+def test_where_it_costs_little_it_is_after_each_step(graph: Graph) -> None:
+    row, context = case(graph, "data", copy_s_per_byte=0.019 / (8 * entries(graph)))
+    assert spare_price(row, context).every == 1
+
+
+def test_what_travels_is_hidden_behind_steps_as_far_as_they_last(graph: Graph) -> None:
+    """A third of the state takes 2.5 s to the next device: behind three steps of a second it costs nothing, behind two 0.5 s."""
+    row, context = case(graph, "model")
+    row = replace(row, sent_bytes=(0,) * 3, received_bytes=(0,) * 3)
+    alone = max(size for _, size in kept_bytes(lower(row.plan, graph), graph, "sgd-momentum"))
+    row, context = replace(row), case(graph, "model", link=alone / 2.5)[1]
+    assert spare_price(row, context, 2).part == pytest.approx(0.25, rel=1e-2)
+    found = spare_price(row, context)
+    assert found.every == 3
+    assert found.part < MOST_PART
+    assert found.sent_bytes == pytest.approx(8 * entries(graph) / 3, abs=2)
+
+
+def test_a_card_that_is_busy_hides_less(graph: Graph) -> None:
+    row, context = case(graph, "model", link=1e6)
+    free, busy = (replace(row, sent_bytes=(n,) * 3, received_bytes=(0,) * 3) for n in (0, 999_000))
+    assert spare_price(busy, context, 1).part > spare_price(free, context, 1).part
+
+
+def test_no_room_is_said_and_one_device_keeps_nothing(graph: Graph) -> None:
+    row, context = case(graph, "data", d1=1000)
+    assert [each.partition(" needs")[0] for each in spare_price(row, context).overfull] == ["d1"]
+    out = StringIO()
+    show_spare(Console(file=out, width=200), row, context)
+    assert "no room: d1 needs" in out.getvalue()
+    row, context = case(graph, "data", copy_s_per_byte=0.07 / (8 * entries(graph)))
+    out = StringIO()
+    show_spare(Console(file=out, width=200), row, context)
+    assert "(--spare auto): the state after every 4 steps, 1.8% of a step's time, nothing sent" in out.getvalue()
+    assert "after each step (--spare every-step) it would be 7.0%" in out.getvalue()
+    row, context = case(graph, "data", devices=1)
+    assert spare_price(row, context).memory_bytes == (0,)
+
+
+def test_batches_in_passes_make_longer_steps(graph: Graph) -> None:
+    row, context = case(graph, "data", copy_s_per_byte=0.07 / (8 * entries(graph)))
+    assert spare_price(row, replace(context, passes=4)).every == 1
+
+
