@@ -104,7 +104,9 @@ def _travel_s(costs: Costs, sender: int, receiver: int, size: int) -> float:
     network = costs.network
     a, b = network.host[sender], network.host[receiver]
     rates = [network.pair_bytes_per_s[sender][receiver]]
-    rates += [network.within_bytes_per_s[a]] if a == b else [network.send_bytes_per_s[a], network.receive_bytes_per_s[b]]
+    rates += (
+        [network.within_bytes_per_s[a]] if a == b else [network.send_bytes_per_s[a], network.receive_bytes_per_s[b]]
+    )
     return size / min(rates)
 
 

@@ -117,8 +117,8 @@ def show_spare(console: Console, row: PlanPrediction, context: PlanningContext) 
     often = "each step" if chosen.every == 1 else f"every {chosen.every} steps"
     sent = f"{in_bytes(chosen.sent_bytes)} sent a step" if chosen.sent_bytes else "nothing sent"
     words = (
-        f"Kept for the loss of a device (--spare auto): the state after {often}, {chosen.part:.1%} of a step's time, {sent}, at "
-        f"most {in_bytes(max(chosen.memory_bytes))} of a device's memory"
+        f"Kept for the loss of a device (--spare auto): the state after {often}, {chosen.part:.1%} of a step's time, {sent}, "
+        f"at most {in_bytes(max(chosen.memory_bytes))} of a device's memory"
     )
     if chosen.every > 1:
         words += f"; after each step (--spare every-step) it would be {each.part:.1%}"

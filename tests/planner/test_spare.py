@@ -76,7 +76,8 @@ def test_where_it_costs_little_it_is_after_each_step(graph: Graph) -> None:
 
 
 def test_what_travels_is_hidden_behind_steps_as_far_as_they_last(graph: Graph) -> None:
-    """A third of the state takes 2.5 s to the next device: behind three steps of a second it costs nothing, behind two 0.5 s."""
+    """A third of the state takes 2.5 s to the next device: behind three steps of a second it costs nothing, behind two half a
+    second."""
     row, context = case(graph, "model")
     row = replace(row, sent_bytes=(0,) * 3, received_bytes=(0,) * 3)
     alone = max(size for _, size in kept_bytes(lower(row.plan, graph), graph, "sgd-momentum"))
@@ -112,5 +113,3 @@ def test_no_room_is_said_and_one_device_keeps_nothing(graph: Graph) -> None:
 def test_batches_in_passes_make_longer_steps(graph: Graph) -> None:
     row, context = case(graph, "data", copy_s_per_byte=0.07 / (8 * entries(graph)))
     assert spare_price(row, replace(context, passes=4)).every == 1
-
-
