@@ -1,5 +1,6 @@
 """What every test gets: one torch thread, a free port, and a look at what it leaves behind."""
 
+import gc
 import os
 import shutil
 import signal
@@ -46,6 +47,12 @@ CACHES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "__pycac
 def pytest_configure() -> None:
     """Every training keeps a log: those of the tests, and of the processes they start, lie in a folder of this session."""
     os.environ["CONVOY_RUNS"] = tempfile.mkdtemp(prefix="convoy-runs-")
+
+
+def pytest_collection_finish() -> None:
+    """Torch and the tests stay to the end: Python's garbage collector need not look through them again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -312,6 +312,7 @@ def tiny() -> Measurement:
     return Measurement.from_toml(on_processes(2, "tests.app.test_auto:measure_tiny", limit_s=100)[0])
 
 
+@pytest.mark.slow
 def test_train_by_a_measured_file_as_a_person_starts_it(tiny: Measurement, tmp_path: Path) -> None:
     """Plans, predicts, trains, and says at the end how good the prediction was."""
     file = tmp_path / "fleet.toml"

@@ -727,8 +727,8 @@ def train_until_one_freezes(device: int, argv: list[str]) -> str:
 
 
 def test_a_device_that_freezes_is_named() -> None:
-    argv = [*TINY, "--epochs", "1000", "--speeds", "1,1,1", "--timeout", "8", "--spare", "none"]
+    argv = [*TINY, "--epochs", "1000", "--speeds", "1,1,1", "--timeout", "4", "--spare", "none"]
     first, frozen, last = on_processes(3, "tests.app.test_cli:train_until_one_freezes", argv, joined=False)
     assert frozen is None
     for said in (first, last):
-        assert re.match(r"device 1 \(host \S+, cpu\) .* 8 s", said), said
+        assert re.match(r"device 1 \(host \S+, cpu\) .* 4 s", said), said

@@ -204,6 +204,7 @@ def run_with_peers(group: Group, folder: str) -> None:
         worker.measure_job, ddp.TRIAL_S = measure, trial_s
 
 
+@pytest.mark.slow
 def test_peers_take_turns_with_plans(tmp_path: Path) -> None:
     path = tmp_path / "straggler2.two-conv-4-8.8.json"
     on_processes(2, "tests.benchmarks.test_benchmarks_ddp:run_with_peers", str(tmp_path), limit_s=150.0)

@@ -195,8 +195,8 @@ def test_killed_again_and_again_and_resumed_on_another_fleet_each_time(tmp_path:
     assert sorted(expected) == list(range(STEPS))
     draw, folder, deaths = random.Random(3), tmp_path / "run", 0
     folder.mkdir()
-    for attempt, (plan, speeds) in enumerate(itertools.islice(itertools.cycle(FLEETS), 6)):
-        victim = draw.randrange(len(speeds)) if attempt < 5 else -1
+    for attempt, (plan, speeds) in enumerate(itertools.islice(itertools.cycle(FLEETS), 4)):
+        victim = draw.randrange(len(speeds)) if attempt < 3 else -1
         rows = on_processes(
             len(speeds), "tests.checkpoint.test_checkpoint_killed:train_until_killed", str(folder), plan, speeds, victim,
             draw.uniform(0.1, 0.5),
@@ -206,7 +206,7 @@ def test_killed_again_and_again_and_resumed_on_another_fleet_each_time(tmp_path:
             found = {int(step): loss for step, loss in (row or {}).items()}
             assert found == pytest.approx({step: expected[step] for step in found}, abs=EXACT)
         assert all(loadable(path) for path in checkpoints(folder))
-    assert deaths >= 2
+    assert deaths >= 1
     last = nets.build(NET, seed=1)
     optimizer = OPTIMIZERS["adam"](last.parameters())
     assert load_checkpoint(folder, last, optimizer, settings={"seed": SEED}) == Progress(STEPS, EPOCHS, 0)

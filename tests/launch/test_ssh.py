@@ -341,6 +341,7 @@ def test_a_fleet_trains_as_one_device_does(hosts: Lab, tmp_path: Path) -> None:
     assert_as_one_device(output, "Training on 3 devices, plan master")
 
 
+@pytest.mark.slow
 def test_a_script_of_ones_own_runs_on_every_host(hosts: Lab, tmp_path: Path) -> None:
     """`convoy run` over ssh: the example of the README trains on three devices of two hosts, and prints on one."""
     fleet, script = fleet_file(tmp_path, "", ""), str(ROOT / "examples" / "one_line.py")

@@ -1,6 +1,7 @@
 """What Python keeps between steps: numbers of modules, of classes, of a script. On every device as on one, or refused."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -11,10 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from convoy.comm.group import Group
 from convoy.errors import InputError
+from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.runtime.module import Distributed
-from tests.support.one_device import part
+from tests.support.one_device import one_trace, part
 from tests.support.threads import run_on_threads
 
 SPEEDS = (Speeds((2.0, 1.0, 1.0)), Speeds((3.0, 0.0, 2.0)))
@@ -229,19 +231,26 @@ def trained(model: Any, call: Callable[[Tensor], Tensor], inner: nn.Module) -> d
     return {"losses": losses, "weights": dict(weights), "numbers": numbers(inner)}
 
 
+@functools.cache
+def graph_of(name: str) -> Graph:
+    torch.manual_seed(0)
+    return trace(NETS[name]().double(), images(6)).graph
+
+
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", NETS)
 def test_numbers_are_those_of_one_device(name: str, plan: str) -> None:
     for speeds in SPEEDS:
         torch.manual_seed(0)
         model = NETS[name]().double()
-        chosen = named_plan(plan, trace(model, images(6)).graph, 6, speeds)
+        chosen = named_plan(plan, graph_of(name), 6, speeds)
 
         def on_device(group: Group, model: nn.Module = model, plan: Any = chosen) -> dict[str, Any]:
             here = Distributed(model, plan, group, images(6))
             return trained(here, lambda x: here(part(here, x), batch=len(x)), here.module)
 
-        found = run_on_threads(3, on_device, timeout_s=30)
+        with one_trace("python state", name):
+            found = run_on_threads(3, on_device, timeout_s=30)
         expected = trained(model, model, model)
         for device in found:
             torch.testing.assert_close(device, expected, rtol=0, atol=1e-10)

@@ -44,8 +44,8 @@ def try_nets(first: int, count: int) -> Counter[str]:
 
 
 def test_a_few_random_modules() -> None:
-    counts = try_nets(0, 18)
-    assert counts["exact"] >= 8, counts
+    counts = try_nets(0, 10)
+    assert counts["exact"] >= 5, counts
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from convoy.plan.strategy import Batch
 from convoy.report.screen import Screen
 from convoy.sharding.layout import Replicated
 from tests.support import nets
+from tests.support.one_device import one_trace
 from tests.support.threads import run_on_threads
 
 MIXING = "inexact-butterfly-mixing"
@@ -83,7 +84,8 @@ def on_threads(shares: tuple[int, ...], steps: int) -> list[tuple[float, float]]
         (own,) = part.parameters()
         return own.item() if own.numel() else float("nan"), part.full_state_dict()["0.weight"].item()
 
-    return run_on_threads(len(shares), work)
+    with one_trace():
+        return run_on_threads(len(shares), work)
 
 
 @pytest.mark.parametrize("shares", [(3, 1), (2, 2), (0, 4)])
@@ -144,7 +146,8 @@ def test_a_net_learns(devices: int) -> None:
         assert state["fc.weight"]["momentum_buffer"].shape == (nets.CLASSES, 8)
         return losses, part.full_state_dict(), dict(part.module.state_dict())
 
-    results = run_on_threads(devices, work)
+    with one_trace():
+        results = run_on_threads(devices, work)
     losses, whole, _ = results[0]
     assert losses[-1] < 0.5 * losses[0]
     assert all(other == losses for other, _, _ in results), "every device sees the loss of the whole batch"

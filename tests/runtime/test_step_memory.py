@@ -70,7 +70,6 @@ def test_a_step_leaves_nothing_to_the_collector(net: str, plan: str) -> None:
         with one_trace():
             run_on_threads(2, work)
     finally:
-        gc.unfreeze()
         gc.enable()
     assert not found
 

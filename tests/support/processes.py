@@ -6,6 +6,7 @@ A function for processes lives in a test module under its own name, and takes an
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -141,6 +142,7 @@ def _nurse(order: dict[str, Any]) -> None:
     """Fork the devices and wait for them; those that were stopped are killed when only they are left."""
     with contextlib.suppress(Exception):  # a module that cannot be imported fails in the devices, where it is told
         importlib.import_module(order["target"].split(":")[0])
+    gc.freeze()  # a collection in a device would go over all of torch, and copy the pages that it shares with the others
     read_end, write_end = os.pipe()
     port = free_port()
     running, stopped = set(), set()

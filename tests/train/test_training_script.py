@@ -62,6 +62,7 @@ def numbers(printed: str) -> list[float]:
     return [float(number) for number in re.findall(r"[\d.]+", printed)]
 
 
+@pytest.mark.slow
 def test_one_line_trains_the_same_as_a_person_starts_it(folder: Path) -> None:
     """Mixup in the loop saw this device's part of the images beside all labels, and the averages were weighted by parts."""
     options = ["--clip-grad-norm", "0.5", "--mix-in-loop"]
