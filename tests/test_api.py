@@ -67,7 +67,11 @@ def by_its_variables(example: Path) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("example", "start"), [(ONE, under_torchrun), (FOUR, by_its_variables)], ids=["one line", "four lines"]
+    ("example", "start"),
+    [
+        pytest.param(ONE, under_torchrun, id="one line", marks=pytest.mark.slow),
+        pytest.param(FOUR, by_its_variables, id="four lines"),
+    ],
 )
 def test_the_example_alone_and_under_torchrun(
     example: Path, start: Callable[[Path], tuple[str, str]], monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from convoy import cli
 from tests.support.processes import PLACE, ROOT
+from tests.support.slow import most_slow
 
 TINY = [
     *("--data", "digits", "--net", "two-conv:4:6", "--limit", "80", "--batch", "20", "--speeds", "1", "--lr", "0.05")
@@ -346,7 +347,7 @@ def real(*argv: str) -> list[str]:
 QUIET = {k: v for k, v in os.environ.items() if k not in (*PLACE, "COLUMNS")} | {"PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", most_slow(1, [2, 1]))
 def test_a_reader_that_has_seen_enough_ends_the_command_quietly(devices: int, tmp_path: Path) -> None:
     """`convoy train | head -1`."""
     speeds = ["--speeds", ",".join("1" * devices), "--devices", str(devices), "--epochs", "1000000"]
@@ -361,7 +362,7 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly(devices: int, tm
     assert (command.returncode, errors) == (141, b"")
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", most_slow(1, [2, 1]))
 def test_ctrl_c_is_answered_at_once_and_ends_all_soon(devices: int, tmp_path: Path) -> None:
     """It took 7 s, and nothing was said."""
     log = tmp_path / "log.jsonl"

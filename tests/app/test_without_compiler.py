@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.processes import ROOT
 
 HEAVY = """
@@ -100,6 +102,7 @@ print(is_compile_supported("cpu"), Symbol("x").name, symbolic_shapes.ShapeEnv.__
 """
 
 
+@pytest.mark.slow
 def test_whoever_wants_algebra_has_it() -> None:
     assert output_of(ALGEBRA).split()[1:] == ["x", "torch.fx.experimental.symbolic_shapes"]
 
@@ -114,6 +117,7 @@ print(config.__spec__.name, torch._dynamo.__spec__.name)
 """
 
 
+@pytest.mark.slow
 def test_a_part_of_the_compiler_is_found_with_it() -> None:
     assert output_of(PARTS) == "torch._dynamo.config torch._dynamo"
 

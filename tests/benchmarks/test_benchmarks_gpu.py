@@ -20,6 +20,7 @@ def ran(*options: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="has an accelerator: run make gpu")
 def test_streams_are_tried_on_a_simulated_accelerator() -> None:

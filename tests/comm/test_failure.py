@@ -47,7 +47,7 @@ def test_all_survivors_name_a_killed_device(network: dict[str, str]) -> None:
 @on_each_network
 def test_all_survivors_name_a_frozen_device(network: dict[str, str]) -> None:
     target = "tests.comm.test_failure:lose_by_signal"
-    reports = on_processes(4, target, int(signal.SIGSTOP), timeout_s=2.0, environment=network)
+    reports = on_processes(4, target, int(signal.SIGSTOP), timeout_s=1.0, environment=network)
     assert reports[2] is None
     for device in (0, 1, 3):
         assert reports[device][0] == 2, reports

@@ -207,6 +207,7 @@ def test_the_command_knows_that_it_is_one_of_a_job(monkeypatch: pytest.MonkeyPat
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("6", "8")
 
 
+@pytest.mark.slow
 @needs("mpirun")
 def test_the_same_command_under_mpirun(tmp_path: Path) -> None:
     def train(*launcher: str) -> str:

@@ -1,5 +1,9 @@
-"""The pages build, without a warning: no dead link, no docstring that Sphinx cannot read, no name that is not there."""
+"""The pages build, without a warning: no dead link, no docstring that Sphinx cannot read, no name that is not there.
 
+The build is slow; what of it people break most is read in the sources: links, tables of contents, names of the reference.
+"""
+
+import importlib
 import re
 import subprocess
 import sys
@@ -10,11 +14,43 @@ import pytest
 import convoy
 from tests.support.processes import ROOT
 
-pytest.importorskip("sphinx", reason="the extra 'docs' is not installed")
+DOCS = ROOT / "docs"
+PAGES = [page for page in sorted(DOCS.rglob("*.md")) if "_build" not in page.parts]
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)#\s]+)(?:#[^)\s]*)?\)")
+CONTENTS = re.compile(r"^```\{toctree\}\n(.*?)^```", re.M | re.S)
+
+
+def test_no_link_is_dead() -> None:
+    dead = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+        for target in LINK.findall(page.read_text(encoding="utf-8"))
+        if not (page.parent / target).exists()
+    ]
+    assert not dead
+
+
+def test_every_page_is_named_in_a_table_of_contents() -> None:
+    named = {DOCS / "index.md"}
+    for page in PAGES:
+        for contents in CONTENTS.findall(page.read_text(encoding="utf-8")):
+            for line in contents.split():
+                if not line.startswith(":"):
+                    named |= set(page.parent.glob(f"{line}.md"))
+    assert named >= set(PAGES), sorted(set(PAGES) - named)
+
+
+def test_the_reference_names_what_is_exported() -> None:
+    told = re.findall(r"^\.\. auto(\w+):: ([\w.]+)$", (DOCS / "reference" / "api.md").read_text(encoding="utf-8"), re.M)
+    names = {name.rpartition(".")[2] for _, name in told}
+    for what, name in told:
+        names |= vars(importlib.import_module(name)).keys() if what == "module" else set()
+    assert not {name for name in convoy.__all__ if name != "__version__"} - names
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("sphinx", reason="the extra 'docs' is not installed")
     out = tmp_path_factory.mktemp("docs")
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-n", "-q", "-b", "html", "docs", str(out)],
@@ -24,6 +60,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_every_exported_name_is_in_the_reference(built: Path) -> None:
     page = (built / "reference" / "api.html").read_text(encoding="utf-8")
     told = set(re.findall(r'id="(?:convoy\.)([\w.]+)"', page))
@@ -32,6 +69,7 @@ def test_every_exported_name_is_in_the_reference(built: Path) -> None:
     assert not missing, f"docs/reference/api.md does not tell of {sorted(missing)}"
 
 
+@pytest.mark.slow
 def test_every_page_is_in_a_table_of_contents(built: Path) -> None:
     """Sphinx warns of pages that are in none; here, that none is left out of the build."""
     pages = {page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")}

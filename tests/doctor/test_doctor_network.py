@@ -82,6 +82,7 @@ def found(findings: Sequence[Sequence[str]], words: str) -> Sequence[str]:
     return matches[0]
 
 
+@pytest.mark.slow
 def test_five_hosts_with_a_trouble_each() -> None:
     """b has no route to c; the card of d runs at 100 Mbit/s; the clock of b is wrong; c has another version, and its name
     leads to loopback; e has no route to a, where all meet; a sixth is never started. All is told, in seconds."""

@@ -164,7 +164,7 @@ def test_the_key_is_nowhere_to_be_read(tmp_path: Path, script: bool) -> None:
     written = tmp_path / "written"
     written.mkdir()
     words = (
-        f"train --data digits --net two-conv:4:8 --devices 2 --page --checkpoint {written}/run --job-key {key}".split()
+        f"train --data digits --net two-conv:4:8 --devices 2 --limit 200 --page --checkpoint {written}/run --job-key {key}".split()
     )
     if script:
         (tmp_path / "own.py").write_text("from convoy.comm.processes import join\nprint(join().agree('a', 'b'))\n")

@@ -128,6 +128,7 @@ def test_what_the_other_devices_print_goes_to_files(folder: Path) -> None:
     assert "give another folder for the logs" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_doctor_comes_first_if_asked(folder: Path) -> None:
     done = run(["--devices", "2", "--doctor", "tell.py"], folder)
     assert done.returncode == 0

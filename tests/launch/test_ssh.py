@@ -283,8 +283,15 @@ def test_a_device_that_is_killed_ends_all(hosts: Lab, tmp_path: Path, start: str
     assert errors.startswith(f"DeviceLostError: device {rank} (host {host}, cpu) was killed by SIGKILL")
 
 
-@pytest.mark.parametrize("start", ["attic", "desk"])
-@pytest.mark.parametrize("script", [WAIT, STUBBORN], ids=["polite", "stubborn"])
+@pytest.mark.parametrize(
+    ("start", "script"),
+    [
+        pytest.param("attic", WAIT, id="attic-polite"),
+        pytest.param("desk", STUBBORN, id="desk-stubborn"),
+        pytest.param("attic", STUBBORN, id="attic-stubborn", marks=pytest.mark.slow),
+        pytest.param("desk", WAIT, id="desk-polite", marks=pytest.mark.slow),
+    ],
+)
 def test_after_ctrl_c_nothing_stays_on_any_host(hosts: Lab, tmp_path: Path, start: str, script: str) -> None:
     with hosts.on(start, launching(quick_fleet(tmp_path), script)) as launcher:
         pids(tmp_path)

@@ -25,6 +25,7 @@ from convoy.report.plans import least_words
 from convoy.sharding.shares import Shares, apportion
 from convoy.simulator.simulate import simulate
 from studies.roofline import roofline_costs
+from tests.support.slow import most_slow
 from tests.support.stacks import Stack
 
 
@@ -126,7 +127,7 @@ def small(rng: random.Random) -> Graph:
     return stack.flatten().linear(rng.choice([10, 200])).graph()
 
 
-@pytest.mark.parametrize("case", range(12))
+@pytest.mark.parametrize("case", most_slow(4, range(12)))
 def test_no_plan_is_faster(case: int) -> None:
     rng = random.Random(case)
     graph, batch = small(rng), rng.choice([4, 12])
@@ -140,7 +141,7 @@ def test_no_plan_is_faster(case: int) -> None:
     assert bound.step_s > 0
 
 
-@pytest.mark.parametrize("case", range(8))
+@pytest.mark.parametrize("case", most_slow(4, range(8)))
 def test_no_plan_is_faster_where_the_wire_sets_the_pace(case: int) -> None:
     """Chains of Linears on two nearly equal devices, where an exchange takes about as long as it spares."""
     rng = random.Random(case)

@@ -32,6 +32,7 @@ from convoy.sharding.layout import Split, holders
 from convoy.sharding.redistribute import Reduce
 from convoy.sharding.shares import Shares, apportion
 from convoy.simulator.simulate import Costs, simulate
+from tests.support.slow import most_slow
 
 
 def flat_network(devices: int, bytes_per_s: float, latency_s: float = 1e-4) -> Network:
@@ -86,7 +87,7 @@ def every_plan(graph: Graph, batch: int, costs: Costs) -> Iterator[Plan]:
             yield Plan("by hand", graph.fingerprint, len(order), batch, layers, by_batch)
 
 
-@pytest.mark.parametrize("case", range(6))
+@pytest.mark.parametrize("case", most_slow(3, range(6)))
 def test_no_combination_of_strategies_is_faster(case: int) -> None:
     rng = random.Random(case)
     graph, devices, batch = graph_of(small_net(rng)), rng.choice([2, 3]), rng.choice([8, 32])
@@ -108,7 +109,7 @@ def every_way_to_keep(plan: Plan, graph: Graph) -> Iterator[Plan]:
                 yield replace(plan, in_shares=dict.fromkeys(some, InShares(shares)))
 
 
-@pytest.mark.parametrize("case", range(4))
+@pytest.mark.parametrize("case", most_slow(2, range(4)))
 def test_no_way_to_keep_weights_is_faster(case: int) -> None:
     """Where the optimizer takes long on a slow device, and the wire little."""
     rng = random.Random(case)

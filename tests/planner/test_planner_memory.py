@@ -23,6 +23,7 @@ from convoy.sharding.redistribute import SUMS, Sum
 from convoy.simulator.energy import energy_of
 from convoy.simulator.simulate import Costs, simulate
 from studies.roofline import roofline_costs
+from tests.support.slow import most_slow
 from tests.support.stacks import Stack
 
 GIGABIT = Card(125e6, 125e6, 1e-4)
@@ -131,7 +132,7 @@ def heavy() -> Graph:
     return stack.pool().flatten().linear(4).graph()
 
 
-@pytest.mark.parametrize("limit_mb", [260, 200])
+@pytest.mark.parametrize("limit_mb", most_slow(1, [260, 200]))
 def test_weights_are_freed_after_use_where_nothing_else_fits(limit_mb: int) -> None:
     """200 MB are little more than what an even fourth of the samples takes: the fast devices give samples away."""
     graph = heavy()

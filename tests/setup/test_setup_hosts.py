@@ -21,6 +21,7 @@ from convoy._version import __version__
 from convoy.fleet import read_fleet
 from convoy.setup.packages import _needed, normal
 from convoy.setup.torch_builds import FAMILY
+from tests.support.processes import ROOT
 from tests.support.programs import needs
 from tests.support.ssh_hosts import Lab, eventually, lab, needs_ssh
 from tests.support.wheels import wheel
@@ -55,16 +56,26 @@ kind = "cpu"
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """Their Python is the one below this environment: it has none of our packages."""
+    """Their Python is the one below this environment: it has none of our packages. They have a uv that is quick."""
     folder = tmp_path_factory.mktemp("lab")
     (folder / "bin").mkdir()
-    python = folder / "bin" / "python3"
-    python.write_text(f'#!/bin/sh\nexec {getattr(sys, "_base_executable", sys.executable)} "$@"\n')
-    python.chmod(0o755)
+    below = getattr(sys, "_base_executable", sys.executable)
+    for name, command in (("python3", below), ("uv", f"{below} {ROOT / 'tests' / 'support' / 'quick_uv.py'}")):
+        (folder / "bin" / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+        (folder / "bin" / name).chmod(0o755)
     if (rsync := shutil.which("rsync")) is not None:
         (folder / "bin" / "rsync").symlink_to(rsync)
     with lab(folder, ["desk", "attic", "cellar"], set_env=f"PATH={folder / 'bin'}:/usr/bin:/bin") as made:
         yield made
+
+
+@pytest.fixture
+def no_uv(hosts: Lab) -> Iterator[None]:
+    """They have pip alone, as most hosts."""
+    uv = hosts.folder / "bin" / "uv"
+    uv.rename(uv.with_suffix(".away"))
+    yield
+    uv.with_suffix(".away").rename(uv)
 
 
 @pytest.fixture(autouse=True)
@@ -196,21 +207,29 @@ def test_only_what_differs_is_sent_and_only_its_own_files_are_removed(hosts: Lab
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("ready")
-def test_a_package_that_is_another_there_is_installed_again(hosts: Lab, project: Path, index: Path) -> None:
+@pytest.mark.usefixtures("no_uv")
+def test_pip_installs_and_a_package_that_is_another_there_is_installed_again(
+    hosts: Lab, project: Path, index: Path, tmp_path: Path
+) -> None:
     """And a Convoy with the same version number and other files."""
-    root = project.parent / "hosts" / "birds-attic"
+    copy = tmp_path / "birds"
+    shutil.copytree(project, copy, symlinks=True)
+    (copy / "lab.toml").write_text(FLEET)
+    status, output, errors = setup(hosts, copy, index)
+    assert (status, errors) == (0, ""), output
+    assert sum("Successfully installed" in line for line in output) == 2
+    root = tmp_path / "hosts" / "birds-attic"
     [metadata] = root.glob("venv/lib/python*/site-packages/numpy-*.dist-info/METADATA")
     metadata.write_text(metadata.read_text().replace(f"Version: {version('numpy')}", "Version: 0.1"))
     note = json.loads((root / "convoy-setup.json").read_text())
     note["installed"]["convoy-train"] = "another"
     (root / "convoy-setup.json").write_text(json.dumps(note))
-    status, output, errors = setup(hosts, project, index)
+    status, output, errors = setup(hosts, copy, index)
     assert (status, errors) == (0, "")
     assert [line for line in output if "installing" in line] == [
         "attic: installing 1 package", "attic: installing convoy-train anew",
     ]  # fmt: skip
-    assert ask(project, "attic", "from importlib.metadata import version as v; print(v('numpy'))") == version("numpy")
+    assert ask(copy, "attic", "from importlib.metadata import version as v; print(v('numpy'))") == version("numpy")
     assert "cellar: has all of it" in output
 
 
@@ -290,6 +309,7 @@ def test_a_module_that_was_changed_here_since_is_told_before_the_run(hosts: Lab,
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_uv")
 def test_an_interrupted_setup_ends_everywhere_and_the_next_one_finishes(
     hosts: Lab, project: Path, index: Path, tmp_path: Path
 ) -> None:
