@@ -130,8 +130,13 @@ def _is_product(path: Path) -> bool:
 def nothing_left_behind() -> Iterator[None]:
     """Fail a test that leaves processes, threads, listening ports or files behind."""
     folder = Path.cwd()
-    before = belongings()
+    before, variables = belongings(), dict(os.environ)
     yield
+    # A command that ran here may have set some for its devices; those that a later test starts would take them for theirs.
+    for name in {name for name, _ in set(variables.items()) ^ set(os.environ.items())} - {"PYTEST_CURRENT_TEST"}:
+        os.environ.pop(name, None)
+        if name in variables:
+            os.environ[name] = variables[name]
     assert Path.cwd() == folder, f"the test left the working folder {folder} for {Path.cwd()}"
     deadline_s = time.monotonic() + GRACE_S
     while (left := belongings().left_since(before)) and time.monotonic() < deadline_s:

@@ -163,9 +163,8 @@ def test_the_key_is_nowhere_to_be_read(tmp_path: Path, script: bool) -> None:
     assert len(secrets) >= 2
     written = tmp_path / "written"
     written.mkdir()
-    words = (
-        f"train --data digits --net two-conv:4:8 --devices 2 --limit 200 --page --checkpoint {written}/run --job-key {key}".split()
-    )
+    options = f"--devices 2 --limit 200 --page --checkpoint {written}/run --job-key {key}"
+    words = f"train --data digits --net two-conv:4:8 {options}".split()
     if script:
         (tmp_path / "own.py").write_text("from convoy.comm.processes import join\nprint(join().agree('a', 'b'))\n")
         words = ["run", "--job-key", str(key), "--devices", "2", "--logs", str(written / "logs"), "own.py"]
