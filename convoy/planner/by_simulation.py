@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from convoy.cost.memory import Room
-from convoy.planner.analytic import CostModel
+from convoy.planner.analytic import CostModel, content
 from convoy.planner.found import Candidate, Found, in_order
 from convoy.planner.local_search import DEEP, LocalSearch
 from convoy.planner.memory import fits
@@ -38,7 +38,10 @@ def by_simulation(
         for working in sorted(best_of, key=lambda w: (best_of[w][0], w))[: 3 if len(order) <= 4 else 1]:
             step_s, plan = local.change_strategies(best_of[working][1], order[:working])
             rows.append((step_s, working, plan))
-    for _, working, plan in sorted(rows, key=lambda row: row[:2])[:IMPROVED]:
+    different = {
+        content(plan): (working, plan) for _, working, plan in sorted(rows, key=lambda row: row[:2], reverse=True)
+    }
+    for working, plan in list(different.values())[-IMPROVED:][::-1]:
         rows += [(s, working, better) for s, better in local.change_exchanges_and_shares(plan)]
     speeds = model.solo_speeds()
     for change in (lambda p: local.keep_otherwise(p, speeds), lambda p: local.let_join(p, speeds), local.move_units):

@@ -26,8 +26,11 @@ from convoy.sharding.shares import Shares, apportion
 from convoy.simulator.price import computing_s, layers_s
 from convoy.simulator.simulate import Timeline, simulate
 
-CHUNKS = (2, 4, 8)
+CHUNKS = (2, 4, 8, 16, 32)
 """In how many chunks moves are tried."""
+
+SOME_CHUNKS, NEAR = 8, 1.5
+"""Where strategies are changed, a plan is tried in so many chunks, too, if it takes at most so many times as long without."""
 
 ROUNDS = 4
 """Times that shares are corrected at most."""
@@ -147,18 +150,30 @@ class LocalSearch:
                         if tuple(attempt.values()) in tried:
                             continue
                         tried.add(tuple(attempt.values()))
-                        for _, other in Search(self.model, active, attempt).run()[:1]:
-                            if replay := self.shorter(other, best[0]):
-                                best, kinds, changed = (replay.step_s, other), attempt, True
+                        for _, found in Search(self.model, active, attempt).run()[:1]:
+                            for other in self._perhaps_in_chunks(found, best[0]):
+                                if replay := self.shorter(other, best[0]):
+                                    best, kinds, changed = (replay.step_s, other), attempt, True
         return best
+
+    def _perhaps_in_chunks(self, plan: Plan, than_s: float) -> Iterator[Plan]:
+        """A plan; and with its moves in chunks, where it has such and is not much longer without."""
+        yield plan
+        found = self._simulated(plan, than_s * NEAR)
+        if found is not None and found.step_s < than_s * NEAR and self._in_chunks(plan, SOME_CHUNKS):
+            yield replace(plan, pieces=min(SOME_CHUNKS, plan.batch))
+
+    def _in_chunks(self, plan: Plan, chunks: int) -> bool:
+        """Whether chunks would make a difference."""
+        steps = self.model.steps(replace(plan, pieces=min(chunks, plan.batch))).steps
+        return any(isinstance(step, Compute) and step.pieces > 1 for step in steps)
 
     def change_exchanges_and_shares(self, plan: Plan) -> Found:
         """Other sums, moves in chunks, and shares divided by how long each device is busy."""
         replay = self.simulated(plan)
         changes: list[dict[str, Any]] = [{"reduce": reduce} for reduce in self.reduces if reduce != plan.reduce]
         pieces = [chunks for chunks in CHUNKS if chunks <= plan.batch]
-        chunked = self.model.steps(replace(plan, pieces=min(CHUNKS[0], plan.batch))).steps
-        if any(isinstance(step, Compute) and step.pieces > 1 for step in chunked):
+        if self._in_chunks(plan, CHUNKS[0]):
             changes += [{"pieces": chunks} for chunks in pieces]
         for change in changes:
             other = replace(plan, **change)

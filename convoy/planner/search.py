@@ -22,6 +22,10 @@ BEAM = 48
 """States kept per layer: residual nets need a handful, only dense concatenation has more."""
 
 
+EVEN_DEVICES, EVEN_LAYERS = 8, 100
+"""Of so few devices and layers, filters are shared out evenly, too, not only by speed."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Chosen:
     """Strategies chosen so far, newest first."""
@@ -81,6 +85,9 @@ class Search:
         shared = len(active) > 1
         self.last = max(active, key=lambda d: model.samples_s(d, self.by_batch.shares[d], shared))
         self.forms = self._forms(keepers)
+        # What everybody reads, everybody sends to all others: where cards set the pace, even shares may beat those by speed.
+        few = 1 < len(active) <= EVEN_DEVICES and len(model.graph.layers) <= EVEN_LAYERS and penalty is None
+        self.even = [float(d in self.active) for d in range(self.devices)] if few else None
         self.readers = {name: len(rows) + (name in self.graph.outputs) for name, rows in self.graph.readers.items()}
         self.numbers: dict[Layout, int] = {}
         self.layouts: list[Layout] = []
@@ -221,6 +228,10 @@ class Search:
         if layer.shared or len(self.active) == 1:
             return
         yield Filter(self._shares(layer, "outputs"))
+        if self.even is not None:
+            even = Filter(apportion(layer.channels_out, self.even))
+            if even.shares != self._shares(layer, "outputs"):
+                yield even
         if not layer.sums_channels:
             return
         axis = layer.feature_axis
