@@ -7,13 +7,14 @@ is there. What is decided is in `membership/agreement.py`.
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import final
 
+from convoy.comm.applicants import Applicant, Applicants
 from convoy.comm.changing import ChangingGroup
-from convoy.comm.channel import Words
+from convoy.comm.channel import Channel, Credentials, Words
 from convoy.comm.door import Door
 from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.failure import HealthServer, NoAnswer
@@ -29,6 +30,7 @@ from convoy.membership.agreement import (
     Excluded,
     Gather,
     Generation,
+    Granted,
     Interrupted,
     Lost,
     Meet,
@@ -58,27 +60,59 @@ class UnnamedLossError(DeviceLostError):
     """Another device says that one was lost; which one, shows when all meet."""
 
 
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a device answers as a member of its job.
+
+    Attributes:
+        address, port: where it listens; port 0: a free one.
+        credentials: of the job.
+        token: of the job's members.
+        staged: as for :func:`convoy.comm.processes.join`.
+    """
+
+    address: str
+    port: int
+    credentials: Credentials
+    token: str
+    staged: bool = False
+
+    @classmethod
+    def of(cls, group: JoinedGroup, port: int = 0) -> "Home":
+        return cls(group.address, port, group.credentials, f"members of {group.token}", group.staged)
+
+
 @final
 class Membership:
     """This device's part in a job whose devices change. Every device of a group makes one at the same time.
 
+    Args:
+        home: of a device that is alone, or comes into a job that trains already; None: that of its group.
+
     Attributes:
         group: of the present generation.
         silence_s: how long a device may be silent.
+        applicants: those that ask this device to be let in.
+        offer: what such a one is told of the job; None: nobody is let in.
     """
 
-    def __init__(self, group: ChangingGroup) -> None:
+    def __init__(self, group: ChangingGroup, home: Home | None = None) -> None:
         joined = group.present
-        assert isinstance(joined, JoinedGroup)
-        self.group, self.timeout_s, self.staged = group, group.timeout_s, joined.staged
+        if home is None:
+            assert isinstance(joined, JoinedGroup)
+            home = Home.of(joined)
+        self.group, self.timeout_s, self.staged = group, group.timeout_s, home.staged
         self.silence_s = max(LEAST_SILENCE_S, group.timeout_s * SILENT_PART)
-        joined.report_s = REPORT_S
-        self._credentials = joined.credentials
+        if isinstance(joined, JoinedGroup):
+            joined.report_s = REPORT_S
+        self._credentials = home.credentials
+        self.applicants, self.offer = Applicants(), None
         # A door of its own, which outlives the groups.
-        door = Door(listen_at(joined.address, 0), self._credentials, "convoy-members")
-        self._server = HealthServer(joined.device, door, f"members of {joined.token}")
+        door = Door(listen_at(home.address, home.port), self._credentials, "convoy-members")
+        door.handlers["join"] = self._knocked
+        self._server = HealthServer(joined.device, door, home.token)
         rows = group.agree("members", json.dumps(self._server.address))
-        self._addresses: Mapping[int, Address] = {d: (str(h), int(p)) for d, (h, p) in enumerate(map(json.loads, rows))}
+        self._addresses: dict[int, Address] = {d: (str(h), int(p)) for d, (h, p) in enumerate(map(json.loads, rows))}
         self._state = Member(joined.device, Generation(0, tuple(range(joined.devices))))
         self._changed = threading.RLock()
         self._store: Address | None = None
@@ -96,6 +130,11 @@ class Membership:
     @property
     def generation(self) -> Generation:
         return self._state.generation
+
+    @property
+    def doors(self) -> list[Address]:
+        """Where the members of the present generation answer, the first one first."""
+        return [self._addresses[d] for d in self.generation.members]
 
     @property
     def is_out(self) -> bool:
@@ -159,7 +198,28 @@ class Membership:
             return {"wait": True}
         if device not in told.members:
             return {"excluded": _row(told)}
-        return {"call": _row(told), "store": self._store} if self._store is not None else {"wait": True}
+        return self._call(told) if self._store is not None else {"wait": True}
+
+    def _call(self, generation: Generation) -> Words:
+        doors = [[d, *address] for d, address in self._addresses.items()]
+        return {"call": _row(generation), "store": self._store, "doors": doors}
+
+    def _knocked(self, words: Words, _: Channel) -> Words:
+        """Somebody asks to be let in."""
+        with self._changed:
+            state = self._state
+            if state.phase == "out" or self.offer is None:
+                return {"refused": "this training takes nobody in" if state.phase != "out" else "this device is out of it"}
+            if words["do"] == "hello":
+                return {"token": self._server.token, "offer": self.offer, "doors": self.doors}
+            if state.leader != self.me:
+                return {"doors": [self._addresses[d] for d in state.candidates]}
+            host, port = words["door"]
+            told = self.applicants.hear(Applicant(str(words["mark"]), (str(host), int(port)), words["facts"]))
+            device = self.applicants.device_of(str(words["mark"]))
+            if device is not None and self._store is not None and state.called and device in state.called.members:
+                return {**self._call(state.called), "device": device}
+            return told
 
     def _interrupted(self, words: Words) -> Words:
         if int(words["device"]) not in self.generation.members:
@@ -194,6 +254,36 @@ class Membership:
         )  # fmt: skip
         return NoAnswer.DEAD if told == {} and question != "interrupt" else told
 
+    # --- growing, on the main thread -------------------------------------------------------------------------------------
+
+    def number(self, newcomers: Sequence[Applicant]) -> list[list[object]]:
+        """As the leader: who comes in as which device, for `grant`."""
+        first = max(self._addresses) + 1
+        for device, each in enumerate(newcomers, first):
+            self.applicants.number(each.mark, device)
+        return [[device, *each.door] for device, each in enumerate(newcomers, first)]
+
+    def grant(self, rows: Sequence[Sequence[object]]) -> None:
+        """Let these in: every device calls it between two steps, and `regroup` then."""
+        with self._changed:
+            self._addresses |= {int(str(d)): (str(host), int(str(port))) for d, host, port in rows}
+            self._observe(Granted(tuple(int(str(row[0])) for row in rows)))
+
+    def come(self, device: int, told: Words) -> bool:
+        """Go to the meeting to which this newcomer is called as that device; whether it took place."""
+        called = _generation(told["call"])
+        with self._changed:
+            self._addresses = {}
+            self._invite(told)
+            self._state = Member(device, Generation(-1, (device,)), phase="meeting", called=called)
+        group = self._meet(called, hosts=False)
+        if group is None:
+            return False
+        self.group.present.close()
+        self.group.replace(group)
+        self._observe(Met())
+        return True
+
     # --- meeting anew, on the main thread --------------------------------------------------------------------------------
 
     def regroup(self, error: ConvoyError) -> None:
@@ -225,6 +315,7 @@ class Membership:
                     if (group := self._meet(generation, hosts)) is not None:
                         self.group.replace(group)
                         self._observe(Met())
+                        self.applicants.changed()
                         return
                     waits_until_s = time.monotonic() + self.timeout_s
             if time.monotonic() > waits_until_s + self.timeout_s:
@@ -240,7 +331,12 @@ class Membership:
         elif "call" in told:
             with self._changed:
                 if self._observe(Called(leader, _generation(told["call"]))).phase == "meeting":
-                    self._store = (str(told["store"][0]), int(told["store"][1]))
+                    self._invite(told)
+
+    def _invite(self, told: Words) -> None:
+        """Note where the meeting is to which this device is called, and whom it may meet there."""
+        self._store = (str(told["store"][0]), int(told["store"][1]))
+        self._addresses |= {int(d): (str(host), int(port)) for d, host, port in told["doors"]}
 
     def _gather(self, missing: tuple[int, ...]) -> None:
         with ThreadPoolExecutor(min(8, len(missing))) as threads:
@@ -262,7 +358,9 @@ class Membership:
                     self._store = (host, keep_store(host, self._credentials))
                 assert self._store is not None
                 env = ProcessEnv(index, count, 0, None, *self._store, hosted=False, attempt=0)
-                limit_s = max(5.0, 2 * self.silence_s)
+                grows = set(generation.members) - set(self.generation.members)
+                # A newcomer that does not come must not hold up the others for long.
+                limit_s = self.silence_s if grows else max(5.0, 2 * self.silence_s)
                 group = meet(env, self.group.torch_device, limit_s, self.staged, generation.number)
                 group.timeout_s, group.report_s = self.timeout_s, REPORT_S
         except ConvoyError:

@@ -8,6 +8,9 @@ one meeting at a time, and a meeting takes place only with all that were called 
 Two parts of a fleet that do not reach each other must not both go on. So a generation needs more than half of the devices of
 the one before, or half of them, the lowest among those. Devices that are known to be dead do not count: what cannot be reached
 may be alive, a process whose machine says that it is gone is not.
+
+A generation grows between two steps: all its members learn in the same step that newcomers are to be let in, and the leader calls
+these to the meeting, too. Where that fails they meet again without them. Newcomers do not count for who may go on.
 """
 
 from dataclasses import dataclass, replace
@@ -48,6 +51,13 @@ class Interrupted:
 
 
 @dataclass(frozen=True, slots=True)
+class Granted:
+    """All devices have agreed, between two steps, to take these newcomers in."""
+
+    newcomers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
     """Another device asks this one, as its leader, for a meeting. It belongs to `generation`, and knows numbers up to
     `highest`."""
@@ -82,7 +92,7 @@ class Missed:
     """Somebody did not come to the meeting."""
 
 
-Event = Lost | Interrupted | Asked | Called | Excluded | Met | Missed
+Event = Lost | Interrupted | Granted | Asked | Called | Excluded | Met | Missed
 
 # ------------------------------------------------------------------------------------------------ what is to be done
 
@@ -134,6 +144,7 @@ class Member:
         generation: the last that it belonged to.
         silent, dead: members that it has lost.
         present: members that have asked it for a meeting.
+        newcomers: who is to be called to the next meeting beside members.
         highest: the largest number of a generation that it heard of.
         called: the generation that is to meet.
         reason: why it is out.
@@ -145,6 +156,7 @@ class Member:
     silent: frozenset[int] = frozenset()
     dead: frozenset[int] = frozenset()
     present: frozenset[int] = frozenset()
+    newcomers: frozenset[int] = frozenset()
     highest: int = 0
     called: Generation | None = None
     reason: str = ""
@@ -181,9 +193,9 @@ def instruction(state: Member) -> Instruction:
 def answer(state: Member, device: int) -> Generation | None:
     """What a device is told that asks this one, after the event `Asked`: the generation that it is called to, or that goes on
     without it; None: to wait."""
-    if device not in state.generation.members:
-        return state.generation
-    return state.called if state.called is not None and device in state.called.members else None
+    if state.called is not None and device in state.called.members:
+        return state.called
+    return state.generation if device not in state.generation.members else None
 
 
 def observe(state: Member, event: Event) -> Member:
@@ -199,6 +211,10 @@ def observe(state: Member, event: Event) -> Member:
             return _interrupted(replace(state, silent=state.silent | {device}))
         case Interrupted():
             return _interrupted(state)
+        case Granted(newcomers):
+            if state.phase != "training":
+                return state  # somebody was lost meanwhile; they ask again
+            return _interrupted(replace(state, newcomers=frozenset(newcomers) - frozenset(state.generation.members)))
         case Asked():
             return _asked(state, event)
         case Called(by, generation):
@@ -216,7 +232,11 @@ def observe(state: Member, event: Event) -> Member:
         case Missed():
             assert state.called is not None
             highest = max(state.highest, state.called.number)
-            return _call(replace(state, phase="gathering", called=None, present=frozenset(), highest=highest))
+            return _call(
+                replace(
+                    state, phase="gathering", called=None, present=frozenset(), newcomers=frozenset(), highest=highest
+                )
+            )
 
 
 def _asked(state: Member, event: Asked) -> Member:
@@ -246,7 +266,8 @@ def _call(state: Member) -> Member:
             f"device{'s' * (len(state.silent) > 1)} {lost} cannot be reached, and may go on without this part of the fleet, "
             "which is not the larger one: two must not; resume from the last checkpoint",
         )
-    called = Generation(max(state.highest, state.generation.number) + 1, state.candidates)
+    members = tuple(sorted({*state.candidates, *state.newcomers}))
+    called = Generation(max(state.highest, state.generation.number) + 1, members)
     return replace(state, phase="meeting", called=called)
 
 

@@ -226,8 +226,8 @@ class StateKeeper:
     # --- going back ----------------------------------------------------------------------------------------------------
 
     def tell_kept(self) -> tuple[int | None, list[dict[str, Any]]]:
-        """Which step all together have the whole state of, the last such one; and what each device has of it. Every device
-        calls it, in a group that has just met."""
+        """Which step all together have the whole state of, the last such one; and what each device has of it, "has" where it
+        kept that step at all: a newcomer did not. Every device calls it, in a group that has just met."""
         self._travels = None
         told = gather(self.model.group, "what is kept", [kept.told() for kept in self.kept])
         kept = [{row["step"]: _boxes_of(rows, row["step"]) for row in rows} for rows in told]
@@ -236,7 +236,10 @@ class StateKeeper:
         if step is None:
             return None, []
         rows_of = [{k: v for row in rows if row["step"] == step for k, v in row["rows"].items()} for rows in told]
-        return step, [{"boxes": _boxes_of(rows, step), "rows": mine} for rows, mine in zip(told, rows_of, strict=True)]
+        return step, [
+            {"boxes": _boxes_of(rows, step), "rows": mine, "has": any(row["step"] == step for row in rows)}
+            for rows, mine in zip(told, rows_of, strict=True)
+        ]
 
     @torch.no_grad()
     def restore(self, step: int, told: Sequence[Mapping[str, Any]]) -> Any:
