@@ -256,9 +256,14 @@ class Membership:
 
     # --- growing, on the main thread -------------------------------------------------------------------------------------
 
+    @property
+    def next_device(self) -> int:
+        """The id of the next newcomer."""
+        return max(self._addresses) + 1
+
     def number(self, newcomers: Sequence[Applicant]) -> list[list[object]]:
         """As the leader: who comes in as which device, for `grant`."""
-        first = max(self._addresses) + 1
+        first = self.next_device
         for device, each in enumerate(newcomers, first):
             self.applicants.number(each.mark, device)
         return [[device, *each.door] for device, each in enumerate(newcomers, first)]

@@ -6,7 +6,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -187,8 +187,11 @@ def fit(
     loop.steps = loop.begun = start.step
     repeats = False
     if members is not None:
-        members.begin(start.step, list(place))
         members.fall_back = None if keeper is None else partial(_reload, keeper)
+        members.story = loop.story, loop.take_over
+        place = Place(*members.begin(start.step, list(place)))
+        if members.entrance is not None:  # the others begin anew after this step, too
+            loop.steps, repeats = place.step, True
     while True:
         try:
             if repeats:
@@ -264,6 +267,24 @@ class _Loop:
             self.keeper.go_back(Progress(place.step, place.epoch, place.batch))
         if self.rebalancer is not None:
             self.rebalancer.restart()
+
+    def story(self) -> dict[str, Any]:
+        """What has happened, as JSON: results, and losses of the present epoch."""
+        first = next((i for i, (epoch, _) in enumerate(self.samples) if epoch == self.samples[-1][0]), 0)
+        history = self.history
+        return {
+            "begun": self.begun + first, "losses": history.losses[first:], "samples": self.samples[first:],
+            "epochs": [asdict(each) for each in history.epochs],
+            "evaluations": [asdict(each) for each in history.evaluations], "diverged": history.diverged,
+        }  # fmt: skip
+
+    def take_over(self, story: dict[str, Any]) -> None:
+        """What has happened before this device came."""
+        self.begun, self.samples = story["begun"], [(int(epoch), int(count)) for epoch, count in story["samples"]]
+        self.history.losses = list(story["losses"])
+        self.history.epochs = [EpochResult(**row) for row in story["epochs"]]
+        self.history.evaluations = [Evaluation(**row) for row in story["evaluations"]]
+        self.history.diverged = story["diverged"]
 
     def epoch(self, epoch: int, train: Loader, *, is_last: bool, again: bool = False) -> None:
         """One epoch, from the batch on that the loader was set to.

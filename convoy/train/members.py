@@ -11,17 +11,21 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from convoy.comm.agreement import from_first, share_number, share_tensor
+from convoy.checkpoint.values import decode, encode
+from convoy.comm.agreement import from_first, gather, share_number, share_tensor
 from convoy.comm.changing import ChangingGroup
+from convoy.comm.channel import Words
 from convoy.comm.group import Pending
+from convoy.comm.newcomer import Entrance
 from convoy.comm.processes import JoinedGroup
-from convoy.comm.regroup import Membership, UnnamedLossError
+from convoy.comm.regroup import Home, Membership, UnnamedLossError
 from convoy.errors import ConvoyError, DeviceLostError, InputError
 from convoy.membership.agreement import Generation
 from convoy.plan.plan import Plan
 from convoy.plan.survivors import plan_for
 from convoy.runtime.keep import StateKeeper
 from convoy.runtime.module import Distributed, not_distributed
+from convoy.train.newcomers import Judge, Newcomers
 from convoy.train.pace import KeepPace
 
 T = TypeVar("T")
@@ -65,6 +69,10 @@ class LeftError(DeviceLostError):
     """This device has left the job, as it was asked to."""
 
 
+class GrownError(DeviceLostError):
+    """Newcomers are let in: the devices meet anew."""
+
+
 @dataclass
 class Attempt:
     """One attempt at a step.
@@ -92,6 +100,9 @@ class Members:
         replan: makes the plan for those that are left, as `Plans.anew` does; None: the same strategies, with shares in the same
             proportions.
         tell: is called with a line of text when the devices have changed.
+        newcomers: judges who asks to be let in, and tells them what they must know; None: nobody is let in.
+        home: where a device that trains alone answers newcomers.
+        entrance: of a device that comes into a job that trains already, and what that is told of it.
 
     Attributes:
         steps: finished so far.
@@ -109,6 +120,9 @@ class Members:
         spares: bool = True,
         replan: Replan | None = None,
         tell: Callable[[str], None] | None = None,
+        newcomers: Newcomers | None = None,
+        home: Home | None = None,
+        entrance: tuple[Entrance, Words] | None = None,
     ) -> None:
         if not isinstance(model, Distributed):
             raise not_distributed("Members", model)
@@ -129,8 +143,13 @@ class Members:
         self._drawn: Tensor | None = None  # torch's state of random numbers behind it, on those that were ahead
         self._told: tuple[Tensor, Pending] | None = None
         group = model.group
-        changes = isinstance(group, ChangingGroup) and isinstance(group.present, JoinedGroup)
-        self.membership = Membership(group) if changes and isinstance(group, ChangingGroup) else None
+        changes = isinstance(group, ChangingGroup) and (isinstance(group.present, JoinedGroup) or home is not None)
+        self.membership = Membership(group, home) if changes and isinstance(group, ChangingGroup) else None
+        self.newcomers, self.entrance = newcomers, entrance
+        self.story: tuple[Callable[[], Any], Callable[[Any], None]] | None = None
+        """Tells those that come, as JSON, what has happened; and takes it over."""
+        self._facts: Words | None = None  # what this device said of itself, where it came later
+        self._judge = None if self.membership is None or newcomers is None else Judge(self.membership, newcomers)
         self.states = StateKeeper(model, optimizers, spares=spares)
         self._planned: Generation | None = None  # that the model's plan is for
         self.fall_back: Callable[[], tuple[int, Any]] | None = None
@@ -142,18 +161,28 @@ class Members:
         """The devices that train now; None: there was one alone from the beginning."""
         return None if self.membership is None else self.membership.generation
 
-    def begin(self, steps: int = 0, place: Any = None) -> None:
-        """Before the first step: keep the state as it is.
+    def begin(self, steps: int = 0, place: Any = None) -> Any:
+        """Before the first step: keep the state as it is; on a device with an entrance, wait until it is let in.
 
         Args:
             steps: done before, where a run goes on.
             place: see `after_step`.
+
+        Returns:
+            the `place` after which this device trains.
+
+        Raises:
+            InputError: the job refuses it.
+            DeviceLostError: the job has ended, or its devices were lost.
         """
+        if self.entrance is not None:
+            return self._come_in(*self.entrance)
         self.steps, self.place = steps, place
         if self.membership is not None:
             self._planned = self.membership.generation
             self._keep()
             self.states.arrived()
+        return place
 
     def after_step(self, place: Any = None) -> None:
         """After each step of the optimizers.
@@ -169,12 +198,14 @@ class Members:
             return
         if self._pace is not None:
             self._pace.ended()
-        leaving = self._who_leaves()
-        if self.steps % self.every == 0 or leaving:
+        leaving, grows = self._who_changes()
+        if self.steps % self.every == 0 or leaving or grows:
             self.states.arrived()
             self._keep()
         if leaving:
             self._part(leaving)
+        elif grows:
+            self._grow()
         if self._pace is not None:
             self._pace.begins()
 
@@ -183,16 +214,19 @@ class Members:
         called on any thread, or by a signal."""
         self._leaves = True
 
-    def _who_leaves(self) -> list[int]:
-        """The devices that leave after this step, by their index; told in the step before, so that nobody waits for it."""
+    def _who_changes(self) -> tuple[list[int], bool]:
+        """The devices that leave after this step, by their index, and whether others come in; told in the step before, so that
+        nobody waits for it."""
+        leaving, grows = [], False
         if self._told is not None:
             table, travels = self._told
             travels.wait()
-            found = [device for device, leaves in enumerate(table.tolist()) if leaves]
-        else:
-            found = []
-        self._told = share_tensor(self.model.group, torch.tensor(float(self._leaves), dtype=torch.float64))
-        return found
+            told = [int(each) for each in table.tolist()]
+            leaving, grows = [d for d, each in enumerate(told) if each & LEAVES], any(each & GROWS for each in told)
+        wanted = self._judge is not None and self._judge.wanted()
+        own = torch.tensor(float(LEAVES * self._leaves + GROWS * wanted), dtype=torch.float64)
+        self._told = share_tensor(self.model.group, own)
+        return leaving, grows
 
     def _part(self, leaving: list[int]) -> None:
         """All have kept the same step: those that leave go, once the others have what only they had."""
@@ -207,6 +241,31 @@ class Members:
             self.membership.depart(error)
             raise error
         raise DeviceLostError(leaving[0], f"device {leaving[0]} left the job")
+
+    def _grow(self) -> None:
+        """All have kept the same step: those that are wanted come in, if they are still there."""
+        membership, group = self.membership, self.model.group
+        assert membership is not None
+        self.states.arrived()
+        rows = from_first(group, "who comes in", lambda: membership.number(membership.applicants.wanted()))
+        if rows:
+            membership.grant(rows)
+            raise GrownError(group.device, "newcomers are let in")
+
+    def _come_in(self, entrance: Entrance, facts: Words) -> Any:
+        """Into a job that trains already: wait until it lets this device in, which is alone so far."""
+        group = self.model.group
+        assert isinstance(group, ChangingGroup)
+        self._facts = facts
+        self.membership = entrance.enter(group, facts, self.tell or (lambda _: None))
+        if self.newcomers is not None:
+            self._judge = Judge(self.membership, self.newcomers)
+        try:
+            return self._go_on(self.membership.generation, GrownError(group.device, "newcomers are let in"))
+        except StateLostError:
+            raise
+        except DeviceLostError as error:
+            return self.recover(error)
 
     @contextmanager
     def step(self) -> Iterator["Attempt"]:
@@ -343,24 +402,27 @@ class Members:
 
     def _go_on(self, before: Generation, error: ConvoyError) -> Any:
         assert self.membership is not None
-        assert self._planned is not None
         self._catch_up()
         step, told = self.states.tell_kept()
         now, planned = self.membership.generation, self._planned
         lost = [d for d in before.members if d not in now.members]
-        if step is None and self.fall_back is None:
+        came, heard = self._hear_of_newcomers(step, told)
+        if (step is None and self.fall_back is None) or (planned is None and self.model.group.device == 0):
             raise StateLostError(lost[0] if lost else 0, f"{_gone(lost)}: resume from the last checkpoint (--resume)")
-        self.replan.note(self.model, planned.members)
-        text = from_first(
-            self.model.group, "plan for those that are left",
-            lambda: self.replan(self.model, planned.members, now.members).to_json(),
-        )  # fmt: skip
+        if planned is not None:
+            self.replan.note(self.model, planned.members)
+
+        def make() -> str:
+            assert planned is not None
+            return self.replan(self.model, planned.members, now.members).to_json()
+
+        text = from_first(self.model.group, "plan for those that train now", make)
         self.model.enter(Plan.from_json(text, "device 0's plan"))
         self._planned, done = now, self.steps
         if step is not None:
             others = self.states.restore(step, told)
             self.model.mark_pieces()
-            self._restore_others(others)
+            self._restore_others(heard if others is None else others)
             self.steps = step
         else:
             self.states.forget()
@@ -369,21 +431,55 @@ class Members:
             self.steps, self.place = self.fall_back()
         self._keep()
         if self.tell is not None:
-            names = ", ".join(map(str, lost))
-            gone = f"device{'s' * (len(lost) > 1)} {names} lost" if lost else "a connection was lost"
-            why = str(error).partition(". ")[0]
-            again = f"; finished steps that are repeated: {done - self.steps}" if done > self.steps else ""
-            if lost and why.startswith(f"device {lost[0]} (") and len(lost) == 1:
-                gone = why  # it names the device, and how it was lost
-            elif not isinstance(error, UnnamedLossError):
-                gone += f" ({why})"
-            where = (
-                f"after step {self.steps}"
-                if step is not None
-                else f"from the checkpoint of step {self.steps}, since {_gone(lost)}"
-            )
-            self.tell(f"{gone}; {len(now.members)} go on {where}{again}")
+            self.tell(self._said(error, lost, came, step, done))
         return self.place
+
+    def _said(self, error: ConvoyError, lost: list[int], came: list[str], step: int | None, done: int) -> str:
+        """How the devices have changed, in a line."""
+        assert self.membership is not None
+        count, me = len(self.membership.generation.members), self.membership.me
+        again = f"; finished steps that are repeated: {done - self.steps}" if done > self.steps else ""
+        after = f"after step {self.steps}"
+        if done == 0 and self._facts is not None:
+            return f"joined as device {me}; {count} train {after}"
+        names, why = ", ".join(map(str, lost)), str(error).partition(". ")[0]
+        gone = f"device{'s' * (len(lost) > 1)} {names} lost" if lost else "a connection was lost"
+        if lost and why.startswith(f"device {lost[0]} (") and len(lost) == 1:
+            gone = why  # it names the device, and how it was lost
+        elif not isinstance(error, UnnamedLossError | GrownError):
+            gone += f" ({why})"
+        if came:
+            joined = f"{' and '.join(came)} joined"
+            gone = f"{gone}, {joined}" if lost else joined
+        where = after if step is not None else f"from the checkpoint of step {self.steps}, since {_gone(lost)}"
+        return f"{gone}; {count} go on {where}{again}"
+
+    def _hear_of_newcomers(self, step: int | None, told: Sequence[Words]) -> tuple[list[str], Any]:
+        """Who has come, in words; and what every device knows of the state, for who kept nothing of that step."""
+        group, membership = self.model.group, self.membership
+        assert membership is not None
+        has = [bool(row["has"]) for row in told]
+        if step is None or all(has):
+            return [], None
+        rows = gather(group, "who is new", None if has[group.device] else self._facts)
+        new = {d: facts for d, facts in zip(membership.generation.members, rows, strict=True) if facts is not None}
+        for device, facts in new.items():
+            if self.newcomers is not None and device != membership.me:
+                self.newcomers.came(device, facts)
+        text = ""
+        if has.index(True) == group.device:
+            others = next(kept.others for kept in self.states.kept if kept.step == step)
+            newcomers = None if self.newcomers is None else self.newcomers.told()
+            story = None if self.story is None else self.story[0]()
+            text = json.dumps([encode(others, "the state of the training"), newcomers, story])
+        others, newcomers, story = json.loads(group.agree("what newcomers must know", text)[has.index(True)])
+        if membership.me in new:
+            if self.newcomers is not None:
+                self.newcomers.hear(newcomers)
+            if self.story is not None:
+                self.story[1](story)
+        names = [" ".join(["device", str(d), *([f"({f['title']})"] if "title" in f else [])]) for d, f in new.items()]
+        return names, decode(others)
 
     def _catch_up(self) -> None:
         """Take over the result of what others had done with, and this device had not."""
@@ -413,6 +509,8 @@ class Members:
 
     def close(self) -> None:
         """At the end of all: be no member any more. Every device calls it."""
+        if self._judge is not None:
+            self._judge.close()
         if self.membership is not None:
             with suppress(DeviceLostError):  # whoever is lost now is not missed
                 self.membership.close()
@@ -425,3 +523,6 @@ def _gone(lost: Sequence[int]) -> str:
 
 MOST_TRIALS = 20
 """So many losses in sequence without a step between them end the training."""
+
+LEAVES, GROWS = 1, 2
+"""What a device says after each step: that it leaves; that somebody is to come in."""

@@ -1,0 +1,297 @@
+"""Devices that come into a training change no number: losses, weights, statistics of batch norm, optimizer state."""
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.chaos import TIGHT, Case, build, make_net, whole_state
+from convoy.api import distribute, make_plan
+from convoy.comm.changing import ChangingGroup
+from convoy.comm.channel import Credentials, Words
+from convoy.comm.environment import ProcessEnv
+from convoy.comm.group import AloneGroup, Group
+from convoy.comm.job_key import make_key
+from convoy.comm.newcomer import Entrance
+from convoy.comm.processes import meet
+from convoy.comm.regroup import Home, Membership
+from convoy.comm.rendezvous import credentials_of, forget_store, keep_store
+from convoy.errors import ConvoyError, InputError
+from convoy.train.loop import fit
+from convoy.train.members import LeftError, Members
+from convoy.train.newcomers import Judge, Verdict
+from convoy.train.observer import Observer, StepResult
+from tests.support.torch_seed import torch_seed
+
+CPU = torch.device("cpu")
+EXAMPLE = torch.zeros(2, 2, 8, 8, dtype=torch.float64)
+TIMEOUT_S = 30.0
+ALONE = ProcessEnv(0, 1, 0, 1, "127.0.0.1", 1, hosted=False, attempt=0)
+
+
+class Everybody:
+    """Lets everybody in, or keeps some as spares."""
+
+    def __init__(self, spare: Callable[[Words, Sequence[int]], str] = lambda _facts, _members: "") -> None:
+        self.spare, self.came_as, self.heard = spare, [], None
+
+    def judge(self, facts: Words, members: Sequence[int], device: int) -> Verdict:
+        reason = self.spare(facts, members)
+        return ("spare", reason) if reason else ("wanted", "")
+
+    def came(self, device: int, facts: Words) -> None:
+        self.came_as.append(device)
+
+    def told(self) -> Any:
+        return {"a": 1}
+
+    def hear(self, told: Any) -> None:
+        self.heard = told
+
+
+@dataclass
+class Job:
+    """A training whose devices are threads of this process."""
+
+    case: Case
+    newcomers: Callable[[], Everybody] = Everybody
+    net: nn.Module = field(init=False)
+    told: dict[str, list[str]] = field(default_factory=dict)
+    results: dict[str, tuple[list[float], dict[str, Tensor]]] = field(default_factory=dict)
+    errors: list[BaseException] = field(default_factory=list)
+    door: tuple[str, int] | None = None
+    members: dict[str, Membership] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+    expected: dict[int, str] = field(default_factory=dict)  # after that step all wait until this newcomer is wanted
+    strikes: dict[tuple[str, int], Callable[[Members], None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        with torch_seed(self.case.seed):
+            self.net = make_net()
+
+    def device(self, name: str, group: Group, entrance: tuple[Entrance, Words] | None = None, home: Home | None = None) -> None:
+        try:
+            self._train(name, group, entrance, home)
+        except BaseException as error:
+            self.errors.append(error)
+            group.close(error)
+            if name in self.members and not isinstance(error, LeftError):  # a process would have ended
+                self.members[name].depart(ConvoyError(str(error)))
+
+    def _train(self, name: str, group: Group, entrance: Any, home: Home | None) -> None:
+        net = copy.deepcopy(self.net) if entrance is None else copy.deepcopy(self.net).apply(_zeroed)
+        plan = make_plan(self.case.plan, net, EXAMPLE, self.case.batch, group, speeds=[1.0 + d for d in range(group.devices)])
+        part = distribute(net, plan, group, EXAMPLE)
+        training, train, test = build(self.case, part, part)
+        told = self.told.setdefault(name, [])
+        members = Members(
+            part, training.optimizer, others=[training.schedule], every=self.case.every, tell=told.append,
+            newcomers=self.newcomers(), entrance=entrance, home=home,
+        )  # fmt: skip
+        job = self
+
+        class Marks(Observer):
+            def on_step(self, result: StepResult) -> None:
+                done = result.step + 1
+                job.steps[name] = done
+                if members.membership is not None:
+                    members.membership.offer = {"case": "this one"}
+                    job.door = members.membership.doors[0]
+                if (strike := job.strikes.pop((name, done), None)) is not None:
+                    strike(members)
+                if (expected := job.expected.get(done)) is not None and members._judge is not None:
+                    job.expect(members._judge, expected)
+
+        if members.membership is not None:
+            members.membership.offer = {"case": "this one"}
+            self.members[name] = members.membership
+        history = fit(training, train, test, self.case.epochs, Marks(), members=members)
+        state = whole_state(part, training.optimizer)
+        members.close()
+        group.close()
+        self.results[name] = history.losses, state
+
+    def expect(self, judge: Judge, name: str) -> None:
+        until_s = time.monotonic() + TIMEOUT_S
+        if judge.membership.generation.members[0] == judge.membership.me:
+            while name not in self.steps and not judge.wanted():
+                assert time.monotonic() < until_s
+                time.sleep(0.02)
+
+    def wait(self, known: Callable[[], Any]) -> None:
+        until_s = time.monotonic() + TIMEOUT_S
+        while not (self.errors or known()):
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        if self.errors:
+            raise self.errors[0]
+
+
+def _zeroed(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.zeros_(parameter)
+
+
+@contextmanager
+def started(job: Job, devices: int) -> Iterator[list[threading.Thread]]:
+    """The job's first devices; all threads have ended afterwards."""
+    port = keep_store("127.0.0.1", credentials_of(ALONE))  # which all threads of this process find
+    env = [ProcessEnv(d, devices, d, devices, "127.0.0.1", port, hosted=False, attempt=0) for d in range(devices)]
+
+    def begin(device: int) -> None:
+        group = meet(env[device], CPU, TIMEOUT_S, False, number=0) if devices > 1 else AloneGroup(CPU, TIMEOUT_S)
+        home = Home("127.0.0.1", 0, credentials_of(env[0]), "members of a test") if devices == 1 else None
+        job.device(str(device), ChangingGroup(group), home=home)
+
+    threads = [threading.Thread(target=begin, args=(d,), name=f"device-{d}", daemon=True) for d in range(devices)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield threads
+    finally:
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        forget_store("127.0.0.1", port)
+        assert not any(thread.is_alive() for thread in threads)
+
+
+def newcomer(job: Job, name: str, threads: list[threading.Thread], **facts: Any) -> None:
+    """One more device asks to be let in."""
+    job.wait(lambda: job.door)
+    assert job.door is not None
+    entrance = Entrance([job.door], credentials_of(ALONE))
+    assert entrance.hello(5.0) == {"case": "this one"}
+    group = ChangingGroup(AloneGroup(CPU, TIMEOUT_S))
+    arguments = (name, group, (entrance, {"title": name, **facts}))
+    threads.append(threading.Thread(target=job.device, args=arguments, name=f"newcomer-{name}", daemon=True))
+    threads[-1].start()
+
+
+def alone(job: Job) -> tuple[list[float], dict[str, Tensor]]:
+    training, train, test = build(job.case, copy.deepcopy(job.net), None)
+    history = fit(training, train, test, job.case.epochs)
+    return history.losses, whole_state(training.model, training.optimizer)
+
+
+def check(job: Job, names: Sequence[str]) -> None:
+    if job.errors:
+        raise job.errors[0]
+    losses, state = alone(job)
+    assert sorted(job.results) == sorted(names)
+    for name in names:
+        found, held = job.results[name]
+        assert found == pytest.approx(losses[-len(found) :], rel=TIGHT)
+        assert held.keys() == state.keys()
+        for key in state:
+            assert float((held[key] - state[key]).abs().max()) < TIGHT * max(1.0, float(state[key].abs().max())), key
+    assert len(job.results["0"][0]) == len(losses)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+FAST = [("data", "adam", 1, 1), ("hybrid", "adam", 2, 1), ("model", "sgd", 2, 3)]
+SLOW = [("data-by-speed", "sgd", 2, 3), ("sharded", "adam", 2, 1), ("master", "sgd", 2, 1), ("model", "adam", 3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "optimizer", "devices", "every"), [*FAST, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
+)
+def test_devices_that_come_change_no_number(plan: str, optimizer: str, devices: int, every: int) -> None:
+    job = Job(Case(3, devices, plan, optimizer, epochs=2, every=every))
+    job.expected = {2: "first", 7: "second"}
+    with started(job, devices) as threads:
+        newcomer(job, "first", threads)
+        job.wait(lambda: "first" in job.steps)
+        newcomer(job, "second", threads)
+        job.wait(lambda: "second" in job.steps)
+    check(job, [*map(str, range(devices)), "first", "second"])
+    assert sum("joined" in line for line in job.told["0"]) == 2, job.told
+    assert job.told["first"][0].startswith(f"joined as device {devices}; {devices + 1} train after step ")
+
+
+def test_who_came_goes_on_when_all_others_leave_and_tells_the_whole_epoch() -> None:
+    job = Job(Case(4, 1, "model", "adam", epochs=2))
+    job.expected = {2: "first"}
+    job.strikes = {("0", 8): lambda members: members.leave()}
+    with started(job, 1) as threads:
+        newcomer(job, "first", threads)
+    left = [error for error in job.errors if isinstance(error, LeftError)]
+    assert job.errors == left
+    losses, state = alone(job)
+    found, held = job.results["first"]
+    assert found == pytest.approx(losses, rel=TIGHT), "it came in the first epoch, and knows all of that"
+    assert all(float((held[key] - state[key]).abs().max()) < TIGHT for key in state)
+
+
+def test_a_newcomer_that_does_not_come_to_the_meeting_harms_nobody() -> None:
+    job = Job(Case(5, 2, "hybrid", "sgd", epochs=2))
+    job.expected = {3: "nobody"}
+    with started(job, 2):
+        job.wait(lambda: job.door)
+        assert job.door is not None
+        entrance = Entrance([job.door], credentials_of(ALONE))
+        entrance.hello(5.0)
+        words = {"do": "ask", "mark": "a mark", "door": ["127.0.0.1", 9], "facts": {}}
+        until_s = time.monotonic() + TIMEOUT_S
+        while "call" not in entrance._say(job.door, words):
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        job.expected.clear()
+        entrance._leave()
+    check(job, ["0", "1"])
+    assert len(job.told["0"]) == 1
+
+
+def test_a_spare_waits_and_is_asked_again_when_the_devices_have_changed() -> None:
+    def spare(facts: Words, members: Sequence[int]) -> str:
+        return "too slow" if facts["title"] == "slow" and 0 in members else ""
+
+    job = Job(Case(6, 2, "data", "sgd", epochs=2), lambda: Everybody(spare))
+    job.strikes[("0", 2)] = lambda members: job.wait(lambda: members._judge.wanted() or job.told.get("slow"))
+    job.strikes[("0", 4)] = lambda members: members.leave()
+    job.expected = dict.fromkeys(range(6, 12), "slow")  # whom device 1 takes in, for device 0 has left
+    with started(job, 2) as threads:
+        newcomer(job, "slow", threads)
+    assert [type(error) for error in job.errors] == [LeftError]
+    assert job.told["slow"][0] == "waits as a spare: too slow"
+    assert job.told["slow"][1].startswith("joined as device 2; 2 train after step ")
+    losses, _ = alone(job)
+    assert job.results["1"][0] == pytest.approx(losses, rel=TIGHT)
+
+
+@pytest.mark.parametrize(
+    ("door", "says"),
+    [(("127.0.0.1", 9), "no job that can be joined answers at 127.0.0.1:9"), (None, "this training takes nobody in")],
+)
+def test_who_asks_at_the_wrong_door_is_told_so(door: tuple[str, int] | None, says: str) -> None:
+    home = Home("127.0.0.1", 0, credentials_of(ALONE), "members of a test")
+    membership = Membership(ChangingGroup(AloneGroup(CPU, TIMEOUT_S)), home)
+    try:
+        with pytest.raises(InputError, match=says):
+            Entrance([door or membership.doors[0]], credentials_of(ALONE)).hello(0.1)
+    finally:
+        membership.close()
+
+
+def test_another_key_is_told_as_such() -> None:
+    home = Home("127.0.0.1", 0, credentials_of(ALONE), "members of a test")
+    membership = Membership(ChangingGroup(AloneGroup(CPU, TIMEOUT_S)), home)
+    membership.offer = {}
+    try:
+        with pytest.raises(InputError, match="has another key"):
+            Entrance([membership.doors[0]], Credentials(make_key())).hello(0.1)
+    finally:
+        membership.close()
