@@ -174,6 +174,7 @@ class HealthServer:
         self._reported = threading.Condition()
         self._asking: dict[tuple[str, int], threading.Lock] = {}
         self._calls: dict[tuple[str, int], Channel] = {}
+        self._closed = False
         door.handlers["health"] = self._answer
 
     @property
@@ -230,6 +231,8 @@ class HealthServer:
                 channel.close()
             raise
         self._calls[address] = channel
+        if self._closed:  # meanwhile: nobody else closes it
+            self._calls.pop(address).close()
         assert answer is not None  # this connection waits
         return answer
 
@@ -252,6 +255,7 @@ class HealthServer:
             return self._reports.get(device)
 
     def close(self) -> None:
+        self._closed = True
         self.door.close()
         while self._calls:
             self._calls.popitem()[1].close()

@@ -14,7 +14,7 @@ from convoy.comm.regroup import Home, Membership
 from convoy.errors import DeviceLostError, InputError
 from convoy.membership import newcomer
 from convoy.membership.agreement import Generation
-from convoy.membership.newcomer import AskAt, Event, Invited, Meet, Missed, Newcomer, Refused, Sent, Stop, Unanswered, Waits
+from convoy.membership.newcomer import AskAt, Event, Invited, Meet, Newcomer, Refused, Sent, Stop, Unanswered, Waits
 
 Address = tuple[str, int]
 
@@ -56,7 +56,10 @@ class Entrance:
                 except (OSError, ValueError):
                     continue
                 if "refused" in told:
-                    raise InputError(f"the job at {_shown(door)}: {told['refused']}; start it with --listen to let others join")
+                    self._leave()
+                    raise InputError(
+                        f"the job at {_shown(door)}: {told['refused']}; start it with --listen to let others join"
+                    )
                 self._token = str(told["token"])
                 self._state = newcomer.observe(self._state, Sent(_doors(told)))
                 offer: Words = told["offer"]
@@ -84,7 +87,7 @@ class Entrance:
 
         Raises:
             InputError: the job refuses it.
-            DeviceLostError: the job has ended.
+            DeviceLostError: the job has ended, or went on without it.
         """
         address = own_address(*self._state.doors[0])
         membership = Membership(group, Home(address, 0, self.credentials, self._token))
@@ -105,9 +108,8 @@ class Entrance:
                         if not isinstance(event, Sent | Invited):
                             time.sleep(SPARE_POLL_S if spare else POLL_S)
                     case Meet(device, _):
-                        if membership.come(device, self._told):
-                            return membership
-                        self._state = newcomer.observe(self._state, Missed())
+                        membership.come(device, self._told)
+                        return membership
         except BaseException as error:
             membership.depart(error if isinstance(error, DeviceLostError) else DeviceLostError(0, str(error)))
             raise

@@ -106,7 +106,8 @@ class Membership:
         if isinstance(joined, JoinedGroup):
             joined.report_s = REPORT_S
         self._credentials = home.credentials
-        self.applicants, self.offer = Applicants(), None
+        self.applicants = Applicants()
+        self.offer: Words | None = None
         # A door of its own, which outlives the groups.
         door = Door(listen_at(home.address, home.port), self._credentials, "convoy-members")
         door.handlers["join"] = self._knocked
@@ -209,7 +210,9 @@ class Membership:
         with self._changed:
             state = self._state
             if state.phase == "out" or self.offer is None:
-                return {"refused": "this training takes nobody in" if state.phase != "out" else "this device is out of it"}
+                return {
+                    "refused": "this training takes nobody in" if state.phase != "out" else "this device is out of it"
+                }
             if words["do"] == "hello":
                 return {"token": self._server.token, "offer": self.offer, "doors": self.doors}
             if state.leader != self.me:
@@ -219,6 +222,8 @@ class Membership:
             device = self.applicants.device_of(str(words["mark"]))
             if device is not None and self._store is not None and state.called and device in state.called.members:
                 return {**self._call(state.called), "device": device}
+            if device in state.generation.members:  # it was called to a meeting that failed
+                return {**self._call(state.generation), "store": None, "device": device}
             return told
 
     def _interrupted(self, words: Words) -> Words:
@@ -274,20 +279,21 @@ class Membership:
             self._addresses |= {int(str(d)): (str(host), int(str(port))) for d, host, port in rows}
             self._observe(Granted(tuple(int(str(row[0])) for row in rows)))
 
-    def come(self, device: int, told: Words) -> bool:
-        """Go to the meeting to which this newcomer is called as that device; whether it took place."""
+    def come(self, device: int, told: Words) -> None:
+        """This newcomer is called as that device: meet the others.
+
+        Raises:
+            DeviceLostError: they went on without it.
+        """
         called = _generation(told["call"])
         with self._changed:
-            self._addresses = {}
-            self._invite(told)
+            self._addresses = {int(d): (str(host), int(port)) for d, host, port in told["doors"]}
             self._state = Member(device, Generation(-1, (device,)), phase="meeting", called=called)
-        group = self._meet(called, hosts=False)
-        if group is None:
-            return False
-        self.group.present.close()
-        self.group.replace(group)
-        self._observe(Met())
-        return True
+            if told["store"] is None:
+                self._state = observe(self._state, Missed())
+            else:
+                self._invite(told)
+        self.regroup(DeviceLostError(0, "the devices that this one was to join did not meet it"))
 
     # --- meeting anew, on the main thread --------------------------------------------------------------------------------
 
@@ -297,11 +303,12 @@ class Membership:
         Raises:
             DeviceLostError: this device cannot go on; or the others neither come nor end.
         """
-        before, self._store = self._store, None
+        if self._state.phase != "meeting":  # as that of one who has just been called
+            before, self._store = self._store, None
+            if before is not None:
+                forget_store(*before)
         self._observe(Interrupted())
         self.group.close(error)
-        if before is not None:
-            forget_store(*before)
         waits_until_s = time.monotonic() + self.timeout_s
         while True:
             match instruction(self._state):

@@ -10,7 +10,9 @@ the one before, or half of them, the lowest among those. Devices that are known 
 may be alive, a process whose machine says that it is gone is not.
 
 A generation grows between two steps: all its members learn in the same step that newcomers are to be let in, and the leader calls
-these to the meeting, too. Where that fails they meet again without them. Newcomers do not count for who may go on.
+these to the meeting, too, beside *all* members: where one is lost just then, newcomers have to ask again. For else a member that
+was not there would not know whom the next generation may have gone on with. Whoever was called counts as a member from then on,
+also where the meeting fails. There are never more newcomers at once than members, so that these can go on without them.
 """
 
 from dataclasses import dataclass, replace
@@ -214,7 +216,8 @@ def observe(state: Member, event: Event) -> Member:
         case Granted(newcomers):
             if state.phase != "training":
                 return state  # somebody was lost meanwhile; they ask again
-            return _interrupted(replace(state, newcomers=frozenset(newcomers) - frozenset(state.generation.members)))
+            rest = sorted(set(newcomers) - set(state.generation.members))[: len(state.generation.members)]
+            return _interrupted(replace(state, newcomers=frozenset(rest)))
         case Asked():
             return _asked(state, event)
         case Called(by, generation):
@@ -223,7 +226,7 @@ def observe(state: Member, event: Event) -> Member:
                 return state
             return replace(state, phase="meeting", called=generation)
         case Excluded(generation):
-            if generation.number <= state.generation.number or state.me in generation.members:
+            if generation.number < state.generation.number or state.me in generation.members:
                 return state
             return _out(state, "the job went on without this device, which had been silent; start it again")
         case Met():
@@ -232,11 +235,9 @@ def observe(state: Member, event: Event) -> Member:
         case Missed():
             assert state.called is not None
             highest = max(state.highest, state.called.number)
-            return _call(
-                replace(
-                    state, phase="gathering", called=None, present=frozenset(), newcomers=frozenset(), highest=highest
-                )
-            )
+            grows = set(state.called.members) > set(state.generation.members)
+            state = replace(state, generation=state.called if grows else state.generation, newcomers=frozenset())
+            return _call(replace(state, phase="gathering", called=None, present=frozenset(), highest=highest))
 
 
 def _asked(state: Member, event: Asked) -> Member:
@@ -266,7 +267,8 @@ def _call(state: Member) -> Member:
             f"device{'s' * (len(state.silent) > 1)} {lost} cannot be reached, and may go on without this part of the fleet, "
             "which is not the larger one: two must not; resume from the last checkpoint",
         )
-    members = tuple(sorted({*state.candidates, *state.newcomers}))
+    newcomers = () if state.silent or state.dead else state.newcomers
+    members = tuple(sorted({*state.candidates, *newcomers}))
     called = Generation(max(state.highest, state.generation.number) + 1, members)
     return replace(state, phase="meeting", called=called)
 

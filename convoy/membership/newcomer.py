@@ -2,7 +2,7 @@
 
 It asks at one door of the job after another, first whether the job would take it, then, once it is ready, to be let in. Only
 the leader lets in, so every other device answers with the doors of the present generation, the leader's first. Then it is
-called to the meeting of the next generation, as its last member. Where that fails it asks again.
+called to the meeting of the next generation. From then on it is a member like the others, and no newcomer any more.
 """
 
 from collections.abc import Sequence
@@ -44,18 +44,13 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Invited:
-    """It is called to the meeting of a generation, as this device of it."""
+    """It belongs to a generation, as this device of it."""
 
     device: int
     generation: Generation
 
 
-@dataclass(frozen=True, slots=True)
-class Missed:
-    """The meeting did not take place."""
-
-
-Event = Unanswered | Sent | Waits | Refused | Invited | Missed
+Event = Unanswered | Sent | Waits | Refused | Invited
 
 # ------------------------------------------------------------------------------------------------ what is to be done
 
@@ -69,7 +64,7 @@ class AskAt:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Go to the meeting."""
+    """Be this device of a generation, which meets."""
 
     device: int
     generation: Generation
@@ -136,8 +131,6 @@ def observe(state: Newcomer, event: Event) -> Newcomer:
             return replace(state, stopped=reason)
         case Invited():
             return replace(state, invited=event, unanswered=0, spare="")
-        case Missed():
-            return replace(state, invited=None)
 
 
 MOST_DOORS = 64

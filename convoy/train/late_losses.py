@@ -74,6 +74,10 @@ class LateLosses:
         while self._unread:
             yield self._next()
 
+    def known(self) -> list[tuple[Unread, float]]:
+        """All of them, which stay."""
+        return [(each, each.loss if isinstance(each.loss, float) else each.loss.read()) for each in self._unread]
+
     def forget(self, step: int) -> None:
         """Drop what was not read of this step and those behind it: they are made again."""
         while self._unread and self._unread[-1].step >= step:

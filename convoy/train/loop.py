@@ -270,10 +270,12 @@ class _Loop:
 
     def story(self) -> dict[str, Any]:
         """What has happened, as JSON: results, and losses of the present epoch."""
-        first = next((i for i, (epoch, _) in enumerate(self.samples) if epoch == self.samples[-1][0]), 0)
-        history = self.history
+        history, unread = self.history, self.unread.known()
+        samples = [*self.samples, *((each.epoch, each.samples) for each, _ in unread)]
+        losses = [*history.losses, *(loss for _, loss in unread)]
+        first = next((i for i, (epoch, _) in enumerate(samples) if epoch == samples[-1][0]), 0)
         return {
-            "begun": self.begun + first, "losses": history.losses[first:], "samples": self.samples[first:],
+            "begun": self.begun + first, "losses": losses[first:], "samples": samples[first:], "late": self.unread.late,
             "epochs": [asdict(each) for each in history.epochs],
             "evaluations": [asdict(each) for each in history.evaluations], "diverged": history.diverged,
         }  # fmt: skip
@@ -281,7 +283,7 @@ class _Loop:
     def take_over(self, story: dict[str, Any]) -> None:
         """What has happened before this device came."""
         self.begun, self.samples = story["begun"], [(int(epoch), int(count)) for epoch, count in story["samples"]]
-        self.history.losses = list(story["losses"])
+        self.history.losses, self.unread.late = list(story["losses"]), story["late"]
         self.history.epochs = [EpochResult(**row) for row in story["epochs"]]
         self.history.evaluations = [Evaluation(**row) for row in story["evaluations"]]
         self.history.diverged = story["diverged"]

@@ -13,6 +13,7 @@ from convoy.membership.agreement import (
     Excluded,
     Gather,
     Generation,
+    Granted,
     Interrupted,
     Lost,
     Meet,
@@ -59,12 +60,42 @@ def after(me: int, *events: Event, generation: Generation = FOUR) -> Member:
             Ask(0),
         ),  # stale
         (1, (Interrupted(), Called(0, Generation(1, (0, 1))), Met()), Train()),
+        (0, (Granted((4, 5)),), Gather((1, 2, 3))),
+        (2, (Granted((4, 5)),), Ask(0)),
+        (
+            0,
+            (Interrupted(), Granted((4,)), *(Asked(d, FOUR, 0) for d in (1, 2, 3))),
+            Meet(Generation(1, (0, 1, 2, 3)), True),
+        ),
+        (0, (Granted((4,)), *(Asked(d, FOUR, 0) for d in (1, 2, 3))), Meet(Generation(1, (0, 1, 2, 3, 4)), hosts=True)),
+        (0, (Granted((4,)), *(Asked(d, FOUR, 0) for d in (1, 2, 3)), Missed()), Gather((1, 2, 3, 4))),  # it was called
+        (
+            0,
+            (Granted((4,)), Lost(3, dead=True), *(Asked(d, FOUR, 0) for d in (1, 2))),
+            Meet(Generation(1, (0, 1, 2)), True),
+        ),
+        (1, (Interrupted(), Called(0, Generation(1, (0, 1, 4)))), Meet(Generation(1, (0, 1, 4)), hosts=False)),
         (0, (Asked(2, FOUR, 0),), Gather((1, 3))),
         (0, (Lost(1, dead=False), Asked(1, FOUR, 0), Asked(2, FOUR, 0)), Gather((3,))),  # who was silent stays out
     ],
 )
 def test_what_is_to_be_done_after_events(me: int, events: tuple[Event, ...], expected: object) -> None:
     assert instruction(after(me, *events)) == expected
+
+
+def test_a_newcomer_that_is_dead_is_left_out_of_the_next_meeting() -> None:
+    asked = [Asked(d, FOUR, 0) for d in (1, 2, 3)]
+    called = after(0, Granted((4,)), *asked)
+    assert answer(called, 4) == Generation(1, (0, 1, 2, 3, 4))
+    again = observe(observe(called, Missed()), Lost(4, dead=True))
+    for event in asked:
+        again = observe(again, event)
+    assert instruction(again) == Meet(Generation(2, (0, 1, 2, 3)), hosts=True)
+
+
+def test_no_more_newcomers_than_members_are_let_in_at_once() -> None:
+    alone = observe(Member(0, Generation(0, (0,))), Granted((1, 2, 3)))
+    assert instruction(alone) == Meet(Generation(1, (0, 1)), hosts=True)
 
 
 def test_a_device_that_was_silent_is_told_that_it_is_out() -> None:
@@ -112,10 +143,14 @@ class World:
     knocks: list[tuple[int, int]] = field(default_factory=list)  # (device, leader) on their way
     waits: dict[int, Generation] = field(default_factory=dict)  # who waits in which meeting
     generations: set[Generation] = field(default_factory=set)  # of which somebody is a member
+    comes: list[int] = field(default_factory=list)  # newcomers that ask
 
     def turn(self) -> None:
         device = self.dice.choice(sorted(self.alive & self.awake))
         state = self.members[device]
+        if device in self.comes:
+            self.knock(device)
+            return
         if device in self.waits:
             self.meeting(self.waits[device])
             return
@@ -146,6 +181,39 @@ class World:
             if called is not None and device in called.members and peer in self.waits and self.dice.random() < 0.8:
                 self.members[device] = observe(state, Called(peer, called))
 
+    def grow(self) -> None:
+        """All agree, between two steps, to let one in; some of them may have lost their connection just then."""
+        generations = {
+            s.generation for d, s in self.members.items() if d in self.alive - {*self.comes} and s.phase == "training"
+        }
+        if not generations:
+            return
+        newest, newcomer = max(generations, key=lambda g: g.number), max(10, *self.members) + 1
+        self.members[newcomer] = Member(newcomer, Generation(-1, (newcomer,)))
+        if self.dice.random() < 0.8:  # or it is lost before it comes
+            self.comes.append(newcomer)
+            self.alive.add(newcomer)
+            self.awake.add(newcomer)
+        for device, state in list(self.members.items()):
+            if device in self.alive & self.awake and device not in self.comes and state.generation == newest:
+                event = Granted((newcomer,)) if self.dice.random() < 0.9 else Interrupted()
+                self.members[device] = observe(state, event)
+
+    def knock(self, device: int) -> None:
+        """A newcomer asks one of the devices, and hears of a meeting, or of one that failed."""
+        for peer in sorted((self.alive & self.awake) - {*self.comes}):
+            theirs = self.members[peer]
+            called = theirs.called if peer in self.waits else None
+            if called is not None and device in called.members:
+                self.members[device] = Member(device, Generation(-1, (device,)), phase="meeting", called=called)
+                self.waits[device] = called
+                self.comes.remove(device)
+                return
+            if device in theirs.generation.members:
+                self.members[device] = observe(Member(device, theirs.generation), Interrupted())
+                self.comes.remove(device)
+                return
+
     def meeting(self, generation: Generation) -> None:
         there = [d for d in generation.members if self.waits.get(d) == generation and d in self.alive & self.awake]
         if len(there) == len(generation.members):
@@ -173,7 +241,11 @@ def test_in_any_order_of_messages_all_that_are_left_end_in_one_generation(seed: 
     for _ in range(dice.randint(0, count - 1)):
         for _ in range(dice.randint(0, 60)):
             world.turn()
-        victim = dice.choice(sorted(world.alive & world.awake))
+        if dice.random() < 0.5:
+            world.grow()
+            for _ in range(dice.randint(0, 60)):
+                world.turn()
+        victim = dice.choice(sorted((world.alive & world.awake) - {*world.comes}))
         if dice.random() < 0.6 and len(world.alive & world.awake) > 1:
             world.alive.discard(victim)
             world.waits.pop(victim, None)
@@ -187,12 +259,13 @@ def test_in_any_order_of_messages_all_that_are_left_end_in_one_generation(seed: 
         world.turn()
         if turn == 10_000:
             world.awake |= silent  # it wakes, and must not disturb
-    left = {d: s for d, s in world.members.items() if d in world.alive}
+    left = {d: s for d, s in world.members.items() if d in world.alive and d not in world.comes}
     training = {d: s.generation for d, s in left.items() if s.phase == "training"}
     assert len(set(training.values())) <= 1
     generation = next(iter(training.values()), None)
     if generation is not None:
         assert set(generation.members) & world.alive == set(training)
+        assert not set(generation.members) & set(world.comes)
     for state in left.values():  # nobody waits for ever
         assert state.phase in ("training", "out")
     numbers = [each.number for each in world.generations]
