@@ -9,10 +9,11 @@ Two parts of a fleet that do not reach each other must not both go on. So a gene
 the one before, or half of them, the lowest among those. Devices that are known to be dead do not count: what cannot be reached
 may be alive, a process whose machine says that it is gone is not.
 
-A generation grows between two steps: all its members learn in the same step that newcomers are to be let in, and the leader calls
-these to the meeting, too, beside *all* members: where one is lost just then, newcomers have to ask again. For else a member that
-was not there would not know whom the next generation may have gone on with. Whoever was called counts as a member from then on,
-also where the meeting fails. There are never more newcomers at once than members, so that these can go on without them.
+A generation grows between two steps: all its members learn in the same step that newcomers are to be let in, and the leader
+calls these to the meeting, too, beside *all* members: where one is lost just then, newcomers have to ask again. For else a
+member that was not there would not know whom the next generation may have gone on with. Whoever was called counts as a member
+from then on, also where the meeting fails. There are never more newcomers at once than members, so that these can go on without
+them.
 """
 
 from dataclasses import dataclass, replace
