@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from convoy._version import __version__
-from convoy.comm.accelerator import to_device
 from convoy.comm.agreement import agree_on, agree_on_modes, gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.model.graph import Graph, Parameter
 from convoy.model.operation import fill_result
 from convoy.model.tracing import StateWatch, TracedModel, disable_in_place, trace, unwrapped
+from convoy.model.tracing.freed_memory import give_back_freed
 from convoy.model.tracing.hooks import copied
 from convoy.plan.compile import compile_all
 from convoy.plan.evaluation import borrowed, pin
@@ -63,7 +63,8 @@ class Distributed(nn.Module):
     ordinary names, are this device's pieces; optimizers work on them as they are.
 
     Args:
-        model: an ordinary module. It is copied; device 0's weights count.
+        model: an ordinary module. It is copied, piece by piece; device 0's weights count. It may be on the meta device: on
+            others than device 0, or everywhere, and then `load_state_dict` has to bring the weights before the first step.
         plan: who computes what.
         group: the devices.
         example: one batch of each input, for the shapes.
@@ -117,8 +118,9 @@ class Distributed(nn.Module):
         self._noting: dict[str, set[int]] = {}
         self._executors: dict[bool, Executor] = {}
         self.follow(plan)
-        self.module = to_device(disable_in_place(copied(model)), group.torch_device)
-        self._keep_own_pieces(dict(model.named_parameters()))
+        self.module = disable_in_place(copied(model, _placeholders(model, group.torch_device)))
+        self._keep_own_pieces(model)
+        give_back_freed()  # what tracing took
         guard_module(self.module)
         self._fuse = fuse
         self.compiler = Compiler(group) if compile else None
@@ -237,6 +239,7 @@ class Distributed(nn.Module):
             MismatchError: `whole`, but the devices were given different batches.
         """
         self._refuse_odd_call(inputs, others)
+        self._require_weights()
         wholes = [whole or (self.takes_whole and batch is None) or is_whole(x) for x in inputs]
         own = self._program(self._size(inputs, wholes, batch), self._wanted(inputs, wholes), self._sums)
         parts = self._parts(inputs, wholes, own.steps, handed_out=batch is None and not any(wholes))
@@ -542,24 +545,30 @@ class Distributed(nn.Module):
 
     # --- parameters --------------------------------------------------------------------------------------------------
 
-    def _keep_own_pieces(self, originals: Mapping[str, nn.Parameter]) -> None:
-        """Shard device 0's weights: every device gets its pieces, and frees the rest. Hooks stay on their parameters."""
-        for key, parameter in self.parameters_by_key.items():
-            holder, _, name = key.rpartition(".")
-            module = self.module.get_submodule(holder)
-            old = getattr(module, name)
+    def _keep_own_pieces(self, original: nn.Module) -> None:
+        """Shard device 0's weights: every device gets its pieces, parameter by parameter. Hooks stay on their parameters."""
+        held = [(key, _tensor(original, key)) for key in self.parameters_by_key]
+        empty = set(gather(self.group, "weights to come", [key for key, t in held if t.is_meta])[0])
+        self._to_come = empty
+        for (key, old), parameter in zip(held, self.parameters_by_key.values(), strict=True):
+            placed, here = _tensor(self.module, key), self.group.torch_device
             if old.is_complex() and old.requires_grad and self.is_copied(key) and self.group.devices > 1:
                 raise InputError(
                     f"parameter {key!r} is complex: its gradients cannot be summed over devices. Keep it as a real one with a "
                     "last axis of 2, and use torch.view_as_complex in forward"
                 )
-            piece = redistribute(self.group, old.detach(), OnOne(0), self.layouts[key], parameter.shape).clone()
-            if parameter.buffer:
-                module._buffers[name] = piece
+            if key in empty:
+                shape = local_shape(self.layouts[key], self.group.device, parameter.shape)
+                piece = torch.empty(shape, dtype=old.dtype, device=here)
             else:
-                new = nn.Parameter(piece, requires_grad=old.requires_grad)
-                carry_over(new, originals[key])
-                _replace(self.module, old, new)
+                whole = (
+                    old.detach().to(here) if self.group.device == 0 else torch.empty(0, dtype=old.dtype, device=here)
+                )
+                piece = redistribute(self.group, whole, OnOne(0), self.layouts[key], parameter.shape).clone()
+            if not parameter.buffer:
+                piece = nn.Parameter(piece, requires_grad=old.requires_grad)
+                carry_over(piece, old)
+            _replace(self.module, placed, piece)
 
     def counts_here(self, key: str) -> bool:
         """Whether this device is the one that counts a parameter: owner of a piece, or first holder of copies."""
@@ -662,6 +671,7 @@ class Distributed(nn.Module):
         here = box(layout, self.group.device, shape)
         if here is not None:
             self._held(parameter).copy_(whole.detach()[tuple(slice(*span) for span in here)])
+        self._to_come.discard(parameter)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -674,6 +684,7 @@ class Distributed(nn.Module):
 
         With `inexact-butterfly-mixing` every device has weights of its own; these are their averages.
         """
+        self._require_weights()
         # Who calls it alone may need no message from the others: it is to be named here, not where they meet its messages.
         self.group.agree("full_state_dict", "")
         whole = {key: self.gather(key, self._held(key)) for key in self.parameters_by_key}
@@ -688,6 +699,14 @@ class Distributed(nn.Module):
         finally:
             for own, piece in pieces:
                 own.data = piece
+
+    def _require_weights(self) -> None:
+        if self._to_come:
+            raise InputError(
+                f"the model was built on the meta device, and {len(self._to_come)} of its parameters and buffers "
+                f"({min(self._to_come)!r}, say) have no numbers yet: call load_state_dict() with them on every device, such as "
+                "load_state_dict(torch.load(file, mmap=True)), of which each device reads its pieces"
+            )
 
     def gather(self, key: str, piece: Tensor) -> Tensor:
         """The whole of a tensor that lies like parameter `key` (its gradient, its momentum), on every device.
@@ -707,10 +726,7 @@ class Distributed(nn.Module):
         return self._own(key).detach()
 
     def _own(self, key: str) -> Tensor:
-        holder, _, name = key.rpartition(".")
-        tensor = getattr(self.module.get_submodule(holder), name)
-        assert isinstance(tensor, Tensor)
-        return tensor
+        return _tensor(self.module, key)
 
 
 def not_distributed(who: str, model: object) -> InputError:
@@ -745,12 +761,25 @@ def _unused(model: nn.Module, known: Mapping[str, Parameter]) -> dict[str, Param
     return {k: Parameter(k, tuple(t.shape), t.requires_grad and not b, b) for k, t, b in missing}
 
 
-def _replace(root: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+def _placeholders(model: nn.Module, device: torch.device) -> dict[int, Any]:
+    """Empty tensors for the parameters and buffers of a copy that gets its pieces later."""
+    empty = {id(t): torch.empty(0, dtype=t.dtype, device=device) for t in (*model.parameters(), *model.buffers())}
+    return empty | {id(p): nn.Parameter(empty[id(p)], p.requires_grad) for p in model.parameters()}
+
+
+def _tensor(root: nn.Module, key: str) -> Tensor:
+    holder, _, name = key.rpartition(".")
+    tensor = getattr(root.get_submodule(holder), name)
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def _replace(root: nn.Module, old: Tensor, new: Tensor) -> None:
     """Put `new` wherever `old` stands: tied weights stay tied."""
     for module in root.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is old:
-                module._parameters[name] = new
+        for table in (module._parameters, module._buffers):
+            for name in [name for name, tensor in table.items() if tensor is old]:
+                table[name] = new  # type: ignore[assignment]
 
 
 def _canonical(root: nn.Module) -> dict[str, str]:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from convoy.plan.device_program import FreeWeights, PackWeights, UnpackWeights
 from convoy.runtime.exchange import Buffers
@@ -65,7 +66,7 @@ class WholeWeights:
             return torch.cat(own)
         for key in operation.keys:
             _resize(self._whole[key], self._whole[key].numel())
-        flat = self._whole[operation.keys[0]].data.view(-1) if operation.alone else own[0].new_empty(operation.made)
+        flat = _alias(self._whole[operation.keys[0]]) if operation.alone else own[0].new_empty(operation.made)
         start = sum(sum(row[:device]) for row in operation.shares)
         for share in own:
             flat[start : start + share.numel()].copy_(share)
@@ -92,6 +93,15 @@ class WholeWeights:
         if key not in self._whole:
             self._whole[key] = nn.Parameter(share.detach().new_empty(self._shapes[key]), share.requires_grad)
         return self._whole[key]
+
+
+def _alias(parameter: Tensor) -> Tensor:
+    """The entries of a parameter as a flat tensor with a storage of its own, for the network.
+
+    Who hands a CPU's tensor to numpy, as connections do, may no longer resize its storage.
+    """
+    flat = parameter.data.view(-1)
+    return from_dlpack(flat) if flat.device.type == "cpu" else flat
 
 
 def _resize(parameter: Tensor, entries: int) -> None:

@@ -11,6 +11,7 @@ from convoy.model.graph import Cut, Layer
 from convoy.model.operation import Operation, call_operation
 from convoy.model.tracing.nodes import first_line
 from convoy.model.tracing.per_sample import is_close, is_floating, random_like
+from convoy.model.tracing.shared_copy import shared_copy
 
 
 def check_cuts(
@@ -34,7 +35,7 @@ def check_cuts(
         return
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        local = copy.deepcopy(model)
+        local = shared_copy(model)
         module = local.get_submodule(str(operation.target)) if operation.call == "module" else None
         if module is not None and layer.random:
             module.eval()  # what it draws would hide what it computes

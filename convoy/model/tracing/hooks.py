@@ -40,12 +40,17 @@ def hooked(module: nn.Module) -> list[str]:
     return [kind for kind in KINDS if not all(map(on_weights, list(table(module, kind).values())))]
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """A deep copy whose hooks are the user's own: an object that notes what it sees is not copied along, and goes on noting."""
+def copied(model: nn.Module, tensors: Mapping[int, Any] | None = None) -> nn.Module:
+    """A deep copy whose hooks are the user's own: an object that notes what it sees is not copied along, and goes on noting.
+
+    Args:
+        tensors: what the copy has in the place of parameters and buffers, by their `id`; None: copies.
+    """
     inside = {id(part) for part in (*model.modules(), *model.parameters(), *model.buffers())}
     hooks = [h for m in model.modules() for kind in KINDS for h in table(m, kind).values() if not on_weights(h)]
     owners = [owner for hook in hooks for owner in _owners(hook)]
-    return copy.deepcopy(model, {id(owner): owner for owner in owners if id(owner) not in inside})
+    kept = {id(owner): owner for owner in owners if id(owner) not in inside}
+    return copy.deepcopy(model, kept | dict(tensors or {}))
 
 
 def _owners(hook: Any) -> Iterator[Any]:

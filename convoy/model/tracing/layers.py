@@ -1,6 +1,5 @@
 """Builds one layer and one operation for every tensor of a traced forward pass, or for every region of odd calls."""
 
-import copy
 import functools
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,6 +27,7 @@ from convoy.model.tracing.per_sample import (
     tensors_of,
 )
 from convoy.model.tracing.regions import regions
+from convoy.model.tracing.shared_copy import shared_copy
 from convoy.model.tracing.sizes import BATCHES, Spec, called, meta_inputs
 from convoy.model.tracing.values import NodeValues, across, is_batched, is_form, mentions_batch, without_batch
 
@@ -417,7 +417,7 @@ class LayerBuilder:
             def check(holder: nn.Module) -> PerSample:
                 return check_per_sample(
                     lambda holder, batch, inputs: call_operation(holder, operation, inputs, batch),
-                    holder, lambda: self._precise if holder is self.model else copy.deepcopy(holder).double(),
+                    holder, lambda: self._precise if holder is self.model else shared_copy(holder).double(),
                     like, batched, modules,
                 )  # fmt: skip
 
@@ -432,7 +432,7 @@ class LayerBuilder:
 
     @functools.cached_property
     def _precise(self) -> nn.Module:
-        return copy.deepcopy(self.model).double()
+        return shared_copy(self.model).double()
 
     @functools.cached_property
     def _aged(self) -> nn.Module:

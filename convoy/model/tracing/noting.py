@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from convoy.model.tracing.outside import Outside
+from convoy.model.tracing.shared_copy import is_shared, shared
 from convoy.model.tracing.state import attributes_kept, state_of
 
 
@@ -37,7 +38,7 @@ class Notes:
 def restored(modules: Sequence[nn.Module]) -> Iterator[Callable[[], Notes]]:
     """Restore the Python state, parameters and buffers of modules at the end; yields what tells how they have changed."""
     holder, outside = nn.ModuleList(modules), Outside(m for module in modules for m in module.modules())
-    held = {key: (t, t.detach().clone()) for key, t in (*holder.named_parameters(), *holder.named_buffers())}
+    held = {key: (t, shared(t)) for key, t in (*holder.named_parameters(), *holder.named_buffers())}
     before = state_of(holder) | outside.values()
 
     def changes() -> Notes:
@@ -55,7 +56,7 @@ def restored(modules: Sequence[nn.Module]) -> Iterator[Callable[[], Notes]]:
             for t, old in held.values():
                 if not t.is_leaf:
                     t.detach_()  # a buffer that took in what has a gradient
-                if not torch.equal(t, old):
+                if not is_shared(t, old) and not torch.equal(t, old):
                     t.data.copy_(old)
 
 
@@ -66,4 +67,4 @@ def _statistics(holder: nn.Module) -> Iterator[str]:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a, b)
+    return is_shared(a, b) or (a.dtype == b.dtype and torch.equal(a, b))

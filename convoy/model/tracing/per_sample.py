@@ -1,6 +1,5 @@
 """Checks numerically, on random inputs, whether a layer computes each sample independently of the others."""
 
-import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from convoy.model.tracing.decisions import decides_together, with_others
 from convoy.model.tracing.nodes import first_line
 from convoy.model.tracing.noting import Notes, restored
+from convoy.model.tracing.shared_copy import shared_copy
 from convoy.model.tracing.state import random_kept, seed_all
 from convoy.model.tracing.turning_points import FAR, Undecided, turning_points
 
@@ -102,7 +102,7 @@ def check_later(first: PerSample, check: Callable[[nn.Module], PerSample], aged:
 
 def aged(model: nn.Module, like: Sequence[Tensor]) -> nn.Module:
     """A copy of a model after some forwards in training, in the modes of the model."""
-    older = copy.deepcopy(model).train()
+    older = shared_copy(model).train()
     with random_kept(1), torch.no_grad():
         try:
             for samples in _PARTS[0] + _PARTS[3]:

@@ -43,7 +43,7 @@ def comparable(value: Any, depth: int = 0, deepest: int = _DEEPEST, within: tupl
     name = type(value).__qualname__
     if isinstance(value, Tensor):
         shown = value.detach()
-        return (name, tuple(value.shape), "" if value.is_meta else repr(shown.double().sum().item()))
+        return (name, tuple(value.shape), "" if value.is_meta else repr(_sum(shown)))
     if depth >= deepest or id(value) in within:
         return name
     inside = functools.partial(comparable, depth=depth + 1, deepest=deepest, within=(*within, id(value)))
@@ -66,6 +66,13 @@ def comparable(value: Any, depth: int = 0, deepest: int = _DEEPEST, within: tupl
     if callable(value) or not hasattr(value, "__dict__"):
         return getattr(value, "__qualname__", name)
     return (name, tuple((key, inside(each)) for key, each in vars(value).items()))
+
+
+def _sum(t: Tensor) -> float | complex:
+    """In float64, without a copy of a large tensor in it."""
+    wide = torch.complex128 if t.is_complex() else torch.float64
+    parts = torch.split(t.reshape(-1), 1 << 20) if t.numel() > 1 << 20 else (t,)
+    return sum(part.to(wide).sum().item() for part in parts)
 
 
 def is_data(value: Any) -> bool:

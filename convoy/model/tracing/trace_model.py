@@ -31,6 +31,7 @@ from convoy.model.tracing.nodes import (
 from convoy.model.tracing.outside import Outside
 from convoy.model.tracing.per_sample import run_on_random
 from convoy.model.tracing.search import keep_whole
+from convoy.model.tracing.shared_copy import release, shared_tensors
 from convoy.model.tracing.sizes import Spec, meta_inputs
 from convoy.model.tracing.state import comparable, random_kept
 from convoy.model.tracing.state_watch import modes_of
@@ -76,7 +77,7 @@ def trace(
                 "distribute the module that it was made of"
             )
     try:
-        local = mute(copied(inner))
+        local = mute(copied(inner, shared_tensors(inner)))
         local = local if _on_meta(local) else local.cpu()
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise InputError(
@@ -90,13 +91,15 @@ def trace(
         warnings.simplefilter("ignore")  # what a model warns of, it warns of when it is trained
         capture = _Capture(local, specs, [tuple(e.shape) for e in examples], training, like)
         traced = with_hooks(local, capture.run(), inner)
+    modes = modes_of(local)
+    release(local)
     if capture.overwrites and training:
         warnings.warn(
             f"{type(inner).__name__} overwrites its input in forward; distributed, it leaves the tensors that it is given as "
             "they are. Begin forward with x = x.clone(), and one device does so, too",
             stacklevel=2,
         )
-    return replace(traced, modes=modes_of(local))
+    return replace(traced, modes=modes)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -1,6 +1,5 @@
 """A model as one opaque layer."""
 
-import copy
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -26,6 +25,7 @@ from convoy.model.tracing.per_sample import (
     run_on_random,
     tensors_of,
 )
+from convoy.model.tracing.shared_copy import shared_copy
 from convoy.model.tracing.sizes import BATCHES, Spec, meta_inputs
 from convoy.model.tracing.values import across, is_batched, without_batch
 
@@ -89,7 +89,7 @@ def as_one_layer(
 
 
 def _doubled(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model).double()
+    return shared_copy(model).double()
 
 
 def _form(value: Any, number: Iterator[int]) -> Any:
