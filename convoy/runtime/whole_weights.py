@@ -1,12 +1,13 @@
 """Parameters that are kept in shares: whole while a step computes with them, this device's share between steps."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from convoy.model.tracing.freed_memory import give_back_freed
 from convoy.plan.device_program import FreeWeights, PackWeights, UnpackWeights
 from convoy.runtime.exchange import Buffers
 from convoy.runtime.gradients import by_device
@@ -83,11 +84,13 @@ class WholeWeights:
         for place, arrived in zip(places, torch.split(flat, [p.numel() for p in places]), strict=True):
             place.copy_(arrived)
 
-    def _free(self, keys: Iterable[str]) -> None:
+    def _free(self, keys: Sequence[str]) -> None:
         """Give the memory of whole parameters back until they are gathered again. What autograd has kept of them are views of
         that memory, and find the same numbers there."""
         for key in keys:
             _resize(self._whole[key], 0)
+        if any(self._whole[key].device.type == "cpu" for key in keys):
+            give_back_freed()  # else small tensors come to lie in the holes, and the next weights elsewhere
 
     def _of(self, key: str, share: Tensor) -> nn.Parameter:
         if key not in self._whole:
