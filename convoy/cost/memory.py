@@ -60,7 +60,7 @@ class DeviceMemory:
 
     Attributes:
         weights_bytes: parameters and buffers; of those that are kept in shares, the share and the whole copy.
-        gradients_bytes: of the trainable parameters, likewise.
+        gradients_bytes: of the trainable parameters; of those that are kept in shares, the share, and what is whole beyond it.
         optimizer_bytes: its state.
         activations_bytes: kept from forward to backward.
         exchange_bytes: landing buffers of the largest move, or the flat copy and landing buffers of the largest sum.
@@ -232,10 +232,14 @@ def parameter_entries(steps: StepList, graph: Graph, device: int) -> tuple[int, 
 
 
 def gathered_entries(program: DeviceProgram) -> tuple[int, int]:
-    """The most entries at any time of whole parameters that were gathered from shares, and of their whole gradients."""
+    """Entries of whole parameters that were gathered from shares, and of their whole gradients beyond the shares of them, when
+    both together are the most.
+
+    As long as a sum has not come to an end, the whole gradient is there, and the share of it is not.
+    """
     whole: dict[str, int] = {}
     gradients: dict[int, int] = {}
-    most_whole = most_gradients = 0
+    most = (0, 0)
     for op in program.main():
         match op:
             case PackWeights(own_only=False):
@@ -243,12 +247,11 @@ def gathered_entries(program: DeviceProgram) -> tuple[int, int]:
             case FreeWeights(keys=keys):
                 whole = {key: size for key, size in whole.items() if key not in keys}
             case Pack(into=into) if into:
-                gradients[op.step] = op.size
+                gradients[op.step] = op.size - sum(shares[program.device] for shares in into)
             case Wait(events=events):
                 gradients = {step: n for step, n in gradients.items() if ("summed", step, 0) not in events}
-        most_whole = max(most_whole, sum(whole.values()))
-        most_gradients = max(most_gradients, sum(gradients.values()))
-    return most_whole, most_gradients
+        most = max(most, (sum(whole.values()), sum(gradients.values())), key=sum)
+    return most
 
 
 def update_s_per_entry(optimizer: str, bytes_per_s: float, itemsize: int = 4) -> float:

@@ -1,0 +1,134 @@
+"""Predicted memory of weights in shares beside what training steps take, at worst: behind a network that never hurries.
+
+Sums of gradients run in a thread. Here each runs when the step cannot go on without it, and in the step's own thread, whose
+tensors are counted: so every whole gradient that may be there is there.
+"""
+
+import gc
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from convoy.api import distribute
+from convoy.comm.group import Group
+from convoy.cost.memory import memory_of
+from convoy.model.graph import Graph
+from convoy.model.tracing import trace
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.strategy import Form
+from convoy.runtime import executor
+from convoy.runtime.exchange import Lane, Slots
+from convoy.runtime.gradients import Sums
+from convoy.sharding.layout import box
+from tests.runtime.test_memory_peak import Living
+from tests.support.processes import on_processes
+
+BATCH, WIDTH = 16, 1024
+EXAMPLE = torch.zeros(2, 3, 16, 16)
+TOLERANCE = 0.05
+
+
+def net() -> nn.Module:
+    """21.6 MB of weights, most of them in five Linears of 4.2 MB."""
+    linear = [each for _ in range(5) for each in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    first = (nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+    return nn.Sequential(*first, *linear, nn.Linear(WIDTH, 10))
+
+
+def planned(form: Form) -> tuple[Plan, Graph]:
+    graph = trace(net(), EXAMPLE).graph
+    plan = named_plan("sharded", graph, BATCH, Speeds((2.0, 1.0)))
+    return replace(plan, in_shares={name: replace(kept, form=form) for name, kept in plan.in_shares.items()}), graph
+
+
+class SlowSums(Sums):
+    """Each sum runs when it is waited for."""
+
+    def __init__(self, group: Group, sums: Any, slots: Slots) -> None:
+        super().__init__(group, sums, slots)
+        self._held: list[tuple[int, Tensor]] = []
+
+    def _start(self, step: int, flat: Tensor) -> None:
+        self._held.append((step, flat))
+
+    def wait(self, step: int) -> None:
+        while self._held and not self._done[step].is_set():
+            self._run(Lane(self.group, 0, self.slots), *self._held.pop(0))
+
+    def finish(self) -> None:
+        while self._held:
+            self._run(Lane(self.group, 0, self.slots), *self._held.pop(0))
+
+
+class LivingMemory(Living):
+    """As `Living`; what lies in the same memory counts once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[StorageWeakRef, int] = {}
+
+    def note(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                ref = StorageWeakRef(storage)
+                self.sizes[ref] = storage.nbytes()
+                self.places[ref] = storage.data_ptr() if storage.nbytes() else 0
+        living = ((ref, torch.UntypedStorage._new_with_weak_ptr(ref.cdata)) for ref in self.sizes)
+        self.sizes = {ref: storage.nbytes() for ref, storage in living if storage is not None}  # some were emptied
+        places = {self.places[ref]: size for ref, size in self.sizes.items() if size}
+        self.peak_bytes = max(self.peak_bytes, sum(places.values()))
+
+
+def peak_bytes(group: Group, form: Form, name: str) -> int:
+    """The most that the tensors of two training steps take at once."""
+    executor.Sums = SlowSums  # type: ignore[misc]  # of this process
+    plan, _ = planned(form)
+    part = distribute(net(), plan, group, EXAMPLE)
+    here = box(part.input_layouts(BATCH)[0], group.device, (BATCH, *EXAMPLE.shape[1:]))
+    assert here is not None
+    x = torch.randn(tuple(stop - start for start, stop in here))
+    made = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[name]
+    optimizer = made(part.parameters(), lr=1e-3)
+
+    def step() -> None:
+        gc.collect()
+        loss = F.cross_entropy(part(x, batch=BATCH), torch.arange(BATCH) % 10)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    step()
+    with LivingMemory() as living:
+        living.note([*part.parameters(), x, *(v for state in optimizer.state.values() for v in state.values())])
+        step()
+        step()
+    return living.peak_bytes
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("form", "optimizer"),
+    [
+        ("keep", "sgd"),
+        ("free", "adam"),
+        pytest.param("keep", "adam", marks=SLOW),
+        pytest.param("free", "sgd", marks=SLOW),
+    ],
+)
+def test_the_peak_of_a_step_with_weights_in_shares_is_as_predicted(form: Form, optimizer: str) -> None:
+    plan, graph = planned(form)
+    predicted = [each.total_bytes for each in memory_of(plan, graph, optimizer=optimizer)]
+    found = on_processes(2, f"{__name__}:peak_bytes", form, optimizer)
+    print(form, optimizer, [f"{a / 1e6:.1f} MB, {b / a - 1:+.1%}" for a, b in zip(found, predicted, strict=True)])
+    for measured, expected in zip(found, predicted, strict=True):
+        assert expected == pytest.approx(measured, rel=TOLERANCE)
