@@ -47,12 +47,13 @@ CACHES = {".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis", "__pycac
 def pytest_configure() -> None:
     """Every training keeps a log: those of the tests, and of the processes they start, lie in a folder of this session."""
     os.environ["CONVOY_RUNS"] = tempfile.mkdtemp(prefix="convoy-runs-")
+    gc.disable()  # until all tests are collected
 
 
 def pytest_collection_finish() -> None:
     """Torch and the tests stay to the end: Python's garbage collector need not look through them again and again."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

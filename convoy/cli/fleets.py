@@ -30,6 +30,7 @@ from convoy.cli.options import (
     app,
     image_of,
     in_job,
+    loading,
 )
 from convoy.comm.job_key import choose
 from convoy.config.settings import FIELDS
@@ -69,7 +70,8 @@ def measure(
     Run it on all devices at once: here over local processes, over the hosts of a fleet file by ssh, under torchrun, srun or
     mpirun, or under convoy rehearse.
     """
-    from convoy.app.measure import MeasureJob, run_measure
+    with loading():
+        from convoy.app.measure import MeasureJob, run_measure
     from convoy.config.run_file import resolve_settings
 
     one_of_job = in_job()
@@ -126,7 +128,8 @@ def plan(
 
     Example: convoy plan two-conv:150:800 --batch 256 --fleet fleet.toml -o plan.json
     """
-    from convoy.app.plan import run_plan
+    with loading():
+        from convoy.app.plan import run_plan
 
     run_plan(
         net,

@@ -15,6 +15,7 @@ from convoy.cli.options import (
     Outputs,
     app,
     image_of,
+    loading,
     path_of,
     quantity_of,
 )  # fmt: skip
@@ -49,7 +50,8 @@ def predict(
 
     Example: convoy predict torchvision:resnet50 --image 3,224,224 --batch 256 --on laptop-cpu,rtx3060,rtx3090 --link 1Gbit
     """
-    from convoy.app.predict import list_classes, run_predict
+    with loading():
+        from convoy.app.predict import list_classes, run_predict
 
     if list_them:
         list_classes()
@@ -90,7 +92,8 @@ def simulate(
             "convoy simulate needs a fleet: give --fleet FILE, as `convoy measure` writes it or with the devices' peaks. The "
             "study of all plans at any size is `python -m studies DIR [NET]`, in a checkout of the repository"
         )
-    from convoy.app.simulate import run_step
+    with loading():
+        from convoy.app.simulate import run_step
 
     run_step(output, net, fleet, plan, batch, image_of(image), classes, outputs=outputs, draw=figures, say=print)
 

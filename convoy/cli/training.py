@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from convoy.cli.options import PlanName, Print, app, in_job, path_of, with_settings
+from convoy.cli.options import PlanName, Print, app, in_job, loading, path_of, with_settings
 from convoy.comm.job_key import choose
 
 
@@ -46,12 +46,14 @@ def train(
             raise typer.Exit(train_on_fleet(resolved, fleet, print_lines))
     devices = resolved.settings.device_names
     if not one_of_job:
-        from convoy.app.checks import check_at_once, must_fetch
+        with loading():
+            from convoy.app.checks import check_at_once, must_fetch
 
         check_at_once(resolved.settings)
         print(f"Starting {len(devices)} device{'s' * (len(devices) > 1)} ...", flush=True)
     if one_of_job or len(devices) == 1:
-        from convoy.app.train import run_device
+        with loading():
+            from convoy.app.train import run_device
 
         run_device(resolved)
         return

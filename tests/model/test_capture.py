@@ -46,7 +46,7 @@ def net(function: Callable[[Any, Tensor], Tensor], channels: int = 6) -> nn.Modu
 # --- an odd call costs its own calls ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*ODD])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "lstm" else ()) for n in ODD])
 def test_an_odd_call_leaves_the_net_taken_apart(name: str) -> None:
     """The whole net became one layer, with its batch norms on one device."""
     layers = layers_of(net(ODD[name]))

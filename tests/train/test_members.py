@@ -33,6 +33,7 @@ from convoy.runlog.reader import read_log
 from convoy.train.loop import accuracy
 from convoy.train.members import Attempt, Members
 from tests.support.processes import on_processes
+from tests.support.slow import most_slow
 
 
 def train(group: Group, row: dict[str, Any], folder: str) -> None:
@@ -182,7 +183,7 @@ def test_a_loop_of_ones_own_repeats_the_step_with_the_same_batch(plan: str, vict
             assert row["weights"][key] == pytest.approx(weights, rel=TIGHT, abs=TIGHT)
 
 
-@pytest.mark.parametrize("kind", ["stop", "term"])
+@pytest.mark.parametrize("kind", most_slow(1, ["term", "stop"]))
 def test_who_is_silent_is_out_and_who_leaves_costs_no_step(kind: str) -> None:
     command = [sys.executable, "-c", f"""
 from benchmarks.chaos import Blow, Case, TIGHT, run
