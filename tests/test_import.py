@@ -18,7 +18,6 @@ HEAVY = ("torch", "numpy", "rich", "typer", "pydantic", "tomlkit", "psutil", "sk
 LIGHT = f"""
 import sys
 import convoy
-from convoy.cli.options import loading
 print(sorted(name for name in sys.modules if name.partition(".")[0] in {HEAVY!r}))
 assert dir(convoy) == sorted(convoy.__all__)
 convoy.InputError
@@ -105,7 +104,7 @@ def test_a_tag_is_the_version() -> None:
 
 
 def test_what_is_loaded_at_the_start_is_left_to_no_collector(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It went through torch again and again, for more than a third of the time of importing. What a training makes, it collects."""
+    """It went through torch again and again, for a third of the time of importing. What a training makes, it collects."""
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)
     frozen = gc.get_freeze_count()
     with loading():
@@ -113,7 +112,7 @@ def test_what_is_loaded_at_the_start_is_left_to_no_collector(monkeypatch: pytest
         importlib.import_module("colorsys")
     assert gc.isenabled()
     assert gc.get_freeze_count() > frozen
-    frozen = gc.get_freeze_count()
+    frozen, made = gc.get_freeze_count(), [[number] for number in range(10_000)]
     with loading():
         importlib.import_module("colorsys")
-    assert gc.get_freeze_count() <= frozen, "it was known: nothing that a caller made is kept"
+    assert gc.get_freeze_count() < frozen + len(made), "it was known: what a caller made is not kept"
