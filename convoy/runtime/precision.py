@@ -126,6 +126,11 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(next(iter(model.parameters())).device.type, **options)
         self.skips = False
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; and a step that broke off between unscaling and update is forgotten."""
+        super().load_state_dict(state_dict)
+        self._per_optimizer_states.clear()
+
     def unscale_(self, optimizer: Optimizer) -> None:
         check_summed("GradScaler.unscale_()", (p for group in optimizer.param_groups for p in group["params"]))
         super().unscale_(optimizer)

@@ -1,0 +1,150 @@
+"""Trainings on threads that lose devices: groups of mailboxes, and who is left meets by a lock in place of a network."""
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from convoy.comm.changing import ChangingGroup
+from convoy.errors import DeviceLostError
+from convoy.membership.agreement import Generation
+from convoy.train import members as members_module
+from convoy.train.members import Members
+from tests.support.threads import _Mailboxes, _ThreadGroup
+
+T = TypeVar("T")
+LIMIT_S = 30.0
+
+
+class Killed(BaseException):
+    """A device ends here, without a word."""
+
+
+@dataclass
+class _Place:
+    """What the threads share, under `changed` only."""
+
+    alive: set[int]
+    generation: Generation
+    mail: _Mailboxes
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    waiting: set[int] = field(default_factory=set)
+
+    def die(self, device: int) -> None:
+        with self.changed:
+            self.alive.discard(device)
+            self.changed.notify_all()
+
+    def meet(self, device: int) -> tuple[Generation, _Mailboxes]:
+        with self.changed:
+            before = self.generation
+            self.waiting.add(device)
+            done = self.changed.wait_for(
+                lambda: self.generation is not before or self.waiting >= self.alive, timeout=LIMIT_S
+            )
+            assert done, f"device {device} waited for {self.alive - self.waiting}"
+            if self.generation is before:
+                self.generation = Generation(before.number + 1, tuple(sorted(self.alive)))
+                self.mail = _Mailboxes(len(self.alive), LIMIT_S)
+                self.waiting.clear()
+                self.changed.notify_all()
+            return self.generation, self.mail
+
+
+class _Island:
+    """In place of `convoy.comm.regroup.Membership`."""
+
+    def __init__(self, group: ChangingGroup, _home: object = None) -> None:
+        present = group.present
+        assert isinstance(present, _ThreadGroup)
+        self.group, self.me, self.is_out = group, present.device, False
+        self.place: _Place = present.place  # type: ignore[attr-defined]
+        self.generation = self.place.generation
+
+    def regroup(self, error: DeviceLostError) -> None:
+        self.group.close(error)
+        self.generation, mail = self.place.meet(self.me)
+        _enter(self.group, self.place, mail, self.generation.index(self.me), self.group.present.speaks)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+def _enter(group: Any, place: _Place, mail: _Mailboxes, device: int, speaks: Callable[[], None]) -> ChangingGroup:
+    inner: Any = _ThreadGroup(mail, device, torch.device("cpu"))
+    inner.place, inner.speaks = place, speaks
+    start, agree = inner.start, inner.agree
+
+    def started(*args: Any, **options: Any) -> Any:
+        speaks()
+        return start(*args, **options)
+
+    def agreed(*args: Any, **options: Any) -> Any:
+        speaks()
+        return agree(*args, **options)
+
+    inner.start, inner.agree = started, agreed
+    if group is None:
+        return ChangingGroup(inner)
+    group.replace(inner)
+    return group  # type: ignore[no-any-return]
+
+
+@dataclass
+class Device:
+    """One device of such a training, as its work sees it.
+
+    Attributes:
+        strikes: (steps, n): it ends when, so many steps done, it speaks to the others for the n-th time.
+    """
+
+    group: ChangingGroup
+    strikes: tuple[int, int] | None
+    members: Members | None = None
+    calls: int = 0
+
+    def speaks(self) -> None:
+        if self.strikes is not None and self.members is not None and self.members.steps >= self.strikes[0]:
+            self.calls += 1
+            if self.calls == self.strikes[1]:
+                raise Killed
+
+
+def with_losses(
+    monkeypatch: pytest.MonkeyPatch,
+    devices: int,
+    work: Callable[[Device], T],
+    strikes: Mapping[int, tuple[int, int]],
+) -> dict[int, T]:
+    """What `work` returned on the devices that are left; raises what it raised on one of them."""
+    monkeypatch.setattr(members_module, "Membership", _Island)
+    monkeypatch.setattr(members_module, "JoinedGroup", _ThreadGroup)
+    ids = tuple(range(devices))
+    place = _Place(set(ids), Generation(0, ids), _Mailboxes(devices, LIMIT_S))
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(device: int) -> None:
+        here = Device(None, strikes.get(device))  # type: ignore[arg-type]
+        here.group = _enter(None, place, place.mail, device, here.speaks)
+        try:
+            results[device] = work(here)
+            here.group.close()
+        except BaseException as error:
+            if not isinstance(error, Killed):
+                errors.append(error)
+            place.die(device)
+            here.group.close(error)
+
+    threads = [threading.Thread(target=run, args=(d,), name=f"device-{d}", daemon=True) for d in ids]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LIMIT_S)
+        assert not thread.is_alive(), f"{thread.name} hangs"
+    if errors:
+        raise errors[0]
+    return results

@@ -1,0 +1,130 @@
+"""What a training may have beside its steps, together with the loss of devices: the numbers are those of one device."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.chaos import TIGHT, Case, make_data, make_net, whole_state
+from convoy.api import distribute, loader
+from convoy.model.tracing import trace
+from convoy.plan.presets import Speeds, named_plan
+from convoy.runtime.average import WeightAverage
+from convoy.runtime.module import Distributed
+from convoy.runtime.precision import GradScaler
+from convoy.train.controller import Rebalancer
+from convoy.train.loop import Recipe, Training, fit
+from convoy.train.lr import Schedule, build_schedule
+from convoy.train.members import Members
+from tests.support.losses import Device, with_losses
+from tests.support.torch_seed import torch_seed
+
+CASE = Case(seed=11, devices=3)
+EPOCHS = 3
+
+
+class Poisoned(Training):
+    """The loss of some batches is too large, as in fp16."""
+
+    def _backward(self, x: Tensor, y: Tensor, part: float) -> Tensor:
+        loss = nn.functional.cross_entropy(self.model(x), y) * part
+        assert self.scaler is not None
+        scaled = self.scaler.scale(loss) * (float("inf") if int(y[0]) == 3 else 1.0)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a training has beside its steps."""
+
+    ema: bool = False
+    scales: bool = False
+    accumulate: int = 1
+    workers: int = 0
+    rebalance: bool = False
+    others: tuple[str, ...] = ()
+    every: int | None = 1
+
+
+def train(here: Device | None, plan: str, extras: Extras) -> tuple[list[float], dict[str, Tensor], Any]:
+    """By a plan on a device of several, or alone."""
+    with torch_seed(0):
+        net, example = make_net(), torch.zeros(2, 2, 8, 8, dtype=torch.float64)
+    model: Any = net
+    part: Distributed | None = None
+    size = CASE.batch // extras.accumulate
+    if here is not None:
+        graph, speeds = trace(net, example).graph, Speeds((1.0, 1.5, 2.0))
+        plans = [named_plan(name, graph, size, speeds) for name in (plan, *extras.others)]
+        model = part = distribute(net, plans[0], here.group, example)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
+    data = make_data(CASE)
+    train_on = loader(data, size, part, seed=CASE.seed, workers=extras.workers)
+    test = loader(data, 8, part, shuffle=False)
+    schedule = build_schedule(optimizer, Schedule("cosine", 18, 2, 1, 0.1))
+    kind = Poisoned if extras.scales else Training
+    training = kind(
+        model, optimizer, Recipe(accumulate=extras.accumulate, clip_norm=1.0), schedule,
+        WeightAverage(optimizer, 0.9) if extras.ema else None,
+        GradScaler(model, init_scale=8.0, growth_interval=2) if extras.scales else None,
+    )  # fmt: skip
+    if here is None:
+        history = fit(training, train_on, test, EPOCHS)
+        state = whole_state(model, optimizer)
+    else:
+        others = [each for each in (schedule, training.scaler) if each is not None]
+        here.members = members = Members(model, optimizer, others=others, every=extras.every)
+        rebalancer = Rebalancer(model, optimizer, others=plans[1:]) if extras.rebalance or extras.others else None
+        history = fit(training, train_on, test, EPOCHS, rebalancer=rebalancer, members=members)
+        state = members.repeated(lambda: whole_state(model, optimizer))
+        members.close()
+    scale = None if training.scaler is None else training.scaler.state_dict()
+    return history.losses, state, [scale, [each.accuracy for each in history.evaluations], training.rate()]
+
+
+IN_A_STEP, ON_THE_WAY_BACK = {1: (4, 5)}, {0: (7, 11), 1: (7, 40)}
+TWICE = {2: (3, 2), 0: (11, 9)}
+
+CASES: dict[str, tuple[Extras, str, dict[int, tuple[int, int]]]] = {
+    "averages": (Extras(ema=True), "model", TWICE),
+    "averages of shares": (Extras(ema=True, every=3), "sharded", IN_A_STEP),
+    "averages, in a test": (Extras(ema=True), "hybrid", {1: (6, 3)}),
+    "scaled losses": (Extras(scales=True), "model", ON_THE_WAY_BACK),
+    "scaled losses, seldom kept": (Extras(scales=True, every=4), "data", TWICE),
+    "passes": (Extras(accumulate=2), "data-by-speed", TWICE),
+    "passes in shares": (Extras(accumulate=2, every=3), "sharded", IN_A_STEP),
+    "passes of splits": (Extras(accumulate=4), "hybrid", ON_THE_WAY_BACK),
+    "a trial of plans": (Extras(others=("model", "data")), "hybrid", IN_A_STEP),
+    "a trial of plans, seldom kept": (Extras(others=("data", "sharded"), every=5), "model", TWICE),
+    "workers of the loader": (Extras(workers=1, every=2), "data-by-speed", IN_A_STEP),
+    "rebalancing": (Extras(rebalance=True, every=2), "data-by-speed", TWICE),
+    "all of it": (Extras(ema=True, scales=True, accumulate=2, rebalance=True, every=None), "model", TWICE),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread_each() -> Iterator[None]:
+    """Three devices are threads already; with more of torch's own they wait for each other on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("extras", "plan", "strikes"), CASES.values(), ids=CASES)
+def test_a_loss_changes_no_number(
+    extras: Extras, plan: str, strikes: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, state, rest = train(None, plan, extras)
+    found = with_losses(monkeypatch, 3, lambda here: train(here, plan, extras), strikes)
+    assert found.keys() == {0, 1, 2} - strikes.keys(), "who was to be lost was not"
+    for other_losses, other_state, other_rest in found.values():
+        assert other_losses == pytest.approx(losses, rel=TIGHT)
+        assert other_rest == rest
+        assert other_state.keys() == state.keys()
+        for key, tensor in state.items():
+            assert float((other_state[key] - tensor).abs().max()) < TIGHT * max(1.0, float(tensor.abs().max())), key
