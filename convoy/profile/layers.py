@@ -3,7 +3,6 @@
 A piece of a layer (fewer filters, fewer input channels or narrower inputs) runs on random numbers, as the executor runs it.
 """
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from convoy.comm.accelerator import to_device
 from convoy.model.graph import Graph, Layer
 from convoy.model.operation import Operation
 from convoy.model.tracing import TracedModel, disable_in_place
+from convoy.model.tracing.shared_copy import timed_copy
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.size import LocalSize, whole_size
@@ -65,7 +65,7 @@ class Bench:
         precision: str = "float32",
     ) -> None:
         self.traced, self.batch, self.clock, self.stretch_s = traced, batch, clock, stretch_s
-        self.model = to_device(disable_in_place(copy.deepcopy(model)), device)
+        self.model = to_device(disable_in_place(timed_copy(model)), device)
         self.now = now or device_now(device)
         self.precision = precision
         self.wants, self.trained = _wants(traced.graph, batch)

@@ -1,6 +1,5 @@
 """How fast each device is at the layers of the model itself."""
 
-import copy
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import TracedModel, disable_in_place
+from convoy.model.tracing.shared_copy import timed_copy
 from convoy.plan.presets import Speeds
 from convoy.plan.size import whole_size
 from convoy.profile.layers import piece
@@ -69,7 +69,7 @@ def measure_layers(
         repeats: the median of so many rounds, after a run that is not counted; fewer where they take long.
         precision: what the layers compute in; see `convoy.runtime.precision`.
     """
-    local = to_device(disable_in_place(copy.deepcopy(model)), device)
+    local = to_device(disable_in_place(timed_copy(model)), device)
     sizes = sorted({max(2, batch // 8), max(2, batch // 4), max(2, batch // 2)})
     result = {}
     timed = _timed(traced.graph)

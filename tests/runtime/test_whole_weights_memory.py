@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from convoy.api import distribute
+from convoy.api import distribute, make_plan
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.model.tracing import trace
@@ -86,6 +86,17 @@ def test_weights_of_device_0_reach_models_on_the_meta_device() -> None:
 
     for each in run_on_threads(2, work):
         assert all(torch.equal(each[key], t) for key, t in first.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["auto", "data-by-speed"])
+def test_a_model_on_the_meta_device_is_not_timed(name: str) -> None:
+    """On the meta device every layer takes no time: a plan was made of that, without a word."""
+
+    def work(group: Group) -> None:
+        make_plan(name, on_meta(), X[:2], len(X), group)
+
+    with pytest.raises(InputError, match="on the meta device cannot be timed"):
+        run_on_threads(2, work)
 
 
 def freed(group: Group) -> float:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from convoy.errors import InputError
+
 _LOCK = threading.Lock()
 """torch makes a storage copy-on-write without a lock of its own."""
 
@@ -52,6 +54,20 @@ def is_shared(a: Tensor, b: Tensor) -> bool:
 def _is_cow(t: Tensor) -> bool:
     plain = t.device.type == "cpu" and t.layout is torch.strided
     return plain and bool(torch._C._is_cow_tensor(t))  # type: ignore[attr-defined]
+
+
+def timed_copy(model: nn.Module) -> nn.Module:
+    """A shared copy of a model whose layers are to be timed.
+
+    Raises:
+        InputError: the model is on the meta device.
+    """
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        raise InputError(
+            f"the layers of a {type(model).__name__} on the meta device cannot be timed: give the plan as a file, or speeds "
+            "for a plan by name, or for auto the fleet file of `convoy measure`"
+        )
+    return shared_copy(model)
 
 
 def release(model: nn.Module) -> None:
