@@ -27,7 +27,7 @@ from convoy.profile.auto import Plans
 from convoy.profile.job import measure_job
 from convoy.runlog.observers import StepTimer
 from convoy.sharding.layout import local_shape
-from tests.app.test_cli import QUIET, TINY, assert_close, results
+from tests.support.commands import QUIET, TINY, assert_close, results
 from tests.support.processes import on_processes
 from tests.support.threads import run_on_threads
 
@@ -285,7 +285,7 @@ def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first
 
 
 def measure_tiny(group: Group) -> str:
-    """The net of `tests.app.test_cli.TINY` on digits."""
+    """The net of `tests.support.commands.TINY` on digits."""
     model = build_net("two-conv:4:6", (1, 8, 8), 10)
     traced = trace(model, torch.zeros(1, 1, 8, 8))
     times = {"budget_s": 0.5, "links_budget_s": 0.2, "stretch_s": 0.002}

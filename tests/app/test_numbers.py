@@ -19,7 +19,7 @@ from convoy.runlog.observers import StepTimer
 from convoy.runlog.schema import DeviceLine
 from convoy.train.loop import History
 from convoy.train.observer import EpochResult, Evaluation, StepResult
-from tests.app.test_cli import convoy_in_process
+from tests.support.commands import convoy_in_process
 from tests.support.one_device import UNEVEN, by_name, graph_of
 
 

@@ -15,7 +15,7 @@ from convoy.comm.accelerator import pick_device
 from convoy.comm.environment import read_process_env
 from convoy.comm.launch_env import as_torchrun, first_host, is_one_of_job, tasks_on
 from convoy.errors import InputError
-from tests.app.test_cli import QUIET, TINY, results
+from tests.support.commands import QUIET, TINY, results
 from tests.support.programs import needs
 
 TORCHRUN = {

@@ -24,7 +24,7 @@ from convoy.launch.fleet import startable
 from convoy.launch.host_job import device_environments, host_jobs, line_to_paste
 from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
 from convoy.launch.supervisor import by_line
-from tests.app.test_cli import TINY, convoy_in_process
+from tests.support.commands import TINY, convoy_in_process
 from tests.support.processes import PLACE
 
 FLEET = Fleet(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from convoy.comm.job_key import write_key_file
-from tests.app.test_cli import TINY, results
+from tests.support.commands import TINY, results
 from tests.support.processes import ROOT
 from tests.support.ssh_hosts import Lab, eventually, lab, needs_ssh
 

@@ -9,7 +9,7 @@ import pytest
 from convoy.errors import InputError
 from convoy.fleet import Card, Host, read_fleet
 from convoy.launch.survey import QUESTIONS, Answer, ask, class_of, fleet_of, host_of, latency_to, read_answer
-from tests.app.test_cli import convoy_in_process
+from tests.support.commands import convoy_in_process
 from tests.support.ssh_hosts import lab, needs_ssh
 
 WORKSTATION = """

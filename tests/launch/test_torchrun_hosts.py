@@ -12,7 +12,7 @@ import pytest
 from convoy.comm.job_key import write_key_file
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName
-from tests.app.test_cli import TINY, assert_close, results
+from tests.support.commands import TINY, assert_close, results
 from tests.support.processes import PLACE, ROOT
 from tests.support.ssh_hosts import needs_ssh
 

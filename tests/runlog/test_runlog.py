@@ -149,7 +149,7 @@ def test_a_job_tells_all_that_a_page_needs(tmp_path: Path) -> None:
     fleet.write_text(on_processes(2, "tests.app.test_auto:measure_tiny", limit_s=60)[0])
     argv = ["--net", "two-conv:4:6", "--limit", "320", "--batch", "32", "--epochs", "2", "--rebalance"]
     argv += ["--plan", "auto", "--fleet", str(fleet), "--checkpoint", str(folder)]
-    (printed,), silent = on_processes(2, "tests.app.test_cli:train_all", [argv], joined=False, limit_s=60)
+    (printed,), silent = on_processes(2, "tests.support.commands:train_all", [argv], joined=False, limit_s=60)
     assert silent == [""]
     files = {path.name for path in folder.iterdir() if path.is_file()}
     assert {"fleet.toml", "log.jsonl", "plan.json", "run.toml"} <= files
