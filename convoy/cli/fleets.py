@@ -156,6 +156,9 @@ def rehearse(
     limit_s: Annotated[
         float, typer.Option("--limit", help="Seconds after which the command is ended.", **SECONDS)
     ] = 3600.0,
+    goes_on: Annotated[
+        bool, typer.Option("--goes-on", help="Let the others go on when a device is lost, as convoy train can.")
+    ] = False,
 ) -> None:
     """Run a command on every device of a fleet that is emulated on this machine (Linux, root).
 
@@ -170,7 +173,7 @@ def rehearse(
     program = command[1:] if command[0] == "--" else command
     if not program:
         raise InputError("nothing to run: write a command after --, e.g. convoy rehearse fleet.toml -- convoy train")
-    raise typer.Exit(run(read_fleet(fleet), program, timeout_s=limit_s, fleet_path=fleet))
+    raise typer.Exit(run(read_fleet(fleet), program, timeout_s=limit_s, fleet_path=fleet, goes_on=goes_on))
 
 
 @app.command()

@@ -18,7 +18,7 @@ from convoy.emulate.machine import RunName
 from convoy.errors import InputError
 from convoy.fleet import Fleet
 from convoy.launch.host_job import memory_environment, rank_variables
-from convoy.launch.supervisor import Interrupted, Interrupts, Output, Supervisor, decoded
+from convoy.launch.supervisor import Interrupted, Interrupts, Output, Supervisor, decoded, once_first
 
 TIMED_OUT = 124  # the status that timeout(1) gives
 
@@ -36,6 +36,7 @@ def rehearse(
     timeout_s: float,
     output: TextIO | None = None,
     fleet_path: Path | None = None,
+    goes_on: bool = False,
 ) -> int:
     """Run a command on every device of a fleet, emulated on this machine.
 
@@ -52,10 +53,11 @@ def rehearse(
         output: takes what the first device prints, and notes. None: the first device writes to this process's own
             stdout and stderr, notes go to stderr. What other devices print is shown if they fail.
         fleet_path: the fleet's file, for the command.
+        goes_on: the others go on without the devices that are lost. What the first prints that is left is shown then.
 
     Returns:
-        0 if every process ended with 0; else the status of the first that did not (128 + n after signal n), 124 if
-        the time ran out, 128 + n if this process was asked to end by signal n.
+        0 if every process ended with 0, or one of them where the others go on; else the status of the first that did not
+        (128 + n after signal n), 124 if the time ran out, 128 + n if this process was asked to end by signal n.
 
     Raises:
         InputError: no such command, a limit that is none, or a machine that cannot do it: not Linux, not root, a
@@ -83,11 +85,13 @@ def rehearse(
                     first = None if output is None else decoded(partial(print, end="", file=output, flush=True))
                     for index, start in enumerate(starts):
                         stdout: Output = "keep" if index else first
+                        if index and goes_on:
+                            stdout = once_first(processes, index, first)
                         stderr = None if stdout is None else subprocess.STDOUT
                         processes.start(
                             index, **start, stdout=stdout, stderr=stderr, lifeline=True, key=key, own_session=True
                         )
-                    return _watch(processes, fleet, timeout_s, note)
+                    return _watch(processes, fleet, timeout_s, note, goes_on=goes_on)
         except Interrupted as interrupted:
             return interrupted.status
 
@@ -178,7 +182,7 @@ def _hosts(fleet: Fleet, command: Sequence[str], fleet_path: Path | None) -> Ite
         yield starts
 
 
-def _watch(processes: Supervisor, fleet: Fleet, timeout_s: float, note: Callable[[str], None]) -> int:
+def _watch(processes: Supervisor, fleet: Fleet, timeout_s: float, note: Callable[[str], None], *, goes_on: bool) -> int:
     """Listen until the command has ended everywhere, end it where it has not, tell what failed."""
 
     def show(index: int, lines: Sequence[str], what: str) -> None:
@@ -189,7 +193,7 @@ def _watch(processes: Supervisor, fleet: Fleet, timeout_s: float, note: Callable
 
     interrupted, late = None, []
     try:
-        if not processes.listen(lambda: processes.failed or not processes.running, timeout_s):
+        if not processes.listen(lambda: (processes.failed and not goes_on) or not processes.running, timeout_s):
             late = processes.running
         processes.end(_GRACE_S if processes.failed else 0.0)
     except Interrupted as caught:
@@ -199,7 +203,7 @@ def _watch(processes: Supervisor, fleet: Fleet, timeout_s: float, note: Callable
     failed = [ending for ending in processes.endings if ending.status != 0 and not ending.stopped_by_us]
     for ending in failed:
         show(ending.device, ending.lines, f"ended with status {ending.exit_status}")
-    if failed:
+    if failed and not (goes_on and any(ending.status == 0 for ending in processes.endings)):
         return failed[0].exit_status
     if interrupted is not None:
         note(f"ended by {interrupted.signum.name}")

@@ -12,7 +12,7 @@ from convoy.comm.job_key import key_to_start
 from convoy.comm.launch_env import hidden
 from convoy.errors import InputError
 from convoy.launch.host_job import CONVOY_COMMAND, device_environments, log_of
-from convoy.launch.supervisor import Interrupted, Interrupts, Output, Sink, Supervisor, conclude
+from convoy.launch.supervisor import Interrupted, Interrupts, Output, Supervisor, conclude, once_first
 
 KILLED_GRACE_S = 0.5
 """Once a device was killed, the others get this long to end by themselves."""
@@ -71,7 +71,7 @@ def launch_local(
         try:
             for rank, variables in enumerate(environments):
                 terminal = None if rank == 0 else subprocess.DEVNULL
-                stdout: Output = _once_first(processes, rank) if goes_on and rank else terminal
+                stdout: Output = once_first(processes, rank) if goes_on and rank else terminal
                 processes.start(
                     rank, devices[rank], [*command, *argv], environment=hidden(variables) if script else variables,
                     lifeline=True, key=key, stdin=terminal, stdout=stdout, stderr="keep" if rank else None,
@@ -98,14 +98,3 @@ def launch_local(
         finally:
             del store  # which ends with it, also where an error keeps this frame
     return conclude(processes.endings, goes_on=goes_on)
-
-
-def _once_first(processes: Supervisor, rank: int) -> Sink:
-    """Shows what a device prints from when on no device before it is left."""
-
-    def show(chunk: bytes) -> None:
-        if not any(process.device < rank for process in processes.running):
-            sys.stdout.buffer.write(chunk)
-            sys.stdout.flush()
-
-    return show

@@ -104,6 +104,24 @@ def conclude(endings: Sequence[Ending], host_lost: DeviceLostError | None = None
     return outcome.status
 
 
+def once_first(processes: "Supervisor", rank: int, show: Sink | None = None) -> Sink:
+    """Shows what a device prints from when on no device before it is left.
+
+    Args:
+        show: None: on this process's own standard output.
+    """
+
+    def to_stdout(chunk: bytes) -> None:
+        sys.stdout.buffer.write(chunk)
+        sys.stdout.flush()
+
+    def sink(chunk: bytes) -> None:
+        if not any(process.device < rank for process in processes.running):
+            (show or to_stdout)(chunk)
+
+    return sink
+
+
 class Tail:
     """A sink that keeps the last `TAIL_BYTES`."""
 
