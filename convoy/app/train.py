@@ -4,28 +4,36 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from convoy._version import __version__
 from convoy.adapt.autotune import is_end
 from convoy.adapt.rebalance import Decision, Reshare
 from convoy.api import distribute, loader, make_plans
 from convoy.app.checks import check, check_outputs
 from convoy.app.handover import Handover, leaving_on_sigterm
 from convoy.app.inputs import build_model, check_images, check_resume, device_named, example_of, load_images
+from convoy.app.joining import Coming, JoiningDevices, facts_of, home_of, measured_alone, offer_of, run_of
+from convoy.app.joining_address import doors_text
 from convoy.app.without_compiler import leave_compiler_out
 from convoy.checkpoint import Checkpointer, Progress
-from convoy.comm.accelerator import limit_memory, set_modes
+from convoy.comm.accelerator import limit_memory, pick_device, set_modes
 from convoy.comm.agreement import difference, from_first, gather
-from convoy.comm.environment import imposed_slowdown
-from convoy.comm.group import Group
-from convoy.comm.processes import join
+from convoy.comm.changing import ChangingGroup
+from convoy.comm.channel import Words
+from convoy.comm.environment import ProcessEnv, imposed_slowdown
+from convoy.comm.group import AloneGroup, Group
+from convoy.comm.newcomer import Entrance
+from convoy.comm.processes import join, watch_parent
+from convoy.comm.rendezvous import credentials_of
 from convoy.config.run_file import RunSettings, to_toml
 from convoy.config.settings import Settings, key_of
 from convoy.data import Splits
@@ -38,6 +46,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS
 from convoy.plan.program_text import program_lines
 from convoy.plan.steps import passes_of
+from convoy.planner.known import Known
 from convoy.planner.predict import working
 from convoy.profile.anew import Replanner
 from convoy.profile.auto import Plans, expect_measured
@@ -82,6 +91,8 @@ def run_device(run: RunSettings) -> None:
     torch.manual_seed(settings.seed)
     with ExitStack() as stack:
         group = stack.enter_context(join(device_named(settings.device_names), timeout_s=settings.timeout_s))
+        if settings.listen is not None and group.devices == 1:
+            group = ChangingGroup(group)
         _agree(settings, group)
         if settings.memory is not None:
             limit_memory(group.torch_device, settings.memory[min(group.device, len(settings.memory) - 1)])
@@ -102,7 +113,43 @@ def run_device(run: RunSettings) -> None:
         screen.lines([f"A page of this run: {page}"])
 
 
-def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack) -> _Done:
+def run_newcomer(doors: Sequence[tuple[str, int]], device: str | None, here: Mapping[str, Any]) -> None:
+    """What a device does that comes into a training which runs.
+
+    Args:
+        doors: where its devices answer.
+        device: to compute on; None: as in a job of one.
+        here: settings of this device that are its own, by name.
+
+    Raises:
+        InputError, MismatchError: there is no such training, it does not take this device, or was started by another version.
+        DeviceLostError: it has ended, or went on without this device.
+    """
+    leave_compiler_out()
+    watch_parent()
+    env = ProcessEnv(0, 2, 0, None, *doors[0], hosted=False, attempt=0)
+    entrance = Entrance(doors, credentials_of(env))
+    offer = entrance.hello(HELLO_S)
+    if offer["version"] != __version__:
+        raise MismatchError(
+            f"the job runs Convoy {offer['version']}, this is {__version__}: install the same version on every machine"
+        )
+    run = run_of(offer, {"devices": device or "auto", **here})
+    settings = run.settings
+    check(settings)
+    set_modes(settings.tf32, settings.deterministic)
+    torch.manual_seed(settings.seed)
+    torch_device = pick_device(device_named(settings.device_names), 0)
+    with ExitStack() as stack:
+        group = stack.enter_context(ChangingGroup(AloneGroup(torch_device, settings.timeout_s)))
+        _train(run, group, Screen(visible=False), stack, Coming(entrance, offer))
+
+
+HELLO_S = 10.0
+"""How long a training may take to answer who asks to join: it may be just beginning."""
+
+
+def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack, coming: Coming | None = None) -> _Done:
     settings = run.settings
     splits = load_images(settings)
     check_images(settings, splits)
@@ -124,21 +171,21 @@ def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack) -> 
     expect_measured(part, plans.measured)
     devices = _devices(settings, group)
     screen.fleet(devices, plans.speeds)
-    if group.device == 0:
+    if group.device == 0 and coming is None:
         _save(settings, plans[0])
     _show_plan(settings, part, screen)
     train, test = build_loaders(settings, splits, part)
     training = build_training(settings, part, train)
-    keeper = build_checkpointer(settings, training, screen, stack)
+    keeper = build_checkpointer(settings, training, screen, stack, begins=coming is None)
     done = keeper.progress if keeper is not None else Progress()
     # Once nothing can refuse the job any more: until then an older log stays as it is.
-    directory, graph = _directory(settings, group), part.traced[True].graph
+    directory, graph = _directory(settings, group, coming), part.traced[True].graph
     header = RunHeader(
         run, devices, plans.speeds, plans[0], graph, plans.measured, train.samples,
         math.ceil(len(train) / settings.accumulate), done.step,
     )  # fmt: skip
-    log = header.open_log(directory, screen.line, stack) if directory is not None and group.device == 0 else None
-    loggers = build_loggers(settings, directory, done.step, screen=screen, stack=stack) if group.device == 0 else []
+    log = header.open_log(directory, screen.line, stack) if directory is not None and screen.visible else None
+    loggers = build_loggers(settings, directory, done.step, screen=screen, stack=stack) if screen.visible else []
     observers: list[Observer] = [Utilization(group, part.clock, log), *([log] if log is not None else []), *loggers]
     part.clock.reset()
     timer = StepTimer(settings.batch)
@@ -158,14 +205,35 @@ def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack) -> 
                 screen, timer, lambda: here.log, header.predict, partial(_show_new_plan, part, plans[0], screen)
             )
             rebalancer = _rebalancer(part, training, plans, tell, screen)
-        members = build_members(settings, training, here, plans, plans.anew(rebalancer))
+        replan = plans.anew(rebalancer) or Replanner(Known(settings.plan, (0,), plans.speeds), rebalancer)
+        joining = JoiningDevices(part, splits.fingerprint, replan, here)
+        entrance = None
+        if coming is None and group.devices == 1 and settings.listen is not None:
+            told = {"timed": True, "measured": settings.plan == AUTO}
+            known = measured_alone(told, settings, model, example, group, slowdown)
+            replan.known = replace(replan.known, speeds=known.speeds, measured=known.measured)
+        if coming is not None:
+            print("measures itself while the others train", flush=True)
+            known = measured_alone(coming.offer, settings, model, example, group, slowdown)
+            facts = facts_of(part, splits.fingerprint, known, f"host {devices[0][1]}, {devices[0][0]}", devices[0])
+            entrance = coming.entrance, facts
+        members = build_members(settings, training, here, plans, replan, joining, entrance)
+        if (
+            members is not None
+            and members.membership is not None
+            and replan is not None
+            and settings.listen is not None
+        ):
+            members.membership.offer = offer_of(settings, replan.known, directory)
+            if screen.visible:
+                screen.line(f"Others may join: convoy join {doors_text(members.membership.doors[:1])} --job-key FILE")
         with nullcontext() if members is None else leaving_on_sigterm(members):
             history = fit(training, train, test, settings.epochs, observer, rebalancer, keeper, screen.line, members)
     wall_s = time.perf_counter() - start_s
 
     def used() -> list[DeviceLine]:
         shares = work_shares(part.steps(settings.pass_batch), graph)
-        return _uses(settings, group, part, plans, shares, wall_s, _ids(members, group))
+        return _uses(here, group, part, shares, wall_s, _ids(members, group))
 
     uses = used() if members is None else members.repeated(used)
     if members is not None:
@@ -183,7 +251,7 @@ def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack) -> 
         for use in uses:
             log.write(use)
         log.write(EndLine(step_s=timer.step_s))
-    return _Done(history, splits, [devices[d] for d in ids], uses, plans[0].inexact, directory)
+    return _Done(history, splits, [here.header.devices[d] for d in ids], uses, plans[0].inexact, directory)
 
 
 def _plans(
@@ -259,9 +327,11 @@ def build_training(settings: Settings, model: nn.Module, train: Loader) -> Train
     )
 
 
-def build_checkpointer(settings: Settings, training: Training, screen: Screen, stack: ExitStack) -> Checkpointer | None:
+def build_checkpointer(
+    settings: Settings, training: Training, screen: Screen, stack: ExitStack, *, begins: bool = True
+) -> Checkpointer | None:
     """What saves the run, and holds its folder while `stack` lasts. Where it is resumed, the model and its training are then
-    where it goes on.
+    where it goes on. A device that comes later does not begin it.
 
     Raises:
         InputError: the checkpoints cannot be used, or another run writes there.
@@ -274,6 +344,8 @@ def build_checkpointer(settings: Settings, training: Training, screen: Screen, s
         tell=lambda line: screen.lines([f"  {line}"]),
     )  # fmt: skip
     stack.callback(keeper.close)
+    if not begins:
+        return keeper
     done = keeper.begin(settings.resume)
     # Dropout must not draw again what it drew in the first steps.
     torch.manual_seed(settings.seed + done.step)
@@ -281,16 +353,26 @@ def build_checkpointer(settings: Settings, training: Training, screen: Screen, s
 
 
 def build_members(
-    settings: Settings, training: Training, here: Handover, plans: Plans, replan: Replanner | None
-) -> Members | None:
-    """What lets the training go on without devices that are lost; None where it is not to, or on one device."""
+    settings: Settings, training: Training, here: Handover, plans: Plans, replan: Replanner, joining: JoiningDevices,
+    entrance: tuple[Entrance, Words] | None = None,
+) -> Members | None:  # fmt: skip
+    """What lets the training go on with fewer devices, and with more; None where it is not to."""
     model = training.model
-    if not settings.goes_on or not isinstance(model, Distributed) or model.group.devices == 1:
+    if not settings.goes_on or not isinstance(model, Distributed):
+        return None
+    home = home_of(settings, model.group) if entrance is None else None
+    if model.group.devices == 1 and entrance is None and home is None:
         return None
 
     def changed(reason: str) -> None:
+        if entrance is not None and not here.screen.visible:
+            print(reason, flush=True)
+        if members.generation is None:
+            return  # it waits to be let in
+        if members.membership is not None and settings.listen is not None:
+            members.membership.offer = offer_of(settings, replan.known, here.directory)
         here.carry_over(members, reason)
-        words = replan.told() if replan is not None else ""
+        words = replan.told()
         here.screen.lines([f"  {reason}", *([f"  {words}"] if words else [])])
 
     others = [each for each in (training.schedule, training.scaler) if each is not None]
@@ -302,7 +384,10 @@ def build_members(
             f"WARNING: there is no room for the state that is kept for the loss of a device: {'; '.join(price.overfull)}. With "
             "--spare none nothing is kept"
         )
-    members = Members(model, training.optimizer, others=others, every=every, replan=replan, tell=changed)
+    members = Members(
+        model, training.optimizer, others=others, every=every, replan=replan, tell=changed, newcomers=joining, home=home,
+        entrance=entrance,
+    )  # fmt: skip
     return members
 
 
@@ -332,8 +417,11 @@ def _ids(members: Members | None, group: Group) -> tuple[int, ...]:
     return tuple(range(group.devices)) if generation is None else generation.members
 
 
-def _directory(settings: Settings, group: Group) -> RunDirectory | None:
+def _directory(settings: Settings, group: Group, coming: Coming | None) -> RunDirectory | None:
     """Where device 0 logs the run. The others know it, too: one of them may have to go on with it."""
+    if coming is not None:
+        places = coming.offer["directory"]
+        return None if places is None else RunDirectory(Path(places[0]), None if places[1] is None else Path(places[1]))
 
     def make() -> list[str | None] | None:
         made = make_directory(settings)
@@ -382,14 +470,13 @@ def _devices(settings: Settings, group: Group) -> list[tuple[str, str, float]]:
 
 
 def _uses(
-    settings: Settings, group: Group, part: Distributed, plans: Plans, shares: tuple[float, ...], wall_s: float,
-    ids: Sequence[int],
-) -> list[DeviceLine]:  # fmt: skip
+    here: Handover, group: Group, part: Distributed, shares: tuple[float, ...], wall_s: float, ids: Sequence[int]
+) -> list[DeviceLine]:
     rows = gather(group, "use", [part.clock.compute_s, part.clock.exchange_s, sum(group.sent_bytes), wall_s])
-    speeds = [plans.speeds.devices[d] for d in ids]
+    speeds = [here.header.speeds.devices[d] for d in ids]
     return [
         DeviceLine(
-            device=ids[device], slowdown=settings.slowdowns[ids[device]], speed_share=speeds[device] / sum(speeds),
+            device=ids[device], slowdown=here.header.devices[ids[device]][2], speed_share=speeds[device] / sum(speeds),
             work_share=shares[device], compute_s=compute_s, exchange_s=exchange_s, sent_bytes=sent_bytes, wall_s=device_s,
         )
         for device, (compute_s, exchange_s, sent_bytes, device_s) in enumerate(rows)

@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from convoy.cli.options import PlanName, Print, app, in_job, loading, path_of, with_settings
-from convoy.comm.job_key import choose
+from convoy.cli.options import PATH, JobKeyFile, PlanName, Print, app, in_job, loading, path_of, with_settings
+from convoy.comm.job_key import KEY_FILE, choose
+from convoy.errors import InputError
 
 
 @app.command()
@@ -45,6 +46,10 @@ def train(
         if (fleet := fleet_to_start(resolved.settings.fleet, print_lines)) is not None:
             raise typer.Exit(train_on_fleet(resolved, fleet, print_lines))
     devices = resolved.settings.device_names
+    if resolved.settings.listen is not None and not one_of_job and not os.environ.get(KEY_FILE):
+        raise InputError(
+            "--listen without --job-key: who joins proves himself by it; make one with `convoy key FILE`, and give it"
+        )
     if not one_of_job:
         with loading():
             from convoy.app.checks import check_at_once, must_fetch
@@ -63,9 +68,45 @@ def train(
         load_images(resolved.settings)
     from convoy.launch.local import launch_local
 
+    host = "127.0.0.1"
+    if resolved.settings.listen is not None:
+        from convoy.app.joining_address import listening
+
+        host = listening(resolved.settings)[0]
     raise typer.Exit(
-        launch_local(sys.argv[1:], devices, port=resolved.settings.port, goes_on=resolved.settings.goes_on)
+        launch_local(sys.argv[1:], devices, host=host, port=resolved.settings.port, goes_on=resolved.settings.goes_on)
     )
+
+
+@app.command()
+def join(
+    job: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the job answers, as it prints it.")],
+    job_key: JobKeyFile = None,
+    device: Annotated[
+        str | None, typer.Option(help="What to compute on, such as cuda:0 or cpu; default: the first GPU, or the CPU.")
+    ] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Folder with the files of the data set, where it is another one here.", **PATH)
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder for checkpoints, should this device have to write them.", **PATH)
+    ] = None,
+) -> None:
+    """Come into a training that runs: one that was started with `convoy train --listen`, which prints the line.
+
+    The settings are those of the job. The device loads the data, measures itself while the others train, and comes in between
+    two steps if that is predicted to make steps faster; else it waits as a spare. The numbers stay those of one device. SIGTERM
+    lets it leave after a step.
+
+    Example: convoy join 192.168.1.5:7000 --job-key lab.key
+    """
+    choose(job_key, False, os.environ)
+    from convoy.app.joining_address import read_door
+    from convoy.app.train import run_newcomer
+
+    own = {"data_dir": data_dir, "checkpoint": checkpoint}
+    doors = [read_door(text) for text in job.split(",")]
+    run_newcomer(doors, device, {name: value for name, value in own.items() if value is not None})
 
 
 DEMO_SLOWDOWN = "3,4,6,8"

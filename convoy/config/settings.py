@@ -183,6 +183,12 @@ class Settings(BaseModel):
         "and end the job.",
         here=True,
     )
+    listen: str | None = _fleet(
+        None,
+        "Let further devices come in while it trains, with `convoy join` and the key of --job-key: the address of this machine "
+        "at which they ask, e.g. 192.168.1.5:7000 or 192.168.1.5. Default: nobody comes in.",
+        here=True,
+    )
     port: int | None = _fleet(None, "Port where the processes meet; default: a free one.", here=True, ge=0, le=65535)
     timeout_s: Seconds = _fleet(60.0, "Seconds after which a silent device counts as lost.", here=True, gt=0)
 

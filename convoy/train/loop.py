@@ -394,6 +394,9 @@ class _Loop:
 
     def _evaluate(self, epoch: int, *, ends_epoch: bool) -> float:
         history = self.history
+        self.test.set_epoch(
+            len(history.evaluations)
+        )  # the same on devices that came later, or that a loss kept from a test
         accuracy = self.training.accuracy(self.test)
         is_best = history.best is None or accuracy > history.best.accuracy
         result = Evaluation(epoch, self.steps, accuracy, ends_epoch, is_best)

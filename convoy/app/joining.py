@@ -1,0 +1,181 @@
+"""How devices come into a training of the command: what it tells them, and how it judges them by what they say."""
+
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from convoy._version import __version__
+from convoy.app.handover import Handover
+from convoy.app.joining_address import listening
+from convoy.comm.accelerator import modes
+from convoy.comm.changing import present
+from convoy.comm.channel import Words
+from convoy.comm.environment import ProcessEnv
+from convoy.comm.group import Group
+from convoy.comm.newcomer import Entrance
+from convoy.comm.processes import JoinedGroup
+from convoy.comm.regroup import Home
+from convoy.comm.rendezvous import credentials_of
+from convoy.config.run_file import RunSettings, resolve_settings, to_toml
+from convoy.config.settings import Settings
+from convoy.model.tracing import trace
+from convoy.plan.presets import AUTO, PLANS, Speeds
+from convoy.planner.anew import gain_of
+from convoy.planner.known import Known
+from convoy.profile.anew import Replanner
+from convoy.profile.job import measure_job
+from convoy.profile.speeds import measure_speeds
+from convoy.runlog.directory import RunDirectory
+from convoy.runtime.clock import Clock
+from convoy.runtime.module import Distributed
+from convoy.train.newcomers import Verdict
+
+
+@dataclass(frozen=True)
+class Coming:
+    """The way of this device into a training.
+
+    Attributes:
+        offer: what that says of itself.
+    """
+
+    entrance: Entrance
+    offer: Words
+
+
+def home_of(settings: Settings, group: Group) -> Home | None:
+    """Where this device answers as a member, where that is not any port of its group's address."""
+    if settings.listen is None or group.device != 0:
+        return None
+    host, port = listening(settings)
+    present_group = present(group)
+    if isinstance(present_group, JoinedGroup):
+        return Home.of(present_group, port)
+    env = ProcessEnv(0, 1, 0, 1, host, port, hosted=False, attempt=0)
+    return Home(host, port, credentials_of(env), f"members of {uuid.uuid4().hex}")
+
+
+def run_of(offer: Words, own: Mapping[str, Any]) -> RunSettings:
+    """The settings of a training that runs, for a device that comes.
+
+    Args:
+        own: what this device has otherwise.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.toml"
+        file.write_text(str(offer["run"]))
+        run = resolve_settings(file, {"compare": False, "explain": False, "page": False, "port": None, **own})
+    # Of the fleet that began, and what only its first device does. Plans are for the job; this device begins alone.
+    alone: dict[str, Any] = dict.fromkeys(("slowdown", "speeds", "memory", "fleet", "save_run", "save_plan"))
+    settings = run.settings.model_copy(update={**alone, "resume": False})
+    if settings.plan not in (*PLANS, AUTO):
+        settings = settings.model_copy(update={"plan": "data"})
+    return RunSettings(settings, run.sources)
+
+
+def offer_of(settings: Settings, known: Known, directory: RunDirectory | None) -> Words:
+    """What a training tells who asks."""
+    places = None if directory is None else [str(directory.log), directory.folder and str(directory.folder)]
+    return {
+        "version": __version__, "run": to_toml(settings), "directory": places, "measured": known.measured is not None,
+        "timed": known.speeds.measured,
+    }  # fmt: skip
+
+
+def facts_of(part: Distributed, data: str, known: Known, title: str, device: tuple[str, str, float]) -> Words:
+    """What a device says of itself that asks to be let in."""
+    return {
+        "same": _same(part, data), "known": known.to_json(), "title": title, "device": list(device),
+    }  # fmt: skip
+
+
+def _same(part: Distributed, data: str) -> dict[str, str]:
+    """What must be the same on all devices, by its name in messages."""
+    version = ".".join(torch.__version__.split(".")[:2])
+    return {
+        "convoy": __version__,
+        "torch": version,
+        "model": part.traced[True].graph.fingerprint,
+        "data": data,
+        **modes(),
+    }
+
+
+def measured_alone(
+    offer: Words, settings: Settings, model: nn.Module, example: Tensor, group: Group, slowdown: float
+) -> Known:
+    """How fast this device is, alone and while the others train; measured as they were."""
+    traced, batch = trace(model, example), settings.pass_batch
+    if not offer["timed"]:
+        return Known(None, (0,), Speeds((1.0,), measured=False))
+    with torch.random.fork_rng(devices=[]):
+        if offer["measured"]:
+            found = measure_job(
+                group, traced, model, batch, net=settings.net, budget_s=settings.budget_s, slowdown=slowdown,
+                precision=settings.precision,
+            )  # fmt: skip
+            speeds = Speeds((1.0,))  # by the layers' times, which are known of all
+            return Known(None, (0,), speeds, found)
+        clock = Clock(group.torch_device, slowdown)
+        return Known(None, (0,), measure_speeds(group, traced, model, batch, clock, settings.precision))
+
+
+class JoiningDevices:
+    """Judges who asks to be let in by what the planner predicts, and keeps what is known of all devices."""
+
+    def __init__(self, part: Distributed, data: str, replan: Replanner, here: Handover) -> None:
+        self.part, self.data, self.replan, self.here = part, data, replan, here
+
+    def judge(self, facts: Words, members: Sequence[int], device: int) -> Verdict:
+        for what, mine in _same(self.part, self.data).items():
+            if (theirs := facts["same"].get(what)) != mine and "unknown" not in (theirs, mine):
+                return (
+                    "refused",
+                    f"its {what} is {theirs}, that of the job is {mine}: it must be the same on every machine",
+                )
+        known = self._with(device, facts)
+        gain = gain_of(known, self.part.traced[True].graph, self.part.plan, tuple(members), device)
+        if gain is not None and gain <= 1:
+            return "spare", (
+                f"a step of the {len(members)} devices is predicted to take {1 / gain:.3g} times as long with it; it is "
+                "asked again when the devices change"
+            )
+        return "wanted", ""
+
+    def came(self, device: int, facts: Words) -> None:
+        self.replan.known = self._with(device, facts)
+        kind, host, slowdown = facts["device"]
+        self._note({device: (str(kind), str(host), float(slowdown))})
+
+    def told(self) -> Any:
+        return {"known": self.replan.known.to_json(), "devices": [list(each) for each in self.here.header.devices]}
+
+    def hear(self, told: Any) -> None:
+        self.replan.known = Known.from_json(told["known"])
+        self.here.header = replace(self.here.header, devices=())
+        self._note({d: (str(kind), str(host), float(times)) for d, (kind, host, times) in enumerate(told["devices"])})
+
+    def _with(self, device: int, facts: Words) -> Known:
+        """What is known with a device that says this of itself."""
+        theirs, known = Known.from_json(facts["known"]), self.replan.known
+        speeds = theirs.speeds
+        if not known.speeds.measured:  # numbers that somebody gave: nobody knows its own
+            speeds = Speeds((sum(known.speeds.devices) / len(known.speeds.devices),), measured=False)
+        return known.with_device(device, speeds, theirs.measured)
+
+    def _note(self, rows: dict[int, tuple[str, str, float]]) -> None:
+        """Devices by their ids, in the header of the log; of one that never came there is a row, too."""
+        header = self.here.header
+        count = max(len(header.devices), max(rows) + 1)
+        devices = [*header.devices, *[("?", "?", 1.0)] * (count - len(header.devices))]
+        for device, row in rows.items():
+            devices[device] = row
+        known = self.replan.known
+        speeds = tuple(known.speeds.devices[known.ids.index(d)] if d in known.ids else 1.0 for d in range(count))
+        self.here.header = replace(header, devices=devices, speeds=Speeds(speeds, measured=known.speeds.measured))
