@@ -2,11 +2,14 @@
 
 import copy
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from benchmarks.chaos import TIGHT, Case, build, make_net, whole_state
 from convoy.api import distribute, make_plan
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Credentials, Words
-from convoy.comm.environment import ProcessEnv
+from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.group import AloneGroup, Group
 from convoy.comm.job_key import make_key
 from convoy.comm.newcomer import Entrance
@@ -25,6 +28,7 @@ from convoy.comm.processes import meet
 from convoy.comm.regroup import Home, Membership
 from convoy.comm.rendezvous import credentials_of, forget_store, keep_store
 from convoy.errors import ConvoyError, InputError
+from convoy.runlog.reader import read_log
 from convoy.runtime.module import Distributed
 from convoy.train.loop import fit
 from convoy.train.members import LeftError, Members
@@ -308,3 +312,39 @@ def test_another_key_is_told_as_such() -> None:
             Entrance([membership.doors[0]], Credentials(make_key())).hello(0.1)
     finally:
         membership.close()
+
+
+@pytest.mark.slow
+def test_convoy_join_comes_into_convoy_train(tmp_path: Path) -> None:
+    convoy = [sys.executable, "-m", "convoy"]
+    with listen_at("127.0.0.1", 0) as listener:
+        door = f"127.0.0.1:{listener.getsockname()[1]}"
+    subprocess.run([*convoy, "key", "job.key"], cwd=tmp_path, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    options = (
+        "--data digits --net two-conv:6:12 --plan hybrid --speeds 1,1 --devices cpu,cpu --epochs 60 --log log.jsonl"
+    )
+    command = [*convoy, "train", *options.split(), "--listen", door, "--job-key", "job.key"]
+    with (tmp_path / "printed").open("wb") as out:
+        job = subprocess.Popen(command, stdout=out, stderr=out, cwd=tmp_path)
+    try:
+        come = [*convoy, "join", door, "--job-key", "job.key"]
+        done = subprocess.run(come, cwd=tmp_path, capture_output=True, text=True, timeout=90)
+        printed = (tmp_path / "printed").read_text()
+        assert done.returncode == 0, done.stderr + printed
+        assert job.wait(60) == 0, printed
+    finally:
+        job.kill()
+        job.wait()
+    assert "joined as device 2; 3 train after step " in done.stdout
+    assert f"Others may join: convoy join {door} --job-key FILE" in printed
+    record = read_log(tmp_path / "log.jsonl")
+    assert [line.step for line in record.steps] == list(range(60 * 23))
+    assert record.fleet is not None
+    assert len(record.fleet.devices) == 3
+
+
+def test_a_training_that_others_may_join_needs_a_key(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "convoy", "train", "--data", "digits", "--listen", "127.0.0.1:7000"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "--listen without --job-key" in done.stderr
