@@ -34,6 +34,7 @@ def show_forecast(
     _show_devices(console, found, fleet)
     if found.best.workers > 1:
         console.print(f"By plan auto: {_plan(found)}", soft_wrap=True)
+    if len(context.names) > 1:
         console.print(least_words(found.best, found.context.least(), found.context.names), soft_wrap=True)
     for line in _around(found, fleet):
         console.print(line, soft_wrap=True)

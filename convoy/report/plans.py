@@ -19,25 +19,25 @@ from convoy.simulator.price import layers_s
 
 def show_predictions(console: Console, rows: Sequence[PlanPrediction], context: PlanningContext) -> None:
     """A row per plan."""
-    speeds, names = context.speeds.devices, context.names
+    speeds, names, least = context.speeds.devices, context.names, context.least()
     limit = sum(speeds)
     table = new_table(
         f"Predicted, before anything runs; the limit is {limit:,.4g} samples/s", ("plan",),
-        ("step", "nine of ten", "samples/s", "of the limit", "traffic", "memory", "J/image", "devices"),
+        ("step", "nine of ten", "over least", "samples/s", "of the limit", "traffic", "memory", "J/image", "devices"),
     )  # fmt: skip
     table.add_column("bound by")
     for row in rows:
         memory = in_bytes(max(m.total_bytes for m in row.memory))
         table.add_row(
-            row.plan.name, f"{row.step_s:.3g} s", between(row.within), f"{row.samples_per_s:,.4g}", f"{row.efficiency:.1%}",
-            in_bytes(row.traffic_bytes), memory + " !" * bool(row.overfull),
+            row.plan.name, f"{row.step_s:.3g} s", between(row.within), over_least(row, least), f"{row.samples_per_s:,.4g}",
+            f"{row.efficiency:.1%}", in_bytes(row.traffic_bytes), memory + " !" * bool(row.overfull),
             "-" if row.energy is None else f"{row.energy.image_j:.4g}", str(row.workers), row.bound,
         )  # fmt: skip
     console.print(table)
     for row in rows:
         if row.overfull:
             console.print(f"! {row.plan.name} does not fit: {'; '.join(row.overfull)}", soft_wrap=True)
-    console.print(least_words(rows[-1], context.least(), names), soft_wrap=True)
+    console.print(least_words(rows[-1], least, names), soft_wrap=True)
     best, fastest = rows[-1], max(range(len(speeds)), key=lambda d: speeds[d])
     gain = best.samples_per_s / speeds[fastest]
     if best.workers == 1:
@@ -53,9 +53,13 @@ def show_predictions(console: Console, rows: Sequence[PlanPrediction], context: 
 def least_words(row: PlanPrediction, least: LowerBound, names: Sequence[str]) -> str:
     """How near a plan comes to what is possible."""
     whence = "by computing alone" if least.device < 0 else f"by what must pass the card of {names[least.device]}"
-    more = row.step_s / least.step_s - 1
     floor = f"No exact plan can take less than {least.step_s:.3g} s a step ({whence})"
-    return f"{floor}: {row.plan.name} is within {more:.1%} of that."
+    return f"{floor}: {row.plan.name} is within {over_least(row, least)} of that."
+
+
+def over_least(row: PlanPrediction, least: LowerBound) -> str:
+    """By what part of the bound a plan's step is longer; the bound says nothing of plans that are not exact."""
+    return "-" if row.plan.mixes else f"{row.step_s / least.step_s - 1:.1%}"
 
 
 MADE_FROM: Mapping[Basis | None, str] = {

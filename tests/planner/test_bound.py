@@ -1,11 +1,14 @@
 """The lower bound: by hand, against every plan of small cases, and how near to it plans come."""
 
+import io
 import itertools
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from convoy.cost.compute import Correction, Grid, LayerTimes, MeasuredTimes, Rate, Roofline
 from convoy.cost.costs import Costs
@@ -21,7 +24,7 @@ from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Strategy
 from convoy.planner.bound import LowerBound, lower_bound
 from convoy.planner.planner import candidates
 from convoy.planner.predict import PlanningContext, predict_plan
-from convoy.report.plans import least_words
+from convoy.report.plans import least_words, show_predictions
 from convoy.sharding.shares import Shares, apportion
 from convoy.simulator.simulate import simulate
 from studies.roofline import roofline_costs
@@ -199,18 +202,34 @@ def test_where_the_wire_is_wide_a_plan_comes_near(batch: int) -> None:
     assert lower_bound(graph, batch, costs).step_s >= 0.95 * found_s
 
 
-def test_the_bound_stands_in_words_beside_a_plan() -> None:
+def two_devices() -> tuple[Graph, PlanningContext]:
     graph = graph_of("two-conv:50:500")
     rates = enumerate((9e9, 3e9))
     devices = (Device(f"d{i}", f"h{i}", "cpu", peak_flop_per_s=rate, memory_bytes_per_s=rate) for i, rate in rates)
     fleet = Fleet((Host("h0"), Host("h1")), tuple(devices), Card(1e9, 1e9, 1e-4))
-    context = PlanningContext.of(graph, 16, roofline_costs(fleet), fleet)
+    return graph, PlanningContext.of(graph, 16, roofline_costs(fleet), fleet)
+
+
+def test_the_bound_stands_in_words_beside_a_plan() -> None:
+    _, context = two_devices()
     row = predict_plan(context.candidates()[0].plan.named("auto"), context)
     least = context.least()
     words = least_words(row, least, context.names)
     assert f"less than {least.step_s:.3g} s a step (by computing alone): auto is within " in words
     assert f"{row.step_s / least.step_s - 1:.1%}" in words
     assert "the card of d1" in least_words(row, LowerBound(1.0, 2.0, 1), context.names)
+
+
+def test_every_plan_of_the_table_says_how_far_above_the_bound_it_is() -> None:
+    graph, context = two_devices()
+    mixing = Plan("mixing", graph.fingerprint, 2, 16, {}, Batch((8, 8)), "inexact-butterfly-mixing")
+    rows = [predict_plan(plan, context) for plan in (context.named("data"), context.named("model"), mixing)]
+    printed = io.StringIO()
+    show_predictions(Console(file=printed, width=200), rows, context)
+    cells = [re.findall(r"[^\s│|]+", line) for line in printed.getvalue().splitlines()]
+    for row in rows:
+        (found,) = (line for line in cells if line[:1] == [row.plan.name])
+        assert ("-" if row is rows[-1] else f"{row.step_s / context.least().step_s - 1:.1%}") in found
 
 
 @pytest.mark.parametrize("case", range(20))
