@@ -18,9 +18,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("net", nargs="?", default="alexnet:4096", metavar="NET", help="a network by name (%(default)s)")
     parser.add_argument("--no-figures", action="store_true", help="tables only: figures need the extra 'plots'")
     parser.add_argument("--no-published", action="store_true", help="without the check of the published figures")
+    parser.add_argument("--no-auto", action="store_true", help="without the planner's plans along the five axes")
     given = parser.parse_args(arguments)
     try:
-        run_study(given.folder, given.net, draw=not given.no_figures, published=not given.no_published, say=print)
+        run_study(
+            given.folder, given.net, draw=not given.no_figures, published=not given.no_published, auto=not given.no_auto,
+            say=print,
+        )  # fmt: skip
     except ConvoyError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

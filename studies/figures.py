@@ -10,6 +10,7 @@ from convoy.model.graph import Graph
 from convoy.report.timeline import new_figure, save
 from studies.collectives import Floats, Numbers
 from studies.drawing import PLAN_LOOKS, legend, log2_axis, look, plain
+from studies.envelope import Enveloped
 from studies.points import Points
 from studies.sweep import AXES, BASE, PLANS, Sweep, along, crossover, five_axes, points_at, sweep
 
@@ -86,8 +87,19 @@ def batch_figure(
     return save(figure, path)
 
 
-def five_axes_figure(graph: Graph, path: Path, *, net: str = "", base: Mapping[str, float] = BASE) -> Path:
-    """Castello's five axes: throughput along each, everything else at the base point."""
+def five_axes_figure(
+    graph: Graph,
+    path: Path,
+    *,
+    net: str = "",
+    base: Mapping[str, float] = BASE,
+    auto: Mapping[str, Sequence[Enveloped]] | None = None,
+) -> Path:
+    """Castello's five axes: throughput along each, everything else at the base point.
+
+    Args:
+        auto: the planner's plans along each axis, where they are to be drawn too.
+    """
     figure = new_figure(10.6, 6.4)
     panels = figure.subplots(2, 3, sharey=True).ravel()
     for axes, (axis, sweeps) in zip(panels, five_axes(graph, base=base).items(), strict=False):
@@ -96,6 +108,10 @@ def five_axes_figure(graph: Graph, path: Path, *, net: str = "", base: Mapping[s
             values = each.points.columns()[axis] * scale
             every = max(1, len(values) // 8)
             axes.plot(values, each.samples_per_s, label=each.plan, markevery=every, **look(each.plan))
+        found = (auto or {}).get(axis, ())
+        if found:
+            rates = [each.samples_per_s for each in found]
+            axes.plot([each.value * scale for each in found], rates, label="auto, replayed", **look("auto"))
         axes.axvline(base[axis] * scale, color="grey", linestyle=":", linewidth=1)
         axes.set_yscale("log")
         if axis in ("batch", "devices"):

@@ -1,6 +1,6 @@
 """The whole study into a folder: tables as CSV, figures as PNG. Minutes of machines, seconds of arithmetic."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,8 @@ from convoy.model.nets import graph_of
 from convoy.plan.presets import PLANS
 from studies import figures, figures_fleets, fleets
 from studies.catalogue import fleet_of
+from studies.envelope import Enveloped, enveloped
+from studies.envelope import rows_of as envelope_rows
 from studies.published import CPUS, GPUS, summary, table
 from studies.sweep import AXES, BASE, five_axes, points_at, rows_of, sweep, write_csv
 
@@ -24,7 +26,13 @@ _GIGABIT = Card(send_bytes_per_s=125e6, receive_bytes_per_s=125e6, latency_s=1e-
 
 
 def run_study(
-    out: Path, net: str = "alexnet:4096", *, draw: bool = True, published: bool = True, say: Say = lambda _: None
+    out: Path,
+    net: str = "alexnet:4096",
+    *,
+    draw: bool = True,
+    published: bool = True,
+    auto: bool = True,
+    say: Say = lambda _: None,
 ) -> list[Path]:
     """Write every table of the study, and every figure, for one network.
 
@@ -33,6 +41,7 @@ def run_study(
         net: a network by name, on 3x32x32 images of 10 classes.
         draw: figures too (needs matplotlib).
         published: also the 1,728 replays behind the check of the published figures, ten seconds or more.
+        auto: also the planner's plans along the five axes, a minute or more.
         say: called with a line for each file.
 
     Returns:
@@ -53,7 +62,10 @@ def run_study(
             written.append(path)
             say(f"wrote {path}")
 
-    note(*_equal_devices(graph, net, out, draw))
+    found = {axis: enveloped(graph, axis) for axis in AXES} if auto else {}
+    if found:
+        note(write_csv(out / "axis-auto.csv", [row for each in found.values() for row in envelope_rows(each)]))
+    note(*_equal_devices(graph, net, out, draw, found))
     note(*_real_classes(graph, net, out, draw))
     if published:
         tables = [(each, table(each)) for each in (CPUS, GPUS)]
@@ -65,7 +77,9 @@ def run_study(
     return written
 
 
-def _equal_devices(graph: Graph, net: str, out: Path, draw: bool) -> list[Path]:
+def _equal_devices(
+    graph: Graph, net: str, out: Path, draw: bool, auto: Mapping[str, Sequence[Enveloped]]
+) -> list[Path]:
     paths = [write_csv(out / f"axis-{axis}.csv", rows_of(sweeps)) for axis, sweeps in five_axes(graph).items()]
     counts, links = np.meshgrid(AXES["devices"], figures.LINKS)
     points = points_at(BASE, devices=counts.ravel(), link_bytes_per_s=links.ravel())
@@ -73,7 +87,7 @@ def _equal_devices(graph: Graph, net: str, out: Path, draw: bool) -> list[Path]:
     paths.append(write_csv(out / "devices-by-link.csv", rows_of(sweeps)))
     if draw:
         paths += [
-            figures.five_axes_figure(graph, out / "five-axes.png", net=net),
+            figures.five_axes_figure(graph, out / "five-axes.png", net=net, auto=auto),
             figures.devices_figure(graph, out / "devices-strong.png", net=net),
             figures.devices_figure(graph, out / "devices-weak.png", net=net, samples_per_device=64),
             figures.batch_figure(graph, out / "batch.png", net=net),

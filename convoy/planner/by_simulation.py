@@ -29,8 +29,11 @@ def by_simulation(
     local = LocalSearch(model, lambda plan: fits(plan, model, room), reduces)
     copies = [each for each in found if not each.plan.in_shares]
     shortlist = in_order(copies) if len(copies) * len(model.graph.layers) <= 600 else _shortlist(copies)
+    # The model knows little of small batches, where moves and sums are short: a named plan is never crowded out.
+    shortlist += [each for each in copies if each.plan.name != "auto" and each not in shortlist]
     # Beside those that a search without shares would look at, so that none of them is crowded out.
-    shared = in_order(each for each in found if each.plan.in_shares)[: SHARED if len(model.graph.layers) <= DEEP else 1]
+    in_shares = [each for each in found if each.plan.in_shares]
+    shared = _shortlist(in_shares, SHARED if len(model.graph.layers) <= DEEP else 1)
     rows = [(local.simulated(each.plan).step_s, each.working, each.plan) for each in (*shortlist, *shared)]
     if len(model.graph.weighted) <= SHALLOW and len(order) <= 8:
         best_of = {working: (step_s, plan) for step_s, working, plan in sorted(rows, key=lambda r: r[:2], reverse=True)}
@@ -50,9 +53,14 @@ def by_simulation(
     return [Candidate(plan, step_s) for step_s, _, plan in sorted(rows, key=lambda row: row[:2])]
 
 
-def _shortlist(found: Sequence[Found]) -> list[Found]:
-    """The best by the analytic model, and the best of each number of devices: the model knows least of what many devices wait
-    for, and a small net may train fastest on one."""
-    best = in_order(found)
-    of_each = {each.working: each for each in reversed(best)}
-    return [*best[:SIMULATED], *(each for _, each in sorted(of_each.items()) if each not in best[:SIMULATED])]
+def _shortlist(found: Sequence[Found], most: int = SIMULATED) -> list[Found]:
+    """The best by the analytic model of each overlap, and the best of each number of devices: it knows least of what many
+    devices wait for, and a small net may train fastest on one."""
+    rows: list[Found] = []
+    overlaps = sorted({each.overlap for each in found})
+    for overlap in overlaps:
+        best = in_order(each for each in found if each.overlap == overlap)
+        few = -(-most // len(overlaps))
+        of_each = {each.working: each for each in reversed(best)} if most == SIMULATED else {}
+        rows += [*best[:few], *(each for _, each in sorted(of_each.items()) if each not in best[:few])]
+    return rows

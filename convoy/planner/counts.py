@@ -20,7 +20,7 @@ def searched(model: CostModel, order: Sequence[int]) -> list[Found]:
 
     def attempt(count: int) -> float:
         if count not in rows:
-            rows[count] = [Found(cost, count, plan) for cost, plan in Search(model, order[:count]).run()]
+            rows[count] = [Found(cost, count, plan, model.overlap) for cost, plan in Search(model, order[:count]).run()]
         return rows[count][0].model_s
 
     devices, layers = len(order), len(model.graph.layers)
@@ -29,7 +29,7 @@ def searched(model: CostModel, order: Sequence[int]) -> list[Found]:
     for count in counts:
         if 1 < count <= DIRECT_DEVICES:  # each sends a share to each
             shared = Search(model, order[:count], keepers=order[:count]).run()
-            rows[count] += [Found(cost, count, plan) for cost, plan in shared if plan.in_shares]
+            rows[count] += [Found(cost, count, plan, model.overlap) for cost, plan in shared if plan.in_shares]
     return [each for count in sorted(rows) for each in rows[count]]
 
 

@@ -18,11 +18,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A plan of the search with its seconds by the analytic model, and how many devices take part."""
+    """A plan of the search with its seconds by the analytic model, and how many devices take part.
+
+    Attributes:
+        overlap: what the model took to be hidden: seconds of one overlap say little beside those of another.
+    """
 
     model_s: float
     working: int
     plan: Plan
+    overlap: float = 0.0
 
 
 def model_s(model: CostModel, order: Sequence[int], plan: Plan) -> float:

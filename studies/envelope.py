@@ -1,0 +1,101 @@
+"""`auto` on equal devices: the planner's plan at points of the sweeps, replayed. It should be the envelope of all curves."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from convoy.cost.costs import Costs
+from convoy.cost.overhead import Overheads
+from convoy.fleet import Card, Device, Fleet, Host
+from convoy.model.graph import Graph
+from convoy.plan.plan import Plan
+from convoy.planner.planner import candidates
+from studies.roofline import roofline_costs
+from studies.sweep import AXES, BASE, Sweep, along, sweep
+
+DEVICES = 16
+"""Of more, `auto` would be planned without a replay, which is no curve beside these."""
+
+EVERY = 4
+"""A point in so many of an axis: planning takes seconds, where a closed form takes none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Enveloped:
+    """The planner's plan at one point of an axis, beside the curves there.
+
+    Attributes:
+        curves_s: the step of each named plan by its closed form. One device alone is no curve: in a fleet it sends its outputs.
+    """
+
+    axis: str
+    value: float
+    batch: float
+    step_s: float
+    plan: Plan
+    curves_s: Mapping[str, float]
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.batch / self.step_s
+
+    @property
+    def over_best(self) -> float:
+        """Its step over that of the best curve: at most 1, where it is the envelope."""
+        return self.step_s / min(self.curves_s.values())
+
+
+def costs_at(point: Mapping[str, float]) -> Costs:
+    """What the closed form assumes at a point, for the replay: equal devices, each on a host of its own."""
+    count = int(point["devices"])
+    flop_per_s, memory = point["flop_per_s"], point["memory_bytes_per_s"]
+    devices = tuple(
+        Device(f"d{i}", f"h{i}", "cpu", peak_flop_per_s=flop_per_s, memory_bytes_per_s=memory) for i in range(count)
+    )
+    link = point["link_bytes_per_s"]
+    fleet = Fleet(tuple(Host(f"h{i}") for i in range(count)), devices, Card(link, link, point["latency_s"]))
+    message_s = point["message_s"]
+    overheads = (Overheads(round_s=message_s, message_s=message_s),) * count
+    return replace(roofline_costs(fleet, efficiency=point["efficiency"]), overheads=overheads)
+
+
+def enveloped(
+    graph: Graph, axis: str, values: Iterable[float] | None = None, base: Mapping[str, float] = BASE
+) -> list[Enveloped]:
+    """`auto` along one axis; nothing where there are more devices than `DEVICES`.
+
+    Args:
+        values: None: every so many of the axis, `EVERY`.
+
+    Raises:
+        InputError: an axis that is not one of the five.
+    """
+    chosen = list(AXES.get(axis, ())[:: EVERY if len(AXES.get(axis, ())) > 16 else 2] if values is None else values)
+    points = along(axis, np.array(chosen), base=base)
+    sweeps: list[Sweep] = sweep(graph, points)
+    found = []
+    for place, value in enumerate(chosen):
+        point = {name: float(column[place]) for name, column in points.columns().items()}
+        if point["devices"] > DEVICES:
+            continue
+        best = candidates(graph, int(point["batch"]), costs_at(point))[0]
+        curves = {each.plan: float(each.times.step_s[place]) for each in sweeps}
+        found.append(Enveloped(axis, value, point["batch"], best.step_s, best.plan, curves))
+    return found
+
+
+def rows_of(found: Iterable[Enveloped]) -> list[dict[str, str | float]]:
+    """A row per point, for a CSV file."""
+    return [
+        {
+            "axis": each.axis,
+            "value": each.value,
+            "step_s": each.step_s,
+            "samples_per_s": each.samples_per_s,
+            "best_curve": min(each.curves_s, key=lambda name: each.curves_s[name]),
+            "over_best_curve": each.over_best,
+            "strategies": " ".join(f"{name}:{s.name}" for name, s in each.plan.layers.items()),
+        }
+        for each in found
+    ]
