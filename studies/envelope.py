@@ -9,13 +9,15 @@ from convoy.cost.costs import Costs
 from convoy.cost.overhead import Overheads
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph
+from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.planner.planner import candidates
+from convoy.planner.planner import plan_auto
+from convoy.simulator.simulate import simulate
 from studies.roofline import roofline_costs
 from studies.sweep import AXES, BASE, Sweep, along, sweep
 
 DEVICES = 16
-"""Of more, `auto` would be planned without a replay, which is no curve beside these."""
+"""Of more devices a step takes long to plan and to replay."""
 
 EVERY = 4
 """A point in so many of an axis: planning takes seconds, where a closed form takes none."""
@@ -79,9 +81,11 @@ def enveloped(
         point = {name: float(column[place]) for name, column in points.columns().items()}
         if point["devices"] > DEVICES:
             continue
-        best = candidates(graph, int(point["batch"]), costs_at(point))[0]
+        costs = costs_at(point)
+        plan = plan_auto(graph, int(point["batch"]), costs)
+        step_s = simulate(lower(plan, graph), graph, costs).step_s
         curves = {each.plan: float(each.times.step_s[place]) for each in sweeps}
-        found.append(Enveloped(axis, value, point["batch"], best.step_s, best.plan, curves))
+        found.append(Enveloped(axis, value, point["batch"], step_s, plan, curves))
     return found
 
 
