@@ -4,6 +4,7 @@ A trial copied the model three times and held two sets of gradients: 2.3 GB besi
 1.3 GB was killed while it was made ready for a plan that would have fitted.
 """
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,21 @@ def test_a_shared_copy_is_written_for_itself() -> None:
         made.weight.view(-1)[4] = 9.0
     assert not is_shared(made.weight, model.weight)
     assert model.weight[1, 1] != 9.0
+
+
+def test_a_trace_lets_go_of_the_weights() -> None:
+    """Its copy lies in a cycle until Python's collector comes. Weights that were written meanwhile were copied first, and those
+    of a model that the script let go of were not freed."""
+    model = nn.Linear(64, 64)
+    address = torch._C._data_address(model.weight)  # type: ignore[attr-defined]
+    gc.disable()
+    try:
+        trace(model, torch.zeros(2, 64))
+        with torch.no_grad():
+            model.weight.add_(1.0)
+    finally:
+        gc.enable()
+    assert torch._C._data_address(model.weight) == address  # type: ignore[attr-defined]
 
 
 def test_memory_of_numpy_is_copied_at_once() -> None:

@@ -120,7 +120,7 @@ def test_weights_are_freed_in_a_job_of_processes() -> None:
 
 
 def test_nothing_keeps_the_model_that_was_distributed() -> None:
-    """Its weights are freed when the script lets go of it: a copy of the trace shared them, and lay in a cycle."""
+    """Its weights are freed when the script lets go of it."""
     plan = sharded()
 
     def work(group: Group) -> bool:
