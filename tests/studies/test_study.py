@@ -551,7 +551,7 @@ def test_auto_is_the_envelope_of_all_curves(axis, values):
 def test_auto_is_the_envelope_where_moves_are_short():
     """Eight devices, a batch of eight: every layer by filters takes half of what `auto` took. The best plans with everything
     taken to be hidden had pushed those without out of the few that are simulated, and all that was simulated split samples."""
-    graph = graph_of("alexnet:512")
+    graph = graph_of("alexnet:4096")
     (found,) = enveloped(graph, "batch", (8,))
     assert found.over_best <= 1 + 1e-9
 
