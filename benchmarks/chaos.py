@@ -34,6 +34,7 @@ from convoy.comm.environment import listen_at
 from convoy.comm.group import Group
 from convoy.comm.processes import join
 from convoy.launch.host_job import device_environments
+from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import full_optimizer_state
 from convoy.train.controller import Rebalancer
@@ -54,13 +55,16 @@ class Blow:
 
     Attributes:
         kind: what it gets when it has done `at` steps, and then speaks to the others for the `call`-th time: SIGKILL ("kill"),
-            SIGSTOP ("stop", and SIGCONT once the others have gone on), or SIGTERM ("term": it leaves).
+            SIGSTOP ("stop", and SIGCONT once the others have gone on), or SIGTERM ("term": it leaves). On threads also "doze": it
+            is silent for less than the limit.
+        beside: a device that the same happens to at that moment; on threads only.
     """
 
     device: int
     kind: str
     at: int
     call: int = 1
+    beside: int | None = None
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,15 @@ class Case:
     rebalance: bool = False
     blows: tuple[Blow, ...] = ()
     pace_s: float = 0.0  # of a pass, at least
+    schedule: str = "cosine"
+    accumulate: int = 1
+    clip_norm: float | None = None
+    average: bool = False  # of the weights
+    saves: int | None = None  # steps from one checkpoint to the next
 
     @property
     def steps(self) -> int:
-        return self.epochs * -(-self.samples // self.batch)
+        return self.epochs * -(-(-(-self.samples // self.batch)) // self.accumulate)
 
 
 @dataclass
@@ -122,9 +131,12 @@ def build(case: Case, model: nn.Module, part: Any) -> tuple[Any, Any, Any]:
             parameters, lr=0.01, eps=1e-4
         )  # a tiny one magnifies rounding
     else:
-        optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-4)
-    schedule = build_schedule(optimizer, Schedule("cosine", case.steps, 2, 1, 0.1))
-    return Training(model, optimizer, Recipe(evaluate_epochs=2), schedule), train, test
+        momentum = 0.0 if case.optimizer == "sgd-plain" else 0.9
+        optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=momentum, weight_decay=1e-4)
+    average = WeightAverage(optimizer, 0.8) if case.average else None
+    schedule = build_schedule(optimizer, Schedule(case.schedule, case.steps, 2, 5, 0.5))
+    recipe = Recipe(case.accumulate, case.clip_norm, evaluate_epochs=2)
+    return Training(model, optimizer, recipe, schedule, average), train, test
 
 
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -335,7 +347,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--cases", type=int, default=10**9)
     parser.add_argument("--kinds", default="kill", help="of kill, stop, term, such as kill,term")
+    parser.add_argument("--inside", default="processes", choices=("processes", "threads"), help="see chaos_threads.py")
     given = parser.parse_args()
+    if given.inside == "threads":
+        from benchmarks.chaos_threads import many  # which stands on this file
+
+        print(many(given.seed, given.minutes, given.cases))
+        return
     until_s, events, worst = time.monotonic() + 60 * given.minutes, 0, 0.0
     for seed in range(given.seed, given.seed + given.cases):
         if time.monotonic() > until_s:

@@ -1,0 +1,150 @@
+"""Machines of one process: each has connections, doors and a thread of its own, and can be switched off, or fall silent.
+
+The devices that run on them are the real ones: the same doors, handshakes, connections, agreement. A machine is the
+credentials of its device, which open all its connections, so it knows them all. Switched off, all of them end at once, without a
+word, and its address refuses. Silent, its threads stop where they would next speak or hear; connections to it stay open.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from typing import Any
+from unittest import mock
+
+from convoy.comm import meeting, processes, regroup, rendezvous
+from convoy.comm.channel import Channel, Credentials, Words
+from convoy.comm.door import Door
+from convoy.comm.job_key import JobKey
+from convoy.comm.streams import StreamBackend
+
+_own = threading.local()
+
+
+class SwitchedOff(BaseException):
+    """What the thread of a device meets that was killed: nothing of the package catches it."""
+
+
+class Machine(Credentials):  # type: ignore[misc]
+    """One device's machine. It belongs to the thread that makes it.
+
+    Args:
+        strikes: is called whenever the device's own thread is about to speak to another one.
+    """
+
+    def __init__(self, key: JobKey, strikes: Callable[[], None]) -> None:
+        super().__init__(key)
+        self.thread, self.strikes = threading.current_thread(), strikes
+        self.awake, self.is_off = threading.Event(), False
+        self.awake.set()
+        self._lock = threading.Lock()
+        self._channels: list[Channel] = []
+        self._parts: list[Door | StreamBackend] = []
+        _own.machine, _own.stores = self, {}
+
+    def speaks(self) -> None:
+        """The device is about to speak or to listen."""
+        mine = threading.current_thread() is self.thread
+        if mine and not self.is_off:
+            self.strikes()
+        self.awake.wait()
+        if self.is_off:
+            raise SwitchedOff if mine else ConnectionResetError("this machine is off")
+
+    def switch_off(self) -> None:
+        """May be called on any thread."""
+        with self._lock:
+            self.is_off = True
+            doors = [part._listener for part in self._parts if isinstance(part, Door)]
+            for connection in (*doors, *(channel.connection for channel in self._channels)):
+                with suppress(OSError):  # shut, not closed: its number must not become another file's yet
+                    connection.shutdown(socket.SHUT_RDWR)
+        self.awake.set()
+
+    def bury(self) -> None:
+        """Release what a device has left behind that was switched off. On its own thread, at its end."""
+        for part in self._parts:
+            part.close() if isinstance(part, Door) else part.cut(broken=True)
+        for store in _own.stores.values():
+            store.close()
+        for channel in self._channels:
+            channel.close()
+
+    # --- as credentials -----------------------------------------------------------------------------------------------
+
+    def answering(self, connection: socket.socket) -> Channel:
+        self.awake.wait()
+        return self._watched(super().answering(connection))
+
+    def call(self, address: tuple[str, int], words: Words, deadline_s: float) -> Channel:
+        self.speaks()
+        return self._watched(super().call(address, words, deadline_s))
+
+    def _watched(self, channel: Channel) -> Channel:
+        send, receive = channel.send, channel.receive_some
+
+        def gated_send(content: memoryview | bytes) -> None:
+            self.awake.wait()
+            send(content)
+
+        def gated_receive(place: memoryview) -> int:
+            self.awake.wait()
+            got = receive(place)
+            self.awake.wait()  # what has come lies in the kernel
+            return got
+
+        channel.send, channel.receive_some = gated_send, gated_receive  # type: ignore[method-assign]
+        with self._lock:
+            self._channels = [each for each in self._channels if each.connection.fileno() >= 0]
+            self._channels.append(channel)
+            if self.is_off:
+                with suppress(OSError):
+                    channel.connection.shutdown(socket.SHUT_RDWR)
+        return channel
+
+    def keep(self, part: Any) -> Any:
+        with self._lock:
+            self._parts.append(part)
+        return part
+
+
+class _OwnStores(MutableMapping[Any, Any]):
+    """The stores of each device, where the package has those of the process."""
+
+    def __getitem__(self, key: Any) -> Any:
+        return _own.stores[key]
+
+    def __setitem__(self, key: Any, store: Any) -> None:
+        _own.stores[key] = store
+
+    def __delitem__(self, key: Any) -> None:
+        del _own.stores[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_own.stores)
+
+    def __len__(self) -> int:
+        return len(_own.stores)
+
+
+@contextmanager
+def machines() -> Iterator[None]:
+    """Meanwhile, what this process would have once, each machine has for itself."""
+
+    def door(listener: socket.socket, credentials: Any, *rest: Any) -> Any:
+        made = Door(listener, credentials, *rest)
+        return credentials.keep(made) if isinstance(credentials, Machine) else made
+
+    def streams(door: Door, *rest: Any) -> Any:
+        machine: Any = door.credentials
+        return machine.keep(StreamBackend(door, *rest))
+
+    with (
+        mock.patch.object(processes, "credentials_of", lambda _: _own.machine),
+        mock.patch.object(processes, "StreamBackend", streams),
+        mock.patch.object(processes, "Door", door),
+        mock.patch.object(regroup, "Door", door),
+        mock.patch.object(meeting, "Door", door),
+        mock.patch.object(rendezvous, "_stores", _OwnStores()),
+    ):
+        yield

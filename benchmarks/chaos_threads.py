@@ -1,0 +1,425 @@
+"""Chaos inside one process: hundreds of losses in minutes, each case again from its seed.
+
+    python -m benchmarks.chaos --inside threads --seed 1 --minutes 10
+
+The devices are threads with machines of their own (see `chaos_machines.py`); meeting, agreement, keeping, going back are those of
+processes. What happens is drawn per message: a device is switched off, leaves, falls silent and wakes up, at the n-th time that
+it speaks to another one after some step, in forward, backward, keeping, meeting anew after another loss, or a test.
+"""
+
+import faulthandler
+import gc
+import itertools
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.chaos import PLANS, TIGHT, Blow, Case, build, make_net, whole_state
+from benchmarks.chaos_machines import Machine, SwitchedOff, machines
+from convoy.api import distribute, loader
+from convoy.checkpoint.checkpointer import Checkpointer
+from convoy.comm.changing import ChangingGroup
+from convoy.comm.environment import ProcessEnv, listen_at
+from convoy.comm.job_key import make_key
+from convoy.comm.processes import meet
+from convoy.cost.compute import Rate, Roofline
+from convoy.cost.costs import Costs
+from convoy.cost.network import Network
+from convoy.errors import ConvoyError, PlanError
+from convoy.model.graph import Graph
+from convoy.model.tracing.trace_model import trace
+from convoy.plan import strategy as strategies
+from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
+from convoy.planner.planner import plan_auto
+from convoy.sharding.shares import Shares, apportion
+from convoy.train.controller import Rebalancer
+from convoy.train.loop import fit
+from convoy.train.members import LeftError, Members, StateLostError
+
+TIMEOUT_S, SILENCE_S = 60.0, 3.0
+"""Of the groups; longer than for processes, since all of a case share one core."""
+
+DOZE_S, STOP_S = 0.3, 1.6 * SILENCE_S
+"""How long a device is silent: nobody is lost, or it is."""
+
+_numbers = itertools.count()
+_one_at_a_time = threading.Lock()
+
+
+@dataclass
+class Fate:
+    """What came of one device.
+
+    Attributes:
+        ended: "done", "killed", "left", "out" (it was silent, or what is left is not enough), or the error.
+        happened: the kinds of what was done to it.
+    """
+
+    ended: str = "done"
+    happened: list[str] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    told: list[str] = field(default_factory=list)
+
+
+# ------------------------------------------------------------------------------------------------ plans
+
+
+def plan_of(case: Case, graph: Graph) -> Plan:
+    """The plan of a case: by name; "free" (weights in shares that are freed after use), "auto", or "mixed" from the seed."""
+    speeds = Speeds(tuple(1.0 + 0.5 * d for d in range(case.devices)))
+    if case.plan == "auto":
+        return plan_auto(graph, case.batch, _costs(case))
+    if case.plan == "mixed":
+        return _mixed(case, graph)
+    if case.plan == "free":
+        plan = named_plan("sharded", graph, case.batch, speeds)
+        return replace(plan, in_shares={key: replace(each, form="free") for key, each in plan.in_shares.items()})
+    return named_plan(case.plan, graph, case.batch, speeds)
+
+
+def _costs(case: Case) -> Costs:
+    """Slow devices and quick links, drawn: the planner then splits what it can."""
+    dice = random.Random(case.seed)
+    count = case.devices
+    rates = tuple(Rate(speed, speed) for speed in (1e6 * dice.uniform(0.3, 1.0) for _ in range(count)))
+    per_s = (10 ** dice.uniform(5.5, 8),) * count
+    latency = tuple(tuple(0.0 if i == j else 1e-5 for j in range(count)) for i in range(count))
+    pairs = tuple(tuple(per_s[0] for _ in range(count)) for _ in range(count))
+    return Costs(Roofline(rates, 8), Network(tuple(range(count)), per_s, per_s, (1e9,) * count, latency, pairs, (0.0,) * count), 8)
+
+
+def _mixed(case: Case, graph: Graph) -> Plan:
+    """Every layer draws a strategy and shares, zeros included."""
+    dice = random.Random(case.seed)
+
+    def shares(extent: int) -> Shares:
+        weights = [float(dice.randint(0, 3)) for _ in range(case.devices)]
+        return apportion(extent, weights if any(weights) else [1.0] * case.devices)
+
+    layers: dict[str, Strategy] = {}
+    for layer in graph.layers.values():
+        if layer.kind in ("input", "parameter", "pick") or not layer.batched:
+            continue
+        drawn: list[Strategy | None] = [None, Batch(shares(case.batch)), One(dice.randrange(case.devices))]
+        if layer.weighted and layer.kind in ("conv", "linear"):
+            drawn += [Filter(shares(layer.channels_out)), Channel(shares(layer.channels_in))]
+        chosen = dice.choice(drawn)
+        try:
+            if chosen is not None:
+                strategies.check(layer, chosen, case.batch, case.devices)
+                strategies.place(graph, layer, chosen, case.batch, case.devices)
+                layers[layer.name] = chosen
+        except PlanError:
+            pass
+    reduce = dice.choice(("ring", "butterfly", "direct", "star"))
+    return Plan(
+        "mixed", graph.fingerprint, case.devices, case.batch, layers, Batch(shares(case.batch)), reduce,
+        dice.choice((1, 1, 2)),
+    )  # fmt: skip
+
+
+def _example() -> Tensor:
+    return torch.zeros(2, 2, 8, 8, dtype=torch.float64)
+
+
+# ------------------------------------------------------------------------------------------------ one device
+
+
+class Fleet:
+    """The devices of a case and what happens to them."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case, self.folder = case, folder
+        self.fates = [Fate() for _ in range(case.devices)]
+        self.machines: dict[int, Machine] = {}
+        self.members: dict[int, Members] = {}
+        self.key, self.plan = make_key(), plan_of(case, trace(make_net(), _example()).graph)
+        with listen_at("127.0.0.1", 0) as listener:
+            self.port = int(listener.getsockname()[1])
+        self.number = next(_numbers)
+
+    def live(self, device: int) -> None:
+        """On the thread of a device."""
+        fate = self.fates[device]
+        machine = self.machines[device] = Machine(self.key, self._striking(device))
+        try:
+            self._train(device, machine, fate)
+        except SwitchedOff:
+            fate.ended = "killed"
+        except LeftError:
+            fate.ended = "left"
+        except ConvoyError as error:
+            gone = "cannot go on" in str(error) or isinstance(error, StateLostError)
+            fate.ended = f"out: {error}" if gone else "".join(traceback.format_exception(error))
+        except BaseException as error:
+            fate.ended = "".join(traceback.format_exception(error))
+        finally:
+            if fate.ended != "done":
+                self._bury(device, machine)
+
+    def _train(self, device: int, machine: Machine, fate: Fate) -> None:
+        case = self.case
+        env = ProcessEnv(device, case.devices, 0, None, "127.0.0.1", self.port, hosted=False, attempt=0)
+        group = ChangingGroup(meet(env, torch.device("cpu"), TIMEOUT_S, False, self.number))
+        example = _example()
+        with _one_at_a_time:  # torch has one generator for all threads
+            torch.manual_seed(case.seed)
+            net = make_net()
+        part = distribute(net, self.plan, group, example)
+        training, train, test = build(case, part, part)
+        others = [] if training.schedule is None else [training.schedule]
+        members = self.members[device] = Members(
+            part, training.optimizer, others=others, every=case.every, tell=fate.told.append
+        )
+        keeper = None
+        if case.saves is not None:
+            keeper = Checkpointer(
+                self.folder / "run", part, training.optimizer, every=case.saves, schedule=training.schedule
+            )
+            keeper.begin(False)
+        for name in ("start", "agree"):
+            setattr(group, name, self._spoken(machine, getattr(group, name)))
+        rebalancer = Rebalancer(part, training.optimizer) if case.rebalance else None
+        history = fit(training, train, test, case.epochs, None, rebalancer, keeper, members=members)
+        state = members.repeated(lambda: whole_state(part, training.optimizer))
+        members.close()
+        fate.losses, fate.state = history.losses, state
+        fate.accuracies = [each.accuracy for each in history.evaluations]
+        group.close()
+
+    def _spoken(self, machine: Machine, speak: Callable[..., Any]) -> Callable[..., Any]:
+        def spoken(*args: Any, **options: Any) -> Any:
+            machine.speaks()
+            return speak(*args, **options)
+
+        return spoken
+
+    def _striking(self, device: int) -> Callable[[], None]:
+        waiting = sorted((blow for blow in self.case.blows if blow.device == device), key=lambda blow: blow.at)
+        calls = 0
+
+        def strike() -> None:
+            nonlocal calls
+            if not waiting or device not in self.members or self.members[device].steps < waiting[0].at:
+                return
+            calls += 1
+            if calls >= waiting[0].call:
+                calls, blow = 0, waiting.pop(0)
+                for each in (device, *([] if blow.beside is None else [blow.beside])):
+                    self._happen(blow.kind, each)
+
+        return strike
+
+    def _happen(self, kind: str, device: int) -> None:
+        machine, fate = self.machines[device], self.fates[device]
+        if machine.is_off or fate.ended != "done" or fate.losses:
+            return
+        fate.happened.append(kind)
+        match kind:
+            case "kill":
+                machine.switch_off()
+            case "term":
+                self.members[device].leave()
+            case "stop" | "doze":
+                machine.awake.clear()
+                timer = threading.Timer(STOP_S if kind == "stop" else DOZE_S, machine.awake.set)
+                timer.daemon = True
+                timer.start()
+
+    def _bury(self, device: int, machine: Machine) -> None:
+        if machine.is_off and device in self.members and (membership := self.members[device].membership):
+            membership._closed.set()
+            membership._server.close()
+            present: Any = membership.group.present
+            present._told = True
+            present.close(ConnectionResetError("switched off"))
+        elif device in self.members and (membership := self.members[device].membership):
+            membership.depart(ConvoyError("the end of this process"))
+        machine.bury()
+
+
+# ------------------------------------------------------------------------------------------------ all of them
+
+
+@dataclass
+class Found:
+    """What came of a case.
+
+    Attributes:
+        apart: the largest difference of a survivor from one device.
+        short: what is wrong; empty if nothing is.
+    """
+
+    events: int
+    apart: float
+    fates: list[Fate]
+    short: str = ""
+
+
+def alone(case: Case) -> Fate:
+    """The same training on one device, undisturbed."""
+    torch.manual_seed(case.seed)
+    training, train, test = build(case, make_net(), None)
+    history = fit(training, train, test, case.epochs)
+    rows = [each.accuracy for each in history.evaluations]
+    return Fate(losses=history.losses, accuracies=rows, state=whole_state(training.model, training.optimizer))
+
+
+def run(case: Case, limit_s: float = 90.0) -> Found:
+    """Run a case on threads, and compare.
+
+    Raises:
+        RuntimeError: it did not end in time.
+    """
+    wanted = alone(case)
+    before = {thread.ident for thread in threading.enumerate()}
+    memory = Path("/dev/shm")  # where files are on disk at once
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name, machines():
+        fleet = Fleet(case, Path(name))
+        threads = [threading.Thread(target=fleet.live, args=(d,), name=f"device-{d}", daemon=True) for d in range(case.devices)]
+        for thread in threads:
+            thread.start()
+        deadline_s = time.monotonic() + limit_s
+        for thread in threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            faulthandler.dump_traceback(sys.stderr)
+            raise RuntimeError(f"{case} did not end within {limit_s:g} s: {[fate.ended for fate in fleet.fates]}")
+        left = _left_behind(before)
+    found = judged(case, fleet.fates, wanted)
+    return replace(found, short=found.short or left)
+
+
+def _left_behind(before: set[int | None]) -> str:
+    deadline_s = time.monotonic() + 5.0
+    while left := [t.name for t in threading.enumerate() if t.ident not in before and not isinstance(t, threading.Timer)]:
+        if time.monotonic() > deadline_s:
+            return f"threads were left behind: {left}"
+        time.sleep(0.01)
+    return ""
+
+
+def judged(case: Case, fates: list[Fate], wanted: Fate) -> Found:
+    """The survivors' numbers beside those of one device."""
+    events, apart, short = sum(len(fate.happened) for fate in fates), 0.0, ""
+    fragile = any("stop" in fate.happened for fate in fates)
+    for device, fate in enumerate(fates):
+        struck = set(fate.happened)
+        allowed = {"done", "left"} if "term" in struck else {"killed"} if "kill" in struck else {"done"}
+        if fate.ended == "done":
+            apart = max(apart, difference(fate, wanted))
+        if fate.ended in allowed or (fate.ended.startswith("out: ") and fragile):
+            continue
+        short = short or f"device {device}, {fate.happened}: {fate.ended}"
+    if not any(fate.ended == "done" for fate in fates) and not fragile:
+        short = short or "nobody was left"
+    return Found(events, apart, fates, short)
+
+
+def difference(fate: Fate, wanted: Fate) -> float:
+    """The largest, relative to the size of what differs (at least 1); infinite where it is of another kind."""
+    if len(fate.losses) != len(wanted.losses) or fate.state.keys() != wanted.state.keys():
+        return float("inf")
+    if fate.accuracies != wanted.accuracies:
+        return float("inf")
+    rows = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(fate.losses, wanted.losses, strict=True)]
+    rows += [
+        float((fate.state[k] - each).abs().max() / max(1.0, float(each.abs().max()))) for k, each in wanted.state.items()
+    ]
+    return max(rows)
+
+
+# ------------------------------------------------------------------------------------------------ what is drawn
+
+ALL_PLANS = (*PLANS, "free", "auto", "mixed")
+
+
+def drawn(seed: int) -> Case:
+    """A case by its seed: two to six devices, of which one at least is left."""
+    dice = random.Random(seed)
+    devices = dice.choice((2, 3, 3, 4, 4, 5, 5, 6))
+    spared = dice.randrange(devices)
+    struck = [device for device in range(devices) if device != spared]
+    dice.shuffle(struck)
+    blows: list[Blow] = []
+    stops = False
+    for device in struck[: max(dice.randint(1, devices - 1), dice.randint(1, devices - 1))]:
+        if any(blow.beside == device for blow in blows):
+            continue
+        at, call = dice.randint(1, 8), dice.choice((dice.randint(1, 10), dice.randint(1, 60)))
+        kind = dice.choice(("kill",) * 12 + ("term",) * 6 + ("stop",))
+        if kind == "stop" and (stops or devices < 3):
+            kind = "kill"
+        stops |= kind == "stop"
+        free = [d for d in struck if d != device and all(d not in (b.device, b.beside) for b in blows)]
+        beside = dice.choice(free) if free and kind != "stop" and dice.random() < 0.2 else None
+        if dice.random() < 0.3:
+            blows.append(Blow(device, "doze", max(1, at - dice.randint(0, 4)), dice.randint(1, 30)))
+        blows.append(Blow(device, kind, at, call, beside))
+    blows = [b for i, b in enumerate(blows) if not any(b.device == a.beside for a in blows[:i])]
+    several = sum(1 + (blow.beside is not None) for blow in blows if blow.kind != "doze") > 1
+    return Case(
+        seed, devices, dice.choice(ALL_PLANS), dice.choice(("sgd", "sgd-plain", "adam")),
+        epochs=2, samples=dice.choice((48, 44, 32)), every=dice.choice((1, 1, 1, 3)), rebalance=dice.random() < 0.25,
+        blows=tuple(blows), schedule=dice.choice(("cosine", "step", "one-cycle")), accumulate=dice.choice((1, 1, 2)),
+        clip_norm=dice.choice((None, None, 0.5)), average=dice.random() < 0.3, saves=1 if several or dice.random() < 0.2 else None,
+    )  # fmt: skip
+
+
+def many(seed: int, minutes: float, cases: int) -> str:
+    """Draw and run cases, print a line of each; a line about all of them.
+
+    Raises:
+        SystemExit: some went wrong; their seeds are named.
+    """
+    torch.set_num_threads(1)
+    sys.setswitchinterval(0.0005)  # threads that stand for devices wait for each other's messages, not for their turns
+    run(drawn(0))  # what is loaded and made once
+    until_s, before, kinds, wrong, worst = time.monotonic() + 60 * minutes, resources(), Counter[str](), [], 0.0
+    for done, at in enumerate(range(seed, seed + cases), 1):
+        case, start_s = drawn(at), time.monotonic()
+        found = run(case)
+        kinds.update(kind for fate in found.fates for kind in fate.happened)
+        worst = max(worst, found.apart)
+        blows = " ".join(f"{blow.kind}:{blow.device}{'' if blow.beside is None else f'+{blow.beside}'}" for blow in case.blows)
+        ends = "" if not found.short else f"; WRONG: {case}: {found.short}: {[fate.told for fate in found.fates]}"
+        print(
+            f"seed {at}: {case.plan} {case.optimizer} on {case.devices}, {blows}: {found.events} events, apart {found.apart:.1e}, "
+            f"{time.monotonic() - start_s:.1f} s{ends}",
+            flush=True,
+        )
+        if found.short or not found.apart < TIGHT:
+            wrong.append(at)
+        if time.monotonic() > until_s or len(wrong) == 10:
+            break
+    told = f"{done} trainings, {kinds.total()} events ({dict(kinds)}), at most {worst:.1e} apart; {before} became {resources()}"
+    if wrong:
+        raise SystemExit(f"{told}; wrong: seeds {wrong}")
+    return told
+
+
+def resources() -> dict[str, float]:
+    """Of this process: memory (MB), open files, threads."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "rss_mb": pages * os.sysconf("SC_PAGE_SIZE") / 1e6,
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+    }
