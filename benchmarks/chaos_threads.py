@@ -296,8 +296,10 @@ def run(case: Case, limit_s: float = 90.0) -> Found:
         for thread in threads:
             thread.start()
         deadline_s = time.monotonic() + limit_s
+        faulthandler.dump_traceback_later(limit_s / 3)  # where they all are, when it takes unusually long
         for thread in threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
+        faulthandler.cancel_dump_traceback_later()
         if any(thread.is_alive() for thread in threads):
             faulthandler.dump_traceback(sys.stderr)
             raise RuntimeError(f"{case} did not end within {limit_s:g} s: {[fate.ended for fate in fleet.fates]}")
@@ -398,7 +400,7 @@ def many(seed: int, minutes: float, cases: int) -> str:
         kinds.update(kind for fate in found.fates for kind in fate.happened)
         worst = max(worst, found.apart)
         blows = " ".join(f"{blow.kind}:{blow.device}{'' if blow.beside is None else f'+{blow.beside}'}" for blow in case.blows)
-        ends = "" if not found.short else f"; WRONG: {case}: {found.short}: {[fate.told for fate in found.fates]}"
+        ends = "" if not found.short else f"; WRONG: {case}: {found.short}: {[(fate.ended[-300:], fate.told) for fate in found.fates]}"
         print(
             f"seed {at}: {case.plan} {case.optimizer} on {case.devices}, {blows}: {found.events} events, apart {found.apart:.1e}, "
             f"{time.monotonic() - start_s:.1f} s{ends}",

@@ -395,6 +395,8 @@ class Members:
             except StateLostError:
                 raise
             except DeviceLostError as another:
+                if self.membership.is_out and self._leaves:  # the others went on before it had handed over: it has left
+                    raise LeftError(another.device, f"{another}; it was asked to leave") from another
                 if self.membership.is_out:
                     raise
                 error = another

@@ -48,6 +48,7 @@ def test_two_at_once_that_had_a_piece_of_the_model_alone_lead_back_to_the_checkp
     assert "from the checkpoint of step 2" in found.fates[0].told[0]
 
 
+@pytest.mark.slow  # it has to be silent for longer than the limit
 def test_a_device_that_was_to_leave_and_fell_silent_has_left() -> None:
     """Found by seed 2 of the first draft: the others had gone on meanwhile, and it ended with an error."""
     found = run(Case(3, 3, "data", blows=(Blow(1, "term", 4, 1), Blow(1, "stop", 4, 1))))
