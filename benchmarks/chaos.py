@@ -55,8 +55,8 @@ class Blow:
 
     Attributes:
         kind: what it gets when it has done `at` steps, and then speaks to the others for the `call`-th time: SIGKILL ("kill"),
-            SIGSTOP ("stop", and SIGCONT once the others have gone on), or SIGTERM ("term": it leaves). On threads also "doze": it
-            is silent for less than the limit.
+            SIGSTOP ("stop", and SIGCONT once the others have gone on), or SIGTERM ("term": it leaves). On threads also "doze":
+            it is silent for less than the limit.
         beside: a device that the same happens to at that moment; on threads only.
     """
 
@@ -90,7 +90,8 @@ class Case:
 
     @property
     def steps(self) -> int:
-        return self.epochs * -(-(-(-self.samples // self.batch)) // self.accumulate)
+        passes = -(-self.samples // self.batch)
+        return self.epochs * -(-passes // self.accumulate)
 
 
 @dataclass

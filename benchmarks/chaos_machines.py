@@ -1,8 +1,8 @@
 """Machines of one process: each has connections, doors and a thread of its own, and can be switched off, or fall silent.
 
-The devices that run on them are the real ones: the same doors, handshakes, connections, agreement. A machine is the
-credentials of its device, which open all its connections, so it knows them all. Switched off, all of them end at once, without a
-word, and its address refuses. Silent, its threads stop where they would next speak or hear; connections to it stay open.
+The devices that run on them are the real ones: the same doors, handshakes, connections, agreement. A machine is the credentials
+of its device, which open all its connections, so it knows them all. Switched off, all of them end at once, without a word, and
+its address refuses. Silent, its threads stop where they would next speak or hear; connections to it stay open.
 """
 
 import socket
@@ -135,12 +135,15 @@ def machines() -> Iterator[None]:
         made = Door(listener, credentials, *rest)
         return credentials.keep(made) if isinstance(credentials, Machine) else made
 
+    def own(_: Any) -> Machine:
+        return _own.machine  # type: ignore[no-any-return]
+
     def streams(door: Door, *rest: Any) -> Any:
         machine: Any = door.credentials
         return machine.keep(StreamBackend(door, *rest))
 
     with (
-        mock.patch.object(processes, "credentials_of", lambda _: _own.machine),
+        mock.patch.object(processes, "credentials_of", own),
         mock.patch.object(processes, "StreamBackend", streams),
         mock.patch.object(processes, "Door", door),
         mock.patch.object(regroup, "Door", door),

@@ -2,16 +2,15 @@
 
     python -m benchmarks.chaos --inside threads --seed 1 --minutes 10
 
-The devices are threads with machines of their own (see `chaos_machines.py`); meeting, agreement, keeping, going back are those of
-processes. What happens is drawn per message: a device is switched off, leaves, falls silent and wakes up, at the n-th time that
-it speaks to another one after some step, in forward, backward, keeping, meeting anew after another loss, or a test.
+The devices are threads with machines of their own (see `chaos_machines.py`); meeting, agreement, keeping, going back are
+those of processes. What happens is drawn per message (`chaos_drawn.py`): a device is switched off, leaves, falls silent and
+wakes up, at the n-th time that it speaks to another one after some step: in forward, backward, keeping, meeting anew, a test.
 """
 
 import faulthandler
 import gc
 import itertools
 import os
-import random
 import sys
 import tempfile
 import threading
@@ -26,26 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.chaos import PLANS, TIGHT, Blow, Case, build, make_net, whole_state
+from benchmarks.chaos import TIGHT, Case, build, make_net, whole_state
+from benchmarks.chaos_drawn import drawn, example, plan_of
 from benchmarks.chaos_machines import Machine, SwitchedOff, machines
-from convoy.api import distribute, loader
+from convoy.api import distribute
 from convoy.checkpoint.checkpointer import Checkpointer
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.job_key import make_key
 from convoy.comm.processes import meet
-from convoy.cost.compute import Rate, Roofline
-from convoy.cost.costs import Costs
-from convoy.cost.network import Network
-from convoy.errors import ConvoyError, PlanError
-from convoy.model.graph import Graph
+from convoy.errors import ConvoyError
 from convoy.model.tracing.trace_model import trace
-from convoy.plan import strategy as strategies
-from convoy.plan.plan import Plan
-from convoy.plan.presets import Speeds, named_plan
-from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
-from convoy.planner.planner import plan_auto
-from convoy.sharding.shares import Shares, apportion
 from convoy.train.controller import Rebalancer
 from convoy.train.loop import fit
 from convoy.train.members import LeftError, Members, StateLostError
@@ -77,67 +67,6 @@ class Fate:
     told: list[str] = field(default_factory=list)
 
 
-# ------------------------------------------------------------------------------------------------ plans
-
-
-def plan_of(case: Case, graph: Graph) -> Plan:
-    """The plan of a case: by name; "free" (weights in shares that are freed after use), "auto", or "mixed" from the seed."""
-    speeds = Speeds(tuple(1.0 + 0.5 * d for d in range(case.devices)))
-    if case.plan == "auto":
-        return plan_auto(graph, case.batch, _costs(case))
-    if case.plan == "mixed":
-        return _mixed(case, graph)
-    if case.plan == "free":
-        plan = named_plan("sharded", graph, case.batch, speeds)
-        return replace(plan, in_shares={key: replace(each, form="free") for key, each in plan.in_shares.items()})
-    return named_plan(case.plan, graph, case.batch, speeds)
-
-
-def _costs(case: Case) -> Costs:
-    """Slow devices and quick links, drawn: the planner then splits what it can."""
-    dice = random.Random(case.seed)
-    count = case.devices
-    rates = tuple(Rate(speed, speed) for speed in (1e6 * dice.uniform(0.3, 1.0) for _ in range(count)))
-    per_s = (10 ** dice.uniform(5.5, 8),) * count
-    latency = tuple(tuple(0.0 if i == j else 1e-5 for j in range(count)) for i in range(count))
-    pairs = tuple(tuple(per_s[0] for _ in range(count)) for _ in range(count))
-    return Costs(Roofline(rates, 8), Network(tuple(range(count)), per_s, per_s, (1e9,) * count, latency, pairs, (0.0,) * count), 8)
-
-
-def _mixed(case: Case, graph: Graph) -> Plan:
-    """Every layer draws a strategy and shares, zeros included."""
-    dice = random.Random(case.seed)
-
-    def shares(extent: int) -> Shares:
-        weights = [float(dice.randint(0, 3)) for _ in range(case.devices)]
-        return apportion(extent, weights if any(weights) else [1.0] * case.devices)
-
-    layers: dict[str, Strategy] = {}
-    for layer in graph.layers.values():
-        if layer.kind in ("input", "parameter", "pick") or not layer.batched:
-            continue
-        drawn: list[Strategy | None] = [None, Batch(shares(case.batch)), One(dice.randrange(case.devices))]
-        if layer.weighted and layer.kind in ("conv", "linear"):
-            drawn += [Filter(shares(layer.channels_out)), Channel(shares(layer.channels_in))]
-        chosen = dice.choice(drawn)
-        try:
-            if chosen is not None:
-                strategies.check(layer, chosen, case.batch, case.devices)
-                strategies.place(graph, layer, chosen, case.batch, case.devices)
-                layers[layer.name] = chosen
-        except PlanError:
-            pass
-    reduce = dice.choice(("ring", "butterfly", "direct", "star"))
-    return Plan(
-        "mixed", graph.fingerprint, case.devices, case.batch, layers, Batch(shares(case.batch)), reduce,
-        dice.choice((1, 1, 2)),
-    )  # fmt: skip
-
-
-def _example() -> Tensor:
-    return torch.zeros(2, 2, 8, 8, dtype=torch.float64)
-
-
 # ------------------------------------------------------------------------------------------------ one device
 
 
@@ -149,7 +78,7 @@ class Fleet:
         self.fates = [Fate() for _ in range(case.devices)]
         self.machines: dict[int, Machine] = {}
         self.members: dict[int, Members] = {}
-        self.key, self.plan = make_key(), plan_of(case, trace(make_net(), _example()).graph)
+        self.key, self.plan = make_key(), plan_of(case, trace(make_net(), example()).graph)
         with listen_at("127.0.0.1", 0) as listener:
             self.port = int(listener.getsockname()[1])
         self.number = next(_numbers)
@@ -177,11 +106,10 @@ class Fleet:
         case = self.case
         env = ProcessEnv(device, case.devices, 0, None, "127.0.0.1", self.port, hosted=False, attempt=0)
         group = ChangingGroup(meet(env, torch.device("cpu"), TIMEOUT_S, False, self.number))
-        example = _example()
         with _one_at_a_time:  # torch has one generator for all threads
             torch.manual_seed(case.seed)
             net = make_net()
-        part = distribute(net, self.plan, group, example)
+        part = distribute(net, self.plan, group, example())
         training, train, test = build(case, part, part)
         others = [] if training.schedule is None else [training.schedule]
         members = self.members[device] = Members(
@@ -292,7 +220,9 @@ def run(case: Case, limit_s: float = 90.0) -> Found:
     memory = Path("/dev/shm")  # where files are on disk at once
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name, machines():
         fleet = Fleet(case, Path(name))
-        threads = [threading.Thread(target=fleet.live, args=(d,), name=f"device-{d}", daemon=True) for d in range(case.devices)]
+        threads = [
+            threading.Thread(target=fleet.live, args=(d,), name=f"device-{d}", daemon=True) for d in range(case.devices)
+        ]
         for thread in threads:
             thread.start()
         deadline_s = time.monotonic() + limit_s
@@ -304,20 +234,22 @@ def run(case: Case, limit_s: float = 90.0) -> Found:
             faulthandler.dump_traceback(sys.stderr)
             raise RuntimeError(f"{case} did not end within {limit_s:g} s: {[fate.ended for fate in fleet.fates]}")
         left = _left_behind(before)
-    found = judged(case, fleet.fates, wanted)
+    found = judged(fleet.fates, wanted)
     return replace(found, short=found.short or left)
 
 
 def _left_behind(before: set[int | None]) -> str:
     deadline_s = time.monotonic() + 5.0
-    while left := [t.name for t in threading.enumerate() if t.ident not in before and not isinstance(t, threading.Timer)]:
+    while left := [
+        t.name for t in threading.enumerate() if t.ident not in before and not isinstance(t, threading.Timer)
+    ]:
         if time.monotonic() > deadline_s:
             return f"threads were left behind: {left}"
         time.sleep(0.01)
     return ""
 
 
-def judged(case: Case, fates: list[Fate], wanted: Fate) -> Found:
+def judged(fates: list[Fate], wanted: Fate) -> Found:
     """The survivors' numbers beside those of one device."""
     events, apart, short = sum(len(fate.happened) for fate in fates), 0.0, ""
     fragile = any("stop" in fate.happened for fate in fates)
@@ -342,46 +274,13 @@ def difference(fate: Fate, wanted: Fate) -> float:
         return float("inf")
     rows = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(fate.losses, wanted.losses, strict=True)]
     rows += [
-        float((fate.state[k] - each).abs().max() / max(1.0, float(each.abs().max()))) for k, each in wanted.state.items()
+        float((fate.state[k] - each).abs().max() / max(1.0, float(each.abs().max())))
+        for k, each in wanted.state.items()
     ]
     return max(rows)
 
 
-# ------------------------------------------------------------------------------------------------ what is drawn
-
-ALL_PLANS = (*PLANS, "free", "auto", "mixed")
-
-
-def drawn(seed: int) -> Case:
-    """A case by its seed: two to six devices, of which one at least is left."""
-    dice = random.Random(seed)
-    devices = dice.choice((2, 3, 3, 4, 4, 5, 5, 6))
-    spared = dice.randrange(devices)
-    struck = [device for device in range(devices) if device != spared]
-    dice.shuffle(struck)
-    blows: list[Blow] = []
-    stops = False
-    for device in struck[: max(dice.randint(1, devices - 1), dice.randint(1, devices - 1))]:
-        if any(blow.beside == device for blow in blows):
-            continue
-        at, call = dice.randint(1, 8), dice.choice((dice.randint(1, 10), dice.randint(1, 60)))
-        kind = dice.choice(("kill",) * 12 + ("term",) * 6 + ("stop",))
-        if kind == "stop" and (stops or devices < 3):
-            kind = "kill"
-        stops |= kind == "stop"
-        free = [d for d in struck if d != device and all(d not in (b.device, b.beside) for b in blows)]
-        beside = dice.choice(free) if free and kind != "stop" and dice.random() < 0.2 else None
-        if dice.random() < 0.3:
-            blows.append(Blow(device, "doze", max(1, at - dice.randint(0, 4)), dice.randint(1, 30)))
-        blows.append(Blow(device, kind, at, call, beside))
-    blows = [b for i, b in enumerate(blows) if not any(b.device == a.beside for a in blows[:i])]
-    several = sum(1 + (blow.beside is not None) for blow in blows if blow.kind != "doze") > 1
-    return Case(
-        seed, devices, dice.choice(ALL_PLANS), dice.choice(("sgd", "sgd-plain", "adam")),
-        epochs=2, samples=dice.choice((48, 44, 32)), every=dice.choice((1, 1, 1, 3)), rebalance=dice.random() < 0.25,
-        blows=tuple(blows), schedule=dice.choice(("cosine", "step", "one-cycle")), accumulate=dice.choice((1, 1, 2)),
-        clip_norm=dice.choice((None, None, 0.5)), average=dice.random() < 0.3, saves=1 if several or dice.random() < 0.2 else None,
-    )  # fmt: skip
+# ------------------------------------------------------------------------------------------------ many of them
 
 
 def many(seed: int, minutes: float, cases: int) -> str:
@@ -394,16 +293,23 @@ def many(seed: int, minutes: float, cases: int) -> str:
     sys.setswitchinterval(0.0005)  # threads that stand for devices wait for each other's messages, not for their turns
     run(drawn(0))  # what is loaded and made once
     until_s, before, kinds, wrong, worst = time.monotonic() + 60 * minutes, resources(), Counter[str](), [], 0.0
-    for done, at in enumerate(range(seed, seed + cases), 1):
+    done = 0
+    for at in range(seed, seed + cases):
         case, start_s = drawn(at), time.monotonic()
-        found = run(case)
+        found, done = run(case), done + 1
         kinds.update(kind for fate in found.fates for kind in fate.happened)
         worst = max(worst, found.apart)
-        blows = " ".join(f"{blow.kind}:{blow.device}{'' if blow.beside is None else f'+{blow.beside}'}" for blow in case.blows)
-        ends = "" if not found.short else f"; WRONG: {case}: {found.short}: {[(fate.ended[-300:], fate.told) for fate in found.fates]}"
+        blows = " ".join(
+            f"{blow.kind}:{blow.device}{'' if blow.beside is None else f'+{blow.beside}'}" for blow in case.blows
+        )
+        ends = (
+            ""
+            if not found.short
+            else f"; WRONG: {case}: {found.short}: {[(fate.ended[-300:], fate.told) for fate in found.fates]}"
+        )
         print(
-            f"seed {at}: {case.plan} {case.optimizer} on {case.devices}, {blows}: {found.events} events, apart {found.apart:.1e}, "
-            f"{time.monotonic() - start_s:.1f} s{ends}",
+            f"seed {at}: {case.plan} {case.optimizer} on {case.devices}, {blows}: {found.events} events, "
+            f"apart {found.apart:.1e}, {time.monotonic() - start_s:.1f} s{ends}",
             flush=True,
         )
         if found.short or not found.apart < TIGHT:

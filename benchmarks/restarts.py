@@ -2,10 +2,10 @@
 
     python -m benchmarks.restarts [--rounds 5] [--net resnet18] [--batch 24] [--devices 3]
 
-The same net, batches and processes of this machine. By turns: Convoy (`convoy run --goes-on`, the step in `members.step()`), and
-DistributedDataParallel under `torchrun --max-restarts`, which loads the last of its checkpoints, saved after every step or after
-every tenth. A device is killed (SIGKILL) at a random moment, again and again; each time from the kill to the end of the next
-step that nobody had finished before. Medians and the longest; what a step takes beside it.
+The same net, batches and processes of this machine. By turns: Convoy (`convoy run --goes-on`, the step in `members.step()`),
+and DistributedDataParallel under `torchrun --max-restarts`, which loads the last of its checkpoints, saved after every step or
+after every tenth. A device is killed (SIGKILL) at a random moment, again and again; each time from the kill to the end of the
+next step that nobody had finished before. Medians and the longest; what a step takes beside it.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,10 @@ def work(way: str, net: str, batch: int, folder: Path) -> None:
         marks.write(f"{time.time()} {step}\n")
         marks.flush()
 
-    model, data = build_net(net, IMAGE, CLASSES), TensorDataset(torch.randn(batch * 8, *IMAGE), torch.randint(CLASSES, (batch * 8,)))
+    model, data = (
+        build_net(net, IMAGE, CLASSES),
+        TensorDataset(torch.randn(batch * 8, *IMAGE), torch.randint(CLASSES, (batch * 8,))),
+    )
     if way == "convoy":
         _by_convoy(model, data, batch, mark)
     else:
@@ -60,7 +64,9 @@ def _by_convoy(net: Any, data: TensorDataset, batch: int, mark: Any) -> None:
 
     group = convoy.join()
     example = torch.zeros(2, *IMAGE)
-    model = convoy.distribute(net, convoy.make_plan("data", net, example, batch, group, speeds=[1.0] * group.devices), group, example)
+    model = convoy.distribute(
+        net, convoy.make_plan("data", net, example, batch, group, speeds=[1.0] * group.devices), group, example
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     members, train = Members(model, optimizer, tell=convoy.print), convoy.loader(data, batch, model)
     while True:
@@ -119,15 +125,36 @@ def marks(folder: Path) -> dict[int, list[tuple[float, int]]]:
 @contextmanager
 def job(way: str, net: str, batch: int, devices: int, folder: Path) -> Iterator[None]:
     """A training that runs meanwhile."""
-    worker = ["-m", "benchmarks.restarts", "--worker", way, "--net", net, "--batch", str(batch), "--folder", str(folder)]
+    worker = [
+        "-m",
+        "benchmarks.restarts",
+        "--worker",
+        way,
+        "--net",
+        net,
+        "--batch",
+        str(batch),
+        "--folder",
+        str(folder),
+    ]
     if way == "convoy":
         script = folder / "script.py"
         script.write_text("from benchmarks.restarts import main\n\nmain()\n")
-        command = [sys.executable, "-m", "convoy", "run", "--goes-on", "--devices", ",".join(["cpu"] * devices), str(script), *worker[2:]]
+        command = [
+            sys.executable,
+            "-m",
+            "convoy",
+            "run",
+            "--goes-on",
+            "--devices",
+            ",".join(["cpu"] * devices),
+            str(script),
+            *worker[2:],
+        ]
     else:
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices), "--max-restarts", "100",
-            *worker,
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices),
+            "--max-restarts", "100", *worker,
         ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     with (folder / "output").open("wb") as out:
@@ -153,7 +180,7 @@ def pauses(folder: Path, kills: int, dice: random.Random) -> tuple[list[float], 
     for _ in range(kills):
         alive = _settled(folder, killed)
         rows = marks(folder)[min(alive)][-SETTLED:]
-        steps += [b - a for (a, _), (b, _) in zip(rows, rows[1:], strict=False)]
+        steps += [b - a for (a, _), (b, _) in pairwise(rows)]
         time.sleep(dice.uniform(0.0, 2 * statistics.median(steps)))
         victim = dice.choice(sorted(alive))
         os.kill(victim, signal.SIGKILL)
@@ -161,7 +188,9 @@ def pauses(folder: Path, kills: int, dice: random.Random) -> tuple[list[float], 
         killed.add(victim)
         done = max(step for rows in marks(folder).values() for at_s, step in rows if at_s <= start_s)
         deadline_s = time.monotonic() + LIMIT_S
-        while not (after := [at_s for rows in marks(folder).values() for at_s, step in rows if step > done and at_s > start_s]):
+        while not (
+            after := [at_s for rows in marks(folder).values() for at_s, step in rows if step > done and at_s > start_s]
+        ):
             if time.monotonic() > deadline_s:
                 raise RuntimeError(f"nothing went on within {LIMIT_S:g} s")
             time.sleep(0.02)
@@ -212,7 +241,10 @@ def main() -> None:
                 paused, between = pauses(Path(name), given.devices - 1, dice)
             found[way] += paused
             steps[way] += between
-            print(f"{way}: paused {', '.join(f'{s:.2f}' for s in paused)} s; a step {statistics.median(between):.2f} s", flush=True)
+            print(
+                f"{way}: paused {', '.join(f'{s:.2f}' for s in paused)} s; a step {statistics.median(between):.2f} s",
+                flush=True,
+            )
     for way in ways:
         print(
             f"{way}: {len(found[way])} kills, median {statistics.median(found[way]):.2f} s, worst {max(found[way]):.2f} s; "

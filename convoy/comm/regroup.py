@@ -31,6 +31,7 @@ from convoy.membership.agreement import (
     Gather,
     Generation,
     Granted,
+    Heard,
     Interrupted,
     Lost,
     Meet,
@@ -46,6 +47,9 @@ from convoy.membership.agreement import (
 SILENT_PART, LEAST_SILENCE_S = 1 / 20, 2.0
 """A device that does not answer for this part of the group's time limit counts as lost: 3 s of 60 s. On a busy machine a live
 one may take a second."""
+
+FIRST_PART, SECOND_PART = 1 / 2, 1 / 3
+"""Of the silence that is allowed, for a question and for the same once more. It is asked every sixth."""
 
 POLL_S = 0.02
 """Between two questions to the leader."""
@@ -110,15 +114,16 @@ class Membership:
         self.offer: Words | None = None
         # A door of its own, which outlives the groups.
         door = Door(listen_at(home.address, home.port), self._credentials, "convoy-members")
-        door.handlers["join"] = self._knocked
         self._server = HealthServer(joined.device, door, home.token)
-        rows = group.agree("members", json.dumps(self._server.address))
-        self._addresses: dict[int, Address] = {d: (str(h), int(p)) for d, (h, p) in enumerate(map(json.loads, rows))}
         self._state = Member(joined.device, Generation(0, tuple(range(joined.devices))))
         self._changed = threading.RLock()
         self._store: Address | None = None
         self._closed = threading.Event()
+        # Before anybody knows the address: an early question without an answer is one of a dead device.
         self._server.answers = {"beat": self._beaten, "regroup": self._asked, "interrupt": self._interrupted}
+        door.handlers["join"] = self._knocked
+        rows = group.agree("members", json.dumps(self._server.address))
+        self._addresses: dict[int, Address] = {d: (str(h), int(p)) for d, (h, p) in enumerate(map(json.loads, rows))}
         self._awake_s, self._slept = _now_s(), False
         self._beats = threading.Thread(target=self._beat, name="convoy-beats", daemon=True)
         self._beats.start()
@@ -184,9 +189,11 @@ class Membership:
             if isinstance(event, Lost)
             else self._state.reason or "another device of the job was lost"
         )
+        error = (DeviceLostError if isinstance(event, Lost) else UnnamedLossError)(index, told)
         present = self.group.present
         if isinstance(present, JoinedGroup):
-            present.break_off((DeviceLostError if isinstance(event, Lost) else UnnamedLossError)(index, told))
+            # It may wait, for threads that end and for what the main thread finds out. Who answers others must not.
+            threading.Thread(target=present.break_off, args=(error,), name="convoy-break-off", daemon=True).start()
 
     def _beaten(self, _words: Words) -> Words:
         return {"generation": _row(self.generation)}
@@ -231,11 +238,12 @@ class Membership:
             return {"excluded": _row(self.generation)}
         # Also of one that belongs to an earlier generation: it did not see the meeting succeed.
         self._observe(Interrupted())
+        self._observe(Heard(int(words["device"]), _generation(words["generation"])))
         return {}
 
     def _beat(self) -> None:
         """Ask the next device of the generation whether it is there."""
-        while not self._closed.wait(self.silence_s / 6):
+        while not self._closed.wait(self.silence_s * (1 - FIRST_PART - SECOND_PART)):
             with self._changed:
                 self._slept |= _now_s() - self._awake_s > self.silence_s
                 self._awake_s = _now_s()
@@ -252,11 +260,11 @@ class Membership:
                 self._observe(Excluded(_generation(told["generation"])))
 
     def _ask(self, device: int, question: str) -> Words | NoAnswer:
-        state = self._state
-        told = self._server.ask(
-            self._addresses[device], question, self.silence_s * 2 / 3, device=self.me, generation=_row(state.generation),
-            highest=state.highest,
-        )  # fmt: skip
+        state, address = self._state, self._addresses[device]
+        words = {"device": self.me, "generation": _row(state.generation), "highest": state.highest}
+        told = self._server.ask(address, question, self.silence_s * FIRST_PART, **words)
+        if told in (NoAnswer.FROZEN, NoAnswer.UNREACHABLE):  # or this machine stood still while the answer came
+            told = self._server.ask(address, question, self.silence_s * SECOND_PART, **words)
         return NoAnswer.DEAD if told == {} and question != "interrupt" else told
 
     # --- growing, on the main thread -------------------------------------------------------------------------------------
@@ -303,6 +311,9 @@ class Membership:
         Raises:
             DeviceLostError: this device cannot go on; or the others neither come nor end.
         """
+        present = self.group.present
+        if isinstance(present, JoinedGroup):
+            present.break_off(error)
         if self._state.phase != "meeting":  # as that of one who has just been called
             before, self._store = self._store, None
             if before is not None:

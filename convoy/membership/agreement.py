@@ -71,6 +71,15 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
+class Heard:
+    """A device of this generation speaks to this one: it is not silent. Two devices that each wait for others, of which one has
+    taken the other for lost, would wait for long."""
+
+    device: int
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True)
 class Called:
     """The leader calls to a meeting."""
 
@@ -95,7 +104,7 @@ class Missed:
     """Somebody did not come to the meeting."""
 
 
-Event = Lost | Interrupted | Granted | Asked | Called | Excluded | Met | Missed
+Event = Lost | Interrupted | Granted | Asked | Heard | Called | Excluded | Met | Missed
 
 # ------------------------------------------------------------------------------------------------ what is to be done
 
@@ -220,7 +229,9 @@ def observe(state: Member, event: Event) -> Member:
             rest = sorted(set(newcomers) - set(state.generation.members))[: len(state.generation.members)]
             return _interrupted(replace(state, newcomers=frozenset(rest)))
         case Asked():
-            return _asked(state, event)
+            return _asked(_heard(state, event.device, event.generation), event)
+        case Heard(device, generation):
+            return _heard(state, device, generation)
         case Called(by, generation):
             wanted = state.phase == "gathering" and by == state.leader and state.me in generation.members
             if not wanted or generation.number <= state.highest:
@@ -239,6 +250,12 @@ def observe(state: Member, event: Event) -> Member:
             grows = set(state.called.members) > set(state.generation.members)
             state = replace(state, generation=state.called if grows else state.generation, newcomers=frozenset())
             return _call(replace(state, phase="gathering", called=None, present=frozenset(), highest=highest))
+
+
+def _heard(state: Member, device: int, generation: Generation) -> Member:
+    if state.phase != "gathering" or generation != state.generation:
+        return state  # nobody else decides anew
+    return replace(state, silent=state.silent - {device})
 
 
 def _asked(state: Member, event: Asked) -> Member:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos import TIGHT, Blow, Case
-from benchmarks.chaos_threads import drawn, run
+from benchmarks.chaos_drawn import drawn
+from benchmarks.chaos_threads import run
 from convoy.train.members import Members
 
 
