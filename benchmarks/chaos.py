@@ -188,6 +188,8 @@ def work(case: Case, folder: Path, group: Group | None = None) -> None:
             elif step:
                 self.longest.append((step, now_s - self.last_s))
             self.last_s, self.steps = now_s, self.steps + 1
+            with (folder / f"steps-{rank}").open("a") as file:
+                file.write(".")
             time.sleep(case.pace_s)
 
     told: list[str] = []
