@@ -1,4 +1,4 @@
-"""Devices on hosts of their own (network namespaces; Linux, root), whose cables are cut, both ways or one way, while they train.
+"""Devices on hosts of their own (network namespaces; Linux, root), whose cables are cut, both ways or one way.
 
     python -m benchmarks.chaos_network [--cut both|one-way|between] [--plan model] [--seed 1]
 
@@ -43,7 +43,8 @@ def cut(wiring: namespaces.Wiring, kind: str, device: int) -> None:
     port, after = ports[device], ports[(device + 1) % len(ports)]
     if kind == "both":
         call("ip", "-netns", wiring.switch, "link", "set", port.plug, "down")
-    lost = {"both": [], "one-way": [(port, each) for each in ports if each is not port], "between": [(port, after), (after, port)]}
+    away = [(port, each) for each in ports if each is not port]
+    lost = {"both": [], "one-way": away, "between": [(port, after), (after, port)]}
     for sender, receiver in lost[kind]:
         call(
             "ip", "-netns", sender.namespace, "neigh", "replace", receiver.address, "lladdr", NOBODY, "nud", "permanent",
@@ -82,11 +83,13 @@ def run(case: Case, kind: str, device: int, at: int, limit_s: float = 150.0) -> 
             deadline_s, is_cut = time.monotonic() + limit_s, False
             while len(statuses) < case.devices:
                 _reap(pids, statuses)
-                if not is_cut and (folder / f"steps-{device}").exists() and (folder / f"steps-{device}").stat().st_size >= at:
+                done = folder / f"steps-{device}"
+                if not is_cut and done.exists() and done.stat().st_size >= at:
                     cut(wiring, kind, device)
                     is_cut = True
                 if time.monotonic() > deadline_s:
-                    raise RuntimeError(f"{case}, {kind} of {device}, did not end within {limit_s:g} s\n" + _outputs(folder, case))
+                    told = f"{case}, {kind} of {device}, did not end within {limit_s:g} s\n"
+                    raise RuntimeError(told + _outputs(folder, case))
                 time.sleep(0.01)
         finally:
             for rank, pid in enumerate(pids):
@@ -115,7 +118,8 @@ def main() -> None:
     given = parser.parse_args()
     case = Case(given.seed, given.devices, given.plan, epochs=4, pace_s=0.1)
     found = run(case, given.cut, given.device, 4)
-    print(f"{given.cut}: apart {found.apart:.1e}, {found.statuses}, {found.told}, pauses {[round(s, 2) for s in found.pauses_s]}")
+    pauses = [round(s, 2) for s in found.pauses_s]
+    print(f"{given.cut}: apart {found.apart:.1e}, {found.statuses}, {found.told}, pauses {pauses}")
     if not found.apart < TIGHT:
         sys.exit(1)
 

@@ -17,7 +17,7 @@ from typing import Any, final
 import torch
 
 from convoy.comm.backends import PeerFailure, PendingWork, Staging, Tagged
-from convoy.comm.channel import Channel, NotOfThisJob
+from convoy.comm.channel import Channel, NotOfThisJob, Words
 from convoy.comm.door import Door
 from convoy.comm.environment import is_loopback
 from convoy.comm.group import Message
@@ -27,6 +27,9 @@ TEXTS = 2
 
 TOGETHER_BYTES = 16_000
 """A message up to this size leaves with its header as one piece."""
+
+AGAIN_S = 0.05
+"""Before a door that has dropped a connection is called again."""
 
 _HEADER = struct.Struct("<Q")
 
@@ -138,6 +141,22 @@ def _receive(channel: Channel, place: memoryview) -> None:
     channel.receive(place)
 
 
+def _called(door: Door, address: tuple[str, int], words: Words, deadline_s: float) -> tuple[Channel, Words | None]:
+    """A connection to another door, and what it said. A door that is slow, or full of strangers, drops who comes: call again."""
+    while True:
+        channel: Channel | None = None
+        try:
+            channel = door.credentials.call(address, words, deadline_s)
+            return channel, channel.heard()
+        except BaseException as error:
+            if channel is not None:
+                channel.close()
+            dropped = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
+            if not dropped or time.monotonic() + AGAIN_S > deadline_s:
+                raise
+        time.sleep(AGAIN_S)
+
+
 @final
 class StreamBackend:
     """Tensors over authenticated, encrypted connections; see the module's text. Those of accelerators are staged."""
@@ -172,9 +191,8 @@ class StreamBackend:
         try:
             for lane, peer in ways:
                 words = {"for": "stream", "mark": f"{name}/{lane}/{device}"}
-                channel = door.credentials.call(addresses[peer], words, deadline_s)
+                channel, told = _called(door, addresses[peer], words, deadline_s)
                 self._out[lane, peer] = Flow(channel, _send, f"convoy-to-{peer}.{lane}")
-                told = channel.heard()
                 if told == {"sealed": False} and is_loopback(str(channel.connection.getpeername()[0])):
                     channel.unseal()
                 channel.connection.settimeout(None)

@@ -253,8 +253,8 @@ def observe(state: Member, event: Event) -> Member:
 
 
 def _heard(state: Member, device: int, generation: Generation) -> Member:
-    if state.phase != "gathering" or generation != state.generation:
-        return state  # nobody else decides anew
+    if state.phase != "gathering" or state.me not in generation.members:
+        return state  # nothing is decided here, or it went on without this device
     return replace(state, silent=state.silent - {device})
 
 
