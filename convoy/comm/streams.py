@@ -142,7 +142,7 @@ def _receive(channel: Channel, place: memoryview) -> None:
 
 
 def _called(door: Door, address: tuple[str, int], words: Words, deadline_s: float) -> tuple[Channel, Words | None]:
-    """A connection to another door, and what it said. A door that is slow, or full of strangers, drops who comes: call again."""
+    """A connection to another door, and what it said. One that is slow, or full of strangers, drops who comes: call again."""
     while True:
         channel: Channel | None = None
         try:
