@@ -52,7 +52,7 @@ def cut(wiring: namespaces.Wiring, kind: str, device: int) -> None:
         )  # fmt: skip
 
 
-def run(case: Case, kind: str, device: int, at: int, limit_s: float = 150.0) -> Outcome:
+def run(case: Case, kind: str, device: int, at: int, limit_s: float = 70.0) -> Outcome:
     """Run a case, and cut a device's cable once it has done `at` steps.
 
     Raises:
