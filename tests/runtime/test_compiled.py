@@ -28,6 +28,7 @@ from tests.support import nets, one_device
 from tests.support.in_shares import in_shares
 from tests.support.odd_nets import Dropouts
 from tests.support.one_device import EXACT, Training, by_name, check, mixed
+from tests.support.slow import most_slow
 from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed
 
@@ -68,7 +69,7 @@ def assert_used(made: list[Compiler]) -> None:
     assert not [reason for each in made for reason in each.refused]
 
 
-@pytest.mark.parametrize("plan", ["data-by-speed", "hybrid"])
+@pytest.mark.parametrize("plan", most_slow(1, ["hybrid", "data-by-speed"]))
 def test_uneven_shares_changing_batches_and_evaluation(plan: str, made: list[Compiler]) -> None:
     """Batches of 10 and of 3 in turn; the device without samples has no rows."""
     check(Training("two-conv", sizes=(10, 3) * 6, optimizer="adam"), by_name(plan, "two-conv"), EXACT)
@@ -80,7 +81,7 @@ def test_every_strategy_in_one_plan_of_a_residual_net_with_batch_norms(made: lis
     assert_used(made)
 
 
-@pytest.mark.parametrize("form", ["keep", "free"])
+@pytest.mark.parametrize("form", most_slow(1, ["free", "keep"]))
 def test_weights_that_are_kept_in_shares_and_gathered_for_use(form: Form, made: list[Compiler]) -> None:
     plan = in_shares(by_name("data-by-speed", "two-conv"), "two-conv", (4, 3, 2, 1), form)
     assert plan.in_shares
