@@ -35,9 +35,12 @@ from convoy.profile.overheads import measure_jitter, measure_overheads
 from convoy.profile.partial import Partial, Rows
 from convoy.profile.progress import Progress
 from convoy.profile.sizes import sizes_to_profile
-from convoy.profile.timing import STRETCH_S, Now, quota_now, time_update
+from convoy.profile.timing import STRETCH_S, TURN_ROUNDS, Now, quota_now, time_update
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
+
+FIRST_PART = 0.5
+"""Of a layer's seconds, what its sizes are chosen for; the rest is for further turns."""
 
 GRID_PART = 2 / 3
 """The part of the layers' seconds that goes to the grids; the rest is for the sizes that plans have."""
@@ -124,9 +127,10 @@ def measure_job(
     else:
         share_s = SHARE_STRETCHES * stretch_s
     wants = wanted_cores(group.torch_device)
-    share, before = measure_share(group, share_s, wants, lambda what: progress(what, 0, 1))
+    cores = fleet.devices[group.device].cores if group.torch_device.type == "cpu" else None
+    share, before = measure_share(group, share_s, wants, lambda what: progress(what, 0, 1), cores)
     now = quota_now(group.torch_device, share, slowdown)
-    bench.now, bench.stretch_s = now, stretch_s
+    bench.now, bench.stretch_s, bench.rounds = now, stretch_s, TURN_ROUNDS
     grids_s = max(0.0, budget_s - BESIDE_STRETCHES * stretch_s) * GRID_PART
     begin, energy = read(), meter_of(group.torch_device)
     steps, watts = _measure_tables(group, bench, kept, grids_s, progress, wall, energy)
@@ -214,13 +218,37 @@ def _measure_tables(
     for index, name in enumerate(ahead):
         progress(f"layer {name}", len(names) - len(ahead) + index, len(names))
         start_s = wall()
-        share_s = allowances(bench.traced.graph, ahead[index:], left_s)[name]
+        share_s = FIRST_PART * allowances(bench.traced.graph, ahead[index:], left_s)[name]
         energy.joules()
         points = bench.measure(name, min(share_s, group.timeout_s / 4))
         used_j, used_s = used_j + (energy.joules() or 0.0), used_s + wall() - start_s
         kept.add(name, gather(group, f"table of {name}", [_row(point) for point in points]))
         left_s = max(0.0, left_s - (wall() - start_s))
+    _more_turns(group, bench, kept, ahead, left_s, progress, wall)
     return len(names), used_j / used_s if used_s > 0 and energy.key else None
+
+
+def _more_turns(
+    group: Group, bench: Bench, kept: Partial, names: Sequence[str], left_s: float, progress: Progress, wall: Now
+) -> None:
+    """Time all sizes of these layers again, layer by layer, until all are known or the time is up.
+
+    What disturbs for a second is then in one turn of many, whatever it falls on.
+    """
+    turn = 1
+    while True:
+        start_s = wall()
+        open_ = {name: len(bench.unknown(name)) for name in names}
+        rows = gather(group, f"turn {turn} of the tables", [left_s, open_])
+        names = [name for name in names if any(row[1][name] for row in rows)]
+        if not names or min(row[0] for row in rows) <= 0:
+            return
+        for index, name in enumerate(names):
+            progress(f"layer {name}, turn {turn + 1}", index, len(names))
+            share_s = allowances(bench.traced.graph, names[index:], max(0.0, left_s - (wall() - start_s)))[name]
+            points = bench.again(name, min(share_s, group.timeout_s / 4), wall)
+            kept.add(name, gather(group, f"table of {name}, turn {turn}", [_row(point) for point in points]))
+        left_s, turn = left_s - (wall() - start_s), turn + 1
 
 
 def _powers(group: Group, energy: EnergyMeter, watts: float | None) -> list[tuple[float | None, str]]:
@@ -241,11 +269,21 @@ def _with_plan_sizes(group: Group, bench: Bench, measured: Measurement, allowanc
         ],
     )[group.device]
     allowance_s = min(allowance_s, wall() - start_s + group.timeout_s / 4)
+    timed: dict[tuple[str, LocalSize], tuple[float, Point]] = {}
+    todo = [(each["layer"], LocalSize(**each["size"]), timing_s(each["seconds"], bench.stretch_s)) for each in sizes]
+    while todo:
+        for name, size, takes_s in todo:
+            # A size that no longer fits may be followed by a shorter one that does.
+            if wall() - start_s + takes_s <= allowance_s:
+                timed[name, size] = (takes_s, bench.time(name, size))
+        todo = [
+            (name, size, takes_s)
+            for (name, size), (takes_s, _) in timed.items()
+            if not bench.is_known(name, size) and wall() - start_s + takes_s <= allowance_s
+        ]
     rows: dict[str, list[list[float]]] = {}
-    for each in sizes:
-        # A size that no longer fits may be followed by a shorter one that does.
-        if wall() - start_s + timing_s(each["seconds"], bench.stretch_s) <= allowance_s:
-            rows.setdefault(each["layer"], []).append(_row(bench.time(each["layer"], LocalSize(**each["size"]))))
+    for (name, _), (_, point) in timed.items():
+        rows.setdefault(name, []).append(_row(point))
     tables = gather(group, "times of these sizes", rows)
     more = tuple(
         replace(_point(device.name, name, row), beside=True)

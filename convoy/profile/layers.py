@@ -23,13 +23,16 @@ from convoy.plan.size import LocalSize, whole_size
 from convoy.plan.steps import Compute, Part
 from convoy.plan.strategy import Channel, Filter, One, Placement, place
 from convoy.profile.axes import POINT_LIMIT_S, Axes, Guess, choose_axes, full_axes
-from convoy.profile.timing import STRETCH_S, Now, Piece, Times, device_now, time_piece
+from convoy.profile.timing import ROUNDS, STRETCH_S, Now, Piece, Sample, Times, device_now, sampled
 from convoy.runtime.batch_norm import GlobalBatchNorm
 from convoy.runtime.clock import Clock
 from convoy.runtime.kernels import Gradients, arithmetic, in_precision
 from convoy.runtime.precision import dtype_named
 from convoy.sharding.layout import Shape, box, local_shape
 from convoy.sharding.layout import whole as whole_box
+
+DRAWN = 1 << 16
+"""Random numbers of an input at most; a larger one repeats them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,9 @@ class Bench:
         self.now = now or device_now(device)
         self.precision = precision
         self.wants, self.trained = _wants(traced.graph, batch)
+        self.rounds = ROUNDS
+        self.samples: dict[tuple[str, LocalSize], Sample] = {}
+        self.grids: dict[str, list[LocalSize]] = {}
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -106,7 +112,25 @@ class Bench:
         for size in sizes:
             if size not in known:
                 known[size] = self._time(layer, size)
+        self.grids[name] = sizes
         return [Point(size, known[size]) for size in sizes]
+
+    def unknown(self, name: str) -> list[LocalSize]:
+        """The sizes of a layer, of those measured here, that further rounds would tell more of."""
+        return [size for size in self.grids.get(name, ()) if not self.is_known(name, size)]
+
+    def again(self, name: str, allowance_s: float, wall: Now) -> list[Point]:
+        """All points of a layer after one more turn of those that are not known yet, as far as the time goes."""
+        end_s = wall() + allowance_s
+        for size in self.unknown(name):
+            if wall() >= end_s:
+                break
+            self._time(self.traced.graph[name], size)
+        return [Point(size, self.samples[name, size].times(self.now)) for size in self.grids[name]]
+
+    def is_known(self, name: str, size: LocalSize) -> bool:
+        """Whether further rounds would tell little of a size that was timed."""
+        return (name, size) not in self.samples or self.samples[name, size].is_known
 
     def time(self, name: str, size: LocalSize) -> Point:
         """One size of a layer, that lies beside its grid."""
@@ -123,7 +147,10 @@ class Bench:
         ):  # fmt: skip
             if size.shares_statistics:
                 part = replace(part, run=SharedStatistics(self.model, self.traced, layer))
-            return time_piece(part, self.clock, self.now, self.stretch_s)
+            before = self.samples.get((layer.name, size))
+            sample = sampled(part, self.clock, self.now, self.stretch_s, before, self.rounds)
+            self.samples[layer.name, size] = sample
+            return sample.times(self.now)
 
     def _signature(self, name: str) -> str:
         layer, operation = self.traced.graph[name], self.traced.operations[name]
@@ -259,7 +286,10 @@ def _several(model: nn.Module, traced: TracedModel, layer: Layer, samples: int, 
 def _random(shape: Shape, dtype_name: str, device: torch.device) -> Tensor:
     dtype = getattr(torch, dtype_name)
     if dtype.is_floating_point:
-        return torch.randn(shape, dtype=dtype, device=device)
+        # Drawing a number takes as long as computing with it: few are drawn, and set out again and again.
+        count = math.prod(shape)
+        drawn = torch.randn(min(count, DRAWN), dtype=dtype, device=device)
+        return drawn.repeat(-(-count // max(1, len(drawn))))[:count].reshape(shape)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 

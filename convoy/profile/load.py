@@ -4,6 +4,7 @@ Processor time of the whole machine, less that of the job's own processes, is wh
 together want more cores than there are; on a machine with cores to spare it does not.
 """
 
+import math
 import os
 import platform
 import time
@@ -23,6 +24,9 @@ NOTICED = 1.1
 
 TRIES = 3
 """Where others are noticed, the share of a processor is measured so often at most."""
+
+NEARLY = 0.1
+"""A share of a processor that is measured for a second beside others is so near the true one."""
 
 LEAST_PART = 0.05
 """Of a machine that others fill, an own program gets so much at least; at most so many times is its work longer."""
@@ -108,7 +112,11 @@ def processor_share(seconds: float = 0.2) -> float:
 
 
 def measure_share(
-    group: Group, seconds: float, wants: float, tell: Callable[[str], object] = lambda _: None
+    group: Group,
+    seconds: float,
+    wants: float,
+    tell: Callable[[str], object] = lambda _: None,
+    cores: float | None = None,
 ) -> tuple[float, tuple[float, ...]]:
     """The share of a processor that this device has when no others run, and how many times as long others made each device's
     work, at most. All devices call it.
@@ -119,6 +127,8 @@ def measure_share(
     Args:
         seconds: of each attempt.
         wants: see `wanted_cores`.
+        cores: that a description gives this device; what is measured within `NEARLY` of it is that: a fleet that is measured
+            twice has the same shares.
     """
     found: list[tuple[float, tuple[float, ...]]] = []
     while not found or (len(found) < TRIES and max(found[-1][1]) > NOTICED):
@@ -128,7 +138,9 @@ def measure_share(
         share = processor_share(seconds)
         found.append((share, slowed_by_others(group, f"load {len(found)}", use_since(begin, wants))))
     share, slowed = min(found, key=lambda each: max(each[1]))
-    return min(1.0, quota_cores() or 1.0, share * slowed[group.device]), slowed
+    share = min(1.0, quota_cores() or 1.0, share * slowed[group.device])
+    told = min(1.0, cores or math.inf)
+    return told if cores is not None and abs(share / told - 1) <= NEARLY else share, slowed
 
 
 def machine_name() -> str:

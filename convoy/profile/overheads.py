@@ -28,7 +28,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.size import whole_size
 from convoy.plan.steps import Move, Value
 from convoy.profile.layers import piece
-from convoy.profile.timing import STRETCH_S, Now, device_now, repeated, time_piece, typical
+from convoy.profile.timing import STRETCH_S, Now, device_now, estimate, repeated, time_piece, typical
 from convoy.runtime.clock import Clock
 from convoy.runtime.exchange import run_move
 from convoy.runtime.module import Distributed
@@ -89,7 +89,7 @@ def _line(counts: tuple[int, int], seconds: Callable[[int], float]) -> tuple[flo
 
 def _repeated(work: Callable[[], object], now: Now, stretch_s: float) -> float:
     """Seconds of one call. In longer stretches than the layers', since differences are taken."""
-    return typical(repeated(work, now, 2 * stretch_s).each_s)
+    return estimate(repeated(work, now, 2 * stretch_s).each_s, now)
 
 
 def _chain(activations: int) -> nn.Module:

@@ -18,6 +18,13 @@ STRETCH_S = 0.02
 """Twice the usual period of a quota. A device runs in bursts; one short call meets a whole pause, or none."""
 
 ROUNDS = 5
+TURN_ROUNDS = 2
+"""Of a piece that is timed in several turns, with others in between: what disturbs for a second is then in one turn of many."""
+
+KNOWN_TO = 0.02
+"""Standard error of a piece's seconds, as a part of them, at which they are known; from `LEAST_KNOWN` rounds on."""
+
+LEAST_KNOWN = 6
 MOST_ROUNDS = 50
 MOST_CALLS = 10_000
 LONG = 15.0
@@ -82,8 +89,41 @@ class Repetition:
         return max(1, min(self.most_calls, round(stretch_s / max(mean_s, 1e-7))))
 
 
+@dataclass(slots=True)
+class Sample:
+    """What was timed of one piece so far, in one turn or several."""
+
+    forward: Repetition
+    backward: Repetition
+
+    def times(self, now: Now) -> Times:
+        """The seconds that these rounds say, of a clock; their spread is one of five rounds that would tell as much."""
+        forward_s, backward_s = (estimate(each.each_s, now) for each in (self.forward, self.backward))
+        both = [f + b for f, b in zip(self.forward.each_s, self.backward.each_s, strict=True)]
+        spread = quartile_error(both) / ERROR_OF_SPREAD if isinstance(now, ProcessorClock) else spread_of(both)
+        return Times(forward_s, backward_s, spread)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether further rounds would change little; a call as long as many stretches needs but two."""
+        both = [f + b for f, b in zip(self.forward.each_s, self.backward.each_s, strict=True)]
+        return len(both) >= MOST_ROUNDS or (len(both) >= LEAST_KNOWN and quartile_error(both) <= KNOWN_TO)
+
+
 def time_piece(piece: Piece, clock: Clock, now: Now, stretch_s: float = STRETCH_S) -> Times:
-    """Seconds of a piece, from several rounds; 10 stretches in total where a call is short.
+    """Seconds of a piece in one turn, from several rounds; 10 stretches in total where a call is short. See `sampled`."""
+    return sampled(piece, clock, now, stretch_s).times(now)
+
+
+def sampled(
+    piece: Piece,
+    clock: Clock,
+    now: Now,
+    stretch_s: float = STRETCH_S,
+    before: Sample | None = None,
+    rounds: int = ROUNDS,
+) -> Sample:
+    """Rounds of a piece, so many at least, beside those of turns before.
 
     A round is a stretch of forward calls and a stretch of backward calls, each timed as a whole, so that pauses fall on
     what they interrupt.
@@ -92,9 +132,12 @@ def time_piece(piece: Piece, clock: Clock, now: Now, stretch_s: float = STRETCH_
         clock: its slow-down counts.
         now: reads seconds, after the device has finished what it was given.
         stretch_s: seconds of one stretch.
+        before: is added to.
     """
     held = 1 if piece.gradient is None else max(1, HELD_BYTES // max(1, piece.held_bytes))
-    forward, backward = Repetition(MOST_CALLS, []), Repetition(held, [])
+    sample = before or Sample(Repetition(MOST_CALLS, []), Repetition(held, []))
+    forward, backward = sample.forward, sample.backward
+    had, had_s = len(forward.each_s), forward.total_s + backward.total_s
     once = run_round(piece, clock, now, 1, 1)
     if sum(once) >= LONG * stretch_s:
         forward.note(once[0], 1)
@@ -102,23 +145,22 @@ def time_piece(piece: Piece, clock: Clock, now: Now, stretch_s: float = STRETCH_
     else:
         # The first call allocates and chooses kernels: the second tells how long one takes.
         once = run_round(piece, clock, now, 1, 1)
-    while not _enough(forward, backward, stretch_s):
+    while not _enough(forward, backward, stretch_s, had, had_s, rounds):
         calls = forward.calls(stretch_s, once[0]), backward.calls(stretch_s, once[1])
         forward_s, backward_s = run_round(piece, clock, now, *calls)
         forward.note(forward_s, calls[0])
         backward.note(backward_s, calls[1])
-    both = [f + b for f, b in zip(forward.each_s, backward.each_s, strict=True)]
-    return Times(typical(forward.each_s), typical(backward.each_s), spread_of(both))
+    return sample
 
 
-def _enough(forward: Repetition, backward: Repetition, stretch_s: float) -> bool:
-    rounds = len(forward.each_s)
+def _enough(forward: Repetition, backward: Repetition, stretch_s: float, had: int, had_s: float, wanted: int) -> bool:
+    rounds, total_s = len(forward.each_s) - had, forward.total_s + backward.total_s - had_s
     if rounds >= MOST_ROUNDS:
         return True
-    if rounds >= ROUNDS:
-        return forward.total_s + backward.total_s >= ROUNDS * stretch_s
-    total_s = forward.total_s + backward.total_s
-    return rounds >= 2 and backward.total_calls == rounds and total_s >= LONG * stretch_s
+    if rounds >= wanted:
+        return total_s >= wanted * stretch_s
+    is_long = backward.total_calls == len(backward.each_s) and total_s >= LONG * stretch_s
+    return is_long and len(forward.each_s) >= 2 and rounds >= 1
 
 
 def run_round(piece: Piece, clock: Clock, now: Now, calls: int, backward_calls: int) -> tuple[float, float]:
@@ -155,6 +197,54 @@ def typical(values: Sequence[float]) -> float:
     return statistics.fmean(sorted(values)[cut : len(values) - cut])
 
 
+ERROR_OF_SPREAD = 0.21
+"""The standard error of the typical of five values, as a part of their range: `convoy.cost.interval` takes 1.65 times as much
+for nine of ten."""
+
+QUARTILE = 0.25
+
+
+def estimate(values: Sequence[float], now: Now) -> float:
+    """What repeats best of some seconds.
+
+    On the wall, a stretch under a quota holds a pause or none, and the mean has them as a step has. Of processor time, where
+    nothing waits, what is longer was disturbed: by cold caches, or by others who use the memory. There the lower quartile
+    repeats best: of series of convolutions on a busy machine, within 12 % where medians were within 25 and means within 29.
+    """
+    return quartile(values) if isinstance(now, ProcessorClock) else typical(values)
+
+
+def quartile(values: Sequence[float]) -> float:
+    """The lower one, between the values next to it."""
+    return _at(sorted(values), QUARTILE * (len(values) - 1))
+
+
+def quartile_error(values: Sequence[float]) -> float:
+    """Its standard error as a part of it, whatever the distribution: of n values, n / 4 lie below it, give or take
+    sqrt(n * 1/4 * 3/4)."""
+    rows, count = sorted(values), len(values)
+    middle, off = QUARTILE * (count - 1), (count * QUARTILE * (1 - QUARTILE)) ** 0.5
+    return (_at(rows, middle + off) - _at(rows, middle - off)) / 2 / max(_at(rows, middle), 1e-12)
+
+
+def _at(rows: Sequence[float], place: float) -> float:
+    """Between two of some values in order."""
+    low = int(max(0.0, min(place, len(rows) - 1)))
+    high = min(low + 1, len(rows) - 1)
+    part = max(0.0, min(place - low, 1.0))
+    return rows[low] + part * (rows[high] - rows[low])
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorClock:
+    """Processor time of this process over the share of a processor that it has."""
+
+    share: float
+
+    def __call__(self) -> float:
+        return time.process_time() / self.share
+
+
 def device_now(device: torch.device) -> Now:
     """Reads the clock of this process once `device` has finished what it was given."""
 
@@ -178,7 +268,7 @@ def quota_now(device: torch.device, share: float, slowdown: float = 1.0) -> Now:
     """
     if device.type != "cpu" or torch.get_num_threads() > 1 or slowdown > 1:
         return device_now(device)
-    return lambda: time.process_time() / share
+    return ProcessorClock(share)
 
 
 def time_update(
@@ -191,7 +281,7 @@ def time_update(
 
     optimizer.step()  # makes the momentum
     found = repeated(optimizer.step, now, stretch_s)
-    return typical(found.each_s) / entries, spread_of(found.each_s)
+    return estimate(found.each_s, now) / entries, spread_of(found.each_s)
 
 
 def repeated(work: Callable[[], object], now: Now, stretch_s: float = STRETCH_S) -> Repetition:

@@ -14,7 +14,7 @@ from convoy.model.tracing import TracedModel, disable_in_place, trace
 from convoy.plan.size import LocalSize, whole_size
 from convoy.profile.axes import Axes, Guess, allowances, choose_axes, cost_s, full_axes, granule
 from convoy.profile.layers import Bench, Point, SharedStatistics, piece
-from convoy.profile.timing import Piece, Times
+from convoy.profile.timing import Piece, Repetition, Sample, Times
 from convoy.runtime.clock import Clock
 from tests.support import nets
 
@@ -111,11 +111,11 @@ def test_a_batch_norm_is_timed_as_it_runs_alone_and_with_others(monkeypatch: pyt
     model, traced = traced_net("resnet")
     timed: list[tuple[str, int]] = []
 
-    def note(part: Piece, *_: Any) -> Times:
+    def note(part: Piece, *_: Any) -> Sample:
         timed.append((type(part.run).__name__, part.samples))
-        return Times(1.0, 1.0, 0.0)
+        return Sample(Repetition(1, [1.0]), Repetition(1, [1.0]))
 
-    monkeypatch.setattr("convoy.profile.layers.time_piece", note)
+    monkeypatch.setattr("convoy.profile.layers.sampled", note)
     bench = quick_bench(model, traced)
     layer = next(layer for layer in traced.graph.layers.values() if layer.statistics)
     points = bench.measure(layer.name, allowance_s=100.0, point_limit_s=1e9)

@@ -100,3 +100,15 @@ def test_the_clocks_of_this_machine_can_be_read() -> None:
     assert now.busy >= 0
     assert now.own >= 0
     assert now.machine
+
+
+@pytest.mark.parametrize(
+    ("cores", "share"), [(None, 0.28), (0.3, 0.3), (0.6, 0.28), (0.26, 0.26), (0.25, 0.28), (8.0, 0.28)]
+)
+def test_a_described_share_is_taken_where_the_measured_one_is_near(
+    cores: float | None, share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each measuring found another share, by a few parts in a hundred, and so other seconds of everything."""
+    Machine([0.0], monkeypatch)
+    monkeypatch.setattr(load, "processor_share", lambda _: 0.28)
+    assert measure_share(AloneGroup(CPU), 1.0, 0.3, cores=cores)[0] == pytest.approx(share)

@@ -63,6 +63,36 @@ def test_a_long_call_runs_twice_and_the_faster_counts() -> None:
     assert processor.used_s == pytest.approx(6.0, abs=0.01)
 
 
+def test_the_quartile_of_some_seconds_and_what_it_is_known_to() -> None:
+    """Of 0 to 8 the lower quartile is 2; of nine values 2.25 lie below a quartile, give or take 1.3: from 0.7 to 3.3."""
+    assert timing.quartile([*map(float, range(8, -1, -1))]) == 2.0
+    assert timing.quartile([5.0]) == 5.0
+    assert timing.quartile_error([*map(float, range(9))]) == pytest.approx((9 * 3 / 16) ** 0.5 / 2)
+    assert timing.quartile_error([3.0] * 9) == 0.0
+
+
+def test_processor_time_is_told_by_its_quartile_and_the_wall_by_its_mean() -> None:
+    """A pause that a quota makes is part of a step; of processor time, what is longer was disturbed by others."""
+    rounds = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0]
+    assert timing.estimate(rounds, timing.ProcessorClock(0.5)) == 1.0
+    assert timing.estimate(rounds, timing.device_now(CPU)) == 5.0
+
+
+def test_turns_of_one_piece_add_up_until_it_is_known() -> None:
+    processor = Processor()
+    part = Piece("layer", FakeRun(processor, 1e-3, 2e-3), [], 1, (), True, 0)
+    first = timing.sampled(part, Clock(CPU), processor.now, rounds=2)
+    assert (len(first.forward.each_s), first.is_known) == (2, False)
+    slow = Piece("layer", FakeRun(processor, 5e-3, 10e-3), [], 1, (), True, 0)  # a disturbance: in one turn of four
+    for piece in (slow, part, part):
+        again = timing.sampled(piece, Clock(CPU), processor.now, before=first, rounds=2)
+    assert again is first
+    assert len(first.forward.each_s) == len(first.backward.each_s) >= 8
+    assert first.is_known
+    assert first.times(timing.ProcessorClock(1.0)).both_s == pytest.approx(3e-3)
+    assert first.times(timing.ProcessorClock(1.0)).spread == pytest.approx(0.0, abs=1e-6)
+
+
 def test_no_backward_where_no_gradient_comes() -> None:
     processor = Processor()
     times = time_piece(Piece("l", FakeRun(processor, 1e-3, 5.0), [], 1, (), None, 0), Clock(CPU), processor.now)
