@@ -20,8 +20,10 @@ AUTO = "auto"
 ALONE, IN_TURN = "each-alone", "one-device"
 """Plain PyTorch on every device, each for itself: all at the same time, or one after the other while the others rest."""
 
-PEERS = (ALONE, IN_TURN, "ddp-even", "ddp-tuned")
-"""What Convoy is compared with; the last two are DistributedDataParallel with even shares and with shares found by search."""
+FSDP = "fsdp"
+PEERS = (ALONE, IN_TURN, "ddp-even", "ddp-tuned", FSDP)
+"""What Convoy is compared with: devices alone, DistributedDataParallel with even shares and with shares found by search, and
+FSDP2, whose shards of weights are even."""
 
 PLAN_NAMES = (*PLANS, AUTO)
 EVERYTHING = (IN_TURN, "ddp-even", "ddp-tuned", *PLAN_NAMES)
@@ -144,6 +146,12 @@ _REST_OF_TARGETS = tuple(
     )
 )
 
+_NAMED_EVERYWHERE = tuple(
+    Series(fleet, "two-conv:150:800", (16,), ("ddp-tuned", FSDP, "data", "master", "model", "hybrid", AUTO))
+    for fleet in ("mixed4", "even4", "straggler2", "many8", "desktop4", "lab8")
+)
+"""The plans by name beside `auto`, once on every fleet."""
+
 _SCALED = ("data", "master", AUTO)
 _SCALING = (
     Series("equal1", "two-conv:50:500", (16, 64), (AUTO,)),
@@ -160,7 +168,7 @@ _DEEP = (
     Series("mixed4", "resnet:8:16", (64,), (IN_TURN, "data-by-speed", AUTO)),
 )
 
-_NAMED = ("ddp-tuned", "data", "master", "model", "hybrid", AUTO)
+_NAMED = ("ddp-tuned", FSDP, "data", "master", "model", "hybrid", AUTO)
 _TWO = ("ddp-tuned", AUTO)
 _LAB = (
     Series("desktop4", "two-conv:150:800", (64,), _NAMED),
@@ -202,13 +210,14 @@ SETS: Mapping[str, tuple[Series, ...]] = {
         Series("mixed4", "two-conv:4:8", (8,), ("data", AUTO)),
         Series("straggler2", "two-conv:4:8", (8,), ("data", AUTO)),
     ),
-    "smoke-peers": (Series("straggler2", "two-conv:4:8", (8,), (*PEERS, "data", AUTO)),),
+    "smoke-peers": (Series("straggler2", "two-conv:4:8", (8,), (*PEERS[:-1], "data", AUTO)),),
     "bench": _SMALL_BENCH,
     "targets": _TARGETS,
     "targets-rest": _REST_OF_TARGETS,
     "scaling": _SCALING,
     "deep": _DEEP,
     "lab": _LAB,
+    "named": _NAMED_EVERYWHERE,
     "bench-full": _FULL_BENCH,
 }
 """`validation` is the set of docs/validation.md, the others of docs/benchmarks.md; the smoke sets take seconds and say nothing

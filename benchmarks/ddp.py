@@ -11,24 +11,29 @@ import copy
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from itertools import accumulate, count
 from typing import final
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from benchmarks.results import Row
 from benchmarks.rounds import Turn, timed
-from benchmarks.runners import UNCOUNTED_STEPS, Batches, sgd
+from benchmarks.runners import LR, MOMENTUM, UNCOUNTED_STEPS, Batches, sgd
 from benchmarks.tuning import Setting, Trial, tune, tune_even
 from convoy.comm.group import Group
 from convoy.data import Images
+from convoy.sharding.shares import apportion
 from convoy.train.loader import Loader
 
 TRIAL_S = 0.6
@@ -49,6 +54,14 @@ def leave() -> None:
     """Undo `meet`, where it was called."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+def sharing_sgd(model: nn.Module) -> Optimizer:
+    """As `sgd`, each rank updating its even part of the parameters, whole ones, and broadcasting them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, while it is imported
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=LR, momentum=MOMENTUM)
 
 
 @final
@@ -73,17 +86,10 @@ class DdpRunner:
             gradient_as_bucket_view=True,
             init_sync=False,
         )
-        self._optimizer = sgd(model)
-        self._batches = self._own_batches()
+        self._optimizer = sharing_sgd(model) if self._setting.zero else sgd(model)
+        self._batches = own_batches(self._images, self._batch, self._own)
         self.train(UNCOUNTED_STEPS)
         return None
-
-    def _own_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's samples of the batches that one device would train on."""
-        order = Loader(self._images, self._batch, drop_last=True)
-        for epoch in count():
-            for indices in order.batches(epoch):
-                yield self._images.__getitems__(indices[self._own])
 
     def train(self, steps: int) -> None:
         self._train(steps, update=True)
@@ -108,6 +114,69 @@ class DdpRunner:
     def rest(self) -> None:
         self._model = self._optimizer = None
         self._batches = iter(())
+
+
+@final
+class FsdpRunner:
+    """FSDP2: weights, gradients and optimizer state in even shards, each weighted layer gathered by itself; the batch by speed.
+
+    It averages gradients over the ranks as DistributedDataParallel does.
+    """
+
+    def __init__(self, model: nn.Module, shares: Sequence[int], rank: int, images: Images) -> None:
+        self._first_weights, self._shares, self._images = model, tuple(shares), images
+        edges = [0, *accumulate(shares)]
+        self._own = slice(edges[rank], edges[rank + 1])
+        self._batches: Batches = iter(())
+        self._model: nn.Module | None = None
+        self._optimizer: Optimizer | None = None
+
+    def wake(self) -> float | None:
+        model = copy.deepcopy(self._first_weights)
+        mesh = init_device_mesh("cpu", (len(self._shares),))
+        for layer in [each for each in model.modules() if isinstance(each, nn.Conv2d | nn.Linear)]:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        self._model, self._optimizer = model, sgd(model)
+        self._batches = own_batches(self._images, sum(self._shares), self._own)
+        self.train(UNCOUNTED_STEPS)
+        return None
+
+    def train(self, steps: int) -> None:
+        if self._model is None or self._optimizer is None:
+            return
+        scale = len(self._shares) / sum(self._shares)
+        for _ in range(steps):
+            x, y = next(self._batches)
+            self._optimizer.zero_grad()
+            loss = F.cross_entropy(self._model(x), y, reduction="sum") * scale
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
+            float(loss.detach())
+
+    def rest(self) -> None:
+        self._model = self._optimizer = None
+        self._batches = iter(())
+
+
+def fsdp_turn(group: Group, row: Row, model: nn.Module, images: Images, speeds: Sequence[float]) -> Turn:
+    """The turn of `fsdp`. Every device calls it.
+
+    Args:
+        speeds: samples/s of each device alone, as measured before.
+    """
+    meet(group)
+    shares = apportion(row.batch, speeds)
+    found = {"*": f"batch({','.join(map(str, shares))})", "weights": "even shards"}
+    return Turn((replace(row, strategies=found),), FsdpRunner(model, shares, group.device, images))
+
+
+def own_batches(images: Images, batch: int, own: slice) -> Batches:
+    """One rank's samples of the batches that one device would train on."""
+    order = Loader(images, batch, drop_last=True)
+    for epoch in count():
+        for indices in order.batches(epoch):
+            yield images.__getitems__(indices[own])
 
 
 def ddp_turn(
@@ -141,6 +210,7 @@ def ddp_turn(
         "*": f"batch({','.join(map(str, setting.shares))})",
         "bucket_mb": str(setting.bucket_mb),
         "static_graph": str(setting.static_graph),
+        "zero": str(setting.zero),
     }
     steps = max(row.steps, min(100, math.ceil(TRIAL_S / trial.step_s)))
     turn = Turn((replace(row, strategies=found, steps=steps),), DdpRunner(model, setting, group.device, images))

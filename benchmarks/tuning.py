@@ -18,11 +18,12 @@ MOST_NEIGHBOURS = 12
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Samples of each rank, and DistributedDataParallel's options."""
+    """Samples of each rank, DistributedDataParallel's options, and whether ZeroRedundancyOptimizer shares out its updates."""
 
     shares: Shares
     bucket_mb: int = BUCKETS_MB[0]
     static_graph: bool = False
+    zero: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,7 @@ def _try_options(search: Search) -> None:
     for bucket_mb in BUCKETS_MB[1:]:
         search.attempt(replace(shares, bucket_mb=bucket_mb))
     search.attempt(replace(search.best, static_graph=True))
+    search.attempt(replace(search.best, zero=True))
 
 
 def _try_neighbours(search: Search, batch: int) -> None:

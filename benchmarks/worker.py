@@ -23,8 +23,8 @@ import torch
 from pydantic import TypeAdapter
 from torch import nn
 
-from benchmarks.configurations import ALONE, AUTO, IN_TURN, PEERS, Case, Series
-from benchmarks.ddp import ddp_turn, leave
+from benchmarks.configurations import ALONE, AUTO, FSDP, IN_TURN, PEERS, Case, Series
+from benchmarks.ddp import ddp_turn, fsdp_turn, leave
 from benchmarks.hardware import Ground
 from benchmarks.predictions import Predictions, predict, rows_of, strategies
 from benchmarks.quiet import others_share, read
@@ -234,6 +234,8 @@ class _FleetRun:
                     mine = model if row.device == group.device else None
                     alone = AloneRunner(mine, images, case.batch, row.predicted_s or 1.0)
                     turns.append(Turn((row,), alone, most_s=job.alone_s))
+            elif name == FSDP:
+                turns.append(fsdp_turn(group, own[0], model, images, speeds))
             elif name in PEERS:
                 self.say(f"{case.net}, batch {case.batch}: tuning {name}")
                 known = self.tuned.get((case.net, name))

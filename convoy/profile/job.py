@@ -39,9 +39,6 @@ from convoy.profile.timing import STRETCH_S, TURN_ROUNDS, Now, quota_now, time_u
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
 
-FIRST_PART = 0.5
-"""Of a layer's seconds, what its sizes are chosen for; the rest is for further turns."""
-
 GRID_PART = 2 / 3
 """The part of the layers' seconds that goes to the grids; the rest is for the sizes that plans have."""
 
@@ -218,7 +215,7 @@ def _measure_tables(
     for index, name in enumerate(ahead):
         progress(f"layer {name}", len(names) - len(ahead) + index, len(names))
         start_s = wall()
-        share_s = FIRST_PART * allowances(bench.traced.graph, ahead[index:], left_s)[name]
+        share_s = allowances(bench.traced.graph, ahead[index:], left_s)[name]
         energy.joules()
         points = bench.measure(name, min(share_s, group.timeout_s / 4))
         used_j, used_s = used_j + (energy.joules() or 0.0), used_s + wall() - start_s

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from benchmarks import ddp, tuning, worker
 from benchmarks.bench_page import Sources, bench_page
 from benchmarks.configurations import SETS
-from benchmarks.ddp import UNCOUNTED_STEPS, DdpRunner, leave, meet
+from benchmarks.ddp import UNCOUNTED_STEPS, DdpRunner, FsdpRunner, leave, meet
 from benchmarks.figure import draw_efficiency
 from benchmarks.hardware import Ground
 from benchmarks.results import FleetResult, NetResult, Row, read_result
@@ -57,11 +57,11 @@ def flat(model: torch.nn.Module) -> dict[str, list[float]]:
     return found
 
 
-def train_ddp(group: Group, shares: list[int], static_graph: bool, between: bool) -> dict[str, list[float]]:
+def train_ddp(group: Group, shares: list[int], static_graph: bool, between: bool, zero: bool) -> dict[str, list[float]]:
     meet(group)
     model = build_net("two-conv:4:8", (3, 8, 8), 10).double()
     kept = copy.deepcopy(model.state_dict())
-    runner = DdpRunner(model, Setting(tuple(shares), 1, static_graph), group.device, images())
+    runner = DdpRunner(model, Setting(tuple(shares), 1, static_graph, zero), group.device, images())
     try:
         for _ in range(2):  # every turn starts anew
             assert runner.wake() is None
@@ -79,15 +79,42 @@ def train_ddp(group: Group, shares: list[int], static_graph: bool, between: bool
 
 
 @pytest.mark.parametrize(
-    ("shares", "static_graph", "between"),
-    [([4, 3, 1], False, False), ([7, 0, 1], False, True), ([2, 2, 4], True, False)],
+    ("shares", "static_graph", "between", "zero"),
+    [
+        ([4, 3, 1], False, False, False),
+        ([7, 0, 1], False, True, False),
+        ([2, 2, 4], True, False, False),
+        ([4, 3, 1], False, False, True),
+    ],
 )
-def test_ddp_takes_the_gradient_steps_of_one_device(shares: Shares, static_graph: bool, between: bool) -> None:
+def test_ddp_takes_the_gradient_steps_of_one_device(
+    shares: Shares, static_graph: bool, between: bool, zero: bool
+) -> None:
     expected = trained_alone(8, STEPS)
-    for found in on_processes(3, "tests.benchmarks.test_benchmarks_ddp:train_ddp", shares, static_graph, between):
+    for found in on_processes(3, "tests.benchmarks.test_benchmarks_ddp:train_ddp", shares, static_graph, between, zero):
         assert found.keys() == expected.keys()
         for name, values in expected.items():
             assert found[name] == pytest.approx(values, rel=1e-10, abs=1e-14), name
+
+
+def train_fsdp(group: Group, shares: list[int]) -> dict[str, list[float]]:
+    meet(group)
+    runner = FsdpRunner(build_net("two-conv:4:8", (3, 8, 8), 10).double(), shares, group.device, images())
+    try:
+        assert runner.wake() is None
+        runner.train(STEPS - UNCOUNTED_STEPS)
+        assert runner._model is not None
+        return {name: p.full_tensor().detach().flatten().tolist() for name, p in runner._model.named_parameters()}  # type: ignore[attr-defined]
+    finally:
+        leave()
+
+
+@pytest.mark.parametrize("shares", [[4, 3, 1], [7, 0, 1]])
+def test_fsdp_takes_the_steps_of_one_device(shares: list[int]) -> None:
+    expected = trained_alone(8, STEPS)
+    for found in on_processes(3, "tests.benchmarks.test_benchmarks_ddp:train_fsdp", shares):
+        for name, values in found.items():
+            assert values == pytest.approx(expected[name], rel=1e-10, abs=1e-14), name
 
 
 # --- the search, on a fleet that exists only as numbers ---------------------------------------------------------------
@@ -131,7 +158,7 @@ def test_without_a_budget_the_first_correction_and_the_options_are_tried_still()
     setting, _ = tune(fleet.attempt, 64, [1.0, 1.0], budget_s=0.0)
     assert [s.shares for s in fleet.seen[:2]] == [(32, 32), (48, 16)]
     assert (setting.shares, setting.bucket_mb) == ((48, 16), 5)
-    assert len(fleet.seen) == 2 + len(tuning.BUCKETS_MB)
+    assert len(fleet.seen) == 2 + len(tuning.BUCKETS_MB) + 1, "buckets, a static graph, shared updates"
 
 
 def test_a_rank_that_only_delays_can_be_left_without_samples() -> None:
