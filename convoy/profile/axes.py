@@ -91,9 +91,7 @@ def choose_axes(
     Samples and channels shrink in turn, so that neither is extrapolated far. For the ends of each axis there is always time
     where they are short: a single small size is mostly overhead, and tells nothing of larger ones.
     """
-    # Beside other programs one layer in twenty had no time left but for its smallest sizes: what was concluded from them for
-    # the largest was eight times too long.
-    allowance_s = max(allowance_s, ENDS_STRETCHES * stretch_s)
+    least_s = 7 * 2 * ROUNDS * stretch_s
     for drop in range(len(full.samples) + len(full.outputs)):
         samples = full.samples[: max(1, len(full.samples) - (drop + 1) // 2)]
         outputs = full.outputs[: max(1, len(full.outputs) - drop // 2)]
@@ -104,7 +102,10 @@ def choose_axes(
             continue
         for thin in (tuple, _every_second, _ends):
             axes = Axes(thin(samples), thin(outputs), _ends(inputs) if thin is _ends else _every_second(inputs))
-            if cost_s(axes, whole, guess, stretch_s) <= allowance_s:
+            # Beside other programs one layer in twenty had no time left but for its smallest sizes: what was concluded from
+            # them for the largest was eight times too long.
+            within_s = max(allowance_s, ENDS_STRETCHES * stretch_s if thin is _ends else least_s)
+            if cost_s(axes, whole, guess, stretch_s) <= within_s:
                 return axes
     return Axes(full.samples[:1], full.outputs[:1])
 
