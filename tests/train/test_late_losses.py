@@ -150,8 +150,11 @@ class LosesOne:
     def __init__(self, training: Training, back: int) -> None:
         self.training, self.back, self.kept, self.lost = training, back, list[Any](), False
 
-    def begin(self, _steps: int, place: Any) -> None:
+    entrance = None
+
+    def begin(self, _steps: int, place: Any) -> Any:
         self.kept.append((place, self._state()))
+        return place
 
     def _state(self) -> Any:
         return [p.detach().clone() for p in self.training.model.parameters()]
