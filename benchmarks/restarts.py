@@ -42,6 +42,7 @@ LIMIT_S = 240.0
 def work(way: str, net: str, batch: int, folder: Path) -> None:
     """Train until somebody ends it, and note when each step was done."""
     torch.set_num_threads(1)
+    torch.manual_seed(0)  # the same weights and data on every device
     marks = (folder / f"marks-{os.getpid()}").open("a")
 
     def mark(step: int) -> None:
