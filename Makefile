@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## four unequal local processes train one CNN; one device beside them
 	$(BIN)/convoy demo
 
-test: $(READY)  ## everything that fits into eight minutes on two cores
+test: $(READY)  ## everything that fits into ten minutes on two cores
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 test-full: $(READY)  ## the slow checks too

@@ -21,7 +21,8 @@ import os, sys
 before = dict(os.environ)
 import torch, convoy
 group = convoy.join("cpu")
-assert {**before, "CONVOY_PARENT_PIPE": ""} == {**os.environ, "CONVOY_PARENT_PIPE": ""}, "joining has set a variable"
+read_once = dict.fromkeys(("CONVOY_PARENT_PIPE", "CONVOY_JOB_KEY_PIPE", "CONVOY_LISTENER"), "")
+assert {**before, **read_once} == {**os.environ, **read_once}, "joining has set a variable"
 x = torch.zeros(12 << 20)  # 48 MB
 rows = [line.split() for line in open("/proc/self/maps") if line.rstrip().endswith("[heap]")]
 edges = [[int(edge, 16) for edge in row[0].split("-")] for row in rows]
