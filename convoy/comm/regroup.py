@@ -51,6 +51,9 @@ one may take a second."""
 FIRST_PART, SECOND_PART = 1 / 2, 1 / 3
 """Of the silence that is allowed, for a question and for the same once more. It is asked every sixth."""
 
+MEETINGS = 5
+"""So many time limits long devices try to meet, whatever happens meanwhile."""
+
 POLL_S = 0.02
 """Between two questions to the leader."""
 
@@ -118,6 +121,7 @@ class Membership:
         self._state = Member(joined.device, Generation(0, tuple(range(joined.devices))))
         self._changed = threading.RLock()
         self._store: Address | None = None
+        self._unreachable: tuple[int, ...] = ()
         self._closed = threading.Event()
         # Before anybody knows the address: an early question without an answer is one of a dead device.
         self._server.answers = {"beat": self._beaten, "regroup": self._asked, "interrupt": self._interrupted}
@@ -200,7 +204,8 @@ class Membership:
 
     def _asked(self, words: Words) -> Words:
         device = int(words["device"])
-        state = self._observe(Asked(device, _generation(words["generation"]), int(words["highest"])))
+        cut_off = tuple(int(d) for d in words.get("unreachable", ()))
+        state = self._observe(Asked(device, _generation(words["generation"]), int(words["highest"]), cut_off))
         told = answer(state, device)
         if told is None:
             return {"wait": True}
@@ -262,6 +267,7 @@ class Membership:
     def _ask(self, device: int, question: str) -> Words | NoAnswer:
         state, address = self._state, self._addresses[device]
         words = {"device": self.me, "generation": _row(state.generation), "highest": state.highest}
+        words["unreachable"] = list(self._unreachable)
         told = self._server.ask(address, question, self.silence_s * FIRST_PART, **words)
         if told in (NoAnswer.FROZEN, NoAnswer.UNREACHABLE):  # or this machine stood still while the answer came
             told = self._server.ask(address, question, self.silence_s * SECOND_PART, **words)
@@ -321,6 +327,7 @@ class Membership:
         self._observe(Interrupted())
         self.group.close(error)
         waits_until_s = time.monotonic() + self.timeout_s
+        gives_up_s = waits_until_s + MEETINGS * self.timeout_s
         while True:
             match instruction(self._state):
                 case Stop(reason):
@@ -338,10 +345,12 @@ class Membership:
                     if (group := self._meet(generation, hosts)) is not None:
                         self.group.replace(group)
                         self._observe(Met())
+                        self._unreachable = ()
                         self.applicants.changed()
                         return
+                    self._unreachable = self._not_reached(generation)
                     waits_until_s = time.monotonic() + self.timeout_s
-            if time.monotonic() > waits_until_s + self.timeout_s:
+            if time.monotonic() > min(waits_until_s + self.timeout_s, gives_up_s):
                 raise error
             self._closed.wait(POLL_S)
 
@@ -368,6 +377,13 @@ class Membership:
                     self._observe(Lost(device, told is NoAnswer.DEAD))
                 elif "excluded" in told:
                     self._observe(Excluded(_generation(told["excluded"])))
+
+    def _not_reached(self, generation: Generation) -> tuple[int, ...]:
+        """Members that do not answer this device, after a meeting with them failed."""
+        others = [d for d in generation.members if d != self.me]
+        with ThreadPoolExecutor(max(1, min(8, len(others)))) as threads:
+            answers = list(threads.map(lambda d: self._ask(d, "beat"), others))
+        return tuple(d for d, told in zip(others, answers, strict=True) if isinstance(told, NoAnswer))
 
     def _meet(self, generation: Generation, hosts: bool) -> Group | None:
         """The group of a generation; None where somebody does not come."""

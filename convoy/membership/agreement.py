@@ -5,6 +5,9 @@ believes alive, the leader, which calls a meeting once every device has asked th
 meeting is the next generation; where somebody does not come, all ask again. So two leaders can do no harm, for a device goes to
 one meeting at a time, and a meeting takes place only with all that were called to it.
 
+Two devices that do not reach each other, while others reach both, would make every meeting fail. After a first one each device
+says whom it does not reach, and of such a pair the leader leaves the higher out.
+
 Two parts of a fleet that do not reach each other must not both go on. So a generation needs more than half of the devices of
 the one before, or half of them, the lowest among those. Devices that are known to be dead do not count: what cannot be reached
 may be alive, a process whose machine says that it is gone is not.
@@ -63,11 +66,12 @@ class Granted:
 @dataclass(frozen=True, slots=True)
 class Asked:
     """Another device asks this one, as its leader, for a meeting. It belongs to `generation`, and knows numbers up to
-    `highest`."""
+    `highest`; after a meeting that failed it did not reach `unreachable`."""
 
     device: int
     generation: Generation
     highest: int
+    unreachable: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +161,7 @@ class Member:
         silent, dead: members that it has lost.
         present: members that have asked it for a meeting.
         newcomers: who is to be called to the next meeting beside members.
+        cut: pairs of members of which the first did not reach the second after the last meeting failed.
         highest: the largest number of a generation that it heard of.
         called: the generation that is to meet.
         reason: why it is out.
@@ -169,6 +174,7 @@ class Member:
     dead: frozenset[int] = frozenset()
     present: frozenset[int] = frozenset()
     newcomers: frozenset[int] = frozenset()
+    cut: frozenset[tuple[int, int]] = frozenset()
     highest: int = 0
     called: Generation | None = None
     reason: str = ""
@@ -249,7 +255,10 @@ def observe(state: Member, event: Event) -> Member:
             highest = max(state.highest, state.called.number)
             grows = set(state.called.members) > set(state.generation.members)
             state = replace(state, generation=state.called if grows else state.generation, newcomers=frozenset())
-            return _call(replace(state, phase="gathering", called=None, present=frozenset(), highest=highest))
+            state = replace(
+                state, phase="gathering", called=None, present=frozenset(), cut=frozenset(), highest=highest
+            )
+            return _call(state)
 
 
 def _heard(state: Member, device: int, generation: Generation) -> Member:
@@ -264,8 +273,8 @@ def _asked(state: Member, event: Asked) -> Member:
         state = replace(state, generation=event.generation)
     if event.device not in state.candidates:
         return state
-    highest = max(state.highest, event.highest)
-    return _interrupted(replace(state, highest=highest, present=state.present | {event.device}))
+    present, cut = state.present | {event.device}, state.cut | {(event.device, other) for other in event.unreachable}
+    return _interrupted(replace(state, highest=max(state.highest, event.highest), present=present, cut=cut))
 
 
 def _interrupted(state: Member) -> Member:
@@ -278,17 +287,27 @@ def _call(state: Member) -> Member:
     """Call a meeting, as the leader, once all have asked."""
     if state.leader != state.me or state.missing:
         return state
-    if not enough(state.candidates, state.generation, state.dead):
-        lost = ", ".join(map(str, sorted(state.silent)))
+    members = _who_reach_each_other(state)
+    if not enough(members, state.generation, state.dead):
+        left_out = sorted(state.silent | (set(state.candidates) - set(members)))
+        names = f"device{'s' * (len(left_out) > 1)} {', '.join(map(str, left_out))}"
         return _out(
             state,
-            f"device{'s' * (len(state.silent) > 1)} {lost} cannot be reached, and may go on without this part of the fleet, "
+            f"{names} cannot be reached, and may go on without this part of the fleet, "
             "which is not the larger one: two must not; resume from the last checkpoint",
         )
-    newcomers = () if state.silent or state.dead else state.newcomers
-    members = tuple(sorted({*state.candidates, *newcomers}))
-    called = Generation(max(state.highest, state.generation.number) + 1, members)
+    newcomers = () if state.silent or state.dead or len(members) < len(state.candidates) else state.newcomers
+    called = Generation(max(state.highest, state.generation.number) + 1, tuple(sorted({*members, *newcomers})))
     return replace(state, phase="meeting", called=called)
+
+
+def _who_reach_each_other(state: Member) -> tuple[int, ...]:
+    """The candidates without the higher of each pair that does not; never without the leader, the lowest."""
+    members = list(state.candidates)
+    for pair in sorted(state.cut):
+        if pair[0] in members and pair[1] in members:
+            members.remove(max(pair))
+    return tuple(members)
 
 
 def enough(members: tuple[int, ...], before: Generation, dead: frozenset[int]) -> bool:
