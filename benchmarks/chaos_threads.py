@@ -7,6 +7,7 @@ those of processes. What happens is drawn per message (`chaos_drawn.py`): a devi
 wakes up, at the n-th time that it speaks to another one after some step: in forward, backward, keeping, meeting anew, a test.
 """
 
+import copy
 import faulthandler
 import gc
 import itertools
@@ -47,7 +48,6 @@ DOZE_S, STOP_S = 0.3, 1.6 * SILENCE_S
 """How long a device is silent: nobody is lost, or it is."""
 
 _numbers = itertools.count()
-_one_at_a_time = threading.Lock()
 
 
 @dataclass
@@ -78,7 +78,10 @@ class Fleet:
         self.fates = [Fate() for _ in range(case.devices)]
         self.machines: dict[int, Machine] = {}
         self.members: dict[int, Members] = {}
-        self.key, self.plan = make_key(), plan_of(case, trace(make_net(), example()).graph)
+        # Once, before there are threads: torch has one generator for all of them, and who traces a model puts it back.
+        torch.manual_seed(case.seed)
+        self.net = make_net()
+        self.key, self.plan = make_key(), plan_of(case, trace(self.net, example()).graph)
         with listen_at("127.0.0.1", 0) as listener:
             self.port = int(listener.getsockname()[1])
         self.number = next(_numbers)
@@ -106,10 +109,7 @@ class Fleet:
         case = self.case
         env = ProcessEnv(device, case.devices, 0, None, "127.0.0.1", self.port, hosted=False, attempt=0)
         group = ChangingGroup(meet(env, torch.device("cpu"), TIMEOUT_S, False, self.number))
-        with _one_at_a_time:  # torch has one generator for all threads
-            torch.manual_seed(case.seed)
-            net = make_net()
-        part = distribute(net, self.plan, group, example())
+        part = distribute(copy.deepcopy(self.net), self.plan, group, example())
         training, train, test = build(case, part, part)
         others = [] if training.schedule is None else [training.schedule]
         members = self.members[device] = Members(
