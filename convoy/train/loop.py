@@ -235,6 +235,7 @@ class _Loop:
         unread: steps whose losses are not in the history yet.
         samples: of every step in the history, with its epoch.
         tested_s: seconds of tests in this epoch.
+        undone: a step, and the losses and samples of those behind it that were to be repeated when devices last went back.
     """
 
     training: Training
@@ -250,12 +251,24 @@ class _Loop:
     steps: int = 0
     samples: list[tuple[int, int]] = field(default_factory=list)
     tested_s: float = 0.0
+    undone: tuple[int, list[float], list[tuple[int, int]]] = (0, [], [])
 
     def go_back(self, place: Place) -> None:
-        """After a loss: forget what comes after a step; the tests behind it are made again."""
+        """After a loss: forget what comes after a step; the tests behind it are made again.
+
+        A checkpoint may be of a later step than the one that devices went back to before: its losses are those of then.
+        """
         self.begun = min(self.begun, place.step)
         history, kept = self.history, place.step - self.begun
-        del history.losses[kept:], self.samples[kept:]
+        have = len(history.losses)
+        if kept < have:
+            self.undone = place.step, history.losses[kept:], self.samples[kept:]
+            del history.losses[kept:], self.samples[kept:]
+        elif kept > have:
+            first, losses, samples = self.undone
+            ahead = slice(max(0, self.begun + have - first), place.step - first)
+            history.losses += losses[ahead]
+            self.samples += samples[ahead]
         self.unread.forget(place.step)
         history.epochs = [each for each in history.epochs if each.epoch < place.epoch]
         history.evaluations = [each for each in history.evaluations if each.step < place.step]
