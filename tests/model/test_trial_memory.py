@@ -117,6 +117,16 @@ def test_memory_of_numpy_is_copied_at_once() -> None:
     assert not is_shared(made, held)
 
 
+def test_a_torch_without_such_copies_copies_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch, "_lazy_clone")
+    monkeypatch.delattr(torch._C, "_is_cow_tensor")
+    net = nn.Linear(3, 2)
+    copied = shared_copy(net)
+    assert not is_shared(net.weight, copied.weight)
+    assert torch.equal(net.weight, copied.weight)
+    trace(net, torch.zeros(1, 3))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_one_entry_of_a_gradient_shows_in_its_sketch(dtype: torch.dtype) -> None:
     g = torch.randn(70, 64, generator=torch.Generator().manual_seed(3)).to(dtype)

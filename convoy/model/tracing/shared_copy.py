@@ -33,13 +33,14 @@ def shared_tensors(model: nn.Module) -> dict[int, Any]:
 def shared(t: Tensor) -> Tensor:
     """A tensor of the same numbers, which takes no memory of its own until one of both is written.
 
-    What torch cannot share so (on other devices than the CPU; memory of numpy, or of a mapped file) is copied at once.
+    What torch cannot share so (on other devices than the CPU; memory of numpy, or of a mapped file; a torch that has no such
+    copies, which are not part of its public interface) is copied at once.
     """
     if t.device.type == "cpu" and t.layout is torch.strided and t.numel():
         with _LOCK:
             try:
                 return torch._lazy_clone(t.detach())
-            except RuntimeError:
+            except (RuntimeError, AttributeError):
                 pass
     return t.detach().clone()
 
@@ -52,8 +53,8 @@ def is_shared(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_cow(t: Tensor) -> bool:
-    plain = t.device.type == "cpu" and t.layout is torch.strided
-    return plain and bool(torch._C._is_cow_tensor(t))  # type: ignore[attr-defined]
+    asked = getattr(torch._C, "_is_cow_tensor", None)
+    return asked is not None and t.device.type == "cpu" and t.layout is torch.strided and bool(asked(t))
 
 
 def timed_copy(model: nn.Module) -> nn.Module:
