@@ -1,11 +1,8 @@
 """What `convoy train` does when the devices of a training change: the log goes on, and whoever is device 0 now keeps it."""
 
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import FrameType
 
 from convoy.errors import ConvoyError
 from convoy.plan.presets import Speeds
@@ -20,24 +17,6 @@ from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
 from convoy.train.members import Members
 from convoy.train.observer import Observers
-
-
-@contextmanager
-def leaving_on_sigterm(members: Members) -> Iterator[None]:
-    """Within it, SIGTERM lets this device leave after the step; a second one ends it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(_signum: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        members.leave()
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from convoy._version import __version__
 from convoy.app.handover import Handover
 from convoy.app.joining_address import listening
+from convoy.comm import roster
 from convoy.comm.accelerator import modes
 from convoy.comm.changing import present
 from convoy.comm.channel import Words
@@ -84,7 +85,7 @@ def offer_of(settings: Settings, known: Known, directory: RunDirectory | None) -
     places = None if directory is None else [str(directory.log), directory.folder and str(directory.folder)]
     return {
         "version": __version__, "run": to_toml(settings), "directory": places, "measured": known.measured is not None,
-        "timed": known.speeds.measured,
+        "timed": known.speeds.measured, "job": roster.job(),
     }  # fmt: skip
 
 

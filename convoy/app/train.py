@@ -19,12 +19,13 @@ from convoy.adapt.autotune import is_end
 from convoy.adapt.rebalance import Decision, Reshare
 from convoy.api import distribute, loader, make_plans
 from convoy.app.checks import check, check_outputs
-from convoy.app.handover import Handover, leaving_on_sigterm
+from convoy.app.handover import Handover
 from convoy.app.inputs import build_model, check_images, check_resume, device_named, example_of, load_images
 from convoy.app.joining import Coming, JoiningDevices, facts_of, home_of, measured_alone, offer_of, run_of
 from convoy.app.joining_address import doors_text
 from convoy.app.without_compiler import leave_compiler_out
 from convoy.checkpoint import Checkpointer, Progress
+from convoy.comm import roster
 from convoy.comm.accelerator import limit_memory, pick_device, set_modes
 from convoy.comm.agreement import difference, from_first, gather
 from convoy.comm.changing import ChangingGroup
@@ -34,6 +35,7 @@ from convoy.comm.group import AloneGroup, Group
 from convoy.comm.newcomer import Entrance
 from convoy.comm.processes import join, watch_parent
 from convoy.comm.rendezvous import credentials_of
+from convoy.comm.signals import hearing_signals
 from convoy.config.run_file import RunSettings, to_toml
 from convoy.config.settings import Settings, key_of
 from convoy.data import Splits
@@ -140,6 +142,7 @@ def run_newcomer(doors: Sequence[tuple[str, int]], device: str | None, here: Map
     set_modes(settings.tf32, settings.deterministic)
     torch.manual_seed(settings.seed)
     torch_device = pick_device(device_named(settings.device_names), 0)
+    roster.enter(str(offer["job"]), 0, str(torch_device))
     with ExitStack() as stack:
         group = stack.enter_context(ChangingGroup(AloneGroup(torch_device, settings.timeout_s)))
         _train(run, group, Screen(visible=False), stack, Coming(entrance, offer))
@@ -180,6 +183,7 @@ def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack, com
     done = keeper.progress if keeper is not None else Progress()
     # Once nothing can refuse the job any more: until then an older log stays as it is.
     directory, graph = _directory(settings, group, coming), part.traced[True].graph
+    roster.tell(run="" if directory is None else str(directory.run.absolute()))
     header = RunHeader(
         run, devices, plans.speeds, plans[0], graph, plans.measured, train.samples,
         math.ceil(len(train) / settings.accumulate), done.step,
@@ -227,7 +231,7 @@ def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack, com
             members.membership.offer = offer_of(settings, replan.known, directory)
             if screen.visible:
                 screen.line(f"Others may join: convoy join {doors_text(members.membership.doors[:1])} --job-key FILE")
-        with nullcontext() if members is None else leaving_on_sigterm(members):
+        with nullcontext() if members is None else hearing_signals(members):
             history = fit(training, train, test, settings.epochs, observer, rebalancer, keeper, screen.line, members)
     wall_s = time.perf_counter() - start_s
 

@@ -4,7 +4,7 @@
 
     options.py      the command itself, options that several verbs have, and those made from the list of settings
     scripts.py      run
-    training.py     train, join, demo
+    training.py     train, join, leave, stop, demo
     fleets.py       measure, plan, rehearse, doctor
     fleet_files.py  fleet init, fleet show, setup, key
     reports.py      predict, simulate, report

@@ -1,4 +1,4 @@
-"""convoy train, convoy demo."""
+"""convoy train, join, leave, stop, demo."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from convoy.cli.options import PATH, JobKeyFile, PlanName, Print, app, in_job, loading, path_of, with_settings
+from convoy.cli.options import PATH, SECONDS, JobKeyFile, PlanName, Print, app, in_job, loading, path_of, with_settings
 from convoy.comm.job_key import KEY_FILE, choose
 from convoy.errors import InputError
 
@@ -107,6 +107,47 @@ def join(
     own = {"data_dir": data_dir, "checkpoint": checkpoint}
     doors = [read_door(text) for text in job.split(",")]
     run_newcomer(doors, device, {name: value for name, value in own.items() if value is not None})
+
+
+JobName = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[JOB]",
+        help="Its folder (runs/...), or the HOST:PORT where its devices met; needed where several jobs run here.",
+    ),
+]
+Wait = Annotated[float, typer.Option(help="How long the devices may take.", **SECONDS)]
+
+
+@app.command()
+def leave(
+    job: JobName = None,
+    device: Annotated[list[int] | None, typer.Option(help="Only this device; may be given again.")] = None,
+    wait: Wait = 60.0,
+) -> None:
+    """Let the devices of this machine leave the training that they are in, after the step: the others go on without them.
+
+    Nothing is repeated. It finds the devices of this user here, and comes back when they have ended, so that the machine can be
+    switched off. On another machine: ssh HOST convoy leave.
+
+    Example: convoy leave && sudo poweroff
+    """
+    from convoy.app.ending import leave as let_leave
+
+    let_leave(job, device or (), wait)
+
+
+@app.command()
+def stop(job: JobName = None, wait: Wait = 60.0) -> None:
+    """End a training on all its machines, after the step; given on any of them.
+
+    With --checkpoint it is saved there, and `--resume` goes on from that step.
+
+    Example: convoy stop
+    """
+    from convoy.app.ending import stop as end
+
+    end(job, wait)
 
 
 DEMO_SLOWDOWN = "3,4,6,8"

@@ -4,6 +4,8 @@ group.py        what any group of devices offers (Message, Pending, Group), and 
 processes.py    a group of processes: join() takes the rank that the environment names
 changing.py     a group whose inside is replaced when its devices change
 regroup.py      who is left when a device is lost, and their new group
+roster.py       which processes of this user's jobs run on this machine
+signals.py      what signals ask of a device that trains
 place.py        the line of the user's program that a process is at
 environment.py  that rank, and the address that leads to the others
 accelerator.py  the device to compute on: all that Convoy asks of an accelerator

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast, final
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from convoy.comm import roster
 from convoy.comm.accelerator import limit_memory, pick_device
 from convoy.comm.backends import CONTROL, Backend, GlooBackend, NcclBackend, PeerFailure, PendingWork, can_use_nccl
 from convoy.comm.changing import ChangingGroup
@@ -85,6 +86,8 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
     torch_device = pick_device(device, env.local if env else 0)
     if limit := os.environ.get("CONVOY_MEMORY"):
         limit_memory(torch_device, _bytes_of(limit))
+    job = f"process {os.getpid()}" if env is None else f"{env.host}:{env.port}"
+    roster.enter(job, env.device if env else 0, str(torch_device))
     if env is None or env.devices == 1:
         return AloneGroup(torch_device, timeout_s)
     try:

@@ -28,7 +28,7 @@ from convoy.train.controller import Rebalancer
 from convoy.train.late_losses import LateLosses, Unread, UnreadNumber, lateness
 from convoy.train.loader import Loader
 from convoy.train.loss import Loss
-from convoy.train.members import Members
+from convoy.train.members import Members, StoppedError
 from convoy.train.observer import EpochResult, Evaluation, Observer, Observers, StepResult
 
 
@@ -175,6 +175,7 @@ def fit(
     Raises:
         DivergedError: the loss is no number, and the recipe stops there; the weights are those before that step, or where
             an accelerator computes up to `LATE_STEPS` steps later.
+        StoppedError: the training was to end, on all devices; it is saved, if there is a keeper.
     """
     model = training.model
     if isinstance(model, Distributed):
@@ -210,6 +211,15 @@ def fit(
             if members is None:
                 raise
             place, repeats = Place(*members.recover(error)), True
+        except StoppedError as stopped:
+            assert members is not None
+            loop._read_all()
+            if keeper is None:
+                members.close()
+                raise
+            keeper.at_end()
+            members.close()
+            raise StoppedError(f"{stopped}; --resume goes on from there") from None
 
 
 def _reload(keeper: Checkpointer) -> tuple[int, list[int]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from convoy.checkpoint.values import decode, encode
+from convoy.comm import roster
 from convoy.comm.agreement import from_first, gather, share_number, share_tensor
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Words
@@ -67,6 +68,10 @@ class StateLostError(DeviceLostError):
 
 class LeftError(DeviceLostError):
     """This device has left the job, as it was asked to."""
+
+
+class StoppedError(ConvoyError):
+    """The whole training has ended after a step, as it was asked to."""
 
 
 class GrownError(DeviceLostError):
@@ -137,7 +142,7 @@ class Members:
         self.replan = replan or InProportion()
         self.steps = 0
         self.place: Any = None
-        self._leaves, self._strict = False, False
+        self._leaves, self._ends, self._strict = False, False, False
         self._works: int = 0  # so many calls of `repeated` are done with
         self._result: Any = None  # of the last
         self._drawn: Tensor | None = None  # torch's state of random numbers behind it, on those that were ahead
@@ -182,6 +187,7 @@ class Members:
             self._planned = self.membership.generation
             self._keep()
             self.states.arrived()
+            roster.tell(members=self.membership.generation.members)
         return place
 
     def after_step(self, place: Any = None) -> None:
@@ -192,17 +198,21 @@ class Members:
 
         Raises:
             DeviceLostError: a device was lost.
+            LeftError, StoppedError: this device, or all, were to end after this step.
         """
         self.steps, self.place = self.steps + 1, place
         if self.membership is None:
             return
+        roster.refresh()
         if self._pace is not None:
             self._pace.ended()
-        leaving, grows = self._who_changes()
+        leaving, grows, ends = self._who_changes()
         if self.steps % self.every == 0 or leaving or grows:
             self.states.arrived()
             self._keep()
-        if leaving:
+        if ends:
+            self._end()
+        elif leaving:
             self._part(leaving)
         elif grows:
             self._grow()
@@ -214,19 +224,30 @@ class Members:
         called on any thread, or by a signal."""
         self._leaves = True
 
-    def _who_changes(self) -> tuple[list[int], bool]:
-        """The devices that leave after this step, by their index, and whether others come in; told in the step before, so that
-        nobody waits for it."""
-        leaving, grows = [], False
+    def end(self) -> None:
+        """End the training on all devices after the present step: `after_step` raises StoppedError on each. As `leave`."""
+        self._ends = True
+
+    def _who_changes(self) -> tuple[list[int], bool, bool]:
+        """The devices that leave after this step, by their index, whether others come in, and whether all end; told in the step
+        before, so that nobody waits for it."""
+        leaving, grows, ends = [], False, False
         if self._told is not None:
             table, travels = self._told
             travels.wait()
             told = [int(each) for each in table.tolist()]
             leaving, grows = [d for d, each in enumerate(told) if each & LEAVES], any(each & GROWS for each in told)
+            ends = any(each & ENDS for each in told)
         wanted = self._judge is not None and self._judge.wanted()
-        own = torch.tensor(float(LEAVES * self._leaves + GROWS * wanted), dtype=torch.float64)
+        own = torch.tensor(float(LEAVES * self._leaves + GROWS * wanted + ENDS * self._ends), dtype=torch.float64)
         self._told = share_tensor(self.model.group, own)
-        return leaving, grows
+        return leaving, grows, ends
+
+    def _end(self) -> None:
+        """All have finished the same step, and end there."""
+        self._ends = True  # also if a device is lost just now: who goes on then ends after the next step
+        share_number(self.model.group, 0.0)  # everybody knows
+        raise StoppedError(f"the training was stopped after step {self.steps}, as it was asked to")
 
     def _part(self, leaving: list[int]) -> None:
         """All have kept the same step: those that leave go, once the others have what only they had."""
@@ -432,6 +453,7 @@ class Members:
             assert self.fall_back is not None
             self.steps, self.place = self.fall_back()
         self._keep()
+        roster.tell(device=self.membership.me, members=now.members)
         if self.tell is not None:
             self.tell(self._said(error, lost, came, step, done))
         return self.place
@@ -511,6 +533,7 @@ class Members:
 
     def close(self) -> None:
         """At the end of all: be no member any more. Every device calls it."""
+        roster.tell(members=())
         if self._judge is not None:
             self._judge.close()
         if self.membership is not None:
@@ -526,5 +549,5 @@ def _gone(lost: Sequence[int]) -> str:
 MOST_TRIALS = 20
 """So many losses in sequence without a step between them end the training."""
 
-LEAVES, GROWS = 1, 2
-"""What a device says after each step: that it leaves; that somebody is to come in."""
+LEAVES, GROWS, ENDS = 1, 2, 4
+"""What a device says after each step: that it leaves; that somebody is to come in; that all are to end."""

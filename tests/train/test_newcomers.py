@@ -31,7 +31,7 @@ from convoy.errors import ConvoyError, InputError
 from convoy.runlog.reader import read_log
 from convoy.runtime.module import Distributed
 from convoy.train.loop import fit
-from convoy.train.members import LeftError, Members
+from convoy.train.members import LeftError, Members, StoppedError
 from convoy.train.newcomers import Judge, Verdict
 from convoy.train.observer import Observer, StepResult
 from tests.support.torch_seed import torch_seed
@@ -251,6 +251,17 @@ def test_who_came_goes_on_when_all_others_leave_and_tells_the_whole_epoch() -> N
     found, held = job.results["first"]
     assert found == pytest.approx(losses, rel=TIGHT), "it came in the first epoch, and knows all of that"
     assert all(float((held[key] - state[key]).abs().max()) < TIGHT for key in state)
+
+
+def test_a_training_that_is_stopped_ends_on_all_devices_after_the_same_step() -> None:
+    job = Job(Case(8, 2, "hybrid", "adam", epochs=2), ["first"])
+    job.expected = dict.fromkeys(range(2, 7), "first")
+    job.strikes = {("first", 8): lambda members: members.end()}
+    with started(job, 2) as threads:
+        newcomer(job, "first", threads)
+    assert [type(error) for error in job.errors] == [StoppedError] * 3, job.errors
+    assert len({str(error) for error in job.errors}) == 1
+    assert re.match(r"the training was stopped after step (9|10), as it was asked to$", str(job.errors[0]))
 
 
 def test_a_newcomer_that_does_not_come_to_the_meeting_harms_nobody() -> None:
