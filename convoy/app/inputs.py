@@ -14,6 +14,7 @@ from convoy.data import Splits, load
 from convoy.data.augment import read_augment
 from convoy.errors import InputError
 from convoy.model.nets import build_net
+from convoy.model.nets.builtin import PER_PIXEL
 
 
 def load_images(settings: Settings) -> Splits:
@@ -28,8 +29,14 @@ def check_images(settings: Settings, splits: Splits) -> None:
     """Refuse settings that do not fit the images.
 
     Raises:
-        InputError: a batch of more images than there are, an augmentation that cannot be applied to them.
+        InputError: a net that wants a label for every pixel, a batch of more images than there are, an augmentation that
+            cannot be applied to them.
     """
+    if settings.net.partition(":")[0] in PER_PIXEL:
+        raise InputError(
+            f"--net {settings.net} gives a class for every pixel, and these images have one label each: train it in Python, "
+            "with convoy.loss; convoy measure, and plan, predict and simulate with --outputs where-computed, take it as it is"
+        )
     count = len(splits.train)
     if settings.batch > count:
         raise InputError(

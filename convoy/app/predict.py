@@ -15,6 +15,7 @@ from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.fleet.catalogue import device_class, device_classes
 from convoy.model.nets import graph_of
+from convoy.plan.plan import parse_outputs
 from convoy.planner.forecast import forecast
 from convoy.report.forecast import show_classes, show_forecast
 from convoy.report.screen import Screen
@@ -35,6 +36,7 @@ def run_predict(
     link_bytes_per_s: float = 125e6,
     latency_s: float = 1e-4,
     optimizer: str = "sgd-momentum",
+    outputs: str = "everywhere",
 ) -> None:
     """Print whether a fleet would pay, by which plan, from which batch or link on, and what one device more or less brings.
 
@@ -42,13 +44,15 @@ def run_predict(
         on: classes of devices with commas between them, each on a machine of its own; `+` puts several into one machine.
         fleet: a fleet file instead, described or measured.
         link_bytes_per_s, latency_s: of every machine's card, with `on`.
+        outputs: of every plan: "everywhere" or "where-computed".
 
     Raises:
-        InputError: sizes that cannot be, an unknown net or class.
+        InputError: sizes that cannot be, an unknown net, class or place of outputs.
         PlanError: no plan fits the devices' memory.
     """
     begin_s = time.perf_counter()
     check_counts(batch, classes)
+    place = parse_outputs(outputs)
     leave_compiler_out()
     if (on is None) == (fleet is None):
         raise InputError(
@@ -64,7 +68,7 @@ def run_predict(
         tell("reading the net")
         graph = graph_of(net, image, classes)
         costs = fleet_costs(described, measured, graph, optimizer)
-        found = forecast(graph, batch, described, costs, optimizer=optimizer, say=tell)
+        found = forecast(graph, batch, described, costs, optimizer=optimizer, outputs=place, say=tell)
     show_forecast(screen.console, found, described, net, image, time.perf_counter() - begin_s)
 
 

@@ -43,6 +43,7 @@ def predict(
     link: Annotated[str, typer.Option(help="Of each machine's card, with --on: 1Gbit, 110MB/s.")] = "1Gbit",
     latency: Annotated[str, typer.Option(help="From machine to machine, one way, with --on: 100us.")] = "100us",
     optimizer: Optimizer = "sgd-momentum",
+    outputs: Outputs = "everywhere",
     list_them: Annotated[bool, typer.Option("--list", help="List the device classes and stop.")] = False,
 ) -> None:
     """Would it pay? An answer before anything is installed or measured: by which plan, from which batch or link on, what one
@@ -61,7 +62,7 @@ def predict(
     run_predict(
         net, image_of(image), classes, batch, on=on, fleet=fleet,
         link_bytes_per_s=quantity_of("--link", link, "bytes_per_s"), latency_s=quantity_of("--latency", latency, "s"),
-        optimizer=optimizer,
+        optimizer=optimizer, outputs=outputs,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from convoy.cost.interval import Basis, Interval, around
 from convoy.cost.memory import memory_of
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
-from convoy.plan.plan import Plan
+from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.strategy import One
 from convoy.planner.by_simulation import SHALLOW
 from convoy.planner.planner import quick_candidates
@@ -98,12 +98,14 @@ def forecast(
     costs: Costs | None = None,
     *,
     optimizer: str = "sgd-momentum",
+    outputs: OutputPlace = "everywhere",
     say: Callable[[str], object] = lambda _: None,
 ) -> Forecast:
     """The answer for a fleet: from its measured costs, or from what its devices can do.
 
     Args:
         costs: from what was measured on this fleet; None: the devices are described.
+        outputs: where they are, by every plan.
         say: told what is being worked on.
 
     Raises:
@@ -112,14 +114,14 @@ def forecast(
     """
     costs = costs or described_costs(fleet, optimizer=optimizer)
     basis = costs.errors.basis
-    context, passes = _in_passes(PlanningContext.of(graph, batch, costs, fleet, optimizer), fleet)
+    context, passes = _in_passes(PlanningContext.of(graph, batch, costs, fleet, optimizer, outputs=outputs), fleet)
     batch = context.batch
     say(f"planning for {len(fleet.devices)} devices")
     best, shared = _best(context)
     speeds = context.speeds.devices
     fastest = max(range(len(speeds)), key=lambda d: speeds[d])
     gain = 1.0 if shared is None else shared.samples_per_s / speeds[fastest]
-    rates = partial(_rates, graph, optimizer, passes)
+    rates = partial(_rates, graph, optimizer, passes, outputs)
     several = len(fleet.devices) > 1
     asked_links = basis == "described" and several and len(fleet.hosts) > 1 and not fleet.links
     pays = best.workers > 1 and gain >= WORTH
@@ -149,8 +151,9 @@ def _best(context: PlanningContext) -> tuple[PlanPrediction, PlanPrediction | No
         found = [*found[:1], *(each for each in several if each is not found[0])]
     else:
         found = quick_candidates(
-            context.graph, context.batch, context.costs, context.room, enough=REPLAYED, passes=context.passes
-        )
+            context.graph, context.batch, context.costs, context.room, enough=REPLAYED, passes=context.passes,
+            outputs=context.outputs,
+        )  # fmt: skip
         found = found or context.candidates()[:1]  # that search saves memory where it must
     rows = [predict_plan(each.plan.named("auto"), context) for each in found]
     if len(context.names) > 1 and not any(row.workers > 1 for row in rows):
@@ -174,7 +177,10 @@ def _in_passes(context: PlanningContext, fleet: Fleet) -> tuple[PlanningContext,
     if not passes:
         return context, 1
     graph, costs, room = context.graph, context.costs, context.room
-    return PlanningContext.of(graph, context.batch // passes, costs, fleet, room.optimizer, passes=passes), passes
+    smaller = PlanningContext.of(
+        graph, context.batch // passes, costs, fleet, room.optimizer, passes=passes, outputs=context.outputs
+    )
+    return smaller, passes
 
 
 def _more_samples(context: PlanningContext) -> float:
@@ -190,11 +196,13 @@ def _more_samples(context: PlanningContext) -> float:
     return max(0.0, (limit - fixed) / max(1, need.activations_bytes))
 
 
-def _rates(graph: Graph, optimizer: str, passes: int, batch: int, fleet: Fleet) -> tuple[float, float] | None:
+def _rates(
+    graph: Graph, optimizer: str, passes: int, outputs: OutputPlace, batch: int, fleet: Fleet
+) -> tuple[float, float] | None:
     """Samples/s of a fleet by the analytic model: of its best plan, of its fastest device alone; None: nothing fits."""
     costs = described_costs(fleet, optimizer=optimizer)
     context = PlanningContext.of(graph, batch, costs, fleet, optimizer, passes=passes)
-    found = quick_candidates(graph, batch, costs, context.room, passes=passes)
+    found = quick_candidates(graph, batch, costs, context.room, passes=passes, outputs=outputs)
     return (batch / found[0].step_s, max(context.speeds.devices)) if found else None
 
 

@@ -107,6 +107,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--plan", "nowhere.json"], ["cannot read the plan nowhere.json", "give the path of a plan file"]),
     (["--net", "lenet:5"], ["unknown net 'lenet:5'", "alexnet:F", "resnet:DEPTH:WIDTH", "two-conv:K1:K2"]),
     (["--net", "two-conv:1:2:3"], ["'two-conv:1:2:3'", "two-conv:K1:K2", "1 or more"]),
+    (["--net", "unet:4"], ["--net unet:4 gives a class for every pixel", "in Python, with convoy.loss"]),
     (["--data", "mnist"], ["'mnist'", "cifar10", "digits", "fashion-mnist"]),
     (
         ["--data", "cifar10", "--data-dir", "EMPTY"],

@@ -54,6 +54,12 @@ def test_an_answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         assert said in out, out
 
 
+def test_an_answer_for_outputs_that_stay(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a U-Net: 3.89 MB of gradients. With the logits of all images on all devices it would be 25.9 MB."""
+    words = ("unet:8", "--image", "3,256,256", "--classes", "21", "--batch", "4", "--on", "zen5-core,zen5-core")
+    assert "3.89 MB on the wire" in convoy(monkeypatch, capsys, "predict", *words, "--outputs", "where-computed")
+
+
 def test_the_list_of_classes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     out = convoy(monkeypatch, capsys, "predict", "--list")
     for name in ("rtx3060", "laptop-cpu", "raspberry-pi-5", "NVIDIA GeForce RTX 3090"):
@@ -82,6 +88,7 @@ def test_plan_answers_for_a_described_fleet(
         ({"on": "rtx3060", "fleet": Path("f.toml")}, "say on what"),
         ({"on": "rtx3061"}, "did you mean rtx3060"),
         ({"on": "rtx3060", "batch": 0}, "--batch 0"),
+        ({"on": "rtx3060", "outputs": "here"}, "unknown place of outputs 'here'"),
     ],
 )
 def test_what_cannot_be_answered(given: dict[str, object], message: str) -> None:

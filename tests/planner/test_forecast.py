@@ -31,6 +31,21 @@ def test_equal_processors_on_a_fast_link_pay():
     assert found.from_link <= 1.25e9
 
 
+def test_outputs_that_stay_with_their_samples_pay_where_sent_ones_do_not():
+    """A U-Net's logits of four images, 21 MB, at 1 Gbit/s: sending them takes longer than a second device saves."""
+    net = graph_of("unet:8", (3, 256, 256), 21)
+    fleet = fleet_on("zen5-core,zen5-core", 125e6, 1e-4)
+    sent, stays = (forecast(net, 4, fleet, outputs=place) for place in ("everywhere", "where-computed"))
+    assert stays.best.plan.outputs == "where-computed"
+    assert stays.best.workers == 2
+    assert stays.best.step_s < sent.best.step_s
+    assert stays.from_link is not None
+    assert stays.from_link < (sent.from_link or 1e12)
+    assert sent.shared is not None
+    logits_bytes = 4 * 21 * 256 * 256 * 4
+    assert sent.shared.traffic_bytes == stays.best.traffic_bytes + logits_bytes
+
+
 def test_a_slow_device_far_away_does_not_pay():
     """A Raspberry Pi beside an H100, at 10 Mbit/s: the planner leaves it alone, and the answer says no."""
     found = of("h100,raspberry-pi-4", 16, 1.25e6)

@@ -1,7 +1,9 @@
 """Networks that Convoy builds itself: those that the works it started from measured, and some to compare them with."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
 from convoy.errors import InputError
@@ -125,6 +127,56 @@ def resnet18(image: ImageShape, classes: int, sizes: Sequence[int]) -> nn.Module
     return _residual(image, classes, width, stages=4, blocks=2)
 
 
+def _double(channels_in: int, channels: int) -> nn.Sequential:
+    """Two 3x3 convolutions with ReLU."""
+    layers: list[nn.Module] = []
+    for inner in (channels_in, channels):
+        convolution = nn.Conv2d(inner, channels, 3, padding=1)
+        nn.init.kaiming_normal_(convolution.weight, nonlinearity="relu")
+        layers += [convolution, nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+class _UNet(nn.Module):
+    def __init__(self, channels: int, classes: int, width: int) -> None:
+        super().__init__()
+        widths = [width << level for level in range(UNET_LEVELS + 1)]
+        self.down = nn.ModuleList(_double(a, b) for a, b in pairwise([channels, *widths]))
+        self.pool = nn.MaxPool2d(2)
+        self.up = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in widths[:-1])
+        self.join = nn.ModuleList(_double(2 * w, w) for w in widths[:-1])
+        self.head = nn.Conv2d(width, classes, 1)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        levels = [self.down[0](x_NCHW)]
+        for down in self.down[1:]:
+            levels.append(down(self.pool(levels[-1])))
+        y = levels.pop()
+        for up, join in zip(reversed(self.up), reversed(self.join), strict=True):
+            y = join(torch.cat([levels.pop(), up(y)], dim=1))
+        out: Tensor = self.head(y)
+        return out
+
+
+UNET_LEVELS = 4
+"""How often a U-Net halves its images."""
+
+
+def unet(image: ImageShape, classes: int, sizes: Sequence[int]) -> nn.Module:
+    """The U-Net of Ronneberger et al. 2015, figure 1, without batch norm and dropout: a class for every pixel.
+
+    'same' padding in place of none, so that the outputs have the size of the images. The original has a width of 64.
+    """
+    (width,) = sizes
+    step = 1 << UNET_LEVELS
+    if image[1] % step or image[2] % step:
+        raise InputError(
+            f"a U-Net halves its images {UNET_LEVELS} times, these are {image[1]}x{image[2]}: give sides that are multiples of "
+            f"{step}"
+        )
+    return _UNet(image[0], classes, width)
+
+
 _Build = Callable[[ImageShape, int, Sequence[int]], nn.Module]
 NETS: Mapping[str, tuple[_Build, tuple[int, ...], str, int]] = {
     "two-conv": (two_conv, (50, 500), "two-conv:K1:K2, filters of the two convolutions", 4),
@@ -132,8 +184,12 @@ NETS: Mapping[str, tuple[_Build, tuple[int, ...], str, int]] = {
     "vgg": (vgg, (11, 4096), "vgg:DEPTH:F, depth 11, 13, 16 or 19 and features of the fully connected layers", 32),
     "resnet": (resnet, (8, 16), "resnet:DEPTH:WIDTH, depth 6n+2 and filters of the first stage", 4),
     "resnet18": (resnet18, (64,), "resnet18:WIDTH, filters of the first stage", 8),
+    "unet": (unet, (64,), "unet:WIDTH, filters of the first level; a class for every pixel", 16),
 }
 """Name -> builder, default sizes, what the sizes are, smallest image side."""
+
+PER_PIXEL = ("unet",)
+"""Those that give a class for every pixel, in place of one for an image."""
 
 
 def build_builtin(text: str, image: ImageShape, classes: int) -> nn.Module:
