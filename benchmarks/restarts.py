@@ -1,11 +1,20 @@
-"""How long a training stands still when a device is killed: Convoy's survivors beside torchrun's restart.
+"""How long a training stands still when a device is killed: Convoy's survivors beside torchrun's restart and torchft.
 
-    python -m benchmarks.restarts [--rounds 5] [--net resnet18] [--batch 24] [--devices 3]
+    python -m benchmarks.restarts [--rounds 3] [--net resnet18:16] [--batch 24] [--devices 3] [--ways convoy,torchrun-1]
 
-The same net, batches and processes of this machine. By turns: Convoy (`convoy run --goes-on`, the step in `members.step()`),
-and DistributedDataParallel under `torchrun --max-restarts`, which loads the last of its checkpoints, saved after every step or
-after every tenth. A device is killed (SIGKILL) at a random moment, again and again; each time from the kill to the end of the
-next step that nobody had finished before. Medians and the longest; what a step takes beside it.
+The same net and batches, on processes of this machine, by turns:
+
+    convoy           `convoy run --goes-on`, the step in `members.step()`: those that are left go on
+    torchrun-1       DistributedDataParallel, one agent with all devices (`--standalone --max-restarts`), which starts all of
+                     them again, the killed one too; they load the last checkpoint, saved after every step by the first
+    torchrun-10      the same, saved after every tenth step
+    torchrun-hosts   an agent for each device, as on machines of their own, and the killed one loses its agent too: the others go
+                     on without it, from the checkpoint of every step (in a folder that all share)
+    torchft          replica groups of one device over gloo; needs `--torchft PYTHON`, where torchft is installed
+
+A device is killed (SIGKILL) at a random moment, again and again; each time from the kill to the end of the next step that nobody
+had finished before. Medians and the longest; what a step takes beside it. Settings of the others are those of who wants short
+pauses: see `SETTINGS`.
 """
 
 import argparse
@@ -17,240 +26,239 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch.utils.data import TensorDataset
+from torch.distributed import TCPStore
 
-from convoy.model.nets import build_net
+from convoy.comm.environment import listen_at
 
-WAYS = ("convoy", "torchrun, saved every step", "torchrun, saved every 10th")
-IMAGE, CLASSES = (3, 32, 32), 10
+WAYS = ("convoy", "torchrun-1", "torchrun-10", "torchrun-hosts", "torchft")
 SETTLED = 4
 """Steps between a device's beginning, or a loss, and the next kill."""
 
-LIMIT_S = 240.0
+LIMIT_S = 60.0
+"""For a job to begin, and to go on after a kill."""
+
+AGENT = (
+    "-m",
+    "torch.distributed.run",
+    "--max-restarts",
+    "100",
+    "--monitor-interval",
+    "0.1",
+    "--local-addr",
+    "127.0.0.1",
+)
+RENDEZVOUS = "is_host=false,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+LIGHTHOUSE = (
+    "--min_replicas",
+    "1",
+    "--join_timeout_ms",
+    "500",
+    "--quorum_tick_ms",
+    "20",
+    "--heartbeat_timeout_ms",
+    "1000",
+)
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+SETTINGS = (AGENT, RENDEZVOUS, OWN_STORE, LIGHTHOUSE)
+"""torchrun looks at its workers every 0.1 s; an agent that says nothing for 3 s is gone (default: 15 s), and who has come to a
+meeting waits 1 s for more (30 s; whole seconds only). The agents meet at a store that is none of theirs, so any of them may be
+lost. Workers that start again do not use their agent's store (pytorch#135712): there they find gloo's addresses of those
+that were ended, and never get beyond `init_process_group`. torchft's lighthouse takes a replica for dead after 1 s of silence
+(5 s), and looks 50 times in a second (10 times)."""
 
 
-# ------------------------------------------------------------------------------------------------ one device
+# ------------------------------------------------------------------------------------------------ a job
 
 
-def work(way: str, net: str, batch: int, folder: Path) -> None:
-    """Train until somebody ends it, and note when each step was done."""
-    torch.set_num_threads(1)
-    torch.manual_seed(0)  # the same weights and data on every device
-    marks = (folder / f"marks-{os.getpid()}").open("a")
+@dataclass
+class Job:
+    """A training that runs meanwhile.
 
-    def mark(step: int) -> None:
-        marks.write(f"{time.time()} {step}\n")
-        marks.flush()
+    Attributes:
+        groups: of processes that began it, to be ended with it.
+        kills_parents: whoever started a device is lost with it.
+    """
 
-    model, data = (
-        build_net(net, IMAGE, CLASSES),
-        TensorDataset(torch.randn(batch * 8, *IMAGE), torch.randint(CLASSES, (batch * 8,))),
-    )
-    if way == "convoy":
-        _by_convoy(model, data, batch, mark)
-    else:
-        _by_torchrun(model, data, batch, mark, folder / "saved.pt", 10 if way.endswith("10th") else 1)
+    folder: Path
+    processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+    kills_parents: bool = False
 
+    def start(self, command: Sequence[str], **variables: str) -> None:
+        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        with (self.folder / "output").open("ab") as out:
+            self.processes.append(
+                subprocess.Popen(
+                    command, stdout=out, stderr=out, env=os.environ | own | variables, start_new_session=True
+                )
+            )
 
-def _by_convoy(net: Any, data: TensorDataset, batch: int, mark: Any) -> None:
-    import convoy
-    from convoy.train import Members
+    def strike(self, device: int) -> None:
+        parent = _parent(device) if self.kills_parents else None
+        if parent is not None:
+            os.kill(parent, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it may end with its parent
+            os.kill(device, signal.SIGKILL)
 
-    group = convoy.join()
-    example = torch.zeros(2, *IMAGE)
-    model = convoy.distribute(
-        net, convoy.make_plan("data", net, example, batch, group, speeds=[1.0] * group.devices), group, example
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    members, train = Members(model, optimizer, tell=convoy.print), convoy.loader(data, batch, model)
-    while True:
-        for x, y in train:
-            with members.step() as attempt:
-                optimizer.zero_grad()
-                torch.nn.functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
-            if attempt.finished:
-                mark(members.steps)
-
-
-def _by_torchrun(net: Any, data: TensorDataset, batch: int, mark: Any, saved: Path, every: int) -> None:
-    from torch import distributed
-    from torch.nn.parallel import DistributedDataParallel
-
-    distributed.init_process_group("gloo")
-    rank, ranks = distributed.get_rank(), distributed.get_world_size()
-    step = 0
-    if saved.exists():
-        state = torch.load(saved)
-        net.load_state_dict(state["net"])
-        step = state["step"]
-    model = DistributedDataParallel(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    if saved.exists():
-        optimizer.load_state_dict(state["optimizer"])
-    own = batch // ranks
-    while True:
-        first = (step * batch) % len(data) + rank * own
-        x, y = data[first : first + own]
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        step += 1
-        if rank == 0 and step % every == 0:
-            torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, f"{saved}.part")
-            Path(f"{saved}.part").rename(saved)
-        mark(step)
+    def end(self) -> None:
+        for process in self.processes:
+            process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            for process in self.processes:
+                process.wait(5)
+        for pid in [*marks(self.folder), *(process.pid for process in self.processes)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
 
 
-# ------------------------------------------------------------------------------------------------ and its end
+@contextmanager
+def job(way: str, net: str, batch: int, devices: int, folder: Path, torchft: str) -> Iterator[Job]:
+    """A training that runs meanwhile."""
+    every = "save 10" if way == "torchrun-10" else "save 1"
+    worker = ("benchmarks.restarts_worker", way if way in ("convoy", "torchft") else every)
+    arguments = (net, str(batch), str(devices), str(folder))
+    found, python = Job(folder), sys.executable
+    with ExitStack() as stack:
+        stack.callback(found.end)
+        if way == "convoy":
+            script = folder / "script.py"
+            script.write_text('import runpy\n\nrunpy.run_module("benchmarks.restarts_worker", run_name="__main__")\n')
+            names = ",".join(["cpu"] * devices)
+            found.start(
+                [python, "-m", "convoy", "run", "--goes-on", "--devices", names, str(script), worker[1], *arguments]
+            )
+        elif way == "torchft":
+            port = _free_port()
+            bin_folder = Path(torchft).parent
+            found.start([str(bin_folder / "torchft_lighthouse"), "--bind", f"127.0.0.1:{port}", *LIGHTHOUSE])
+            for replica in range(devices):
+                place = {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}", "REPLICA": str(replica)}
+                found.start([torchft, "-m", *worker, *arguments], **place)
+        elif way == "torchrun-hosts":
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            found.kills_parents = True
+            place = ("--rdzv-backend", "c10d", "--rdzv-id", "restarts", "--rdzv-endpoint", f"127.0.0.1:{store.port}")
+            fleet = ("--nnodes", f"1:{devices}", "--nproc-per-node", "1", "--rdzv-conf", RENDEZVOUS)
+            for _ in range(devices):
+                found.start([python, *AGENT, *place, *fleet, "-m", *worker, *arguments], **OWN_STORE)
+        else:
+            all_here = ("--standalone", "--nproc-per-node", str(devices))
+            found.start([python, *AGENT, *all_here, "-m", *worker, *arguments], **OWN_STORE)
+        try:
+            yield found
+        except BaseException:
+            sys.stderr.write((folder / "output").read_text(errors="replace")[-3000:])
+            raise
+
+
+def _free_port() -> int:
+    with listen_at("127.0.0.1", 0) as listener:
+        return int(listener.getsockname()[1])
+
+
+# ------------------------------------------------------------------------------------------------ and what happens to it
 
 
 def marks(folder: Path) -> dict[int, list[tuple[float, int]]]:
     """Of each process: when which step was done."""
     found = {}
     for path in folder.glob("marks-*"):
-        lines = [line.split() for line in path.read_text().splitlines()[:-1]] + [
-            line.split() for line in path.read_text().splitlines(keepends=True)[-1:] if line.endswith("\n")
-        ]
-        found[int(path.name.partition("-")[2])] = [(float(at_s), int(step)) for at_s, step in lines]
+        whole = [line.split() for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        found[int(path.name.partition("-")[2])] = [(float(at_s), int(step)) for at_s, step in whole]
     return found
 
 
-@contextmanager
-def job(way: str, net: str, batch: int, devices: int, folder: Path) -> Iterator[None]:
-    """A training that runs meanwhile."""
-    worker = [
-        "-m",
-        "benchmarks.restarts",
-        "--worker",
-        way,
-        "--net",
-        net,
-        "--batch",
-        str(batch),
-        "--folder",
-        str(folder),
-    ]
-    if way == "convoy":
-        script = folder / "script.py"
-        script.write_text("from benchmarks.restarts import main\n\nmain()\n")
-        command = [
-            sys.executable,
-            "-m",
-            "convoy",
-            "run",
-            "--goes-on",
-            "--devices",
-            ",".join(["cpu"] * devices),
-            str(script),
-            *worker[2:],
-        ]
-    else:
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices),
-            "--max-restarts", "100", *worker,
-        ]  # fmt: skip
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
-    with (folder / "output").open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
-    try:
-        yield
-    except BaseException:
-        sys.stderr.write((folder / "output").read_text(errors="replace")[-3000:])
-        raise
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        for pid in [*marks(folder), process.pid]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait()
-
-
-def pauses(folder: Path, kills: int, dice: random.Random) -> tuple[list[float], list[float]]:
+def pauses(job: Job, kills: int, dice: random.Random) -> tuple[list[float], list[float]]:
     """Kill devices of the job one after another: the seconds of each pause, and of steps in between."""
-    found, steps, killed = [], [], set[int]()
+    found, steps, folder, killed, since_s = [], [], job.folder, set[int](), 0.0
     for _ in range(kills):
-        alive = _settled(folder, killed)
+        alive = _settled(folder, killed, since_s)
         rows = marks(folder)[min(alive)][-SETTLED:]
         steps += [b - a for (a, _), (b, _) in pairwise(rows)]
         time.sleep(dice.uniform(0.0, 2 * statistics.median(steps)))
         victim = dice.choice(sorted(alive))
-        os.kill(victim, signal.SIGKILL)
-        start_s = time.time()
+        job.strike(victim)
+        since_s = time.time()
         killed.add(victim)
-        done = max(step for rows in marks(folder).values() for at_s, step in rows if at_s <= start_s)
-        deadline_s = time.monotonic() + LIMIT_S
-        while not (
-            after := [at_s for rows in marks(folder).values() for at_s, step in rows if step > done and at_s > start_s]
-        ):
-            if time.monotonic() > deadline_s:
-                raise RuntimeError(f"nothing went on within {LIMIT_S:g} s")
-            time.sleep(0.02)
-        found.append(min(after) - start_s)
+        done = max(step for rows in marks(folder).values() for at_s, step in rows if at_s <= since_s)
+        found.append(_went_on(folder, done, since_s) - since_s)
     return found, steps
 
 
-def _settled(folder: Path, killed: set[int]) -> set[int]:
-    """The processes that train, once they have done a few steps."""
+def _went_on(folder: Path, done: int, since_s: float) -> float:
+    """When the first step behind `done` was finished."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while True:
+        ends = [at_s for rows in marks(folder).values() for at_s, step in rows if step > done and at_s > since_s]
+        if ends:
+            return min(ends)
+        if time.monotonic() > deadline_s:
+            raise RuntimeError(f"nothing went on within {LIMIT_S:g} s")
+        time.sleep(0.02)
+
+
+def _settled(folder: Path, killed: set[int], since_s: float) -> set[int]:
+    """The processes that train, once each has done a few steps since then."""
     deadline_s = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline_s:
-        rows = {pid: each for pid, each in marks(folder).items() if pid not in killed and _exists(pid)}
-        now_s = time.time()
-        if rows and all(len(each) >= SETTLED and now_s - each[-1][0] < 30 for each in rows.values()):
-            last = {each[-1][1] for each in rows.values()}
+        rows = {pid: each for pid, each in marks(folder).items() if pid not in killed and _parent(pid) is not None}
+        new = [[step for at_s, step in each if at_s > since_s] for each in rows.values()]
+        if new and all(len(each) >= SETTLED for each in new):
+            last = {each[-1] for each in new}
             if max(last) - min(last) <= 1:
                 return set(rows)
         time.sleep(0.1)
-    raise RuntimeError(f"no steps within {LIMIT_S:g} s")
+    raise RuntimeError(f"no {SETTLED} steps within {LIMIT_S:g} s")
 
 
-def _exists(pid: int) -> bool:
+def _parent(pid: int) -> int | None:
+    """Of a process that lives."""
     try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        state, parent, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return None
+    return None if state == "Z" else int(parent)
+
+
+def told(way: str, paused_s: Sequence[float], steps_s: Sequence[float]) -> str:
+    return (
+        f"{way}: {len(paused_s)} kills, median {statistics.median(paused_s):.2f} s, worst {max(paused_s):.2f} s; "
+        f"a step {statistics.median(steps_s):.2f} s"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--net", default="resnet18")
+    parser.add_argument("--net", default="resnet18:16")
     parser.add_argument("--batch", type=int, default=24)
     parser.add_argument("--devices", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ways", default=";".join(WAYS))
-    parser.add_argument("--worker")
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ways", default=None, help=f"of {','.join(WAYS)}")
+    parser.add_argument("--torchft", default="", help="a Python that has torchft and what Convoy needs")
     given = parser.parse_args()
-    if given.worker is not None:
-        work(given.worker, given.net, given.batch, given.folder)
-        return
-    dice, ways = random.Random(0), given.ways.split(";")
-    found: dict[str, list[float]] = {way: [] for way in ways}
-    steps: dict[str, list[float]] = {way: [] for way in ways}
+    ways = given.ways.split(",") if given.ways else [way for way in WAYS if way != "torchft" or given.torchft]
+    dice = random.Random(0)
+    found: Mapping[str, list[float]] = {way: [] for way in ways}
+    steps: Mapping[str, list[float]] = {way: [] for way in ways}
     for _ in range(given.rounds):
         for way in ways:
-            with tempfile.TemporaryDirectory() as name, job(way, given.net, given.batch, given.devices, Path(name)):
-                paused, between = pauses(Path(name), given.devices - 1, dice)
-            found[way] += paused
-            steps[way] += between
-            print(
-                f"{way}: paused {', '.join(f'{s:.2f}' for s in paused)} s; a step {statistics.median(between):.2f} s",
-                flush=True,
-            )
+            with (
+                tempfile.TemporaryDirectory() as name,
+                job(way, given.net, given.batch, given.devices, Path(name), given.torchft) as running,
+            ):
+                paused, between = pauses(running, given.devices - 1, dice)
+            found[way].extend(paused)
+            steps[way].extend(between)
+            print(f"{way}: paused {', '.join(f'{s:.2f}' for s in paused)} s", flush=True)
     for way in ways:
-        print(
-            f"{way}: {len(found[way])} kills, median {statistics.median(found[way]):.2f} s, worst {max(found[way]):.2f} s; "
-            f"a step {statistics.median(steps[way]):.2f} s"
-        )
+        print(told(way, found[way], steps[way]))
 
 
 if __name__ == "__main__":
