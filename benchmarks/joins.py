@@ -2,10 +2,10 @@
 
     python -m benchmarks.joins [--rounds 3] [--net two-conv:50:500] [--batch 480] [--plan data-by-speed] [--comes 2]
 
-Hosts are network namespaces with cards of 1 Gbit/s (Linux, root), each with one device on a core of its own as far as there are cores.
-`convoy train --listen` runs on the first, one `convoy join` after another comes from the others, and then they leave (SIGTERM). From
-the run's log: the longest time between the ends of two steps around each change, and the ordinary step before and after it (median
-of ten). What the change itself took is the longest without an ordinary step.
+Hosts are network namespaces with cards of 1 Gbit/s (Linux, root), each with one device on a core of its own as far as there are
+cores. `convoy train --listen` runs on the first, one `convoy join` after another comes from the others, and then they leave
+(SIGTERM). From the run's log: the longest time between the ends of two steps around each change, and the ordinary step before
+and after it (median of ten). What the change itself took is the longest without an ordinary step.
 """
 
 import argparse
@@ -36,7 +36,7 @@ BESIDE = 10
 LIMIT_S = 90.0
 """For a device to come in, or to go."""
 
-RUN = "--data digits --epochs 100000 --evaluate-epochs 100000 --no-rebalance --timeout 60".split()
+RUN = ["--data", "digits", "--epochs", "100000", "--evaluate-epochs", "100000", "--no-rebalance", "--timeout", "60"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def until(log: Path, count: int, what: str, outputs: Sequence[Path]) -> None:
     deadline_s = time.monotonic() + LIMIT_S
     while not log.exists() or len(changes(log)) < count:
         if time.monotonic() > deadline_s:
-            shown = "\n".join(path.read_text(errors="replace")[-2000:] for path in outputs)
+            shown = "\n".join(path.read_text(errors="replace")[-2000:] for path in outputs if path.exists())
             raise RuntimeError(f"{what}: not within {LIMIT_S:g} s\n{shown}")
         time.sleep(0.1)
 
@@ -160,11 +160,14 @@ def main() -> None:
             for change in run(wiring, Path(name), options, given.comes):
                 found.append(change)
                 print(
-                    f"{change.what}: longest {change.gap_s:.3f} s, a step {change.before_s:.3f} s before and {change.after_s:.3f} s "
-                    f"after: {change.stall_s:.3f} s, {change.steps:.2f} steps",
+                    f"{change.what}: longest {change.gap_s:.3f} s, a step {change.before_s:.3f} s before and "
+                    f"{change.after_s:.3f} s after: {change.stall_s:.3f} s, {change.steps:.2f} steps",
                     flush=True,
                 )
-    for word, rows in (("join", [c for c in found if "joined" in c.what]), ("leave", [c for c in found if "left" in c.what])):
+    for word, rows in (
+        ("join", [c for c in found if "joined" in c.what]),
+        ("leave", [c for c in found if "left" in c.what]),
+    ):
         if rows:
             stalls, steps = [c.stall_s for c in rows], [c.steps for c in rows]
             print(

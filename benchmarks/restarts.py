@@ -8,12 +8,12 @@ The same net and batches, on processes of this machine, by turns:
     torchrun-1       DistributedDataParallel, one agent with all devices (`--standalone --max-restarts`), which starts all of
                      them again, the killed one too; they load the last checkpoint, saved after every step by the first
     torchrun-10      the same, saved after every tenth step
-    torchrun-hosts   an agent for each device, as on machines of their own, and the killed one loses its agent too: the others go
-                     on without it, from the checkpoint of every step (in a folder that all share)
+    torchrun-hosts   an agent for each device, as on machines of their own, and the killed one loses its agent too: the others
+                     go on without it, from the checkpoint of every step (in a folder that all share)
     torchft          replica groups of one device over gloo; needs `--torchft PYTHON`, where torchft is installed
 
-A device is killed (SIGKILL) at a random moment, again and again; each time from the kill to the end of the next step that nobody
-had finished before. Medians and the longest; what a step takes beside it. Settings of the others are those of who wants short
+A device is killed (SIGKILL) at a random moment, again and again; each time from the kill to the end of the next step that
+nobody had finished before. Medians and the longest; what a step takes beside it. The others have the settings of who wants short
 pauses: see `SETTINGS`.
 """
 

@@ -120,7 +120,8 @@ class Membership:
         self._server = HealthServer(joined.device, door, home.token)
         self._state = Member(joined.device, Generation(0, tuple(range(joined.devices))))
         self._changed = threading.RLock()
-        self._store: Address | None = None
+        self._store: Address | None = None  # of the meeting that this generation came from, or that takes place
+        self._left: Address | None = None  # that of the one before
         self._unreachable: tuple[int, ...] = ()
         self._closed = threading.Event()
         # Before anybody knows the address: an early question without an answer is one of a dead device.
@@ -181,6 +182,8 @@ class Membership:
                 self._slept, self._awake_s = False, _now_s()
             before, self._state = self._state, observe(self._state, event)
             if before.phase == "training" and self._state.phase != "training":
+                # From now on others are called: not to where the meeting before this one was.
+                self._left, self._store = self._store, None
                 self._break_off(event)
             return self._state
 
@@ -320,11 +323,10 @@ class Membership:
         present = self.group.present
         if isinstance(present, JoinedGroup):
             present.break_off(error)
-        if self._state.phase != "meeting":  # as that of one who has just been called
-            before, self._store = self._store, None
-            if before is not None:
-                forget_store(*before)
         self._observe(Interrupted())
+        if self._left is not None:
+            forget_store(*self._left)
+            self._left = None
         self.group.close(error)
         waits_until_s = time.monotonic() + self.timeout_s
         gives_up_s = waits_until_s + MEETINGS * self.timeout_s
@@ -400,7 +402,7 @@ class Membership:
                 grows = set(generation.members) - set(self.generation.members)
                 # A newcomer that does not come must not hold up the others for long.
                 limit_s = self.silence_s if grows else max(5.0, 2 * self.silence_s)
-                group = meet(env, self.group.torch_device, limit_s, self.staged, generation.number)
+                group = meet(env, self.group.torch_device, limit_s, self.staged, generation.number, self._credentials)
                 group.timeout_s, group.report_s = self.timeout_s, REPORT_S
         except ConvoyError:
             if self._store is not None:

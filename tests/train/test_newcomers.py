@@ -300,6 +300,23 @@ def test_a_spare_waits_and_is_asked_again_when_the_devices_have_changed() -> Non
     assert job.results["1"][0] == pytest.approx(losses, rel=TIGHT)
 
 
+def test_nobody_is_called_to_where_the_meeting_before_was() -> None:
+    """A newcomer, or a device that noticed a loss first, asked the leader before its own thread had got there, was sent to the
+    store of the last meeting, where nobody came any more, and all waited for it: three seconds of each second join."""
+    home = Home("127.0.0.1", 0, credentials_of(ALONE), "members of a test")
+    membership = Membership(ChangingGroup(AloneGroup(CPU, TIMEOUT_S)), home)
+    try:
+        membership.offer, membership._store = {}, ("127.0.0.1", 9)  # of the meeting that this generation came from
+        words = {"do": "ask", "mark": "a mark", "door": ["127.0.0.1", 8], "facts": {}}
+        assert membership._knocked(words, None) == {"wait": True}  # type: ignore[arg-type]
+        membership.applicants.decide("a mark", "wanted")
+        membership.grant(membership.number(membership.applicants.wanted()))
+        assert membership._state.called is not None
+        assert membership._knocked(words, None) == {"wait": True}  # type: ignore[arg-type]
+    finally:
+        membership.close()
+
+
 @pytest.mark.parametrize(
     ("door", "says"),
     [(("127.0.0.1", 9), "no job that can be joined answers at 127.0.0.1:9"), (None, "this training takes nobody in")],
