@@ -13,8 +13,8 @@ The same net and batches, on processes of this machine, by turns:
     torchft          replica groups of one device over gloo; needs `--torchft PYTHON`, where torchft is installed
 
 A device is killed (SIGKILL) at a random moment, again and again; each time from the kill to the end of the next step that
-nobody had finished before. Medians and the longest; what a step takes beside it. The others have the settings of who wants short
-pauses: see `SETTINGS`.
+nobody had finished before. Medians and the longest; what a step takes beside it. The others have the settings of who wants
+short pauses: see `SETTINGS`.
 """
 
 import argparse
