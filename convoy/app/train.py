@@ -516,11 +516,17 @@ def _show_plan(settings: Settings, part: Distributed, screen: Screen) -> None:
         for program in compile_all(steps, graph):
             screen.lines(program_lines(program))
     if settings.accumulate > 1:
-        first, last = (sum(lower(plan, graph, pass_=kind).traffic().values()) for kind in ("first", "last"))
+        sent = [sum(lower(plan, graph, pass_=kind).traffic().values()) for kind in ("first", "middle", "last")]
+        before = (
+            f"each pass before it {sent[0]:,}"
+            if sent[0] == sent[1]
+            else f"the first {sent[0]:,}, which gathers weights"
+        )
+        before += f", each between {sent[1]:,}" * (sent[0] != sent[1] and settings.accumulate > 2)
         screen.lines(
             [
                 f"A step of {settings.batch} samples is {settings.accumulate} passes of {settings.pass_batch}; gradients are "
-                f"summed in the last, which sends {last:,} bytes, each pass before it {first:,}."
+                f"summed in the last, which sends {sent[2]:,} bytes, {before}."
             ]
         )
 

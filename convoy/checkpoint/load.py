@@ -35,6 +35,7 @@ from convoy.checkpoint.values import decode, dtype_named, encode
 from convoy.comm.agreement import from_first
 from convoy.errors import InputError, shortened, shown
 from convoy.runtime.average import WeightAverage
+from convoy.runtime.marks import mark_changed
 
 _SHOWN = 3
 
@@ -94,6 +95,7 @@ def load_checkpoint(
             piece = parts.scatter(key, read(key))
             if piece is not None:
                 own.copy_(piece)
+    mark_changed(model.parameters())
     if optimizer is not None and manifest.optimizer is not None:
         _restore(parts, optimizer, manifest.optimizer, Path(path) / OPTIMIZER)
         for what, each in others.items():

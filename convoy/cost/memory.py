@@ -14,7 +14,18 @@ from convoy.errors import unknown_name
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.plan.compile import compile_all
-from convoy.plan.device_program import DeviceProgram, FreeWeights, Make, Pack, PackWeights, Receive, Send, View, Wait
+from convoy.plan.device_program import (
+    DeviceProgram,
+    FreeWeights,
+    HaveWeights,
+    Make,
+    Pack,
+    PackWeights,
+    Receive,
+    Send,
+    View,
+    Wait,
+)
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute as ComputeStep
@@ -194,6 +205,14 @@ def memory_of_steps(
     return tuple(result)
 
 
+def memory_of_passes(
+    lists: Sequence[StepList], graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4
+) -> tuple[DeviceMemory, ...]:
+    """Of each device, that of the pass that needs most, of the step lists of all kinds of passes that a step has."""
+    rows = [memory_of_steps(steps, graph, optimizer=optimizer, itemsize=itemsize) for steps in lists]
+    return tuple(max(each, key=lambda memory: memory.total_bytes) for each in zip(*rows, strict=True))
+
+
 def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4) -> tuple[int, ...]:
     """More than each device needs, by the layouts alone: where that fits there is no need to compile every program.
 
@@ -209,7 +228,7 @@ def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum"
     for device in range(steps.devices):
         kept, _ = parameter_entries(steps, graph, device)
         held = sum(held_entries(v.layout, device, v.shape) for v in values.values())
-        gathers = (s for s in steps.phase("forward") if isinstance(s, GatherWeights) and device in s.devices)
+        gathers = (s for s in steps.phase("forward") if isinstance(s, GatherWeights) and device in s.members)
         whole = sum(sum(step.shape) for step in gathers)
         result.append((numbers * kept + 3 * whole + held + most) * itemsize)
     return tuple(result)
@@ -242,8 +261,10 @@ def gathered_entries(program: DeviceProgram) -> tuple[int, int]:
     most = (0, 0)
     for op in program.main():
         match op:
-            case PackWeights(own_only=False):
+            case PackWeights(own_only=False) | HaveWeights(own_only=False):
                 whole |= {key: sum(shares) for key, shares in zip(op.keys, op.shares, strict=True)}
+            case PackWeights(stays=True) | HaveWeights():
+                whole |= {key: shares[program.device] for key, shares in zip(op.keys, op.shares, strict=True)}
             case FreeWeights(keys=keys):
                 whole = {key: size for key, size in whole.items() if key not in keys}
             case Pack(into=into) if into:

@@ -7,6 +7,7 @@ from convoy.plan.device_program import (
     Add,
     Copy,
     FreeWeights,
+    HaveWeights,
     Make,
     Merge,
     Operation,
@@ -102,6 +103,8 @@ def handling_of(operation: Operation) -> Handling | None:
             return copy_of(size)
         case PackWeights(size=size, made=made):
             return Handling(copied=size, made=(made,))
+        case HaveWeights(size=size):  # compared: two are read, as a copy reads one and writes one
+            return Handling(copied=size)
         case UnpackWeights(size=size, alone=alone):
             return NOTHING if alone else Handling(copied=size)
     return None

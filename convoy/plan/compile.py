@@ -16,6 +16,7 @@ from convoy.plan.device_program import (
     DeviceProgram,
     FreeWeights,
     Fused,
+    HaveWeights,
     Make,
     Merge,
     Operation,
@@ -441,10 +442,16 @@ class _Compiler:
         """The shares set out; what waits for them finds whole parameters."""
         if self.device not in step.members:
             return
+        size, uses = joined(step.shares)[self.device], self.device in step.devices
+        if step.held:
+            self.main.append(HaveWeights(step.id, step.keys, step.shares, size, own_only=not uses))
+            return
         self._await(step.after, step.id)
-        flat, size, uses = f"weights {step.id}", joined(step.shares)[self.device], self.device in step.devices
-        alone = step.alone and uses
-        self.main.append(PackWeights(step.id, flat, step.keys, step.shares, size, alone, own_only=not uses))
+        flat, alone = f"weights {step.id}", step.alone and uses
+        stays = not uses and self.steps.pass_ == "first" and self.freed.isdisjoint(step.keys)
+        self.main.append(
+            PackWeights(step.id, flat, step.keys, step.shares, size, alone, own_only=not uses, stays=stays)
+        )
         found = gather_operations(step.id, step.schedule, self.device, flat, own_only=not uses)
         self.main += found.begin
         self.under_way[step.id] = deque(found.landings)

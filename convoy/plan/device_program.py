@@ -225,6 +225,7 @@ class PackWeights:
         size: entries of this device's shares.
         alone: of one parameter: the buffer is the whole parameter itself.
         own_only: this device computes nothing with them: the buffer has its shares alone.
+        stays: the buffer stays until the next pass, which has nothing else to see by whether a share has changed.
     """
 
     step: int
@@ -234,6 +235,7 @@ class PackWeights:
     size: int
     alone: bool = False
     own_only: bool = False
+    stays: bool = False
 
     @property
     def made(self) -> int:
@@ -255,6 +257,18 @@ class UnpackWeights:
     @property
     def size(self) -> int:
         return sum(map(sum, self.shares))
+
+
+@dataclass(frozen=True, slots=True)
+class HaveWeights:
+    """Whole parameters are there since the first pass of the step, if this device's shares of them have not changed since; if
+    they have, the step ends with an error. Fields as in `PackWeights`."""
+
+    step: int
+    keys: tuple[str, ...]
+    shares: tuple[Shares, ...]
+    size: int
+    own_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +303,7 @@ class Fused:
 
 Operation = (
     Compute | Fused | Make | View | Copy | Add | Merge | Send | Receive | Wait | Signal | Pack | Unpack | PackWeights
-    | UnpackWeights | FreeWeights
+    | UnpackWeights | HaveWeights | FreeWeights
 )  # fmt: skip
 
 

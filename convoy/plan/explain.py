@@ -125,7 +125,8 @@ def _words(step: Step) -> str:
             what = "sum, into shares" if step.into else what
             return f"{what}: gradients of {len(step.keys)} parameters, {step.shape[0]:,} numbers over {step.devices}"
         case GatherWeights():
-            return f"gather   shares of {len(step.keys)} parameters, {step.shape[0]:,} numbers, for {step.devices}"
+            what = f"{len(step.keys)} parameters, {step.shape[0]:,} numbers, for {step.devices}"
+            return f"have     {what}, whole since the first pass" if step.held else f"gather   shares of {what}"
 
 
 def _on_the_wire(step: Step, itemsize: int) -> str:

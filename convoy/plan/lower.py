@@ -276,10 +276,12 @@ class _Lowering:
         return tuple(sorted({self.made_by[v.key] for v in values if v.key in self.made_by}))
 
     def _gather(self, bucket: Bucket, phase: Phase) -> None:
-        """Parameters that are kept in shares set out to those who use them."""
+        """Parameters that are kept in shares set out to those who use them; or are still there, from the step's first pass."""
         keys, shares = tuple(p.key for p in bucket.parameters), tuple(map(self._entries_of_shares, bucket.parameters))
-        step = self._add(GatherWeights(self._id, phase, keys, shares, bucket.devices))
-        self.gathered_by.update(dict.fromkeys(keys, step))
+        held = not bucket.freed and self.pass_ in ("middle", "last")
+        step = self._add(GatherWeights(self._id, phase, keys, shares, bucket.devices, held=held))
+        if not held:
+            self.gathered_by.update(dict.fromkeys(keys, step))
 
     def _waits_for_weights(self, layer: Layer) -> set[int]:
         """The gatherings that a layer has to wait for in this phase."""

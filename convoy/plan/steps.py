@@ -26,7 +26,8 @@ InputGradient = Literal["none", "part", "whole"]
 
 Pass = Literal["only", "first", "middle", "last"]
 """Which pass of a training step a list is of. In the first and in the middle ones gradients of copied parameters stay where
-they are computed; the last one sums what all passes have left there, and the only pass of a step its own."""
+they are computed; the last one sums what all passes have left there, and the only pass of a step its own. Weights that are kept
+in shares, and stay whole between uses, are gathered by the first pass; those behind it use them again."""
 
 
 def passes_of(count: int) -> dict[Pass, int]:
@@ -233,6 +234,8 @@ class GatherWeights:
         shares: of each, the entries that every device keeps.
         devices: that compute with them.
         alone: one parameter: its shares arrive where it lies.
+        held: the first pass of the step has gathered them: nothing travels, and each device looks whether its shares are still
+            those that the others were given.
     """
 
     wire: ClassVar[CommDtype] = "exact"
@@ -242,6 +245,7 @@ class GatherWeights:
     shares: tuple[Shares, ...]
     devices: tuple[int, ...]
     after: tuple[int, ...] = ()
+    held: bool = False
 
     @property
     def alone(self) -> bool:
@@ -249,7 +253,7 @@ class GatherWeights:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The devices that send or receive."""
+        """The devices that send or receive, or have."""
         return tuple(sorted({*self.devices, *holders(joined(self.shares))}))
 
     @property
@@ -258,6 +262,8 @@ class GatherWeights:
 
     @property
     def schedule(self) -> Schedule:
+        if self.held:
+            return Schedule((), self.shape, in_place=True)
         return redistribute.gather_shares(joined(self.shares), self.devices)
 
 
@@ -307,6 +313,11 @@ class StepList:
     def sums(self) -> bool:
         """Whether gradients of copied parameters are summed over the devices."""
         return self.pass_ in ("only", "last")
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights that are kept in shares, and stay whole between uses, are gathered."""
+        return self.pass_ in ("only", "first")
 
     @property
     def adds(self) -> bool:

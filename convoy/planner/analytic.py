@@ -253,7 +253,8 @@ class CostModel:
         """Gradient sums of copied parameters, and the optimizer's work on what the busiest device keeps, by pass.
 
         Args:
-            how: copies are kept in shares: sums come to the shares in every pass, and whole copies are gathered from them.
+            how: copies are kept in shares: sums come to the shares in every pass, and whole copies are gathered from them, in
+                the first pass or, where they are freed after use, twice in every pass.
         """
         summed, kept = 0, 0.0
         for key, parameter in layer.parameters.items():
@@ -273,9 +274,9 @@ class CostModel:
         shared = max(0.0, 1 - summed / BUCKET_ENTRIES)
         if how is not None:
             load = share_loads(copies.devices, how.shares, float(summed), self.devices)
-            once = 1 if how.form == "keep" else 2
-            seconds = self._exchange_s(load) + once * self._exchange_s(load.reversed)
-            seconds -= (1 + once) * (self.round_s + self._jitter_s) * shared
+            gathered = 1 / self.passes if how.form == "keep" else 2
+            seconds = self._exchange_s(load) + gathered * self._exchange_s(load.reversed)
+            seconds -= (1 + gathered) * (self.round_s + self._jitter_s) * shared
             return kept / self.passes + seconds * (1 - self.overlap)
         load = sum_loads(copies.devices, copies.devices, float(summed), self.devices, self.reduce)
         seconds = self._exchange_s(load) - (load.rounds * self.round_s + self._jitter_s) * shared

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from convoy.cost.memory import memory_of_steps
+from convoy.cost.memory import memory_of_passes
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
@@ -104,8 +104,8 @@ def _predicted(plan: Plan, context: PlanningContext) -> Anew:
     if len(graph.layers) * len(context.names) ** 2 <= SIMULATED_WORK:
         found = predict_plan(plan, context)
         return Anew(plan, found.step_s, found.overfull)
-    steps = lower(plan, graph, pass_=[*passes_of(context.passes)][-1])
-    needs = memory_of_steps(steps, graph, optimizer=room.optimizer, itemsize=context.costs.itemsize)
+    lists = [lower(plan, graph, pass_=kind) for kind in passes_of(context.passes) if kind != "middle"]
+    needs = memory_of_passes(lists, graph, optimizer=room.optimizer, itemsize=context.costs.itemsize)
     overfull = tuple(room.overfull([each.total_bytes for each in needs]))
     model = CostModel(graph, plan.batch, context.costs, wire=plan.wire, passes=context.passes, outputs=plan.outputs)
     return Anew(plan, model_s(model, range(plan.devices), plan), overfull)

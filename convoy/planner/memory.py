@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from convoy.cost.memory import Room, fewest_passes, memory_of, memory_of_steps, most_bytes
+from convoy.cost.memory import Room, fewest_passes, memory_of, memory_of_passes, memory_of_steps, most_bytes
 from convoy.errors import PlanError
 from convoy.plan.plan import Plan
 from convoy.plan.presets import SHARE_UNITS
+from convoy.plan.steps import passes_of
 from convoy.plan.strategy import Batch, InShares, One, may_be_in_shares
 from convoy.planner.analytic import DIRECT_DEVICES, CostModel, MemoryPenalty
 from convoy.planner.found import Found, in_order, model_s
@@ -30,11 +31,13 @@ def fits(plan: Plan, model: CostModel, room: Room | None) -> bool:
 def _memory(plan: Plan, model: CostModel, room: Room) -> tuple[int, ...]:
     """Bytes on each device; where there is plenty of room, more than that."""
     graph, optimizer, itemsize = model.graph, room.optimizer, model.costs.itemsize
-    steps = model.steps(plan)
-    most = most_bytes(steps, graph, optimizer=optimizer, itemsize=itemsize)
+    most = most_bytes(model.steps(plan), graph, optimizer=optimizer, itemsize=itemsize)
     if not room.excess(most):
         return most
-    return tuple(row.total_bytes for row in memory_of_steps(steps, graph, optimizer=optimizer, itemsize=itemsize))
+    # The first of several passes keeps what it has gathered or sent; the one between needs less than that or the last.
+    kinds = [kind for kind in passes_of(model.passes if plan.in_shares else 1) if kind != "middle"]
+    lists = [model.steps(plan, kind) for kind in kinds]
+    return tuple(row.total_bytes for row in memory_of_passes(lists, graph, optimizer=optimizer, itemsize=itemsize))
 
 
 def that_fit(

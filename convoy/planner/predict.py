@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from convoy.cost.interval import Interval, around
-from convoy.cost.memory import DeviceMemory, Room, memory_of_steps, room_of
+from convoy.cost.memory import DeviceMemory, Room, memory_of_passes, room_of
 from convoy.cost.network import Network
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Fleet
@@ -196,7 +196,7 @@ def predict_plan(plan: Plan, context: PlanningContext) -> PlanPrediction:
 
     step_s = mean(each.step_s for each in timelines)
     rate = plan.batch / step_s
-    memory = memory_of_steps(steps, graph, optimizer=room.optimizer, itemsize=costs.itemsize)
+    memory = memory_of_passes(lists, graph, optimizer=room.optimizer, itemsize=costs.itemsize)
     traffic = [each.traffic(costs.itemsize) for each in lists]
     devices = range(plan.devices)
     computes = [mean(each.compute_s[d] for each in timelines) / step_s for d in devices]

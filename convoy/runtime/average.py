@@ -10,6 +10,7 @@ from torch.optim.optimizer import Optimizer
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from convoy.errors import InputError
+from convoy.runtime.marks import mark_changed
 
 
 class WeightAverage:
@@ -70,6 +71,7 @@ class WeightAverage:
             self._swap()
 
     def _swap(self) -> None:
+        mark_changed(p for group in self.optimizer.param_groups for p in group["params"])
         for parameter, state in self.optimizer.state.items():
             if self.STATE in state:
                 state[self.STATE], parameter.data = parameter.data, state[self.STATE]

@@ -20,6 +20,7 @@ from convoy.plan.device_program import (
     Compute,
     FreeWeights,
     Fused,
+    HaveWeights,
     Make,
     Pack,
     PackWeights,
@@ -174,7 +175,7 @@ class Executor:
                     self._forward(compute, buffers, tape, keep=keep)
                 case Compute() as compute:
                     self._statistics(compute, buffers, tape)
-                case PackWeights() | UnpackWeights() | FreeWeights() as weights:
+                case PackWeights() | UnpackWeights() | HaveWeights() | FreeWeights() as weights:
                     self.whole.run(weights, buffers, self.group.device)
                 case _:
                     self._exchange(lane, item.operations, program, buffers)

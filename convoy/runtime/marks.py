@@ -1,4 +1,5 @@
-"""Marks on parameters: which are pieces, which are of a model that was distributed, whose gradients are not yet summed."""
+"""Marks on parameters: which are pieces, which are of a model that was distributed, whose gradients are not yet summed, and
+which may have changed."""
 
 from collections.abc import Iterable
 
@@ -6,7 +7,7 @@ from torch import nn
 
 from convoy.errors import InputError
 
-PIECE, ORIGINAL, UNSUMMED = "_convoy_piece", "_convoy_original", "_convoy_unsummed"
+PIECE, ORIGINAL, UNSUMMED, CHANGED = "_convoy_piece", "_convoy_original", "_convoy_unsummed", "_convoy_changed"
 
 
 def mark_pieces(parameters: Iterable[tuple[nn.Parameter, bool]]) -> None:
@@ -45,3 +46,14 @@ def check_summed(what: str, parameters: Iterable[nn.Parameter]) -> None:
             f"{what} after passes in no_sync(), whose gradients were not summed over the devices: make the last pass of a step "
             "outside of no_sync(), forward and backward, or clear the gradients with zero_grad()"
         )
+
+
+def mark_changed(parameters: Iterable[object], changed: bool = True) -> None:
+    """Mark that something that every device does may have changed these; or that whoever must know it does."""
+    for parameter in parameters:
+        setattr(parameter, CHANGED, changed)
+
+
+def has_changed(parameters: Iterable[object]) -> bool:
+    """Whether any of these is marked as changed."""
+    return any(getattr(parameter, CHANGED, False) for parameter in parameters)

@@ -24,7 +24,7 @@ from convoy.plan.evaluation import borrowed, pin
 from convoy.plan.lower import lower, parameter_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.program_check import check_programs
-from convoy.plan.steps import Compute, InputGradient, StepList, Value
+from convoy.plan.steps import Compute, InputGradient, Pass, StepList, Value
 from convoy.runtime.alike import (
     batch_of,
     check_batches,
@@ -39,7 +39,14 @@ from convoy.runtime.compiled import Compiler, check_compiler
 from convoy.runtime.exchange import gather_whole, redistribute
 from convoy.runtime.executor import Executor, Expected
 from convoy.runtime.gradients import global_norm
-from convoy.runtime.marks import check_summed, mark_originals, mark_pieces, mark_unsummed
+from convoy.runtime.marks import (
+    check_summed,
+    has_changed,
+    mark_changed,
+    mark_originals,
+    mark_pieces,
+    mark_unsummed,
+)
 from convoy.runtime.output_part import OutputPart, rows_of
 from convoy.runtime.own_state import guard_module, reading_pieces
 from convoy.runtime.passes import Passes
@@ -52,6 +59,14 @@ from convoy.sharding.layout import Layout, OnOne, Replicated, Split, box, holder
 
 CHECKED_DEVICES = 16
 """Of larger fleets the programs are not checked against each other before the first step: that takes seconds."""
+
+_PASSES: Mapping[tuple[bool, bool], Pass] = {
+    (True, True): "only",
+    (False, True): "first",
+    (False, False): "middle",
+    (True, False): "last",
+}
+"""By whether a pass sums gradients, and whether it gathers weights that are kept in shares."""
 
 
 class Distributed(nn.Module):
@@ -133,9 +148,7 @@ class Distributed(nn.Module):
         self.guard: Callable[[Callable[[], Any]], Any] | None = None
         self._mixing_stage = 0
         self._calls = 0
-        self._compared: set[tuple[bool, int, bool]] = (
-            set()
-        )  # mode, batch, sums: what must be the same everywhere was so
+        self._compared: set[tuple[bool, int, Pass]] = set()  # what must be the same everywhere was so
         self._sums = True
         self.training = model.training
         mark_originals(model.parameters())
@@ -191,7 +204,8 @@ class Distributed(nn.Module):
         self.layouts = parameter_layouts(self._plans[False], evaluated) | parameter_layouts(plan, trained)
         self.layouts |= dict.fromkeys(self._unused, everyone)
         self._half_trained = next((key for key in self._borrowed if self.parameters_by_key[key].trainable), None)
-        self._programs: dict[tuple[bool, int, tuple[InputGradient, ...], bool], Program] = {}
+        self._stay_whole = any(how.form == "keep" for how in plan.in_shares.values())
+        self._programs: dict[tuple[bool, int, tuple[InputGradient, ...], Pass], Program] = {}
         for executor in self._executors.values():
             executor.whole.clear()
         self.reshares += 1
@@ -241,10 +255,12 @@ class Distributed(nn.Module):
         self._refuse_odd_call(inputs, others)
         self._require_weights()
         wholes = [whole or (self.takes_whole and batch is None) or is_whole(x) for x in inputs]
-        own = self._program(self._size(inputs, wholes, batch), self._wanted(inputs, wholes), self._sums)
+        pass_ = _PASSES[self._sums, self._gathers()]
+        own = self._program(self._size(inputs, wholes, batch), self._wanted(inputs, wholes), pass_)
         parts = self._parts(inputs, wholes, own.steps, handed_out=batch is None and not any(wholes))
         compares = self._compares(inputs, wholes, own.steps)
         executor = self._executors[self.training]
+        executor.whole.held = False  # until this pass has come through
         self._watch.check(self.training, self._whole)
         self._states[self.training].check()
         kind = self.group.torch_device.type
@@ -261,6 +277,7 @@ class Distributed(nn.Module):
                 given = {x.untyped_storage().data_ptr() for x in inputs}  # the caller's: not to be marked, or changed
                 made = executor.forward(own, parts, keep=False, precision=precision)[0]
                 outputs = [y.clone() if y.untyped_storage().data_ptr() in given else y for y in made]
+        executor.whole.held = self.training and not self._sums
         if autocast is not None and self.precision is None:
             outputs = [y.to(t) for y, t in zip(outputs, self._as_autocast(own, autocast), strict=True)]
         returned: list[Any] = []
@@ -308,6 +325,26 @@ class Distributed(nn.Module):
         finally:
             self._sums = outside
 
+    def weights_changed(self) -> None:
+        """Tell that weights were changed by hand between two passes of a step. Every device calls it.
+
+        Where weights are kept in shares, the passes of a step gather them once, and one whose device finds its share changed is
+        refused; after this the next pass gathers them anew. What changes weights by Convoy or an optimizer tells it by itself.
+        """
+        mark_changed(self.parameters())
+
+    def _gathers(self) -> bool:
+        """Whether this pass gathers weights that are kept in shares; else those of the pass before are whole still."""
+        if not self._stay_whole or not self.training:
+            return True
+        whole, parameters = self._executors[True].whole, self._watch.trained.values()
+        if whole.held and has_changed(parameters):
+            self.group.agree("weights that have changed between two passes", "")
+            whole.held = False
+        if not whole.held:
+            mark_changed(parameters, False)
+        return not whole.held
+
     @contextmanager
     def _borrowing(self) -> Iterator[None]:
         """In evaluation: bring parameters to the layers that could not be brought to them, and give them back at the end."""
@@ -353,12 +390,12 @@ class Distributed(nn.Module):
         """The step list that runs for a global batch of this size, in the present mode."""
         return self._program(batch).steps
 
-    def _program(self, batch: int, wanted: tuple[InputGradient, ...] = (), sums: bool = True) -> Program:
-        mode, key = self.training, (self.training, batch, wanted, sums)
+    def _program(self, batch: int, wanted: tuple[InputGradient, ...] = (), pass_: Pass = "only") -> Program:
+        mode, key = self.training, (self.training, batch, wanted, pass_)
         if key not in self._programs:
             executor = self._executors[mode]
             kept = {key: layout for key, layout in self.layouts.items() if key not in self._borrowed}
-            steps = lower(self._plans[mode], executor.traced.graph, batch, wanted, kept, "only" if sums else "first")
+            steps = lower(self._plans[mode], executor.traced.graph, batch, wanted, kept, pass_)
             self._check_noting(steps, executor.traced.graph)
             if not self._programs and self.group.devices <= CHECKED_DEVICES:
                 check_programs(compile_all(steps, executor.traced.graph))
@@ -444,10 +481,10 @@ class Distributed(nn.Module):
         if self.group.devices == 1:
             return False
         self._calls += 1
-        if not is_due(self._calls) and (self.training, steps.batch, steps.sums) in self._compared:
+        if not is_due(self._calls) and (self.training, steps.batch, steps.pass_) in self._compared:
             return False
-        self._compared.add((self.training, steps.batch, steps.sums))
-        agree_on(self.group, "no_sync", str(steps.sums), "is on another side of no_sync()")
+        self._compared.add((self.training, steps.batch, steps.pass_))
+        agree_on(self.group, "no_sync", steps.pass_, "is on another side of no_sync(), or at another pass of the step,")
         everyone = Replicated(tuple(range(self.group.devices)))
         alike = [x for x, v, w in zip(inputs, steps.inputs, wholes, strict=True) if w or v.layout == everyone]
         if alike:
@@ -648,6 +685,7 @@ class Distributed(nn.Module):
                 else "give all of them, or strict=False"
             )
             raise InputError(f"load_state_dict: keys {missing} are missing, {unexpected} are not known: {hint}")
+        self.weights_changed()
         for key in filter(state_dict.__contains__, known):
             holder, _, name = key.rpartition(".")
             if tied.get(key, key) in self.parameters_by_key:

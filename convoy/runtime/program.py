@@ -15,6 +15,7 @@ from convoy.plan.device_program import (
     DeviceProgram,
     FreeWeights,
     Fused,
+    HaveWeights,
     Operation,
     Pack,
     PackWeights,
@@ -66,7 +67,7 @@ class Program:
         reached: the parameters that its backward finds a gradient of, on whatever device.
 
     Attributes:
-        gathered: the parameters that are gathered from shares for this device to compute with.
+        gathered: the parameters that are gathered from shares for this device to compute with, in this pass or one before.
         freed: those of them that are freed after use.
         into_shares: parameters whose gradients are summed into the shares that are kept of them.
         waiting: parameters whose gradients a later pass sums, and which every device uses.
@@ -147,7 +148,8 @@ def _items(operations: Sequence[Operation], kept: set[str]) -> list[Item]:
 def _stands_alone(operation: Operation) -> bool:
     summed = isinstance(operation, Wait) and operation.events[0][0] == "summed"
     return summed or isinstance(
-        operation, Compute | Fused | Pack | Unpack | PackWeights | UnpackWeights | FreeWeights | Signal
+        operation,
+        Compute | Fused | Pack | Unpack | PackWeights | UnpackWeights | HaveWeights | FreeWeights | Signal,
     )
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from convoy.errors import InputError
 from convoy.model.tracing.freed_memory import give_back_freed
-from convoy.plan.device_program import FreeWeights, PackWeights, UnpackWeights
+from convoy.plan.device_program import FreeWeights, HaveWeights, PackWeights, UnpackWeights
 from convoy.runtime.exchange import Buffers
 from convoy.runtime.gradients import by_device
 from convoy.sharding.layout import Shape
@@ -20,12 +21,17 @@ class WholeWeights:
     Args:
         model: holds this device's shares; while a step computes, the whole parameters.
         shapes: of the whole parameters, by key.
+
+    Attributes:
+        held: the whole parameters are those of the present step, for its next pass.
     """
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, Shape]) -> None:
         self._model, self._shapes = model, shapes
         self._whole: dict[str, nn.Parameter] = {}
         self._shares: dict[str, nn.Parameter] = {}  # that are out of the model meanwhile
+        self._sent: dict[str, Tensor] = {}  # shares as the others were given them, where none of it is whole here
+        self.held = False
 
     @contextmanager
     def in_place(self, keys: Iterable[str]) -> Iterator[None]:
@@ -46,25 +52,34 @@ class WholeWeights:
 
     def clear(self) -> None:
         """Free the memory of the whole parameters."""
-        self._whole = {}
+        self._whole, self._sent, self.held = {}, {}, False
 
-    def run(self, operation: PackWeights | UnpackWeights | FreeWeights, buffers: Buffers, device: int) -> None:
-        """One operation of the program on this device."""
+    def run(
+        self, operation: PackWeights | UnpackWeights | HaveWeights | FreeWeights, buffers: Buffers, device: int
+    ) -> None:
+        """One operation of the program on this device.
+
+        Raises:
+            InputError: a share has changed since the others were given it.
+        """
         match operation:
             case PackWeights():
                 buffers[operation.buffer] = self._pack(operation, device)
             case UnpackWeights():
                 self._unpack(operation, buffers[operation.buffer])
+            case HaveWeights():
+                self._check(operation, device)
             case FreeWeights():
                 self._free(operation.keys)
 
     def _pack(self, operation: PackWeights, device: int) -> Tensor:
         """The flat buffer of a gathering, with this device's shares at their place."""
-        shares = [self._shares.get(key) for key in operation.keys]
-        rows = zip(operation.keys, shares, strict=True)
-        own = [(self._model.get_parameter(k) if share is None else share).detach().reshape(-1) for k, share in rows]
+        own = [self._share(key) for key in operation.keys]
         if operation.own_only:
-            return torch.cat(own)
+            flat = torch.cat(own)
+            if operation.stays:
+                self._sent |= zip(operation.keys, torch.split(flat, [share.numel() for share in own]), strict=True)
+            return flat
         for key in operation.keys:
             _resize(self._whole[key], self._whole[key].numel())
         flat = _alias(self._whole[operation.keys[0]]) if operation.alone else own[0].new_empty(operation.made)
@@ -84,6 +99,25 @@ class WholeWeights:
         for place, arrived in zip(places, torch.split(flat, [p.numel() for p in places]), strict=True):
             place.copy_(arrived)
 
+    def _share(self, key: str) -> Tensor:
+        """This device's share, flat."""
+        share = self._shares.get(key)
+        return (self._model.get_parameter(key) if share is None else share).detach().reshape(-1)
+
+    def _check(self, operation: HaveWeights, device: int) -> None:
+        """Refuse whole parameters that are no longer what the shares make."""
+        for key, shares in zip(operation.keys, operation.shares, strict=True):
+            if operation.own_only:
+                given = self._sent[key]
+            else:
+                given = self._whole[key].data.view(-1)[sum(shares[:device]) :][: shares[device]]
+            if not torch.equal(_bits(given), _bits(self._share(key))):
+                raise InputError(
+                    f"parameter {key!r} has changed between two passes of a step, and the others were given device {device}'s "
+                    "share of it before: change weights between steps, or call the distributed model's weights_changed() on "
+                    "every device, and the next pass gathers them anew"
+                )
+
     def _free(self, keys: Sequence[str]) -> None:
         """Give the memory of whole parameters back until they are gathered again. What autograd has kept of them are views of
         that memory, and find the same numbers there."""
@@ -96,6 +130,12 @@ class WholeWeights:
         if key not in self._whole:
             self._whole[key] = nn.Parameter(share.detach().new_empty(self._shapes[key]), share.requires_grad)
         return self._whole[key]
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The same numbers to the last bit are equal, NaN too."""
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.view(kinds.get(x.element_size(), torch.uint8))
 
 
 def _alias(parameter: Tensor) -> Tensor:

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from convoy.cost.memory import memory_of
+from convoy.cost.memory import memory_of, memory_of_passes, memory_of_steps, parameter_entries
 from convoy.errors import PlanError
 from convoy.plan.compile import compile_all
 from convoy.plan.device_program import Compute as DeviceCompute
-from convoy.plan.device_program import FreeWeights, PackWeights
+from convoy.plan.device_program import FreeWeights, HaveWeights, PackWeights
+from convoy.plan.explain import step_lines
 from convoy.plan.lower import lower, parameter_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.program_check import check_programs
@@ -153,3 +154,32 @@ def test_not_beside_a_strategy_that_splits_the_layer_nor_with_mixing() -> None:
 def test_where_one_device_computes_there_is_nothing_to_gather() -> None:
     alone = replace(plan_of("two-conv"), otherwise=Batch((10, 0, 0, 0)))
     assert not [s for s in lower(alone, graph_of("two-conv")).steps if isinstance(s, GatherWeights | SumGradients)]
+
+
+def test_what_stays_from_pass_to_pass_is_counted() -> None:
+    """Device 1 computes nothing: in a step of several passes it keeps its share a second time, as the others were given it."""
+    graph, plan = graph_of("two-conv"), plan_of("two-conv")
+    own = parameter_entries(lower(plan, graph), graph, 1)[0]
+    needs = {
+        kind: memory_of_steps(lower(plan, graph, pass_=kind), graph, itemsize=1)[1].weights_bytes
+        for kind in ("only", "first", "middle", "last")
+    }
+    assert needs == {"only": own, "first": 2 * own, "middle": 2 * own, "last": 2 * own}
+    passes = [lower(plan, graph, pass_=kind) for kind in ("first", "last")]
+    for device, most in enumerate(memory_of_passes(passes, graph)):
+        assert most in [memory_of_steps(steps, graph)[device] for steps in passes]
+    whole = {kind: lower(plan_of("two-conv", "free"), graph, pass_=kind) for kind in ("only", "middle")}
+    assert whole["only"].steps == whole["middle"].steps, "what is freed is gathered in every pass"
+
+
+def test_passes_behind_the_first_print_and_parse() -> None:
+    graph, plan = graph_of("two-conv"), plan_of("two-conv")
+    steps = lower(plan, graph, pass_="middle")
+    assert any(
+        "have     " in line and "whole since the first pass  (nothing travels)" in line for line in step_lines(steps)
+    )
+    programs = compile_all(steps, graph)
+    check_programs(programs)
+    for program in programs:
+        assert any(isinstance(op, HaveWeights) for op in program.forward)
+        assert parse_program(program_lines(program)) == program

@@ -8,4 +8,7 @@ import pytest
 
 def most_slow(fast: int, cases: Iterable[Any]) -> list[Any]:
     """The cases of a parametrised test: after the first `fast`, they run with the slow tests."""
-    return [pytest.param(case, marks=pytest.mark.slow if number >= fast else ()) for number, case in enumerate(cases)]
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow if number >= fast else ())
+        for number, case in enumerate(cases)
+    ]

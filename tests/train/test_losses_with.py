@@ -1,7 +1,7 @@
 """What a training may have beside its steps, together with the loss of devices: the numbers are those of one device."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from benchmarks.chaos import TIGHT, Case, make_data, make_net, whole_state
 from convoy.api import distribute, loader
+from convoy.model.graph import Graph
 from convoy.model.tracing import trace
+from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
@@ -50,6 +52,13 @@ class Extras:
     every: int | None = 1
 
 
+def planned(name: str, graph: Graph, batch: int) -> Plan:
+    plan = named_plan(name.removesuffix(", freed"), graph, batch, Speeds((1.0, 1.5, 2.0)))
+    if not name.endswith(", freed"):
+        return plan
+    return replace(plan, in_shares={layer: replace(how, form="free") for layer, how in plan.in_shares.items()})
+
+
 def train(here: Device | None, plan: str, extras: Extras) -> tuple[list[float], dict[str, Tensor], Any]:
     """By a plan on a device of several, or alone."""
     with torch_seed(0):
@@ -58,8 +67,8 @@ def train(here: Device | None, plan: str, extras: Extras) -> tuple[list[float], 
     part: Distributed | None = None
     size = CASE.batch // extras.accumulate
     if here is not None:
-        graph, speeds = trace(net, example).graph, Speeds((1.0, 1.5, 2.0))
-        plans = [named_plan(name, graph, size, speeds) for name in (plan, *extras.others)]
+        graph = trace(net, example).graph
+        plans = [planned(name, graph, size) for name in (plan, *extras.others)]
         model = part = distribute(net, plans[0], here.group, example)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     data = make_data(CASE)
@@ -97,6 +106,12 @@ CASES: dict[str, tuple[Extras, str, dict[int, tuple[int, int]]]] = {
     "scaled losses, seldom kept": (Extras(scales=True, every=4), "data", TWICE),
     "passes": (Extras(accumulate=2), "data-by-speed", TWICE),
     "passes in shares": (Extras(accumulate=2, every=3), "sharded", IN_A_STEP),
+    "passes in shares, and all else": (
+        Extras(ema=True, scales=True, accumulate=4, rebalance=True, every=2),
+        "sharded",
+        {1: (4, 13), 2: (9, 21)},
+    ),
+    "passes of freed shares": (Extras(ema=True, accumulate=4), "sharded, freed", ON_THE_WAY_BACK),
     "passes of splits": (Extras(accumulate=4), "hybrid", ON_THE_WAY_BACK),
     "a trial of plans": (Extras(others=("model", "data")), "hybrid", IN_A_STEP),
     "a trial of plans, seldom kept": (Extras(others=("data", "sharded"), every=5), "model", TWICE),
