@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.configurations import ALONE, AUTO, EQUAL, IN_TURN, SETS, Case
+from benchmarks.limits_page import bound_line, bound_section, search_section
 from benchmarks.overhead_page import OverheadFile, overhead_section
 from benchmarks.page import hardware, how_timed, quietness, seconds, table
 from benchmarks.planning_page import Planning, planning_section
@@ -11,7 +12,7 @@ from benchmarks.rebalance_page import Rebalanced, rebalance_lines, rebalance_sec
 from benchmarks.results import FleetResult, Row
 from benchmarks.scaling import scaling_section
 from benchmarks.score import alone, efficiency, error, full_spread, middle_spread
-from benchmarks.targets import TUNED, cases_of, fastest_alone
+from benchmarks.targets import TUNED, cases_of, fastest_alone, name_of
 from benchmarks.targets_page import in_turn_line, targets_section, unmeasured
 from convoy.planner.trial import TRIED
 
@@ -44,14 +45,19 @@ def bench_page(sources: Sources) -> str:
         "<!-- Made by `python -m benchmarks.bench`; do not edit. -->",
         "# Benchmarks",
         "## In short",
-        "\n".join(f"- {line}" for line in [*_in_short(compared), *in_turn_line(rows), quietness(sources.results)]),
+        "\n".join(
+            f"- {line}"
+            for line in [*_in_short(compared), *bound_line(compared), *in_turn_line(rows), quietness(sources.results)]
+        ),
         _HOW + how_timed(),
         *targets_section(compared, sources.timelines, rebalance_lines(sources.rebalanced)),
         *([lacking] if (lacking := unmeasured(_asked(), compared)) else []),
         *([f"![Efficiency]({sources.figure})"] if sources.figure else []),
         "## Efficiency",
         _efficiency_table(compared),
+        *bound_section(compared),
         *_trials_section(compared),
+        *search_section(compared),
         *scaling_section(rows, sources.scaling),
         *rebalance_section(sources.rebalanced),
         *overhead_section(sources.overhead),
@@ -59,7 +65,7 @@ def bench_page(sources: Sources) -> str:
         "## Every measurement",
         "Spread: (slowest - fastest) / median of the rounds; middle: that of the middle half. Error: (predicted - measured) "
         "/ measured; DDP is not predicted.",
-        _full_table(rows),
+        _full_table(rows, dates_of(sources.results)),
         "## Machines and commands",
         hardware(sources.results),
     ]
@@ -72,7 +78,8 @@ _HOW = (
     "PyTorch's DistributedDataParallel on gloo with the same batches and the same gradient; `ddp-tuned` has shares corrected "
     "by what each rank's computing takes and then searched, both have the bucket size, `static_graph` and "
     "`ZeroRedundancyOptimizer` searched; the searches are not counted. `fsdp` is FSDP2 with even shards of weights, each layer "
-    "gathered by itself, and the batch by the speeds of devices alone. `auto` is what `convoy train --plan auto` comes to: the "
+    "gathered by itself, and the batch by the speeds of devices alone. Of a U-Net, which has a label for every pixel, "
+    "outputs stay with their samples by every plan. `auto` is what `convoy train --plan auto` comes to: the "
     "planner's choice, or another of its plans that was faster in the trial, then rebalanced for 9 to 18 steps; none of them "
     "is counted, and its prediction is "
     "that of the plan that goes on. Efficiency: samples/s over the sum of "
@@ -83,7 +90,19 @@ _HOW = (
 
 def _asked() -> list[Case]:
     """What the page should show one day."""
-    return [case for name in ("targets", "targets-rest", "deep") for series in SETS[name] for case in series.cases()]
+    names = ("targets", "targets-rest", "deep", "lab", "named")
+    return [case for name in names for series in SETS[name] for case in series.cases()]
+
+
+def dates_of(results: Sequence[FleetResult]) -> Mapping[str, str]:
+    """The day on which each case was measured, by its name for people."""
+    return {
+        name_of(row): net.finished[:10]
+        for result in results
+        for net in result.nets.values()
+        for row in net.rows
+        if net.finished
+    }
 
 
 def _in_short(rows: Sequence[Row]) -> list[str]:
@@ -143,7 +162,7 @@ def _trials_section(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _full_table(rows: Sequence[Row]) -> str:
+def _full_table(rows: Sequence[Row], dates: Mapping[str, str]) -> str:
     body = []
     for case in cases_of(rows):
         for row in case:
@@ -153,7 +172,7 @@ def _full_table(rows: Sequence[Row]) -> str:
                 [row.fleet, row.net, str(row.batch), name, seconds(row.median_s), f"{row.batch / row.median_s:.3g}",
                  "" if part is None else f"{part:.2f}", seconds(row.predicted_s),
                  "" if row.predicted_s is None else f"{error(row):+.1%}", f"{full_spread(row.rounds_s):.1%}",
-                 f"{middle_spread(row.rounds_s):.1%}", f"{len(row.rounds_s)} x {row.steps}"]
+                 f"{middle_spread(row.rounds_s):.1%}", f"{len(row.rounds_s)} x {row.steps}", dates[name_of(row)]]
             )  # fmt: skip
     head = [
         "fleet",
@@ -168,4 +187,4 @@ def _full_table(rows: Sequence[Row]) -> str:
         "spread",
         "middle",
     ]
-    return table([*head, "rounds x steps"], body)
+    return table([*head, "rounds x steps", "measured on"], body)

@@ -168,19 +168,21 @@ _DEEP = (
     Series("mixed4", "resnet:8:16", (64,), (IN_TURN, "data-by-speed", AUTO)),
 )
 
-_NAMED = ("ddp-tuned", FSDP, "data", "master", "model", "hybrid", AUTO)
 _TWO = ("ddp-tuned", AUTO)
 _LAB = (
-    Series("desktop4", "two-conv:150:800", (64,), _NAMED),
-    Series("desktop4", "alexnet:4096", (64, 256), _TWO),
+    Series("desktop4", "alexnet:4096", (64, 128), _TWO),
+    Series("desktop4", "two-conv:500:1500", (16,), _TWO),
+    Series("mixed4", "unet:8", (16,), _TWO),
     Series("desktop4", "vgg:11:4096", (64,), _TWO),
     Series("desktop4", "resnet18:64", (64,), ("data-by-speed", AUTO)),
-    Series("lab8", "two-conv:150:800", (64,), _NAMED),
-    Series("lab8", "alexnet:4096", (64, 256), _TWO),
+    Series("desktop4", "two-conv:150:800", (64,), _TWO),
+    Series("lab8", "two-conv:500:1500", (16,), _TWO),
+    Series("lab8", "alexnet:4096", (64,), _TWO),
     Series("lab8", "vgg:11:4096", (64,), _TWO),
     Series("lab8", "resnet18:64", (64,), ("data-by-speed", AUTO)),
-    Series("desktop4", "two-conv:500:1500", (64,), _TWO),
-    Series("lab8", "two-conv:500:1500", (64,), _TWO),
+    Series("lab8", "two-conv:150:800", (64,), _TWO),
+    Series("desktop4", "unet:8", (16,), _TWO),
+    Series("lab8", "unet:8", (16,), _TWO),
 )
 """Steps of seconds, with the wire per FLOP of real fleets; the most telling first. A slow host alone takes minutes."""
 

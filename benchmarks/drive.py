@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.configurations import Choice, Series, fleet_named
 from benchmarks.estimate import estimate_s
 from benchmarks.hardware import Ground, ground
-from benchmarks.results import FleetResult, newest, read_result, still_to_run
+from benchmarks.results import FleetResult, newest, read_result
 from benchmarks.worker import JOB, WorkerJob
 from convoy.data import load
 from convoy.emulate import rehearse
@@ -98,7 +98,7 @@ def run(drive: Drive) -> int:
     series = drive.choice.series()
     jobs = [_job(drive, fleet, series, here) for fleet in dict.fromkeys(each.fleet for each in series)]
     for job in jobs:
-        _refuse_to_lose(job, drive.again)
+        _refuse_to_lose(job)
     jobs = _announced(jobs)
     first_failure = 0
     for job in jobs:
@@ -122,20 +122,19 @@ def _job(drive: Drive, fleet: str, series: Sequence[Series], here: Ground) -> Wo
         data_dir=None if drive.data_dir is None else drive.data_dir.resolve(),
         rounds=drive.rounds, round_s=drive.round_s, alone_s=drive.alone_s, budget_s=drive.budget_s,
         links_budget_s=drive.links_budget_s, tuning_s=drive.tuning_s, case_s=drive.case_s, ground=here,
-        command=drive.command(),
+        command=drive.command(), again=drive.again,
     )  # fmt: skip
 
 
-def _empty(job: WorkerJob) -> FleetResult:
-    return job.empty_result([(device.name, device.cores) for device in fleet_named(job.fleet).devices])
+def _empty(job: WorkerJob, net: str) -> FleetResult:
+    return job.empty_result([(device.name, device.cores) for device in fleet_named(job.fleet).devices], net)
 
 
-def _refuse_to_lose(job: WorkerJob, again: bool) -> None:
+def _refuse_to_lose(job: WorkerJob) -> None:
     """Hours of measuring are not written over because a line of code has changed since."""
-    for path in (job.path(case) for series in job.series for case in series.cases()):
-        if again:
-            path.unlink(missing_ok=True)
-        if path.exists() and not _empty(job).continues(old := read_result(path)):
+    for case in (case for series in job.series for case in series.cases()):
+        path = job.path(case)
+        if not job.again and path.exists() and not _empty(job, case.net).continues(old := read_result(path)):
             raise InputError(
                 f"{path} holds results of revision {old.ground.revision} with other code, settings, images or another "
                 "machine than this run's: name another --output, or throw them away by --again"
@@ -147,17 +146,17 @@ def _announced(jobs: Sequence[WorkerJob]) -> list[WorkerJob]:
     found, total_s = [], 0.0
     for job in jobs:
         cases = [case for series in job.series for case in series.cases()]
-        left = [case for case in cases if still_to_run(job.path(case), _empty(job), case)]
+        left = [case for case in cases if job.still_to_run(case, _empty(job, case.net))]
         if left:
             took_s = estimate_s(job, left)
             total_s += took_s
             found.append(job)
             words = ", ".join(f"{case.net} batch {case.batch}" for case in left)
             print(
-                f"fleet {job.fleet}: {len(left)} of {len(cases)} cases, about {took_s / 60:.0f} min ({words})",
+                f"fleet {job.fleet}: {len(left)} of {len(cases)} cases, about {took_s / 60:.1f} min at most ({words})",
                 flush=True,
             )
-    print(f"about {total_s / 60:.0f} min in all", flush=True)
+    print(f"about {total_s / 60:.1f} min in all", flush=True)
     return found
 
 

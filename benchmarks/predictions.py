@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 
 from benchmarks.configurations import ALONE, AUTO, IN_TURN, PEERS, Case
 from benchmarks.results import Row, Where
+from benchmarks.tasks import task_of
 from convoy.cost.costs import Costs
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
@@ -37,12 +38,14 @@ class Predictions:
         others: what is worth a trial beside `auto`.
         solo_s: seconds of a step of each device alone.
         plan_s: seconds that all of it took.
+        least_s: what no exact plan can take less than; None where `auto` was not asked for.
     """
 
     plans: Mapping[str, Prediction]
     solo_s: tuple[float, ...]
     plan_s: float
     others: tuple[Prediction, ...] = ()
+    least_s: float | None = None
 
     def to_json(self) -> str:
         """Text that `from_json` reads back to equal predictions."""
@@ -60,17 +63,19 @@ _TEXT = TypeAdapter(Predictions)
 def predict(case: Case, graph: Graph, costs: Costs, fleet: Fleet) -> Predictions:
     """Every plan of the case that is Convoy's, as `convoy plan` predicts it."""
     start_s = time.perf_counter()
-    context = PlanningContext.of(graph, case.batch, costs, fleet)
+    context = PlanningContext.of(graph, case.batch, costs, fleet, outputs=task_of(case.net).outputs)
 
     def row(plan: Plan) -> Prediction:
         return _prediction(predict_plan(plan, context), fleet)
 
     rows = {name: row(context.named(name)) for name in case.plans if name in PLANS}
     others: list[Prediction] = []
+    least_s = None
     if AUTO in case.plans:
         rows[AUTO], *others = (row(each.plan) for each in choices(context))
+        least_s = context.least().step_s
     solo_s = tuple(case.batch / speed for speed in context.speeds.devices)
-    return Predictions(rows, solo_s, time.perf_counter() - start_s, tuple(others))
+    return Predictions(rows, solo_s, time.perf_counter() - start_s, tuple(others), least_s)
 
 
 def _prediction(row: PlanPrediction, fleet: Fleet) -> Prediction:
@@ -126,6 +131,7 @@ def rows_of(case: Case, predictions: Predictions, round_s: float) -> tuple[Row, 
                 Row(
                     case.fleet, case.net, case.batch, name, None, found.step_s, strategies(Plan.from_json(found.plan)),
                     _steps_together(round_s, found.step_s), foreseen=found.where, card_s=found.card_s, bound=found.bound,
+                    least_s=predictions.least_s if name == AUTO else None,
                 )
             )  # fmt: skip
     return tuple(rows)

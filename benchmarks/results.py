@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from benchmarks.configurations import Case
 from benchmarks.hardware import Ground
+from benchmarks.tuning import Considered
 from convoy.errors import InputError
 from convoy.files import write_whole
 
@@ -52,6 +53,8 @@ class Row:
         card_s: predicted seconds that the busiest card sends or receives in a step.
         bound: what the step waits for most, by the simulator, as `convoy plan` tells it.
         tried: of `auto`: of each plan in the trial, the planner's choice first, seconds of a step, predicted and in the trial.
+        least_s: of `auto`: what no exact plan can be predicted to take less than.
+        considered: of DDP: the settings that its search came to.
     """
 
     fleet: str
@@ -70,6 +73,8 @@ class Row:
     card_s: float | None = None
     bound: str = ""
     tried: tuple[tuple[float, float], ...] = ()
+    least_s: float | None = None
+    considered: tuple[Considered, ...] = ()
 
     @property
     def at_measured_speed_s(self) -> float:

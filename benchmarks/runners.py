@@ -5,7 +5,7 @@ has the net's first weights, no momentum, and the first batch next: every turn i
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, final
 
 import torch
@@ -13,14 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from benchmarks.tasks import Data
 from convoy.adapt.autotune import Autotune
 from convoy.api import distribute
 from convoy.comm.group import Group
-from convoy.data import Images
 from convoy.plan.plan import Plan
 from convoy.sharding.layout import box
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
+from convoy.train.loss import loss as loss_of
 
 UNCOUNTED_STEPS = 2
 """Before a turn that all devices take together: after the first, DDP orders its buckets anew, as the gradients came."""
@@ -63,12 +64,21 @@ def endless(loader: Loader) -> Batches:
         yield from loader
 
 
-def train_steps(model: nn.Module, optimizer: Optimizer, batches: Batches, steps: int) -> float:
-    """The steps of `convoy.train.loop.fit`; the loss of the first."""
+Criterion = Callable[..., Tensor]
+
+
+def train_steps(
+    model: nn.Module, optimizer: Optimizer, batches: Batches, steps: int, criterion: Criterion = F.cross_entropy
+) -> float:
+    """The steps of `convoy.train.loop.fit`; the loss of the first.
+
+    Args:
+        criterion: the mean over the batch, and over its pixels where each has a label.
+    """
     first = 0.0
     for step in range(steps):
         x, y = next(batches)
-        loss = F.cross_entropy(model(x), y)
+        loss = criterion(model(x), y)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -81,11 +91,12 @@ def train_steps(model: nn.Module, optimizer: Optimizer, batches: Batches, steps:
 class ConvoyRunner:
     """A Convoy plan. Every device makes one."""
 
-    def __init__(self, model: nn.Module, plan: Plan, group: Group, images: Images, batch: int) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, group: Group, images: Data, batch: int) -> None:
         self._weights: Mapping[str, Tensor] = dict(model.named_parameters())
         self._part = distribute(model, plan, group, torch.zeros(1, *images.image_shape))
         self._loader = Loader(images, batch, self._part, drop_last=True)
         self._optimizer = sgd(self._part)
+        self._criterion = loss_of(F.cross_entropy)  # outputs may stay with their samples
         self._batches: Batches = iter(())
         self.rest()
 
@@ -100,7 +111,7 @@ class ConvoyRunner:
         left = steps
         while left:
             left -= rebalancer.autotune.is_over
-            train_steps(self._part, self._optimizer, self._batches, 1)
+            self._steps(1)
             rebalancer.step(self._loader.batch_size)
         self.rest()
         return rebalancer.autotune, self._part.plan
@@ -109,7 +120,10 @@ class ConvoyRunner:
         for key, parameter in self._part.named_parameters():
             parameter.data = self._piece(key)
         self._batches = endless(self._loader)
-        return train_steps(self._part, self._optimizer, self._batches, UNCOUNTED_STEPS)
+        return self._steps(UNCOUNTED_STEPS)
+
+    def _steps(self, steps: int) -> float:
+        return train_steps(self._part, self._optimizer, self._batches, steps, self._criterion)
 
     def _piece(self, key: str) -> Tensor:
         whole = self._weights[key].detach()
@@ -121,7 +135,7 @@ class ConvoyRunner:
     def train(self, steps: int) -> Spent:
         clock = self._part.clock
         clock.reset()
-        train_steps(self._part, self._optimizer, self._batches, steps)
+        self._steps(steps)
         return clock.compute_s, clock.exchange_s
 
     def rest(self) -> None:
@@ -141,7 +155,7 @@ class AloneRunner:
         step_s: predicted. Where a step takes long, the uncounted one has only the samples of two seconds.
     """
 
-    def __init__(self, model: nn.Module | None, images: Images, batch: int, step_s: float) -> None:
+    def __init__(self, model: nn.Module | None, images: Data, batch: int, step_s: float) -> None:
         self._first_weights = model
         self._loader = Loader(images, batch, drop_last=True)
         self._first_samples = max(1, min(batch, round(batch * 2.0 / step_s)))

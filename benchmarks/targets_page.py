@@ -108,13 +108,18 @@ def _lost(row: Row, case: Sequence[Row]) -> str:
 
 
 def unmeasured(asked: Iterable[Case], rows: Sequence[Row]) -> str:
-    """The cases of which there is no row of `auto`, in one sentence; empty where there are none."""
-    known = {name_of(row) for row in rows if row.plan == AUTO}
-    lacking = [
-        f"{case.fleet} {case.net} at {case.batch}"
-        for case in asked
-        if AUTO in case.plans and f"{case.fleet}, {case.net}, batch {case.batch}" not in known
-    ]
+    """The cases that were not measured, and the plans that others lack, in one sentence; empty where there are none."""
+    wanted: dict[str, tuple[Case, list[str]]] = {}
+    for case in asked:
+        name = f"{case.fleet}, {case.net}, batch {case.batch}"
+        wanted.setdefault(name, (case, []))[1].extend(case.plans)
+    lacking = []
+    for name, (case, plans) in wanted.items():
+        known = {row.plan for row in rows if name_of(row) == name}
+        missing = [plan for plan in dict.fromkeys(plans) if plan not in known]
+        if missing:
+            by = f" by {', '.join(f'`{plan}`' for plan in missing)}" if known else ""
+            lacking.append(f"{case.fleet} {case.net} at {case.batch}{by}")
     return f"Not measured, for want of time: {'; '.join(lacking)}." if lacking else ""
 
 

@@ -33,12 +33,13 @@ from benchmarks.results import FleetResult, NetResult, Row, read_result, still_t
 from benchmarks.rounds import Pair, Turn, run_rounds
 from benchmarks.runners import AloneRunner, ConvoyRunner
 from benchmarks.targets import KNOWN_TO, TUNED, missed
+from benchmarks.tasks import Data, images_of, task_of
 from benchmarks.tuning import Setting
+from benchmarks.wire import Wire
 from convoy.comm.group import Group
 from convoy.comm.processes import join
 from convoy.cost.costs import Costs
 from convoy.cost.table import Measurement, read_fleet_file
-from convoy.data import Images, load
 from convoy.errors import ConvoyError, InputError
 from convoy.files import write_whole
 from convoy.fleet import Fleet
@@ -52,8 +53,6 @@ from convoy.report.timeline import draw
 
 GROUP_LIMIT_S = 900.0
 """How long a device waits for another: a slow one alone on a large batch takes minutes."""
-
-KEPT_IMAGES = 4096
 
 LEAST_SETTLING, MOST_SETTLING = 9, 18
 """Steps with the rebalancer before the rounds: it looks at five fresh ones, after the first two, for each answer."""
@@ -81,6 +80,7 @@ class WorkerJob:
         tuning_s: about the seconds of the search for DDP's shares and options.
         case_s: no further round of a case begins after so many seconds, once there were two.
         ground, command: for the result files.
+        again: whether cases are measured anew whose files are complete. Each file stays until its case begins.
     """
 
     set: str
@@ -98,19 +98,24 @@ class WorkerJob:
     case_s: float
     ground: Ground
     command: str
+    again: bool = False
 
-    def empty_result(self, devices: Sequence[tuple[str, float | None]]) -> FleetResult:
-        """A result without nets."""
+    def empty_result(self, devices: Sequence[tuple[str, float | None]], net: str) -> FleetResult:
+        """A result without measurements, for this net."""
         names = ("rounds", "round_s", "alone_s", "budget_s", "links_budget_s", "tuning_s", "case_s")
         return FleetResult(
             set=self.set, fleet=self.fleet, devices=tuple(devices), ground=self.ground, command=self.command,
-            data="random images" if self.data_dir is None else "CIFAR-10",
+            data=task_of(net).data(self.data_dir),
             settings={name: float(getattr(self, name)) for name in names},
         )  # fmt: skip
 
     def path(self, case: Case) -> Path:
         """The file of a case."""
         return self.output / f"{case.name}.json"
+
+    def still_to_run(self, case: Case, empty: FleetResult) -> Case | None:
+        """What of a case is to be measured; see `benchmarks.results.still_to_run`."""
+        return case if self.again else still_to_run(self.path(case), empty, case)
 
 
 JOB = TypeAdapter(WorkerJob)
@@ -130,7 +135,7 @@ def run_fleet(group: Group, job: WorkerJob, fleet: Fleet | None, say: Say) -> No
         InputError, DeviceLostError: as the parts say; the files hold all cases that were finished.
     """
     devices = [(d.name, d.cores) for d in fleet.devices] if fleet else [(f"d{i}", None) for i in range(group.devices)]
-    run = _FleetRun(group, job, fleet, job.empty_result(devices), _images(job.data_dir), say)
+    run = _FleetRun(group, job, fleet, devices, say)
     try:
         for series in job.series:
             cases = run.open_cases(series)
@@ -146,9 +151,9 @@ class _FleetRun:
     """One fleet's way through its series."""
 
     def __init__(
-        self, group: Group, job: WorkerJob, fleet: Fleet | None, empty: FleetResult, images: Images, say: Say
+        self, group: Group, job: WorkerJob, fleet: Fleet | None, devices: Sequence[tuple[str, float | None]], say: Say
     ) -> None:
-        self.group, self.job, self.fleet, self.empty, self.images, self.say = group, job, fleet, empty, images, say
+        self.group, self.job, self.fleet, self.devices, self.say = group, job, fleet, devices, say
         self.wire: Measurement | None = None
         self.tuned: dict[tuple[str, str], Setting] = {}
 
@@ -156,13 +161,16 @@ class _FleetRun:
         """What is still to run, by the files that device 0 finds."""
         own = []
         if self.group.device == 0:
-            own = [each for case in series.cases() if (each := still_to_run(self.job.path(case), self.empty, case))]
+            empty = self.job.empty_result(self.devices, series.net)
+            own = [each for case in series.cases() if (each := self.job.still_to_run(case, empty))]
         agreed = json.loads(self.group.agree("open cases", json.dumps([[each.batch, each.plans] for each in own]))[0])
         return [Case(series.fleet, series.net, batch, tuple(names)) for batch, names in agreed]
 
     def measure_and_run(self, net: str, cases: Sequence[Case]) -> None:
-        model = build_net(net, self.images.image_shape, self.images.classes)
-        traced = trace(model, torch.zeros(1, *self.images.image_shape))
+        task = task_of(net)
+        images = images_of(task, self.job.data_dir)
+        model = build_net(net, task.image, task.classes)
+        traced = trace(model, torch.zeros(1, *task.image))
         self.say(f"{net}: measuring")
         reference = Reference(self.group)
         before = reference.read()
@@ -175,10 +183,11 @@ class _FleetRun:
             # The file is the witness that predictions came first.
             self._write(case, self._net_result(case, predictions, measured.date))
         for case, predictions in zip(cases, every, strict=True):
-            self._run(case, model, predictions, measured.date, reference)
+            self._run(case, model, images, predictions, measured, reference)
             rows = read_result(self.job.path(case)).measured_rows() if self.group.device == 0 else ()
             if missed(rows):
-                self._draw(case, rows, predictions, PlanningContext.of(traced.graph, case.batch, costs, measured.fleet))
+                context = PlanningContext.of(traced.graph, case.batch, costs, measured.fleet, outputs=task.outputs)
+                self._draw(case, rows, predictions, context)
 
     def _measured(self, net: str, model: nn.Module, traced: TracedModel, batch: int) -> Measurement:
         job, first = self.job, self.wire
@@ -207,12 +216,20 @@ class _FleetRun:
 
     def _write(self, case: Case, net: NetResult) -> None:
         if self.group.device == 0:
-            write_result(self.job.path(case), self.empty.with_net(net))
+            write_result(self.job.path(case), self.job.empty_result(self.devices, case.net).with_net(net))
 
-    def _run(self, case: Case, model: nn.Module, predictions: Predictions, measured: str, reference: Reference) -> None:
-        begin, net = read(), self._net_result(case, predictions, measured)
+    def _run(
+        self,
+        case: Case,
+        model: nn.Module,
+        images: Data,
+        predictions: Predictions,
+        measured: Measurement,
+        reference: Reference,
+    ) -> None:
+        begin, net = read(), self._net_result(case, predictions, measured.date)
         name = f"{case.net}, batch {case.batch}"
-        turns = self._turns(case, model, net.rows, predictions)
+        turns = self._turns(case, model, images, net.rows, predictions, measured.fleet)
         rows = run_rounds(
             self.group, turns, self.job.rounds, lambda text: self.say(f"{name}: {text}"), reference, self.job.case_s,
             _pair(turns, MOST_TIMES * self.job.rounds),
@@ -220,8 +237,15 @@ class _FleetRun:
         others = others_share(self.group, begin)
         self._write(case, replace(net, rows=rows, finished=_today(), others=others))
 
-    def _turns(self, case: Case, model: nn.Module, rows: Sequence[Row], predictions: Predictions) -> list[Turn]:
-        group, job, images = self.group, self.job, self.images
+    def _turns(
+        self, case: Case, model: nn.Module, images: Data, rows: Sequence[Row], predictions: Predictions, fleet: Fleet
+    ) -> list[Turn]:
+        """Who runs what, after all searches.
+
+        Args:
+            fleet: with its cards and links as measured.
+        """
+        group, job = self.group, self.job
         speeds = [case.batch / step_s for step_s in predictions.solo_s]
         turns = []
         for name in case.plans:
@@ -239,7 +263,9 @@ class _FleetRun:
             elif name in PEERS:
                 self.say(f"{case.net}, batch {case.batch}: tuning {name}")
                 known = self.tuned.get((case.net, name))
-                turn, self.tuned[case.net, name] = ddp_turn(group, own[0], model, images, speeds, job.tuning_s, known)
+                turn, self.tuned[case.net, name] = ddp_turn(
+                    group, own[0], model, images, speeds, job.tuning_s, known, Wire.of(fleet)
+                )
                 turns.append(turn)
             else:
                 plan = Plan.from_json(predictions.plans[name].plan)
@@ -291,18 +317,6 @@ def _pair(turns: Sequence[Turn], most: int) -> Pair | None:
     """`auto` and tuned DDP, where both have a turn."""
     plans = [turn.rows[0].plan for turn in turns]
     return Pair(plans.index(TUNED), plans.index(AUTO), KNOWN_TO, most) if {TUNED, AUTO} <= set(plans) else None
-
-
-def _images(data_dir: Path | None) -> Images:
-    """Training images: the first of CIFAR-10, or random ones of that shape."""
-    if data_dir is not None:
-        kept = load("cifar10", data_dir).first(KEPT_IMAGES).train
-        assert isinstance(kept, Images)
-        return kept
-    generator = torch.Generator().manual_seed(0)
-    x_NCHW = torch.randint(0, 256, (KEPT_IMAGES, 3, 32, 32), dtype=torch.uint8, generator=generator)
-    y_N = torch.randint(0, 10, (KEPT_IMAGES,), generator=generator)
-    return Images(x_NCHW, y_N, 10, (0.5,) * 3, (0.29,) * 3)
 
 
 def _today() -> str:

@@ -339,7 +339,7 @@ def test_nothing_is_started_where_all_was_measured(
         for series in job.series:
             for case in series.cases():
                 rows = tuple(Row(case.fleet, case.net, case.batch, p, None, 1.0, {}, 1, (1.0,)) for p in case.plans)
-                empty = job.empty_result([(d.name, d.cores) for d in fleet_named(job.fleet).devices])
+                empty = job.empty_result([(d.name, d.cores) for d in fleet_named(job.fleet).devices], case.net)
                 write_result(job.path(case), empty.with_net(NetResult(case.net, "a", "b", "c", {}, {}, rows)))
         return 0
 
@@ -348,11 +348,15 @@ def test_nothing_is_started_where_all_was_measured(
     assert run(both) == 0
     assert started == ["mixed4", "straggler2"]
     told = capsys.readouterr().out
-    assert "fleet mixed4: 1 of 1 cases, about 2 min (two-conv:4:8 batch 8)" in told
+    assert "fleet mixed4: 1 of 1 cases, about 1.6 min at most (two-conv:4:8 batch 8)" in told
     assert "min in all" in told
     assert run(both) == 0
     assert started == ["mixed4", "straggler2"]
-    assert "about 0 min in all" in capsys.readouterr().out
+    assert "about 0.0 min in all" in capsys.readouterr().out
+    kept = read_result(tmp_path / "mixed4.two-conv-4-8.8.json")
+    monkeypatch.setattr(driver, "_rehearsed", lambda *_: 1)
+    assert run(replace(both, again=True)) == 1
+    assert read_result(tmp_path / "mixed4.two-conv-4-8.8.json") == kept, "nothing is lost before its case begins"
 
 
 def cli() -> Any:

@@ -1,6 +1,7 @@
 """The peers: DDP's gradient is that of one device for any shares, and its search finds the best setting there is to find."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ import torch.nn.functional as F
 
 from benchmarks import ddp, tuning, worker
 from benchmarks.bench_page import Sources, bench_page
-from benchmarks.configurations import SETS
+from benchmarks.configurations import SETS, fleet_named
 from benchmarks.ddp import UNCOUNTED_STEPS, DdpRunner, FsdpRunner, leave, meet
 from benchmarks.figure import draw_efficiency
 from benchmarks.hardware import Ground
 from benchmarks.results import FleetResult, NetResult, Row, read_result
 from benchmarks.runners import sgd
 from benchmarks.tuning import Setting, Trial, tune, tune_even
+from benchmarks.wire import Gradients, Wire, buckets
 from benchmarks.worker import WorkerJob, run_fleet
 from convoy.comm.group import Group
 from convoy.data import Images
@@ -123,67 +125,138 @@ def test_fsdp_takes_the_steps_of_one_device(shares: list[int]) -> None:
 class Fleet:
     """A step takes the slowest rank's samples and 20 ms of network, less with one bucket size or a static graph."""
 
-    def __init__(self, sample_s: list[float], best_bucket: int = 100, fixed_s: float = 0.0) -> None:
-        self.sample_s, self.best_bucket, self.fixed_s = sample_s, best_bucket, fixed_s
+    def __init__(
+        self,
+        sample_s: list[float],
+        best_bucket: int = 100,
+        network_s: float = 0.02,
+        size_bytes: int = 0,
+        first: float = 1.0,
+    ) -> None:
+        self.sample_s, self.best_bucket, self.network_s, self.first = sample_s, best_bucket, network_s, first
+        self.size_bytes = size_bytes
         self.seen: list[Setting] = []
 
-    def attempt(self, setting: Setting) -> Trial:
-        assert setting not in self.seen, "no setting is tried twice"
+    def attempt(self, setting: Setting, first_limit_s: float) -> Trial:
+        assert self.seen.count(setting) < 2, "the finals are the only second trial"
         self.seen.append(setting)
-        rows = zip(setting.shares, self.sample_s, strict=True)
-        compute_s = tuple(share * each + (self.fixed_s if share else 0) for share, each in rows)
-        network_s = 0.02 - 0.004 * (setting.bucket_mb == self.best_bucket) - 0.001 * setting.static_graph
+        compute_s = tuple(share * each for share, each in zip(setting.shares, self.sample_s, strict=True))
+        network_s = self.network_s - 0.004 * (setting.bucket_mb == self.best_bucket) - 0.001 * setting.static_graph
         step_s = max(compute_s) + network_s
-        return Trial(step_s, compute_s, 5 * step_s)
+        first_s = step_s * (self.first if setting.zero else 1.0)
+        if first_s > first_limit_s:
+            return Trial(first_s, (), first_s, first_s, given_up=True)
+        gradients = Gradients((self.size_bytes,), tuple((each,) for each in compute_s))
+        return Trial(step_s, compute_s, 5 * step_s, first_s, gradients=gradients)
 
 
 def test_wrong_speeds_are_corrected_by_what_computing_takes() -> None:
     fleet = Fleet([0.001, 0.003])
-    setting, trial = tune(fleet.attempt, 64, [1.0, 1.0], budget_s=1e9)
+    tuned = tune(fleet.attempt, 64, [1.0, 1.0], budget_s=1e9)
     assert [s.shares for s in fleet.seen[:2]] == [(32, 32), (48, 16)]
-    assert setting.shares == (48, 16)
-    assert (setting.bucket_mb, setting.static_graph) == (100, True)
-    assert trial.step_s == pytest.approx(0.048 + 0.02 - 0.005)
+    assert tuned.setting.shares == (48, 16)
+    assert (tuned.setting.bucket_mb, tuned.setting.static_graph) == (100, True)
+    assert tuned.trial.step_s == pytest.approx(0.048 + 0.02 - 0.005)
+    assert {each.end for each in tuned.considered} == {"tried"}
+    assert str(tuned.setting) == "batch(48,16), 100 MB, static graph"
 
 
 def test_neighbours_find_what_correction_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     """With one sharing only, the search starts two samples off the best, 12 and 4."""
     monkeypatch.setattr(tuning, "MOST_SHARINGS", 1)
-    setting, _ = tune(Fleet([0.001, 0.003]).attempt, 16, [10.0, 6.0], budget_s=1e9)
-    assert setting.shares == (12, 4)
+    assert tune(Fleet([0.001, 0.003]).attempt, 16, [10.0, 6.0], budget_s=1e9).setting.shares == (12, 4)
 
 
-def test_without_a_budget_the_first_correction_and_the_options_are_tried_still() -> None:
+def test_without_a_budget_short_steps_have_the_first_correction_and_the_options_still() -> None:
     fleet = Fleet([0.001, 0.003], best_bucket=5)
-    setting, _ = tune(fleet.attempt, 64, [1.0, 1.0], budget_s=0.0)
+    tuned = tune(fleet.attempt, 64, [1.0, 1.0], budget_s=0.0)
     assert [s.shares for s in fleet.seen[:2]] == [(32, 32), (48, 16)]
-    assert (setting.shares, setting.bucket_mb) == ((48, 16), 5)
-    assert len(fleet.seen) == 2 + len(tuning.BUCKETS_MB) + 1, "buckets, a static graph, shared updates"
+    assert (tuned.setting.shares, tuned.setting.bucket_mb) == ((48, 16), 5)
+    assert len(dict.fromkeys(fleet.seen)) == 2 + len(tuning.BUCKETS_MB) + 1, "buckets, a static graph, shared updates"
 
 
 def test_a_rank_that_only_delays_can_be_left_without_samples() -> None:
-    """It has 300 ms of fixed work; the others carry all 8 samples in 40 ms."""
-    fleet = Fleet([0.01, 0.01, 0.3], fixed_s=0.0)
-    setting, _ = tune(fleet.attempt, 8, [1.0, 1.0, 1.0], budget_s=1e9)
-    assert setting.shares == (4, 4, 0)
+    """It takes 300 ms for each sample; the others carry all 8 in 40 ms."""
+    fleet = Fleet([0.01, 0.01, 0.3])
+    assert tune(fleet.attempt, 8, [1.0, 1.0, 1.0], budget_s=1e9).setting.shares == (4, 4, 0)
 
 
 def test_options_that_are_known_from_another_batch_are_taken_over() -> None:
     known = Setting((32, 32), 5, static_graph=True)
     fleet = Fleet([0.001, 0.003])
-    setting, _ = tune(fleet.attempt, 16, [10.0, 6.0], budget_s=1e9, known=known)
+    setting = tune(fleet.attempt, 16, [10.0, 6.0], budget_s=1e9, known=known).setting
     assert {(s.bucket_mb, s.static_graph) for s in fleet.seen} == {(5, True)}
     assert setting.shares == (12, 4)
-    even, _ = tune_even(Fleet([0.001, 0.003]).attempt, 8, 2, 1e9, known)
+    even = tune_even(Fleet([0.001, 0.003]).attempt, 8, 2, 1e9, known).setting
     assert even == Setting((4, 4), 5, static_graph=True)
 
 
 def test_even_shares_stay_even() -> None:
     fleet = Fleet([0.001, 0.003])
-    setting, _ = tune_even(fleet.attempt, 9, 2, budget_s=1e9)
+    setting = tune_even(fleet.attempt, 9, 2, budget_s=1e9).setting
     assert sorted(setting.shares) == [4, 5]
     assert {s.shares for s in fleet.seen} == {setting.shares}
     assert (setting.bucket_mb, setting.static_graph) == (100, True)
+
+
+SLOW = Wire(1e6, (1e6, 1e6))
+"""Two ranks: a sum of 10 MB takes 10 s."""
+
+
+def test_what_cannot_win_is_told_and_not_tried() -> None:
+    """Steps of 0.3 s of computing and 10 s of wire, measured 10.32 s: no bucket and no share wins 3 % of that; shared updates
+    need 5 s more. The search took more than seven minutes for such a net, and found the same."""
+    fleet = Fleet([0.01, 0.01], network_s=10.02, size_bytes=10_000_000)
+    tuned = tune(fleet.attempt, 60, [1.0, 1.0], budget_s=1e9, wire=SLOW)
+    assert fleet.seen == [Setting((30, 30))]
+    assert tuned.setting == fleet.seen[0]
+    ends = {each.setting: (each.least_s, each.end) for each in tuned.considered}
+    assert ends["batch(30,30), 25 MB"] == (None, "tried")
+    assert ends["batch(30,30), 5 MB"] == (pytest.approx(10.3), "cannot win")
+    assert ends["batch(30,30), 25 MB, shared updates"] == (pytest.approx(15.3), "cannot win")
+    assert ends["batch(27,33), 25 MB"] == (pytest.approx(10.3), "cannot win"), "more samples take as long at least"
+
+
+def test_long_steps_are_tried_as_long_as_the_budget_lasts_and_given_up_where_the_first_is_far_behind() -> None:
+    """Two seconds of computing, which the network never limits, on ranks that the measuring took for equal."""
+    fleet = Fleet([0.01, 0.03], network_s=1.0, first=2.0)
+    tuned = tune(fleet.attempt, 64, [1.0, 1.0], budget_s=60.0, wire=Wire(1e12, (1e12, 1e12)))
+    ends = {each.setting: each.end for each in tuned.considered}
+    assert ends["batch(48,16), 100 MB, static graph, shared updates"] == "given up after its first step"
+    assert tuned.setting == Setting((48, 16), 100, static_graph=True)
+    poor = tune(
+        Fleet([0.01, 0.03], network_s=1.0).attempt, 64, [1.0, 1.0], budget_s=15.0, wire=Wire(1e12, (1e12, 1e12))
+    )
+    assert [each.end for each in poor.considered] == ["tried", "tried", *["no time left"] * 4], (
+        "a correction while any second is left"
+    )
+    assert poor.setting == Setting((48, 16))
+
+
+def test_the_wire_of_a_step_by_hand() -> None:
+    """Three gradients of 3, 1 and 2 MB, ready after 4, 2 and 3 s on the later rank; the ring takes a second for each MB."""
+    gradients = Gradients((3_000_000, 1_000_000, 2_000_000), ((4.0, 2.0, 1.0), (3.0, 2.0, 3.0)))
+    assert buckets([4.0, 2.0, 3.0], gradients.size_bytes, (1e6, 5e6)) == [[1], [2, 0]]
+    assert buckets([4.0, 2.0, 3.0], gradients.size_bytes, (2e6, 2e6)) == [[1, 2], [0]]
+    # 2 + 6 s from the first on, 4 + 5 from the second; with three buckets 3 + 5 and 4 + 3; with one 4 + 6.
+    assert SLOW.least_s(gradients, (1e6, 5e6)) == pytest.approx(9.0)
+    assert SLOW.least_s(gradients, (1e6, 1e6)) == pytest.approx(8.0)
+    assert SLOW.least_s(gradients, (1e9, 1e9)) == pytest.approx(10.0)
+    # Half of the parameters come to each rank after the update.
+    assert SLOW.least_s(gradients, (1e9, 1e9), broadcasts=True) == pytest.approx(13.0)
+    scaled = gradients.scaled((4, 4), (2, 6))
+    assert scaled.ready_s == ((2.0, 1.0, 0.5), (3.0, 2.0, 3.0))
+
+
+def test_the_ring_goes_over_the_narrowest_way() -> None:
+    """lab8: 100 Mbit/s in each room, 50 from room to room, which the ring crosses once each way."""
+    wire = Wire.of(fleet_named("lab8"))
+    assert wire is not None
+    assert wire.ring_s(8e6) == pytest.approx(14e6 / 6.25e6)
+    assert wire.receive_bytes_per_s == (12.5e6,) * 8
+    four = fleet_named("mixed4")
+    together = replace(four, hosts=four.hosts[:1], devices=tuple(replace(d, host="a") for d in four.devices))
+    assert Wire.of(together) is None, "bytes that no card carries"
 
 
 # --- the page --------------------------------------------------------------------------------------------------------
