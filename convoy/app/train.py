@@ -183,7 +183,7 @@ def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack, com
     done = keeper.progress if keeper is not None else Progress()
     # Once nothing can refuse the job any more: until then an older log stays as it is.
     directory, graph = _directory(settings, group, coming), part.traced[True].graph
-    roster.tell(run="" if directory is None else str(directory.run.absolute()))
+    roster.tell(trains=True, run="" if directory is None else str(directory.run.absolute()))
     header = RunHeader(
         run, devices, plans.speeds, plans[0], graph, plans.measured, train.samples,
         math.ceil(len(train) / settings.accumulate), done.step,

@@ -24,6 +24,14 @@ def train(
         ),
     ] = None,
     print_lines: Print = False,
+    detach: Annotated[
+        bool,
+        typer.Option(
+            "--detach",
+            help="Come back once all devices train: they go on without this command, its terminal and its machine. Watch their "
+            "files, which are named then; end them with `convoy stop`.",
+        ),
+    ] = False,
     **given: Any,
 ) -> None:
     """Train a network on images: over this machine's devices, over the hosts of a fleet file by ssh, or as one process of a
@@ -38,13 +46,17 @@ def train(
     from convoy.config.run_file import resolve_settings
 
     one_of_job = in_job()
+    if detach and (one_of_job or print_lines):
+        raise InputError(
+            "--detach with --print, or under torchrun, srun or mpirun: only what Convoy starts can it leave alone"
+        )
     resolved = resolve_settings(run, {name: value for name, value in given.items() if value is not None})
     choose(resolved.settings.job_key, resolved.settings.trust_network, os.environ)
     if not one_of_job and (resolved.settings.fleet is not None or print_lines):
         from convoy.launch.command import fleet_to_start, train_on_fleet
 
         if (fleet := fleet_to_start(resolved.settings.fleet, print_lines)) is not None:
-            raise typer.Exit(train_on_fleet(resolved, fleet, print_lines))
+            raise typer.Exit(train_on_fleet(resolved, fleet, print_lines, detach))
     devices = resolved.settings.device_names
     if resolved.settings.listen is not None and not one_of_job and not os.environ.get(KEY_FILE):
         raise InputError(
@@ -56,7 +68,7 @@ def train(
 
         check_at_once(resolved.settings)
         print(f"Starting {len(devices)} device{'s' * (len(devices) > 1)} ...", flush=True)
-    if one_of_job or len(devices) == 1:
+    if one_of_job or (len(devices) == 1 and not detach):
         with loading():
             from convoy.app.train import run_device
 
@@ -73,6 +85,10 @@ def train(
         from convoy.app.joining_address import listening
 
         host = listening(resolved.settings)[0]
+    if detach:
+        from convoy.launch.command import train_here_detached
+
+        raise typer.Exit(train_here_detached(resolved, host))
     raise typer.Exit(
         launch_local(sys.argv[1:], devices, host=host, port=resolved.settings.port, goes_on=resolved.settings.goes_on)
     )

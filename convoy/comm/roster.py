@@ -33,6 +33,7 @@ class Row:
         network: of the machine's networks the one that it is in: a rehearsed host is told from the next by it.
         device: its id in the job.
         kind: what it computes on.
+        trains: whether nothing can refuse it any more: it has begun, or is just about to.
         members: ids of all devices that train, once it hears what it is told after a step; else empty.
         run: where the run is logged; empty: nowhere, or not known yet.
     """
@@ -43,6 +44,7 @@ class Row:
     network: int
     device: int
     kind: str
+    trains: bool = False
     members: tuple[int, ...] = ()
     run: str = ""
 

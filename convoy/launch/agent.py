@@ -25,6 +25,7 @@ from convoy.comm.job_key import KEY_FILE, TRUST, JobKey
 from convoy.errors import ConvoyError, InputError
 from convoy.launch.exit_status import Ending
 from convoy.launch.host_job import CONVOY_COMMAND, device_environments, log_of
+from convoy.launch.stay import all_train, go_behind, let_go, note_end, stay
 from convoy.launch.supervisor import Interrupted, Interrupts, Output, Sink, Supervisor, by_line, decoded
 
 BEAT_S = 5.0
@@ -58,6 +59,8 @@ class Agent:
         self._files = orders, answers
         self._orders: deque[Message | None] = deque()  # None: there will be no more
         self._heard_s = time.monotonic()
+        self._held: int | None = None  # closed when it lets go of who started it
+        self._alone = False  # it has
 
     def serve(self) -> int:
         """Do what is asked; the exit status."""
@@ -72,7 +75,17 @@ class Agent:
                             address, port = meeting_point(order["peers"], order["address"], order["port"])
                             self._say("met", address=address, port=port)
                         case "start":
+                            if order["detach"]:
+                                self._held = go_behind()
                             self._start(devices, order)
+                            if order["detach"] and self._are_let_go(devices, order):
+                                stay(
+                                    devices,
+                                    goes_on=order["goes_on"],
+                                    grace_s=order["grace_s"],
+                                    silence_s=order["silence_s"],
+                                )
+                                return 0
                             self._see_them_end(devices, order["grace_s"], goes_on=order["goes_on"])
                             return 0
                         case "end":
@@ -105,13 +118,37 @@ class Agent:
                 variables["PYTHONUNBUFFERED"] = "1"
             elif order["goes_on"]:  # it may have to print instead of device 0
                 stdout = self._forward("stdout", rank)
+            if order["detach"]:
+                variables["PYTHONUNBUFFERED"] = "1"
             try:
                 devices.start(
                     rank, title, command, environment=variables, lifeline=True, key=key, stdout=stdout, stderr=stderr,
-                    log=log_of(logs, rank),
+                    log=log_of(logs, rank) or (logs and logs / f"device-{rank}.log" if order["detach"] else None),
                 )  # fmt: skip
             except OSError as error:
                 raise InputError(f"cannot start {command[0]!r}: {error.strerror}; correct the host's python") from None
+
+    def _are_let_go(self, devices: Supervisor, order: Message) -> bool:
+        """Whether all devices of the job train, and who started them has let them go; no: some have ended, or are to."""
+
+        def over() -> bool:
+            return devices.failed or not devices.running
+
+        told = self._next(devices, lambda: over() or all_train(devices))
+        if told is None and not over() and all_train(devices):
+            self._say("train")
+            told = self._next(devices, over)
+            if told is not None and told["convoy"] == "detach":
+                logs = Path(order["logs"]).absolute()
+                self._say("detached", logs=str(logs))
+                devices.unwatch(self._files[0])
+                assert self._held is not None
+                let_go(self._held, logs / f"host-of-{min(order['ranks'])}.log")
+                self._alone = True
+                return True
+        if told is not None:
+            self._orders.appendleft(told)
+        return False
 
     def _see_them_end(self, devices: Supervisor, grace_s: float, *, goes_on: bool) -> None:
         """Wait until all devices have ended; end them once one has failed, unless the others go on without it, or who started
@@ -126,6 +163,8 @@ class Agent:
         devices.end(grace_s)
 
     def _tell(self, ending: Ending) -> None:
+        if self._alone:
+            note_end(ending)
         self._say(
             "ended", device=ending.device, name=ending.name, status=ending.status, stopped=ending.stopped_by_us,
             lines=ending.lines,
@@ -134,7 +173,7 @@ class Agent:
     def _next(self, devices: Supervisor, over: Callable[[], bool] = lambda: False) -> Message | None:
         """The next order; None when there will be none, after a long silence, or once it is over."""
         devices.listen(lambda: self._orders or over() or time.monotonic() > self._heard_s + SILENCE_S)
-        return self._orders.popleft() if self._orders else None
+        return self._orders.popleft() if self._orders and self._orders[0] is not None else None
 
     def _hear(self) -> Sink:
         def take(line: bytes) -> None:
@@ -157,6 +196,8 @@ class Agent:
 
     def _say(self, what: str, **fields: object) -> None:
         """Write a message. Where nobody reads any more, no more orders come either."""
+        if self._alone:
+            return
         text, answers = to_line(what, **fields), self._files[1]
         with suppress(OSError):  # who read has gone; the end of the orders says so too
             while text:

@@ -13,7 +13,8 @@ from convoy.config.run_file import RunSettings
 from convoy.config.settings import key_of
 from convoy.errors import InputError, unknown_name
 from convoy.fleet import Fleet
-from convoy.launch.fleet import run_on_fleet, startable
+from convoy.launch.detach import Detach, new_detach, this_host
+from convoy.launch.fleet import run_on_fleet, run_on_hosts, startable
 from convoy.launch.host_job import host_jobs, line_to_paste
 from convoy.launch.kubernetes import jobset
 from convoy.launch.slurm import sbatch_file
@@ -38,10 +39,13 @@ def fleet_to_start(path: Path | None, print_lines: bool) -> Fleet | None:
     return fleet
 
 
-def train_on_fleet(run: RunSettings, fleet: Fleet, print_lines: bool) -> int:
+def train_on_fleet(run: RunSettings, fleet: Fleet, print_lines: bool, detach: bool = False) -> int:
     """`convoy train` on every device of a fleet; its exit status.
 
     The hosts get the settings as options, so that none of them needs the run file.
+
+    Args:
+        detach: come back once all train, and leave them alone.
 
     Raises:
         InputError, MismatchError, DeviceLostError: as the settings and :func:`run_on_fleet` say.
@@ -56,7 +60,28 @@ def train_on_fleet(run: RunSettings, fleet: Fleet, print_lines: bool) -> int:
     files = [] if settings.plan in (*PLANS, AUTO) else [Path(settings.plan)]
     if planned and settings.fleet is not None:
         files.append(settings.fleet)
-    return _start(fleet, ["train", *options], files, settings.port, print_lines, goes_on=settings.goes_on)
+    return _start(
+        fleet, ["train", *options], files, settings.port, print_lines, goes_on=settings.goes_on,
+        detach=new_detach(settings.timeout_s) if detach else None,
+    )  # fmt: skip
+
+
+def train_here_detached(run: RunSettings, host: str) -> int:
+    """`convoy train` on devices of this machine, which go on without this command; its exit status.
+
+    Args:
+        host: the address where they meet.
+
+    Raises:
+        InputError, DeviceLostError: as :func:`run_on_fleet` says.
+    """
+    settings = run.settings
+    options = [option for name in run.sources if name not in ("devices", "port") for option in _option(run, name)]
+    names = settings.device_names
+    return run_on_hosts(
+        [this_host(names)], ["train", "--devices", ",".join(names), *options], port=settings.port, goes_on=settings.goes_on,
+        detach=new_detach(settings.timeout_s), alone=host,
+    )  # fmt: skip
 
 
 def measure_on_fleet(
@@ -156,12 +181,13 @@ def _start(
     logs: Path | None = None,
     *,
     goes_on: bool = False,
+    detach: Detach | None = None,
 ) -> int:
     first = host_jobs(fleet)[0].host
     if not print_lines:
         if not is_own(str(first.address)):
             print(f"Device 0 is on host {first.name}: files that the job writes lie there.", flush=True)
-        return run_on_fleet(fleet, argv, port=port, files=files, logs=logs, goes_on=goes_on)
+        return run_on_fleet(fleet, argv, port=port, files=files, logs=logs, goes_on=goes_on, detach=detach)
     address, meeting_port, further = _meeting_address(fleet), port or PASTED_PORT, _further(fleet)
     for job in host_jobs(fleet):
         line = line_to_paste(

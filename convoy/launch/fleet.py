@@ -16,6 +16,7 @@ from convoy.comm.job_key import key_to_start
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.fleet import Fleet, read_fleet
 from convoy.launch.agent import BEAT_S, Message, digest, from_line, to_line
+from convoy.launch.detach import Detach, detached_text
 from convoy.launch.exit_status import Ending
 from convoy.launch.host_job import HostJob, host_jobs
 from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
@@ -59,6 +60,7 @@ def run_on_fleet(
     grace_s: float = 5.0,
     logs: Path | None = None,
     goes_on: bool = False,
+    detach: Detach | None = None,
 ) -> int:
     """Run ``python -m convoy argv`` once per device, each on its host, as one job, and wait for all of them.
 
@@ -72,9 +74,11 @@ def run_on_fleet(
         grace_s: once one has failed, or after Ctrl-C, the others get this long to end by themselves.
         logs: a folder on each host for what its devices print, but for device 0.
         goes_on: the devices go on without those of them that are lost. What the first prints that is left is shown then.
+        detach: once all train, leave them alone, and come back.
 
     Returns:
-        0 if all ended well, 2 if devices ended with an error that has been printed, 128 + n after signal n: 130 after Ctrl-C.
+        0 if all ended well, or train alone; 2 if devices ended with an error that has been printed, 128 + n after signal n: 130
+        after Ctrl-C.
 
     Raises:
         InputError: a host that cannot be reached, has no such Python, folder or file, or a port that is taken. All hosts
@@ -82,19 +86,43 @@ def run_on_fleet(
         MismatchError: a host has another version of Convoy.
         DeviceLostError: a device crashed or was killed, or its host was lost; the message says which and how.
     """
+    return run_on_hosts(
+        host_jobs(fleet), argv, port=port, files=files, grace_s=grace_s, logs=logs, goes_on=goes_on, detach=detach
+    )
+
+
+def run_on_hosts(
+    jobs: Sequence[HostJob],
+    argv: Sequence[str],
+    *,
+    port: int | None = None,
+    files: Sequence[Path] = (),
+    grace_s: float = 5.0,
+    logs: Path | None = None,
+    goes_on: bool = False,
+    detach: Detach | None = None,
+    alone: str = "127.0.0.1",
+) -> int:
+    """As :func:`run_on_fleet`, of hosts with their devices; `alone` is where they meet if there is one host."""
     key = key_to_start(os.environ)
-    with Interrupts() as interrupts, _Hosts(host_jobs(fleet), grace_s, interrupts, goes_on) as hosts:
+    logs = logs if detach is None else detach.logs
+    with Interrupts() as interrupts, _Hosts(jobs, grace_s, interrupts, goes_on, detach is not None) as hosts:
         try:
             hosts.check(files)
-            address, meeting_port = hosts.meet(port)
+            address, meeting_port = hosts.meet(port, alone)
             for session in hosts.sessions:
                 session.send(
                     "start", argv=list(argv), ranks=session.job.ranks, names=session.job.names, own=session.job.own,
-                    titles=[session.job.title(rank) for rank in session.job.ranks], total=len(fleet.devices),
-                    address=address, port=meeting_port, grace_s=grace_s, terminal=session.terminal,
-                    logs=None if logs is None else str(logs), key=None if key is None else key.pem.decode(), goes_on=goes_on,
+                    titles=[session.job.title(rank) for rank in session.job.ranks], total=sum(len(job.ranks) for job in jobs),
+                    address=address, port=meeting_port, grace_s=grace_s,
+                    terminal=session.terminal, logs=None if logs is None else str(logs),
+                    key=None if key is None else key.pem.decode(), goes_on=goes_on, detach=detach is not None,
+                    silence_s=math.inf if detach is None else detach.silence_s,
                 )  # fmt: skip
-            hosts.follow()
+            hosts.follow(lambda: detach is not None and hosts.all_train)
+            if detach is not None and hosts.all_train:
+                hosts.let_go()
+                return 0
         except Interrupted as interrupted:
             with suppress(Interrupted):  # a second one: no more waiting
                 hosts.end(interrupt=True)
@@ -110,15 +138,21 @@ class HostSession:
         terminal: files that a local agent hands to device 0; None: what that prints comes in messages.
     """
 
-    def __init__(self, processes: Supervisor, job: HostJob, take: Callable[["HostSession", Message], None]) -> None:
-        """Start the process; `take` gets every message.
+    def __init__(
+        self,
+        processes: Supervisor,
+        job: HostJob,
+        take: Callable[["HostSession", Message], None],
+        detached: bool = False,
+    ) -> None:
+        """Start the process; `take` gets every message. One that will be detached gets no file of this process.
 
         Raises:
             InputError: there is no such program.
         """
         self.job = job
         self.local = is_own(str(job.host.address))
-        self.terminal = (os.dup(1), os.dup(2)) if self.local and 0 in job.ranks else None
+        self.terminal = (os.dup(1), os.dup(2)) if self.local and 0 in job.ranks and not detached else None
         host, folder = job.host, None
         if self.local:
             command = [host.python or sys.executable, "-m", "convoy.launch.agent"]
@@ -177,14 +211,22 @@ class HostSession:
 class _Hosts:
     """The sessions with all hosts of a fleet, that of device 0 first. Leaving the context ends what still runs."""
 
-    def __init__(self, jobs: Sequence[HostJob], grace_s: float, interrupts: Interrupts, goes_on: bool = False) -> None:
+    def __init__(
+        self,
+        jobs: Sequence[HostJob],
+        grace_s: float,
+        interrupts: Interrupts,
+        goes_on: bool = False,
+        detached: bool = False,
+    ) -> None:
         self.sessions: list[HostSession] = []
         self.endings: list[Ending] = []
         self.lost: DeviceLostError | None = None
         self._processes = Supervisor(interrupts, self._gone)
         self._inbox: deque[tuple[HostSession, Message | None]] = deque()  # None: no more will come
-        self._jobs, self._goes_on = jobs, goes_on
+        self._jobs, self._goes_on, self._detached = jobs, goes_on, detached
         self._running = {rank for job in jobs for rank in job.ranks}
+        self._train: set[HostSession] = set()
         self._end_s = grace_s + 2 * TERMINATE_S + _TRAVEL_S
         self._deadline_s = math.inf
         self._beat_s = time.monotonic()
@@ -192,7 +234,8 @@ class _Hosts:
     def __enter__(self) -> "_Hosts":
         try:
             for job in self._jobs:
-                self.sessions.append(HostSession(self._processes, job, lambda *got: self._inbox.append(got)))
+                session = HostSession(self._processes, job, lambda *got: self._inbox.append(got), self._detached)
+                self.sessions.append(session)
         except BaseException:
             self.__exit__()
             raise
@@ -234,14 +277,13 @@ class _Hosts:
             raise InputError("\n".join(troubles))
         self._answers = answers
 
-    def meet(self, port: int | None) -> tuple[str, int]:
+    def meet(self, port: int | None, alone: str) -> tuple[str, int]:
         """Where the devices meet: the address of device 0's host as its route to the others says, and a port."""
         first, *others = self.sessions
         answer = self._answers[first]
         # A host's address is the one at which its ssh server was reached; this machine's, where that connection came from.
         known = [answer["client"] if session.local else self._answers[session]["server"] for session in others]
         peers = [address or str(session.job.host.address) for address, session in zip(known, others, strict=True)]
-        alone = "127.0.0.1"
         met = self._ask([first], "meet", "met", peers=peers, address=alone, port=port)[first]
         return str(met["address"]), int(met["port"])
 
@@ -277,9 +319,23 @@ class _Hosts:
             )
         return {session: answers[session] for session in sessions}
 
-    def follow(self) -> None:
-        """Pass on what device 0 says until all devices have ended, or the time for that is over."""
-        while self._running:
+    @property
+    def all_train(self) -> bool:
+        """Whether all devices of all hosts have begun to train, and do."""
+        return len(self._train) == len(self.sessions) and bool(self._running)
+
+    def let_go(self) -> None:
+        """Leave the devices alone, and say where they are."""
+        try:
+            answers = self._ask(self.sessions, "detach", "detached")
+            print(detached_text([(session.job, session.local, answer["logs"]) for session, answer in answers.items()]))
+        except InputError as error:
+            print(f"WARNING: the hosts were left alone, but for these, whose devices end:\n{error}", file=sys.stderr)
+        self._running.clear()
+
+    def follow(self, until: Callable[[], bool] = lambda: False) -> None:
+        """Pass on what device 0 says until all devices have ended, the time for that is over, or something is true."""
+        while self._running and not until():
             got = self._next(self._deadline_s)
             if got is None:
                 return
@@ -298,6 +354,8 @@ class _Hosts:
             self._running -= left
             if left and self._deadline_s == math.inf:
                 self.lost, bad = _loss(session, min(left), message), not self._goes_on
+        elif message["convoy"] == "train":
+            self._train.add(session)
         elif message["convoy"] == "text":
             if message["device"] == 0 or not any(rank < message["device"] for rank in self._running):
                 stream = sys.stdout if message["stream"] == "stdout" else sys.stderr

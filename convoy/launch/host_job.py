@@ -72,7 +72,8 @@ def device_environments(
     return [
         kept
         | rank_variables(rank, local, total, len(ranks), address, port)
-        | {"TORCHELASTIC_USE_AGENT_STORE": str(hosted), "CONVOY_DEVICE": name}
+        | {"TORCHELASTIC_USE_AGENT_STORE": str(hosted)}
+        | ({} if name == "auto" else {"CONVOY_DEVICE": name})
         | dict(own[local] if own else {})
         for local, (rank, name) in enumerate(zip(ranks, names, strict=True))
     ]

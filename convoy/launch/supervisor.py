@@ -295,6 +295,8 @@ class Supervisor:
         written = None if log is None else _opened(log)
         if written is not None and stdout == subprocess.DEVNULL:
             stdout = written
+        elif written is not None:
+            stdout, stderr = (both(out, written) if callable(out) else out for out in (stdout, stderr))
         piped = [subprocess.PIPE if callable(out) or out == "keep" else out for out in (stdout, stderr)]
         try:
             popen = subprocess.Popen(
@@ -332,6 +334,11 @@ class Supervisor:
             sink(chunk)
 
         self._selector.register(file, selectors.EVENT_READ, read)
+
+    def unwatch(self, file: int) -> None:
+        """Read it no more."""
+        with suppress(KeyError):
+            self._selector.unregister(file)
 
     def listen(self, until: Callable[[], object], limit_s: float = float("inf")) -> bool:
         """Read output and note who ends, until something is true, for `limit_s` at most; whether it is true.

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -319,6 +320,80 @@ def test_a_cable_that_is_pulled_ends_all(hosts: Lab, tmp_path: Path) -> None:
             assert eventually(lambda: not hosts.at_work(), 60), "the silent host has not ended its device"
     assert launcher.returncode == 2
     assert re.match(r"DeviceLostError: device 1 \(host cellar, cpu\) was lost with its host: ssh ended", errors)
+
+
+# ------------------------------------------------------------------------------------------------- left alone
+
+TRAINS = """
+import threading
+from convoy.comm import roster
+# As `watch_parent` does, which would load torch.
+threading.Thread(target=lambda: (os.read(int(os.environ["CONVOY_PARENT_PIPE"]), 1), os._exit(2)), daemon=True).start()
+roster.enter("a job of this test", RANK, "cpu")
+print("device", RANK, flush=True)
+here()
+if {begin!r} and (RANK != 1 or {begin!r} == "all"):
+    roster.tell(trains=True)
+while not os.path.exists(f"{{FOLDER}}/end"):
+    time.sleep(0.05)
+print("ends", flush=True)
+"""
+
+
+def detaching(fleet: Path, begin: str) -> list[str]:
+    """A launcher that lets devices go which are scripts. They find Convoy, and no torch."""
+    command = launching(fleet, TRAINS.format(begin=begin))
+    of_devices = f"sys.path[:0] = {[str(ROOT), *(p for p in sys.path if p.endswith('-packages'))]!r}\n"
+    command[-1] = command[-1].replace("import os, signal, sys, time\n", "import os, signal, sys, time\n" + of_devices)
+    detach = "Detach(Path(fleet).parent / 'logs', 5.0)"
+    command[2] = command[2].replace("grace_s=1.0", f"grace_s=1.0, detach={detach}")
+    command[2] = command[2].replace("launch.BEAT_S", "from convoy.launch.detach import Detach\nlaunch.BEAT_S")
+    return command
+
+
+@pytest.mark.parametrize("start", ["attic", "desk"])
+def test_devices_that_were_left_alone_outlive_who_started_them(hosts: Lab, tmp_path: Path, start: str) -> None:
+    """Longer than silence ends attached ones; what they print, and how they end, stands in files on their hosts."""
+    status, output, errors = hosts.run(start, detaching(quick_fleet(tmp_path), "all"))
+    assert (status, errors) == (0, "")
+    first, told, *where, last = output.splitlines()
+    assert (first, told) == ("device 0", "3 devices train on without this command. What they print:")
+    logs = tmp_path / "logs"
+    there = f"tail -f {logs}/device-1.log"
+    assert where[-1] == f"  ssh 10.77.0.3 '{there}'"
+    assert "convoy stop" in last
+    time.sleep(4.0)  # SILENCE_S of these agents is 3
+    processes = pids(tmp_path)
+    assert all(Path(f"/proc/{pid}").exists() for pid in processes)
+    assert not any("sshd" in command or "ssh " in command for command in hosts.at_work().values())
+    (tmp_path / "end").touch()
+    assert eventually(lambda: not hosts.at_work())
+    assert [(logs / f"device-{rank}.log").read_text() for rank in range(3)] == [
+        f"device {rank}\nends\n" for rank in range(3)
+    ]
+    assert re.fullmatch(
+        r"\S+ \S+ device 1 .host cellar, cpu. ended: exit status 0\n", (logs / "host-of-1.log").read_text()
+    )
+
+
+def test_a_device_that_stands_still_and_a_host_that_is_switched_off_leave_nothing(hosts: Lab, tmp_path: Path) -> None:
+    status, _, errors = hosts.run("attic", detaching(quick_fleet(tmp_path), "all"))
+    assert (status, errors) == (0, "")
+    first, second, third = pids(tmp_path)
+    os.kill(second, signal.SIGSTOP)
+    agent = int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(agent, signal.SIGKILL)  # with it both devices of its host go
+    assert eventually(lambda: not hosts.at_work())
+    assert "device 1 (host cellar, cpu) ended: SIGKILL" in (tmp_path / "logs" / "host-of-1.log").read_text()
+    assert not Path(f"/proc/{third}").exists()
+
+
+def test_before_all_train_nobody_is_left_alone(hosts: Lab, tmp_path: Path) -> None:
+    with hosts.on("attic", detaching(quick_fleet(tmp_path), "but one")) as launcher:
+        pids(tmp_path)
+        launcher.kill()
+        launcher.communicate(timeout=60)
+    assert eventually(lambda: not hosts.at_work())
 
 
 # ------------------------------------------------------------------------------------------------- the real command

@@ -1,0 +1,85 @@
+"""`--detach`: the agent of a host goes on without whoever started it, until its devices have ended.
+
+It begins as a process behind the one that was started, in a session of its own, so that no end of a connection, a terminal or
+a process before it is its own. Once all devices everywhere train, it lets go of what it was started with: then it gets no
+more orders, and what it has to say stands in a file. It ends with its devices, and they with it.
+"""
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from convoy.comm import roster
+from convoy.launch.exit_status import Ending
+from convoy.launch.supervisor import Interrupted, Supervisor
+
+LOOK_S = 2.0
+"""Between two looks at devices that may stand still."""
+
+
+def go_behind() -> int:
+    """Go on in another process: there it returns a file, to be closed when that lets go of what it was started with. The one
+    that was started waits, and ends then."""
+    waits, held = os.pipe()
+    if os.fork():
+        os.close(held)
+        os.read(waits, 1)  # nothing is written: it ends when the other side is closed
+        os._exit(0)
+    os.close(waits)
+    os.setsid()
+    return held
+
+
+def let_go(held: int, log: Path) -> None:
+    """Be nobody's process any more: input is empty, and output goes to the end of a file."""
+    nothing, out = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for file, instead in ((0, nothing), (1, out), (2, out)):
+        os.dup2(instead, file)
+    for file in (nothing, out, held):
+        os.close(file)
+
+
+def all_train(devices: Supervisor) -> bool:
+    """Whether all devices here have begun to train, as they have noted it."""
+    rows = roster.of_processes([process.popen.pid for process in devices.running])
+    return all(row is not None and row.trains for row in rows)
+
+
+def stay(devices: Supervisor, *, goes_on: bool, grace_s: float, silence_s: float) -> None:
+    """Until all devices have ended: nobody gives orders any more.
+
+    Args:
+        goes_on: they go on when one of them is lost; otherwise all end then.
+        silence_s: one that is stopped (a debugger, Ctrl-Z) is killed after so long: for the others it is lost by then.
+    """
+    stopped_s: dict[int, float] = {}
+    while devices.running and not (devices.failed and not goes_on):
+        try:
+            devices.listen(lambda: not devices.running or (devices.failed and not goes_on), LOOK_S)
+        except Interrupted as interrupted:  # the machine is switched off, perhaps
+            print(f"{interrupted.signum.name}: its devices are to leave", flush=True)
+            devices.send_signal(signal.SIGTERM)
+        now_s = time.monotonic()
+        still = {process.popen.pid for process in devices.running if _stands_still(process.popen.pid)}
+        stopped_s = {pid: stopped_s.get(pid, now_s) for pid in still}
+        for pid, since_s in stopped_s.items():
+            if now_s - since_s > silence_s:
+                os.kill(pid, signal.SIGKILL)  # not waited for yet, so it is still this device's number
+    with suppress(Interrupted):
+        devices.end(grace_s)
+
+
+def note_end(ending: Ending) -> None:
+    """Say how a device ended, in the file."""
+    how = f"exit status {ending.status}" if ending.status >= 0 else signal.Signals(-ending.status).name
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} device {ending.device} ({ending.name}) ended: {how}", flush=True)
+
+
+def _stands_still(pid: int) -> bool:
+    with suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    return False
