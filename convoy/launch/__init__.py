@@ -11,6 +11,7 @@
       │  ◄── what device 0 says, how each device ended
       │  end ─────────────────────────────────►    the others, once one has failed or Ctrl-C was pressed
 
+    detach.py, stay.py   `--detach`: the hosts are let go; and what an agent does without orders
     supervisor.py    starts processes, reads what they print, ends all of them; signals to this process
     exit_status.py   how processes ended, and which was the cause. Pure
     local.py         launch_local: the devices of this machine

@@ -79,12 +79,7 @@ class Agent:
                                 self._held = go_behind()
                             self._start(devices, order)
                             if order["detach"] and self._are_let_go(devices, order):
-                                stay(
-                                    devices,
-                                    goes_on=order["goes_on"],
-                                    grace_s=order["grace_s"],
-                                    silence_s=order["silence_s"],
-                                )
+                                stay(devices, **{name: order[name] for name in ("goes_on", "grace_s", "silence_s")})
                                 return 0
                             self._see_them_end(devices, order["grace_s"], goes_on=order["goes_on"])
                             return 0
@@ -132,7 +127,7 @@ class Agent:
         """Whether all devices of the job train, and who started them has let them go; no: some have ended, or are to."""
 
         def over() -> bool:
-            return devices.failed or not devices.running
+            return (devices.failed and not order["goes_on"]) or not devices.running
 
         told = self._next(devices, lambda: over() or all_train(devices))
         if told is None and not over() and all_train(devices):
@@ -158,7 +153,7 @@ class Agent:
             return (devices.failed and not goes_on) or not devices.running
 
         order = self._next(devices, over)
-        if not over() and (order is None or order["interrupt"]):
+        if not over() and (order is None or order.get("interrupt")):
             devices.send_signal(signal.SIGINT)
         devices.end(grace_s)
 

@@ -221,7 +221,7 @@ def test_all_settings_travel_as_options(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert train_on_fleet(settled, FLEET, False) == 0
     (((fleet, argv), named),) = told
     assert fleet == FLEET
-    assert named == {"port": None, "files": [], "logs": None, "goes_on": True}
+    assert named == {"port": None, "files": [], "logs": None, "goes_on": True, "detach": None}
     given: list[Any] = []
     monkeypatch.setattr("convoy.app.train.run_device", given.append)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "5")):
@@ -238,7 +238,7 @@ def test_files_that_the_devices_read_are_checked(monkeypatch: pytest.MonkeyPatch
     assert told == [
         (
             ["train", "--plan", "auto", "--fleet", "fleet.toml", "--port", "4000"],
-            {"port": 4000, "files": [Path("fleet.toml")], "logs": None, "goes_on": True},
+            {"port": 4000, "files": [Path("fleet.toml")], "logs": None, "goes_on": True, "detach": None},
         )
     ]
 
@@ -285,7 +285,7 @@ def test_measuring_is_started_with_the_same_words(
     told: list[Any] = []
     monkeypatch.setattr("convoy.launch.command.run_on_fleet", lambda _, argv, **named: told.append((argv, named)) or 0)
     assert convoy_in_process(monkeypatch, argv) == 0
-    assert told == [(argv, {"port": None, "files": [fleet_file], "logs": None, "goes_on": False})]
+    assert told == [(argv, {"port": None, "files": [fleet_file], "logs": None, "goes_on": False, "detach": None})]
     assert capsys.readouterr().out == "Device 0 is on host attic: files that the job writes lie there.\n"
 
 

@@ -351,6 +351,7 @@ def detaching(fleet: Path, begin: str) -> list[str]:
     return command
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", ["attic", "desk"])
 def test_devices_that_were_left_alone_outlive_who_started_them(hosts: Lab, tmp_path: Path, start: str) -> None:
     """Longer than silence ends attached ones; what they print, and how they end, stands in files on their hosts."""
@@ -376,6 +377,7 @@ def test_devices_that_were_left_alone_outlive_who_started_them(hosts: Lab, tmp_p
     )
 
 
+@pytest.mark.slow
 def test_a_device_that_stands_still_and_a_host_that_is_switched_off_leave_nothing(hosts: Lab, tmp_path: Path) -> None:
     status, _, errors = hosts.run("attic", detaching(quick_fleet(tmp_path), "all"))
     assert (status, errors) == (0, "")
@@ -421,6 +423,36 @@ def test_a_fleet_trains_as_one_device_does(hosts: Lab, tmp_path: Path) -> None:
     status, output, errors = hosts.run("attic", convoy("train", str(run), *TINY, "--compare"), limit_s=110)
     assert (status, errors) == (0, "")
     assert_as_one_device(output, "Training on 3 devices, plan master")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_fleet_left_alone_loses_a_host_by_leave_and_ends_by_stop(hosts: Lab, tmp_path: Path) -> None:
+    """Started from a third machine, and nothing of it left there."""
+    fleet = fleet_file(tmp_path, f'folder = "{tmp_path}"', f'folder = "{tmp_path}"')
+    options = ["--data", "digits", "--net", "two-conv:6:12", "--plan", "model", "--speeds", "1,1,1", "--epochs", "5000"]
+    options += ["--checkpoint", "run", "--fleet", str(fleet)]
+    status, output, errors = hosts.run("desk", convoy("train", *options, "--detach"), limit_s=110)
+    assert (status, errors) == (0, "")
+    assert "3 devices train on without this command" in output
+    found = re.search(r"  ssh 10.77.0.2 'tail -f (\S+)/device-0.log \S+/device-2.log'", output)
+    assert found, output
+    status, output, errors = hosts.run("desk", convoy("stop"))
+    assert (status, output) == (2, "")
+    assert "runs on this machine" in errors
+    status, output, errors = hosts.run("cellar", convoy("leave"))
+    assert (status, errors) == (0, "")
+    assert output.startswith("device 1 (cpu) of job ")
+    status, output, errors = hosts.run("attic", convoy("leave"))
+    assert (status, output) == (2, "")
+    assert re.search("nobody of job .* would be left: its devices are 0, 2", errors)
+    status, output, errors = hosts.run("attic", convoy("stop", str(tmp_path / "run")))
+    assert (status, errors) == (0, "")
+    assert eventually(lambda: not hosts.at_work())
+    printed = Path(found[1], "device-0.log").read_text()
+    assert "2 go on after step" in printed
+    assert "repeated" not in printed
+    assert "error: the training was stopped after step" in printed
 
 
 @pytest.mark.slow

@@ -1,0 +1,104 @@
+"""Devices of this machine that are left alone once they train; tests/launch/test_ssh.py has those of other hosts."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from convoy.launch.detach import detached_text, this_host
+from convoy.launch.host_job import HostJob
+from tests.launch.test_ssh import QUICK, TRAINS
+from tests.support.processes import ROOT
+from tests.support.ssh_hosts import eventually
+
+LAUNCH = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from convoy.launch import fleet as launch
+from convoy.launch.detach import Detach, this_host
+folder, script = Path(sys.argv[1]), sys.argv[2]
+job = this_host(("cpu", "cpu"))
+job = replace(job, host=replace(job.host, python=str(folder / "quick")))
+sys.exit(launch.run_on_hosts([job], [script], grace_s=1.0, detach=Detach(folder / "logs", 60.0)))
+"""
+
+
+def started(folder: Path, begin: str) -> "subprocess.Popen[str]":
+    quick = folder / "quick"
+    quick.write_text(QUICK.format(python=sys.executable, more=""))
+    quick.chmod(0o755)
+    packages = [str(ROOT), *(path for path in sys.path if path.endswith("-packages"))]
+    script = f"""
+import os, sys, time
+sys.path[:0] = {packages!r}
+FOLDER, RANK = {str(folder)!r}, int(os.environ["RANK"])
+def here():
+    with open(f"{{FOLDER}}/{{RANK}}.new", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(f"{{FOLDER}}/{{RANK}}.new", f"{{FOLDER}}/{{RANK}}")
+{TRAINS.format(begin=begin)}
+"""
+    command = [sys.executable, "-c", LAUNCH, str(folder), script]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def process_of(folder: Path, rank: int) -> psutil.Process:
+    assert eventually((folder / str(rank)).exists)
+    return psutil.Process(int((folder / str(rank)).read_text()))
+
+
+def test_devices_train_on_when_the_command_has_come_back_and_nothing_is_left_after_them(tmp_path: Path) -> None:
+    with started(tmp_path, "all") as launcher:
+        output, errors = launcher.communicate(timeout=60)  # nobody holds its output any more
+    assert (launcher.returncode, errors) == (0, "")
+    assert output.splitlines()[1] == "2 devices train on without this command. What they print:"
+    devices = [process_of(tmp_path, rank) for rank in range(2)]
+    agent = devices[0].parent()
+    assert agent is not None
+    assert os.getsid(agent.pid) == agent.pid != os.getsid(0)
+    agent.send_signal(
+        signal.SIGTERM
+    )  # the machine is switched off: its devices are asked to leave, which these take for an end
+    assert eventually(lambda: not any(process.is_running() for process in (*devices, agent)))
+    log = (tmp_path / "logs" / "host-of-0.log").read_text()
+    assert re.fullmatch(r"SIGTERM: its devices are to leave\n(.* device [01] \(.*\) ended: SIGTERM\n){2}", log)
+    assert (tmp_path / "logs" / "device-1.log").read_text() == "device 1\n"
+
+
+def test_before_all_devices_train_they_end_with_the_command(tmp_path: Path) -> None:
+    with started(tmp_path, "but one") as launcher:
+        devices = [process_of(tmp_path, rank) for rank in range(2)]
+        agent = devices[0].parent()
+        launcher.kill()
+        launcher.communicate(timeout=60)
+    assert agent is not None
+    assert eventually(lambda: not any(process.is_running() for process in (*devices, agent)))
+
+
+def test_a_person_is_told_where_to_look() -> None:
+    here, there = this_host(("cpu",)), this_host(("cuda:0", "cuda:1"))
+    there = HostJob(replace(there.host, name="lab", address="10.0.0.7", user="ann"), (1, 2), there.names, there.own)
+    text = detached_text([(here, True, "/runs/a"), (there, False, "/home/my runs")])
+    assert text.splitlines()[:-1] == [
+        "3 devices train on without this command. What they print:",
+        "  tail -f /runs/a/device-0.log",
+        "  ssh ann@10.0.0.7 'tail -f '\"'\"'/home/my runs/device-1.log'\"'\"' '\"'\"'/home/my runs/device-2.log'\"'\"''",
+    ]
+
+
+@pytest.mark.parametrize("option", [["--print"], []])
+def test_what_cannot_be_left_alone(option: list[str], tmp_path: Path) -> None:
+    variables = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    command = [sys.executable, "-m", "convoy", "train", "--detach", *option]
+    done = subprocess.run(
+        command, env=os.environ if option else variables, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "--detach with --print, or under torchrun" in done.stderr
