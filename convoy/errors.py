@@ -15,6 +15,7 @@ value, and `bounded` a whole message.
 """
 
 from collections.abc import Iterable
+from typing import Self
 
 MOST_SHOWN = 200
 """Characters of a value in a message."""
@@ -57,6 +58,14 @@ class ConvoyError(Exception):
 
     def __init__(self, message: str = "") -> None:
         super().__init__(bounded(message))
+
+    def again(self) -> Self:
+        """The same, to be raised. What is kept for later must not be raised itself: with its traceback it would keep everything
+        that was in use there, and a tensor of autograd's among that can keep it for ever, since Python's collector does not
+        see through graphs of autograd."""
+        made = type(self).__new__(type(self), *self.args)
+        vars(made).update(vars(self))
+        return made
 
 
 class InputError(ConvoyError, ValueError):

@@ -52,7 +52,7 @@ class Group(Protocol):
         timeout_s: how long a wait may last before the other side counts as lost.
         sent_bytes: payload bytes sent to each device since the start, or since ``clear_counters``.
         strangers: how many connections this device has turned away, of who does not have the job's key.
-        failure: why the group can no longer be used, its own closing included; None while it can.
+        failure: why the group can no longer be used, its own closing included; None while it can. What is raised is a copy.
     """
 
     timeout_s: float
@@ -190,11 +190,11 @@ class CountedGroup(ABC):
                     f"{other!r}{lines[peer]}: all devices must run the same program with the same arguments"
                     + (f". {SAME_STEPS}" if any(lines) else "")
                 )
-                raise self.failure
+                raise self.failure.again()
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.again()
 
 
 @final

@@ -301,13 +301,13 @@ class JoinedGroup(CountedGroup):
                 self.failure = DeviceLostError(verdict.device, f"{self._title(verdict.device)} {verdict.cause}")
                 self._tell(verdict.device, verdict.cause)
                 self._cut(broken=True)
-            return self.failure
+            return self.failure.again()
 
     def break_off(self, error: ConvoyError) -> None:
         """End whatever waits here, on another thread too, with this error. The others are not told."""
         with self._failing:
             if self.failure is None:
-                self.failure, self._told = error, True
+                self.failure, self._told = error.again(), True
                 self._cut(broken=True)
 
     def _title(self, device: int) -> str:

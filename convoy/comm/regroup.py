@@ -38,6 +38,7 @@ from convoy.membership.agreement import (
     Member,
     Met,
     Missed,
+    Pairs,
     Stop,
     answer,
     instruction,
@@ -148,6 +149,11 @@ class Membership:
         return [self._addresses[d] for d in self.generation.members]
 
     @property
+    def parted(self) -> Pairs:
+        """Pairs of devices that do not reach each other, of which the higher was left out of the present generation."""
+        return self._state.parted
+
+    @property
     def is_out(self) -> bool:
         """Whether this device cannot go on."""
         return self._state.phase == "out"
@@ -213,12 +219,12 @@ class Membership:
         if told is None:
             return {"wait": True}
         if device not in told.members:
-            return {"excluded": _row(told)}
+            return {"excluded": _row(told), "parted": sorted(state.parted)}
         return self._call(told) if self._store is not None else {"wait": True}
 
     def _call(self, generation: Generation) -> Words:
         doors = [[d, *address] for d, address in self._addresses.items()]
-        return {"call": _row(generation), "store": self._store, "doors": doors}
+        return {"call": _row(generation), "store": self._store, "doors": doors, "parted": sorted(self.parted)}
 
     def _knocked(self, words: Words, _: Channel) -> Words:
         """Somebody asks to be let in."""
@@ -361,10 +367,11 @@ class Membership:
         if isinstance(told, NoAnswer):
             self._observe(Lost(leader, told is NoAnswer.DEAD))
         elif "excluded" in told:
-            self._observe(Excluded(_generation(told["excluded"])))
+            self._observe(Excluded(_generation(told["excluded"]), _pairs(told["parted"])))
         elif "call" in told:
             with self._changed:
-                if self._observe(Called(leader, _generation(told["call"]))).phase == "meeting":
+                called = Called(leader, _generation(told["call"]), _pairs(told["parted"]))
+                if self._observe(called).phase == "meeting":
                     self._invite(told)
 
     def _invite(self, told: Words) -> None:
@@ -426,3 +433,7 @@ def _generation(row: list[object]) -> Generation:
     number, members = row
     assert isinstance(members, list)
     return Generation(int(str(number)), tuple(int(d) for d in members))
+
+
+def _pairs(rows: Sequence[Sequence[object]]) -> Pairs:
+    return frozenset((int(str(one)), int(str(other))) for one, other in rows)

@@ -38,6 +38,11 @@ class WrongSizeError(RuntimeError):
     """A message has another size than its receiver expects."""
 
 
+def _fresh(error: RuntimeError) -> RuntimeError:
+    """What is kept, to be raised: see `ConvoyError.again`."""
+    return type(error)(*error.args)
+
+
 @final
 class Ticket:
     """A message on its way, as the thread that started it sees it."""
@@ -55,7 +60,7 @@ class Ticket:
             raise RuntimeError("timed out waiting for the message")
         self._done.release()
         if self._error is not None:
-            raise self._error
+            raise _fresh(self._error)
 
     def finish(self, error: RuntimeError | None = None) -> None:
         self._error = error
@@ -81,7 +86,7 @@ class Flow:
         ticket = Ticket()
         with self._lock:
             if self._error is not None:
-                raise self._error
+                raise _fresh(self._error)
             self._orders.put((content, ticket))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -106,9 +111,8 @@ class Flow:
             try:
                 self._move(self._channel, content)
             except (OSError, NotOfThisJob, WrongSizeError) as error:
-                self._fail(
-                    ticket, error if isinstance(error, WrongSizeError) else RuntimeError(f"connection closed: {error}")
-                )
+                wrong = isinstance(error, WrongSizeError)
+                self._fail(ticket, _fresh(error) if wrong else RuntimeError(f"connection closed: {error}"))
                 return
             ticket.finish()
             del order, content  # the tensor is its owner's again

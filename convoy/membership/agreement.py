@@ -40,6 +40,9 @@ class Generation:
         return self.members.index(device)
 
 
+Pairs = frozenset[tuple[int, int]]
+"""Of devices."""
+
 # ------------------------------------------------------------------------------------------------ what happens
 
 
@@ -85,17 +88,19 @@ class Heard:
 
 @dataclass(frozen=True, slots=True)
 class Called:
-    """The leader calls to a meeting."""
+    """The leader calls to a meeting, to which it did not call who is `parted` (see `Member`)."""
 
     by: int
     generation: Generation
+    parted: Pairs = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Excluded:
-    """Another device says that the job goes on without this one, as this generation."""
+    """Another device says that the job goes on without this one, as this generation; from it were `parted` (see `Member`)."""
 
     generation: Generation
+    parted: Pairs = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +167,8 @@ class Member:
         present: members that have asked it for a meeting.
         newcomers: who is to be called to the next meeting beside members.
         cut: pairs of members of which the first did not reach the second after the last meeting failed.
+        parted: pairs that do not reach each other; the second, the higher, was therefore not called to the present generation,
+            or is not to the one that meets.
         highest: the largest number of a generation that it heard of.
         called: the generation that is to meet.
         reason: why it is out.
@@ -174,7 +181,8 @@ class Member:
     dead: frozenset[int] = frozenset()
     present: frozenset[int] = frozenset()
     newcomers: frozenset[int] = frozenset()
-    cut: frozenset[tuple[int, int]] = frozenset()
+    cut: Pairs = frozenset()
+    parted: Pairs = frozenset()
     highest: int = 0
     called: Generation | None = None
     reason: str = ""
@@ -238,26 +246,28 @@ def observe(state: Member, event: Event) -> Member:
             return _asked(_heard(state, event.device, event.generation), event)
         case Heard(device, generation):
             return _heard(state, device, generation)
-        case Called(by, generation):
+        case Called(by, generation, parted):
             wanted = state.phase == "gathering" and by == state.leader and state.me in generation.members
             if not wanted or generation.number <= state.highest:
                 return state
-            return replace(state, phase="meeting", called=generation)
-        case Excluded(generation):
+            return replace(state, phase="meeting", called=generation, parted=parted)
+        case Excluded(generation, parted):
             if generation.number < state.generation.number or state.me in generation.members:
                 return state
-            return _out(state, "the job went on without this device, which had been silent; start it again")
+            return _out(state, _why_excluded(state.me, parted))
         case Met():
             assert state.called is not None
-            return Member(state.me, state.called, highest=max(state.highest, state.called.number))
+            highest = max(state.highest, state.called.number)
+            return Member(state.me, state.called, highest=highest, parted=state.parted)
         case Missed():
             assert state.called is not None
             highest = max(state.highest, state.called.number)
             grows = set(state.called.members) > set(state.generation.members)
             state = replace(state, generation=state.called if grows else state.generation, newcomers=frozenset())
             state = replace(
-                state, phase="gathering", called=None, present=frozenset(), cut=frozenset(), highest=highest
-            )
+                state, phase="gathering", called=None, present=frozenset(), cut=frozenset(), parted=frozenset(),
+                highest=highest,
+            )  # fmt: skip
             return _call(state)
 
 
@@ -287,7 +297,7 @@ def _call(state: Member) -> Member:
     """Call a meeting, as the leader, once all have asked."""
     if state.leader != state.me or state.missing:
         return state
-    members = _who_reach_each_other(state)
+    members, parted = _who_reach_each_other(state)
     if not enough(members, state.generation, state.dead):
         left_out = sorted(state.silent | (set(state.candidates) - set(members)))
         names = f"device{'s' * (len(left_out) > 1)} {', '.join(map(str, left_out))}"
@@ -298,16 +308,27 @@ def _call(state: Member) -> Member:
         )
     newcomers = () if state.silent or state.dead or len(members) < len(state.candidates) else state.newcomers
     called = Generation(max(state.highest, state.generation.number) + 1, tuple(sorted({*members, *newcomers})))
-    return replace(state, phase="meeting", called=called)
+    return replace(state, phase="meeting", called=called, parted=parted)
 
 
-def _who_reach_each_other(state: Member) -> tuple[int, ...]:
-    """The candidates without the higher of each pair that does not; never without the leader, the lowest."""
-    members = list(state.candidates)
+def _who_reach_each_other(state: Member) -> tuple[tuple[int, ...], Pairs]:
+    """The candidates without the higher of each pair that does not, never without the leader, the lowest; and those pairs."""
+    members, parted = list(state.candidates), set()
     for pair in sorted(state.cut):
         if pair[0] in members and pair[1] in members:
             members.remove(max(pair))
-    return tuple(members)
+            parted.add((min(pair), max(pair)))
+    return tuple(members), frozenset(parted)
+
+
+def _why_excluded(me: int, parted: Pairs) -> str:
+    for one, other in sorted(parted):
+        if other == me:
+            return (
+                f"devices {one} and {other} do not reach each other, so the job went on without the higher one, this device; "
+                "mend the way between them, and start it again"
+            )
+    return "the job went on without this device, which had been silent; start it again"
 
 
 def enough(members: tuple[int, ...], before: Generation, dead: frozenset[int]) -> bool:

@@ -177,12 +177,7 @@ def fit(
             an accelerator computes up to `LATE_STEPS` steps later.
         StoppedError: the training was to end, on all devices; it is saved, if there is a keeper.
     """
-    model = training.model
-    if isinstance(model, Distributed):
-        late = lateness(model.group.torch_device, model.group)
-    else:
-        late = lateness(next(model.parameters()).device)
-    loop = _Loop(training, test, observer or Observers(), rebalancer, keeper, tell, LateLosses(late), members)
+    loop = _Loop(training, test, observer or Observers(), rebalancer, keeper, tell, LateLosses(0), members)
     start = keeper.progress if keeper is not None else Progress()
     place = Place(start.step, start.epoch, start.batch)
     loop.steps = loop.begun = start.step
@@ -190,9 +185,18 @@ def fit(
     if members is not None:
         members.fall_back = None if keeper is None else partial(_reload, keeper)
         members.story = loop.story, loop.take_over
-        place = Place(*members.begin(start.step, list(place)))
-        if members.entrance is not None:  # the others begin anew after this step, too
-            loop.steps, repeats = place.step, True
+        try:
+            place = Place(*members.begin(start.step, list(place)))
+            if members.entrance is not None:  # the others begin anew after this step, too
+                loop.steps, repeats = place.step, True
+        except DeviceLostError as error:
+            if members.entrance is not None:
+                raise
+            place, repeats = Place(*members.recover(error)), True
+    if members is None:
+        loop.unread.late = _lateness(training.model)
+    elif members.entrance is None:  # who comes later was told it
+        loop.unread.late = members.repeated(partial(_lateness, training.model))
     while True:
         try:
             if repeats:
@@ -220,6 +224,12 @@ def fit(
             keeper.at_end()
             members.close()
             raise StoppedError(f"{stopped}; --resume goes on from there") from None
+
+
+def _lateness(model: nn.Module) -> int:
+    if isinstance(model, Distributed):
+        return lateness(model.group.torch_device, model.group)
+    return lateness(next(model.parameters()).device)
 
 
 def _reload(keeper: Checkpointer) -> tuple[int, list[int]]:

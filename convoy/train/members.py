@@ -178,15 +178,21 @@ class Members:
 
         Raises:
             InputError: the job refuses it.
-            DeviceLostError: the job has ended, or its devices were lost.
+            DeviceLostError: a device was lost; or the job has ended, or its devices were lost.
         """
         if self.entrance is not None:
             return self._come_in(*self.entrance)
         self.steps, self.place = steps, place
         if self.membership is not None:
             self._planned = self.membership.generation
-            self._keep()
-            self.states.arrived()
+            try:
+                self._keep()
+                self.states.arrived()
+            except DeviceLostError:
+                if not self.states.kept:
+                    with suppress(DeviceLostError):  # by what would send it on; here it is kept all the same
+                        self.states.keep(steps, self._others())
+                raise
             roster.tell(members=self.membership.generation.members)
         return place
 
@@ -319,7 +325,8 @@ class Members:
                 )
             self._strict, self._pace = True, None
             self.model.guard = self.repeated
-            self.begin()
+            with suppress(DeviceLostError):  # the group has broken, so the body's first message says it again
+                self.begin()
         wanted = self.steps + 1
         if self.states.kept:  # what was drawn since, such as the order of an epoch, is not drawn again
             self.states.kept[-1].others["random"] = torch.get_rng_state()
@@ -466,9 +473,16 @@ class Members:
         after = f"after step {self.steps}"
         if done == 0 and self._facts is not None:
             return f"joined as device {me}; {count} train {after}"
-        names, why = ", ".join(map(str, lost)), str(error).partition(". ")[0]
-        gone = f"device{'s' * (len(lost) > 1)} {names} lost" if lost else "a connection was lost"
-        if lost and why.startswith(f"device {lost[0]} (") and len(lost) == 1:
+        parted = sorted(pair for pair in self.membership.parted if pair[1] in lost)
+        silent = [d for d in lost if all(d != pair[1] for pair in parted)]
+        names, why = ", ".join(map(str, silent)), str(error).partition(". ")[0]
+        gone = f"device{'s' * (len(silent) > 1)} {names} lost" if silent else "a connection was lost"
+        if parted:  # what this device had found out may be of another one, which has not heard of them either
+            pairs = (
+                f"devices {one} and {other} do not reach each other: device {other} is out" for one, other in parted
+            )
+            gone = "; ".join([*([gone] if silent else []), *pairs])
+        elif lost and why.startswith(f"device {lost[0]} (") and len(lost) == 1:
             gone = why  # it names the device, and how it was lost
         elif not isinstance(error, UnnamedLossError | GrownError):
             gone += f" ({why})"

@@ -256,6 +256,13 @@ def test_of_two_that_do_not_reach_each_other_the_higher_is_left_out() -> None:
     assert instruction(state) == Meet(Generation(2, (0, 1, 3)), hosts=True)
     gone_on = observe(state, Met())
     assert answer(observe(gone_on, Asked(2, FOUR, 1, (1,))), 2) == Generation(2, (0, 1, 3))
+    # All are told which two; the one that is out, too.
+    assert gone_on.parted == {(1, 2)}
+    three = observe(after(3, Interrupted()), Called(0, Generation(2, (0, 1, 3)), gone_on.parted))
+    assert observe(three, Met()).parted == {(1, 2)}
+    out = instruction(observe(after(2, Interrupted()), Excluded(gone_on.generation, gone_on.parted)))
+    assert isinstance(out, Stop)
+    assert out.reason.startswith("devices 1 and 2 do not reach each other")
 
 
 def test_a_device_that_took_the_leader_for_lost_follows_it_again() -> None:

@@ -4,8 +4,7 @@ torch's backend `aot_eager` takes the same way as its usual one, but for the C++
 """
 
 import functools
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshare
 from convoy.train.controller import Rebalancer
 from tests.support import nets, one_device
+from tests.support.compiler import compiler_imported  # noqa: F401 - a fixture
 from tests.support.in_shares import in_shares
 from tests.support.odd_nets import Dropouts
 from tests.support.one_device import EXACT, Training, by_name, check, mixed
@@ -35,17 +35,6 @@ from tests.support.torch_seed import torch_seed
 ALWAYS = float("inf")
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compiler_imported() -> Iterator[None]:
-    """torch's compiler leaves a thread of a progress bar behind, once in a process."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
-        torch.compile(nn.ReLU(), backend="aot_eager")(torch.ones(3, requires_grad=True)).sum().backward()
-    importable: Any = pytest.importorskip("torch._dynamo")
-    yield
-    importable.reset()
 
 
 @pytest.fixture(autouse=True)

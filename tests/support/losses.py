@@ -60,7 +60,7 @@ class _Island:
     def __init__(self, group: ChangingGroup, _home: object = None) -> None:
         present = group.present
         assert isinstance(present, _ThreadGroup)
-        self.group, self.me, self.is_out = group, present.device, False
+        self.group, self.me, self.is_out, self.parted = group, present.device, False, frozenset[tuple[int, int]]()
         self.place: _Place = present.place  # type: ignore[attr-defined]
         self.generation = self.place.generation
 

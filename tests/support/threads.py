@@ -165,7 +165,7 @@ class _ThreadGroup(CountedGroup):
                 for peer in range(self.devices):
                     mail.await_peer(peer, lambda peer=peer: (number, peer) in mail.texts, self.device)  # type: ignore[misc]
             except DeviceLostError as error:
-                self.failure = error
+                self.failure = error.again()
                 raise
             answers = [mail.texts[(number, peer)] for peer in range(self.devices)]
             # A device that answers here has read everything before, so what lies two back is read by all.
@@ -196,7 +196,7 @@ class _Awaited:
                     arrived = mail.boxes.pop(route)
                 _copy(arrived, tensor, route)
         except ConvoyError as error:
-            group.failure = error
+            group.failure = error.again()
             raise
         self.expected = []
 

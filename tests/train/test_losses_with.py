@@ -49,6 +49,7 @@ class Extras:
     workers: int = 0
     rebalance: bool = False
     others: tuple[str, ...] = ()
+    compiles: bool = False
     every: int | None = 1
 
 
@@ -69,7 +70,7 @@ def train(here: Device | None, plan: str, extras: Extras) -> tuple[list[float], 
     if here is not None:
         graph = trace(net, example).graph
         plans = [planned(name, graph, size) for name in (plan, *extras.others)]
-        model = part = distribute(net, plans[0], here.group, example)
+        model = part = distribute(net, plans[0], here.group, example, compile=extras.compiles)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     data = make_data(CASE)
     train_on = loader(data, size, part, seed=CASE.seed, workers=extras.workers)
@@ -117,6 +118,9 @@ CASES: dict[str, tuple[Extras, str, dict[int, tuple[int, int]]]] = {
     "a trial of plans, seldom kept": (Extras(others=("data", "sharded"), every=5), "model", TWICE),
     "workers of the loader": (Extras(workers=1, every=2), "data-by-speed", IN_A_STEP),
     "rebalancing": (Extras(rebalance=True, every=2), "data-by-speed", TWICE),
+    "nothing, at the very start": (Extras(), "data", {1: (0, 1), 0: (0, 9)}),
+    "passes, at the very start": (Extras(accumulate=2, every=2), "data-by-speed", {2: (0, 3)}),
+    "nothing, when the first state has been copied": (Extras(), "model", {1: (0, 4)}),
     "all of it": (Extras(ema=True, scales=True, accumulate=2, rebalance=True, every=None), "model", TWICE),
 }
 
@@ -134,6 +138,11 @@ def one_thread_each() -> Iterator[None]:
 def test_a_loss_changes_no_number(
     extras: Extras, plan: str, strikes: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    compare(extras, plan, strikes, monkeypatch)
+
+
+def compare(extras: Extras, plan: str, strikes: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training that loses devices beside one device."""
     losses, state, rest = train(None, plan, extras)
     found = with_losses(monkeypatch, 3, lambda here: train(here, plan, extras), strikes)
     assert found.keys() == {0, 1, 2} - strikes.keys(), "who was to be lost was not"

@@ -165,6 +165,7 @@ def own_loop(group: Group, plan: str, victims: dict[str, list[int]]) -> dict[str
         ("data", {"1": [7, 4]}),
         ("data", {"0": [6, 1]}),  # at the beginning of an epoch, or in the test before
         ("data", {"2": [6, 6]}),
+        ("data", {"1": [0, 4]}),  # while the first state is kept
         ("model", {"0": [4, 12], "2": [11, 30]}),
         ("sharded", {"1": [5, 9], "0": [12, 2]}),
     ],
