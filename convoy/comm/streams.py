@@ -110,9 +110,11 @@ class Flow:
             content, ticket = order
             try:
                 self._move(self._channel, content)
-            except (OSError, NotOfThisJob, WrongSizeError) as error:
-                wrong = isinstance(error, WrongSizeError)
-                self._fail(ticket, _fresh(error) if wrong else RuntimeError(f"connection closed: {error}"))
+            except WrongSizeError as error:
+                self._fail(ticket, _fresh(error))
+                return
+            except (OSError, NotOfThisJob) as error:
+                self._fail(ticket, RuntimeError(f"connection closed: {error}"))
                 return
             ticket.finish()
             del order, content  # the tensor is its owner's again
