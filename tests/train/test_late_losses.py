@@ -1,6 +1,6 @@
 """Losses are read some steps late where an accelerator computes them: nothing waits for it, and no step is told twice."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,9 @@ class LosesOne:
         for parameter, value in zip(self.training.model.parameters(), weights, strict=True):
             parameter.data.copy_(value)
         return place  # type: ignore[no-any-return]
+
+    def repeated(self, work: Callable[[], int]) -> int:
+        return work()
 
     def finish(self) -> None: ...
 
