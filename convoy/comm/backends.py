@@ -113,16 +113,16 @@ class Staging:
         return host
 
     def in_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors in host memory, complete when this returns."""
+        """The tensors, which are all on one device, in host memory; complete when this returns."""
+        if not tensors or not self._goes_through_host(tensors[0]):
+            return list(tensors)
         hosts = []
         for tensor in tensors:
-            host = tensor
-            if self._goes_through_host(tensor):
-                host = in_host_memory(tensor)
-                host.copy_(tensor, non_blocking=host.is_pinned())
+            host = in_host_memory(tensor)
+            host.copy_(tensor, non_blocking=host.is_pinned())
             hosts.append(host)
         # A tensor leaves when it is there: the device goes on meanwhile with whatever is queued behind it.
-        if tensors and tensors[0].device.type != "cpu":
+        if tensors[0].device.type != "cpu":
             queued(tensors[0].device).synchronize()
         return hosts
 

@@ -5,6 +5,7 @@ arrives is decrypted into its place. A channel may be used by one thread at a ti
 """
 
 import json
+import select
 import socket
 import ssl
 import struct
@@ -84,6 +85,9 @@ class Channel:
         self._tls = None if context is None else context.wrap_bio(self._arriving, self._leaving, server_side=answers)
         self._certificate = certificate
         self._chunk = memoryview(bytearray(CHUNK_BYTES)) if context else memoryview(b"")
+        self._ahead = memoryview(b"")  # has arrived, unencrypted, behind what was asked for
+        self._behind = b""  # has not left yet
+        self._poll: select.poll | None = None
         self._partial = b""
 
     def unseal(self) -> None:
@@ -108,39 +112,62 @@ class Channel:
         try:
             self._tls.do_handshake()
         except ssl.SSLWantReadError:
-            self._flush()
+            self.flush()
             self._arriving.write(self._received())
             return False
         except ssl.SSLError as error:
             raise NotOfThisJob((error.reason or "no handshake").lower().replace("_", " ")) from None
-        self._flush()
+        self.flush()
         if self._tls.getpeercert(binary_form=True) != self._certificate:
             raise NotOfThisJob("another certificate")
         return True
 
     def send(self, content: memoryview | bytes) -> None:
         """Send all of it, straight from its memory."""
+        self.flush()
         if self._tls is None:
             self.connection.sendall(content)
             return
         whole = memoryview(content)
         for start in range(0, len(whole), CHUNK_BYTES):
-            rest = whole[start : start + CHUNK_BYTES]
-            while rest:
-                rest = rest[self._tls.write(rest) :]
-            self._flush()
+            self._encrypt(whole[start : start + CHUNK_BYTES])
+            self.flush()
 
-    def receive_some(self, place: memoryview) -> int:
+    def send_at_once(self, content: bytes) -> bool:
+        """Send without waiting; whether all of it has left. What has not leaves with `flush`, or before what is sent next."""
+        if self._tls is not None:
+            self._encrypt(memoryview(content))
+            content = self._leaving.read()
+        content = self._behind + content if self._behind else content
+        try:
+            self._behind = content[self.connection.send(content, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            self._behind = content
+        return not self._behind
+
+    def flush(self) -> None:
+        """Send what has not left yet."""
+        if self._behind:
+            behind, self._behind = self._behind, b""
+            self.connection.sendall(behind)
+        if self._leaving.pending:
+            self.connection.sendall(self._leaving.read())
+
+    def receive_some(self, place: memoryview, until_s: float | None = None) -> int:
         """Fill the beginning of a place with what has come; how much that was.
+
+        What came behind it by the same call to the system is kept, and the next place is filled with it.
+
+        Args:
+            until_s: of `time.monotonic`; None: as long as the connection itself waits.
 
         Raises:
             ConnectionError: the other side has closed.
             NotOfThisJob: what came was not sent by who has the key.
+            TimeoutError: nothing came in this time.
         """
         if self._tls is None:
-            if got := self.connection.recv_into(place):
-                return got
-            raise ConnectionResetError("the connection was closed")
+            return self._unsealed(place, until_s)
         while True:
             try:
                 count: Any = self._tls.read(len(place), place)
@@ -148,9 +175,22 @@ class Channel:
                     return int(count)
                 raise ConnectionResetError("the connection was closed")
             except ssl.SSLWantReadError:
-                self._arriving.write(self._received())
+                self._arriving.write(self._received(until_s))
             except ssl.SSLError as error:
                 raise NotOfThisJob((error.reason or "a broken record").lower().replace("_", " ")) from None
+
+    def _unsealed(self, place: memoryview, until_s: float | None) -> int:
+        if not self._ahead:
+            if len(place) >= len(self._chunk):
+                self._wait(until_s)
+                if got := self.connection.recv_into(place):
+                    return got
+                raise ConnectionResetError("the connection was closed")
+            self._ahead = self._received(until_s)
+        count = min(len(place), len(self._ahead))
+        place[:count] = self._ahead[:count]
+        self._ahead = self._ahead[count:]
+        return count
 
     def receive(self, place: memoryview) -> None:
         """Fill a place; errors as in `receive_some`."""
@@ -203,14 +243,26 @@ class Channel:
             raise ValueError(f"a text of {length} bytes")
         return int(_LENGTH.size + length - len(self._partial))
 
-    def _received(self) -> memoryview:
+    def _received(self, until_s: float | None = None) -> memoryview:
+        self._wait(until_s)
         if count := self.connection.recv_into(self._chunk):
             return self._chunk[:count]
         raise ConnectionResetError("the connection was closed")
 
-    def _flush(self) -> None:
-        if self._leaving.pending:
-            self.connection.sendall(self._leaving.read())
+    def _wait(self, until_s: float | None) -> None:
+        """Until something has come; without a time, reading itself waits."""
+        if until_s is None:
+            return
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(self.connection, select.POLLIN)
+        if not self._poll.poll(max(0.0, until_s - time.monotonic()) * 1e3):
+            raise TimeoutError("nothing came in time")
+
+    def _encrypt(self, content: memoryview) -> None:
+        assert self._tls is not None
+        while content:
+            content = content[self._tls.write(content) :]
 
 
 def _left_s(deadline_s: float) -> float:

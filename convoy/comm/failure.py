@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any, Protocol
 
@@ -164,8 +164,9 @@ class HealthServer:
         self.device = device
         self.token = token
         self.door = door
-        self.state = Health()
-        """What this device answers; to be replaced as it waits."""
+        self.done = False
+        self.waits_for: list[int | None] = []
+        """What this device answers: whether its work is done, and for whom each lane waits."""
         self.addresses: list[tuple[str, int]] = []
         """Of all devices' doors; to be set before the first ping."""
         self.answers: dict[str, Callable[[Words], Words]] = {"health": self._health}
@@ -264,7 +265,8 @@ class HealthServer:
         return {"for": "health", "token": self.token, **words}
 
     def _health(self, _: Words) -> Words:
-        return asdict(replace(self.state, place=own_place()))
+        waits_for = next((each for each in self.waits_for if each is not None), None)
+        return asdict(Health(None if self.done else waits_for, self.done, own_place()))
 
     def _answer(self, words: Words, _: Channel) -> Words | None:
         if words["token"] != self.token:

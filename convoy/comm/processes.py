@@ -27,7 +27,6 @@ from convoy.comm.failure import (
     DONE_CAUSE,
     REPORT_S,
     FailureReport,
-    Health,
     HealthServer,
     NoAnswer,
     Verdict,
@@ -175,7 +174,7 @@ class JoinedGroup(CountedGroup):
         self.report_s = REPORT_S  # a process that knows of itself who is lost needs not wait so long
         self._health = health
         self._connected: list[Backend] = []
-        self._waits_for: list[int | None] = [None] * self.lanes
+        self._health.waits_for = [None] * self.lanes
         self._failing = threading.Lock()
         self._agreed = 0
         self._told = False
@@ -278,9 +277,7 @@ class JoinedGroup(CountedGroup):
 
     def _wait_for(self, peer: int | None, lane: int = 0) -> None:
         # It stays set after a failure, so that others can follow it.
-        self._waits_for[lane] = peer
-        if not self._health.state.done:
-            self._health.state = Health(next((each for each in self._waits_for if each is not None), None))
+        self._health.waits_for[lane] = peer
 
     def _fail(self, failure: PeerFailure) -> ConvoyError:
         """Find out which device failed, tell the others, and leave; where another lane was first, what it found."""
@@ -338,7 +335,7 @@ class JoinedGroup(CountedGroup):
 
     def _farewell(self) -> None:
         """Wait a little for the others to be done as well."""
-        self._health.state = Health(done=True)
+        self._health.done = True
         try:
             self._swap_pages(["the end of its work", "", None], min(FAREWELL_S, self.timeout_s))
         except PeerFailure:

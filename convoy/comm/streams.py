@@ -1,16 +1,22 @@
 """Tensors over connections of the job's own: for each pair of devices and each lane one connection each way.
 
-A connection carries messages in one direction, in the order in which they were started, and a thread at either end moves them,
-which does not hold Python's lock while it encrypts, decrypts or waits. So lanes know nothing of each other, and what
-nobody receives yet waits in the sender's memory. Before each message goes its size: another one than its receiver expects
-is an error on the spot.
+A connection carries messages in one direction, in the order in which they were started. Before each message goes its size:
+another one than its receiver expects is an error on the spot. Lanes know nothing of each other.
+
+Who moves a message depends on its size. A small one costs more to hand over to another thread than to move: it is sent at once,
+by who starts it, where the connection is free and the kernel takes it without waiting; and it is read by who waits for it. All
+others are moved by a thread at either end, which does not hold Python's lock while it encrypts, decrypts or waits: what is
+large travels while the device computes. So does what nobody receives yet: it waits in the memory of the sender, or of the
+kernel. The thread of a connection sends small messages that are behind each other as one piece, and what has come together is
+read together.
 """
 
 import queue
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, final
 
@@ -25,8 +31,11 @@ from convoy.comm.group import Message
 TEXTS = 2
 """The lane of texts, beside those of tensors."""
 
-TOGETHER_BYTES = 16_000
-"""A message up to this size leaves with its header as one piece."""
+SMALL_BYTES = 16_000
+"""A message up to this size leaves with its header as one piece, in one TLS record, and needs no thread."""
+
+UNREAD_BYTES, UNREAD = 32_768, 16
+"""So much, and so many messages, may be left to who waits for them: any kernel holds as much for a connection."""
 
 AGAIN_S = 0.05
 """Before a door that has dropped a connection is called again."""
@@ -71,27 +80,48 @@ _Order = tuple[memoryview, Ticket]
 
 
 @final
-class Flow:
-    """The messages of one direction of a pair, on one lane. Its thread starts with the first."""
+class Outflow:
+    """The messages that go to another device on one lane. Its thread starts with the first that does not leave at once."""
 
-    def __init__(self, channel: Channel, move: Callable[[Channel, memoryview], None], name: str) -> None:
-        self._channel, self._move, self._name = channel, move, name
+    def __init__(self, channel: Channel, name: str) -> None:
+        self._channel, self._name = channel, name
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._left = 0  # orders that the thread has not done
         self._thread: threading.Thread | None = None
         self._error: RuntimeError | None = None
         self._lock = threading.Lock()
 
-    def add(self, content: memoryview) -> Ticket:
-        """Another message, behind those that are there."""
-        ticket = Ticket()
+    def add(self, content: memoryview) -> Ticket | None:
+        """Another message, behind those that are there; None: it has left.
+
+        Raises:
+            RuntimeError: the connection is closed.
+        """
         with self._lock:
             if self._error is not None:
                 raise _fresh(self._error)
-            self._orders.put((content, ticket))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+            if not self._left and len(content) <= SMALL_BYTES:
+                if not self._at_once(content):
+                    self._hand_over((memoryview(b""), Ticket()))  # the rest, which is a copy
+                return None
+            ticket = Ticket()
+            self._hand_over((content, ticket))
         return ticket
+
+    def _at_once(self, content: memoryview) -> bool:
+        try:
+            return self._channel.send_at_once(_HEADER.pack(len(content)) + content)
+        except OSError as error:
+            self._error = _closed(error)
+            self._channel.cut()
+            raise _fresh(self._error) from None
+
+    def _hand_over(self, order: _Order) -> None:
+        self._left += 1
+        self._orders.put(order)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
 
     def cut(self) -> None:
         """End the connection; what is under way on it fails. `close` must follow."""
@@ -106,45 +136,223 @@ class Flow:
         self._channel.close()
 
     def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
-            content, ticket = order
+        while orders := self._next():
             try:
-                self._move(self._channel, content)
-            except WrongSizeError as error:
-                self._fail(ticket, _fresh(error))
-                return
+                self._send([content for content, _ in orders])
             except (OSError, NotOfThisJob) as error:
-                self._fail(ticket, RuntimeError(f"connection closed: {error}"))
+                self._fail([ticket for _, ticket in orders], _closed(error))
                 return
-            ticket.finish()
-            del order, content  # the tensor is its owner's again
+            with self._lock:
+                self._left -= len(orders)
+            for _, ticket in orders:
+                ticket.finish()
+            del orders  # the tensors are their owner's again
 
-    def _fail(self, ticket: Ticket, error: RuntimeError) -> None:
+    def _next(self) -> list[_Order]:
+        """The next message, and small ones behind it; none at the end."""
+        if (order := self._orders.get()) is None:
+            return []
+        orders, size = [order], len(order[0])
+        while size <= SMALL_BYTES and not self._orders.empty():
+            if (order := self._orders.get()) is None:
+                self._orders.put(None)
+                break
+            orders.append(order)
+            size += len(order[0])
+        return orders
+
+    def _send(self, contents: Sequence[memoryview]) -> None:
+        joined = b""
+        for content in contents:
+            if not content:
+                self._channel.flush()
+            elif len(content) <= SMALL_BYTES:
+                joined += _HEADER.pack(len(content)) + content
+            else:
+                self._channel.send(joined + _HEADER.pack(len(content)))
+                self._channel.send(content)
+                joined = b""
+        if joined:
+            self._channel.send(joined)
+
+    def _fail(self, tickets: Sequence[Ticket], error: RuntimeError) -> None:
         with self._lock:
             self._error = error
         self._channel.cut()  # the other side shall notice as well
-        ticket.finish(error)
+        for ticket in tickets:
+            ticket.finish(error)
         while not self._orders.empty():
             if (order := self._orders.get()) is not None:
                 order[1].finish(error)
 
 
-def _send(channel: Channel, content: memoryview) -> None:
-    header = _HEADER.pack(len(content))
-    if len(content) <= TOGETHER_BYTES:
-        channel.send(header + content)
-    else:
-        channel.send(header)
-        channel.send(content)
+@final
+class Arrival:
+    """A message that is to arrive, as the thread that wants it sees it.
+
+    Attributes:
+        told: where another thread reads the connection, what that one finishes.
+    """
+
+    __slots__ = ("done", "error", "flow", "place", "told")
+
+    def __init__(self, flow: "Inflow", place: memoryview) -> None:
+        self.flow, self.place = flow, place
+        self.done = False
+        self.error: RuntimeError | None = None
+        self.told: Ticket | None = None
+
+    def wait(self, limit: timedelta) -> None:
+        """As `Ticket.wait`; where no thread reads this connection, it is read here."""
+        if not self.done:
+            self.flow.wait(self, limit)
+        if self.error is not None:
+            raise _fresh(self.error)
 
 
-def _receive(channel: Channel, place: memoryview) -> None:
-    header = memoryview(bytearray(_HEADER.size))
-    channel.receive(header)
-    (size,) = _HEADER.unpack(header)
-    if size != len(place):
-        raise WrongSizeError(f"sent a message of {size} bytes where one of {len(place)} was expected")
-    channel.receive(place)
+@final
+class Inflow:
+    """The messages that come from another device on one lane. Its thread starts with the first that nobody need wait for."""
+
+    def __init__(self, channel: Channel, name: str) -> None:
+        self._channel, self._name = channel, name
+        self._orders: deque[Arrival] = deque()
+        self._unread_bytes = 0
+        self._asked = False  # whether somebody waits for the thread
+        self._header = bytearray(_HEADER.size)
+        self._part, self._in_header = (
+            memoryview(self._header),
+            True,
+        )  # what of the header, or the message, is still to come
+        self._reading = threading.Lock()  # of who reads: the thread, or one that waits
+        self._calls: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: RuntimeError | None = None
+        self._lock = threading.Lock()
+
+    def add(self, place: memoryview) -> Arrival:
+        """Another message, behind those that are there.
+
+        Raises:
+            RuntimeError: the connection is closed.
+        """
+        arrival = Arrival(self, place)
+        with self._lock:
+            if self._error is not None:
+                raise _fresh(self._error)
+            self._orders.append(arrival)
+            self._unread_bytes += len(place)
+            self._call_thread()
+        return arrival
+
+    def wait(self, arrival: Arrival, limit: timedelta) -> None:
+        """Until a message has arrived or failed, or RuntimeError after this time."""
+        until_s = time.monotonic() + limit.total_seconds()
+        with self._lock:
+            if arrival.done:
+                return
+            if self._error is not None:
+                raise _fresh(self._error)
+            mine = self._reading.acquire(blocking=False)
+            if not mine:
+                arrival.told = arrival.told or Ticket()
+                self._asked = True
+        if not mine:
+            assert arrival.told is not None
+            arrival.told.wait(limit)
+            return
+        try:
+            while not arrival.done:
+                self._read(until_s)
+        except TimeoutError:
+            raise RuntimeError("timed out waiting for the message") from None
+        except (OSError, NotOfThisJob, WrongSizeError) as error:
+            self._fail(_closed(error))
+        finally:
+            with self._lock:
+                self._reading.release()
+                self._call_thread()
+
+    def _call_thread(self) -> None:
+        """Where nobody reads, and more is to come than can be left to who waits for it."""
+        due = self._unread_bytes > UNREAD_BYTES or len(self._orders) > UNREAD or self._asked
+        if due and self._reading.acquire(blocking=False):
+            self._calls.put(True)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while self._calls.get():
+            try:
+                while self._more():
+                    self._read(None)
+            except (OSError, NotOfThisJob, WrongSizeError) as error:
+                self._fail(_closed(error))
+                self._reading.release()
+                return
+
+    def _more(self) -> bool:
+        """Whether there is more to read; if not, others may."""
+        with self._lock:
+            if not self._orders:
+                self._asked = False
+                self._reading.release()
+            return bool(self._orders)
+
+    def _read(self, until_s: float | None) -> None:
+        """Read the first message to its end."""
+        arrival = self._orders[0]
+        if self._in_header:
+            self._fill(until_s)
+            (size,) = _HEADER.unpack(self._header)
+            if size != len(arrival.place):
+                raise WrongSizeError(f"sent a message of {size} bytes where one of {len(arrival.place)} was expected")
+            self._part, self._in_header = arrival.place, False
+        self._fill(until_s)
+        self._part, self._in_header = memoryview(self._header), True
+        with self._lock:
+            self._unread_bytes -= len(self._orders.popleft().place)
+            _finish(arrival, None)
+
+    def _fill(self, until_s: float | None) -> None:
+        while self._part:
+            self._part = self._part[self._channel.receive_some(self._part, until_s) :]
+
+    def _fail(self, error: RuntimeError) -> None:
+        self._channel.cut()  # the other side shall notice as well
+        with self._lock:
+            self._error = error
+            while self._orders:
+                _finish(self._orders.popleft(), error)
+
+    def cut(self) -> None:
+        """End the connection; what is under way on it fails. `close` must follow."""
+        with self._lock:
+            self._error = self._error or RuntimeError("the connection was closed here")
+        self._channel.cut()
+        self._calls.put(False)
+
+    def close(self, limit_s: float) -> None:
+        if self._thread is not None:
+            self._thread.join(limit_s)
+        if self._reading.acquire(timeout=limit_s):  # who waits has noticed
+            self._reading.release()
+        self._channel.close()
+
+
+def _finish(arrival: Arrival, error: RuntimeError | None) -> None:
+    arrival.error, arrival.done = error, True
+    arrival.place = _NOTHING  # the tensor is its owner's again
+    if arrival.told is not None:
+        arrival.told.finish(error)
+
+
+_NOTHING = memoryview(b"")
+
+
+def _closed(error: Exception) -> RuntimeError:
+    return _fresh(error) if isinstance(error, WrongSizeError) else RuntimeError(f"connection closed: {error}")
 
 
 def _called(door: Door, address: tuple[str, int], words: Words, deadline_s: float) -> tuple[Channel, Words | None]:
@@ -190,21 +398,21 @@ class StreamBackend:
         deadline_s = time.monotonic() + max(1.0, limit_s)
         self._staging = Staging(staged)
         self._is_cut = False
-        self._out: dict[tuple[int, int], Flow] = {}
-        self._in: dict[tuple[int, int], Flow] = {}
+        self._out: dict[tuple[int, int], Outflow] = {}
+        self._in: dict[tuple[int, int], Inflow] = {}
         ways = [(lane, peer) for peer in range(len(addresses)) if peer != device for lane in range(self.lanes + 1)]
         peer = device
         try:
             for lane, peer in ways:
                 words = {"for": "stream", "mark": f"{name}/{lane}/{device}"}
                 channel, told = _called(door, addresses[peer], words, deadline_s)
-                self._out[lane, peer] = Flow(channel, _send, f"convoy-to-{peer}.{lane}")
+                self._out[lane, peer] = Outflow(channel, f"convoy-to-{peer}.{lane}")
                 if told == {"sealed": False} and is_loopback(str(channel.connection.getpeername()[0])):
                     channel.unseal()
                 channel.connection.settimeout(None)
             for lane, peer in ways:
                 came = door.stream(f"{name}/{lane}/{peer}", max(0.0, deadline_s - time.monotonic()))
-                self._in[lane, peer] = Flow(came, _receive, f"convoy-from-{peer}.{lane}")
+                self._in[lane, peer] = Inflow(came, f"convoy-from-{peer}.{lane}")
         except (OSError, NotOfThisJob, ValueError) as error:
             self.cut(broken=True)
             raise RuntimeError(f"device {peer}: {error}") from None
@@ -216,12 +424,23 @@ class StreamBackend:
             PeerFailure: a connection is closed already.
         """
         work = PendingWork([])
-        for message in receives:
-            tensor = self._staging.place_for(message.tensor, work)
-            work.works.append(self._begin(self._in[lane, message.peer], message.peer, tensor))
-        tensors = self._staging.in_host([message.tensor.detach() for message in sends])
-        for message, tensor in zip(sends, tensors, strict=True):
-            work.works.append(self._begin(self._out[lane, message.peer], message.peer, tensor))
+        peer = -1
+        try:
+            for message in receives:
+                peer = message.peer
+                place = _bytes_of(self._staging.place_for(message.tensor, work))
+                work.works.append(((peer,), self._in[lane, peer].add(place)))
+            contents: dict[int, memoryview] = {}  # one tensor often goes to several
+            tensors = self._staging.in_host([message.tensor for message in sends])
+            for message, tensor in zip(sends, tensors, strict=True):
+                peer = message.peer
+                if id(tensor) not in contents:
+                    contents[id(tensor)] = _bytes_of(tensor.detach())
+                ticket = self._out[lane, peer].add(contents[id(tensor)])
+                if ticket is not None:
+                    work.works.append(((peer,), ticket))
+        except RuntimeError as error:
+            raise PeerFailure((peer,), error) from None
         return work
 
     def start_tagged(self, sends: Sequence[Tagged], receives: Sequence[Tagged]) -> PendingWork:
@@ -232,15 +451,18 @@ class StreamBackend:
         if self._is_cut:
             return
         self._is_cut = True
-        flows = [*self._out.values(), *self._in.values()]
+        flows: list[Outflow | Inflow] = [*self._out.values(), *self._in.values()]
         for flow in flows:
             flow.cut()
         for flow in flows:
             flow.close(1.0)
 
-    def _begin(self, flow: Flow, peer: int, tensor: torch.Tensor) -> tuple[tuple[int, ...], Ticket]:
-        try:
-            content: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-            return (peer,), flow.add(memoryview(content))
-        except RuntimeError as error:
-            raise PeerFailure((peer,), error) from None
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a tensor that is one block."""
+    known = tensor.dtype in _KNOWN_TO_PYTHON
+    content: Any = tensor.numpy() if known else tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(content).cast("B")
+
+
+_KNOWN_TO_PYTHON = frozenset({torch.float32, torch.float64, torch.uint8, torch.int64})

@@ -1,9 +1,16 @@
-"""Connections of a pair that a door drops at first."""
+"""Connections of a pair: ones that a door drops at first, and who moves which message."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 
+import pytest
 import torch
 
+from convoy.comm import door as doors_module
+from convoy.comm import streams
+from convoy.comm.backends import PeerFailure, PendingWork
 from convoy.comm.channel import Credentials
 from convoy.comm.door import Door
 from convoy.comm.environment import listen_at
@@ -14,8 +21,7 @@ from convoy.comm.streams import StreamBackend
 
 def test_a_connection_that_a_door_drops_is_made_again() -> None:
     """On a busy machine a handshake took longer than a door waits: the job failed to start (chaos on threads, seed 20030)."""
-    credentials = Credentials(make_key())
-    doors = [Door(listen_at("127.0.0.1", 0), credentials) for _ in range(2)]
+    doors = two_doors()
     take, dropped = doors[0].handlers["stream"], []
 
     def drops_the_first(words: dict[str, object], channel: object) -> object:
@@ -25,7 +31,24 @@ def test_a_connection_that_a_door_drops_is_made_again() -> None:
         return take(words, channel)  # type: ignore[arg-type]
 
     doors[0].handlers["stream"] = drops_the_first  # type: ignore[assignment]
-    addresses, backends = [door.address for door in doors], {}
+    with connected(doors) as backends:
+        assert dropped
+        arrived = torch.zeros(3)
+        sending = backends[1].start([Message(0, torch.ones(3))], [], 0)
+        backends[0].start([], [Message(1, arrived)], 0).wait(20.0, lambda _: None)
+        sending.wait(20.0, lambda _: None)
+        assert arrived.tolist() == [1.0, 1.0, 1.0]
+
+
+def two_doors() -> list[Door]:
+    credentials = Credentials(make_key())
+    return [Door(listen_at("127.0.0.1", 0), credentials) for _ in range(2)]
+
+
+@contextmanager
+def connected(doors: list[Door]) -> Iterator[list[StreamBackend]]:
+    """Two backends, connected to each other."""
+    addresses, backends = [door.address for door in doors], dict[int, StreamBackend]()
 
     def connect(device: int) -> None:
         backends[device] = StreamBackend(doors[device], addresses, device, "pair", 20.0)
@@ -36,14 +59,144 @@ def test_a_connection_that_a_door_drops_is_made_again() -> None:
     for thread in threads:
         thread.join()
     try:
-        assert dropped
-        arrived = torch.zeros(3)
-        sending = backends[1].start([Message(0, torch.ones(3))], [], 0)
-        backends[0].start([], [Message(1, arrived)], 0).wait(20.0, lambda _: None)
-        sending.wait(20.0, lambda _: None)
-        assert arrived.tolist() == [1.0, 1.0, 1.0]
+        yield [backends[0], backends[1]]
     finally:
         for backend in backends.values():
             backend.cut(broken=False)
         for door in doors:
             door.close()
+
+
+@pytest.fixture(params=["as inside a machine", "encrypted"])
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StreamBackend]]:
+    if request.param == "encrypted":
+        for module in (streams, doors_module):
+            monkeypatch.setattr(module, "is_loopback", lambda _: False)
+    with connected(two_doors()) as backends:
+        yield backends
+
+
+def begin(backend: StreamBackend, peer: int, sends: list[torch.Tensor], receives: list[torch.Tensor]) -> PendingWork:
+    return backend.start([Message(peer, each) for each in sends], [Message(peer, each) for each in receives], 0)
+
+
+def movers() -> list[str]:
+    return [each.name for each in threading.enumerate() if each.name.startswith(("convoy-to", "convoy-from"))]
+
+
+def end(*works: PendingWork) -> None:
+    for work in works:
+        work.wait(20.0, lambda _: None)
+
+
+def test_small_messages_need_no_thread(pair: list[StreamBackend]) -> None:
+    """Handing a message of a few bytes over to a thread, and waiting for it, took twice what moving it takes."""
+    rows = [torch.full((100,), float(d)) for d in range(2)]
+    arrived = [torch.zeros(100) for _ in range(2)]
+    works = [begin(pair[d], 1 - d, [rows[d]], [arrived[d]]) for d in range(2)]
+    end(*works)
+    assert [each[0].item() for each in arrived] == [1.0, 0.0]
+    assert not movers()
+
+
+def test_what_the_kernel_does_not_take_waits_for_the_receiver_and_stays_in_order(pair: list[StreamBackend]) -> None:
+    """More than fits into the buffers of a connection: who sends goes on, and may change what has left."""
+    count, row = 4000, torch.zeros(1000)
+    for number in range(count):
+        work = begin(pair[0], 1, [row.fill_(number)], [])
+        if work.works:  # handed over: its memory is in use
+            row = torch.zeros(1000)
+    assert movers()
+    arrived = [torch.zeros(1000) for _ in range(count)]
+    end(begin(pair[1], 0, [], arrived))
+    assert [(each.min().item(), each.max().item()) for each in arrived] == [(float(n), float(n)) for n in range(count)]
+
+
+def test_small_and_large_messages_keep_their_order(pair: list[StreamBackend]) -> None:
+    sizes = [1, 300_000, 2, 3, 4, 5_000, 70_000, 6, 1, 1, 400_000, 2]
+    sent = [torch.full((size,), float(number)) for number, size in enumerate(sizes)]
+    arrived = [torch.zeros(size) for size in sizes]
+    receiving = [begin(pair[1], 0, [], [each]) for each in arrived]
+    sending = [begin(pair[0], 1, [each], []) for each in sent]
+    end(*receiving[::-1], *sending)
+    assert all(torch.equal(a, b) for a, b in zip(sent, arrived, strict=True))
+
+
+def test_numbers_that_python_does_not_know_travel_too(pair: list[StreamBackend]) -> None:
+    sent = [torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16), torch.tensor([True, False]), torch.tensor(7)]
+    arrived = [torch.zeros_like(each) for each in sent]
+    end(begin(pair[0], 1, sent, []), begin(pair[1], 0, [], arrived))
+    assert all(torch.equal(a, b) for a, b in zip(sent, arrived, strict=True))
+
+
+def test_a_wait_ends_after_its_time_and_the_message_still_comes(pair: list[StreamBackend]) -> None:
+    arrived = torch.zeros(3)
+    work = begin(pair[1], 0, [], [arrived])
+    with pytest.raises(PeerFailure, match="timed out"):
+        work.wait(0.02, lambda _: None)
+    end(begin(pair[0], 1, [torch.ones(3)], []), work)
+    assert arrived.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_who_waits_while_another_reads_gets_its_message_as_well(pair: list[StreamBackend]) -> None:
+    """The first reads the connection up to its own message, and nobody would have read the second's."""
+    arrived = [torch.zeros(3) for _ in range(2)]
+    works = [begin(pair[1], 0, [], [each]) for each in arrived]
+    threads = [threading.Thread(target=end, args=(work,)) for work in works]
+    threads[0].start()
+    first = works[0].works[0][1]
+    assert isinstance(first, streams.Arrival)
+    while not first.flow._reading.locked():
+        pass
+    threads[1].start()
+    second = works[1].works[0][1]
+    assert isinstance(second, streams.Arrival)
+    while second.told is None:
+        pass
+    end(begin(pair[0], 1, [torch.ones(3), torch.full((3,), 2.0)], []))
+    for thread in threads:
+        thread.join()
+    assert [each.tolist() for each in arrived] == [[1.0] * 3, [2.0] * 3]
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_a_wait_ends_where_the_other_side_is_gone(size: int, pair: list[StreamBackend]) -> None:
+    work = begin(pair[1], 0, [], [torch.zeros(size)])
+    pair[0].cut(broken=True)
+    with pytest.raises(PeerFailure, match="closed"):
+        end(work)
+
+    def send() -> None:
+        while True:  # the kernel takes what is sent first
+            end(begin(pair[1], 0, [torch.zeros(size)], []))
+
+    with pytest.raises(PeerFailure):
+        send()
+
+
+def test_a_wait_ends_where_its_own_side_is_cut(pair: list[StreamBackend]) -> None:
+    work = begin(pair[1], 0, [], [torch.zeros(3)])
+    first = work.works[0][1]
+    assert isinstance(first, streams.Arrival)
+    failed: list[RuntimeError] = []
+
+    def wait() -> None:
+        try:
+            first.wait(timedelta(seconds=20))
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not first.flow._reading.locked():
+        pass
+    pair[1].cut(broken=True)
+    thread.join()
+    assert "closed" in str(failed[0])
+
+
+@pytest.mark.parametrize("size", [4, 100_000])
+def test_another_size_than_expected_is_an_error(size: int, pair: list[StreamBackend]) -> None:
+    end(begin(pair[0], 1, [torch.zeros(5)], []))
+    with pytest.raises(PeerFailure, match=f"sent a message of 20 bytes where one of {4 * size} was expected"):
+        end(begin(pair[1], 0, [], [torch.zeros(size)]))
