@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.chaos import TIGHT, Case, make_data, make_net, whole_state
 from convoy.api import distribute, loader
@@ -22,21 +22,11 @@ from convoy.train.loop import Recipe, Training, fit
 from convoy.train.lr import Schedule, build_schedule
 from convoy.train.members import Members
 from tests.support.losses import Device, with_losses
+from tests.support.poisoned import Poisoned
 from tests.support.torch_seed import torch_seed
 
 CASE = Case(seed=11, devices=3)
 EPOCHS = 3
-
-
-class Poisoned(Training):
-    """The loss of some batches is too large, as in fp16."""
-
-    def _backward(self, x: Tensor, y: Tensor, part: float) -> Tensor:
-        loss = nn.functional.cross_entropy(self.model(x), y) * part
-        assert self.scaler is not None
-        scaled = self.scaler.scale(loss) * (float("inf") if int(y[0]) == 3 else 1.0)
-        scaled.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ from convoy.comm.rendezvous import credentials_of, forget_store, keep_store
 from convoy.errors import ConvoyError, InputError
 from convoy.runlog.reader import read_log
 from convoy.runtime.module import Distributed
-from convoy.train.loop import fit
+from convoy.train.controller import Rebalancer
+from convoy.train.loop import Training, fit
 from convoy.train.members import LeftError, Members, StoppedError
 from convoy.train.newcomers import Judge, Verdict
 from convoy.train.observer import Observer, StepResult
@@ -105,12 +106,17 @@ class Job:
         )
         return distribute(net, plan, group, EXAMPLE)
 
+    def made(self, model: nn.Module, part: Distributed | None) -> tuple[Training, Any, Any]:
+        """The training and its loaders, for a distributed model (`part`) or an ordinary one."""
+        return build(self.case, model, part)
+
     def _train(self, name: str, group: Group, entrance: Any, home: Home | None) -> None:
         part = self.built[name] if name in self.built else self.build(group, copy.deepcopy(self.net))
-        training, train, test = build(self.case, part, part)
+        training, train, test = self.made(part, part)
+        others = [each for each in (training.schedule, training.scaler) if each is not None]
         told = self.told.setdefault(name, [])
         members = Members(
-            part, training.optimizer, others=[training.schedule], every=self.case.every, tell=told.append,
+            part, training.optimizer, others=others, every=self.case.every, tell=told.append,
             newcomers=self.judge(), entrance=entrance, home=home,
         )  # fmt: skip
         job = self
@@ -130,8 +136,9 @@ class Job:
         if members.membership is not None:
             members.membership.offer = {"case": "this one"}
             self.members[name] = members.membership
-        history = fit(training, train, test, self.case.epochs, Marks(), members=members)
-        state = whole_state(part, training.optimizer)
+        rebalancer = Rebalancer(part, training.optimizer) if self.case.rebalance else None
+        history = fit(training, train, test, self.case.epochs, Marks(), rebalancer, members=members)
+        state = state_of(training)
         members.close()
         group.close()
         self.results[name] = history.losses, state
@@ -192,9 +199,14 @@ def newcomer(job: Job, name: str, threads: list[threading.Thread], **facts: Any)
 
 
 def alone(job: Job) -> tuple[list[float], dict[str, Tensor]]:
-    training, train, test = build(job.case, copy.deepcopy(job.net), None)
+    training, train, test = job.made(copy.deepcopy(job.net), None)
     history = fit(training, train, test, job.case.epochs)
-    return history.losses, whole_state(training.model, training.optimizer)
+    return history.losses, state_of(training)
+
+
+def state_of(training: Training) -> dict[str, Tensor]:
+    scale = {} if training.scaler is None else {"scale": torch.tensor(training.scaler.get_scale())}
+    return {**whole_state(training.model, training.optimizer), **scale}
 
 
 def check(job: Job, names: Sequence[str]) -> None:

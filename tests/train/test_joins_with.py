@@ -1,0 +1,91 @@
+"""What a training may have beside its steps, together with devices that come: the numbers are those of one device."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.chaos import Case
+from convoy.runtime.module import Distributed
+from convoy.runtime.precision import GradScaler
+from convoy.train.loop import Training
+from convoy.train.members import LeftError
+from tests.support.poisoned import Poisoned
+from tests.train.test_newcomers import Job, alone, check, newcomer, started
+
+
+@dataclass
+class Equipped(Job):
+    """With loss scaling, of which some steps are skipped."""
+
+    scales: bool = False
+
+    def made(self, model: nn.Module, part: Distributed | None) -> tuple[Training, Any, Any]:
+        training, train, test = super().made(model, part)
+        if self.scales:
+            scaler = GradScaler(model, init_scale=8.0, growth_interval=2)
+            training = Poisoned(**{**vars(training), "scaler": scaler})
+        return training, train, test
+
+
+PLAIN = Case(12, 2, "hybrid", "sgd", epochs=3)
+CASES: dict[str, Equipped] = {
+    "averages and passes in shares": Equipped(replace(PLAIN, plan="sharded", average=True, accumulate=2), ["first"]),
+    "scaled losses": Equipped(replace(PLAIN, plan="model"), ["first"], scales=True),
+    "averages": Equipped(replace(PLAIN, plan="hybrid", optimizer="adam", average=True), ["first"]),
+    "passes, clipped": Equipped(replace(PLAIN, accumulate=3, clip_norm=1.0, schedule="step"), ["first"]),
+    "rebalancing": Equipped(replace(PLAIN, plan="data-by-speed", rebalance=True), ["first"]),
+    "rebalancing, seldom kept": Equipped(replace(PLAIN, plan="model", rebalance=True, every=3), ["first"]),
+    "all of it": Equipped(
+        replace(PLAIN, plan="model", average=True, accumulate=2, clip_norm=1.0, rebalance=True, every=3),
+        ["first"],
+        scales=True,
+    ),
+    "all of it, of one device": Equipped(
+        replace(PLAIN, devices=1, plan="hybrid", average=True, accumulate=2, rebalance=True), ["first"], scales=True
+    ),
+}
+QUICK = 2
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(job, id=name, marks=[pytest.mark.slow] if i >= QUICK else [])
+        for i, (name, job) in enumerate(CASES.items())
+    ],
+)
+def test_a_device_that_comes_changes_no_number(job: Equipped) -> None:
+    job.expected = dict.fromkeys(range(2, 7), "first")
+    with started(job, job.case.devices) as threads:
+        newcomer(job, "first", threads)
+    check(job, [*map(str, range(job.case.devices)), "first"])
+    assert any("joined" in line for line in job.told["0"]), job.told
+
+
+@pytest.mark.slow
+def test_who_came_goes_on_alone_with_all_of_it() -> None:
+    case = replace(PLAIN, plan="model", average=True, accumulate=2, rebalance=True, every=2)
+    job = Equipped(case, ["first"], scales=True)
+    job.expected = dict.fromkeys(range(2, 7), "first")
+    for device in ("0", "1"):
+        job.strikes[device, 8] = lambda members: members.leave()
+    with started(job, 2) as threads:
+        newcomer(job, "first", threads)
+    assert [type(error) for error in job.errors] == [LeftError, LeftError], job.errors
+    job.errors.clear()
+    found = job.results["first"]
+    losses, state = alone(job)
+    assert found[0] == pytest.approx(losses[-len(found[0]) :], rel=1e-10)
+    assert all(float((found[1][key] - state[key]).abs().max()) < 1e-10 for key in state)
