@@ -11,6 +11,7 @@ and after it (median of ten). What the change itself took is the longest without
 import argparse
 import json
 import os
+import shlex
 import signal
 import statistics
 import subprocess
@@ -123,7 +124,7 @@ def run(wiring: namespaces.Wiring, folder: Path, options: Sequence[str], comes: 
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         listen = ["--listen", f"{first.address}:{PORT}", "--job-key", str(key), "--devices", "cpu", "--log", str(log)]
-        stack.enter_context(started([*convoy, "train", *options, *RUN, *listen], first.namespace, cores[0], outputs[0]))
+        stack.enter_context(started([*convoy, "train", *RUN, *options, *listen], first.namespace, cores[0], outputs[0]))
         came = []
         deadline_s = time.monotonic() + LIMIT_S
         while not log.exists() or log.read_text().count('"step"') <= BESIDE + 5:
@@ -148,9 +149,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=480)
     parser.add_argument("--plan", default="data-by-speed")
     parser.add_argument("--spare", default="auto")
+    parser.add_argument("--also", default="", help="more options of the training, such as '--ema 0.99 --accumulate 2'")
     parser.add_argument("--comes", type=int, default=2, help="devices that join, one after another")
     given = parser.parse_args()
     options = ["--net", given.net, "--batch", str(given.batch), "--plan", given.plan, "--spare", given.spare]
+    options += shlex.split(given.also)
     found: list[Change] = []
     for _ in range(given.rounds):
         wiring = namespaces.wire(RunName.mine(), [f"h{n}" for n in range(given.comes + 1)])

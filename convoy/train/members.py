@@ -242,7 +242,8 @@ class Members:
             table, travels = self._told
             travels.wait()
             told = [int(each) for each in table.tolist()]
-            leaving, grows = [d for d, each in enumerate(told) if each & LEAVES], any(each & GROWS for each in told)
+            leaving = may_leave([bool(each & LEAVES) for each in told])
+            grows = any(each & GROWS for each in told)
             ends = any(each & ENDS for each in told)
         wanted = self._judge is not None and self._judge.wanted()
         own = torch.tensor(float(LEAVES * self._leaves + GROWS * wanted + ENDS * self._ends), dtype=torch.float64)
@@ -553,6 +554,13 @@ class Members:
         if self.membership is not None:
             with suppress(DeviceLostError):  # whoever is lost now is not missed
                 self.membership.close()
+
+
+def may_leave(wish: Sequence[bool]) -> list[int]:
+    """Who of the devices that wish to leaves now. The next one has the copies of what only it had, and stays, unless all leave;
+    the others leave after a later step."""
+    leaving = [d for d, each in enumerate(wish) if each]
+    return leaving if all(wish) else [d for d in leaving if not wish[(d + 1) % len(wish)]]
 
 
 def _gone(lost: Sequence[int]) -> str:
