@@ -124,11 +124,12 @@ def run(wiring: namespaces.Wiring, folder: Path, options: Sequence[str], comes: 
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
         listen = ["--listen", f"{first.address}:{PORT}", "--job-key", str(key), "--devices", "cpu", "--log", str(log)]
-        stack.enter_context(started([*convoy, "train", *RUN, *options, *listen], first.namespace, cores[0], outputs[0]))
+        command = [*convoy, "train", *RUN, *options, *listen]
+        training = stack.enter_context(started(command, first.namespace, cores[0], outputs[0]))
         came = []
         deadline_s = time.monotonic() + LIMIT_S
         while not log.exists() or log.read_text().count('"step"') <= BESIDE + 5:
-            if time.monotonic() > deadline_s:
+            if training.poll() is not None or time.monotonic() > deadline_s:
                 raise RuntimeError(f"it does not train:\n{outputs[0].read_text(errors='replace')[-2000:]}")
             time.sleep(0.1)
         for number, port in enumerate(others[:comes], start=1):

@@ -27,7 +27,7 @@ from convoy.config.run_file import RunSettings, resolve_settings, to_toml
 from convoy.config.settings import Settings
 from convoy.model.tracing import trace
 from convoy.plan.presets import AUTO, PLANS, Speeds
-from convoy.planner.anew import gain_of
+from convoy.planner.anew import with_newcomer
 from convoy.planner.known import Known
 from convoy.profile.anew import Replanner
 from convoy.profile.job import measure_job
@@ -141,12 +141,14 @@ class JoiningDevices:
                     f"its {what} is {theirs}, that of the job is {mine}: it must be the same on every machine",
                 )
         known = self._with(device, facts)
-        gain = gain_of(known, self.part.traced[True].graph, self.part.plan, tuple(members), device)
+        plan, now = self.part.plan, tuple(members)
+        found, gain = with_newcomer(known, self.part.traced[True].graph, plan, now, device)
         if gain is not None and gain <= 1:
             return "spare", (
                 f"a step of the {len(members)} devices is predicted to take {1 / gain:.3g} times as long with it; it is "
                 "asked again when the devices change"
             )
+        self.replan.prepared = plan, now, tuple(sorted({*now, device})), known.speeds, found
         return "wanted", ""
 
     def came(self, device: int, facts: Words) -> None:

@@ -80,13 +80,14 @@ def plan_anew(known: Known, graph: Graph, plan: Plan, before: Sequence[int], now
     return _best(same, searched, context)
 
 
-def gain_of(known: Known, graph: Graph, plan: Plan, now: Sequence[int], newcomer: int) -> float | None:
-    """How many times as fast the devices `now`, which train by `plan`, are predicted to be with one more: above 1 it pays.
-
-    None where nothing was measured of one of them.
-    """
+def with_newcomer(
+    known: Known, graph: Graph, plan: Plan, now: Sequence[int], newcomer: int
+) -> tuple[Anew, float | None]:
+    """The plan of the devices `now`, which train by `plan`, with one more; and how many times as fast they are predicted to be
+    then: above 1 it pays. None where nothing was measured of one of them."""
     without, beside = (plan_anew(known, graph, plan, now, ids) for ids in (now, sorted({*now, newcomer})))
-    return None if without.step_s is None or beside.step_s is None else without.step_s / beside.step_s
+    gain = None if without.step_s is None or beside.step_s is None else without.step_s / beside.step_s
+    return beside, gain
 
 
 def _best(same: Plan, searched: Sequence[Plan], context: PlanningContext) -> Anew:

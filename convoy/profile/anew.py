@@ -7,6 +7,7 @@ from convoy.adapt import rebalance
 from convoy.cost.regrouped import seconds_of_layers
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
+from convoy.plan.presets import Speeds
 from convoy.planner.anew import Anew, plan_anew
 from convoy.planner.known import Known
 from convoy.runtime.module import Distributed
@@ -23,11 +24,14 @@ class Replanner:
     Attributes:
         known: with what was found out since, and the devices that came.
         found: the latest, on the device that planned.
+        prepared: a plan that was made before the devices change, and for what: the plan and devices before, the devices and
+            speeds then.
     """
 
     def __init__(self, known: Known, rebalancer: Rebalancer | None = None) -> None:
         self.known, self.rebalancer = known, rebalancer
         self.found: Anew | None = None
+        self.prepared: tuple[Plan, tuple[int, ...], tuple[int, ...], Speeds, Anew] | None = None
 
     def note(self, model: Distributed, before: Sequence[int]) -> None:
         """On every device, before planning: what only the plan of these devices has shown."""
@@ -41,7 +45,11 @@ class Replanner:
 
     def __call__(self, model: Distributed, before: Sequence[int], now: Sequence[int]) -> Plan:
         """The plan for the devices `now`."""
-        self.found = plan_anew(self.known, model.traced[True].graph, model.plan, before, now)
+        ready, self.prepared = self.prepared, None
+        if ready is not None and ready[:4] == (model.plan, tuple(before), tuple(now), self.known.speeds):
+            self.found = ready[4]  # while all trained: to search again would hold them up
+        else:
+            self.found = plan_anew(self.known, model.traced[True].graph, model.plan, before, now)
         return self.found.plan
 
     def told(self) -> str:

@@ -14,7 +14,7 @@ from convoy.plan.presets import AUTO, PLANS, Speeds, named_plan
 from convoy.plan.strategy import Batch, One
 from convoy.plan.survivors import plan_for
 from convoy.planner.analytic import CostModel
-from convoy.planner.anew import BETTER, gain_of, plan_anew
+from convoy.planner.anew import BETTER, plan_anew, with_newcomer
 from convoy.planner.found import model_s
 from convoy.planner.known import Known
 from convoy.planner.predict import PlanningContext, predict_plan
@@ -120,7 +120,7 @@ def test_where_nothing_is_known_shares_are_in_proportion_and_newcomers_get_a_mea
     assert plan_anew(of, graph, old, (0, 1), (0, 1, 2)).plan.otherwise == Batch((8, 24, 16))
     more = of.with_device(2, Speeds((8.0,)))
     assert plan_anew(more, graph, old, (0, 1), (0, 1, 2)).plan.otherwise == Batch((4, 12, 32))
-    assert gain_of(of, graph, old, (0, 1), 2) is None
+    assert with_newcomer(of, graph, old, (0, 1), 2)[1] is None
 
 
 def test_a_device_that_comes_is_given_work_and_the_fleet_gains(graph: Graph) -> None:
@@ -131,7 +131,7 @@ def test_a_device_that_comes_is_given_work_and_the_fleet_gains(graph: Graph) -> 
     found = plan_anew(more, graph, old, (0, 1), (0, 1, 7))
     assert isinstance(found.plan.otherwise, Batch)
     assert found.plan.otherwise.shares == (12, 12, 24)
-    gain = gain_of(more, graph, old, (0, 1), 7)
+    _, gain = with_newcomer(more, graph, old, (0, 1), 7)
     assert gain is not None
     assert 1.5 < gain < 2.1
     back = plan_anew(more, graph, found.plan, (0, 1, 7), (1, 7))
@@ -143,7 +143,7 @@ def test_a_device_that_comes_over_a_slow_link_brings_nothing(graph: Graph) -> No
     of = known(graph, 1e8, 1e8, link=2e3)
     old = plan_anew(of, graph, by_speed(graph, 1, 1), (0, 1), (0, 1)).plan
     more = of.with_device(2, Speeds((0.1,)), measured_fleet(graph, [1e7], BATCH, ["d2"], link_bytes_per_s=1e3))
-    gain = gain_of(more, graph, old, (0, 1), 2)
+    _, gain = with_newcomer(more, graph, old, (0, 1), 2)
     assert gain is not None
     assert gain <= 1.01
 

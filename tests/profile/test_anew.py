@@ -1,5 +1,8 @@
 """A training whose devices plan anew after a loss, from what they know and what rebalancing has found out."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from convoy.cost.regrouped import seconds_of_layers
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import AUTO, Speeds, named_plan
+from convoy.planner.anew import Anew
 from convoy.planner.known import Known
 from convoy.profile.anew import Replanner
 from convoy.train.controller import Rebalancer
@@ -40,6 +44,28 @@ def test_how_many_times_as_long_as_predicted_a_device_takes() -> None:
     for _ in range(6):
         state, _ = observe(state, layers)
     assert slower(state, predicted) == pytest.approx({0: 1.0, 1: 3.0})
+
+
+def test_a_newcomers_plan_is_made_while_all_train_and_taken_where_it_is_still_for_that() -> None:
+    graph = trace(make_net(), EXAMPLE).graph
+    measured = measured_fleet(graph, [1e9, 2e9, 3e9], CASE.batch)
+    known = Known(AUTO, (0, 1, 2), Speeds((1.0, 2.0, 3.0)), measured)
+    runs = named_plan("data", graph, CASE.batch, Speeds((1.0, 2.0))).named(AUTO)
+    model: Any = SimpleNamespace(traced={True: SimpleNamespace(graph=graph)}, plan=runs)
+    replan, other = Replanner(known), Anew(named_plan("master", graph, CASE.batch, known.speeds).named(AUTO), 1.0)
+    usual = replan(model, (0, 1), (0, 1, 2))
+    assert usual != other.plan
+    replan.prepared = runs, (0, 1), (0, 1, 2), known.speeds, other
+    assert replan(model, (0, 1), (0, 1, 2)) == other.plan
+    assert replan.told().startswith("planned anew: about 1 s")
+    assert replan(model, (0, 1), (0, 1, 2)) == usual, "it is taken once"
+    for prepared in (
+        (usual, (0, 1), (0, 1, 2), known.speeds, other),
+        (runs, (0, 1), (0, 2), known.speeds, other),
+        (runs, (0, 1), (0, 1, 2), Speeds((1.0, 2.0, 9.0)), other),
+    ):
+        replan.prepared = prepared
+        assert replan(model, (0, 1), (0, 1, 2)) == usual
 
 
 def test_all_that_are_left_know_the_same_and_go_on_by_the_plan_that_follows(monkeypatch: pytest.MonkeyPatch) -> None:
