@@ -81,19 +81,23 @@ class Machine(Credentials):  # type: ignore[misc]
         return self._watched(super().call(address, words, deadline_s))
 
     def _watched(self, channel: Channel) -> Channel:
-        send, receive = channel.send, channel.receive_some
+        send, send_at_once, receive = channel.send, channel.send_at_once, channel.receive_some
 
         def gated_send(content: memoryview | bytes) -> None:
             self.awake.wait()
             send(content)
 
-        def gated_receive(place: memoryview) -> int:
+        def gated_at_once(content: bytes) -> bool:
             self.awake.wait()
-            got = receive(place)
+            return send_at_once(content)
+
+        def gated_receive(place: memoryview, until_s: float | None = None) -> int:
+            self.awake.wait()
+            got = receive(place, until_s)
             self.awake.wait()  # what has come lies in the kernel
             return got
 
-        channel.send, channel.receive_some = gated_send, gated_receive  # type: ignore[method-assign]
+        channel.send, channel.send_at_once, channel.receive_some = gated_send, gated_at_once, gated_receive  # type: ignore[method-assign]
         with self._lock:
             self._channels = [each for each in self._channels if each.connection.fileno() >= 0]
             self._channels.append(channel)
