@@ -1,8 +1,10 @@
 """How devices come into a training of the command: what it tells them, and how it judges them by what they say."""
 
+import os
 import tempfile
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,19 +14,21 @@ from torch import Tensor, nn
 
 from convoy._version import __version__
 from convoy.app.handover import Handover
-from convoy.app.joining_address import listening
+from convoy.app.joining_address import doors_text, listening, told_doors
 from convoy.comm import roster
 from convoy.comm.accelerator import modes
 from convoy.comm.changing import present
 from convoy.comm.channel import Words
-from convoy.comm.environment import ProcessEnv
+from convoy.comm.environment import ProcessEnv, read_process_env
 from convoy.comm.group import Group
-from convoy.comm.newcomer import Entrance
+from convoy.comm.launcher import Launcher
+from convoy.comm.newcomer import Entrance, NoJobError
 from convoy.comm.processes import JoinedGroup
 from convoy.comm.regroup import Home
 from convoy.comm.rendezvous import credentials_of
 from convoy.config.run_file import RunSettings, resolve_settings, to_toml
 from convoy.config.settings import Settings
+from convoy.errors import DeviceLostError
 from convoy.model.tracing import trace
 from convoy.plan.presets import AUTO, PLANS, Speeds
 from convoy.planner.anew import with_newcomer
@@ -35,6 +39,7 @@ from convoy.profile.speeds import measure_speeds
 from convoy.runlog.directory import RunDirectory
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
+from convoy.train.members import LeftError, Members
 from convoy.train.newcomers import Verdict
 
 
@@ -51,12 +56,17 @@ class Coming:
 
 
 def home_of(settings: Settings, group: Group) -> Home | None:
-    """Where this device answers as a member, where that is not any port of its group's address."""
-    if settings.listen is None or group.device != 0:
+    """Where this device answers as a member, where that is not any port of its group's address. The first device of each
+    other host takes the port of the first of all, if it is free there."""
+    if settings.listen is None:
         return None
     host, port = listening(settings)
     present_group = present(group)
     if isinstance(present_group, JoinedGroup):
+        place = read_process_env(os.environ)
+        first_there = place is not None and place.local == 0 and place.local_devices is not None
+        if group.device != 0:
+            return Home.of(present_group, wish=port) if first_there else None
         return Home.of(present_group, port)
     env = ProcessEnv(0, 1, 0, 1, host, port, hosted=False, attempt=0)
     return Home(host, port, credentials_of(env), f"members of {uuid.uuid4().hex}")
@@ -78,6 +88,47 @@ def run_of(offer: Words, own: Mapping[str, Any]) -> RunSettings:
     if settings.plan not in (*PLANS, AUTO):
         settings = settings.model_copy(update={"plan": "data"})
     return RunSettings(settings, run.sources)
+
+
+@contextmanager
+def telling_why(launcher: Launcher) -> Iterator[None]:
+    """Tells the launcher why this device ends, where that is no error of its own."""
+    try:
+        yield
+    except LeftError:
+        launcher.tell_end("left")
+        raise
+    except (DeviceLostError, NoJobError):
+        launcher.tell_end("lost")
+        raise
+    except (MemoryError, torch.OutOfMemoryError):
+        launcher.tell_end("memory")
+        raise
+
+
+class Opening:
+    """Lets others come in, where they may, and tells where they can ask: a person, and the launcher.
+
+    Args:
+        came: this device has come in itself.
+    """
+
+    def __init__(self, settings: Settings, launcher: Launcher, *, came: bool) -> None:
+        self.settings, self.launcher = settings, launcher
+        self.opens = settings.listen is not None or launcher.listens or came
+        self._shown: list[tuple[str, int]] = []
+
+    def tell(self, members: Members, known: Known, here: Handover) -> None:
+        """At the beginning, and whenever the devices have changed."""
+        membership = members.membership
+        if membership is None or not self.opens:
+            return
+        membership.offer = offer_of(self.settings, known, here.directory)
+        self.launcher.tell_members(membership.generation.number, membership.doors)
+        doors = told_doors(membership.doors)
+        if self.settings.listen is not None and here.screen.visible and doors != self._shown:
+            here.screen.line(f"Others may join: convoy join {doors_text(doors)} --job-key FILE")
+            self._shown = doors
 
 
 def offer_of(settings: Settings, known: Known, directory: RunDirectory | None) -> Words:

@@ -20,6 +20,15 @@ def read_door(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+MOST_TOLD = 4
+
+
+def told_doors(doors: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Those that a person is told: of each host the first, then others; at most `MOST_TOLD`."""
+    first = {host: (host, port) for host, port in reversed(doors)}
+    return sorted(doors, key=lambda door: first[door[0]] != door)[:MOST_TOLD]
+
+
 def doors_text(doors: Sequence[tuple[str, int]]) -> str:
     return ",".join(f"{host}:{port}" if ":" not in host else f"[{host}]:{port}" for host, port in doors)
 

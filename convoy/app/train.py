@@ -21,19 +21,28 @@ from convoy.api import distribute, loader, make_plans
 from convoy.app.checks import check, check_outputs
 from convoy.app.handover import Handover
 from convoy.app.inputs import build_model, check_images, check_resume, device_named, example_of, load_images
-from convoy.app.joining import Coming, JoiningDevices, facts_of, home_of, measured_alone, offer_of, run_of
-from convoy.app.joining_address import doors_text
+from convoy.app.joining import (
+    Coming,
+    JoiningDevices,
+    Opening,
+    facts_of,
+    home_of,
+    measured_alone,
+    run_of,
+    telling_why,
+)
 from convoy.app.without_compiler import leave_compiler_out
 from convoy.checkpoint import Checkpointer, Progress
 from convoy.comm import roster
-from convoy.comm.accelerator import limit_memory, pick_device, set_modes
+from convoy.comm.accelerator import limit_memory, set_modes
 from convoy.comm.agreement import difference, from_first, gather
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Words
 from convoy.comm.environment import ProcessEnv, imposed_slowdown
 from convoy.comm.group import AloneGroup, Group
+from convoy.comm.launcher import Launcher
 from convoy.comm.newcomer import Entrance
-from convoy.comm.processes import join, watch_parent
+from convoy.comm.processes import join, own_device, watch_parent
 from convoy.comm.rendezvous import credentials_of
 from convoy.comm.signals import hearing_signals
 from convoy.config.run_file import RunSettings, to_toml
@@ -91,7 +100,8 @@ def run_device(run: RunSettings) -> None:
     check(settings)
     set_modes(settings.tf32, settings.deterministic)
     torch.manual_seed(settings.seed)
-    with ExitStack() as stack:
+    launcher = Launcher.of_process(os.environ)
+    with telling_why(launcher), ExitStack() as stack:
         group = stack.enter_context(join(device_named(settings.device_names), timeout_s=settings.timeout_s))
         if settings.listen is not None and group.devices == 1:
             group = ChangingGroup(group)
@@ -105,7 +115,7 @@ def run_device(run: RunSettings) -> None:
             if settings.explain:
                 screen.settings(run.rows())
         from_first(group, "checkpoint: to resume", lambda: check_resume(settings))
-        done = _train(run, group, screen, stack)
+        done = _train(run, group, screen, stack, launcher)
     # The others are free to go while device 0 trains alone beside them.
     if settings.compare and screen.visible:
         _train_alone(settings, done, screen)
@@ -129,6 +139,14 @@ def run_newcomer(doors: Sequence[tuple[str, int]], device: str | None, here: Map
     """
     leave_compiler_out()
     watch_parent()
+    launcher = Launcher.of_process(os.environ)
+    with telling_why(launcher):
+        _come_in(doors, device, here, launcher)
+
+
+def _come_in(
+    doors: Sequence[tuple[str, int]], device: str | None, here: Mapping[str, Any], launcher: Launcher
+) -> None:
     env = ProcessEnv(0, 2, 0, None, *doors[0], hosted=False, attempt=0)
     entrance = Entrance(doors, credentials_of(env))
     offer = entrance.hello(HELLO_S)
@@ -141,18 +159,20 @@ def run_newcomer(doors: Sequence[tuple[str, int]], device: str | None, here: Map
     check(settings)
     set_modes(settings.tf32, settings.deterministic)
     torch.manual_seed(settings.seed)
-    torch_device = pick_device(device_named(settings.device_names), 0)
+    torch_device = own_device(device_named(settings.device_names), 0)
     roster.enter(str(offer["job"]), 0, str(torch_device))
     with ExitStack() as stack:
         group = stack.enter_context(ChangingGroup(AloneGroup(torch_device, settings.timeout_s)))
-        _train(run, group, Screen(visible=False), stack, Coming(entrance, offer))
+        _train(run, group, Screen(visible=False), stack, launcher, Coming(entrance, offer))
 
 
 HELLO_S = 10.0
 """How long a training may take to answer who asks to join: it may be just beginning."""
 
 
-def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack, coming: Coming | None = None) -> _Done:
+def _train(
+    run: RunSettings, group: Group, screen: Screen, stack: ExitStack, launcher: Launcher, coming: Coming | None = None
+) -> _Done:
     settings = run.settings
     splits = load_images(settings)
     check_images(settings, splits)
@@ -217,20 +237,15 @@ def _train(run: RunSettings, group: Group, screen: Screen, stack: ExitStack, com
             known = measured_alone(told, settings, model, example, group, slowdown)
             replan.known = replace(replan.known, speeds=known.speeds, measured=known.measured)
         if coming is not None:
-            print("measures itself while the others train", flush=True)
+            if not launcher.listens:
+                print("measures itself while the others train", flush=True)
             known = measured_alone(coming.offer, settings, model, example, group, slowdown)
             facts = facts_of(part, splits.fingerprint, known, f"host {devices[0][1]}, {devices[0][0]}", devices[0])
             entrance = coming.entrance, facts
-        members = build_members(settings, training, here, plans, replan, joining, entrance)
-        if (
-            members is not None
-            and members.membership is not None
-            and replan is not None
-            and settings.listen is not None
-        ):
-            members.membership.offer = offer_of(settings, replan.known, directory)
-            if screen.visible:
-                screen.line(f"Others may join: convoy join {doors_text(members.membership.doors[:1])} --job-key FILE")
+        opening = Opening(settings, launcher, came=coming is not None)
+        members = build_members(settings, training, here, plans, replan, joining, opening, entrance)
+        if members is not None:
+            opening.tell(members, replan.known, here)
         with nullcontext() if members is None else hearing_signals(members):
             history = fit(training, train, test, settings.epochs, observer, rebalancer, keeper, screen.line, members)
     wall_s = time.perf_counter() - start_s
@@ -358,7 +373,7 @@ def build_checkpointer(
 
 def build_members(
     settings: Settings, training: Training, here: Handover, plans: Plans, replan: Replanner, joining: JoiningDevices,
-    entrance: tuple[Entrance, Words] | None = None,
+    opening: Opening, entrance: tuple[Entrance, Words] | None = None,
 ) -> Members | None:  # fmt: skip
     """What lets the training go on with fewer devices, and with more; None where it is not to."""
     model = training.model
@@ -369,15 +384,16 @@ def build_members(
         return None
 
     def changed(reason: str) -> None:
-        if entrance is not None and not here.screen.visible:
-            print(reason, flush=True)
-        if members.generation is None:
-            return  # it waits to be let in
-        if members.membership is not None and settings.listen is not None:
-            members.membership.offer = offer_of(settings, replan.known, here.directory)
+        waits = members.generation is None  # to be let in
+        if entrance is not None and not here.screen.visible and (waits or not opening.launcher.listens):
+            title = f"{entrance[1]['title']}: " if opening.launcher.listens else ""
+            print(f"{title}{reason}", flush=True)
+        if waits:
+            return
         here.carry_over(members, reason)
         words = replan.told()
         here.screen.lines([f"  {reason}", *([f"  {words}"] if words else [])])
+        opening.tell(members, replan.known, here)
 
     others = [each for each in (training.schedule, training.scaler) if each is not None]
     every, price = (1 if settings.spare == "every-step" else None), plans.spare

@@ -24,6 +24,10 @@ ANSWER_S = 5.0
 RETRY_S = 0.2
 
 
+class NoJobError(InputError):
+    """Nobody of a job answers."""
+
+
 @final
 class Entrance:
     """A process that asks to be let in.
@@ -38,12 +42,14 @@ class Entrance:
         self._token = ""
         self._channel: tuple[Address, Channel] | None = None
         self._told: Words = {}
+        self._offer: Words = {}
 
     def hello(self, limit_s: float) -> Words:
         """What the job says of itself.
 
         Raises:
-            InputError: nobody of a job answers at the doors within the time; who does has another key, or takes nobody in.
+            NoJobError: nobody of a job answers at the doors within the time.
+            InputError: who does has another key, or takes nobody in.
         """
         until_s, stranger = time.monotonic() + limit_s, None
         while True:
@@ -62,8 +68,8 @@ class Entrance:
                     )
                 self._token = str(told["token"])
                 self._state = newcomer.observe(self._state, Sent(_doors(told)))
-                offer: Words = told["offer"]
-                return offer
+                self._offer = told["offer"]
+                return self._offer
             if time.monotonic() > until_s:
                 if stranger is not None:
                     raise InputError(
@@ -71,7 +77,7 @@ class Entrance:
                         "with, --job-key FILE, or CONVOY_JOB_KEY=FILE"
                     )
                 shown = ", ".join(map(_shown, self._state.doors))
-                raise InputError(
+                raise NoJobError(
                     f"no job that can be joined answers at {shown}: give the address that it prints, see whether it still "
                     "trains, and whether a firewall is between"
                 )
@@ -108,6 +114,7 @@ class Entrance:
                         if not isinstance(event, Sent | Invited):
                             time.sleep(SPARE_POLL_S if spare else POLL_S)
                     case Meet(device, _):
+                        membership.offer = self._offer  # others may ask this device from here on
                         membership.come(device, self._told)
                         return membership
         except BaseException as error:
@@ -124,11 +131,11 @@ class Entrance:
         if "call" in told:
             number, members = told["call"]
             return Invited(int(told["device"]), Generation(int(number), tuple(int(d) for d in members)))
-        if "doors" in told:
-            return Sent(_doors(told))
         if "refused" in told:
             return Refused(str(told["refused"]))
-        return Waits(str(told.get("spare", "")))
+        if "elsewhere" in told:
+            return Sent(_doors(told))
+        return Waits(str(told.get("spare", "")), _doors(told))
 
     def _say(self, door: Address, words: Words) -> Words:
         """The answer at a door. OSError or NotOfThisJob where there is none, ValueError where it is no text."""

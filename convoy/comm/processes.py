@@ -83,9 +83,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
             f"timeout_s={timeout_s}: a time limit is a number of seconds above 0, at most {MOST_TIMEOUT_S:g}, such as 60"
         )
     env = read_process_env(os.environ)
-    torch_device = pick_device(device, env.local if env else 0)
-    if limit := os.environ.get("CONVOY_MEMORY"):
-        limit_memory(torch_device, _bytes_of(limit))
+    torch_device = own_device(device, env.local if env else 0)
     job = f"process {os.getpid()}" if env is None else f"{env.host}:{env.port}"
     roster.enter(job, env.device if env else 0, str(torch_device))
     if env is None or env.devices == 1:
@@ -99,6 +97,18 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
         ) from None
     group.is_of_this_process()
     return group
+
+
+def own_device(name: str | None, local: int) -> torch.device:
+    """What this process computes on, with no more memory than its launcher allows.
+
+    Raises:
+        InputError: no such device; a limit that is none.
+    """
+    device = pick_device(name, local)
+    if limit := os.environ.get("CONVOY_MEMORY"):
+        limit_memory(device, _bytes_of(limit))
+    return device
 
 
 def _bytes_of(limit: str) -> float:

@@ -5,10 +5,12 @@ is there. What is decided is in `membership/agreement.py`.
 """
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -21,7 +23,7 @@ from convoy.comm.failure import HealthServer, NoAnswer
 from convoy.comm.group import AloneGroup, Group
 from convoy.comm.processes import JoinedGroup, meet
 from convoy.comm.rendezvous import forget_store, keep_store
-from convoy.errors import ConvoyError, DeviceLostError
+from convoy.errors import ConvoyError, DeviceLostError, InputError
 from convoy.membership.agreement import (
     Ask,
     Asked,
@@ -77,6 +79,7 @@ class Home:
         credentials: of the job.
         token: of the job's members.
         staged: as for :func:`convoy.comm.processes.join`.
+        wish: the port to take where it is free, else any.
     """
 
     address: str
@@ -84,10 +87,18 @@ class Home:
     credentials: Credentials
     token: str
     staged: bool = False
+    wish: int = 0
 
     @classmethod
-    def of(cls, group: JoinedGroup, port: int = 0) -> "Home":
-        return cls(group.address, port, group.credentials, f"members of {group.token}", group.staged)
+    def of(cls, group: JoinedGroup, port: int = 0, wish: int = 0) -> "Home":
+        return cls(group.address, port, group.credentials, f"members of {group.token}", group.staged, wish)
+
+    def listener(self) -> socket.socket:
+        """InputError: the port is taken, or the address is none of this machine."""
+        if self.wish:
+            with suppress(InputError):
+                return listen_at(self.address, self.wish)
+        return listen_at(self.address, self.port)
 
 
 @final
@@ -117,7 +128,7 @@ class Membership:
         self.applicants = Applicants()
         self.offer: Words | None = None
         # A door of its own, which outlives the groups.
-        door = Door(listen_at(home.address, home.port), self._credentials, "convoy-members")
+        door = Door(home.listener(), self._credentials, "convoy-members")
         self._server = HealthServer(joined.device, door, home.token)
         self._state = Member(joined.device, Generation(0, tuple(range(joined.devices))))
         self._changed = threading.RLock()
@@ -226,18 +237,18 @@ class Membership:
         doors = [[d, *address] for d, address in self._addresses.items()]
         return {"call": _row(generation), "store": self._store, "doors": doors, "parted": sorted(self.parted)}
 
-    def _knocked(self, words: Words, _: Channel) -> Words:
+    def _knocked(self, words: Words, _: Channel) -> Words | None:
         """Somebody asks to be let in."""
         with self._changed:
             state = self._state
-            if state.phase == "out" or self.offer is None:
-                return {
-                    "refused": "this training takes nobody in" if state.phase != "out" else "this device is out of it"
-                }
+            if state.phase == "out":
+                return None  # others of the job may answer
+            if self.offer is None:
+                return {"refused": "this training takes nobody in"}
             if words["do"] == "hello":
                 return {"token": self._server.token, "offer": self.offer, "doors": self.doors}
             if state.leader != self.me:
-                return {"doors": [self._addresses[d] for d in state.candidates]}
+                return {"elsewhere": True, "doors": [self._addresses[d] for d in state.candidates]}
             host, port = words["door"]
             told = self.applicants.hear(Applicant(str(words["mark"]), (str(host), int(port)), words["facts"]))
             device = self.applicants.device_of(str(words["mark"]))
@@ -245,7 +256,7 @@ class Membership:
                 return {**self._call(state.called), "device": device}
             if device in state.generation.members:  # it was called to a meeting that failed
                 return {**self._call(state.generation), "store": None, "device": device}
-            return told
+            return {**told, "doors": self.doors}
 
     def _interrupted(self, words: Words) -> Words:
         if int(words["device"]) not in self.generation.members:

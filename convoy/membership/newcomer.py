@@ -1,8 +1,9 @@
 """How a process comes into a job that trains already: a state machine. Events in, what to do out. Pure.
 
 It asks at one door of the job after another, first whether the job would take it, then, once it is ready, to be let in. Only
-the leader lets in, so every other device answers with the doors of the present generation, the leader's first. Then it is
-called to the meeting of the next generation. From then on it is a member like the others, and no newcomer any more.
+the leader lets in, so every other device answers with the doors of the present generation, the leader's first; the leader tells
+them while it has somebody wait, so that any of the devices may be lost meanwhile. Then it is called to the meeting of the next
+generation. From then on it is a member like the others, and no newcomer any more.
 """
 
 from collections.abc import Sequence
@@ -30,9 +31,10 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """The leader has heard it; with a reason where it is not to come in for now."""
+    """The leader has heard it; with a reason where it is not to come in for now, and where its job answers now."""
 
     reason: str = ""
+    doors: tuple[Address, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +124,12 @@ def observe(state: Newcomer, event: Event) -> Newcomer:
                 return replace(state, stopped=f"nobody of the job answers at {_shown(state.doors)}: has it ended?")
             return replace(state, asked=(state.asked + 1) % len(state.doors), unanswered=count)
         case Sent(doors):
-            # Those known before stay behind them: all that it was told of may be lost.
-            known = (*doors, *(door for door in state.doors if door not in doors))[:MOST_DOORS]
+            known = _together(doors, state.doors)
             return replace(state, doors=known, asked=0, unanswered=0) if doors else observe(state, Unanswered())
-        case Waits(reason):
-            return replace(state, unanswered=0, spare=reason)
+        case Waits(reason, doors):
+            # Who answered stays the first: it may be reached by another address than the one that it knows of itself.
+            known = _together((state.doors[state.asked],), doors, state.doors)
+            return replace(state, doors=known, asked=0, unanswered=0, spare=reason)
         case Refused(reason):
             return replace(state, stopped=reason)
         case Invited():
@@ -134,6 +137,11 @@ def observe(state: Newcomer, event: Event) -> Newcomer:
 
 
 MOST_DOORS = 64
+
+
+def _together(*rows: Sequence[Address]) -> tuple[Address, ...]:
+    """Each door once. Those known before come last, and stay: all that it was told of may be lost."""
+    return tuple(dict.fromkeys(door for doors in rows for door in doors))[:MOST_DOORS]
 
 
 def _shown(doors: Sequence[Address]) -> str:
