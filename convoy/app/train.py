@@ -144,9 +144,7 @@ def run_newcomer(doors: Sequence[tuple[str, int]], device: str | None, here: Map
         _come_in(doors, device, here, launcher)
 
 
-def _come_in(
-    doors: Sequence[tuple[str, int]], device: str | None, here: Mapping[str, Any], launcher: Launcher
-) -> None:
+def _come_in(doors: Sequence[tuple[str, int]], device: str | None, here: Mapping[str, Any], launcher: Launcher) -> None:
     env = ProcessEnv(0, 2, 0, None, *doors[0], hosted=False, attempt=0)
     entrance = Entrance(doors, credentials_of(env))
     offer = entrance.hello(HELLO_S)

@@ -62,6 +62,12 @@ def train(
         raise InputError(
             "--listen without --job-key: who joins proves himself by it; make one with `convoy key FILE`, and give it"
         )
+    if resolved.settings.try_again and detach:
+        raise InputError("--try-again with --detach: nobody stays who could start lost devices again; leave one out")
+    if resolved.settings.try_again and not one_of_job and len(devices) == 1:
+        raise InputError(
+            "--try-again with one device: it has no others that go on and that it could join; leave it out"
+        )
     if not one_of_job:
         with loading():
             from convoy.app.checks import check_at_once, must_fetch
@@ -78,25 +84,32 @@ def train(
         from convoy.app.inputs import load_images
 
         load_images(resolved.settings)
+    from convoy.app.joining_address import joining, listening
     from convoy.launch.local import launch_local
 
-    host = "127.0.0.1"
-    if resolved.settings.listen is not None:
-        from convoy.app.joining_address import listening
-
-        host = listening(resolved.settings)[0]
+    settings = resolved.settings
+    host = "127.0.0.1" if settings.listen is None else listening(settings)[0]
     if detach:
         from convoy.launch.command import train_here_detached
 
         raise typer.Exit(train_here_detached(resolved, host))
     raise typer.Exit(
-        launch_local(sys.argv[1:], devices, host=host, port=resolved.settings.port, goes_on=resolved.settings.goes_on)
-    )
+        launch_local(
+            sys.argv[1:], devices, host=host, port=settings.port, goes_on=settings.goes_on,
+            joining=joining if settings.try_again else None,
+        )
+    )  # fmt: skip
 
 
 @app.command()
 def join(
-    job: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the job answers, as it prints it.")],
+    job: Annotated[
+        str,
+        typer.Argument(
+            metavar="HOST:PORT,...",
+            help="Where the job answers, as it prints it: one address of its devices, or several.",
+        ),
+    ],
     job_key: JobKeyFile = None,
     device: Annotated[
         str | None, typer.Option(help="What to compute on, such as cuda:0 or cpu; default: the first GPU, or the CPU.")
@@ -114,7 +127,9 @@ def join(
     two steps if that is predicted to make steps faster; else it waits as a spare. The numbers stay those of one device. SIGTERM
     lets it leave after a step.
 
-    Example: convoy join 192.168.1.5:7000 --job-key lab.key
+    It asks at the addresses in turn, and learns those of the other devices, so each of them may be lost while it waits.
+
+    Example: convoy join 192.168.1.5:7000,192.168.1.6:7000 --job-key lab.key
     """
     choose(job_key, False, os.environ)
     from convoy.app.joining_address import read_door

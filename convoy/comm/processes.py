@@ -99,7 +99,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
     return group
 
 
-def own_device(name: str | None, local: int) -> torch.device:
+def own_device(name: str | torch.device | None, local: int) -> torch.device:
     """What this process computes on, with no more memory than its launcher allows.
 
     Raises:

@@ -24,7 +24,7 @@ from convoy.comm.environment import resolve, route_to
 from convoy.comm.job_key import KEY_FILE, TRUST, JobKey
 from convoy.errors import ConvoyError, InputError
 from convoy.launch.exit_status import Ending
-from convoy.launch.host_job import CONVOY_COMMAND, device_environments, log_of
+from convoy.launch.host_job import CONVOY_COMMAND, device_environments, joining_environment, log_of
 from convoy.launch.stay import all_train, go_behind, let_go, note_end, stay
 from convoy.launch.supervisor import Interrupted, Interrupts, Output, Sink, Supervisor, by_line, decoded
 
@@ -78,6 +78,7 @@ class Agent:
                             if order["detach"]:
                                 self._held = go_behind()
                             self._start(devices, order)
+                            self._say("started")
                             if order["detach"] and self._are_let_go(devices, order):
                                 stay(devices, **{name: order[name] for name in ("goes_on", "grace_s", "silence_s")})
                                 return 0
@@ -93,7 +94,8 @@ class Agent:
         return 0
 
     def _start(self, devices: Supervisor, order: Message) -> None:
-        """Start the devices. What device 0 prints goes to files of the terminal, or as it comes to who started this."""
+        """Start the devices, or again one that was lost. What device 0 prints goes to files of the terminal, or as it comes to
+        who started this."""
         key = None if order["key"] is None else JobKey(order["key"].encode())
         # What this host's own shell says of keys is of no matter here.
         base = {name: value for name, value in os.environ.items() if name not in (KEY_FILE, TRUST)}
@@ -104,6 +106,10 @@ class Agent:
         command = [*CONVOY_COMMAND, *order["argv"]]
         logs = None if order["logs"] is None else Path(order["logs"])
         for rank, title, variables in zip(order["ranks"], order["titles"], environments, strict=True):
+            if order["again"] is not None:
+                if rank != order["again"]["device"]:
+                    continue
+                rank, variables = order["again"]["process"], joining_environment(variables)
             stdout: Output = subprocess.DEVNULL
             stderr: Output = "keep"
             if rank == 0 and order["terminal"] is not None:
@@ -119,6 +125,7 @@ class Agent:
                 devices.start(
                     rank, title, command, environment=variables, lifeline=True, key=key, stdout=stdout, stderr=stderr,
                     log=log_of(logs, rank) or (logs and logs / f"device-{rank}.log" if order["detach"] else None),
+                    told=self._pass_on(rank) if order["tells"] else None,
                 )  # fmt: skip
             except OSError as error:
                 raise InputError(f"cannot start {command[0]!r}: {error.strerror}; correct the host's python") from None
@@ -185,6 +192,9 @@ class Agent:
                 self._orders.append(None)
 
         return sink
+
+    def _pass_on(self, rank: int) -> Sink:
+        return by_line(lambda line: self._say("told", device=rank, line=line.decode(errors="replace")))
 
     def _forward(self, stream: str, rank: int) -> Sink:
         return decoded(lambda text: self._say("text", stream=stream, text=text, device=rank))

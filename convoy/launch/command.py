@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from convoy.app.checks import check
+from convoy.app.joining_address import joining
 from convoy.comm.environment import is_loopback, is_own, resolve, route_to
 from convoy.comm.job_key import variables_to_paste
 from convoy.config.run_file import RunSettings
@@ -14,7 +15,7 @@ from convoy.config.settings import key_of
 from convoy.errors import InputError, unknown_name
 from convoy.fleet import Fleet
 from convoy.launch.detach import Detach, new_detach, this_host
-from convoy.launch.fleet import run_on_fleet, run_on_hosts, startable
+from convoy.launch.fleet import Joining, run_on_fleet, run_on_hosts, startable
 from convoy.launch.host_job import host_jobs, line_to_paste
 from convoy.launch.kubernetes import jobset
 from convoy.launch.slurm import sbatch_file
@@ -60,9 +61,10 @@ def train_on_fleet(run: RunSettings, fleet: Fleet, print_lines: bool, detach: bo
     files = [] if settings.plan in (*PLANS, AUTO) else [Path(settings.plan)]
     if planned and settings.fleet is not None:
         files.append(settings.fleet)
+    tries_again = settings.goes_on and settings.try_again is not False and not detach
     return _start(
         fleet, ["train", *options], files, settings.port, print_lines, goes_on=settings.goes_on,
-        detach=new_detach(settings.timeout_s) if detach else None,
+        detach=new_detach(settings.timeout_s) if detach else None, joining=joining if tries_again else None,
     )  # fmt: skip
 
 
@@ -182,12 +184,15 @@ def _start(
     *,
     goes_on: bool = False,
     detach: Detach | None = None,
+    joining: Joining | None = None,
 ) -> int:
     first = host_jobs(fleet)[0].host
     if not print_lines:
         if not is_own(str(first.address)):
             print(f"Device 0 is on host {first.name}: files that the job writes lie there.", flush=True)
-        return run_on_fleet(fleet, argv, port=port, files=files, logs=logs, goes_on=goes_on, detach=detach)
+        return run_on_fleet(
+            fleet, argv, port=port, files=files, logs=logs, goes_on=goes_on, detach=detach, joining=joining
+        )
     address, meeting_port, further = _meeting_address(fleet), port or PASTED_PORT, _further(fleet)
     for job in host_jobs(fleet):
         line = line_to_paste(

@@ -85,7 +85,7 @@ def _blamed(ending: Ending) -> DeviceLostError | None:
 def _obituary(ending: Ending) -> str:
     who = f"device {ending.device} ({ending.name})"
     if ending.status < 0:
-        name = _signal_name(-ending.status)
+        name = signal_name(-ending.status)
         how = f"{who} was killed by {name}"
         if -ending.status == signal.SIGKILL:
             how += ". Unless somebody did that, its machine ran out of memory: give this device a smaller share"
@@ -99,7 +99,7 @@ def _obituary(ending: Ending) -> str:
     return f"{how}. The end of its error output:\n{last}"
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

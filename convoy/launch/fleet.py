@@ -6,21 +6,24 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from convoy._version import __version__
 from convoy.comm.environment import is_own
 from convoy.comm.job_key import key_to_start
 from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.fleet import Fleet, read_fleet
+from convoy.launch.again import Address, Again
 from convoy.launch.agent import BEAT_S, Message, digest, from_line, to_line
 from convoy.launch.detach import Detach, detached_text
 from convoy.launch.exit_status import Ending
 from convoy.launch.host_job import HostJob, host_jobs
 from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
-from convoy.launch.supervisor import TERMINATE_S, Interrupted, Interrupts, Supervisor, by_line, conclude
+from convoy.launch.supervisor import TERMINATE_S, Interrupted, Interrupts, Supervisor, by_line, conclude, note
 
 ANSWER_S = 60.0
 """A host that has not answered by then is not used. ssh itself gives up earlier, where it can."""
@@ -29,6 +32,9 @@ _TRAVEL_S = 5.0
 """Beside the time that a host takes to end its devices, the time for its word of it to come."""
 
 _KEPT_LINES = 20
+
+Joining = Callable[[Sequence[Address], str], Sequence[str]]
+"""The arguments with which a device that was lost is started again: the doors where it asks, and what it computes on."""
 
 
 def startable(path: Path | None) -> Fleet | None:
@@ -61,6 +67,7 @@ def run_on_fleet(
     logs: Path | None = None,
     goes_on: bool = False,
     detach: Detach | None = None,
+    joining: Joining | None = None,
 ) -> int:
     """Run ``python -m convoy argv`` once per device, each on its host, as one job, and wait for all of them.
 
@@ -75,6 +82,7 @@ def run_on_fleet(
         logs: a folder on each host for what its devices print, but for device 0.
         goes_on: the devices go on without those of them that are lost. What the first prints that is left is shown then.
         detach: once all train, leave them alone, and come back.
+        joining: how lost devices are started again on their hosts; None: they are not.
 
     Returns:
         0 if all ended well, or train alone; 2 if devices ended with an error that has been printed, 128 + n after signal n: 130
@@ -87,7 +95,15 @@ def run_on_fleet(
         DeviceLostError: a device crashed or was killed, or its host was lost; the message says which and how.
     """
     return run_on_hosts(
-        host_jobs(fleet), argv, port=port, files=files, grace_s=grace_s, logs=logs, goes_on=goes_on, detach=detach
+        host_jobs(fleet),
+        argv,
+        port=port,
+        files=files,
+        grace_s=grace_s,
+        logs=logs,
+        goes_on=goes_on,
+        detach=detach,
+        joining=joining,
     )
 
 
@@ -101,24 +117,22 @@ def run_on_hosts(
     logs: Path | None = None,
     goes_on: bool = False,
     detach: Detach | None = None,
+    joining: Joining | None = None,
     alone: str = "127.0.0.1",
 ) -> int:
     """As :func:`run_on_fleet`, of hosts with their devices; `alone` is where they meet if there is one host."""
     key = key_to_start(os.environ)
     logs = logs if detach is None else detach.logs
-    with Interrupts() as interrupts, _Hosts(jobs, grace_s, interrupts, goes_on, detach is not None) as hosts:
+    with Interrupts() as interrupts, _Hosts(jobs, grace_s, interrupts, goes_on, joining, detach is not None) as hosts:
         try:
             hosts.check(files)
             address, meeting_port = hosts.meet(port, alone)
-            for session in hosts.sessions:
-                session.send(
-                    "start", argv=list(argv), ranks=session.job.ranks, names=session.job.names, own=session.job.own,
-                    titles=[session.job.title(rank) for rank in session.job.ranks], total=sum(len(job.ranks) for job in jobs),
-                    address=address, port=meeting_port, grace_s=grace_s,
-                    terminal=session.terminal, logs=None if logs is None else str(logs),
-                    key=None if key is None else key.pem.decode(), goes_on=goes_on, detach=detach is not None,
-                    silence_s=math.inf if detach is None else detach.silence_s,
-                )  # fmt: skip
+            hosts.start(
+                argv=list(argv), total=sum(len(job.ranks) for job in jobs), address=address, port=meeting_port, grace_s=grace_s,
+                logs=None if logs is None else str(logs), key=None if key is None else key.pem.decode(), goes_on=goes_on,
+                detach=detach is not None, silence_s=math.inf if detach is None else detach.silence_s,
+                tells=joining is not None,
+            )  # fmt: skip
             hosts.follow(lambda: detach is not None and hosts.all_train)
             if detach is not None and hosts.all_train:
                 hosts.let_go()
@@ -136,6 +150,7 @@ class HostSession:
 
     Attributes:
         terminal: files that a local agent hands to device 0; None: what that prints comes in messages.
+        until_s: when it is given up, unless something is heard of it before.
     """
 
     def __init__(
@@ -150,7 +165,7 @@ class HostSession:
         Raises:
             InputError: there is no such program.
         """
-        self.job = job
+        self.job, self.until_s = job, math.inf
         self.local = is_own(str(job.host.address))
         self.terminal = (os.dup(1), os.dup(2)) if self.local and 0 in job.ranks and not detached else None
         host, folder = job.host, None
@@ -196,6 +211,11 @@ class HostSession:
         cure = remedy(self.job.host, "\n".join(said), sys.executable, os.getcwd())
         return f"ssh ended with status {status}{last}; {cure}"
 
+    @property
+    def failed(self) -> bool:
+        """Whether the process has ended otherwise than an agent whose devices have ended."""
+        return bool(self._process.popen.returncode)
+
     def send(self, what: str, **fields: object) -> None:
         """Say something to the agent. If it is gone, nothing happens here: its messages end too."""
         assert self._process.popen.stdin is not None
@@ -212,21 +232,21 @@ class _Hosts:
     """The sessions with all hosts of a fleet, that of device 0 first. Leaving the context ends what still runs."""
 
     def __init__(
-        self,
-        jobs: Sequence[HostJob],
-        grace_s: float,
-        interrupts: Interrupts,
-        goes_on: bool = False,
-        detached: bool = False,
-    ) -> None:
+        self, jobs: Sequence[HostJob], grace_s: float, interrupts: Interrupts, goes_on: bool = False,
+        joining: Joining | None = None, detached: bool = False,
+    ) -> None:  # fmt: skip
         self.sessions: list[HostSession] = []
         self.endings: list[Ending] = []
         self.lost: DeviceLostError | None = None
         self._processes = Supervisor(interrupts, self._gone)
         self._inbox: deque[tuple[HostSession, Message | None]] = deque()  # None: no more will come
         self._jobs, self._goes_on, self._detached = jobs, goes_on, detached
-        self._running = {rank for job in jobs for rank in job.ranks}
         self._train: set[HostSession] = set()
+        self._is_let_go = False
+        self._joining, self._order = joining, dict[str, Any]()
+        titles = {rank: f"device {rank} ({job.title(rank)})" for job in jobs for rank in job.ranks}
+        self._first = frozenset(titles)
+        self._again = Again([titles[rank] for rank in sorted(titles)], self._start_again if joining else None, note)
         self._end_s = grace_s + 2 * TERMINATE_S + _TRAVEL_S
         self._deadline_s = math.inf
         self._beat_s = time.monotonic()
@@ -246,7 +266,9 @@ class _Hosts:
             for session in self.sessions:
                 session.hang_up()
             # After an error or the second Ctrl-C the agents end their devices without being watched.
-            self._processes.listen(lambda: not self._processes.running, 0.5 if self._running else _TRAVEL_S)
+            self._processes.listen(
+                lambda: not self._processes.running, 0.5 if self._again.members and not self._is_let_go else _TRAVEL_S
+            )
 
     def _gone(self, ending: Ending) -> None:
         self._inbox.append((next(each for each in self.sessions if each.job.ranks[0] == ending.device), None))
@@ -322,7 +344,7 @@ class _Hosts:
     @property
     def all_train(self) -> bool:
         """Whether all devices of all hosts have begun to train, and do."""
-        return len(self._train) == len(self.sessions) and bool(self._running)
+        return self._train >= set(self.sessions) and bool(self._again.members)
 
     def let_go(self) -> None:
         """Leave the devices alone, and say where they are."""
@@ -331,11 +353,39 @@ class _Hosts:
             print(detached_text([(session.job, session.local, answer["logs"]) for session, answer in answers.items()]))
         except InputError as error:
             print(f"WARNING: the hosts were left alone, but for these, whose devices end:\n{error}", file=sys.stderr)
-        self._running.clear()
+        self._is_let_go = True
+
+    def start(self, **order: Any) -> None:
+        """Start all devices."""
+        self._order = order
+        for session in self.sessions:
+            self._send_start(session, session.job)
+
+    def _send_start(self, session: HostSession, job: HostJob, again: Mapping[str, int] | None = None) -> None:
+        titles = [job.title(rank) for rank in job.ranks]
+        order = self._order | {"ranks": job.ranks, "names": job.names, "own": job.own, "titles": titles}
+        session.send("start", **order, terminal=session.terminal, again=again)
+
+    def _start_again(self, device: int, number: int, doors: Sequence[Address]) -> None:
+        """Start a device that was lost, on its host, in a session of its own: the first one may be gone with it."""
+        assert self._joining is not None
+        self._processes.forget_ended()
+        job = next(job for job in self._jobs if device in job.ranks)
+        at = job.ranks.index(device)
+        alone = replace(job, ranks=(number,), names=job.names[at : at + 1], own=job.own[at : at + 1])
+        try:
+            session = HostSession(self._processes, alone, lambda *got: self._inbox.append(got))
+        except InputError as error:
+            self._again.lose_host(number, str(error))
+            return
+        session.until_s = time.monotonic() + ANSWER_S
+        self.sessions.append(session)
+        self._order["argv"] = list(self._joining(doors, job.names[at]))
+        self._send_start(session, job, {"device": device, "process": number})
 
     def follow(self, until: Callable[[], bool] = lambda: False) -> None:
         """Pass on what device 0 says until all devices have ended, the time for that is over, or something is true."""
-        while self._running and not until():
+        while self._again.members and not until():
             got = self._next(self._deadline_s)
             if got is None:
                 return
@@ -343,21 +393,23 @@ class _Hosts:
 
     def end(self, interrupt: bool) -> None:
         """Have all devices ended: they get some time, or are interrupted first."""
+        self._again.stop()
         self._deadline_s = time.monotonic() + self._end_s
         for session in self.sessions:
             session.send("end", interrupt=interrupt)
 
     def _take(self, session: HostSession, message: Message | None) -> None:
-        bad = False
+        bad, session.until_s = False, math.inf
         if message is None or message["convoy"] == "refused":
-            left = self._running.intersection(session.job.ranks)
-            self._running -= left
-            if left and self._deadline_s == math.inf:
-                self.lost, bad = _loss(session, min(left), message), not self._goes_on
+            bad = self._lose(session, message)
         elif message["convoy"] == "train":
             self._train.add(session)
+        elif message["convoy"] == "told":
+            self._again.hear(message["device"], message["line"].encode())
         elif message["convoy"] == "text":
-            if message["device"] == 0 or not any(rank < message["device"] for rank in self._running):
+            # A device that came later prints nothing until it is the first.
+            came_later = message["device"] not in self._first
+            if message["device"] == 0 or came_later or not any(d < message["device"] for d in self._again.running):
                 stream = sys.stdout if message["stream"] == "stdout" else sys.stderr
                 stream.write(message["text"])
                 stream.flush()
@@ -365,11 +417,32 @@ class _Hosts:
             ending = Ending(
                 message["device"], message["name"], message["status"], message["stopped"], tuple(message["lines"])
             )
-            self.endings.append(ending)
-            self._running.discard(ending.device)
+            if ending.device in self._again.came:
+                self.endings.append(ending)
+            self._again.note(ending)
             bad = ending.status != 0 and not self._goes_on
         if bad and self._deadline_s == math.inf:
             self.end(interrupt=False)
+
+    def _lose(self, session: HostSession, message: Message | None) -> bool:
+        """A host will say no more, with its devices or after them; whether the others are to end."""
+        why = str(message["text"]) if message is not None else session.trouble
+        left = self._again.running.intersection(session.job.ranks)
+        trained = left & self._again.members
+        for process in left:
+            self._again.lose_host(process, why)
+        if message is None:
+            if session.failed and not left:
+                self._again.lose_host_of(session.job.ranks, why)
+            self.sessions.remove(session)
+        if not trained or self._deadline_s < math.inf:
+            return False
+        rank = min(trained)
+        if rank in self._first:
+            self.lost = DeviceLostError(
+                rank, f"device {rank} ({session.job.title(rank)}) was lost with its host: {why}"
+            )
+        return not self._goes_on
 
     def _next(self, deadline_s: float) -> tuple[HostSession, Message | None] | None:
         """The next message of any host, or None at the deadline. Meanwhile all hosts hear that this process is there."""
@@ -379,12 +452,11 @@ class _Hosts:
                 for session in self.sessions:
                     session.send("beat")
                 self._beat_s = now_s + BEAT_S
-            if self._processes.listen(lambda: self._inbox, min(self._beat_s, deadline_s) - now_s):
+            for session in self.sessions:
+                if session.until_s <= now_s:
+                    self._processes.kill(session.job.ranks[0])
+            self._again.tend()
+            if self._processes.listen(lambda: self._inbox, min(self._beat_s, self._again.next_s, deadline_s) - now_s):
                 return self._inbox.popleft()
             if time.monotonic() >= deadline_s:
                 return None
-
-
-def _loss(session: HostSession, rank: int, message: Message | None) -> DeviceLostError:
-    why = str(message["text"]) if message is not None else session.trouble
-    return DeviceLostError(rank, f"device {rank} ({session.job.title(rank)}) was lost with its host: {why}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from convoy.comm.environment import LISTENER
 from convoy.comm.launch_env import RANK_VARIABLES
 
 if TYPE_CHECKING:  # the agent on a host knows no fleet, and should not wait for what reads its file
@@ -77,6 +78,12 @@ def device_environments(
         | dict(own[local] if own else {})
         for local, (rank, name) in enumerate(zip(ranks, names, strict=True))
     ]
+
+
+def joining_environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a device that is started again: it has no place among those that began, and asks to be let in."""
+    place = (*RANK_VARIABLES, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", LISTENER)
+    return {name: value for name, value in variables.items() if name not in place}
 
 
 def rank_variables(rank: int, local: int, total: int, local_total: int, address: str, port: int) -> dict[str, str]:

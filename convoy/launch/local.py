@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,8 +11,20 @@ from convoy.comm.environment import LISTENER, listen_at
 from convoy.comm.job_key import key_to_start
 from convoy.comm.launch_env import hidden
 from convoy.errors import InputError
-from convoy.launch.host_job import CONVOY_COMMAND, device_environments, log_of
-from convoy.launch.supervisor import Interrupted, Interrupts, Output, Supervisor, conclude, once_first
+from convoy.launch.again import Address, Again
+from convoy.launch.host_job import CONVOY_COMMAND, device_environments, joining_environment, log_of
+from convoy.launch.supervisor import (
+    Interrupted,
+    Interrupts,
+    Output,
+    Sink,
+    Supervisor,
+    by_line,
+    conclude,
+    note,
+    once_first,
+    to_stdout,
+)
 
 KILLED_GRACE_S = 0.5
 """Once a device was killed, the others get this long to end by themselves."""
@@ -30,6 +42,7 @@ def launch_local(
     script: bool = False,
     logs: Path | None = None,
     goes_on: bool = False,
+    joining: Callable[[Sequence[Address], str], Sequence[str]] | None = None,
 ) -> int:
     """Run ``command argv`` once per device, as one job, and wait for all of them.
 
@@ -47,6 +60,8 @@ def launch_local(
         script: it is one of the user's own, which is not to see that it is one of several processes.
         logs: a folder for what the devices but 0 print.
         goes_on: the devices go on without those of them that are lost. What the first prints that is left is shown then.
+        joining: the arguments with which a device that was lost is started again, which computes on that and asks at those
+            doors; None: none is.
 
     Returns:
         0 if all ended well, 2 if devices ended with an error that has been printed, 128 + n after signal n: 130 after Ctrl-C.
@@ -67,7 +82,25 @@ def launch_local(
         environments[0][LISTENER] = str(listener.fileno())
     key = key_to_start(environments[0]) if len(devices) > 1 else None
     store: object = None
-    with listener, Interrupts() as interrupts, Supervisor(interrupts) as processes:
+
+    def start_again(device: int, number: int, doors: Sequence[Address]) -> None:
+        assert joining is not None
+        processes.forget_ended()
+        processes.start(
+            number, devices[device], [*command, *joining(doors, devices[device])], lifeline=True, key=key, stdout=to_stdout,
+            environment=joining_environment(environments[device]), log=log_of(logs, number), told=hear(number),
+        )  # fmt: skip
+
+    def hear(number: int) -> Sink:
+        return by_line(lambda line: again.hear(number, line))
+
+    def over() -> bool:
+        again.tend()
+        return (processes.failed and not goes_on) or not (again.members if joining else processes.running)
+
+    titles = [f"device {rank} ({name})" for rank, name in enumerate(devices)]
+    again = Again(titles, start_again if joining else None, note)
+    with listener, Interrupts() as interrupts, Supervisor(interrupts, again.note) as processes:
         try:
             for rank, variables in enumerate(environments):
                 terminal = None if rank == 0 else subprocess.DEVNULL
@@ -76,6 +109,7 @@ def launch_local(
                     rank, devices[rank], [*command, *argv], environment=hidden(variables) if script else variables,
                     lifeline=True, key=key, stdin=terminal, stdout=stdout, stderr="keep" if rank else None,
                     log=log_of(logs, rank), pass_fds=[listener.fileno()] if rank == 0 and not hosted else (),
+                    told=hear(rank) if joining else None,
                 )  # fmt: skip
             if hosted:  # while they start
                 from convoy.comm.rendezvous import store_on
@@ -83,13 +117,15 @@ def launch_local(
                 store = store_on(listener)
             else:
                 listener.close()
-            processes.listen(lambda: (processes.failed and not goes_on) or not processes.running)
+            processes.listen(over)
+            again.stop()
             # A signal says which device was the cause: what the others would say is of no more use.
             killed = any(ending.status < 0 for ending in processes.endings)
-            processes.end(min(KILLED_GRACE_S, timeout_s) if killed else timeout_s)
+            processes.end(min(KILLED_GRACE_S, timeout_s) if killed or joining else timeout_s)
         except OSError as error:
             raise InputError(f"cannot start {command[0]!r}: {error.strerror}; give a program that exists") from None
         except Interrupted as interrupted:
+            again.stop()
             print(f"{interrupted.signum.name}: ending {len(processes.running)} devices", file=sys.stderr, flush=True)
             with suppress(Interrupted):  # a second one: no more waiting
                 # Ctrl-C has reached the devices, too.
@@ -97,4 +133,4 @@ def launch_local(
             return interrupted.status
         finally:
             del store  # which ends with it, also where an error keeps this frame
-    return conclude(processes.endings, goes_on=goes_on)
+    return conclude([each for each in processes.endings if each.device in again.came], goes_on=goes_on)

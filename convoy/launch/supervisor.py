@@ -21,6 +21,7 @@ from typing import IO, Any, Literal
 import psutil  # type: ignore[import-untyped]
 
 from convoy.comm.job_key import KEY_PIPE, JobKey, hand_over
+from convoy.comm.launcher import LAUNCHER_PIPE
 from convoy.errors import DeviceLostError, InputError
 from convoy.launch.exit_status import Ending, judge
 
@@ -111,15 +112,21 @@ def once_first(processes: "Supervisor", rank: int, show: Sink | None = None) -> 
         show: None: on this process's own standard output.
     """
 
-    def to_stdout(chunk: bytes) -> None:
-        sys.stdout.buffer.write(chunk)
-        sys.stdout.flush()
-
     def sink(chunk: bytes) -> None:
         if not any(process.device < rank for process in processes.running):
             (show or to_stdout)(chunk)
 
     return sink
+
+
+def to_stdout(chunk: bytes) -> None:
+    sys.stdout.buffer.write(chunk)
+    sys.stdout.flush()
+
+
+def note(line: str) -> None:
+    """Tell a person something beside what devices print."""
+    print(line, file=sys.stderr, flush=True)
 
 
 class Tail:
@@ -171,6 +178,7 @@ class Process:
         tail: the end of the output that is kept.
         members: ids of further processes, which get the same signals.
         pipes: its output that is read here, and who takes it.
+        words: what it tells its launcher.
     """
 
     device: int
@@ -179,6 +187,7 @@ class Process:
     members: Callable[[], Iterable[int]]
     tail: Tail = field(default_factory=Tail)
     pipes: dict[IO[bytes], Sink] = field(default_factory=dict)
+    words: IO[bytes] | None = None
     pidfd: int | None = None
     stopped: bool = False
     ended: bool = False
@@ -232,9 +241,7 @@ class Supervisor:
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.popen.wait(KILL_S)
-            for pipe in (process.popen.stdin, process.popen.stdout, process.popen.stderr):
-                if pipe is not None:
-                    pipe.close()
+            _close_pipes(process)
         self._selector.close()
         for file in (*(process.pidfd for process in self.running), *(self._lifeline or ())):
             if file is not None:
@@ -266,6 +273,7 @@ class Supervisor:
         key: JobKey | None = None,
         own_session: bool = False,
         log: Path | None = None,
+        told: Sink | None = None,
         members: Callable[[], Iterable[int]] = lambda: (),
     ) -> Process:
         """Start a process.
@@ -276,6 +284,7 @@ class Supervisor:
             key: of the job, handed over through a pipe: it stands in no argument and no variable.
             own_session: Ctrl-C in the terminal reaches this process alone, which then ends the others in order.
             log: a file that gets all it prints, beside what its output goes to here: the terminal's excepted.
+            told: takes what it tells its launcher (see `convoy.comm.launcher`), through a pipe of its own.
             members: ids of further processes that get the same signals, such as its children.
 
         Raises:
@@ -288,6 +297,11 @@ class Supervisor:
             variables["CONVOY_PARENT_PIPE"] = str(self._lifeline[0])
             pass_fds = (*pass_fds, self._lifeline[0])
         variables.pop(KEY_PIPE, None)
+        variables.pop(LAUNCHER_PIPE, None)
+        listens, tells = (None, None) if told is None else os.pipe()
+        if tells is not None:
+            variables[LAUNCHER_PIPE] = str(tells)
+            pass_fds = (*pass_fds, tells)
         pipe_of_key = None if key is None else hand_over(key)
         if pipe_of_key is not None:
             variables[KEY_PIPE] = str(pipe_of_key)
@@ -303,12 +317,18 @@ class Supervisor:
                 command, env=variables, cwd=folder, stdin=stdin, stdout=piped[0], stderr=piped[1], pass_fds=pass_fds,
                 start_new_session=own_session,
             )  # fmt: skip
+        except BaseException:
+            if listens is not None:
+                os.close(listens)
+            raise
         finally:
-            if pipe_of_key is not None:
-                os.close(pipe_of_key)
+            for file in (pipe_of_key, tells):
+                if file is not None:
+                    os.close(file)
         process = Process(device, name, popen, members)
+        process.words = None if listens is None else os.fdopen(listens, "rb", buffering=0)
         self._processes.append(process)
-        for pipe, out in ((popen.stdout, stdout), (popen.stderr, stderr)):
+        for pipe, out in ((popen.stdout, stdout), (popen.stderr, stderr), (process.words, told)):
             if pipe is not None:
                 process.pipes[pipe] = (
                     out if callable(out) else process.tail if written is None else both(process.tail, written)
@@ -356,6 +376,20 @@ class Supervisor:
                 return False
             for key, _ in self._selector.select(min(left_s, POLL_S)):
                 key.data()
+
+    def kill(self, device: int) -> None:
+        """End one process at once, if it still runs."""
+        for process in self.running:
+            if process.device == device:
+                process.popen.kill()
+
+    def forget_ended(self) -> None:
+        """Keep nothing but the endings of processes that have ended: where others follow them, there would be more and more."""
+        for process in [each for each in self._processes if each.ended]:
+            for pipe in process.pipes:
+                self._selector.unregister(pipe)
+            _close_pipes(process)
+            self._processes.remove(process)
 
     def send_signal(self, signum: signal.Signals) -> None:
         """Send a signal to all processes that run, and to the members of all."""
@@ -420,3 +454,9 @@ class Supervisor:
             self._selector.unregister(pipe)
         sink(chunk)
         return bool(chunk)
+
+
+def _close_pipes(process: Process) -> None:
+    for pipe in (process.popen.stdin, process.popen.stdout, process.popen.stderr, process.words):
+        if pipe is not None:
+            pipe.close()

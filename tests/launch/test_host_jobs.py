@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convoy import cli
+from convoy.app.joining_address import joining
 from convoy.comm.environment import is_own
 from convoy.config.run_file import resolve_settings
 from convoy.errors import InputError
@@ -221,7 +222,7 @@ def test_all_settings_travel_as_options(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert train_on_fleet(settled, FLEET, False) == 0
     (((fleet, argv), named),) = told
     assert fleet == FLEET
-    assert named == {"port": None, "files": [], "logs": None, "goes_on": True, "detach": None}
+    assert named == {"port": None, "files": [], "logs": None, "goes_on": True, "detach": None, "joining": joining}
     given: list[Any] = []
     monkeypatch.setattr("convoy.app.train.run_device", given.append)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "5")):
@@ -238,7 +239,14 @@ def test_files_that_the_devices_read_are_checked(monkeypatch: pytest.MonkeyPatch
     assert told == [
         (
             ["train", "--plan", "auto", "--fleet", "fleet.toml", "--port", "4000"],
-            {"port": 4000, "files": [Path("fleet.toml")], "logs": None, "goes_on": True, "detach": None},
+            {
+                "port": 4000,
+                "files": [Path("fleet.toml")],
+                "logs": None,
+                "goes_on": True,
+                "detach": None,
+                "joining": joining,
+            },
         )
     ]
 
@@ -285,7 +293,9 @@ def test_measuring_is_started_with_the_same_words(
     told: list[Any] = []
     monkeypatch.setattr("convoy.launch.command.run_on_fleet", lambda _, argv, **named: told.append((argv, named)) or 0)
     assert convoy_in_process(monkeypatch, argv) == 0
-    assert told == [(argv, {"port": None, "files": [fleet_file], "logs": None, "goes_on": False, "detach": None})]
+    assert told == [
+        (argv, {"port": None, "files": [fleet_file], "logs": None, "goes_on": False, "detach": None, "joining": None})
+    ]
     assert capsys.readouterr().out == "Device 0 is on host attic: files that the job writes lie there.\n"
 
 
