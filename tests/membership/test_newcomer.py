@@ -42,6 +42,10 @@ def after(*events: Event) -> Newcomer:
         ((Sent(()),), AskAt(B)),
         ((Waits(),), AskAt(A)),
         ((Waits("too slow"),), AskAt(A)),
+        ((Waits("too slow", (B, C)),), AskAt(A)),  # who answered, though it knows itself by another address
+        ((Waits("too slow", (B, C)), Unanswered()), AskAt(B)),
+        ((Waits("too slow", (C,)), *(Unanswered() for _ in range(2))), AskAt(B)),
+        ((Unanswered(), Waits("", (C,)), Unanswered()), AskAt(C)),
         ((Invited(5, FIVE),), Meet(5, FIVE)),
         ((Refused("another model"), Unanswered()), Stop("another model")),
         (
@@ -64,3 +68,4 @@ def test_why_it_waits_is_forgotten_once_it_is_let_in() -> None:
 def test_it_knows_a_bounded_number_of_doors() -> None:
     doors = tuple(("host", port) for port in range(200))
     assert len(after(Sent(doors)).doors) == MOST_DOORS
+    assert len(after(Waits("", doors)).doors) == MOST_DOORS

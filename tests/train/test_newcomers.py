@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.chaos import TIGHT, Case, build, make_net, whole_state
 from convoy.api import distribute, make_plan
+from convoy.app.joining_address import doors_text, read_door, told_doors
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Credentials, Words
 from convoy.comm.environment import ProcessEnv, listen_at
@@ -80,6 +81,7 @@ class Job:
     steps: dict[str, int] = field(default_factory=dict)
     expected: dict[int, str] = field(default_factory=dict)  # after that step all wait until this newcomer is wanted
     strikes: dict[tuple[str, int], Callable[[Members], None]] = field(default_factory=dict)
+    entrances: dict[str, Entrance] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         with torch_seed(self.case.seed):
@@ -191,7 +193,7 @@ def newcomer(job: Job, name: str, threads: list[threading.Thread], **facts: Any)
     """One more device asks to be let in."""
     job.wait(lambda: job.door)
     assert job.door is not None
-    entrance = Entrance([job.door], credentials_of(ALONE))
+    entrance = job.entrances[name] = Entrance([job.door], credentials_of(ALONE))
     assert entrance.hello(5.0) == {"case": "this one"}
     arguments = (name, job.built[name].group, (entrance, {"title": name, **facts}))
     threads.append(threading.Thread(target=job.device, args=arguments, name=f"newcomer-{name}", daemon=True))
@@ -320,13 +322,75 @@ def test_nobody_is_called_to_where_the_meeting_before_was() -> None:
     try:
         membership.offer, membership._store = {}, ("127.0.0.1", 9)  # of the meeting that this generation came from
         words = {"do": "ask", "mark": "a mark", "door": ["127.0.0.1", 8], "facts": {}}
-        assert membership._knocked(words, None) == {"wait": True}  # type: ignore[arg-type]
+        waits = {"wait": True, "doors": membership.doors}
+        assert membership._knocked(words, None) == waits  # type: ignore[arg-type]
         membership.applicants.decide("a mark", "wanted")
         membership.grant(membership.number(membership.applicants.wanted()))
         assert membership._state.called is not None
-        assert membership._knocked(words, None) == {"wait": True}  # type: ignore[arg-type]
+        assert membership._knocked(words, None) == waits  # type: ignore[arg-type]
     finally:
         membership.close()
+
+
+def test_who_waits_learns_the_doors_of_those_that_come_and_goes_on_asking_there() -> None:
+    """It was told of one device only, which leaves."""
+
+    def spare(facts: Words, members: Sequence[int]) -> str:
+        return "too slow" if facts["title"] == "slow" and 0 in members else ""
+
+    job = Job(Case(8, 1, "data", "sgd", epochs=3), ["slow", "first"], lambda: Everybody(spare))
+    job.strikes[("0", 2)] = lambda members: job.wait(lambda: members._judge.wanted() or job.told.get("slow"))
+    job.expected = dict.fromkeys(range(3, 9), "first") | dict.fromkeys(range(14, 22), "slow")
+    job.strikes[("0", 11)] = lambda _: job.wait(lambda: len(job.entrances["slow"]._state.doors) == 2)
+    job.strikes[("0", 12)] = lambda members: members.leave()
+    with started(job, 1) as threads:
+        newcomer(job, "slow", threads)
+        job.wait(lambda: job.told.get("slow"))
+        newcomer(job, "first", threads)
+    assert [type(error) for error in job.errors] == [LeftError]
+    losses, state = alone(job)
+    for name in ("first", "slow"):
+        found, held = job.results[name]
+        assert found == pytest.approx(losses[-len(found) :], rel=TIGHT)
+        assert all(float((held[key] - state[key]).abs().max()) < TIGHT for key in state)
+    assert len(job.entrances["slow"]._state.doors) == 2
+
+
+def test_a_device_that_is_out_sends_nobody_away() -> None:
+    """It is about to end; the others of its job answer."""
+    homes = [Home("127.0.0.1", 0, credentials_of(ALONE), "members of a test") for _ in range(2)]
+    memberships = [Membership(ChangingGroup(AloneGroup(CPU, TIMEOUT_S)), home) for home in homes]
+    try:
+        for each in memberships:
+            each.offer = {"case": "this one"}
+        memberships[0]._state = replace(memberships[0]._state, phase="out")
+        doors = [each.doors[0] for each in memberships]
+        entrance = Entrance(doors, credentials_of(ALONE))
+        assert entrance.hello(5.0) == {"case": "this one"}
+        assert entrance._state.doors == (doors[1], doors[0])
+        entrance._leave()
+    finally:
+        for each in memberships:
+            each.close()
+
+
+def test_a_wished_port_is_taken_where_it_is_free() -> None:
+    credentials = credentials_of(ALONE)
+    with listen_at("127.0.0.1", 0) as other:
+        port = other.getsockname()[1]
+        with Home("127.0.0.1", 0, credentials, "", wish=port).listener() as listener:
+            assert listener.getsockname()[1] != port
+    with Home("127.0.0.1", 0, credentials, "", wish=port).listener() as listener:
+        assert listener.getsockname()[1] == port
+
+
+def test_a_person_is_told_a_door_of_each_host_first() -> None:
+    a, b, c = "10.0.0.1", "10.0.0.2", "10.0.0.3"
+    doors = [(a, 7000), (a, 9), (a, 11), (b, 7000), (b, 3), (c, 7)]
+    assert told_doors(doors) == [(a, 7000), (b, 7000), (c, 7), (a, 9)]
+    text = doors_text(told_doors(doors))
+    assert text == "10.0.0.1:7000,10.0.0.2:7000,10.0.0.3:7,10.0.0.1:9"
+    assert [read_door(each) for each in text.split(",")] == told_doors(doors)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +441,7 @@ def test_convoy_join_comes_into_convoy_train(tmp_path: Path) -> None:
         job.kill()
         job.wait()
     assert "joined as device 2; 3 train after step " in done.stdout
-    assert f"Others may join: convoy join {door} --job-key FILE" in printed
+    assert re.search(rf"Others may join: convoy join {door},127.0.0.1:\d+ --job-key FILE", printed)
     record = read_log(tmp_path / "log.jsonl")
     assert [line.step for line in record.steps] == list(range(40 * 23))
     assert record.fleet is not None
