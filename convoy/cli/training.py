@@ -51,6 +51,8 @@ def train(
             "--detach with --print, or under torchrun, srun or mpirun: only what Convoy starts can it leave alone"
         )
     resolved = resolve_settings(run, {name: value for name, value in given.items() if value is not None})
+    if resolved.settings.try_again and detach:
+        raise InputError("--try-again with --detach: nobody stays who could start lost devices again; leave one out")
     choose(resolved.settings.job_key, resolved.settings.trust_network, os.environ)
     if not one_of_job and (resolved.settings.fleet is not None or print_lines):
         from convoy.launch.command import fleet_to_start, train_on_fleet
@@ -62,8 +64,6 @@ def train(
         raise InputError(
             "--listen without --job-key: who joins proves himself by it; make one with `convoy key FILE`, and give it"
         )
-    if resolved.settings.try_again and detach:
-        raise InputError("--try-again with --detach: nobody stays who could start lost devices again; leave one out")
     if resolved.settings.try_again and not one_of_job and len(devices) == 1:
         raise InputError(
             "--try-again with one device: it has no others that go on and that it could join; leave it out"

@@ -8,12 +8,13 @@
       │  meet ────────────────► (host 0 only)      the address on its route to the others, a free port
       │  start ───────────────────────────────►    one process per device
       │  beat, beat, ... ─────────────────────►    (silence, or the end of ssh: it ends its devices)
-      │  ◄── what device 0 says, how each device ended
+      │  ◄── what device 0 says, where newcomers may ask, how each device ended
       │  end ─────────────────────────────────►    the others, once one has failed or Ctrl-C was pressed
 
     detach.py, stay.py   `--detach`: the hosts are let go; and what an agent does without orders
     supervisor.py    starts processes, reads what they print, ends all of them; signals to this process
     exit_status.py   how processes ended, and which was the cause. Pure
+    again.py         which lost devices are started again, and when
     local.py         launch_local: the devices of this machine
     host_job.py      what each host starts, the environment of each device, the lines to paste. Pure
     ssh.py           the call of ssh, and what its complaints mean. Pure
