@@ -2,6 +2,7 @@
 
     python -m benchmarks.bench [--set targets] [--fleet NAME ...] [--data-dir D]     # Linux, root
     python -m benchmarks.bench --fleet even4 --net two-conv:500:1500 --batch 16 --plan one-device --plan master
+    python -m benchmarks.bench --set lab --fleet desktop4 --round 0.8 --budget 25 --links-budget 6 --tuning 40 --case-limit 45
     python -m benchmarks.bench --page-only
 
 Writes results/bench/CASE.json, docs/benchmarks.md and its figures. It says about how long it will take before it starts, and

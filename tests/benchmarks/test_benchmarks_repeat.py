@@ -1,11 +1,14 @@
 """Whether predictions repeat, and what the fall of a host's speed costs: what is made of the seconds."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import typer
 
 from benchmarks.fall import ANSWER, Fallen, Setting
+from benchmarks.fall import main as fall
 from benchmarks.repeat import repeats, spread
 from convoy.comm.group import AloneGroup
 from convoy.model.nets import build_net
@@ -32,6 +35,22 @@ def test_what_differs_between_measurements_is_told_by_the_part_that_does() -> No
         assert found.parts[part][same] == found.parts[part][0] < found.parts[part][changed]
     assert set(found.parts["jitter"]) == set(found.parts["wire"]) == {found.parts["layers"][0]}
     assert found.plans["auto, of the first"][2] == pytest.approx(found.plans["auto, of the first"][0] + 0.5)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--net", "alexnet:8", "--batch", "8", "--plan", "mastr"), "unknown plan .mastr.: choose one of auto"),
+        (("--net", "alexnet:8", "--batch", "8", "--plan", "master", "--plan", "auto"), "1 nets, 1 batches, 2 plans"),
+        (("--net", "alexnet:8"), "1 nets, 2 batches, 1 plans"),
+    ],
+)
+def test_a_fall_is_refused_where_nets_batches_and_plans_do_not_fit(words: tuple[str, ...], message: str) -> None:
+    options: dict[str, Any] = {name: [] for name in ("net", "batch", "plan")}
+    for name, value in zip(words[::2], words[1::2], strict=True):
+        options[name[2:]].append(int(value) if name == "--batch" else value)
+    with pytest.raises(typer.BadParameter, match=message):
+        fall(**{name: given or None for name, given in options.items()})
 
 
 def test_the_stretches_of_a_training_around_a_fall() -> None:
