@@ -146,11 +146,13 @@ _REST_OF_TARGETS = tuple(
     )
 )
 
+_WITH_EFFICIENCY = ("mixed4", "even4", "straggler2")
+_NAMED = ("ddp-tuned", FSDP, "data", "master", "model", "hybrid", AUTO)
 _NAMED_EVERYWHERE = tuple(
-    Series(fleet, "two-conv:150:800", (16,), ("ddp-tuned", FSDP, "data", "master", "model", "hybrid", AUTO))
-    for fleet in ("mixed4", "even4", "straggler2", "many8", "desktop4", "lab8")
+    Series(fleet, "two-conv:150:800", (16,), (IN_TURN, *_NAMED) if fleet in _WITH_EFFICIENCY else _NAMED)
+    for fleet in ("desktop4", "mixed4", "lab8", "many8", "even4", "straggler2")
 )
-"""The plans by name beside `auto`, once on every fleet."""
+"""The plans by name beside `auto`, once on every fleet; where an efficiency is asked for, with devices alone."""
 
 _SCALED = ("data", "master", AUTO)
 _SCALING = (
