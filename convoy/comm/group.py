@@ -163,11 +163,13 @@ class CountedGroup(ABC):
             raise InputError(f"lane {lane}: this group has {self.lanes}, numbered from 0; start the messages on lane 0")
         for message in (*sends, *receives):
             self._check(message)
-        sends_left = [message for message in sends if message.tensor.numel()]
+        sizes = [message.tensor.nbytes for message in sends]
         with self._counting:
-            for message in sends_left:
-                self.sent_bytes[message.peer] += message.tensor.numel() * message.tensor.element_size()
-        return sends_left, [message for message in receives if message.tensor.numel()]
+            for message, size in zip(sends, sizes, strict=True):
+                self.sent_bytes[message.peer] += size
+        if not all(sizes):
+            sends = [message for message, size in zip(sends, sizes, strict=True) if size]
+        return list(sends), [message for message in receives if message.tensor.numel()]
 
     def _check(self, message: Message) -> None:
         if message.peer == self.device or not 0 <= message.peer < self.devices:

@@ -120,7 +120,9 @@ class Lane:
         buffers[operation.buffer] = first
 
     def _start(self, messages: Messages, buffers: Buffers, _dtype: torch.dtype) -> None:
-        sends = [Message(s.peer, cut(buffers, s.part).contiguous()) for s in messages.sends]
+        # What goes to several devices is cut once.
+        parts = {s.part: cut(buffers, s.part).contiguous() for s in messages.sends}
+        sends = [Message(s.peer, parts[s.part]) for s in messages.sends]
         receives = [Message(r.peer, cut(buffers, r.part)) for r in messages.receives]
         self.pending[messages.event] = self.group.start(sends, receives, self.number)
 
