@@ -68,6 +68,13 @@ class Blow:
 
 
 @dataclass(frozen=True)
+class Join:
+    """A device asks to be let in once `at` steps are done; on threads only."""
+
+    at: int
+
+
+@dataclass(frozen=True)
 class Case:
     """One training and what happens to it."""
 
@@ -87,6 +94,7 @@ class Case:
     clip_norm: float | None = None
     average: bool = False  # of the weights
     saves: int | None = None  # steps from one checkpoint to the next
+    joins: tuple[Join, ...] = ()  # of devices that are numbered behind the first ones
 
     @property
     def steps(self) -> int:
@@ -351,11 +359,12 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=10**9)
     parser.add_argument("--kinds", default="kill", help="of kill, stop, term, such as kill,term")
     parser.add_argument("--inside", default="processes", choices=("processes", "threads"), help="see chaos_threads.py")
+    parser.add_argument("--joins", action="store_true", help="devices come in, too; inside threads")
     given = parser.parse_args()
     if given.inside == "threads":
         from benchmarks.chaos_threads import many  # which stands on this file
 
-        print(many(given.seed, given.minutes, given.cases))
+        print(many(given.seed, given.minutes, given.cases, joins=given.joins))
         return
     until_s, events, worst = time.monotonic() + 60 * given.minutes, 0, 0.0
     for seed in range(given.seed, given.seed + given.cases):

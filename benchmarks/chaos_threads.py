@@ -28,6 +28,7 @@ from torch import Tensor
 
 from benchmarks.chaos import TIGHT, Case, build, make_net, whole_state
 from benchmarks.chaos_drawn import drawn, example, plan_of
+from benchmarks.chaos_joins import Everybody, Late, Opens, entrance_of, part_of, with_joins
 from benchmarks.chaos_machines import Machine, SwitchedOff, machines
 from convoy.api import distribute
 from convoy.checkpoint.checkpointer import Checkpointer
@@ -55,7 +56,8 @@ class Fate:
     """What came of one device.
 
     Attributes:
-        ended: "done", "killed", "left", "out" (it was silent, or what is left is not enough), or the error.
+        ended: "done", "killed", "left", "out" (it was silent, or what is left is not enough), "late" (the training was over
+            before it was in), or the error.
         happened: the kinds of what was done to it.
     """
 
@@ -75,13 +77,14 @@ class Fleet:
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.folder = case, folder
-        self.fates = [Fate() for _ in range(case.devices)]
+        self.fates = [Fate() for _ in range(case.devices + len(case.joins))]
         self.machines: dict[int, Machine] = {}
         self.members: dict[int, Members] = {}
         # Once, before there are threads: torch has one generator for all of them, and who traces a model puts it back.
         torch.manual_seed(case.seed)
         self.net = make_net()
         self.key, self.plan = make_key(), plan_of(case, trace(self.net, example()).graph)
+        self.come = [part_of(self.net, case, TIMEOUT_S) for _ in case.joins]
         with listen_at("127.0.0.1", 0) as listener:
             self.port = int(listener.getsockname()[1])
         self.number = next(_numbers)
@@ -96,7 +99,12 @@ class Fleet:
             fate.ended = "killed"
         except LeftError:
             fate.ended = "left"
+        except Late:
+            fate.ended = "late"
         except ConvoyError as error:
+            if device >= self.case.devices and not fate.told and self.is_over():
+                fate.ended = "late"
+                return
             gone = "cannot go on" in str(error) or isinstance(error, StateLostError)
             fate.ended = f"out: {error}" if gone else "".join(traceback.format_exception(error))
         except BaseException as error:
@@ -106,30 +114,47 @@ class Fleet:
                 self._bury(device, machine)
 
     def _train(self, device: int, machine: Machine, fate: Fate) -> None:
-        case = self.case
-        env = ProcessEnv(device, case.devices, 0, None, "127.0.0.1", self.port, hosted=False, attempt=0)
-        group = ChangingGroup(meet(env, torch.device("cpu"), TIMEOUT_S, False, self.number))
-        part = distribute(copy.deepcopy(self.net), self.plan, group, example())
+        case, entrance = self.case, None
+        if device < case.devices:
+            env = ProcessEnv(device, case.devices, 0, None, "127.0.0.1", self.port, hosted=False, attempt=0)
+            group: Any = ChangingGroup(meet(env, torch.device("cpu"), TIMEOUT_S, False, self.number))
+            part = distribute(copy.deepcopy(self.net), self.plan, group, example())
+        else:
+            join, part = case.joins[device - case.devices], self.come[device - case.devices]
+            group, entrance = part.group, (entrance_of(join, machine, self.there, self.is_over), {})
         training, train, test = build(case, part, part)
         others = [] if training.schedule is None else [training.schedule]
         members = self.members[device] = Members(
-            part, training.optimizer, others=others, every=case.every, tell=fate.told.append
-        )
+            part, training.optimizer, others=others, every=case.every, tell=fate.told.append,
+            newcomers=Everybody() if case.joins else None, entrance=entrance,
+        )  # fmt: skip
         keeper = None
         if case.saves is not None:
             keeper = Checkpointer(
                 self.folder / "run", part, training.optimizer, every=case.saves, schedule=training.schedule
             )
-            keeper.begin(False)
+            if entrance is None:
+                keeper.begin(False)
         for name in ("start", "agree"):
             setattr(group, name, self._spoken(machine, getattr(group, name)))
         rebalancer = Rebalancer(part, training.optimizer) if case.rebalance else None
-        history = fit(training, train, test, case.epochs, None, rebalancer, keeper, members=members)
+        opens = Opens(members) if case.joins else None
+        history = fit(training, train, test, case.epochs, opens, rebalancer, keeper, members=members)
         state = members.repeated(lambda: whole_state(part, training.optimizer))
         members.close()
         fate.losses, fate.state = history.losses, state
         fate.accuracies = [each.accuracy for each in history.evaluations]
         group.close()
+
+    def there(self) -> list[Members]:
+        """Of the devices that train."""
+        rows = list(self.members.items())
+        return [m for d, m in rows if self.fates[d].ended == "done" and m.membership and not self.machines[d].is_off]
+
+    def is_over(self) -> bool:
+        """Whether the training is over, or nobody is left."""
+        first = self.fates[: self.case.devices]
+        return any(fate.losses for fate in self.fates) or all(fate.ended != "done" for fate in first)
 
     def _spoken(self, machine: Machine, speak: Callable[..., Any]) -> Callable[..., Any]:
         def spoken(*args: Any, **options: Any) -> Any:
@@ -221,7 +246,8 @@ def run(case: Case, limit_s: float = 90.0) -> Found:
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as name, machines():
         fleet = Fleet(case, Path(name))
         threads = [
-            threading.Thread(target=fleet.live, args=(d,), name=f"device-{d}", daemon=True) for d in range(case.devices)
+            threading.Thread(target=fleet.live, args=(d,), name=f"device-{d}", daemon=True)
+            for d in range(case.devices + len(case.joins))
         ]
         for thread in threads:
             thread.start()
@@ -234,7 +260,7 @@ def run(case: Case, limit_s: float = 90.0) -> Found:
             faulthandler.dump_traceback(sys.stderr)
             raise RuntimeError(f"{case} did not end within {limit_s:g} s: {[fate.ended for fate in fleet.fates]}")
         left = _left_behind(before)
-    found = judged(fleet.fates, wanted)
+    found = judged(fleet.fates, wanted, case.devices)
     return replace(found, short=found.short or left)
 
 
@@ -249,15 +275,18 @@ def _left_behind(before: set[int | None]) -> str:
     return ""
 
 
-def judged(fates: list[Fate], wanted: Fate) -> Found:
-    """The survivors' numbers beside those of one device."""
+def judged(fates: list[Fate], wanted: Fate, first: int) -> Found:
+    """The survivors' numbers beside those of one device; the devices behind the first ones came later."""
+    for fate in fates[first:]:
+        fate.happened += ["join"] * any(line.startswith("joined as") for line in fate.told)
     events, apart, short = sum(len(fate.happened) for fate in fates), 0.0, ""
     fragile = any("stop" in fate.happened for fate in fates)
     for device, fate in enumerate(fates):
         struck = set(fate.happened)
         allowed = {"done", "left"} if "term" in struck else {"killed"} if "kill" in struck else {"done"}
+        allowed |= {"late"} if device >= first and "join" not in struck else set()
         if fate.ended == "done":
-            apart = max(apart, difference(fate, wanted))
+            apart = max(apart, difference(fate, wanted, late=device >= first))
         if fate.ended in allowed or (fate.ended.startswith("out: ") and fragile):
             continue
         short = short or f"device {device}, {fate.happened}: {fate.ended}"
@@ -266,8 +295,11 @@ def judged(fates: list[Fate], wanted: Fate) -> Found:
     return Found(events, apart, fates, short)
 
 
-def difference(fate: Fate, wanted: Fate) -> float:
-    """The largest, relative to the size of what differs (at least 1); infinite where it is of another kind."""
+def difference(fate: Fate, wanted: Fate, *, late: bool = False) -> float:
+    """The largest, relative to the size of what differs (at least 1); infinite where it is of another kind. Who came late knows
+    the losses from the beginning of that epoch on."""
+    if late and fate.losses:
+        wanted = replace(wanted, losses=wanted.losses[-len(fate.losses) :])
     if len(fate.losses) != len(wanted.losses) or fate.state.keys() != wanted.state.keys():
         return float("inf")
     if fate.accuracies != wanted.accuracies:
@@ -283,8 +315,8 @@ def difference(fate: Fate, wanted: Fate) -> float:
 # ------------------------------------------------------------------------------------------------ many of them
 
 
-def many(seed: int, minutes: float, cases: int) -> str:
-    """Draw and run cases, print a line of each; a line about all of them.
+def many(seed: int, minutes: float, cases: int, *, joins: bool = False) -> str:
+    """Draw and run cases, with devices that come or without, print a line of each; a line about all of them.
 
     Raises:
         SystemExit: some went wrong; their seeds are named.
@@ -295,13 +327,14 @@ def many(seed: int, minutes: float, cases: int) -> str:
     until_s, before, kinds, wrong, worst = time.monotonic() + 60 * minutes, resources(), Counter[str](), [], 0.0
     done = 0
     for at in range(seed, seed + cases):
-        case, start_s = drawn(at), time.monotonic()
+        case, start_s = with_joins(drawn(at)) if joins else drawn(at), time.monotonic()
         found, done = run(case), done + 1
         kinds.update(kind for fate in found.fates for kind in fate.happened)
         worst = max(worst, found.apart)
         blows = " ".join(
             f"{blow.kind}:{blow.device}{'' if blow.beside is None else f'+{blow.beside}'}" for blow in case.blows
         )
+        blows += "".join(f" join:{join.at}" for join in case.joins)
         ends = (
             ""
             if not found.short
