@@ -360,7 +360,13 @@ def main() -> None:
     parser.add_argument("--kinds", default="kill", help="of kill, stop, term, such as kill,term")
     parser.add_argument("--inside", default="processes", choices=("processes", "threads"), help="see chaos_threads.py")
     parser.add_argument("--joins", action="store_true", help="devices come in, too; inside threads")
+    parser.add_argument("--churn", action="store_true", help="one job for all the time, see chaos_churn.py")
     given = parser.parse_args()
+    if given.churn:
+        from benchmarks.chaos_churn import many as churned
+
+        print(churned(given.seed, given.minutes))
+        return
     if given.inside == "threads":
         from benchmarks.chaos_threads import many  # which stands on this file
 

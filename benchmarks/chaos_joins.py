@@ -18,6 +18,7 @@ from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Words
 from convoy.comm.group import AloneGroup
 from convoy.comm.newcomer import Entrance
+from convoy.errors import InputError
 from convoy.model.tracing.trace_model import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
@@ -87,10 +88,19 @@ def entrance_of(join: Join, machine: Machine, there: Callable[[], Sequence[Membe
         if over():
             raise Late
         time.sleep(0.005)
-    doors = [door for each in there() if each.membership is not None for door in each.membership.doors]
-    entrance = Entrance(list(dict.fromkeys(doors)), machine)
-    entrance.hello(HELLO_S)
-    return entrance
+    until_s = time.monotonic() + HELLO_S
+    while True:
+        doors = [door for each in there() if each.membership is not None for door in each.membership.doors]
+        try:
+            entrance = Entrance(list(dict.fromkeys(doors)), machine)
+            entrance.hello(1.0)
+            return entrance
+        except InputError:  # as yet; or it has come to its end
+            if over():
+                raise Late from None
+            if time.monotonic() > until_s:
+                raise
+            time.sleep(0.02)
 
 
 def with_joins(case: Case) -> Case:
