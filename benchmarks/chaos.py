@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -372,13 +373,14 @@ def main() -> None:
 
         print(many(given.seed, given.minutes, given.cases, joins=given.joins))
         return
-    until_s, events, worst = time.monotonic() + 60 * given.minutes, 0, 0.0
+    until_s, events, worst, done = time.monotonic() + 60 * given.minutes, Counter[str](), 0.0, 0
     for seed in range(given.seed, given.seed + given.cases):
         if time.monotonic() > until_s:
             break
         case = drawn(seed, given.kinds.split(","))
         outcome = run(case)
-        events, worst = events + len(case.blows), max(worst, outcome.apart)
+        events.update(blow.kind for blow in case.blows)
+        done, worst = done + 1, max(worst, outcome.apart)
         print(
             f"seed {seed}: {case.plan} {case.optimizer} on {case.devices}, every {case.every}, "
             f"{' '.join(f'{blow.kind}:{blow.device}' for blow in case.blows)}, apart {outcome.apart:.1e}, "
@@ -387,7 +389,7 @@ def main() -> None:
         )
         if not outcome.apart < TIGHT:
             raise SystemExit(f"seed {seed}: {case}: {outcome}")
-    print(f"{events} events; at most {worst:.1e} apart")
+    print(f"{done} trainings, {events.total()} events ({dict(events)}), at most {worst:.1e} apart")
 
 
 if __name__ == "__main__":

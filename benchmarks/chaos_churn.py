@@ -38,6 +38,12 @@ from convoy.train.observer import StepResult
 SPARED, FIRST, MOST = 1, 3, 5
 """The device that is spared, devices at the beginning, and at most."""
 
+BETWEEN = 25
+"""Steps from one stroke to the next; some are made before it is written down how many there are."""
+
+COMING = 2
+"""So many may be on their way at once."""
+
 PAUSE_S = (0.5, 2.5)
 LINE_S = 15.0
 STUCK_S = 90.0
@@ -114,6 +120,7 @@ class Churn:
     wakes_s: dict[int, float] = field(default_factory=dict)
     events: Counter[str] = field(default_factory=Counter)
     rows: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    struck_at: int = 0
 
     def begin(self) -> None:
         with listen_at("127.0.0.1", 0) as listener:
@@ -137,14 +144,17 @@ class Churn:
 
     def turn(self) -> None:
         """Strike a device, or let another one ask to be let in."""
-        awake = [number for number in self.pids if number not in self.wakes_s]
         doors = [(str(host), int(port)) for host, port in self.status()["doors"]]
-        if len(awake) < 3 or (len(awake) < MOST and self.dice.random() < 0.5):
-            if doors:
+        if len(doors) < MOST and (len(doors) < FIRST or self.dice.random() < 0.5):
+            if len(self.pids) - len(self.wakes_s) - len(doors) < COMING:
                 self._start(lambda: live(self.case, self.folder, doors), {})
                 self.events["join"] += 1
             return
-        number = self.dice.choice([each for each in awake if each != SPARED])
+        if (steps := self.status()["steps"]) < self.struck_at + BETWEEN:
+            return  # two at once may take with them what nobody else has, and there are no checkpoints
+        self.struck_at = steps
+        awake = [number for number in self.pids if number not in (*self.wakes_s, SPARED)]
+        number = self.dice.choice(awake)
         kind = self.dice.choice(("kill",) * 6 + ("term",) * 3 + ("stop",))
         self.events[kind] += 1
         if kind == "stop":
@@ -242,7 +252,8 @@ def many(seed: int, minutes: float, plan: str = "model") -> str:
         finally:
             churn.end()
         count, apart = compared(churn.case, folder)
-        told_all = f"{steps} steps, {churn.events.total()} events ({dict(churn.events)}); losses of {count} steps at most {apart:.1e} apart"
+        kinds = f"{churn.events.total()} events ({dict(churn.events)})"
+        found = f"{steps} steps, {kinds}; losses of {count} steps at most {apart:.1e} apart"
         if not apart < TIGHT:
-            raise SystemExit(told_all)
-        return f"{told_all}; {churn.growth()}" if churn.rows else told_all
+            raise SystemExit(found)
+        return f"{found}; {churn.growth()}" if churn.rows else found

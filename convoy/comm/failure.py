@@ -9,7 +9,7 @@ error first sends the others a failure report.
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -236,6 +236,15 @@ class HealthServer:
             self._calls.pop(address).close()
         assert answer is not None  # this connection waits
         return answer
+
+    def keep_calls(self, addresses: Iterable[tuple[str, int]]) -> None:
+        """Close the connections to all others: nobody will ask them again."""
+        kept = set(addresses)
+        for address in [each for each in self._calls if each not in kept]:
+            if (channel := self._calls.pop(address, None)) is not None:
+                channel.close()
+        for address in [each for each, lock in self._asking.items() if each not in kept and not lock.locked()]:
+            self._asking.pop(address, None)
 
     def report_failure(self, report: FailureReport) -> None:
         """Tell every other device why this one leaves. Dead and unreachable ones cost at most `REPORT_S` together."""

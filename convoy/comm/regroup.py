@@ -366,6 +366,7 @@ class Membership:
                         self._observe(Met())
                         self._unreachable = ()
                         self.applicants.changed()
+                        self._server.keep_calls(self.doors)
                         return
                     self._unreachable = self._not_reached(generation)
                     waits_until_s = time.monotonic() + self.timeout_s

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.chaos import TIGHT, Blow, Case
 from benchmarks.chaos_drawn import drawn
+from benchmarks.chaos_joins import with_joins
 from benchmarks.chaos_threads import resources, run
 from convoy.comm.processes import JoinedGroup
 from convoy.train.members import Members
@@ -30,6 +31,16 @@ def test_what_is_drawn_changes_no_number(seed: int) -> None:
     assert not found.short
     assert found.apart < TIGHT
     assert found.events
+
+
+@pytest.mark.parametrize(
+    "seed", [100008, pytest.param(100006, marks=pytest.mark.slow), pytest.param(100001, marks=pytest.mark.slow)]
+)
+def test_who_comes_at_a_drawn_moment_changes_no_number(seed: int) -> None:
+    found = run(with_joins(drawn(seed)))
+    assert not found.short
+    assert found.apart < TIGHT
+    assert any("join" in fate.happened for fate in found.fates)
 
 
 def test_chaos_finds_a_schedule_that_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +89,15 @@ def test_a_device_that_was_to_leave_and_fell_silent_has_left() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_ten_minutes_of_chaos_on_threads() -> None:
-    command = [sys.executable, "-m", "benchmarks.chaos", "--inside", "threads", "--seed", "3000", "--minutes", "10"]
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--inside threads --seed 3000 --minutes 10",
+        "--inside threads --joins --seed 4000 --minutes 5",
+        "--churn --minutes 2",
+    ],
+)
+def test_ten_minutes_of_chaos(options: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.chaos", *options.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=850, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
