@@ -2,8 +2,8 @@
 
     python -m benchmarks.chaos_long --minutes 28 --seed 1 --out chaos.md
 
-The table's place is docs/come-and-go.md, under "Tried". A form that goes wrong is in it with its seeds; what each has printed is
-beside it (chaos.md.1.txt, ...).
+The table's place is docs/come-and-go.md, under "Tried". A form that goes wrong is in it with its seeds; what each has printed
+is beside it (chaos.md.1.txt, ...).
 """
 
 import argparse
