@@ -1,6 +1,7 @@
 """The peers: DDP's gradient is that of one device for any shares, and its search finds the best setting there is to find."""
 
 import copy
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from benchmarks.runners import sgd
 from benchmarks.tuning import Setting, Trial, tune, tune_even
 from benchmarks.wire import Gradients, Wire, buckets
 from benchmarks.worker import WorkerJob, run_fleet
-from convoy.comm.group import Group
+from convoy.comm.group import AloneGroup, Group
 from convoy.data import Images
 from convoy.model.nets import build_net
 from convoy.sharding.shares import Shares
@@ -117,6 +118,55 @@ def test_fsdp_takes_the_steps_of_one_device(shares: list[int]) -> None:
     for found in on_processes(3, "tests.benchmarks.test_benchmarks_ddp:train_fsdp", shares):
         for name, values in found.items():
             assert values == pytest.approx(expected[name], rel=1e-10, abs=1e-14), name
+
+
+class Recorded:
+    """A runner of known seconds on a clock that only it moves."""
+
+    now_s = 0.0
+
+    def __init__(self, _model: Any, setting: Setting, _rank: int, _images: Any) -> None:
+        self.step_s = 2.0 + setting.bucket_mb / 100
+        self.story: list[str] = []
+        self.stays = False
+
+    def build(self) -> None:
+        self.story.append("build")
+
+    def train(self, steps: int) -> None:
+        self.story.append(f"train {steps}")
+        Recorded.now_s += steps * self.step_s
+
+    def compute(self, steps: int) -> Gradients:
+        self.story.append(f"compute {steps}")
+        return Gradients((4,), ((1.5,),))
+
+    def rest(self) -> None:
+        if not self.stays:
+            self.story.append("rest")
+
+
+def test_the_best_of_long_trials_stays_ready_for_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another first step of DDP takes as long as the one that counts: 26 s each on a slow wire."""
+    monkeypatch.setattr(ddp, "DdpRunner", Recorded)
+    monkeypatch.setattr(ddp.time, "perf_counter", lambda: Recorded.now_s)
+    trials = ddp._Trials(AloneGroup(torch.device("cpu")), torch.nn.Linear(1, 1), images())
+    made: list[Recorded] = []
+    make = trials._made
+    monkeypatch.setattr(trials, "_made", lambda setting: made.append(make(setting)) or made[-1])
+    first = trials.attempt(Setting((8,), 25), math.inf)
+    assert (first.first_s, first.step_s, first.compute_s, first.given_up) == (2.25, 2.25, (1.5,), False)
+    slower = trials.attempt(Setting((8,), 100), 2.5)
+    assert (slower.step_s, slower.given_up, slower.gradients) == (3.0, True, None)
+    trials.attempt(Setting((8,), 5), math.inf)
+    whole = ["build", "train 1", "train 1", "compute 1"]
+    assert [each.story for each in made] == [[*whole, "rest"], ["build", "train 1", "rest"], whole]
+    chosen = trials.runner(Setting((8,), 5), stays=True)
+    assert chosen is made[-1]
+    chosen.rest()
+    assert made[-1].story == whole
+    other = trials.runner(Setting((8,), 25), stays=False)
+    assert other is made[-1] is not chosen, "a setting that is not ready is made anew"
 
 
 # --- the search, on a fleet that exists only as numbers ---------------------------------------------------------------
