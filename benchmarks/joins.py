@@ -91,8 +91,8 @@ def started(command: Sequence[str], namespace: str, core: int, output: Path) -> 
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     with output.open("wb") as out:
         process = subprocess.Popen(
-            ["ip", "netns", "exec", namespace, *command], stdout=out, stderr=out, env=environment, start_new_session=True,
-            preexec_fn=lambda: os.sched_setaffinity(0, {core}),
+            ["taskset", "-c", str(core), "ip", "netns", "exec", namespace, *command], stdout=out, stderr=out, env=environment,
+            start_new_session=True,
         )  # fmt: skip
     try:
         yield process
@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--also", default="", help="more options of the training, such as '--ema 0.99 --accumulate 2'")
     parser.add_argument("--comes", type=int, default=2, help="devices that join, one after another")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was made is removed all the same
     options = ["--net", given.net, "--batch", str(given.batch), "--plan", given.plan, "--spare", given.spare]
     options += shlex.split(given.also)
     found: list[Change] = []

@@ -1,0 +1,205 @@
+"""What encryption, and being ready for a loss, cost a training in which nothing happens: predicted and measured.
+
+    python -m benchmarks.standby [--rounds 5] [--net two-conv:50:500] [--batch 128] [--plans data,hybrid]
+
+Two hosts, as network namespaces with cards of 1 Gbit/s (Linux, root), each with one process on a core of its own. Both have two
+groups at once, one encrypted and one of a trusted network (gloo), and train by each plan, some steps in turn:
+
+    trusted     on the trusted network, no state is kept
+    encrypted   no state is kept
+    spares      encrypted, and the state is kept as `--spare auto` does
+
+Ratios are medians over the rounds, each of neighbours in time. Predictions are by what the same processes measured first: for
+encryption, the step with and without the seconds per byte that it is described with; for spares, what `convoy plan` says.
+"""
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from benchmarks.quiet import others_share
+from convoy.api import distribute, loader, make_plans
+from convoy.comm.group import Group
+from convoy.comm.job_key import KEY_FILE, TRUST, write_key_file
+from convoy.comm.processes import join
+from convoy.cost.described import ENCRYPTION_S_PER_BYTE
+from convoy.cost.table import Measurement
+from convoy.emulate import namespaces
+from convoy.emulate.machine import RunName
+from convoy.fleet import Card, Device, Fleet, Host
+from convoy.model.graph import Graph
+from convoy.model.nets import build_net
+from convoy.plan.plan import Plan
+from convoy.planner.predict import PlanningContext, predict_plan
+from convoy.planner.spare import SparePrice, spare_price
+from convoy.profile.load import read
+from convoy.train.members import Members
+
+GIGABIT = Card(125e6, 125e6, 5e-5)
+HOSTS = ("a", "b")
+IMAGE, CLASSES = (3, 32, 32), 10
+STRETCH_S = 2.0
+"""So long, about, a way has its turn; in whole periods of keeping."""
+
+MODES = ("trusted", "encrypted", "spares")
+
+
+def predicted(measured: Measurement, graph: Graph, batch: int, name: str) -> tuple[Plan, float, float, SparePrice]:
+    """A plan by name, seconds of its step, how many times as long encryption makes it, and what keeping the state adds."""
+    costs, fleet = measured.costs(graph), measured.fleet
+    context = PlanningContext.of(graph, batch, costs, fleet)
+    plan = context.named(name)
+    row = predict_plan(plan, context)
+    bare = tuple(max(0.0, each - ENCRYPTION_S_PER_BYTE) for each in costs.network.processor_s_per_byte)
+    plain = replace(costs, network=replace(costs.network, processor_s_per_byte=bare))
+    trusted = predict_plan(plan, PlanningContext.of(graph, batch, plain, fleet))
+    return plan, row.step_s, row.step_s / trusted.step_s, spare_price(row, context)
+
+
+def trainings(
+    net: str, batch: int, plan: Plan, every: int, encrypted: Group, trusted: Group
+) -> dict[str, Callable[[int], float]]:
+    """By its name, what does some steps in one of the ways, and says how long one took."""
+    return {
+        mode: _training(
+            net, batch, plan, every if mode == "spares" else None, trusted if mode == "trusted" else encrypted
+        )
+        for mode in MODES
+    }
+
+
+def _training(net: str, batch: int, plan: Plan, every: int | None, group: Group) -> Callable[[int], float]:
+    model = distribute(build_net(net, IMAGE, CLASSES, 0), plan, group, torch.zeros(1, *IMAGE))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    own = torch.Generator().manual_seed(1)
+    data = TensorDataset(
+        torch.randn(4 * batch, *IMAGE, generator=own), torch.randint(CLASSES, (4 * batch,), generator=own)
+    )
+    batches = _endless(loader(data, batch, model))
+    members: list[Members] = []
+
+    def steps(count: int) -> float:
+        if every is not None and not members:  # its doors open with its first turn
+            members.append(Members(model, optimizer, every=every))
+            members[0].begin()
+        group.agree("begin", "")
+        start_s = time.perf_counter()
+        for _ in range(count):
+            x, y = next(batches)
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            for each in members:
+                each.after_step()
+        group.agree("end", "")
+        return (time.perf_counter() - start_s) / count
+
+    return steps
+
+
+def _endless(batches: "loader") -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[valid-type]
+    while True:
+        yield from batches  # type: ignore[attr-defined]
+
+
+def work(net: str, batch: int, names: list[str], rounds: int, budget_s: float) -> None:
+    """What one host does; the first tells."""
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        encrypted = stack.enter_context(join("cpu", timeout_s=60))
+        os.environ[TRUST], os.environ["MASTER_PORT"] = "1", os.environ["OTHER_PORT"]
+        del os.environ[KEY_FILE]
+        trusted = stack.enter_context(join("cpu", timeout_s=60))
+        plans = make_plans(
+            build_net(net, IMAGE, CLASSES, 0), torch.zeros(1, *IMAGE), batch, encrypted, budget_s=budget_s
+        )
+        assert plans.measured is not None
+        for name in names:
+            probe = distribute(build_net(net, IMAGE, CLASSES, 0), plans[0], encrypted, torch.zeros(1, *IMAGE))
+            plan, step_s, dearer, price = predicted(plans.measured, probe.traced[True].graph, batch, name)
+            ways = trainings(net, batch, plan, price.every, encrypted, trusted)
+            first_s = {mode: ways[mode](3) for mode in MODES}["encrypted"]  # memory is new, and how long a turn is
+            periods = max(1, round(float(encrypted.agree("step", str(first_s))[0]) ** -1 * STRETCH_S / price.every))
+            begin, found = read(), {mode: list[float]() for mode in MODES}
+            for number in range(rounds):
+                for mode in MODES if number % 2 else reversed(MODES):
+                    found[mode].append(ways[mode](periods * price.every))
+            others = others_share(encrypted, begin)
+            if encrypted.device == 0:
+                told(name, step_s, dearer, price, found, others)
+
+
+def told(
+    name: str, step_s: float, dearer: float, price: SparePrice, found: dict[str, list[float]], others: float
+) -> None:
+    median = {mode: statistics.median(rows) for mode, rows in found.items()}
+    print(
+        f"{name}: a step {median['encrypted']:.4f} s (predicted {step_s:.4f}); others had {others:.0%} of the processors"
+    )
+    for mode, beside, expected in (("encrypted", "trusted", dearer), ("spares", "encrypted", 1 + price.part)):
+        ratios = sorted(a / b for a, b in zip(found[mode], found[beside], strict=True))
+        print(
+            f"  {mode} / {beside}: {statistics.median(ratios):.4f} ({ratios[0]:.3f} to {ratios[-1]:.3f}), predicted "
+            f"{expected:.4f}" + (f"; the state after every {price.every} steps" if mode == "spares" else "")
+        )
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--net", default="two-conv:50:500")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--plans", default="data,hybrid")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds of measuring")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for all, at most")
+    given = parser.parse_args()
+    if "RANK" in os.environ:
+        work(given.net, given.batch, given.plans.split(","), given.rounds, given.budget)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was made is removed all the same
+    wiring, cores = namespaces.wire(RunName.mine(), HOSTS), sorted(os.sched_getaffinity(0))
+    fleet = Fleet(
+        tuple(Host(host) for host in HOSTS), tuple(Device(f"{host}-cpu", host, "cpu", None) for host in HOSTS), GIGABIT
+    )
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        stack.enter_context(namespaces.network(wiring))
+        namespaces.shape(wiring, lambda _: GIGABIT)
+        write_key_file(folder / "key")
+        (folder / "fleet.toml").write_text(fleet.to_toml())
+        own = {
+            "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": wiring.ports[0].address, "MASTER_PORT": "29611",
+            "OTHER_PORT": "29612", KEY_FILE: str(folder / "key"), "CONVOY_FLEET": str(folder / "fleet.toml"),
+            "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }  # fmt: skip
+        processes = []
+        for rank, port in enumerate(wiring.ports):
+            command = ["ip", "netns", "exec", port.namespace, sys.executable, "-m", "benchmarks.standby", *sys.argv[1:]]
+            pinned = ["taskset", "-c", str(cores[rank % len(cores)]), *command]
+            processes.append(subprocess.Popen(pinned, env=os.environ | own | {"RANK": str(rank)}))
+            stack.callback(processes[-1].wait)
+            stack.callback(processes[-1].kill)
+        until_s = time.monotonic() + given.limit
+        statuses = [process.wait(max(0.1, until_s - time.monotonic())) for process in processes]
+    if any(statuses):
+        raise SystemExit(f"the hosts ended with {json.dumps(statuses)}")
+
+
+if __name__ == "__main__":
+    main()
