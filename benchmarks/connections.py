@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import secrets
+import signal
 import socket
 import ssl
 import statistics
@@ -28,6 +29,7 @@ from convoy.comm.changing import present
 from convoy.comm.group import Group, Message
 from convoy.comm.job_key import write_key_file
 from convoy.comm.processes import JoinedGroup, join
+from convoy.cost.described import ENCRYPTION_S_PER_BYTE
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName
 from convoy.fleet import Card
@@ -138,6 +140,7 @@ def main() -> None:
     if options.work or options.disturb:
         work(options.work) if options.work else disturb(options.disturb)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was made is removed all the same
     wiring = namespaces.wire(RunName.mine(), ("a", "b", "c"))
     found: dict[str, list[dict[str, float]]] = {"encrypted": [], "trusted": [], "strangers": []}
     with namespaces.network(wiring), tempfile.TemporaryDirectory() as name:
@@ -149,6 +152,12 @@ def main() -> None:
     for mode, rounds in found.items():
         medians = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
         print(f"{mode:10}", json.dumps({key: float(f"{value:.4g}") for key, value in medians.items()}))
+    for way in ("one_way", "both_ways"):
+        rows = zip(found["encrypted"], found["trusted"], strict=True)
+        more = statistics.median(x[f"{way}_s_per_byte"] - y[f"{way}_s_per_byte"] for x, y in rows)
+        print(
+            f"processor seconds that encrypting takes, {way}: {more:.2g} a byte, predicted {ENCRYPTION_S_PER_BYTE:.2g}"
+        )
     for key in ("steps_per_s", "one_way_bytes_per_s", "both_ways_bytes_per_s"):
         for mode, beside in (("encrypted", "trusted"), ("strangers", "encrypted")):
             ratios = [x[key] / y[key] for x, y in zip(found[mode], found[beside], strict=True)]

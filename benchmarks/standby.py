@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -56,6 +56,9 @@ IMAGE, CLASSES = (3, 32, 32), 10
 STRETCH_S = 2.0
 """So long, about, a way has its turn; in whole periods of keeping."""
 
+TIMEOUT_S = 200.0
+"""A host may be silent for a twentieth of it before it counts as lost."""
+
 MODES = ("trusted", "encrypted", "spares")
 
 
@@ -71,60 +74,56 @@ def predicted(measured: Measurement, graph: Graph, batch: int, name: str) -> tup
     return plan, row.step_s, row.step_s / trusted.step_s, spare_price(row, context)
 
 
-def trainings(
-    net: str, batch: int, plan: Plan, every: int, encrypted: Group, trusted: Group
-) -> dict[str, Callable[[int], float]]:
-    """By its name, what does some steps in one of the ways, and says how long one took."""
-    return {
-        mode: _training(
-            net, batch, plan, every if mode == "spares" else None, trusted if mode == "trusted" else encrypted
-        )
-        for mode in MODES
-    }
+class Training:
+    """A model that trains by a plan, some steps whenever it is its turn.
 
+    Args:
+        every: steps from one kept state to the next; None: none is kept.
+    """
 
-def _training(net: str, batch: int, plan: Plan, every: int | None, group: Group) -> Callable[[int], float]:
-    model = distribute(build_net(net, IMAGE, CLASSES, 0), plan, group, torch.zeros(1, *IMAGE))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    own = torch.Generator().manual_seed(1)
-    data = TensorDataset(
-        torch.randn(4 * batch, *IMAGE, generator=own), torch.randint(CLASSES, (4 * batch,), generator=own)
-    )
-    batches = _endless(loader(data, batch, model))
-    members: list[Members] = []
+    def __init__(self, net: str, batch: int, plan: Plan, every: int | None, group: Group) -> None:
+        self.model = distribute(build_net(net, IMAGE, CLASSES, 0), plan, group, torch.zeros(1, *IMAGE))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        own = torch.Generator().manual_seed(1)
+        x, y = torch.randn(4 * batch, *IMAGE, generator=own), torch.randint(CLASSES, (4 * batch,), generator=own)
+        self.batches = _endless(loader(TensorDataset(x, y), batch, self.model))
+        self.members = None if every is None else Members(self.model, self.optimizer, every=every)
+        if self.members is not None:
+            self.members.begin()
 
-    def steps(count: int) -> float:
-        if every is not None and not members:  # its doors open with its first turn
-            members.append(Members(model, optimizer, every=every))
-            members[0].begin()
-        group.agree("begin", "")
+    def run(self, count: int) -> float:
+        """Seconds of each of so many steps."""
+        self.model.group.agree("begin", "")
         start_s = time.perf_counter()
         for _ in range(count):
-            x, y = next(batches)
-            optimizer.zero_grad()
-            cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            for each in members:
-                each.after_step()
-        group.agree("end", "")
+            x, y = next(self.batches)
+            self.optimizer.zero_grad()
+            cross_entropy(self.model(x), y).backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+            if self.members is not None:
+                self.members.after_step()
+        self.model.group.agree("end", "")
         return (time.perf_counter() - start_s) / count
 
-    return steps
+    def close(self) -> None:
+        if self.members is not None:
+            self.members.finish()
+            self.members.close()
 
 
-def _endless(batches: "loader") -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[valid-type]
+def _endless(batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
     while True:
-        yield from batches  # type: ignore[attr-defined]
+        yield from batches
 
 
 def work(net: str, batch: int, names: list[str], rounds: int, budget_s: float) -> None:
     """What one host does; the first tells."""
     torch.set_num_threads(1)
     with ExitStack() as stack:
-        encrypted = stack.enter_context(join("cpu", timeout_s=60))
+        encrypted = stack.enter_context(join("cpu", timeout_s=TIMEOUT_S))
         os.environ[TRUST], os.environ["MASTER_PORT"] = "1", os.environ["OTHER_PORT"]
         del os.environ[KEY_FILE]
-        trusted = stack.enter_context(join("cpu", timeout_s=60))
+        trusted = stack.enter_context(join("cpu", timeout_s=TIMEOUT_S))
         plans = make_plans(
             build_net(net, IMAGE, CLASSES, 0), torch.zeros(1, *IMAGE), batch, encrypted, budget_s=budget_s
         )
@@ -132,16 +131,20 @@ def work(net: str, batch: int, names: list[str], rounds: int, budget_s: float) -
         for name in names:
             probe = distribute(build_net(net, IMAGE, CLASSES, 0), plans[0], encrypted, torch.zeros(1, *IMAGE))
             plan, step_s, dearer, price = predicted(plans.measured, probe.traced[True].graph, batch, name)
-            ways = trainings(net, batch, plan, price.every, encrypted, trusted)
-            first_s = {mode: ways[mode](3) for mode in MODES}["encrypted"]  # memory is new, and how long a turn is
-            periods = max(1, round(float(encrypted.agree("step", str(first_s))[0]) ** -1 * STRETCH_S / price.every))
+            made = {"trusted": (None, trusted), "encrypted": (None, encrypted), "spares": (price.every, encrypted)}
+            ways = {mode: Training(net, batch, plan, *made[mode]) for mode in MODES}
+            first_s = {mode: way.run(3) for mode, way in ways.items()}["encrypted"]  # memory is new
+            turn_s = float(encrypted.agree("how long a turn is", str(first_s))[0]) * price.every
+            periods = max(1, round(STRETCH_S / turn_s))
             begin, found = read(), {mode: list[float]() for mode in MODES}
             for number in range(rounds):
                 for mode in MODES if number % 2 else reversed(MODES):
-                    found[mode].append(ways[mode](periods * price.every))
+                    found[mode].append(ways[mode].run(periods * price.every))
             others = others_share(encrypted, begin)
             if encrypted.device == 0:
                 told(name, step_s, dearer, price, found, others)
+            for way in ways.values():
+                way.close()
 
 
 def told(
