@@ -68,10 +68,14 @@ def predicted(measured: Measurement, graph: Graph, batch: int, name: str) -> tup
     context = PlanningContext.of(graph, batch, costs, fleet)
     plan = context.named(name)
     row = predict_plan(plan, context)
-    bare = tuple(max(0.0, each - ENCRYPTION_S_PER_BYTE) for each in costs.network.processor_s_per_byte)
-    plain = replace(costs, network=replace(costs.network, processor_s_per_byte=bare))
-    trusted = predict_plan(plan, PlanningContext.of(graph, batch, plain, fleet))
-    return plan, row.step_s, row.step_s / trusted.step_s, spare_price(row, context)
+
+    def step_s(more_s: float) -> float:
+        """With so many seconds more for each byte that is sent or received than a trusted network takes."""
+        bare = (max(0.0, each - ENCRYPTION_S_PER_BYTE) for each in costs.network.processor_s_per_byte)
+        network = replace(costs.network, processor_s_per_byte=tuple(each + more_s for each in bare))
+        return predict_plan(plan, PlanningContext.of(graph, batch, replace(costs, network=network), fleet)).step_s
+
+    return plan, row.step_s, step_s(ENCRYPTION_S_PER_BYTE) / step_s(0.0), spare_price(row, context)
 
 
 class Training:
