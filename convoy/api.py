@@ -23,7 +23,7 @@ from convoy.model.tracing import trace
 from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import AUTO, named_plan
 from convoy.planner.known import Known
-from convoy.profile.auto import BUDGET_S, Plans, plan_together
+from convoy.profile.auto import BUDGET_S, Passes, Plans, plan_together
 from convoy.profile.progress import Progress, to_stderr
 from convoy.profile.speeds import given_speeds, measure_speeds, timing_s
 from convoy.runtime.clock import Clock
@@ -222,7 +222,7 @@ def make_plans(
     precision: str = "float32",
     optimizer: str = "sgd-momentum",
     net: str | None = None,
-    passes: int = 1,
+    passes: Passes = 1,
     outputs: OutputPlace | None = None,
     progress: Progress | None = None,
 ) -> Plans:
@@ -235,7 +235,8 @@ def make_plans(
         plan: a name; or a plan, as from a file: then only speeds are measured, and `reduce` and `wire` replace its own.
         optimizer: for "auto", whose state counts as memory: "sgd", "sgd-momentum" or "adam".
         net: for "auto", the model's name in messages and files; None: that of its class.
-        passes: for "auto", so many passes of `batch` make a step (see `Distributed.no_sync`).
+        passes: for "auto", so many passes of `batch` make a step (see `Distributed.no_sync`). Where this is "auto", too,
+            `batch` is that of a step, made in one pass or in as many as memory asks for; `Plans.passes` says in how many.
         progress: told what is measured, how much is done, and how much there is; None: device 0 says so on its standard error.
     """
     if batch < 1:
@@ -260,6 +261,10 @@ def make_plans(
                 wire="exact" if wire is None else wire, precision=precision, passes=passes,
                 outputs="everywhere" if outputs is None else outputs, progress=progress,
             )  # fmt: skip
+    if passes == "auto":
+        raise InputError(
+            'passes="auto" with another plan than "auto": only the planner knows what memory asks for; give a number'
+        )
     if isinstance(plan, Plan) and plan.batch != batch:
         raise PlanError(f"the plan {plan.name} is for a batch of {plan.batch}, not {batch}: make a new plan")
     measured = given_speeds((1.0,) * group.devices if speeds is None else speeds, group.devices)
@@ -284,7 +289,7 @@ def make_plans(
         optimizer=optimizer,
         passes=passes,
     )
-    return Plans((replace(made, reduce=reduce, wire=wire, outputs=place),), measured, known=known)
+    return Plans((replace(made, reduce=reduce, wire=wire, outputs=place),), measured, known=known, passes=passes)
 
 
 def distribute(

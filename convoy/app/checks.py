@@ -92,10 +92,15 @@ def check(settings: Settings) -> None:
         raise InputError(
             "--memory with --fleet: write memory_bytes of each device into the fleet file, and leave --memory out"
         )
-    if settings.batch % settings.accumulate:
+    if settings.accumulate == "auto" and settings.plan != AUTO:
+        raise InputError(
+            f"--accumulate auto with --plan {settings.plan}: only the planner knows how many passes memory asks for; give "
+            "--plan auto, or a number of passes"
+        )
+    if settings.batch % settings.passes:
         some = [n for n in range(1, min(settings.batch, MOST_PASSES + 1)) if not settings.batch % n]
         raise InputError(
-            f"--accumulate {settings.accumulate} with --batch {settings.batch}: the passes of a step must be equal; give one "
+            f"--accumulate {settings.passes} with --batch {settings.batch}: the passes of a step must be equal; give one "
             f"of {', '.join(map(str, [*some, settings.batch]))}"
         )
     if settings.precision != Settings.model_fields["precision"].default:
@@ -135,10 +140,10 @@ def _check_plan(settings: Settings) -> None:
         raise unknown_name("plan", plan, [*PLANS, AUTO, "a plan file (….json)"])
     saved, count = Plan.load(Path(plan)), len(settings.device_names)
     if settings.pass_batch != saved.batch:
-        passes = f" in {settings.accumulate} passes of {settings.pass_batch}" if settings.accumulate > 1 else ""
+        passes = f" in {settings.passes} passes of {settings.pass_batch}" if settings.passes > 1 else ""
         raise InputError(
             f"--batch {settings.batch}{passes}, but the plan {plan} is for {saved.batch}: give --batch "
-            f"{saved.batch * settings.accumulate}, or make a new plan"
+            f"{saved.batch * settings.passes}, or make a new plan"
         )
     if count != saved.devices:
         raise InputError(

@@ -2,20 +2,31 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from convoy.app.checks import check_counts, check_output
 from convoy.app.without_compiler import leave_compiler_out
+from convoy.config.option_types import passes_of_text
 from convoy.cost.described import fleet_costs
 from convoy.cost.table import read_fleet_file
-from convoy.errors import InputError
+from convoy.errors import InputError, shown
 from convoy.files import write_whole
 from convoy.model.nets import graph_of
 from convoy.plan.plan import parse_outputs
+from convoy.planner.in_passes import as_memory_asks, proposal, split
 from convoy.planner.predict import PlanningContext, predict_all, rates_by_devices
 from convoy.report.measured import remarks
-from convoy.report.plans import show_basis, show_counts, show_devices, show_plan, show_predictions, show_spare
+from convoy.report.plans import (
+    show_basis,
+    show_counts,
+    show_devices,
+    show_passes,
+    show_plan,
+    show_predictions,
+    show_spare,
+)
 from convoy.report.screen import Screen
 from convoy.report.waiting import Wait
 from convoy.sharding.comm_dtype import parse_comm_dtype
@@ -33,6 +44,7 @@ def run_plan(
     least_energy_s: float | None = None,
     wire: str = "exact",
     outputs: str = "everywhere",
+    accumulate: str = "1",
 ) -> None:
     """Print the predictions for a net on a fleet, measured or described; write the chosen plan if asked to.
 
@@ -41,6 +53,7 @@ def run_plan(
         least_energy_s: choose by joules per image, among the plans whose step takes at most this long.
         wire: of every plan, by its name or "bf16".
         outputs: of every plan: "everywhere" or "where-computed".
+        accumulate: passes that make a step, a number or "auto".
 
     Raises:
         InputError: sizes that cannot be, an unknown wire format or place of outputs; a fleet file with neither
@@ -54,7 +67,7 @@ def run_plan(
     leave_compiler_out()
     if output is not None:
         check_output("--output", output)
-    numbers, place = parse_comm_dtype(wire), parse_outputs(outputs)
+    numbers, place, passes = parse_comm_dtype(wire), parse_outputs(outputs), _passes(accumulate)
     described, measured = read_fleet_file(fleet)
     console = Screen(visible=True).console  # as wide as its tables where there is no terminal
     with Wait(Console(stderr=True), f"planning {net}", first_s=1.0) as tell:
@@ -62,11 +75,14 @@ def run_plan(
         graph = graph_of(net, image, classes)
         costs = fleet_costs(described, measured, graph, optimizer)
         context = PlanningContext.of(graph, batch, costs, described, optimizer, numbers, outputs=place)
+        context = as_memory_asks(context) if passes == "auto" else split(context, passes)
         tell("predicting plans")
         rows = predict_all(context, least_energy_s)
         tell("what fewer devices would bring")
         counts = [] if least_energy_s is not None else rates_by_devices(context)
+        other = None if passes == "auto" or context.passes > 1 else proposal(context, rows[-1].step_s)
     show_predictions(console, rows, context)
+    show_passes(console, rows[-1], context, other)
     show_basis(console, rows[-1], context)
     for remark in [] if measured is None else remarks(measured):
         console.print(remark, soft_wrap=True)
@@ -77,4 +93,14 @@ def run_plan(
     names = context.names
     if output is not None:
         write_whole(output, rows[-1].plan.to_json())
-        console.print(f"Written to {output}: convoy train --plan {output} --batch {batch} --devices {len(names)} ...")
+        several = f" --accumulate {context.passes}" if context.passes > 1 else ""
+        console.print(
+            f"Written to {output}: convoy train --plan {output} --batch {batch}{several} --devices {len(names)} ..."
+        )
+
+
+def _passes(text: str) -> Any:
+    try:
+        return passes_of_text(text)
+    except InputError as error:
+        raise InputError(f"--accumulate {shown(text)}: {error}") from None

@@ -186,6 +186,10 @@ def _train(
         plans = _plans(settings, model, example, group, slowdown, tell)
     for remark in [] if plans.measured is None else remarks(plans.measured):
         screen.line(remark)
+    if settings.accumulate == "auto":  # from here on it is a number
+        settings = settings.model_copy(update={"accumulate": plans.passes})
+        run = replace(run, settings=settings)
+        screen.line(f"A step is made in {plans.passes} pass{'es' * (plans.passes > 1)}, as memory asks for.")
     part = distribute(
         model, plans[0], group, example, slowdown=slowdown, precision=settings.precision, compile=settings.compile
     )
@@ -204,7 +208,7 @@ def _train(
     roster.tell(trains=True, run="" if directory is None else str(directory.run.absolute()))
     header = RunHeader(
         run, devices, plans.speeds, plans[0], graph, plans.measured, train.samples,
-        math.ceil(len(train) / settings.accumulate), done.step,
+        math.ceil(len(train) / settings.passes), done.step,
     )  # fmt: skip
     log = header.open_log(directory, screen.line, stack) if directory is not None and screen.visible else None
     loggers = build_loggers(settings, directory, done.step, screen=screen, stack=stack) if screen.visible else []
@@ -263,7 +267,7 @@ def _train(
     chosen = plans[0] if rebalancer is None else rebalancer.autotune.plan
     predicted_s, within = plans.predicted_s(chosen), plans.within(chosen)
     if predicted_s is not None and within is not None and len(ids) == plans[0].devices:
-        screen.lines([timer.beside(predicted_s, within, settings.accumulate)])
+        screen.lines([timer.beside(predicted_s, within, settings.passes)])
     if log is not None:
         for use in uses:
             log.write(use)
@@ -325,13 +329,13 @@ def build_loaders(settings: Settings, splits: Splits, part: Distributed | None) 
 def build_training(settings: Settings, model: nn.Module, train: Loader) -> Training:
     """The model with its optimizer, schedule, average and scaler; for a distributed model and an ordinary one."""
     optimizer = build_optimizer(settings.optimizer, model, settings.lr, settings.momentum, settings.weight_decay)
-    steps_per_epoch = math.ceil(len(train) / settings.accumulate)
+    steps_per_epoch = math.ceil(len(train) / settings.passes)
     schedule = Schedule(
         settings.schedule, settings.epochs * steps_per_epoch, round(settings.warmup_epochs * steps_per_epoch),
         settings.drop_epochs * steps_per_epoch, settings.drop_factor,
     )  # fmt: skip
     recipe = Recipe(
-        settings.accumulate, settings.clip_norm, settings.label_smoothing, settings.evaluate_epochs,
+        settings.passes, settings.clip_norm, settings.label_smoothing, settings.evaluate_epochs,
         settings.evaluate_steps, settings.on_nan == "stop",
     )  # fmt: skip
     return Training(
@@ -525,21 +529,21 @@ def _show_plan(settings: Settings, part: Distributed, screen: Screen) -> None:
         )
     screen.plan(plan, layer_rows(plan, graph), work_shares(steps, graph))
     if settings.explain:
-        steps = lower(plan, graph, pass_=[*passes_of(settings.accumulate)][-1])
+        steps = lower(plan, graph, pass_=[*passes_of(settings.passes)][-1])
         screen.lines(step_lines(steps))
         for program in compile_all(steps, graph):
             screen.lines(program_lines(program))
-    if settings.accumulate > 1:
+    if settings.passes > 1:
         sent = [sum(lower(plan, graph, pass_=kind).traffic().values()) for kind in ("first", "middle", "last")]
         before = (
             f"each pass before it {sent[0]:,}"
             if sent[0] == sent[1]
             else f"the first {sent[0]:,}, which gathers weights"
         )
-        before += f", each between {sent[1]:,}" * (sent[0] != sent[1] and settings.accumulate > 2)
+        before += f", each between {sent[1]:,}" * (sent[0] != sent[1] and settings.passes > 2)
         screen.lines(
             [
-                f"A step of {settings.batch} samples is {settings.accumulate} passes of {settings.pass_batch}; gradients are "
+                f"A step of {settings.batch} samples is {settings.passes} passes of {settings.pass_batch}; gradients are "
                 f"summed in the last, which sends {sent[2]:,} bytes, {before}."
             ]
         )

@@ -122,6 +122,12 @@ def plan(
         typer.Option(help="In which numbers activations and gradients travel: exact, or inexact-bf16 (short: bf16)."),
     ] = "exact",
     outputs: Outputs = "everywhere",
+    accumulate: Annotated[
+        str,
+        typer.Option(
+            help="Passes that make one step, each with an equal part of the batch; auto: one, or as many as memory asks for."
+        ),
+    ] = "1",
 ) -> None:
     """Predict every plan on a fleet, measured or described, and choose: step time, share of the limit, traffic, memory, joules,
     what bounds it. Plans that do not fit a device's memory are marked, and never chosen.
@@ -142,6 +148,7 @@ def plan(
         least_energy_s=least_energy,
         wire=wire,
         outputs=outputs,
+        accumulate=accumulate,
     )
 
 

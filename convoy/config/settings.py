@@ -24,6 +24,7 @@ from convoy.config.option_types import (
     device_names,
     devices_text,
     one_of,
+    passes_of_text,
     wire_text,
 )
 from convoy.errors import InputError
@@ -200,11 +201,11 @@ class Settings(BaseModel):
 
     epochs: int = _step(1, "Passes over the training images.", ge=1)
     batch: int = _step(64, "Global batch: samples per step, over all devices.", ge=1)
-    accumulate: int = _step(
+    accumulate: Annotated[Literal["auto"] | int, BeforeValidator(passes_of_text)] = _step(
         1,
         "Passes that make one step, each with an equal part of the batch: less memory, the same numbers (batch norm alone "
-        "sees the part).",
-        ge=1,
+        "sees the part). [b]auto[/], with --plan auto: one, or as many as the devices' memory asks for; one for nets with "
+        "batch norm.",
     )
     optimizer: Annotated[str, one_of("convoy.train.loop:OPTIMIZERS")] = _step("sgd", "sgd, adam or adamw.")
     lr: float = _step(0.01, "Learning rate; the highest one of a schedule.", gt=0)
@@ -307,9 +308,14 @@ class Settings(BaseModel):
         return (1.0,) * len(self.device_names) if self.slowdown is None else self.slowdown
 
     @property
+    def passes(self) -> int:
+        """Passes that make one step; 1 where it has yet to be found out."""
+        return 1 if self.accumulate == "auto" else self.accumulate
+
+    @property
     def pass_batch(self) -> int:
         """Samples of one pass over all devices: what a plan is for."""
-        return self.batch // self.accumulate
+        return self.batch // self.passes
 
     @property
     def goes_on(self) -> bool:
@@ -401,6 +407,8 @@ _BOUNDS = {
 def rule_of(name: str) -> str:
     """What may be given for a setting, in words."""
     annotation = _annotation(name)
+    if get_origin(annotation) is Literal and int in get_args(FIELDS[name].annotation):
+        return f"{', '.join(get_args(annotation))}, or a whole number of 1 or more"
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(sorted(get_args(annotation)))}"
     words = {

@@ -126,21 +126,17 @@ class Room:
         """The overfilled devices in words."""
         return [f"{self.names[d]} needs {_mb(needs[d])} of {_mb(self.bytes_of(d))}" for d in self.excess(needs)]
 
-    def refusal(self, model: str, batch: int, attempts: Sequence[Sequence[int]], passes: int = 0) -> str:
+    def refusal(self, model: str, batch: int, attempts: Sequence[Sequence[int]], in_passes: str = "") -> str:
         """Why nothing fits: the attempt that came closest, and what to do.
 
         Args:
-            passes: in so many passes a step would fit; 0: in none that is known.
+            in_passes: in how many passes a step would fit, as `passes_words` says it; nothing: in none that is known.
         """
         closest = min(attempts, key=lambda needs: max(need / self.bytes_of(d) for d, need in enumerate(needs)))
         return (
             f"no plan of this {model} at a batch of {batch} fits the devices' memory: the one that comes closest overfills "
             f"{'; '.join(self.overfull(closest))}. "
-            + (
-                f"Make a step of {passes} passes (--accumulate {passes}; in Python, model.no_sync()), u"
-                if passes
-                else "U"
-            )
+            + (f"Make a step of {in_passes}; or u" if in_passes else "U")
             + "se a smaller batch or net, add a device, or correct memory_bytes in the fleet file"
         )
 
@@ -154,6 +150,29 @@ def fewest_passes(batch: int, fits: Callable[[int], bool]) -> int | None:
     if batch == 1 or not fits(1):
         return None
     return next(n for n in range(2, batch + 1) if batch % n == 0 and (n == batch or fits(batch // n)))
+
+
+def passes_words(graph: Graph, passes: int, step_s: float | None = None) -> str:
+    """How to make a step in several passes, how long it is predicted to take, and where its numbers would be others.
+
+    Args:
+        step_s: of the whole step; None: nothing is predicted.
+    """
+    words = f"{passes} passes (--accumulate {passes}; in Python, model.no_sync())"
+    words += "" if step_s is None else f", which fits: {step_s:.3g} s a step"
+    if others := sees_batch(graph):
+        beside = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        what = "batch norm" if graph[others[0]].statistics else "layer"
+        words += (
+            f", with other numbers than in one pass, since {what} {others[0]!r}{beside} would see the samples of a pass"
+        )
+    return words
+
+
+def sees_batch(graph: Graph) -> tuple[str, ...]:
+    """Layers that make other numbers of a batch in parts than of the whole: batch norm, or values for all pairs of samples."""
+    rows = graph.layers.values()
+    return tuple(e.name for e in rows if e.batched and (e.statistics or e.across or not e.per_sample))
 
 
 def room_of(fleet: Fleet, optimizer: str = "sgd-momentum") -> Room:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from convoy.cost.memory import Room, fewest_passes, memory_of, memory_of_passes, memory_of_steps, most_bytes
+from convoy.cost.memory import Room, memory_of, memory_of_passes, memory_of_steps, most_bytes
 from convoy.errors import PlanError
 from convoy.plan.plan import Plan
 from convoy.plan.presets import SHARE_UNITS
@@ -46,13 +46,13 @@ def that_fit(
     order: Sequence[int],
     room: Room,
     lean: Reduce,
-    fits_in_passes: Callable[[int], bool],
+    in_passes: Callable[[], str],
 ) -> list[Found]:
     """Of the plans found, those that fit; and where the fastest did not, others that were made to save memory.
 
     Args:
         lean: how sums are made where memory is short: in a ring less of a tensor arrives at once than directly.
-        fits_in_passes: whether some plan of a smaller batch fits, for the message.
+        in_passes: in how many passes some plan fits, as `passes_words` says it, for the message.
 
     Raises:
         PlanError: no plan fits.
@@ -86,8 +86,7 @@ def that_fit(
         if not room.excess(need):
             fitting.append(each)
     if not fitting:
-        passes = model.passes * (fewest_passes(model.batch, fits_in_passes) or 0)
-        raise PlanError(room.refusal(model.graph.model, model.batch, [need for _, need in needs], passes))
+        raise PlanError(room.refusal(model.graph.model, model.batch, [need for _, need in needs], in_passes()))
     return fitting
 
 

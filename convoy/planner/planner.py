@@ -9,8 +9,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 
-from convoy.cost.memory import Room
+from convoy.cost.memory import Room, passes_words
 from convoy.model.graph import Graph
 from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
@@ -18,6 +19,7 @@ from convoy.planner.analytic import CostModel
 from convoy.planner.by_simulation import by_simulation
 from convoy.planner.counts import searched
 from convoy.planner.found import Candidate, Found, in_order, model_s
+from convoy.planner.local_search import LocalSearch
 from convoy.planner.memory import fits, freeing_weights, that_fit
 from convoy.planner.search import Search
 from convoy.sharding.comm_dtype import CommDtype
@@ -93,7 +95,7 @@ def _candidates(model: CostModel, room: Room | None, reduce: Reduce | None, simu
     speeds = model.solo_speeds()
     order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
     found = searched(model, order)
-    simulates = simulated and len(graph.layers) * len(order) ** 4 <= SIMULATION_WORK
+    simulates = simulated and _simulates(model)
     if simulates:
         found += searched(model.variant(overlap=1.0), order)
     if len(order) <= NAMED_DEVICES:
@@ -102,13 +104,26 @@ def _candidates(model: CostModel, room: Room | None, reduce: Reduce | None, simu
         found += [Found(model_s(model, order, plan), len(order), plan) for plan in named]
     if room is not None and room.limited:
 
-        def fits_in_passes(batch: int) -> bool:
-            return bool(quick_candidates(graph, batch, model.costs, room))
+        def in_passes() -> str:
+            some = quick_in_passes(model, room, reduce)
+            if some is None:
+                return ""
+            (passes, best), step_s = some, some[1].step_s
+            if _simulates(model):
+                part = CostModel(
+                    graph, best.plan.batch, model.costs, wire=wire, reduce=reduce, passes=passes, outputs=model.outputs
+                )
+                step_s = LocalSearch(part).simulated(best.plan).step_s
+            return passes_words(graph, passes, passes * step_s)
 
-        found = that_fit(model, found, order, room, "ring" if reduce is None else reduce, fits_in_passes)
+        found = that_fit(model, found, order, room, "ring" if reduce is None else reduce, in_passes)
     if not simulates:
         return [Candidate(each.plan, each.model_s) for each in in_order(found)]
     return by_simulation(model, found, order, room, reduces=("direct", "ring") if reduce is None else ())
+
+
+def _simulates(model: CostModel) -> bool:
+    return len(model.graph.layers) * model.devices**4 <= SIMULATION_WORK
 
 
 def quick_candidates(
@@ -151,3 +166,34 @@ def quick_candidates(
         freeing = freeing_weights(model, order, room)
         fitting = [Candidate(each.plan, each.model_s) for each, need in freeing if not room.excess(need)]
     return fitting
+
+
+MORE_PASSES = 3
+"""Beside the fewest passes that fit so many numbers of passes in all are compared: in a few more, a faster plan may fit."""
+
+
+def quick_in_passes(model: CostModel, room: Room | None, reduce: Reduce | None = None) -> tuple[int, Candidate] | None:
+    """In how many passes a step is best made where one does not fit, and the best plan of such a pass, by the analytic model.
+
+    Args:
+        model: of a step in one pass, or of one of several, which are to become more.
+        reduce: as for `candidates`.
+
+    Returns:
+        the number of all passes of the step, equal ones; None where not even passes of a sample fit.
+    """
+    batch = model.batch
+
+    def found(parts: int) -> Candidate | None:
+        some = quick_candidates(
+            model.graph, batch // parts, model.costs, room, model.wire, reduce=reduce, passes=model.passes * parts,
+            outputs=model.outputs,
+        )  # fmt: skip
+        return some[0] if some else None
+
+    if batch == 1 or (least := found(batch)) is None:
+        return None
+    counts = (parts for parts in range(2, batch) if batch % parts == 0)
+    fitting = ((model.passes * parts, each) for parts in counts if (each := found(parts)) is not None)
+    rows = [*islice(fitting, MORE_PASSES), (model.passes * batch, least)]
+    return min(rows, key=lambda row: row[0] * row[1].step_s)

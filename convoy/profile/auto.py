@@ -4,14 +4,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from torch import nn
 
 from convoy.comm.agreement import from_first
 from convoy.comm.group import Group
 from convoy.cost.interval import Interval, around
-from convoy.cost.memory import fewest_passes, memory_of, room_of
+from convoy.cost.memory import fewest_passes, memory_of, passes_words, room_of, sees_batch
 from convoy.cost.regrouped import seconds_of_layers
 from convoy.cost.table import Measurement, read_fleet_file
 from convoy.errors import InputError, MismatchError, PlanError
@@ -20,6 +20,8 @@ from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel
 from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan
+from convoy.plan.strategy import Batch
+from convoy.planner.in_passes import as_memory_asks
 from convoy.planner.known import Known
 from convoy.planner.predict import PlanningContext, choices, predict_plan
 from convoy.planner.spare import SparePrice, spare_price
@@ -35,6 +37,9 @@ from convoy.train.controller import Rebalancer
 
 BUDGET_S = 20.0
 
+Passes = int | Literal["auto"]
+"""So many make a step; auto: one, or as many as memory asks for, each with an equal part of the batch."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plans(Sequence[Plan]):
@@ -45,6 +50,7 @@ class Plans(Sequence[Plan]):
         step_s: predicted seconds of a step by each plan; empty where nothing was predicted.
         spread: the factor within which nine of ten measurements lie of each of these.
         known: what plans are made of when the devices change.
+        passes: so many make a step. Plans are of one of them, and so are seconds, in the mean.
         spare: what it costs to keep the state for the loss of a device, by the first plan; None: that is not known.
     """
 
@@ -54,6 +60,7 @@ class Plans(Sequence[Plan]):
     spread: tuple[float, ...] = ()
     known: Known | None = field(default=None, compare=False)
     spare: SparePrice | None = None
+    passes: int = 1
 
     @property
     def measured(self) -> Measurement | None:
@@ -125,7 +132,7 @@ def plan_together(
     reduce: Sum | None = None,
     wire: CommDtype = "exact",
     precision: str = "float32",
-    passes: int = 1,
+    passes: Passes = 1,
     outputs: OutputPlace = "everywhere",
     progress: Progress = lambda *_: None,
 ) -> Plans:
@@ -165,15 +172,16 @@ def plan_together(
     row = from_first(group, "automatic plan", planned)
     plans = tuple(Plan.from_json(text, "device 0's plan") for text in row["plans"])
     speeds, sums = Speeds(tuple(row["speeds"])), None if reduce == "inexact-butterfly-mixing" else reduce
-    known = Known(AUTO, tuple(range(group.devices)), speeds, measured, optimizer, sums, passes)
+    made = int(row["passes"])
+    known = Known(AUTO, tuple(range(group.devices)), speeds, measured, optimizer, sums, made)
     every, part, sent, memory, overfull = row["spare"]
     spare = SparePrice(every, part, sent, tuple(memory), tuple(overfull))
-    return Plans(plans, speeds, tuple(row["step_s"]), tuple(row["spread"]), known, spare)
+    return Plans(plans, speeds, tuple(row["step_s"]), tuple(row["spread"]), known, spare, made)
 
 
 def _alone(
     group: Group, graph: Graph, batch: int, fleet: str | None, optimizer: str, reduce: Sum | None, wire: CommDtype,
-    slowdown: float, passes: int, outputs: OutputPlace,
+    slowdown: float, passes: Passes, outputs: OutputPlace,
 ) -> Plans:  # fmt: skip
     """One device has nothing to choose: nothing is measured, and it is only seen to that it has room.
 
@@ -188,21 +196,28 @@ def _alone(
     def needs(samples: int) -> list[int]:
         return [each.total_bytes for each in memory_of(plan, graph, samples, optimizer=optimizer)]
 
-    if room.excess(needs(batch)):
-        more = fewest_passes(batch, lambda samples: not room.excess(needs(samples))) or 0
-        raise PlanError(room.refusal(graph.model, batch, [needs(batch)], passes * more))
-    return Plans((plan,), speeds)
+    fixed = 1 if passes == "auto" else passes
+    if not room.excess(needs(batch)):
+        return Plans((plan,), speeds, passes=fixed)
+    more = fewest_passes(batch, lambda samples: not room.excess(needs(samples)))
+    if more is None or passes != "auto" or sees_batch(graph):
+        words = "" if more is None else passes_words(graph, fixed * more)
+        raise PlanError(room.refusal(graph.model, batch, [needs(batch)], words))
+    return Plans((replace(plan, batch=batch // more, otherwise=Batch((batch // more,))),), speeds, passes=more)
 
 
 def _planned(
-    measured: Measurement, graph: Graph, batch: int, optimizer: str, reduce: Sum | None, wire: CommDtype, passes: int,
+    measured: Measurement, graph: Graph, batch: int, optimizer: str, reduce: Sum | None, wire: CommDtype, passes: Passes,
     outputs: OutputPlace,
 ) -> dict[str, Any]:  # fmt: skip
     """The chosen plan and those worth a trial, as the text of their files, with their predictions."""
     # What mixes is planned as if it summed; it sends weights beside gradients, so it may not fit where that did.
     sums = None if reduce == "inexact-butterfly-mixing" else reduce
     costs, fleet = measured.costs(graph), measured.fleet
-    context = PlanningContext.of(graph, batch, costs, fleet, optimizer, wire, sums, passes, outputs)
+    fixed = 1 if passes == "auto" else passes
+    context = PlanningContext.of(graph, batch, costs, fleet, optimizer, wire, sums, fixed, outputs)
+    if passes == "auto":
+        context = as_memory_asks(context)
     tried = choices(context)
     predicted = [predict_plan(each.plan, context) for each in tried]
     plans = [(each.plan, each.step_s, row.spread) for each, row in zip(tried, predicted, strict=True)]
@@ -220,6 +235,7 @@ def _planned(
         "step_s": [step_s for _, step_s, _ in plans],
         "spread": [spread for _, _, spread in plans],
         "speeds": context.speeds.devices,
+        "passes": context.passes,
         "spare": [price.every, price.part, price.sent_bytes, price.memory_bytes, price.overfull],
     }
 

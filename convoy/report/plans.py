@@ -7,9 +7,11 @@ from dataclasses import replace
 from rich.console import Console
 
 from convoy.cost.interval import Basis, Interval
+from convoy.cost.memory import passes_words
 from convoy.plan.explain import LayerRow, layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.planner.bound import LowerBound
+from convoy.planner.in_passes import InPasses
 from convoy.planner.predict import PlanningContext, PlanPrediction
 from convoy.planner.spare import spare_price
 from convoy.report.numbers import in_bytes
@@ -146,3 +148,21 @@ def show_plan(console: Console, row: PlanPrediction, context: PlanningContext) -
 
     rows = [priced(layer) for layer in layer_rows(row.plan, graph)]
     Screen(visible=True, console=console).plan(row.plan, rows, work_shares(steps, graph))
+
+
+def show_passes(console: Console, row: PlanPrediction, context: PlanningContext, other: InPasses | None) -> None:
+    """Of how many passes a step is, and whether several would be better.
+
+    Args:
+        other: a step of several passes that is much shorter, where there is one.
+    """
+    if context.passes > 1:
+        words = f"A step of {context.batch * context.passes} samples is {passes_words(context.graph, context.passes)}; what is"
+        console.print(
+            f"{words} said here is of one of them, with {context.batch} samples, in the mean. A step by {row.plan.name} takes "
+            f"{context.passes * row.step_s:.3g} s.",
+            soft_wrap=True,
+        )
+    if other is not None:
+        words = passes_words(context.graph, other.passes, other.step_s)
+        console.print(f"Memory makes this slow. A step could be made in {words}.", soft_wrap=True)

@@ -128,9 +128,9 @@ class RunHeader:
             settings = self.run.settings
             context = PlanningContext.of(
                 self.graph, plan.batch, self.measured.costs(self.graph), self.measured.fleet,
-                settings.optimizer_state, plan.wire, passes=settings.accumulate,
+                settings.optimizer_state, plan.wire, passes=settings.passes,
             )  # fmt: skip
-            log.write(prediction_line(predict_plan(plan, context), context, settings.accumulate, shares_only))
+            log.write(prediction_line(predict_plan(plan, context), context, settings.passes, shares_only))
 
 
 def runs_folder() -> Path:

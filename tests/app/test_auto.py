@@ -4,6 +4,7 @@ import copy
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,39 @@ def test_a_fleet_without_room_is_refused_on_every_device(measured: Measurement, 
     file.write_text(small.to_toml())
     with pytest.raises(PlanError, match=r"fits the devices' memory.* of 0\.001 MB"):
         refused(file, 2, net(), example())
+
+
+def planned_in_passes(group: Group, file: str) -> tuple[int, list[torch.Tensor]]:
+    """Weights after four steps, each in as many passes as memory asks for."""
+    torch.set_num_threads(1)
+    plans = make_plans(net(), example(), BATCH, group, fleet=Path(file), passes="auto", optimizer="sgd-momentum")
+    assert plans[0].batch * plans.passes == BATCH
+    part = distribute(net(), plans[0], group, example())
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        rows = zip(*(each.chunk(plans.passes) for each in batch(step)), strict=True)
+        for number, (x, y) in enumerate(rows):
+            with part.no_sync() if number + 1 < plans.passes else nullcontext():
+                loss = nn.functional.cross_entropy(part(x, whole=True), y)
+                (loss / plans.passes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return plans.passes, list(part.full_state_dict().values())
+
+
+def test_a_step_is_made_in_as_many_passes_as_memory_asks_for(measured: Measurement, tmp_path: Path) -> None:
+    """24 kB hold no batch of 12, and a part of it: the weights are those of one device, which made each step in one pass."""
+    found = {}
+    for room in (24_000, 10**9):
+        devices = tuple(replace(device, memory_bytes=room) for device in measured.fleet.devices)
+        file = tmp_path / f"{room}.toml"
+        file.write_text(replace(measured, fleet=replace(measured.fleet, devices=devices)).to_toml())
+        rows = run_on_threads(2, lambda group, file=file: planned_in_passes(group, str(file)))
+        found[room] = {passes for passes, _ in rows}
+        for _, weights in rows:
+            assert_like_one_device(weights)
+    assert found[10**9] == {1}
+    assert min(found[24_000]) > 1
 
 
 def test_in_a_rehearsal_the_fleet_file_describes_what_is_measured(

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from convoy.cost.memory import fewest_passes, memory_of, room_of
+from convoy.cost.memory import fewest_passes, memory_of, room_of, sees_batch
 from convoy.cost.overhead import Overheads
 from convoy.errors import PlanError
 from convoy.fleet import Card, Device, Fleet, Host
@@ -13,10 +13,12 @@ from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS
 from convoy.plan.steps import Compute, GatherWeights, SumGradients, passes_of, traffic
+from convoy.planner.in_passes import MUCH, as_memory_asks, proposal, split
 from convoy.planner.planner import candidates
 from convoy.planner.predict import PlanningContext, predict_plan, working
 from convoy.simulator.simulate import simulate
 from studies.roofline import roofline_costs
+from tests.support.one_device import by_name, graph_of
 from tests.support.stacks import Stack
 
 WIDE = Stack((2, 64, 64)).conv(2, 3).pool().flatten().linear(2048).graph()
@@ -140,3 +142,60 @@ def test_the_fewest_passes_are_a_divisor_of_the_batch() -> None:
     assert fewest_passes(7, lambda samples: samples <= 5) == 7
     assert fewest_passes(8, lambda samples: samples < 1) is None
     assert fewest_passes(1, lambda _: True) is None
+
+
+def test_the_message_says_how_long_a_step_in_passes_takes() -> None:
+    tight = context_of(fleet((1e11, 30_000_000), (1e11, 30_000_000)), CONVOLUTIONS, 64, 1)
+    with pytest.raises(PlanError) as caught:
+        tight.candidates()
+    found = proposal(tight, None)
+    assert found is not None
+    assert f"{found.passes} passes (--accumulate {found.passes}; in Python, model.no_sync()), which fits: " in str(
+        caught.value
+    )
+    assert f"{found.step_s:.3g} s a step; or use a smaller batch" in str(caught.value)
+    best = found.context.candidates()[0].step_s
+    assert best <= found.best.step_s
+    assert not found.best.overfull
+
+
+def test_passes_are_proposed_where_memory_makes_a_step_slow_and_nowhere_else() -> None:
+    """Half of the batch fits on the fast device; for all of it, the slow one has to help over 10 Mbit/s."""
+    room = 200_000_000
+
+    def context(memory: int | None) -> PlanningContext:
+        return context_of(fleet((1e11, memory), (2e10, memory), bytes_per_s=1.25e6), CONVOLUTIONS, 64, 1)
+
+    tight, wide = context(room), context(None)
+    step_s = tight.candidates()[0].step_s
+    found = proposal(tight, step_s)
+    assert found is not None
+    assert step_s > MUCH * found.step_s
+    assert (found.passes, as_memory_asks(tight).passes) == (2, 2)
+    assert proposal(tight, found.step_s * 1.1) is None
+    assert proposal(wide, None) is None
+    assert as_memory_asks(wide) is wide
+    roomy = context(10**9)
+    assert as_memory_asks(roomy) is roomy
+    assert proposal(roomy, roomy.candidates()[0].step_s) is None
+
+
+def test_a_net_with_batch_norm_is_not_made_in_passes_unasked() -> None:
+    norm = graph_of("resnet")
+    assert sees_batch(norm)
+    assert not sees_batch(CONVOLUTIONS)
+    need = max(each.total_bytes for each in memory_of(by_name("data", "resnet", batch=64), norm))
+    tight = context_of(fleet((1e11, need // 2), (1e11, need // 2)), norm, 64, 1)
+    assert as_memory_asks(tight) is tight
+    with pytest.raises(
+        PlanError, match=r"with other numbers than in one pass, since batch norm '\S+' and \d more would see"
+    ):
+        tight.candidates()
+
+
+def test_passes_of_a_step_are_equal() -> None:
+    context = context_of(fleet((1e11, None)), CONVOLUTIONS, 64, 1)
+    assert (split(context, 4).batch, split(split(context, 4), 2).passes) == (16, 8)
+    assert split(context, 1) == context
+    with pytest.raises(PlanError, match=r"64 samples in 3 passes: .* a number that divides 64"):
+        split(context, 3)

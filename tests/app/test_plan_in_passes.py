@@ -1,0 +1,56 @@
+"""`convoy plan --accumulate`: a step in several passes, as many as a person says, or as memory asks for."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from convoy.app.plan import run_plan
+from convoy.cost.memory import memory_of
+from convoy.errors import InputError, PlanError
+from convoy.model.nets import graph_of
+from convoy.plan.plan import Plan
+from tests.planner.test_passes import fleet
+
+NET, IMAGE, CLASSES, BATCH = "two-conv:4:6", (1, 8, 8), 10, 64
+ROOM = 60_000
+
+
+@pytest.fixture
+def tight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COLUMNS", "200")
+    file = tmp_path / "fleet.toml"
+    file.write_text(fleet((1e9, ROOM), (5e8, ROOM)).to_toml())
+    return file
+
+
+def test_as_many_passes_as_memory_asks_for(tight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PlanError, match=r"Make a step of (\d+) passes .*, which fits: \S+ s a step") as caught:
+        run_plan(NET, IMAGE, CLASSES, BATCH, tight, None)
+    wanted = int(re.findall(r"--accumulate (\d+)", str(caught.value))[0])
+    plan = tmp_path / "plan.json"
+    run_plan(NET, IMAGE, CLASSES, BATCH, tight, plan, accumulate="auto")
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"A step of {BATCH} samples is {wanted} passes (--accumulate {wanted}; in Python, model.no_sync())" in said
+    assert f"--batch {BATCH} --accumulate {wanted} --devices 2" in said
+    assert Plan.load(plan).batch == BATCH // wanted
+    needs = memory_of(Plan.load(plan), graph_of(NET, IMAGE, CLASSES))
+    assert max(each.total_bytes for each in needs) <= ROOM
+
+
+def test_a_net_with_batch_norm_is_told_what_passes_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`auto` refuses to change its numbers; a person may."""
+    file = tmp_path / "fleet.toml"
+    file.write_text(fleet((1e9, 250_000), (5e8, 250_000)).to_toml())
+    with pytest.raises(PlanError, match=r"with other numbers than in one pass, since batch norm '\S+' and 8 more"):
+        run_plan("resnet:8:4", IMAGE, CLASSES, 8, file, None, accumulate="auto")
+    run_plan("resnet:8:4", IMAGE, CLASSES, 8, file, None, accumulate="8")
+    assert "with other numbers than in one pass, since batch norm" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"), [("3", "divides 64"), ("x", "--accumulate 'x': give auto, or"), ("0", "1 or more")]
+)
+def test_passes_that_cannot_be(tight: Path, given: str, words: str) -> None:
+    with pytest.raises((InputError, PlanError), match=words):
+        run_plan(NET, IMAGE, CLASSES, BATCH, tight, None, accumulate=given)
