@@ -54,7 +54,11 @@ def show_predictions(console: Console, rows: Sequence[PlanPrediction], context: 
 
 def least_words(row: PlanPrediction, least: LowerBound, names: Sequence[str]) -> str:
     """How near a plan comes to what is possible."""
-    whence = "by computing alone" if least.device < 0 else f"by what must pass the card of {names[least.device]}"
+    whence = (
+        "by computing alone"
+        if least.device < 0
+        else f"by what must pass the card of {names[least.device]} or wait for it"
+    )
     floor = f"No exact plan can take less than {least.step_s:.3g} s a step ({whence})"
     return f"{floor}: {row.plan.name} is within {over_least(row, least)} of that."
 
