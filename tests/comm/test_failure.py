@@ -6,12 +6,17 @@ import signal
 import time
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
 
-from convoy.comm.failure import FailureReport, Health, NoAnswer, find_failed
+from convoy.comm.channel import Credentials
+from convoy.comm.door import Door
+from convoy.comm.environment import listen_at
+from convoy.comm.failure import FailureReport, Health, HealthServer, NoAnswer, find_failed
 from convoy.comm.group import Group, Message
+from convoy.comm.job_key import make_key
 from convoy.comm.processes import join
 from convoy.errors import MismatchError
 from tests.comm.test_group import say
@@ -190,3 +195,20 @@ def test_the_root_of_a_loss_is_found(story: dict[int, Said], timed_out: bool, lo
     verdict = find_failed(StoryPeers(story), me=0, peer=1, timed_out=timed_out, limit_s=60.0)
     assert verdict.device == lost
     assert words in verdict.cause
+
+
+def test_connections_to_devices_that_are_gone_are_closed() -> None:
+    """Whom a device had asked whether it is there, and asked no more when others came between them, kept its connection."""
+    credentials = Credentials(make_key())
+    doors = [Door(listen_at("127.0.0.1", 0), credentials) for _ in range(3)]
+    servers = [HealthServer(device, door, "a test") for device, door in enumerate(doors)]
+    try:
+        for other in servers[1:]:
+            assert servers[0].ask(other.address, "health") == {"waits_for": None, "done": False, "place": ANY}
+        gone, stays = (servers[0]._calls[other.address] for other in servers[1:])
+        servers[0].keep_calls([servers[2].address])
+        assert (gone.connection.fileno() < 0, stays.connection.fileno() < 0) == (True, False)
+        assert not isinstance(servers[0].ask(servers[1].address, "health"), NoAnswer), "it is called again"
+    finally:
+        for server in servers:
+            server.close()
