@@ -101,8 +101,8 @@ def handling_of(operation: Operation) -> Handling | None:
             return Handling(added=size * (len(parts) - 1), made=(size,) * (len(parts) - 1))
         case Pack(size=size):
             return copy_of(size)
-        case PackWeights(size=size, made=made):
-            return Handling(copied=size, made=(made,))
+        case PackWeights(size=size, made=made, fresh=fresh, shares=shares):
+            return Handling(copied=size, made=(made, *(map(sum, shares) if fresh else ())))
         case HaveWeights(size=size):  # compared: two are read, as a copy reads one and writes one
             return Handling(copied=size)
         case UnpackWeights(size=size, alone=alone):

@@ -449,8 +449,9 @@ class _Compiler:
         self._await(step.after, step.id)
         flat, alone = f"weights {step.id}", step.alone and uses
         stays = not uses and self.steps.pass_ == "first" and self.freed.isdisjoint(step.keys)
+        fresh = uses and not self.freed.isdisjoint(step.keys)
         self.main.append(
-            PackWeights(step.id, flat, step.keys, step.shares, size, alone, own_only=not uses, stays=stays)
+            PackWeights(step.id, flat, step.keys, step.shares, size, alone, own_only=not uses, stays=stays, fresh=fresh)
         )
         found = gather_operations(step.id, step.schedule, self.device, flat, own_only=not uses)
         self.main += found.begin

@@ -225,6 +225,7 @@ class PackWeights:
         size: entries of this device's shares.
         alone: of one parameter: the buffer is the whole parameter itself.
         own_only: this device computes nothing with them: the buffer has its shares alone.
+        fresh: the memory of the whole parameters was given back after their last use, and is taken from the system anew.
         stays: the buffer stays until the next pass, which has nothing else to see by whether a share has changed.
     """
 
@@ -236,6 +237,7 @@ class PackWeights:
     alone: bool = False
     own_only: bool = False
     stays: bool = False
+    fresh: bool = False
 
     @property
     def made(self) -> int:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from convoy.cost.memory import memory_of, memory_of_passes, memory_of_steps, parameter_entries
+from convoy.cost.overhead import NOTHING, Overheads, handling_of
 from convoy.errors import PlanError
 from convoy.plan.compile import compile_all
 from convoy.plan.device_program import Compute as DeviceCompute
@@ -21,6 +22,7 @@ from convoy.sharding.layout import Replicated, Split
 from convoy.sharding.redistribute import gather_shares, sum_into_shares, traffic
 from tests.support.in_shares import in_shares
 from tests.support.one_device import by_name, graph_of
+from tests.support.stacks import Stack
 
 SHARES = (1, 3, 0, 2)
 FORMS: tuple[Form, ...] = ("keep", "free")
@@ -183,3 +185,16 @@ def test_passes_behind_the_first_print_and_parse() -> None:
     for program in programs:
         assert any(isinstance(op, HaveWeights) for op in program.forward)
         assert parse_program(program_lines(program)) == program
+
+
+def test_weights_that_are_freed_take_fresh_memory_at_each_gathering() -> None:
+    """A large one, of 10 M float32: the system provides 40 MB anew, in forward and in backward; one that stays is there."""
+    graph = Stack((4, 50, 50)).flatten().linear(1000).graph()
+    overhead = Overheads(fresh_s_per_byte=1e-9)
+    for form, times in zip(FORMS, (0, 2), strict=True):
+        kept = {name: InShares((1, 1), form) for name in graph.layers if graph[name].trainable}
+        plan = Plan("p", graph.fingerprint, 2, 4, {}, Batch((2, 2)), in_shares=kept)
+        (program, _) = compile_all(lower(plan, graph), graph)
+        packs = [op for op in program.main() if isinstance(op, PackWeights) and 10_000_000 in map(sum, op.shares)]
+        fresh_s = [overhead.handling_s(handling_of(op) or NOTHING, 4) for op in packs]
+        assert sum(fresh_s) == pytest.approx(times * 0.04)
