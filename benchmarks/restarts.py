@@ -144,10 +144,10 @@ def job(way: str, net: str, batch: int, devices: int, folder: Path, torchft: str
         elif way == "torchrun-hosts":
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             found.kills_parents = True
-            place = ("--rdzv-backend", "c10d", "--rdzv-id", "restarts", "--rdzv-endpoint", f"127.0.0.1:{store.port}")
+            meeting = ("--rdzv-backend", "c10d", "--rdzv-id", "restarts", "--rdzv-endpoint", f"127.0.0.1:{store.port}")
             fleet = ("--nnodes", f"1:{devices}", "--nproc-per-node", "1", "--rdzv-conf", RENDEZVOUS)
             for _ in range(devices):
-                found.start([python, *AGENT, *place, *fleet, "-m", *worker, *arguments], **OWN_STORE)
+                found.start([python, *AGENT, *meeting, *fleet, "-m", *worker, *arguments], **OWN_STORE)
         else:
             all_here = ("--standalone", "--nproc-per-node", str(devices))
             found.start([python, *AGENT, *all_here, "-m", *worker, *arguments], **OWN_STORE)
