@@ -77,7 +77,10 @@ def run(form: int, lane: int, seed: int, minutes: float, out: Path) -> Run:
     ]
     output = out.with_name(f"{out.name}.{form * LANES + lane}.txt")
     with output.open("wb") as file:
-        status = subprocess.run(command, stdout=file, stderr=file, timeout=60 * (part * minutes + 10)).returncode
+        try:
+            status = subprocess.run(command, stdout=file, stderr=file, timeout=60 * (part * minutes + 3)).returncode
+        except subprocess.TimeoutExpired:
+            status = 124  # as of the command timeout
     lines = [
         line for line in output.read_text(errors="replace").splitlines() if " apart" in line and " events (" in line
     ]
