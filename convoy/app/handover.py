@@ -77,7 +77,9 @@ class Handover:
         header = replace(self.header, done=step)
         try:
             self.directory.log.parent.mkdir(parents=True, exist_ok=True)
-            self.log = self.stack.enter_context(RunLog(self.directory.log, max(1, step), self.screen.line))
+            self.log = self.stack.enter_context(
+                RunLog(self.directory.log, max(1, step), self.screen.line, from_lost=True)
+            )
             self.log.run(
                 header.run.settings.model_dump(mode="json") | {"rebalance": header.run.settings.rebalances},
                 sources=dict(header.run.sources), images=header.images, epoch_steps=header.steps,

@@ -2,6 +2,7 @@
 
 import math
 import os
+import secrets
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -110,6 +111,7 @@ class Checkpointer:
         self.every, self.keep, self.tell = every, keep, tell
         self.progress = Progress()
         self._saved = Progress()
+        self.run: str | None = None
         self._release: Callable[[], object] | None = None
 
     def begin(self, resume: bool) -> Progress:
@@ -127,7 +129,7 @@ class Checkpointer:
                 it holds something else than a run; see also `load_checkpoint`.
         """
         group = Parts.of(self.model).group
-        folder, found = from_first(group, "checkpoint: begin", lambda: self._begin(resume))
+        folder, found, self.run = from_first(group, "checkpoint: begin", lambda: self._begin(resume))
         self.folder = Path(folder)
         if found is not None:
             try:
@@ -189,24 +191,25 @@ class Checkpointer:
         self.progress = progress
         if Parts.of(self.model).first and self._release is None:
             try:
-                hold(run_folder(self.folder))
+                hold(run_folder(self.folder), self.run, from_lost=True)
                 self._release = weakref.finalize(self, release, run_folder(self.folder))
             except (InputError, OSError) as error:
-                self._tell(f"WARNING: {error}; checkpoints are written all the same")
+                self._tell(f"WARNING: {error}; the next checkpoint ends the training, if that lasts")
 
     def close(self) -> None:
         """Let another run have the folder. So does the end of this object, or of the process."""
         if self._release is not None:
             self._release()
 
-    def _begin(self, resume: bool) -> tuple[str, str | None]:
-        """Take the folder of the run for this process; that folder, and the checkpoint to go on from."""
+    def _begin(self, resume: bool) -> tuple[str, str | None, str]:
+        """Take the folder of the run for this process; that folder, the checkpoint to go on from, and the run's own text."""
         starting_point(self.folder, resume)  # what it refuses leaves no trace
         folder = run_folder(self.folder)
         try:
             # From now on there is something to resume, even if the run is ended before its first checkpoint.
             folder.mkdir(parents=True, exist_ok=True)
-            hold(folder)
+            run = secrets.token_hex(8)
+            hold(folder, run)
             self._release = weakref.finalize(self, release, folder)
         except OSError as error:
             raise InputError(
@@ -217,7 +220,7 @@ class Checkpointer:
         except InputError:
             self.close()
             raise
-        return str(folder), None if found is None else str(found)
+        return str(folder), None if found is None else str(found), run
 
     def _save(self, score: float | None = None) -> None:
         path = save_checkpoint(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from convoy.errors import InputError, shortened
 
@@ -29,8 +30,13 @@ class _Lock:
 _held: dict[Path, _Lock] = {}
 
 
-def hold(folder: Path) -> None:
+def hold(folder: Path, run: str | None = None, *, from_lost: bool = False) -> None:
     """Take a folder for this process, until as many calls of `release`, or its end.
+
+    Args:
+        run: a text that no other run has.
+        from_lost: a process of this run that holds it does not count: the others of the run go on without it. It may be
+            stopped, and still hold the lock.
 
     Raises:
         InputError: another process holds it; says which one.
@@ -43,17 +49,19 @@ def hold(folder: Path) -> None:
     while True:
         handle = os.open(own / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         try:
-            _lock(handle, folder)
+            if not (from_lost and run is not None and _words(handle).get("run") == run and _is_locked(handle)):
+                _lock(handle, folder)
+            elif _is_at(handle, own / LOCK):
+                os.unlink(own / LOCK)
             # Who held it before removes the file at its end: then this is a lock on nothing.
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(handle), os.stat(own / LOCK)):
-                    break
+            if _is_at(handle, own / LOCK):
+                break
         except BaseException:
             os.close(handle)
             raise
         os.close(handle)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    words = {"process": os.getpid(), "host": os.uname().nodename, "since": now}
+    words = {"process": os.getpid(), "host": os.uname().nodename, "since": now, "run": run}
     with suppress(OSError):  # on a full disk it is a lock all the same
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(words).encode(), 0)
@@ -68,7 +76,8 @@ def release(folder: Path) -> None:
     lock.times -= 1
     if not lock.times:
         with suppress(OSError):
-            os.unlink(own / LOCK)
+            if _is_at(lock.handle, own / LOCK):  # else the others of the run have taken the folder
+                os.unlink(own / LOCK)
         os.close(_held.pop(own).handle)
 
 
@@ -96,12 +105,36 @@ def _lock(handle: int, folder: Path) -> None:
         )
 
 
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _is_locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+    fcntl.flock(handle, fcntl.LOCK_UN)
+    return False
+
+
 def _holder(handle: int) -> str:
+    words = _words(handle)
+    try:
+        return shortened(f"process {words['process']} on {words['host']}, since {words['since']}")
+    except LookupError:
+        return "a process that did not say which"
+
+
+def _words(handle: int) -> dict[str, Any]:
     try:
         words = json.loads(os.pread(handle, 4096, 0))
-        return shortened(f"process {words['process']} on {words['host']}, since {words['since']}")
-    except (OSError, ValueError, TypeError, LookupError, RecursionError):
-        return "a process that did not say which"
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return words if isinstance(words, dict) else {}
 
 
 def _forget() -> None:

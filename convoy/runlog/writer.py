@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import platform
+import shutil
 import stat
 import time
 import warnings
@@ -35,6 +36,7 @@ class RunLog(Observer):
         path: the file; its folder must exist. An older file of that name is replaced, unless the run is resumed.
         step: the steps that the run has done before.
         tell: is called with a line of text when the log ends early.
+        from_lost: who wrote it until now is lost, and may be stopped with the file open: a copy takes its place.
 
     Raises:
         InputError: the file cannot be written, or another run writes it.
@@ -45,8 +47,12 @@ class RunLog(Observer):
         path: Path,
         step: int = 0,
         tell: Callable[[str], None] = warnings.warn,
+        *,
+        from_lost: bool = False,
     ) -> None:
         try:
+            if from_lost and path.is_file():
+                _copied(path)
             self._file = _opened(path, going_on=step > 0)
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", None) or str(error)
@@ -109,6 +115,17 @@ class RunLog(Observer):
 
     def __exit__(self, *_: object) -> None:
         os.close(self._file)
+
+
+def _copied(path: Path) -> None:
+    """Put a copy in the place of a file, so that whoever has it open writes no more into what others read."""
+    copy = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        shutil.copyfile(path, copy)
+        copy.replace(path)
+    except BaseException:
+        copy.unlink(missing_ok=True)
+        raise
 
 
 def _opened(path: Path, *, going_on: bool) -> int:

@@ -145,6 +145,37 @@ def test_a_run_that_begins_while_another_ends_has_the_lock_or_is_told(tmp_path: 
     assert [process.wait(deadline_s - time.monotonic()) for process in both] == [0, 0], "both were in at once"
 
 
+def test_a_stopped_device_that_the_others_of_its_run_left_out_is_in_nobodys_way(tmp_path: Path) -> None:
+    """It holds the lock as long as it is stopped: the next checkpoint of those that went on ended their training."""
+    script = (
+        HOLDS.replace("1]))", "1]), 'mine')")
+        + "print(flush=True); sys.stdin.read(); from convoy.checkpoint.lock import release; "
+    )
+    script += "release(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
+    stopped = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert stopped.stdin is not None
+    assert stopped.stdout is not None
+    try:
+        assert stopped.stdout.readline() == b"\n"
+        with pytest.raises(InputError, match=f"process {stopped.pid} on"):
+            hold(tmp_path, "another", from_lost=True)
+        with pytest.raises(InputError, match=f"process {stopped.pid} on"):
+            hold(tmp_path, "mine")
+        hold(tmp_path, "mine", from_lost=True)
+        stopped.stdin.close()
+        assert stopped.stdout.readline() == b"\n"
+        assert (tmp_path / LOCK).exists(), "who wakes up takes the lock of nobody"
+        release(tmp_path)
+        assert not (tmp_path / LOCK).exists()
+    finally:
+        stopped.kill()
+        stopped.wait()
+        stopped.stdout.close()
+
+
 def test_what_a_process_holds_it_may_take_again(tmp_path: Path) -> None:
     """A notebook whose cell is run twice."""
     hold(tmp_path)

@@ -30,7 +30,7 @@ from convoy.runlog.metrics import measured_step_s
 from convoy.runlog.observers import StepTimer, Utilization
 from convoy.runlog.reader import read_log
 from convoy.runlog.rows import plan_line
-from convoy.runlog.schema import LINE, PlanLine, ReshareLine
+from convoy.runlog.schema import LINE, EvaluationLine, PlanLine, ReshareLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.clock import Clock
 from convoy.train.observer import EpochResult, Evaluation
@@ -278,6 +278,20 @@ def test_a_line_is_read_as_it_was_written(tmp_path: Path) -> None:
         (new,) = rows_of(tmp_path / "log")
         assert {key: new[key] for key in json.loads(text)} == json.loads(text)
         assert set(new) - set(json.loads(text)) <= {"shares_only", "spread", "wall_s", "joules_per_image", "modes"}
+
+
+def test_the_log_of_a_stopped_device_goes_on_without_it(tmp_path: Path) -> None:
+    """It holds the file's lock as long as it is stopped: steps of those that went on were in no log."""
+    path = tmp_path / "log"
+    with RunLog(path) as stopped:
+        stopped.write(EvaluationLine(step=0, epoch=0, accuracy=0.1, best=True))
+        with pytest.raises(InputError, match="another run writes the log"):
+            RunLog(path, 1)
+        with RunLog(path, 1, from_lost=True) as log:
+            stopped.write(EvaluationLine(step=7, epoch=0, accuracy=0.1, best=False))
+            log.write(EvaluationLine(step=1, epoch=0, accuracy=0.2, best=True))
+    assert [line["step"] for line in map(json.loads, path.read_text().splitlines())] == [0, 1]
+    assert [each.name for each in tmp_path.iterdir()] == ["log"]
 
 
 def test_a_log_that_cannot_be_made_names_the_remedy(tmp_path: Path) -> None:
