@@ -23,6 +23,9 @@ ANSWER_S = 5.0
 
 RETRY_S = 0.2
 
+REFUSED_S = 3.0
+"""Who answers that nobody is taken in may not have got so far: it is asked again for so long."""
+
 
 class NoJobError(InputError):
     """Nobody of a job answers."""
@@ -52,6 +55,7 @@ class Entrance:
             InputError: who does has another key, or takes nobody in.
         """
         until_s, stranger = time.monotonic() + limit_s, None
+        certain_s = min(until_s, time.monotonic() + REFUSED_S)
         while True:
             for door in self._state.doors:
                 try:
@@ -60,6 +64,8 @@ class Entrance:
                     stranger = (door, error)
                     continue
                 except (OSError, ValueError):
+                    continue
+                if "refused" in told and time.monotonic() < certain_s:
                     continue
                 if "refused" in told:
                     self._leave()
