@@ -411,11 +411,13 @@ def test_who_asks_before_a_job_has_got_so_far_asks_again() -> None:
     home = Home("127.0.0.1", 0, credentials_of(ALONE), "members of a test")
     membership = Membership(ChangingGroup(AloneGroup(CPU, TIMEOUT_S)), home)
     opened = threading.Timer(0.3, lambda: setattr(membership, "offer", {"version": "1"}))
+    entrance = Entrance([membership.doors[0]], credentials_of(ALONE))
     try:
         opened.start()
-        assert Entrance([membership.doors[0]], credentials_of(ALONE)).hello(5.0) == {"version": "1"}
+        assert entrance.hello(5.0) == {"version": "1"}
     finally:
         opened.join()
+        entrance._leave()
         membership.close()
 
 
