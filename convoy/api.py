@@ -241,6 +241,9 @@ def make_plans(
     """
     if batch < 1:
         raise PlanError(f"a batch of {batch}: a batch holds one sample at least; give 1 or more")
+    if getattr(group, "entrance", None) is not None:
+        # It comes into a job that has a plan: until it is in, it is alone.
+        plan, speeds, fleet, reduce, wire = "data", None, None, None, None
     agree_on_modes(group)  # before the seconds of measuring
     traced = trace(model, example)
     if plan == AUTO:

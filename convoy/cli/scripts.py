@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from convoy.cli.options import PATH, JobKeyFile, Port, TrustNetwork, app, in_job
-from convoy.comm.job_key import choose
+from convoy.comm.job_key import KEY_FILE, choose
 from convoy.comm.launch_env import hidden
 from convoy.errors import InputError
 
@@ -57,6 +57,21 @@ def run(
             "--goes-on", help="Let the others go on when a device is lost: for a script with convoy.train.Members."
         ),
     ] = False,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Let further devices come in while the script trains, with convoy.train.Members and the key of --job-key: the "
+            "address of this machine at which they ask.",
+        ),
+    ] = None,
+    join: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Come into a training that runs, of the same script, started with --listen and this --job-key.",
+        ),
+    ] = None,
     doctor: Annotated[
         bool, typer.Option("--doctor", help="Examine the machines first; begin only without errors.")
     ] = False,
@@ -72,22 +87,58 @@ def run(
     """
     argv = _python_words(words or [], module)
     choose(job_key, trust_network, os.environ)
+    if listen is not None or join is not None:
+        _note_door(listen, join, others=fleet is not None or print_for is not None or in_job())
     if in_job():
         _become(argv, hidden(os.environ))
     if fleet is not None or print_for is not None or image is not None:
         raise typer.Exit(_on_fleet(argv, devices, fleet, print_for, image, port, logs, doctor, goes_on))
     _examine(doctor, None)
+    from convoy.app.joining_address import read_door
     from convoy.config.option_types import device_names
     from convoy.launch.host_job import memory_environment
     from convoy.launch.local import launch_local
 
     names = device_names(devices)
+    if join is not None and len(names) > 1:
+        raise InputError(f"--devices {devices} with --join: one device comes at a time; give the command once for each")
     if len(names) == 1:
         device = {} if names == ("auto",) else {"CONVOY_DEVICE": names[0]}
         _become(argv, os.environ | memory_environment(os.environ) | device)
+    host, goes_on = (read_door(listen)[0], True) if listen is not None else ("127.0.0.1", goes_on)
     raise typer.Exit(
-        launch_local(argv, names, port=port, command=(sys.executable,), script=True, logs=logs, goes_on=goes_on)
+        launch_local(
+            argv, names, host=host, port=port, command=(sys.executable,), script=True, logs=logs, goes_on=goes_on
+        )
     )
+
+
+def _note_door(listen: str | None, join: str | None, *, others: bool) -> None:
+    """Tell the script where newcomers ask, or where to ask.
+
+    Raises:
+        InputError: no such address, no key, or a job that this machine alone does not start.
+    """
+    from convoy.app.joining_address import read_door
+
+    option, text = ("--listen", listen) if listen is not None else ("--join", str(join))
+    if (listen is not None and join is not None) or others:
+        raise InputError(
+            f"{option}: it goes with devices of this machine, and either --listen or --join; leave the rest out"
+        )
+    if not os.environ.get(KEY_FILE):
+        raise InputError(
+            f"{option} without --job-key: who joins proves himself by it; make one with `convoy key FILE`, and give it on both "
+            "machines"
+        )
+    for door in str(text).split(","):
+        read_door(door)
+    os.environ["CONVOY_LISTEN" if listen is not None else "CONVOY_JOIN"] = str(text)
+    if listen is not None:
+        print(
+            f"Others may join: convoy run --join {listen} --job-key FILE, with the same script and arguments",
+            flush=True,
+        )
 
 
 def _on_fleet(

@@ -17,11 +17,13 @@ class ChangingGroup:
     Attributes:
         present: of this generation.
         changes: how often it was replaced.
+        entrance: of a process that comes into a job which trains already (`convoy.comm.newcomer.Entrance`), and is alone yet.
     """
 
     def __init__(self, present: Group) -> None:
         self.present = present
         self.changes = 0
+        self.entrance: Any = None
 
     def replace(self, group: Group) -> None:
         """From now on it is this group. The one before must be closed by then."""

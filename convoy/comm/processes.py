@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast, final
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from convoy._version import __version__
 from convoy.comm import roster
 from convoy.comm.accelerator import limit_memory, pick_device
 from convoy.comm.backends import CONTROL, Backend, GlooBackend, NcclBackend, PeerFailure, PendingWork, can_use_nccl
@@ -47,7 +48,7 @@ from convoy.comm.rendezvous import (
     visit_store,
 )
 from convoy.comm.streams import StreamBackend, WrongSizeError
-from convoy.errors import ConvoyError, DeviceLostError, InputError, shown
+from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError, shown
 from convoy.fleet.units import quantity
 
 T = TypeVar("T")
@@ -86,8 +87,11 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
     torch_device = own_device(device, env.local if env else 0)
     job = f"process {os.getpid()}" if env is None else f"{env.host}:{env.port}"
     roster.enter(job, env.device if env else 0, str(torch_device))
+    if doors := os.environ.pop("CONVOY_JOIN", ""):
+        return coming_alone(doors, torch_device, timeout_s)
     if env is None or env.devices == 1:
-        return AloneGroup(torch_device, timeout_s)
+        alone = AloneGroup(torch_device, timeout_s)
+        return ChangingGroup(alone) if os.environ.get("CONVOY_LISTEN") else alone
     try:
         # Torch's store and gloo wait out of reach of signals, some of it without a limit.
         group = ChangingGroup(within(timeout_s + 5.0, lambda: meet(env, torch_device, timeout_s, staged)))
@@ -109,6 +113,39 @@ def own_device(name: str | torch.device | None, local: int) -> torch.device:
     if limit := os.environ.get("CONVOY_MEMORY"):
         limit_memory(device, _bytes_of(limit))
     return device
+
+
+def coming_alone(doors: str, torch_device: torch.device, timeout_s: float) -> Group:
+    """A group of one, of a process that comes into the training of a script; it goes on alone until that lets it in.
+
+    Args:
+        doors: HOST:PORT where its devices answer; several with commas.
+
+    Raises:
+        InputError, MismatchError: there is no such training, or it was started by another version.
+    """
+    from convoy.comm.newcomer import Entrance  # which stands upon this file
+
+    places = [text.rpartition(":") for text in doors.split(",")]
+    first = places[0]
+    env = ProcessEnv(0, 2, 0, None, first[0].strip("[]"), int(first[2]), hosted=False, attempt=0)
+    entrance = Entrance([(host.strip("[]"), int(port)) for host, _, port in places], credentials_of(env))
+    told = entrance.hello(HELLO_S)
+    if told["version"] != __version__:
+        raise MismatchError(
+            f"the job runs Convoy {told['version']}, this is {__version__}: install the same version on every machine"
+        )
+    if "script" not in told:
+        raise InputError("the job there is a `convoy train`: `convoy join` comes into it, without a script")
+    roster.enter(str(told["job"]), 0, str(torch_device))
+    group = ChangingGroup(AloneGroup(torch_device, timeout_s))
+    group.entrance = entrance
+    group.is_of_this_process()
+    return group
+
+
+HELLO_S = 10.0
+"""How long a training may take to answer who asks to join: it may be just beginning."""
 
 
 def _bytes_of(limit: str) -> float:

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from convoy._version import __version__
 from convoy.comm.agreement import agree_on, agree_on_modes, gather
 from convoy.comm.group import Group
-from convoy.errors import InputError
+from convoy.errors import ConvoyError, InputError
 from convoy.model.graph import Graph, Parameter
 from convoy.model.operation import fill_result
 from convoy.model.tracing import StateWatch, TracedModel, disable_in_place, trace, unwrapped
@@ -69,6 +69,10 @@ _PASSES: Mapping[tuple[bool, bool], Pass] = {
 """By whether a pass sums gradients, and whether it gathers weights that are kept in shares."""
 
 
+class StaleBatchError(ConvoyError):
+    """A batch is cut for devices that have changed; `convoy.train.Members` has it handed out again."""
+
+
 class Distributed(nn.Module):
     """This device's part of a model.
 
@@ -95,7 +99,8 @@ class Distributed(nn.Module):
         takes_whole: inputs are whole batches, without `whole=True`.
         finished_steps, repeats: counted by `convoy.train.Members`; a loader hands out the batches since the last finished step
             again when `repeats` has changed.
-        guard: calls what talks to the other devices between two steps; None: it is called as it is.
+        guard: begins an epoch of a loader, which talks to the other devices; None: the loader does so by itself.
+        stale: whether the batch that was handed out last is for devices of before: to compute with it is a StaleBatchError.
         precision: what layers compute in (see `compute_in`); None: the type that the model has, or the caller's autocast.
         compiler: with `compile`, what tells how many rows of layers run compiled on this device.
 
@@ -145,7 +150,8 @@ class Distributed(nn.Module):
         self._announced: list[int] = []  # shared with deep copies
         self.takes_whole = False
         self.finished_steps, self.repeats = 0, 0
-        self.guard: Callable[[Callable[[], Any]], Any] | None = None
+        self.guard: Callable[[Any], Any] | None = None
+        self.stale = False
         self._mixing_stage = 0
         self._calls = 0
         self._compared: set[tuple[bool, int, Pass]] = set()  # what must be the same everywhere was so
@@ -252,6 +258,8 @@ class Distributed(nn.Module):
             InputError: the inputs do not fit the plan for this batch.
             MismatchError: `whole`, but the devices were given different batches.
         """
+        if self.stale:
+            raise StaleBatchError("the devices have changed since this batch was handed out: it comes again")
         self._refuse_odd_call(inputs, others)
         self._require_weights()
         wholes = [whole or (self.takes_whole and batch is None) or is_whole(x) for x in inputs]

@@ -166,6 +166,9 @@ class AdoptedLoader(Loader):
         self.seed, rows = drawn
         return rows
 
+    def _skipped(self) -> None:
+        self._drawn()
+
     def _drawn(self) -> tuple[int, list[list[int]]]:
         # In the order in which the DataLoader's own iterator draws: first the seed of its workers, then the sampler's.
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=self.source.generator))

@@ -2,8 +2,10 @@
 
 import copy
 import json
+import signal
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -20,14 +22,16 @@ from convoy.comm.group import Pending
 from convoy.comm.newcomer import Entrance
 from convoy.comm.processes import JoinedGroup
 from convoy.comm.regroup import Home, Membership, UnnamedLossError
-from convoy.errors import ConvoyError, DeviceLostError, InputError
+from convoy.comm.signals import LEAVE, hearing_signals
+from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError
 from convoy.membership.agreement import Generation
 from convoy.plan.plan import Plan
 from convoy.plan.survivors import plan_for
 from convoy.runtime.keep import StateKeeper
-from convoy.runtime.module import Distributed, not_distributed
+from convoy.runtime.module import Distributed, StaleBatchError, not_distributed
 from convoy.train.newcomers import Judge, Newcomers
 from convoy.train.pace import KeepPace
+from convoy.train.welcome import Welcome, facts_of, home_here, listens, offer
 
 T = TypeVar("T")
 
@@ -89,6 +93,10 @@ class Attempt:
     finished: bool = False
 
 
+EPOCH = "an epoch"
+"""Among what was done between steps: a loader began to hand out batches."""
+
+
 class Members:
     """Lets a training go on without the devices that are lost. Every device has one, and makes it before the first step.
 
@@ -143,11 +151,17 @@ class Members:
         self.steps = 0
         self.place: Any = None
         self._leaves, self._ends, self._strict = False, False, False
+        self._signals = ExitStack()
         self._works: int = 0  # so many calls of `repeated` are done with
         self._result: Any = None  # of the last
         self._drawn: Tensor | None = None  # torch's state of random numbers behind it, on those that were ahead
         self._told: tuple[Tensor, Pending] | None = None
         group = model.group
+        if entrance is None and isinstance(group, ChangingGroup) and group.entrance is not None:
+            entrance, group.entrance = (group.entrance, facts_of(model)), None
+        home = home_here(group) if home is None else home
+        if newcomers is None and (entrance is not None or listens()):
+            newcomers = Welcome(model, self.replan, lambda: self._loader is not None)
         changes = isinstance(group, ChangingGroup) and (isinstance(group.present, JoinedGroup) or home is not None)
         self.membership = Membership(group, home) if changes and isinstance(group, ChangingGroup) else None
         self.newcomers, self.entrance = newcomers, entrance
@@ -155,6 +169,15 @@ class Members:
         """Tells those that come, as JSON, what has happened; and takes it over."""
         self._facts: Words | None = None  # what this device said of itself, where it came later
         self._judge = None if self.membership is None or newcomers is None else Judge(self.membership, newcomers)
+        self._done: list[Any] = []  # results of the calls of `repeated`, as far as JSON holds them, and EPOCH
+        self._before: deque[Any] = deque()  # the same on a device that came later, as far as it has not got to it
+        self._inside = False  # such a call
+        self._grows = False  # at the next step
+        self._loader: Any = None  # that hands out batches now
+        self._facts_of_loader: dict[str, Any] = {}
+        self._rows: Any = None  # its batches, with their seed
+        self._told_story: dict[str, Any] = {}
+        model.guard = self._begin_epoch
         self.states = StateKeeper(model, optimizers, spares=spares)
         self._planned: Generation | None = None  # that the model's plan is for
         self.fall_back: Callable[[], tuple[int, Any]] | None = None
@@ -180,6 +203,8 @@ class Members:
             InputError: the job refuses it.
             DeviceLostError: a device was lost; or the job has ended, or its devices were lost.
         """
+        if not self._strict:
+            self.model.guard = None
         if self.entrance is not None:
             return self._come_in(*self.entrance)
         self.steps, self.place = steps, place
@@ -220,6 +245,8 @@ class Members:
             self._end()
         elif leaving:
             self._part(leaving)
+        elif grows and self._strict:
+            self._grows = True  # at the next step: what this loop does in between is to be done with
         elif grows:
             self._grow()
         if self._pace is not None:
@@ -318,28 +345,131 @@ class Members:
         Raises:
             DeviceLostError: see `recover`.
         """
-        if not self._strict:
-            if self.every > 1:
-                raise InputError(
-                    f"every={self.every} with `with members.step()`: what this loop has done after a step is not undone; leave "
-                    "every out"
-                )
-            self._strict, self._pace = True, None
-            self.model.guard = self.repeated
-            with suppress(DeviceLostError):  # the group has broken, so the body's first message says it again
-                self.begin()
+        self._start()
         wanted = self.steps + 1
-        if self.states.kept:  # what was drawn since, such as the order of an epoch, is not drawn again
-            self.states.kept[-1].others["random"] = torch.get_rng_state()
+        self._note_others(
+            torch.get_rng_state()
+        )  # what was drawn since, such as the order of an epoch, is not drawn again
+        if self._grows:
+            self._grow_now()
         attempt = Attempt()
         try:
             yield attempt
-            self.after_step()
+            if not self.model.stale:
+                self.after_step()
+        except StaleBatchError:
+            pass  # the loader hands it out again
         except DeviceLostError as error:
             self.recover(error)
             self.model.repeats += self.steps < wanted
+        self.model.stale = False
         attempt.finished = self.steps == wanted
         self.model.finished_steps = self.steps
+
+    def _start(self) -> None:
+        """Before the first thing that talks to others, in a loop of one's own."""
+        if self._strict:
+            return
+        if self.every > 1:
+            raise InputError(
+                f"every={self.every} with `with members.step()`: what this loop has done after a step is not undone; leave it "
+                "out"
+            )
+        self._strict, self._pace = True, None
+        self.story = self._tell_story, self._told_story.update
+        if signal.getsignal(LEAVE) == signal.SIG_DFL:  # else it is the script's own
+            self._signals.enter_context(hearing_signals(self))
+        # Where the group has broken, the next message says it again.
+        with suppress(DeviceLostError) if self.entrance is None else nullcontext():
+            self.begin()
+        if self._told_story:
+            for optimizer in self.states.optimizers:
+                optimizer._opt_called = True  # type: ignore[attr-defined]  # the others have: schedules ask for it
+        if self.membership is not None and self.newcomers is not None:
+            self.membership.offer = offer()
+
+    def _grow_now(self) -> None:
+        """Let newcomers in before a step, whose batch has been handed out already."""
+        self._grows = False
+        try:
+            self._grow()
+        except DeviceLostError as error:
+            self.recover(error)
+            self.model.repeats += 1
+            self.model.stale = True
+
+    def _begin_epoch(self, loader: Any) -> tuple[int, list[list[int]]]:
+        """The loader's seed and batches of the epoch that it begins. On a device that came later: none of one that is over, and
+        of the present one those from the others' place on."""
+        if self._inside:  # of what is repeated as a whole
+            self._align(loader)
+            found: tuple[int, list[list[int]]] = loader._begun()
+            return found
+        self._start()
+        if not self._told_story:
+            self._loader, self._facts_of_loader = loader, _facts_of(loader, self.model)
+            self._rows = self._repeated(loader._begun, EPOCH)
+            return self._rows  # type: ignore[no-any-return]
+        self._take_done(EPOCH)
+        loader._skipped()
+        loader.start = 0
+        if EPOCH in self._before:
+            return loader.seed, []
+        return self._take_place(loader)
+
+    def _note_others(self, random: Tensor | None = None) -> None:
+        """What a script has done since the last step, such as a schedule's step after an epoch, is not undone."""
+        if self._strict and self.states.kept:
+            kept = self.states.kept[-1]
+            kept.others = {**self._others(), "random": kept.others["random"] if random is None else random}
+
+    def _align(self, loader: Any) -> None:
+        """A loader counts its epochs. Of one that is used in tests a device that came later takes those of the others."""
+        if self.newcomers is None:
+            return
+        knows = self._facts is None or loader.follows
+        rows = gather(self.model.group, "the epoch of a loader", loader.epoch if knows else None)
+        if not knows and (known := [row for row in rows if row is not None]):
+            loader.epoch, loader.follows = known[0], True
+
+    def _take_place(self, loader: Any) -> tuple[int, list[list[int]]]:
+        """The epoch in which the others are: go on at their place."""
+        story = dict(self._told_story)
+        self._told_story.clear()
+        self._before.clear()
+        if (mine := _facts_of(loader, self.model)) != story["loader"]:
+            names = [name for name in mine if mine[name] != story["loader"].get(name)]
+            raise MismatchError(
+                f"this device's loader differs from that of the job: {names[0]} is {mine[names[0]]}, there "
+                f"{story['loader'].get(names[0])}; start the same script with the same data everywhere"
+            )
+        self._loader, self._rows, loader.start = loader, story["rows"], story["place"]
+        self._facts_of_loader = mine
+        # What the script did to schedules on its way here, such as a step after each epoch, was done before.
+        self._restore_others(self.states.kept[-1].others)
+        torch.set_rng_state(torch.tensor(story["random"], dtype=torch.uint8))
+        seed, rows = self._rows
+        return int(seed), rows
+
+    def _tell_story(self) -> dict[str, Any]:
+        """What a newcomer must know of this loop."""
+        assert self._loader is not None
+        return {
+            "done": self._done, "rows": self._rows, "place": self._loader.place, "loader": self._facts_of_loader,
+            "random": self.states.kept[-1].others["random"].tolist(),
+        }  # fmt: skip
+
+    def _take_done(self, wanted: Any = None) -> Any:
+        """What the others have had of the next thing between steps, on a device that came later."""
+        if self._told_story and not self._done:
+            self._done = list(self._told_story["done"])
+            self._before = deque(self._done)
+        found = self._before.popleft() if self._before else None
+        if (found == EPOCH) != (wanted == EPOCH):
+            raise MismatchError(
+                "this device's script does not do what the others have done: start the same script with the same arguments"
+            )
+        return found
 
     def finish(self) -> None:
         """After the last step: keep its state, whatever `every` is. What follows may be repeated (see `repeated`).
@@ -360,12 +490,27 @@ class Members:
         Raises:
             DeviceLostError: see `recover`; or the state was not kept after the last step.
         """
+        if self._inside:  # of what is repeated as a whole
+            return work()
+        if self.entrance is not None and self.membership is None:
+            self._start()
+        if self._told_story:
+            return self._take_done()  # type: ignore[no-any-return]
+        return self._repeated(work)
+
+    def _repeated(self, work: Callable[[], T], kind: str | None = None) -> T:
+        self._note_others()
         while True:
             try:
-                result = work()
-                if self.membership is not None:
-                    share_number(self.model.group, 0.0)  # all have done with it
+                self._inside = True
+                try:
+                    result = work()
+                    if self.membership is not None:
+                        share_number(self.model.group, 0.0)  # all have done with it
+                finally:
+                    self._inside = False
                 self._works, self._result = self._works + 1, result
+                self._note(kind or result)
                 return result
             except DeviceLostError as error:
                 works, steps = self._works, self.steps
@@ -373,7 +518,17 @@ class Members:
                 if self.steps != steps:
                     raise error
                 if self._works > works:
+                    self._note(kind or self._result)
                     return self._result  # type: ignore[no-any-return]
+
+    def _note(self, result: Any) -> None:
+        """Remember what was done between steps, for those that come later."""
+        if self.newcomers is None or (result != EPOCH and self._loader is not None and self._loader.playing):
+            return  # who comes later does nothing within an iteration that is over
+        try:
+            self._done.append(json.loads(json.dumps(result)))
+        except (TypeError, ValueError):
+            self._done.append(None)
 
     def _keep(self) -> None:
         # Also the sign that all have finished the step, and have what the others kept before: the older may go.
@@ -548,6 +703,7 @@ class Members:
 
     def close(self) -> None:
         """At the end of all: be no member any more. Every device calls it."""
+        self._signals.close()
         roster.tell(members=())
         if self._judge is not None:
             self._judge.close()
@@ -561,6 +717,11 @@ def may_leave(wish: Sequence[bool]) -> list[int]:
     the others leave after a later step."""
     leaving = [d for d, each in enumerate(wish) if each]
     return leaving if all(wish) else [d for d in leaving if not wish[(d + 1) % len(wish)]]
+
+
+def _facts_of(loader: Any, model: Distributed) -> dict[str, Any]:
+    """What must be the same of a loader; its seed, and what follows from it, are told to those that come."""
+    return {name: value for name, value in loader._told(model).items() if name != "seed"}
 
 
 def _gone(lost: Sequence[int]) -> str:

@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.chaos import TIGHT, Case, build, make_net, whole_state
-from convoy.api import distribute, make_plan
+from benchmarks.chaos import TIGHT, Case, build, make_data, make_net, whole_state
+from convoy.api import distribute, loader, make_plan
 from convoy.app.joining_address import doors_text, read_door, told_doors
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Credentials, Words
@@ -32,10 +32,12 @@ from convoy.errors import ConvoyError, InputError
 from convoy.runlog.reader import read_log
 from convoy.runtime.module import Distributed
 from convoy.train.controller import Rebalancer
-from convoy.train.loop import Training, fit
+from convoy.train.loader import Loader
+from convoy.train.loop import Training, accuracy, fit
 from convoy.train.members import LeftError, Members, StoppedError
 from convoy.train.newcomers import Judge, Verdict
 from convoy.train.observer import Observer, StepResult
+from convoy.train.welcome import Welcome, facts_of
 from tests.support.torch_seed import torch_seed
 
 CPU = torch.device("cpu")
@@ -391,6 +393,129 @@ def test_a_person_is_told_a_door_of_each_host_first() -> None:
     text = doors_text(told_doors(doors))
     assert text == "10.0.0.1:7000,10.0.0.2:7000,10.0.0.3:7,10.0.0.1:9"
     assert [read_door(each) for each in text.split(",")] == told_doors(doors)
+
+
+@dataclass
+class OwnLoop(Job):
+    """A loop of one's own: each device's losses by step, what its tests gave, and its weights."""
+
+    rows: dict[str, tuple[dict[int, float], list[float], dict[str, Tensor]]] = field(default_factory=dict)
+
+    def _train(self, name: str, group: Group, entrance: Any, home: Home | None) -> None:
+        part = self.built[name] if name in self.built else self.build(group, copy.deepcopy(self.net))
+        optimizer = torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+        has_loader: Callable[[], bool] = lambda: members._loader is not None  # noqa: E731
+        members = Members(
+            part, optimizer, others=[schedule], tell=self.told.setdefault(name, []).append, entrance=entrance, home=home,
+            newcomers=Welcome(part, None, has_loader),
+        )  # fmt: skip
+        if members.membership is not None:
+            self.members[name] = members.membership
+        train, test = self.loaders(part)
+        losses: dict[int, float] = {}
+        tests: list[float] = []
+        for _ in range(self.case.epochs):
+            part.train()
+            for x, y in train:
+                with members.step() as attempt:
+                    optimizer.zero_grad()
+                    loss = torch.nn.functional.cross_entropy(part(x), y)
+                    loss.backward()
+                    optimizer.step()
+                if not attempt.finished:  # the batch comes again
+                    continue
+                losses[members.steps] = float(loss.detach())
+                self.steps[name] = members.steps
+                if members.membership is not None and members.membership.offer is not None:
+                    self.door = members.membership.doors[0]
+                if (strike := self.strikes.pop((name, members.steps), None)) is not None:
+                    strike(members)
+                if (expected := self.expected.get(members.steps)) is not None and members._judge is not None:
+                    self.expect(members._judge, expected)
+                if members.steps % 4 == 0:  # between two steps, within an epoch
+                    members.repeated(lambda: accuracy(part, test))
+            schedule.step()
+            tests.append(members.repeated(lambda: accuracy(part, test)))
+        state = members.repeated(part.full_state_dict)
+        members.close()
+        group.close()
+        self.rows[name] = losses, tests, state
+
+    def loaders(self, part: Distributed | None) -> tuple[Loader, Loader]:
+        data = make_data(self.case)
+        return loader(data, self.case.batch, part), loader(data, self.case.batch, part, shuffle=False)
+
+    def come(self, name: str, threads: list[threading.Thread], door: tuple[str, int] | None = None) -> None:
+        self.wait(lambda: self.door)
+        entrance = Entrance([door or self.door or ("", 0)], credentials_of(ALONE))
+        assert entrance.hello(5.0)["script"] is True
+        arguments = (name, self.built[name].group, (entrance, facts_of(self.built[name])))
+        threads.append(threading.Thread(target=self.device, args=arguments, name=f"newcomer-{name}", daemon=True))
+        threads[-1].start()
+
+
+def own_loop_alone(job: OwnLoop) -> tuple[dict[int, float], list[float], dict[str, Tensor]]:
+    net, losses, tests = copy.deepcopy(job.net), {}, []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    train, test = job.loaders(None)
+    for _ in range(job.case.epochs):
+        net.train()
+        for x, y in train:
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(net(x), y)
+            loss.backward()
+            optimizer.step()
+            losses[len(losses) + 1] = float(loss.detach())
+        schedule.step()
+        tests.append(accuracy(net, test))
+    return losses, tests, net.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("plan", "devices", "first"),
+    [("data", 1, 8), *(pytest.param(*row, marks=pytest.mark.slow) for row in (("model", 2, 6), ("hybrid", 2, 11)))],
+)  # step 6 ends an epoch, step 8 is followed by a test within one
+def test_a_loop_of_ones_own_takes_devices_in(plan: str, devices: int, first: int) -> None:
+    job = OwnLoop(Case(12, devices, plan, "sgd", epochs=5), ["first", "second"])
+    length = len(job.loaders(None)[0])
+    job.expected = {**dict.fromkeys(range(first - 1, 18), "first"), **dict.fromkeys(range(18, 29), "second")}
+    with started(job, devices) as threads:
+        job.come("first", threads)
+        job.wait(lambda: "first" in job.steps)
+        job.come("second", threads)
+    if job.errors:
+        raise job.errors[0]
+    losses, tests, state = own_loop_alone(job)
+    assert sorted(job.rows) == sorted([*map(str, range(devices)), "first", "second"])
+    for name, (found, tested, held) in job.rows.items():
+        assert list(found) == list(range(min(found), 5 * length + 1)), "every step from the first on, once"
+        assert found == pytest.approx({step: losses[step] for step in found}, rel=TIGHT)
+        assert tested == pytest.approx(tests, rel=TIGHT), f"{name} has what the tests before it came gave the others"
+        for key, tensor in state.items():
+            assert float((held[key] - tensor).abs().max()) < TIGHT * max(1.0, float(tensor.abs().max())), key
+    assert min(job.rows["0"][0]) == 1
+    assert 1 < min(job.rows["first"][0]) < min(job.rows["second"][0])
+
+
+def test_a_newcomer_with_another_model_is_refused_by_a_loop_of_ones_own() -> None:
+    job = OwnLoop(Case(13, 1, "data", "sgd", epochs=2), ["first"])
+    refused: list[str] = []
+    job.strikes = {("0", 2): lambda members: job.wait(lambda: members._judge.wanted() or refused)}
+    with started(job, 1):
+        job.wait(lambda: job.door)
+        assert job.door is not None
+        entrance = Entrance([job.door], credentials_of(ALONE))
+        entrance.hello(5.0)
+        facts = facts_of(job.built["first"])
+        facts["same"]["model"] = "another"
+        group = job.built["first"].group
+        assert isinstance(group, ChangingGroup)
+        with pytest.raises(InputError, match=r"its model is another, that of the job is \w+: it must be the same"):
+            entrance.enter(group, facts)
+        refused.append("first")
+    assert job.errors == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,95 @@
+"""Newcomers of a loop of one's own: where they ask, what is compared, and what they are told beside the model's state."""
+
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from convoy._version import __version__
+from convoy.comm import roster
+from convoy.comm.accelerator import modes
+from convoy.comm.changing import present
+from convoy.comm.channel import Words
+from convoy.comm.environment import ProcessEnv
+from convoy.comm.group import Group
+from convoy.comm.processes import JoinedGroup
+from convoy.comm.regroup import Home
+from convoy.comm.rendezvous import credentials_of
+from convoy.planner.known import Known
+from convoy.runtime.module import Distributed
+from convoy.train.newcomers import Verdict
+
+LISTEN = "CONVOY_LISTEN"
+"""HOST:PORT where the first device of a script answers newcomers, as `convoy run --listen` was given it."""
+
+
+def listens() -> bool:
+    return bool(os.environ.get(LISTEN))
+
+
+def home_here(group: Group) -> Home | None:
+    """Where this device answers newcomers, where that is not any port of its group's address."""
+    if not listens() or group.device != 0:
+        return None
+    host, _, port = os.environ[LISTEN].rpartition(":")
+    inside = present(group)
+    if isinstance(inside, JoinedGroup):
+        return Home.of(inside, int(port))
+    env = ProcessEnv(0, 1, 0, 1, host.strip("[]"), int(port), hosted=False, attempt=0)
+    return Home(host.strip("[]"), int(port), credentials_of(env), f"members of {uuid.uuid4().hex}")
+
+
+def offer() -> Words:
+    """What a script's devices tell who asks."""
+    return {"version": __version__, "script": True, "job": roster.job()}
+
+
+def facts_of(model: Distributed) -> Words:
+    """What a device says of itself that comes into a script's training."""
+    return {"same": _same(model), "title": str(model.group.torch_device)}
+
+
+def _same(model: Distributed) -> dict[str, str]:
+    """What must be the same on all devices, by its name in messages."""
+    torch_version = ".".join(torch.__version__.split(".")[:2])
+    graph = model.traced[True].graph
+    return {"convoy": __version__, "torch": torch_version, "model": graph.fingerprint, **modes()}
+
+
+class Welcome:
+    """Lets in whoever has the same model, and a loop over the same loader.
+
+    Args:
+        replan: of the members: what it knows of the devices is told.
+        has_loader: whether the batches come from a loader of Convoy's, which knows where in the data this is.
+    """
+
+    def __init__(self, model: Distributed, replan: Any, has_loader: Callable[[], bool]) -> None:
+        self.model, self.replan, self.has_loader = model, replan, has_loader
+
+    def judge(self, facts: Words, members: Sequence[int], device: int) -> Verdict:  # noqa: ARG002
+        for what, mine in _same(self.model).items():
+            if (theirs := facts["same"].get(what)) != mine and "unknown" not in (theirs, mine):
+                return (
+                    "refused",
+                    f"its {what} is {theirs}, that of the job is {mine}: it must be the same on every machine",
+                )
+        if not self.has_loader():
+            return "refused", (
+                "its loop takes batches from no loader of Convoy's, so nobody knows where in the data it is: use "
+                "convoy.loader, or the loader of convoy.prepare"
+            )
+        return "wanted", ""
+
+    def came(self, device: int, facts: Words) -> None:
+        """It gets a mean share: nothing was measured of it."""
+
+    def told(self) -> Any:
+        known = getattr(self.replan, "known", None)
+        return None if known is None else known.to_json()
+
+    def hear(self, told: Any) -> None:
+        if told is not None and hasattr(self.replan, "known"):
+            self.replan.known = Known.from_json(told)
