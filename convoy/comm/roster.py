@@ -64,6 +64,7 @@ def enter(job: str, device: int, kind: str) -> None:
             atexit.register(_leave, pid)
         _mine = Row(job, pid, _began(pid), _network(), device, kind)
         _write(_mine)
+        rows()  # removes those that killed processes have left
 
 
 def tell(**changes: Any) -> None:
