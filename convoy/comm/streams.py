@@ -144,9 +144,10 @@ class Outflow:
                 return
             with self._lock:
                 self._left -= len(orders)
-            for _, ticket in orders:
-                ticket.finish()
+            tickets = [order[1] for order in orders]
             del orders  # the tensors are their owner's again
+            for ticket in tickets:
+                ticket.finish()
 
     def _next(self) -> list[_Order]:
         """The next message, and small ones behind it; none at the end."""

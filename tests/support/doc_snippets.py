@@ -35,7 +35,6 @@ REASONS = (
     "needs several machines",
     "needs root",
     "needs a torchvision that matches torch",
-    "it takes half an hour",
     "waits for a person",
 )
 """Why a block may be left out."""
