@@ -128,7 +128,7 @@ def test_a_run_that_begins_while_another_ends_has_the_lock_or_is_told(tmp_path: 
         "folder, got = Path(sys.argv[1]), 0\n"
         "(folder / f'ready{sys.argv[2]}').touch()\n"
         "while len(list(folder.glob('ready*'))) < 2: time.sleep(0.001)\n"
-        "while got < 500:\n"
+        "while got < 200:\n"
         "    try: hold(folder)\n"
         "    except InputError: continue\n"
         "    mine = folder / 'mine'\n"
