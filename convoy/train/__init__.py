@@ -9,7 +9,15 @@
     lr.py          learning-rate schedules
     observer.py    what a training tells of itself, and whom
     controller.py  Rebalancer: watches step times, changes plans and shares
-    members.py     Members: goes on without the devices that are lost
+    members.py     Members: goes on without the devices that are lost; a loop of one's own puts it around its steps
+    going_on.py    what Members builds on: after a step the state is kept, after a loss brought to those that are left
+    between.py     what was done between steps, for who was behind or comes later
+    others.py      the state beside the model: taken and brought back
+    wishes.py      who leaves, comes in or ends after a step
+    newcomers.py   who comes in, and what they are told
+    changed.py     the line that tells how the devices have changed
+    replan.py      the plan for the next devices
+    errors.py      the errors that end a training, or let its devices meet anew
 """
 
 from convoy.runtime.average import WeightAverage

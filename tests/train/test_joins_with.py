@@ -21,7 +21,8 @@ from convoy.fleet import Card
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import GradScaler
 from convoy.train.loop import Training
-from convoy.train.members import LeftError, may_leave
+from convoy.train.members import LeftError
+from convoy.train.wishes import may_leave
 from tests.support.poisoned import Poisoned
 from tests.support.programs import needs
 from tests.train.test_newcomers import Job, alone, check, newcomer, started

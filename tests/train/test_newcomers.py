@@ -405,7 +405,7 @@ class OwnLoop(Job):
         part = self.built[name] if name in self.built else self.build(group, copy.deepcopy(self.net))
         optimizer = torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        has_loader: Callable[[], bool] = lambda: members._loader is not None  # noqa: E731
+        has_loader: Callable[[], bool] = lambda: members._between.loader is not None  # noqa: E731
         members = Members(
             part, optimizer, others=[schedule], tell=self.told.setdefault(name, []).append, entrance=entrance, home=home,
             newcomers=Welcome(part, None, has_loader),
