@@ -1,5 +1,6 @@
 """Which line of the user's program a process is at: what to name where devices wait for each other at different ones."""
 
+import gc
 import linecache
 import os
 import sys
@@ -19,6 +20,8 @@ SAME_STEPS = (
 )
 """What to do where the devices are at different lines."""
 
+_ASKING = threading.Lock()
+
 _OURS = tuple(os.path.dirname(os.path.abspath(path)) + os.sep for path in (os.path.dirname(__file__), torch.__file__))
 _LIBRARY = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
@@ -29,8 +32,7 @@ def own_place() -> str | None:
 
     None where it runs none: in the command `convoy train`, or at its end.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    found = _users(frame)
+    found = _users(_frame_of(threading.main_thread().ident or 0))
     if found is None:
         return None
     path = found.f_code.co_filename
@@ -38,6 +40,19 @@ def own_place() -> str | None:
         if text := linecache.getline(path, found.f_lineno, found.f_globals).strip():
             return f"{os.path.basename(path)} line {found.f_lineno}, `{text[:MOST_CHARACTERS]}`"
     return f"{os.path.basename(path)} line {found.f_lineno}"
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    """Where a thread is. Python's garbage collector does not run meanwhile: in Python 3.11 it can let another thread run while
+    this one holds a lock of the interpreter, and the whole process stands still (python/cpython#106883)."""
+    with _ASKING:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames().get(thread)
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _users(frame: FrameType | None) -> FrameType | None:
