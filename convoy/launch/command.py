@@ -15,7 +15,7 @@ from convoy.config.settings import key_of
 from convoy.errors import InputError, unknown_name
 from convoy.fleet import Fleet
 from convoy.launch.detach import Detach, new_detach, this_host
-from convoy.launch.fleet import Joining, run_on_fleet, run_on_hosts, startable
+from convoy.launch.fleet import Joining, run_on_fleet, startable
 from convoy.launch.host_job import host_jobs, line_to_paste
 from convoy.launch.kubernetes import jobset
 from convoy.launch.slurm import sbatch_file
@@ -80,7 +80,7 @@ def train_here_detached(run: RunSettings, host: str) -> int:
     settings = run.settings
     options = [option for name in run.sources if name not in ("devices", "port") for option in _option(run, name)]
     names = settings.device_names
-    return run_on_hosts(
+    return run_on_fleet(
         [this_host(names)], ["train", "--devices", ",".join(names), *options], port=settings.port, goes_on=settings.goes_on,
         detach=new_detach(settings.timeout_s), alone=host,
     )  # fmt: skip

@@ -58,57 +58,7 @@ def startable(path: Path | None) -> Fleet | None:
 
 
 def run_on_fleet(
-    fleet: Fleet,
-    argv: Sequence[str],
-    *,
-    port: int | None = None,
-    files: Sequence[Path] = (),
-    grace_s: float = 5.0,
-    logs: Path | None = None,
-    goes_on: bool = False,
-    detach: Detach | None = None,
-    joining: Joining | None = None,
-) -> int:
-    """Run ``python -m convoy argv`` once per device, each on its host, as one job, and wait for all of them.
-
-    Hosts are reached by ssh, this machine without it. Every device finds its rank in torchrun's variables and its hardware
-    in CONVOY_DEVICE. What device 0 prints is printed here; of the others, what explains a failure.
-
-    Args:
-        fleet: all hosts have an address.
-        port: where the devices meet, on the host of device 0; None: a free one.
-        files: what `argv` names must be on every host, at the same path and with the same content.
-        grace_s: once one has failed, or after Ctrl-C, the others get this long to end by themselves.
-        logs: a folder on each host for what its devices print, but for device 0.
-        goes_on: the devices go on without those of them that are lost. What the first prints that is left is shown then.
-        detach: once all train, leave them alone, and come back.
-        joining: how lost devices are started again on their hosts; None: they are not.
-
-    Returns:
-        0 if all ended well, or train alone; 2 if devices ended with an error that has been printed, 128 + n after signal n: 130
-        after Ctrl-C.
-
-    Raises:
-        InputError: a host that cannot be reached, has no such Python, folder or file, or a port that is taken. All hosts
-            with such troubles are named, and nothing was started.
-        MismatchError: a host has another version of Convoy.
-        DeviceLostError: a device crashed or was killed, or its host was lost; the message says which and how.
-    """
-    return run_on_hosts(
-        host_jobs(fleet),
-        argv,
-        port=port,
-        files=files,
-        grace_s=grace_s,
-        logs=logs,
-        goes_on=goes_on,
-        detach=detach,
-        joining=joining,
-    )
-
-
-def run_on_hosts(
-    jobs: Sequence[HostJob],
+    fleet: Fleet | Sequence[HostJob],
     argv: Sequence[str],
     *,
     port: int | None = None,
@@ -120,7 +70,33 @@ def run_on_hosts(
     joining: Joining | None = None,
     alone: str = "127.0.0.1",
 ) -> int:
-    """As :func:`run_on_fleet`, of hosts with their devices; `alone` is where they meet if there is one host."""
+    """Run ``python -m convoy argv`` once per device, each on its host, as one job, and wait for all of them.
+
+    Hosts are reached by ssh, this machine without it. Every device finds its rank in torchrun's variables and its hardware
+    in CONVOY_DEVICE. What device 0 prints is printed here; of the others, what explains a failure.
+
+    Args:
+        fleet: all hosts have an address. Or its hosts with their devices.
+        port: where the devices meet, on the host of device 0; None: a free one.
+        files: what `argv` names must be on every host, at the same path and with the same content.
+        grace_s: once one has failed, or after Ctrl-C, the others get this long to end by themselves.
+        logs: a folder on each host for what its devices print, but for device 0.
+        goes_on: the devices go on without those of them that are lost. What the first prints that is left is shown then.
+        detach: once all train, leave them alone, and come back.
+        joining: how lost devices are started again on their hosts; None: they are not.
+        alone: where they meet if there is one host.
+
+    Returns:
+        0 if all ended well, or train alone; 2 if devices ended with an error that has been printed, 128 + n after signal n: 130
+        after Ctrl-C.
+
+    Raises:
+        InputError: a host that cannot be reached, has no such Python, folder or file, or a port that is taken. All hosts
+            with such troubles are named, and nothing was started.
+        MismatchError: a host has another version of Convoy.
+        DeviceLostError: a device crashed or was killed, or its host was lost; the message says which and how.
+    """
+    jobs = host_jobs(fleet) if isinstance(fleet, Fleet) else fleet
     key = key_to_start(os.environ)
     logs = logs if detach is None else detach.logs
     with Interrupts() as interrupts, _Hosts(jobs, grace_s, interrupts, goes_on, joining, detach is not None) as hosts:

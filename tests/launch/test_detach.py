@@ -26,7 +26,7 @@ from convoy.launch.detach import Detach, this_host
 folder, script = Path(sys.argv[1]), sys.argv[2]
 job = this_host(("cpu", "cpu"))
 job = replace(job, host=replace(job.host, python=str(folder / "quick")))
-sys.exit(launch.run_on_hosts([job], [script], grace_s=1.0, detach=Detach(folder / "logs", 60.0)))
+sys.exit(launch.run_on_fleet([job], [script], grace_s=1.0, detach=Detach(folder / "logs", 60.0)))
 """
 
 

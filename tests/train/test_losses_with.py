@@ -1,6 +1,5 @@
 """What a training may have beside its steps, together with the loss of devices: the numbers are those of one device."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,15 +112,6 @@ CASES: dict[str, tuple[Extras, str, dict[int, tuple[int, int]]]] = {
     "nothing, when the first state has been copied": (Extras(), "model", {1: (0, 4)}),
     "all of it": (Extras(ema=True, scales=True, accumulate=2, rebalance=True, every=None), "model", TWICE),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread_each() -> Iterator[None]:
-    """Three devices are threads already; with more of torch's own they wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("extras", "plan", "strikes"), CASES.values(), ids=CASES)

@@ -227,14 +227,6 @@ def check(job: Job, names: Sequence[str]) -> None:
     assert len(job.results["0"][0]) == len(losses)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 FAST = [("data", "adam", 1, 1), ("hybrid", "adam", 2, 1), ("model", "sgd", 2, 3)]
 SLOW = [("data-by-speed", "sgd", 2, 3), ("sharded", "adam", 2, 1), ("master", "sgd", 2, 1), ("model", "adam", 3, 1)]
 
