@@ -6,7 +6,7 @@ from convoy.comm.group import Group
 from convoy.runtime import compiled
 from convoy.runtime.compiled import Compiler
 from tests.support.compiler import compiler_imported  # noqa: F401 - a fixture
-from tests.train.test_losses_with import Extras, compare, one_thread_each  # noqa: F401 - another one
+from tests.train.test_losses_with import Extras, compare
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 
