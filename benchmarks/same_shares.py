@@ -81,8 +81,6 @@ def turn(group: Group, runner: Runner, steps: int | None) -> tuple[float, float,
 def work(order: Path) -> None:
     """What one device does; device 0 prints a table, and keeps what was found."""
     job = json.loads(order.read_text())
-    if job["trusted"]:
-        os.environ[TRUST] = "1"
     gc.disable()  # turns collect before they begin
     torch.set_num_threads(1)
     with join("cpu", timeout_s=300.0) as group:
@@ -95,7 +93,8 @@ def work(order: Path) -> None:
         if group.device == 0:
             Console(width=120).print(table_of(found, job["fleet"], job["batch"]))
             if job["results"]:
-                command = f"python -m benchmarks.same_shares --fleet {job['fleet']} --batch {job['batch']}"
+                trusted = " --trusted" if os.environ.get(TRUST) else ""
+                command = f"python -m benchmarks.same_shares --fleet {job['fleet']} --batch {job['batch']}{trusted}"
                 write_whole(Path(job["results"]), json.dumps({**stamp(command), "nets": found}, indent=1) + "\n")
 
 
@@ -152,8 +151,10 @@ def main(
         work(order)
         return
     described = fleet_named(fleet)
+    if trusted:
+        os.environ[TRUST] = "1"  # here: the launcher would hand a key to every device
     job = {
-        "fleet": fleet, "nets": net or NETS, "batch": batch, "rounds": rounds, "limit_s": limit, "trusted": trusted,
+        "fleet": fleet, "nets": net or NETS, "batch": batch, "rounds": rounds, "limit_s": limit,
         "cores": [device.cores or 1.0 for device in described.devices],
         "results": str(results.resolve()) if results else "",
     }  # fmt: skip
