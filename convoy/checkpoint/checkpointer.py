@@ -3,8 +3,11 @@
 import math
 import os
 import secrets
+import time
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +18,16 @@ from torch.optim.optimizer import Optimizer
 from convoy.checkpoint.folder import Progress, is_checkpoint, latest, run_folder
 from convoy.checkpoint.load import load_checkpoint
 from convoy.checkpoint.lock import LOCK, hold, release
-from convoy.checkpoint.save import KEEP, Stateful, save_checkpoint
+from convoy.checkpoint.save import KEEP, Saved, Stateful, attempt
 from convoy.checkpoint.tensors import Parts
 from convoy.comm.agreement import from_first
 from convoy.errors import InputError, shown
 
 _TRACES = {LOCK, ".draft", "log.jsonl", "run.toml"}
 """What a run leaves in its folder that was ended before its first checkpoint."""
+
+PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 30.0, 30.0)
+"""Between attempts to write the last checkpoint of a run, which nothing comes after."""
 
 
 def starting_point(folder: Path, resume: bool) -> Path | None:
@@ -64,6 +70,9 @@ def starting_point(folder: Path, resume: bool) -> Path | None:
 class Checkpointer:
     """Saves a run as it goes, and counts how far it is. Every device has one, and calls it alike.
 
+    Where a checkpoint cannot be written, as on a full disk, that is told, and the training goes on: earlier checkpoints stay as
+    they are, and the next one is tried when it is due. Only `at_end` raises then, after two minutes of further attempts.
+
     ::
 
         keeper = Checkpointer("run", model, optimizer, every=500, settings={"seed": 0, "batch": 64})
@@ -80,7 +89,8 @@ class Checkpointer:
         folder: of the run, on device 0's machine; to go on from one of its checkpoints, that checkpoint.
         model, optimizer, schedule, scaler, settings, keep: see `save_checkpoint`.
         every: steps from one checkpoint to the next; None: only after evaluations.
-        tell: is called on every device with a line of text when a run goes on, and when it was saved.
+        tell: is called on every device with a line of text when a run goes on, when it was saved, and when it could not be;
+            None: only the last, as a warning of device 0.
 
     Attributes:
         progress: how far the run is.
@@ -111,6 +121,7 @@ class Checkpointer:
         self.every, self.keep, self.tell = every, keep, tell
         self.progress = Progress()
         self._saved = Progress()
+        self._unsaved: tuple[Progress, float | None] = Progress(), None  # what was tried last, and the score there
         self.run: str | None = None
         self._release: Callable[[], object] | None = None
 
@@ -167,10 +178,22 @@ class Checkpointer:
         self._save(score if math.isfinite(score) else None)
 
     def at_end(self) -> None:
-        """When the run is over: saves it unless that has been done, and lets another run have the folder."""
-        if self.progress != self._saved:
-            self._save()
-        self.close()
+        """When the run is over: saves it unless that has been done, and lets another run have the folder.
+
+        Raises:
+            InputError: it cannot be saved, also after the pauses in `PAUSES_S`; on every device.
+        """
+        score = self._unsaved[1] if self._unsaved[0] == self.progress else None
+        for attempts, pause_s in enumerate((*PAUSES_S, None)):
+            why = "" if self.progress == self._saved else self._attempt(score).why
+            if not why:
+                self.close()
+                return
+            if pause_s is None:
+                raise InputError(f"the training is over, and its last state is not saved: {why}")
+            if attempts == 0:
+                self._warn(f"WARNING: {why}. The training is over: this is tried again for {sum(PAUSES_S):g} s")
+            time.sleep(pause_s)
 
     def reload(self) -> Progress:
         """Load the latest checkpoint of this run into the model, which has other devices now. Every device calls it.
@@ -191,10 +214,16 @@ class Checkpointer:
         self.progress = progress
         if Parts.of(self.model).first and self._release is None:
             try:
-                hold(run_folder(self.folder), self.run, from_lost=True)
-                self._release = weakref.finalize(self, release, run_folder(self.folder))
-            except (InputError, OSError) as error:
+                self._take_over()
+            except InputError as error:
                 self._tell(f"WARNING: {error}; the next checkpoint ends the training, if that lasts")
+            except OSError as error:
+                self._tell(f"WARNING: {error}; tried again at the next checkpoint")
+
+    def _take_over(self) -> None:
+        """Hold the folder instead of a device that is lost."""
+        hold(run_folder(self.folder), self.run, from_lost=True)
+        self._release = weakref.finalize(self, release, run_folder(self.folder))
 
     def close(self) -> None:
         """Let another run have the folder. So does the end of this object, or of the process."""
@@ -223,13 +252,28 @@ class Checkpointer:
         return str(folder), None if found is None else str(found), run
 
     def _save(self, score: float | None = None) -> None:
-        path = save_checkpoint(
-            self.folder, self.model, self.optimizer, self.progress,
-            schedule=self.schedule, scaler=self.scaler, settings=self.settings, score=score, keep=self.keep,
-            tell=self.tell,
+        if why := self._attempt(score).why:
+            self._warn(f"WARNING: {why}. The training goes on, and tries again when the next one is due")
+
+    def _attempt(self, score: float | None) -> Saved:
+        if self.run is not None and self._release is None and Parts.of(self.model).first:
+            with suppress(InputError, OSError):  # of which the attempt tells
+                self._take_over()
+        saved = attempt(
+            self.folder, self.model, self.optimizer, self.progress, self.schedule, self.scaler, self.settings or {},
+            score, self.keep, self.tell,
         )  # fmt: skip
-        self._saved = self.progress
-        self._tell(f"saved {path}")
+        self._unsaved = self.progress, score
+        if saved.path is not None:
+            self._saved = self.progress
+            self._tell(f"saved {saved.path}")
+        return saved
+
+    def _warn(self, line: str) -> None:
+        if self.tell is not None:
+            self.tell(line)
+        elif Parts.of(self.model).first:
+            warnings.warn(line, stacklevel=3)
 
     def _tell(self, line: str) -> None:
         if self.tell is not None:

@@ -1,9 +1,11 @@
 """Saving: the pieces travel to device 0, tensor by tensor, and it writes them as they come."""
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -51,7 +53,19 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
-@torch.no_grad()
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What came of saving.
+
+    Attributes:
+        path: the folder of the checkpoint, as device 0 names it; None: it could not be written.
+        why: then, in words, with path, bytes and remedy.
+    """
+
+    path: Path | None
+    why: str = ""
+
+
 def save_checkpoint(
     folder: Path | str,
     model: nn.Module,
@@ -92,21 +106,35 @@ def save_checkpoint(
         MismatchError: the devices are at different steps.
         DeviceLostError: a device did not take part; device 0 needed longer than the group's time limit for a tensor.
     """
-    folder, progress = Path(folder), progress or Progress()
+    saved = attempt(
+        Path(folder), model, optimizer, progress or Progress(), schedule, scaler, settings or {}, score, keep, tell
+    )
+    if saved.path is None:
+        raise InputError(saved.why)
+    return saved.path
+
+
+@torch.no_grad()
+def attempt(
+    folder: Path, model: nn.Module, optimizer: Optimizer | None, progress: Progress, schedule: Stateful | None,
+    scaler: Stateful | None, settings: Mapping[str, Any], score: float | None, keep: int, tell: Callable[[str], None] | None,
+) -> Saved:  # fmt: skip
+    """As `save_checkpoint`, but a disk that cannot take the checkpoint is a result, the same on every device, and no error."""
     if keep < 1:
         raise InputError(f"keep={keep}: a run keeps its last checkpoint at least; give 1 or more")
     parts = Parts.of(model)
     agree_on(parts.group, "checkpoint", json.dumps([asdict(progress), score]), "saves another checkpoint")
     saved = None if optimizer is None else _described(parts, optimizer)
     description = Manifest(
-        progress=progress, score=score, settings=encode(dict(settings or {}), "settings"), optimizer=saved,
+        progress=progress, score=score, settings=encode(dict(settings), "settings"), optimizer=saved,
         others=_states({"schedule": schedule, "scaler": scaler}), files={},
     )  # fmt: skip
     streams = _streams(parts, optimizer, saved)
     if not parts.first:
         _drain(streams)
     work = partial(_write, folder, streams, description, parts, keep, tell or warnings.warn)
-    return Path(from_first(parts.group, "checkpoint: written", work))
+    path, why = from_first(parts.group, "checkpoint: written", work)
+    return Saved(None if path is None else Path(path), why)
 
 
 def _described(parts: Parts, optimizer: Optimizer) -> SavedOptimizer:
@@ -158,8 +186,9 @@ def _drain(streams: Mapping[str, Stream]) -> None:
 def _write(
     folder: Path, streams: Mapping[str, Stream], description: Manifest, parts: Parts, keep: int,
     tell: Callable[[str], object],
-) -> str:  # fmt: skip
-    """On device 0: write the checkpoint and tidy the folder; the checkpoint's path."""
+) -> tuple[str | None, str]:  # fmt: skip
+    """On device 0: write the checkpoint and tidy the folder; the fields of `Saved`."""
+    size_bytes = sum(spec.size_bytes for stream in streams.values() for spec in stream.specs.values())
     try:
         if is_checkpoint(folder):
             raise InputError(f"{folder} is a checkpoint itself: name the folder of the run, {folder.parent}")
@@ -173,11 +202,11 @@ def _write(
                     f"{written} is saved, but {error.filename or folder} could not be tidied ({error.strerror}): "
                     f"{BEST} may lead to an earlier one, and old checkpoints may stay; remove what is in the way"
                 )
-            return str(written)
+            return str(written), ""
     except (OSError, InputError) as error:
         _drain(streams)  # the others are in the middle of sending
         if isinstance(error, OSError):
-            raise InputError(_unwritten(folder, description.progress, error)) from error
+            return None, _unwritten(folder, description.progress, size_bytes, error)
         raise
 
 
@@ -198,8 +227,11 @@ def _write_files(folder: Path, streams: Mapping[str, Stream], description: Manif
         return publish(path, description.progress.step)
 
 
-def _unwritten(folder: Path, progress: Progress, error: OSError) -> str:
-    before = latest(folder)
+def _unwritten(folder: Path, progress: Progress, size_bytes: int, error: OSError) -> str:
+    before, room = None, ""
+    with suppress(OSError):
+        room = f", {shutil.disk_usage(folder).free:,} are free there"
+        before = latest(folder)
     what = f"cannot write the checkpoint of step {progress.step} into {folder}: {error.strerror} ({error.filename})"
-    remedy = "make room there, or name another folder"
-    return f"{what}: {remedy}; " + ("no earlier checkpoint is there" if before is None else f"{before} is as it was")
+    remedy = f"it has {size_bytes:,} bytes{room}: make room there, or name another folder"
+    return f"{what}; {remedy}; " + ("no earlier checkpoint is there" if before is None else f"{before} is as it was")

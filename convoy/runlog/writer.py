@@ -1,6 +1,7 @@
 """Writes the log of a run line by line as it happens, so that a run that is killed keeps what it had."""
 
 import datetime
+import errno
 import fcntl
 import json
 import os
@@ -26,11 +27,20 @@ from convoy.runlog.rows import plan_line, plan_parts
 from convoy.runlog.schema import EpochLine, EvaluationLine, Line, ReshareLine, RunLine, StepLine
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says where there is no room, until somebody makes some."""
+
+MOST_WAITING_BYTES = 4 << 20
+"""Of lines that wait for room."""
+
+AT_ONCE_BYTES = 64 << 10
+
 
 class RunLog(Observer):
     """Appends lines to a JSONL file; observes the training.
 
-    A disk that is full, or gone, ends the log and not the training: that is told once.
+    Where the disk is full, lines wait in memory until there is room; those that are too many are left out, and counted. A disk
+    that is gone ends the log and not the training. Both are told once.
 
     Args:
         path: the file; its folder must exist. An older file of that name is replaced, unless the run is resumed.
@@ -61,20 +71,42 @@ class RunLog(Observer):
         self.done = step
         self.graph: Graph | None = None
         self._start_s = time.perf_counter()
+        self._waiting = bytearray()
+        self._is_full, self._left_out = False, 0
 
     def write(self, line: Line) -> None:
         if self.ended:
             return
-        rest = line.model_dump_json(by_alias=True).encode("utf-8", "backslashreplace") + b"\n"
+        row = line.model_dump_json(by_alias=True).encode("utf-8", "backslashreplace") + b"\n"
+        if self._waiting and len(self._waiting) + len(row) > MOST_WAITING_BYTES:
+            self._left_out += 1
+        else:
+            self._waiting += row
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
         try:
-            while rest:
-                rest = rest[os.write(self._file, rest) :]
+            while self._waiting:
+                # What is written of a line stays: its rest is the first that follows.
+                del self._waiting[: os.write(self._file, bytes(self._waiting[:AT_ONCE_BYTES]))]
         except OSError as error:
-            self.ended = True
             why = error.strerror or str(error)
-            self.tell(
-                f"WARNING: the log {self.path} cannot be written any more ({why}): the training goes on without it"
-            )
+            if error.errno not in FULL:
+                self.ended = True
+                self.tell(
+                    f"WARNING: the log {self.path} cannot be written any more ({why}): the training goes on without it"
+                )
+            elif not self._is_full:
+                self._is_full = True
+                self.tell(
+                    f"WARNING: the log {self.path} cannot be written ({why}): make room there; the training goes on, and up to "
+                    f"{MOST_WAITING_BYTES:,} bytes of lines wait until then"
+                )
+            return
+        if self._is_full:
+            missing = f"{self._left_out} lines are missing" if self._left_out else "no line is missing"
+            self.tell(f"the log {self.path} goes on: {missing}")
+            self._is_full, self._left_out = False, 0
 
     def run(self, options: Mapping[str, Any], **more: Any) -> None:
         """The first line: what runs, where, with which versions, when, from which step on.
@@ -114,6 +146,10 @@ class RunLog(Observer):
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self.ended:
+            self._write_waiting()
+            if missing := self._waiting.count(b"\n") + self._left_out:
+                self.tell(f"WARNING: the log {self.path} lacks its last {missing} lines: there was no room for them")
         os.close(self._file)
 
 

@@ -1,5 +1,6 @@
 """What goes wrong while people train, as stories: damaged checkpoints, losses that are no numbers, full disks, odd files."""
 
+import errno
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 from convoy import cli
+from convoy.checkpoint.folder import Sink
 from tests.support.processes import PLACE, ROOT
 from tests.support.slow import most_slow
 
@@ -200,11 +202,35 @@ def test_weights_that_are_no_numbers_are_not_gone_on_with(tmp_path: Path, convoy
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a device that is always full")
-def test_a_full_disk_under_the_log_ends_the_log_and_not_the_training(convoy: Callable[..., Output]) -> None:
+def test_a_full_disk_under_the_log_does_not_end_the_training(convoy: Callable[..., Output]) -> None:
     status, out, err = convoy("train", *TINY, "--epochs", "2", "--log", "/dev/full")
     assert (status, err) == (0, "")
-    assert len(re.findall(r"^WARNING: the log /dev/full cannot be written any more \(No space left", out, re.M)) == 1
+    assert len(re.findall(r"^WARNING: the log /dev/full cannot be written \(No space left", out, re.M)) == 1
+    assert re.search(r"^WARNING: the log /dev/full lacks its last \d+ lines: there was no room", out, re.M)
     assert "epoch 2/2" in out
+
+
+def test_a_checkpoint_that_finds_no_room_does_not_end_the_training(
+    tmp_path: Path, convoy: Callable[..., Output], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long run ended with the first checkpoint that could not be written; the next one found room."""
+    write, left = Sink.write, [2]
+
+    def full_for_a_while(sink: Sink, data: Any) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(sink, data)
+
+    monkeypatch.setattr(Sink, "write", full_for_a_while)
+    run = tmp_path / "run"
+    status, out, err = convoy("train", *TINY, "--checkpoint", str(run), "--checkpoint-steps", "1")
+    assert (status, err) == (0, "")
+    told = re.findall(
+        r"WARNING: cannot write the checkpoint of step (\d+) into .* it has ([\d,]+) bytes, [\d,]+ are", out
+    )
+    assert [row[0] for row in told] == ["1", "2"]
+    assert [path.name for path in sorted(run.glob("0*"))] == ["000001-step-3", "000002-step-4", "000003-step-4"]
 
 
 def test_a_checkpoint_that_was_written_is_not_said_to_be_lost(tmp_path: Path, convoy: Callable[..., Output]) -> None:

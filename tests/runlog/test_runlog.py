@@ -1,7 +1,9 @@
 """Every training tells what it did: where, in which lines, and what a page makes of them."""
 
+import errno
 import io
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -297,3 +299,50 @@ def test_the_log_of_a_stopped_device_goes_on_without_it(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_made_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot write the log .*: Is a directory"):
         RunLog(tmp_path)
+
+
+class SmallDisk:
+    """Takes so many bytes of what the log writes, in whatever pieces, and then has no room."""
+
+    def __init__(self, room_bytes: int) -> None:
+        self.room_bytes, self.write = room_bytes, os.write
+
+    def __call__(self, handle: int, data: bytes) -> int:
+        if not self.room_bytes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self.write(handle, data[: self.room_bytes])
+        self.room_bytes -= written
+        return written
+
+
+@pytest.mark.parametrize("most_bytes", [1 << 20, 200])
+def test_lines_wait_while_the_disk_is_full(most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first line that found no room ended the log, and in the middle of the line."""
+    path, disk, told = tmp_path / "log", SmallDisk(130), list[str]()
+    monkeypatch.setattr("convoy.runlog.writer.MOST_WAITING_BYTES", most_bytes)
+    monkeypatch.setattr("convoy.runlog.writer.os.write", disk)
+    lines = [EvaluationLine(step=step, epoch=0, accuracy=0.1, best=True) for step in range(7)]
+    with RunLog(path, tell=told.append) as log:
+        for line in lines[:6]:
+            log.write(line)
+        assert len(path.read_bytes()) == 130, "the disk is full, in the middle of a line"
+        disk.room_bytes = 10_000
+        log.write(lines[6])
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    left_out = 0 if most_bytes > 200 else 7 - len(steps)
+    assert steps == [*range(6 - left_out), 6] if most_bytes > 200 else steps == [*range(len(steps))]
+    assert bool(left_out) == (most_bytes == 200)
+    assert re.fullmatch(
+        r"WARNING: the log .*log cannot be written \(No space left on device\): make room there; .*", told[0]
+    )
+    missing = f"{left_out} lines are missing" if left_out else "no line is missing"
+    assert told[1:] == [f"the log {path} goes on: {missing}"]
+
+
+def test_what_a_log_lacks_in_the_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, told = tmp_path / "log", list[str]()
+    with RunLog(path, tell=told.append) as log:
+        monkeypatch.setattr("convoy.runlog.writer.os.write", SmallDisk(0))
+        for step in range(3):
+            log.write(EvaluationLine(step=step, epoch=0, accuracy=0.1, best=True))
+    assert told[1:] == [f"WARNING: the log {path} lacks its last 3 lines: there was no room for them"]
