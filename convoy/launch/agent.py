@@ -25,6 +25,7 @@ from convoy.comm.job_key import KEY_FILE, TRUST, JobKey
 from convoy.errors import ConvoyError, InputError
 from convoy.launch.exit_status import Ending
 from convoy.launch.host_job import CONVOY_COMMAND, device_environments, joining_environment, log_of
+from convoy.launch.leaving import ends_in_order, let_leave
 from convoy.launch.stay import all_train, go_behind, let_go, note_end, stay
 from convoy.launch.supervisor import Interrupted, Interrupts, Output, Sink, Supervisor, by_line, decoded
 
@@ -90,6 +91,11 @@ class Agent:
                 self._say("refused", text=str(error))
                 return 2
             except Interrupted as interrupted:
+                if ends_in_order(
+                    interrupted
+                ):  # this machine is switched off, perhaps, and the connection is gone by now
+                    with suppress(Interrupted):
+                        let_leave(devices, len(devices.running), lambda: self._is_told_to_end)
                 return interrupted.status
         return 0
 
@@ -160,6 +166,9 @@ class Agent:
             return (devices.failed and not goes_on) or not devices.running
 
         order = self._next(devices, over)
+        if order is not None and order.get("own"):  # after the step
+            let_leave(devices, order["own"], lambda: bool(self._orders))
+            return
         if not over() and (order is None or order.get("interrupt")):
             devices.send_signal(signal.SIGINT)
         devices.end(grace_s)
@@ -176,6 +185,11 @@ class Agent:
         """The next order; None when there will be none, after a long silence, or once it is over."""
         devices.listen(lambda: self._orders or over() or time.monotonic() > self._heard_s + SILENCE_S)
         return self._orders.popleft() if self._orders and self._orders[0] is not None else None
+
+    @property
+    def _is_told_to_end(self) -> bool:
+        """At once, and not after the step."""
+        return any(order is not None and order["convoy"] == "end" and not order["own"] for order in self._orders)
 
     def _hear(self) -> Sink:
         def take(line: bytes) -> None:

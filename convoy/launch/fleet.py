@@ -22,6 +22,7 @@ from convoy.launch.agent import BEAT_S, Message, digest, from_line, to_line
 from convoy.launch.detach import Detach, detached_text
 from convoy.launch.exit_status import Ending
 from convoy.launch.host_job import HostJob, host_jobs
+from convoy.launch.leaving import LEAVE_S, ending_text, ends_in_order
 from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
 from convoy.launch.supervisor import TERMINATE_S, Interrupted, Interrupts, Supervisor, by_line, conclude, note
 
@@ -115,7 +116,11 @@ def run_on_fleet(
                 return 0
         except Interrupted as interrupted:
             with suppress(Interrupted):  # a second one: no more waiting
-                hosts.end(interrupt=True)
+                if goes_on and ends_in_order(interrupted):
+                    note(ending_text(len(hosts.running)))
+                    hosts.end(after_step=True)
+                else:
+                    hosts.end(interrupt=True)
                 hosts.follow()
             return interrupted.status
     return conclude(hosts.endings, hosts.lost, goes_on=goes_on)
@@ -318,6 +323,11 @@ class _Hosts:
         return {session: answers[session] for session in sessions}
 
     @property
+    def running(self) -> set[int]:
+        """All processes, also those that ask to be let in."""
+        return self._again.running
+
+    @property
     def all_train(self) -> bool:
         """Whether all devices of all hosts have begun to train, and do."""
         return self._train >= set(self.sessions) and bool(self._again.members)
@@ -367,12 +377,13 @@ class _Hosts:
                 return
             self._take(*got)
 
-    def end(self, interrupt: bool) -> None:
-        """Have all devices ended: they get some time, or are interrupted first."""
+    def end(self, *, interrupt: bool = False, after_step: bool = False) -> None:
+        """Have all devices ended: they get some time, or are interrupted first, or finish the step."""
         self._again.stop()
-        self._deadline_s = time.monotonic() + self._end_s
+        self._deadline_s = time.monotonic() + self._end_s + after_step * LEAVE_S
+        own = len(self._again.members) if after_step else 0
         for session in self.sessions:
-            session.send("end", interrupt=interrupt)
+            session.send("end", interrupt=interrupt, own=own)
 
     def _take(self, session: HostSession, message: Message | None) -> None:
         bad, session.until_s = False, math.inf
@@ -398,7 +409,7 @@ class _Hosts:
             self._again.note(ending)
             bad = ending.status != 0 and not self._goes_on
         if bad and self._deadline_s == math.inf:
-            self.end(interrupt=False)
+            self.end()
 
     def _lose(self, session: HostSession, message: Message | None) -> bool:
         """A host will say no more, with its devices or after them; whether the others are to end."""

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from convoy.comm.launch_env import hidden
 from convoy.errors import InputError
 from convoy.launch.again import Address, Again
 from convoy.launch.host_job import CONVOY_COMMAND, device_environments, joining_environment, log_of
+from convoy.launch.leaving import ending_text, ends_in_order, let_leave
 from convoy.launch.supervisor import (
     Interrupted,
     Interrupts,
@@ -126,8 +126,11 @@ def launch_local(
             raise InputError(f"cannot start {command[0]!r}: {error.strerror}; give a program that exists") from None
         except Interrupted as interrupted:
             again.stop()
-            print(f"{interrupted.signum.name}: ending {len(processes.running)} devices", file=sys.stderr, flush=True)
+            count, in_order = len(processes.running), ends_in_order(interrupted)
+            note(ending_text(count) if in_order else f"{interrupted.signum.name}: ending {count} devices")
             with suppress(Interrupted):  # a second one: no more waiting
+                if in_order:
+                    let_leave(processes, len(again.members))
                 # Ctrl-C has reached the devices, too.
                 processes.end(timeout_s if interrupted.is_ctrl_c else 0.0)
             return interrupted.status

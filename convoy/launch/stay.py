@@ -15,6 +15,7 @@ import psutil  # type: ignore[import-untyped]
 
 from convoy.comm import roster
 from convoy.launch.exit_status import Ending
+from convoy.launch.leaving import let_leave
 from convoy.launch.supervisor import Interrupted, Supervisor
 
 LOOK_S = 2.0
@@ -62,7 +63,9 @@ def stay(devices: Supervisor, *, goes_on: bool, grace_s: float, silence_s: float
             devices.listen(lambda: not devices.running or (devices.failed and not goes_on), LOOK_S)
         except Interrupted as interrupted:  # the machine is switched off, perhaps
             print(f"{interrupted.signum.name}: its devices are to leave", flush=True)
-            devices.send_signal(signal.SIGTERM)
+            with suppress(Interrupted):  # a second one: no more waiting
+                let_leave(devices, len(devices.running))
+            return
         now_s = time.monotonic()
         still = {process.popen.pid for process in devices.running if _stands_still(process.popen.pid)}
         stopped_s = {pid: stopped_s.get(pid, now_s) for pid in still}

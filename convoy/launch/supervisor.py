@@ -408,14 +408,14 @@ class Supervisor:
         Raises:
             Interrupted: this process was asked to end, perhaps once more. What still runs is left to the context's end.
         """
-        self._kill_suspended()
+        self.kill_suspended()
         for signum, limit_s in ((None, grace_s), (signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, KILL_S)):
             if signum is not None and self.running:
                 self.send_signal(signum)
             if self.listen(lambda: not self.running, limit_s):
                 return
 
-    def _kill_suspended(self) -> None:
+    def kill_suspended(self) -> None:
         """A process that is stopped (Ctrl-Z, a debugger) hears of nothing but SIGKILL."""
         for process in self.running:
             with suppress(psutil.Error, ProcessLookupError):

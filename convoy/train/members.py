@@ -1,6 +1,5 @@
 """Lets a training go on when devices are lost or come: what a script's loop uses around its steps and between them."""
 
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from convoy.comm.channel import Words
 from convoy.comm.newcomer import Entrance
 from convoy.comm.processes import JoinedGroup
 from convoy.comm.regroup import Home, Membership
-from convoy.comm.signals import LEAVE, hearing_signals
+from convoy.comm.signals import hearing_signals
 from convoy.errors import DeviceLostError, InputError
 from convoy.runtime.module import Distributed, StaleBatchError, not_distributed
 from convoy.train.between import EPOCH, Between, align
@@ -170,8 +169,7 @@ class Members(GoingOn):
             )
         self._strict, self._pace = True, None
         self.story = self._tell_story, self._between.told.update
-        if signal.getsignal(LEAVE) == signal.SIG_DFL:  # else it is the script's own
-            self._signals.enter_context(hearing_signals(self))
+        self._signals.enter_context(hearing_signals(self))
         # Where the group has broken, the next message says it again.
         with suppress(DeviceLostError) if self.entrance is None else nullcontext():
             self.begin()

@@ -39,7 +39,8 @@ class Wishes:
             told = [int(each) for each in table.tolist()]
             leaving = may_leave([bool(each & LEAVES) for each in told])
             grows = any(each & GROWS for each in told)
-            ends = any(each & ENDS for each in told)
+            # Where all leave nobody goes on, so they end together, and save.
+            ends = any(each & ENDS for each in told) or all(each & LEAVES for each in told)
         own = torch.tensor(float(LEAVES * self.leaves + GROWS * wanted() + ENDS * self.ends), dtype=torch.float64)
         self._told = share_tensor(group, own)
         return leaving, grows, ends
@@ -50,10 +51,9 @@ class Wishes:
 
 
 def may_leave(wish: Sequence[bool]) -> list[int]:
-    """Who of the devices that wish to leaves now. The next one has the copies of what only it had, and stays, unless all leave;
-    the others leave after a later step."""
-    leaving = [d for d, each in enumerate(wish) if each]
-    return leaving if all(wish) else [d for d in leaving if not wish[(d + 1) % len(wish)]]
+    """Who of the devices that wish to leaves now. The next one has the copies of what only it had, and stays; the others leave
+    after a later step."""
+    return [d for d, each in enumerate(wish) if each and not wish[(d + 1) % len(wish)]]
 
 
 def end_all(group: Group, step: int) -> NoReturn:

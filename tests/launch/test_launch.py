@@ -311,7 +311,8 @@ def test_after_ctrl_c_no_device_stays(tmp_path: Path, how: str) -> None:
 def test_a_launcher_that_is_asked_to_end_ends_its_devices(tmp_path: Path, signum: signal.Signals) -> None:
     """Only Ctrl-C was heeded: a scheduler's SIGTERM ended the launcher alone, and devices that watch nobody trained on."""
     status, output, errors = end_launcher(tmp_path, "plain", lambda pid: os.kill(pid, signum))
-    assert (status, output, errors) == (0, f"status {128 + signum}\n", f"{signum.name}: ending 2 devices\n")
+    assert (status, output) == (0, f"status {128 + signum}\n")
+    assert errors.startswith(f"{signum.name}: ending 2 devices")
 
 
 def test_when_the_launcher_is_killed_its_devices_end(tmp_path: Path) -> None:

@@ -272,6 +272,16 @@ def test_a_training_that_is_stopped_ends_on_all_devices_after_the_same_step() ->
     assert re.match(r"the training was stopped after step (9|10), as it was asked to$", str(job.errors[0]))
 
 
+def test_where_all_leave_the_training_ends_on_all_after_the_same_step() -> None:
+    """A scheduler's SIGTERM to all devices: each of them left by itself, and nobody saved anything."""
+    job = Job(Case(8, 2, "hybrid", "adam", epochs=2))
+    job.strikes = {(name, 5): lambda members: members.leave() for name in "01"}
+    with started(job, 2):
+        pass
+    assert [type(error) for error in job.errors] == [StoppedError] * 2, job.errors
+    assert len({str(error) for error in job.errors}) == 1
+
+
 def test_a_newcomer_that_does_not_come_to_the_meeting_harms_nobody() -> None:
     job = Job(Case(5, 2, "hybrid", "sgd", epochs=2))
     job.expected = {3: "nobody"}

@@ -1,0 +1,162 @@
+"""SIGTERM to who started devices: these finish the step, and leave or end; and whatever happens, nothing stays."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.launch.test_ssh import QUICK
+from tests.support.processes import ROOT
+from tests.support.ssh_hosts import eventually
+
+DEVICE = """
+import os, sys, threading, time
+sys.path[:0] = PATHS
+from pathlib import Path
+from convoy.comm import roster
+from convoy.comm.signals import hearing_signals
+# As `watch_parent` does, which would load torch.
+threading.Thread(target=lambda: (os.read(int(os.environ["CONVOY_PARENT_PIPE"]), 1), os._exit(2)), daemon=True).start()
+rank, folder, how, members = os.environ["RANK"], Path(sys.argv[1]), sys.argv[2], tuple(range(int(sys.argv[3])))
+heard = []
+class Members:
+    generation = None if how == "starting" else 1
+    def leave(self): heard.append("leaves")
+    def end(self): heard.append("ends")
+roster.enter(f"a job in {folder}", int(rank), "cpu")
+with hearing_signals(Members()):
+    roster.tell(members=members if how != "starting" else ())
+    path = folder / f"{rank}.new"
+    path.write_text(str(os.getpid()))
+    path.rename(folder / rank)
+    while not heard or how == "deaf":
+        time.sleep(0.02)
+    time.sleep(0.3)  # the rest of the step
+    (folder / f"{rank}.heard").write_text(" ".join(sorted(set(heard))))
+sys.exit(2)
+""".replace("PATHS", repr([str(ROOT), *(path for path in sys.path if path.endswith("-packages"))]))
+
+HERE = """
+import sys
+from convoy.launch import leaving, local
+limit_s, *argv = sys.argv[1:]
+leaving.LEAVE_S = float(limit_s)
+local.CONVOY_COMMAND = (sys.executable, "-S", "-c")  # device 0 hosts the store, so that no torch is loaded here
+sys.exit(local.launch_local(argv, ["cpu", "cpu"], command=local.CONVOY_COMMAND, goes_on=True))
+"""
+
+FLEET = """
+import sys
+from dataclasses import replace
+from convoy.launch import fleet, leaving
+from convoy.launch.detach import this_host
+limit_s, *argv = sys.argv[1:]
+leaving.LEAVE_S = fleet.LEAVE_S = float(limit_s)
+job = this_host(("cpu", "cpu"))
+job = replace(job, host=replace(job.host, python=argv[1] + "/quick"))
+sys.exit(fleet.run_on_fleet([job], argv, grace_s=1.0, goes_on=True))
+"""
+
+
+@contextmanager
+def started(
+    folder: Path, launcher: str, how: str = "trains", members: int = 2, limit_s: float = 60.0
+) -> Iterator[tuple["subprocess.Popen[str]", list[psutil.Process]]]:
+    """A launcher in a session of its own, and its two devices, which train; nothing of them is left."""
+    quick = folder / "quick"
+    quick.write_text(
+        QUICK.format(python=sys.executable, more=f"from convoy.launch import leaving; leaving.LEAVE_S = {limit_s}")
+    )
+    quick.chmod(0o755)
+    command = [sys.executable, "-c", launcher, str(limit_s), DEVICE, str(folder), how, str(members)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    devices: list[psutil.Process] = []
+    try:
+        assert eventually(lambda: all((folder / rank).exists() for rank in "01"))
+        devices += [psutil.Process(int((folder / rank).read_text())) for rank in "01"]
+        yield process, devices
+        process.communicate(timeout=30)
+        assert not psutil.wait_procs(devices, timeout=10)[1]
+    finally:
+        for each in (*devices, process):
+            try:
+                each.kill()
+            except psutil.NoSuchProcess:
+                continue
+        process.communicate()
+
+
+def heard(folder: Path) -> list[str]:
+    return [path.read_text() if (path := folder / f"{rank}.heard").exists() else "" for rank in "01"]
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("launcher", "members", "what"),
+    [
+        pytest.param(HERE, 2, "ends", id="here-all"),
+        pytest.param(HERE, 3, "leaves", id="here-some"),
+        pytest.param(FLEET, 2, "ends", id="fleet-all"),
+        pytest.param(FLEET, 3, "leaves", id="fleet-some", marks=slow),
+    ],
+)
+def test_devices_finish_the_step_and_end_or_leave_to_others(
+    tmp_path: Path, launcher: str, members: int, what: str
+) -> None:
+    """A scheduler's SIGTERM killed them within the step: nothing was saved, and others that had joined saw a loss."""
+    with started(tmp_path, launcher, members=members) as (process, _):
+        process.terminate()
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert errors.startswith("SIGTERM: ending 2 devices: where they train after the step")
+    assert heard(tmp_path) == [what, what]
+
+
+def test_who_gets_the_signal_of_the_system_and_that_of_its_launcher_finishes_the_step(tmp_path: Path) -> None:
+    """A machine that is switched off sends it to all processes: what the launcher passed on counted as the second one."""
+    with started(tmp_path, HERE, members=3) as (process, _):
+        os.killpg(process.pid, signal.SIGTERM)
+    assert heard(tmp_path) == ["leaves", "leaves"]
+
+
+@pytest.mark.parametrize("launcher", [HERE, pytest.param(FLEET, marks=slow)], ids=["here", "fleet"])
+@pytest.mark.parametrize("how", ["limit", "twice"])
+def test_a_device_that_does_not_finish_is_killed(tmp_path: Path, launcher: str, how: str) -> None:
+    with started(tmp_path, launcher, "deaf", limit_s=0.3 if how == "limit" else 60.0) as (process, _):
+        process.terminate()
+        if how == "twice":
+            assert process.stderr is not None
+            assert process.stderr.readline().startswith("SIGTERM: ending 2 devices")
+            process.terminate()
+        process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert heard(tmp_path) == ["", ""]
+
+
+def test_devices_that_do_not_train_yet_end_at_once(tmp_path: Path) -> None:
+    with started(tmp_path, HERE, "starting") as (process, _):
+        process.terminate()
+    assert heard(tmp_path) == ["", ""]
+
+
+@pytest.mark.parametrize("connection", [pytest.param("stays", marks=slow), "goes"])
+def test_the_devices_of_a_host_leave_when_its_agent_is_asked_to_end(tmp_path: Path, connection: str) -> None:
+    """At a shutdown sshd ends beside it: the end of its orders killed them within the step."""
+    with started(tmp_path, FLEET, members=3) as (process, devices):
+        agent = devices[0].parent()
+        assert agent is not None
+        agent.terminate()
+        if connection == "goes":
+            process.kill()
+    assert heard(tmp_path) == ["leaves", "leaves"]
+    assert not agent.is_running() or agent.status() == psutil.STATUS_ZOMBIE
