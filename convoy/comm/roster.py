@@ -19,6 +19,9 @@ import psutil  # type: ignore[import-untyped]
 
 from convoy.errors import InputError
 
+SHARED = Path("/tmp")
+"""Where every user may make a folder, and nobody may remove or rename another's."""
+
 FRESH_S = 3600.0
 """A row is written anew so often: what cleans /tmp takes files that are old."""
 
@@ -158,7 +161,7 @@ def _folder() -> Path:
     Raises:
         InputError: another user made it.
     """
-    path = Path("/tmp") / f"convoy-{os.geteuid()}"
+    path = SHARED / f"convoy-{os.geteuid()}"
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     told = path.lstat()
