@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from convoy._version import __version__
 from convoy.app.handover import Handover
-from convoy.app.joining_address import doors_text, listening, told_doors
+from convoy.app.joining_address import door_address, doors_text, listening, told_doors
 from convoy.comm import roster
 from convoy.comm.accelerator import modes
 from convoy.comm.changing import present
@@ -57,17 +57,21 @@ class Coming:
 
 def home_of(settings: Settings, group: Group) -> Home | None:
     """Where this device answers as a member, where that is not any port of its group's address. The first device of each
-    other host takes the port of the first of all, if it is free there."""
+    other host takes the port of the first of all, if it is free there.
+
+    Raises:
+        InputError: as `door_address`.
+    """
     if settings.listen is None:
         return None
     host, port = listening(settings)
     present_group = present(group)
     if isinstance(present_group, JoinedGroup):
-        place = read_process_env(os.environ)
+        place, is_first = read_process_env(os.environ), group.device == 0
         first_there = place is not None and place.local == 0 and place.local_devices is not None
-        if group.device != 0:
-            return Home.of(present_group, wish=port) if first_there else None
-        return Home.of(present_group, port)
+        address = door_address(host, present_group.address, is_first)
+        wish = port if first_there and not is_first else 0
+        return Home.of(present_group, port if is_first else 0, wish, address)
     env = ProcessEnv(0, 1, 0, 1, host, port, hosted=False, attempt=0)
     return Home(host, port, credentials_of(env), f"members of {uuid.uuid4().hex}")
 

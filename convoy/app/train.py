@@ -106,6 +106,7 @@ def run_device(run: RunSettings) -> None:
         if settings.listen is not None and group.devices == 1:
             group = ChangingGroup(group)
         _agree(settings, group)
+        home_of(settings, group)  # refuses an address that cannot be, before anything takes long
         if settings.memory is not None:
             limit_memory(group.torch_device, settings.memory[min(group.device, len(settings.memory) - 1)])
         screen = Screen(visible=group.device == 0)

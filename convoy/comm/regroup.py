@@ -90,8 +90,9 @@ class Home:
     wish: int = 0
 
     @classmethod
-    def of(cls, group: JoinedGroup, port: int = 0, wish: int = 0) -> "Home":
-        return cls(group.address, port, group.credentials, f"members of {group.token}", group.staged, wish)
+    def of(cls, group: JoinedGroup, port: int = 0, wish: int = 0, address: str | None = None) -> "Home":
+        """That of a device of this group, at the group's address or another one."""
+        return cls(address or group.address, port, group.credentials, f"members of {group.token}", group.staged, wish)
 
     def listener(self) -> socket.socket:
         """InputError: the port is taken, or the address is none of this machine."""
