@@ -28,8 +28,10 @@ class Asked(Protocol):
 
 @contextmanager
 def hearing_signals(members: Asked) -> Iterator[None]:
-    """Within it they do that; a second SIGTERM, or SIGUSR1, ends the process, and so does the first where it does not train yet.
-    A signal that the process ignores, or has a use of its own for, stays as it is."""
+    """Within it they do that; a second SIGTERM or SIGUSR1 ends the process, and so does the first where it does not train yet.
+
+    A signal that the process ignores, or has a use of its own for, stays as it is.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -42,5 +42,5 @@ def test_devices_of_several_machines_answer_where_they_speak() -> None:
 @pytest.mark.parametrize("text", ["0.0.0.0:7000", "0.0.0.0", "[::]:7000", "*:7000"])
 def test_no_address_to_ask_at(text: str) -> None:
     """It was taken, and others were told to ask at 0.0.0.0."""
-    with pytest.raises(InputError, match="means all addresses of this machine, .* give that, e.g. 192.168.1.5:7000"):
+    with pytest.raises(InputError, match=r"means all addresses of this machine, .* give that"):
         listening(Settings(listen=text))
