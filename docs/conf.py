@@ -40,7 +40,10 @@ nitpicky = True
 # What is not Convoy's: no network, no inventories of other projects.
 nitpick_ignore_regex = [
     # Values that are handed on, and that nobody has to look into.
-    (r"py:class", r"convoy\.[\w.]+\.(Change|Measurement|Operation|Scale|Speeds|Step|TracedModel)"),
+    (
+        r"py:class",
+        r"convoy\.[\w.]+\.(Change|Measurement|Operation|Scale|SparePrice|Speeds|Step|TracedModel|known\.Known)",
+    ),
     (r"py:.*", r"(torch|nn|collections|pathlib|typing|types|contextlib|optim|Optimizer|Dataset|Tensor)(\..*)?"),
 ]
 

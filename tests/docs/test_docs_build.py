@@ -1,17 +1,22 @@
 """The pages build, without a warning: no dead link, no docstring that Sphinx cannot read, no name that is not there.
 
-The build is slow; what of it people break most is read in the sources: links, tables of contents, names of the reference.
+The build is slow; what of it people break most is read in the sources: links, tables of contents, names and types it shows.
 """
 
 import importlib
 import re
 import subprocess
 import sys
+import typing
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import convoy
+from docs.conf import nitpick_ignore_regex
 from tests.support.processes import ROOT
 
 DOCS = ROOT / "docs"
@@ -46,6 +51,35 @@ def test_the_reference_names_what_is_exported() -> None:
     for what, name in told:
         names |= vars(importlib.import_module(name)).keys() if what == "module" else set()
     assert not {name for name in convoy.__all__ if name != "__version__"} - names
+
+
+def _named(name: str) -> Any:
+    """What the reference calls so: `convoy.data.Splits`, or `prepare` of the module `convoy`."""
+    *folders, last = name.removeprefix("convoy.").split(".")
+    return getattr(importlib.import_module(".".join(["convoy", *folders])), last)
+
+
+def _classes(hint: Any) -> Iterator[type]:
+    parts = hint if isinstance(hint, list) else typing.get_args(hint)
+    if not parts and isinstance(hint, type):
+        yield hint
+    for each in parts:
+        yield from _classes(each)
+
+
+def test_the_reference_tells_of_the_types_that_it_shows() -> None:
+    """`Plans` had got two fields of types that no page tells of: only the build of the pages said so, and nobody built them."""
+    told = re.findall(r"^\.\. auto(\w+):: ([\w.]+)", (DOCS / "reference" / "api.md").read_text(encoding="utf-8"), re.M)
+    objects = [_named(name) for what, name in told if what in ("class", "function")]
+    modules = [vars(importlib.import_module(name)).values() for what, name in told if what == "module"]
+    known, unknown = {id(each) for each in (*objects, *(each for names in modules for each in names))}, set()
+    for each in objects:
+        with suppress(NameError):  # a name that is only imported for type checkers
+            hints = typing.get_type_hints(each.__init__ if isinstance(each, type) else each)
+            found = [kind for hint in hints.values() for kind in _classes(hint) if id(kind) not in known]
+            unknown |= {f"{kind.__module__}.{kind.__qualname__}" for kind in found}
+    ignored = re.compile("|".join(pattern for _, pattern in nitpick_ignore_regex))
+    assert not {name for name in unknown if name.startswith("convoy.") and not ignored.fullmatch(name)}
 
 
 @pytest.fixture(scope="module")
