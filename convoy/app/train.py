@@ -75,10 +75,11 @@ from convoy.runtime.module import Distributed
 from convoy.runtime.precision import GradScaler, UnderAutocast
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
-from convoy.train.loop import History, Recipe, Training, build_optimizer, fit
+from convoy.train.loop import Recipe, Training, build_optimizer, fit
 from convoy.train.lr import Schedule, build_schedule
 from convoy.train.members import Members
 from convoy.train.observer import Observer, Observers
+from convoy.train.record import History
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from convoy.plan.presets import Speeds
 from convoy.report.numbers import in_bytes
 from convoy.report.waiting import LINE_EVERY_S, Wait
 from convoy.runlog.schema import DeviceLine
-from convoy.train.loop import History
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
+from convoy.train.record import History
 
 FILE_WIDTH = 250
 """A table in a file or a pipe may be this wide, in characters: nothing in it is cut off."""

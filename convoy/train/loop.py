@@ -6,9 +6,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,27 +29,8 @@ from convoy.train.late_losses import LateLosses, Unread, UnreadNumber, lateness
 from convoy.train.loader import Loader
 from convoy.train.loss import Loss
 from convoy.train.members import Members, StoppedError
-from convoy.train.observer import EpochResult, Evaluation, Observer, Observers, StepResult
-
-
-@dataclass
-class History:
-    """What a training run showed.
-
-    Attributes:
-        losses: of every step, over the whole batch.
-        epochs: one result per epoch.
-        evaluations: all tests, in order.
-        best: the first test of the highest accuracy.
-        diverged: the first step whose loss was NaN or infinite, counted from 1.
-    """
-
-    losses: list[float] = field(default_factory=list)
-    epochs: list[EpochResult] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)
-    best: Evaluation | None = None
-    diverged: int | None = None
-
+from convoy.train.observer import EpochResult, Observer, Observers, StepResult
+from convoy.train.record import History, Place, Record
 
 AUXILIARY = 0.3
 """How much the loss of an auxiliary classifier counts: Szegedy et al. 2015, section 5."""
@@ -180,7 +161,7 @@ def fit(
     loop = _Loop(training, test, observer or Observers(), rebalancer, keeper, tell, LateLosses(0), members)
     start = keeper.progress if keeper is not None else Progress()
     place = Place(start.step, start.epoch, start.batch)
-    loop.steps = loop.begun = start.step
+    loop.steps = loop.record.begun = start.step
     repeats = False
     if members is not None:
         members.fall_back = None if keeper is None else partial(_reload, keeper)
@@ -210,7 +191,7 @@ def fit(
                 keeper.at_end()
             if members is not None:
                 members.finish()
-            return loop.history
+            return loop.record.history
         except DeviceLostError as error:
             if members is None:
                 raise
@@ -238,24 +219,14 @@ def _reload(keeper: Checkpointer) -> tuple[int, list[int]]:
     return found.step, [found.step, found.epoch, found.batch]
 
 
-class Place(NamedTuple):
-    """How far a training is: steps, the epoch, and steps of that."""
-
-    step: int
-    epoch: int
-    batch: int
-
-
 @dataclass
 class _Loop:
     """One training, epoch by epoch.
 
     Attributes:
-        begun, steps: of the optimizer, before it and so far.
-        unread: steps whose losses are not in the history yet.
-        samples: of every step in the history, with its epoch.
+        unread: steps whose losses are not in the record yet.
+        steps: of the optimizer so far.
         tested_s: seconds of tests in this epoch.
-        undone: a step, and the losses and samples of those behind it that were to be repeated when devices last went back.
     """
 
     training: Training
@@ -266,35 +237,14 @@ class _Loop:
     tell: Callable[[str], None]
     unread: LateLosses
     members: Members | None = None
-    history: History = field(default_factory=History)
-    begun: int = 0
+    record: Record = field(default_factory=Record)
     steps: int = 0
-    samples: list[tuple[int, int]] = field(default_factory=list)
     tested_s: float = 0.0
-    undone: tuple[int, list[float], list[tuple[int, int]]] = (0, [], [])
 
     def go_back(self, place: Place) -> None:
-        """After a loss: forget what comes after a step; the tests behind it are made again.
-
-        A checkpoint may be of a later step than the one that devices went back to before: its losses are those of then.
-        """
-        self.begun = min(self.begun, place.step)
-        history, kept = self.history, place.step - self.begun
-        have = len(history.losses)
-        if kept < have:
-            self.undone = place.step, history.losses[kept:], self.samples[kept:]
-            del history.losses[kept:], self.samples[kept:]
-        elif kept > have:
-            first, losses, samples = self.undone
-            ahead = slice(max(0, self.begun + have - first), place.step - first)
-            history.losses += losses[ahead]
-            self.samples += samples[ahead]
+        """After a loss: forget what comes after a step; the tests behind it are made again."""
+        self.record.go_back(place)
         self.unread.forget(place.step)
-        history.epochs = [each for each in history.epochs if each.epoch < place.epoch]
-        history.evaluations = [each for each in history.evaluations if each.step < place.step]
-        history.best = next((each for each in reversed(history.evaluations) if each.is_best), None)
-        if history.diverged is not None and history.diverged > place.step:
-            history.diverged = None
         self.steps = place.step
         if self.keeper is not None:
             self.keeper.go_back(Progress(place.step, place.epoch, place.batch))
@@ -303,23 +253,12 @@ class _Loop:
 
     def story(self) -> dict[str, Any]:
         """What has happened, as JSON: results, and losses of the present epoch."""
-        history, unread = self.history, self.unread.known()
-        samples = [*self.samples, *((each.epoch, each.samples) for each, _ in unread)]
-        losses = [*history.losses, *(loss for _, loss in unread)]
-        first = next((i for i, (epoch, _) in enumerate(samples) if epoch == samples[-1][0]), 0)
-        return {
-            "begun": self.begun + first, "losses": losses[first:], "samples": samples[first:], "late": self.unread.late,
-            "epochs": [asdict(each) for each in history.epochs],
-            "evaluations": [asdict(each) for each in history.evaluations], "diverged": history.diverged,
-        }  # fmt: skip
+        return self.record.story(self.unread.known()) | {"late": self.unread.late}
 
     def take_over(self, story: dict[str, Any]) -> None:
         """What has happened before this device came."""
-        self.begun, self.samples = story["begun"], [(int(epoch), int(count)) for epoch, count in story["samples"]]
-        self.history.losses, self.unread.late = list(story["losses"]), story["late"]
-        self.history.epochs = [EpochResult(**row) for row in story["epochs"]]
-        self.history.evaluations = [Evaluation(**row) for row in story["evaluations"]]
-        self.history.diverged = story["diverged"]
+        self.record.take_over(story)
+        self.unread.late = story["late"]
 
     def epoch(self, epoch: int, train: Loader, *, is_last: bool, again: bool = False) -> None:
         """One epoch, from the batch on that the loader was set to.
@@ -356,11 +295,11 @@ class _Loop:
         train_s = time.perf_counter() - start_s - self.tested_s
         due = is_last or (epoch + 1) % recipe.evaluate_epochs == 0 or self._is_due
         accuracy = self._evaluate(epoch, ends_epoch=True) if due else None
-        rows = [(loss * n, n) for loss, (at, n) in zip(self.history.losses, self.samples, strict=True) if at == epoch]
+        rows = [(loss * count, count) for loss, count in self.record.rows_of(epoch)]
         weighted, samples = (sum(column) for column in zip(*rows, strict=True)) if rows else (0.0, 0)
         mean = weighted / samples if samples else math.nan  # a run may go on at the end of an epoch
         result = EpochResult(epoch, mean, accuracy, train_s, samples / train_s, self.training.rate())
-        self.history.epochs.append(result)
+        self.record.epoch(result)
         self.observer.on_epoch(result)
         if self.keeper is not None:
             self.keeper.at_evaluation(math.nan if accuracy is None else accuracy)
@@ -371,8 +310,8 @@ class _Loop:
         return every is not None and self.steps % every == 0
 
     def _diverge(self, step: int, loss: float) -> None:
-        self.history.diverged = step + 1
-        told = f"the loss of step {self.history.diverged} is {loss}"
+        self.record.diverge(step + 1)
+        told = f"the loss of step {step + 1} is {loss}"
         remedy = "lower the learning rate (--lr), or add --warmup-epochs 1 or --clip-norm 1"
         if self.training.recipe.stops_diverged:
             late = self.steps - step
@@ -402,14 +341,13 @@ class _Loop:
         Raises:
             DivergedError: the loss is no number, and the training is to stop.
         """
-        if self.history.diverged is None and not math.isfinite(loss):
+        if self.record.history.diverged is None and not math.isfinite(loss):
             self._diverge(step.step, loss)
         return step, loss
 
     def _tell_steps(self, read: Iterable[tuple[Unread, float]]) -> None:
         for each, loss in read:
-            self.history.losses.append(loss)
-            self.samples.append((each.epoch, each.samples))
+            self.record.step(loss, each.epoch, each.samples)
             self.observer.on_step(StepResult(each.step, each.epoch, loss, each.samples, each.lr, each.ended_s))
 
     def _read_all(self) -> None:
@@ -426,18 +364,11 @@ class _Loop:
             self.rebalancer.begin()
 
     def _evaluate(self, epoch: int, *, ends_epoch: bool) -> float:
-        history = self.history
-        self.test.set_epoch(
-            len(history.evaluations)
-        )  # the same on devices that came later, or that a loss kept from a test
-        accuracy = self.training.accuracy(self.test)
-        is_best = history.best is None or accuracy > history.best.accuracy
-        result = Evaluation(epoch, self.steps, accuracy, ends_epoch, is_best)
-        history.evaluations.append(result)
-        if is_best:
-            history.best = result
+        # The same on devices that came later, or that a loss kept from a test.
+        self.test.set_epoch(len(self.record.history.evaluations))
+        result = self.record.test(epoch, self.steps, self.training.accuracy(self.test), ends_epoch=ends_epoch)
         self.observer.on_evaluation(result)
-        return accuracy
+        return result.accuracy
 
 
 def _samples(train: Loader, index: int, accumulate: int) -> int:

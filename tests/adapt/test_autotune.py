@@ -25,7 +25,8 @@ from convoy.planner.trial import FEWER, REACH, TRIED, worth_trying
 from convoy.sharding.layout import Layout, Replicated, Split
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
-from convoy.train.loop import History, Training, fit
+from convoy.train.loop import Training, fit
+from convoy.train.record import History
 from tests.planner.test_planner import costs_of
 from tests.support import nets
 from tests.support.one_device import EXACT, graph_of, one_trace

@@ -17,8 +17,8 @@ from convoy.plan.explain import differences
 from convoy.report.screen import Screen
 from convoy.runlog.observers import StepTimer
 from convoy.runlog.schema import DeviceLine
-from convoy.train.loop import History
 from convoy.train.observer import EpochResult, Evaluation, StepResult
+from convoy.train.record import History
 from tests.support.commands import convoy_in_process
 from tests.support.one_device import UNEVEN, by_name, graph_of
 

@@ -14,8 +14,8 @@ from convoy.plan.strategy import Batch
 from convoy.report.screen import Screen
 from convoy.runlog.schema import DeviceLine
 from convoy.runlog.writer import RunLog
-from convoy.train.loop import History
 from convoy.train.observer import EpochResult, Evaluation, StepResult
+from convoy.train.record import History
 
 
 def history(loss: float, samples_per_s: float = 1234567.8) -> History:

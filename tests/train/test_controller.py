@@ -35,8 +35,9 @@ from convoy.runtime.reshard import reshare
 from convoy.sharding.layout import Partial, box, entries
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
-from convoy.train.loop import History, Training, fit
+from convoy.train.loop import Training, fit
 from convoy.train.observer import Evaluation, Observer
+from convoy.train.record import History
 from tests.support import nets
 from tests.support.one_device import EXACT, by_name, graph_of, mixed, one_trace
 from tests.support.processes import PLACE

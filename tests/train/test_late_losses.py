@@ -15,8 +15,9 @@ from convoy.plan.presets import Speeds
 from convoy.runtime.module import Distributed
 from convoy.train.late_losses import LATE_STEPS, LateLosses, Unread, UnreadNumber, lateness
 from convoy.train.loader import Loader
-from convoy.train.loop import History, Recipe, Training, fit
+from convoy.train.loop import Recipe, Training, fit
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
+from convoy.train.record import History
 from tests.support import nets, sim
 from tests.support.one_device import by_name
 from tests.support.processes import on_processes
