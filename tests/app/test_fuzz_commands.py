@@ -36,6 +36,7 @@ from tests.support.mutations import (
     odd_value,
 )
 from tests.support.processes import PLACE
+from tests.support.slow import most_slow
 
 # ----------------------------------------------------------------------------------------------------------------- options
 
@@ -312,13 +313,19 @@ PLACES: list[Any] = [
 ]  # fmt: skip
 
 
+MOST_TELLING = ["a folder", "a pipe", "nowhere", "a hole", "no text", "a number", "zeros for ever", "behind a file"]
+"""What may hang or fill the memory, and one of each other kind; the slow tests have all."""
+
+
+@pytest.mark.parametrize("names", most_slow(1, [MOST_TELLING, []]), ids=["telling", "all"])
 @pytest.mark.parametrize("words", PLACES, ids=lambda words: " ".join(w for w in words if w not in TRAIN[1:]))
 def test_anything_may_lie_where_a_file_is_named(
-    words: list[str], good: dict[str, Path], tmp_path: Path, command: Command
+    words: list[str], names: list[str], good: dict[str, Path], tmp_path: Path, command: Command
 ) -> None:
     """Nothing waits for a pipe, reads a device for ever, or fills the memory."""
     named, statuses = places(good, tmp_path), {}
-    for name, path in odd_places(tmp_path / "odd").items():
+    odd = odd_places(tmp_path / "odd")
+    for name, path in ((name, odd[name]) for name in names or odd):
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         try:
             statuses[name] = command([named.get(word, word.replace("HERE", str(path))) for word in words])

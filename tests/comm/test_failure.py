@@ -20,7 +20,7 @@ from convoy.comm.job_key import make_key
 from convoy.comm.processes import join
 from convoy.errors import MismatchError
 from tests.comm.test_group import say
-from tests.support.networks import on_each_network
+from tests.support.networks import on_each_network, on_each_network_slowly
 from tests.support.processes import on_processes
 
 
@@ -49,7 +49,7 @@ def test_all_survivors_name_a_killed_device(network: dict[str, str]) -> None:
         assert "without a word" in reports[device][1]
 
 
-@on_each_network
+@on_each_network_slowly
 def test_all_survivors_name_a_frozen_device(network: dict[str, str]) -> None:
     target = "tests.comm.test_failure:lose_by_signal"
     reports = on_processes(4, target, int(signal.SIGSTOP), timeout_s=1.0, environment=network)
@@ -120,7 +120,7 @@ def have_bad_days(device: int) -> list[Any]:
     return reports
 
 
-@on_each_network
+@on_each_network_slowly
 def test_troubles_are_told_apart(network: dict[str, str]) -> None:
     raised, circle, slow, sizes, finished, topics, alone, end = zip(
         *on_processes(3, "tests.comm.test_failure:have_bad_days", joined=False, environment=network), strict=True

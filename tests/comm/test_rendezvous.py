@@ -16,7 +16,7 @@ from convoy.comm.group import Group, Message
 from convoy.comm.processes import join
 from convoy.comm.rendezvous import ProcessInfo, check_infos, own_info
 from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError
-from tests.support.networks import on_each_network
+from tests.support.networks import on_each_network, on_each_network_slowly
 from tests.support.processes import on_processes
 
 
@@ -49,7 +49,7 @@ def say_join(timeout_s: float = 10.0) -> list[str]:
         return [type(error).__name__, str(error)]
 
 
-@on_each_network
+@on_each_network_slowly
 def test_a_meeting_that_fails_says_why(network: dict[str, str]) -> None:
     absent, versions, twice, well = zip(
         *on_processes(3, "tests.comm.test_rendezvous:meet_badly", joined=False, environment=network), strict=True

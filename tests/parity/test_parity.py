@@ -37,6 +37,7 @@ from tests.support.one_device import (
     one_trace,
     part,
 )
+from tests.support.slow import most_slow
 from tests.support.threads import run_on_threads
 
 SHORT = (10, 3, 10)
@@ -45,8 +46,10 @@ SHORT = (10, 3, 10)
 # --- the named plans -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduce", ["ring", "butterfly", "direct", "star"])
-@pytest.mark.parametrize("plan", [*PLANS])
+EVERY_SUM = [(plan, reduce) for reduce in ("ring", "butterfly", "direct", "star") for plan in PLANS]
+
+
+@pytest.mark.parametrize(("plan", "reduce"), most_slow(len(PLANS), EVERY_SUM))
 def test_twenty_steps_by_every_plan_and_every_sum(plan: str, reduce: str) -> None:
     check(Training("two-conv"), by_name(plan, "two-conv", reduce))
 
@@ -86,7 +89,7 @@ def test_twenty_steps_with_batch_norm(plan: str, net: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize("plan", [*(name for name in PLANS if name != "data"), "mixed"])
+@pytest.mark.parametrize("plan", most_slow(4, ["mixed", "model", "sharded", "data-by-speed", "hybrid", "master"]))
 @pytest.mark.parametrize("net", [n for n in nets.NETS if n not in ("two-conv", "resnet", "mobile")])
 def test_nets_with_something_special(net: str, plan: str) -> None:
     check(Training(net, SHORT), mixed(net) if plan == "mixed" else by_name(plan, net))

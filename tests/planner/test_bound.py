@@ -132,7 +132,7 @@ def small(rng: random.Random) -> Graph:
     return stack.flatten().linear(rng.choice([10, 200])).graph()
 
 
-@pytest.mark.parametrize("case", most_slow(4, range(12)))
+@pytest.mark.parametrize("case", most_slow(2, [2, 1, 0, *range(3, 12)]))
 def test_no_plan_is_faster(case: int) -> None:
     rng = random.Random(case)
     graph, batch = small(rng), rng.choice([4, 12])

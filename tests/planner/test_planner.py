@@ -88,7 +88,7 @@ def every_plan(graph: Graph, batch: int, costs: Costs) -> Iterator[Plan]:
             yield Plan("by hand", graph.fingerprint, len(order), batch, layers, by_batch)
 
 
-@pytest.mark.parametrize("case", most_slow(3, range(6)))
+@pytest.mark.parametrize("case", most_slow(2, [1, 2, 0, 3, 4, 5]))
 def test_no_combination_of_strategies_is_faster(case: int) -> None:
     rng = random.Random(case)
     graph, devices, batch = graph_of(small_net(rng)), rng.choice([2, 3]), rng.choice([8, 32])
@@ -110,7 +110,7 @@ def every_way_to_keep(plan: Plan, graph: Graph) -> Iterator[Plan]:
                 yield replace(plan, in_shares=dict.fromkeys(some, InShares(shares)))
 
 
-@pytest.mark.parametrize("case", most_slow(2, range(4)))
+@pytest.mark.parametrize("case", most_slow(1, [1, 0, 2, 3]))
 def test_no_way_to_keep_weights_is_faster(case: int) -> None:
     """Where the optimizer takes long on a slow device, and the wire little."""
     rng = random.Random(case)
@@ -140,7 +140,7 @@ def test_weights_are_kept_in_shares_where_that_is_faster() -> None:
     assert seconds[0] < seconds[1]
 
 
-@pytest.mark.parametrize("batch", [16, 256])
+@pytest.mark.parametrize("batch", most_slow(1, [256, 16]))
 def test_auto_is_predicted_no_slower_than_any_named_plan(batch: int) -> None:
     graph = graph_of(build_net("two-conv:150:800", (3, 32, 32), 10), 32)
     costs = costs_of([88e9, 55e9, 33e9, 22e9], 125e6)
@@ -151,7 +151,7 @@ def test_auto_is_predicted_no_slower_than_any_named_plan(batch: int) -> None:
         assert auto_s <= simulate(lower(plan, graph), graph, costs).step_s
 
 
-@pytest.mark.parametrize("reduce", ["ring", "star"])
+@pytest.mark.parametrize("reduce", most_slow(1, ["star", "ring"]))
 def test_a_way_to_sum_that_is_asked_for_is_planned_with(reduce: Reduce) -> None:
     """By all plans, also where another would be faster."""
     graph = graph_of(build_net("two-conv:16:32", (3, 16, 16), 10))

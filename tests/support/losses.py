@@ -13,7 +13,7 @@ from convoy.errors import DeviceLostError
 from convoy.membership.agreement import Generation
 from convoy.train import members as members_module
 from convoy.train.members import Members
-from tests.support.threads import _Mailboxes, _ThreadGroup
+from tests.support.threads import _Mailboxes, _ThreadGroup, stay_on, this_core
 
 T = TypeVar("T")
 LIMIT_S = 30.0
@@ -126,8 +126,10 @@ def with_losses(
     place = _Place(set(ids), Generation(0, ids), _Mailboxes(devices, LIMIT_S))
     results: dict[int, T] = {}
     errors: list[BaseException] = []
+    core = this_core()
 
     def run(device: int) -> None:
+        stay_on(core)
         here = Device(None, strikes.get(device))  # type: ignore[arg-type]
         here.group = _enter(None, place, place.mail, device, here.speaks)
         try:

@@ -28,3 +28,12 @@ TRUSTED = pytest.param({"CONVOY_TRUST_NETWORK": "1"}, id="trusted network")
 
 on_each_network = pytest.mark.parametrize("network", [ONE_MACHINE, ENCRYPTED, TRUSTED])
 """Runs a test three times, its argument `network` being further variables of the processes."""
+
+on_each_network_slowly = pytest.mark.parametrize(
+    "network",
+    [
+        ONE_MACHINE,
+        *(pytest.param(*row.values, id=row.id, marks=[*row.marks, pytest.mark.slow]) for row in (ENCRYPTED, TRUSTED)),
+    ],
+)
+"""The same for a test that waits for limits, seconds each time, and is not about how bytes travel: one network every day."""

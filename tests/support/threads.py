@@ -18,9 +18,21 @@ from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchErro
 T = TypeVar("T")
 Route = tuple[int, int, int, int]  # sender, receiver, lane, number of the message on this way
 
-# Python runs one thread at a time. On one core they take turns; on two, torch's calls let the other thread in each time,
-# and half of the processor's time went into waking and waiting.
 _LIBC = ctypes.CDLL(None)
+
+
+def this_core() -> set[int]:
+    """The core that the calling thread is on."""
+    return {_LIBC.sched_getcpu()}
+
+
+def stay_on(core: set[int]) -> None:
+    """Keep the calling thread, and those that it starts, on a core: what each thread of a group begins with.
+
+    Python runs one thread at a time. On one core they take turns; on two, torch's calls let the other thread in each time,
+    and half of the processor's time went into waking and waiting.
+    """
+    os.sched_setaffinity(0, core)
 
 
 def run_on_threads(
@@ -43,10 +55,10 @@ def run_on_threads(
     mail, places = _Mailboxes(devices, timeout_s), [check_device(name) for name in on]
     results: dict[int, T] = {}
 
-    core = {_LIBC.sched_getcpu()}
+    core = this_core()
 
     def run(device: int) -> None:
-        os.sched_setaffinity(0, core)  # of this thread alone; see _LIBC
+        stay_on(core)
         group = _ThreadGroup(mail, device, places[device % len(places)])
         try:
             enter(group.torch_device)

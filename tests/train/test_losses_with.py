@@ -114,7 +114,17 @@ CASES: dict[str, tuple[Extras, str, dict[int, tuple[int, int]]]] = {
 }
 
 
-@pytest.mark.parametrize(("extras", "plan", "strikes"), CASES.values(), ids=CASES)
+SLOW = {
+    "averages, in a test", "scaled losses, seldom kept", "passes", "passes in shares", "passes of splits",
+    "a trial of plans, seldom kept", "nothing, at the very start",
+}  # fmt: skip
+"""Each has a sister that is run every day: the same extra, by another plan or with the state kept more often."""
+
+
+@pytest.mark.parametrize(
+    ("extras", "plan", "strikes"),
+    [pytest.param(*case, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, case in CASES.items()],
+)
 def test_a_loss_changes_no_number(
     extras: Extras, plan: str, strikes: dict[int, tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,16 +55,19 @@ def outcome(case: Case, folder: Path) -> Outcome:
 
 @pytest.mark.parametrize(
     ("plan", "optimizer", "devices", "blows", "every"),
-    [
-        ("data", "sgd", 3, {1: (5, 3)}, 1),
-        ("data", "adam", 2, {0: (3, 8)}, 1),
-        ("data-by-speed", "sgd", 3, {0: (4, 6), 1: (11, 2)}, 3),
-        ("sharded", "adam", 3, {0: (6, 7)}, 1),
-        ("sharded", "sgd", 3, {2: (7, 4)}, 3),
-        ("master", "sgd", 3, {2: (6, 15)}, 1),
-        ("model", "adam", 3, {0: (3, 9), 2: (9, 21)}, 1),
-        ("hybrid", "sgd", 4, {3: (2, 5), 0: (8, 12), 1: (14, 2)}, 1),
-    ],
+    most_slow(
+        4,
+        [
+            ("data", "adam", 2, {0: (3, 8)}, 1),
+            ("data-by-speed", "sgd", 3, {0: (4, 6), 1: (11, 2)}, 3),
+            ("sharded", "adam", 3, {0: (6, 7)}, 1),
+            ("model", "adam", 3, {0: (3, 9), 2: (9, 21)}, 1),
+            ("data", "sgd", 3, {1: (5, 3)}, 1),
+            ("sharded", "sgd", 3, {2: (7, 4)}, 3),
+            ("master", "sgd", 3, {2: (6, 15)}, 1),
+            ("hybrid", "sgd", 4, {3: (2, 5), 0: (8, 12), 1: (14, 2)}, 1),
+        ],
+    ),
 )
 def test_devices_that_are_killed_change_no_number(
     plan: str, optimizer: str, devices: int, blows: dict[int, tuple[int, int]], every: int, tmp_path: Path
@@ -161,14 +164,17 @@ def own_loop(group: Group, plan: str, victims: dict[str, list[int]]) -> dict[str
 
 @pytest.mark.parametrize(
     ("plan", "victims"),
-    [
-        ("data", {"1": [7, 4]}),
-        ("data", {"0": [6, 1]}),  # at the beginning of an epoch, or in the test before
-        ("data", {"2": [6, 6]}),
-        ("data", {"1": [0, 4]}),  # while the first state is kept
-        ("model", {"0": [4, 12], "2": [11, 30]}),
-        ("sharded", {"1": [5, 9], "0": [12, 2]}),
-    ],
+    most_slow(
+        3,
+        [
+            ("data", {"0": [6, 1]}),  # at the beginning of an epoch, or in the test before
+            ("data", {"1": [0, 4]}),  # while the first state is kept
+            ("model", {"0": [4, 12], "2": [11, 30]}),
+            ("data", {"1": [7, 4]}),
+            ("data", {"2": [6, 6]}),
+            ("sharded", {"1": [5, 9], "0": [12, 2]}),
+        ],
+    ),
 )
 def test_a_loop_of_ones_own_repeats_the_step_with_the_same_batch(plan: str, victims: dict[str, list[int]]) -> None:
     alone = on_processes(1, "tests.train.test_members:own_loop", plan, {})[0]
