@@ -274,7 +274,8 @@ Path(sys.argv[1]).write_text(f"{before} {processor_share(0.5)}")
 @needs_root
 def test_a_device_can_become_slower_while_it_runs(tmp_path: Path) -> None:
     told = tmp_path / "told"
-    assert rehearse(fleet_of([0.6]), [*python(FALLS), str(told)], timeout_s=HANG_S, output=io.StringIO()) == 0
+    # Most of the time it imports, by its quota: little of it would make this long.
+    assert rehearse(fleet_of([1.5]), [*python(FALLS), str(told)], timeout_s=HANG_S, output=io.StringIO()) == 0
     before, after = map(float, told.read_text().split())
     assert after < 0.15 < before
 

@@ -20,6 +20,7 @@ from convoy.comm.processes import join
 from convoy.errors import ConvoyError, InputError
 from convoy.launch.local import launch_local
 from tests.support.processes import PLACE, ROOT, on_processes
+from tests.support.slow import most_slow
 
 HERE = ProcessEnv(0, 2, 0, 2, "192.0.2.7", 29500, hosted=False, attempt=0)
 ELSEWHERE = ProcessEnv(0, 2, 0, 1, "192.0.2.7", 29500, hosted=False, attempt=0)
@@ -113,7 +114,7 @@ def meet_with_different_keys(device: int, folder: str) -> list[str]:
     file = Path(folder) / f"{device}.key"
     os.environ[job_key.KEY_FILE] = str(file)
     try:
-        with join("cpu", timeout_s=5):
+        with join("cpu", timeout_s=3):
             return ["joined"]
     except ConvoyError as error:
         return [type(error).__name__, str(error)]
@@ -154,7 +155,7 @@ def started(words: list[str], folder: Path) -> tuple[subprocess.Popen[str], dict
     return subprocess.Popen(command, cwd=folder, env=environment, text=True, **said), environment  # type: ignore[call-overload]
 
 
-@pytest.mark.parametrize("script", [False, True])
+@pytest.mark.parametrize("script", most_slow(1, [False, True]))
 def test_the_key_is_nowhere_to_be_read(tmp_path: Path, script: bool) -> None:
     """A training with everything that it can write, watched from outside while it runs."""
     key = tmp_path / "job.key"

@@ -17,6 +17,7 @@ from convoy.errors import DeviceLostError, InputError
 from convoy.launch.exit_status import Ending, judge
 from convoy.launch.local import launch_local
 from tests.support.processes import ROOT
+from tests.support.slow import most_slow
 
 QUICK = (sys.executable, "-S", "-c")
 """A device that needs no torch starts at once."""
@@ -307,7 +308,7 @@ def test_after_ctrl_c_no_device_stays(tmp_path: Path, how: str) -> None:
     assert errors == "SIGINT: ending 2 devices\n"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", most_slow(1, [signal.SIGTERM, signal.SIGHUP]))
 def test_a_launcher_that_is_asked_to_end_ends_its_devices(tmp_path: Path, signum: signal.Signals) -> None:
     """Only Ctrl-C was heeded: a scheduler's SIGTERM ended the launcher alone, and devices that watch nobody trained on."""
     status, output, errors = end_launcher(tmp_path, "plain", lambda pid: os.kill(pid, signum))

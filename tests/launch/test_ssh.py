@@ -18,6 +18,7 @@ import pytest
 from convoy.comm.job_key import write_key_file
 from tests.support.commands import TINY, results
 from tests.support.processes import ROOT
+from tests.support.slow import most_slow
 from tests.support.ssh_hosts import Lab, eventually, lab, needs_ssh
 
 pytestmark = [
@@ -273,7 +274,7 @@ WAIT = "here()\ntime.sleep(60)"
 STUBBORN = "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT
 
 
-@pytest.mark.parametrize(("start", "rank"), [("attic", 1), ("desk", 0)])
+@pytest.mark.parametrize(("start", "rank"), most_slow(1, [("attic", 1), ("desk", 0)]))
 def test_a_device_that_is_killed_ends_all(hosts: Lab, tmp_path: Path, start: str, rank: int) -> None:
     """And is named; also where the others would not listen to anything polite."""
     with hosts.on(start, launching(quick_fleet(tmp_path), STUBBORN)) as launcher:

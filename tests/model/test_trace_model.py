@@ -1,7 +1,5 @@
 """trace: the user's model is left alone, and examples that cannot be are refused."""
 
-import copy
-import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,28 +15,6 @@ from tests.support import nets
 from tests.support.traced_models import Calls, layers_of
 
 # --- the user's model ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [*nets.NETS])
-def test_the_model_is_left_as_it_was(name: str) -> None:
-    model = nets.build(name)
-    next(model.modules()).train()
-    model.register_forward_hook(lambda *_: None)
-    before = copy.deepcopy(model.state_dict())
-    modes = [m.training for m in model.modules()]
-    attributes = {n: sorted(vars(m)) for n, m in model.named_modules()}
-    gradients = [p.grad for p in model.parameters()]
-    state, own = torch.get_rng_state(), random.getstate()
-    for training in (True, False):
-        trace(model, torch.zeros(2, *nets.shape_of(model), dtype=torch.float64), training=training)
-    assert torch.equal(state, torch.get_rng_state())
-    assert own == random.getstate()
-    assert [m.training for m in model.modules()] == modes
-    assert {n: sorted(vars(m)) for n, m in model.named_modules()} == attributes
-    assert [p.grad for p in model.parameters()] == gradients
-    after = model.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[k], after[k]) for k in before)
 
 
 def test_a_model_in_evaluation_mode_is_traced_in_the_mode_asked_for() -> None:

@@ -1,7 +1,9 @@
 """trace: samples that depend on each other, sizes that follow the batch, and what must stay whole."""
 
 import copy
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -222,16 +224,38 @@ def test_outputs_keep_their_form() -> None:
 
 
 @pytest.mark.parametrize("name", nets.NETS)
-def test_a_trace_computes_what_the_model_computes(name: str) -> None:
+def test_a_trace_computes_what_the_model_computes_and_leaves_it_as_it_was(name: str) -> None:
     """On another batch size than those the trace saw."""
     model = nets.build(name)
     x = torch.randn(7, *nets.shape_of(model), dtype=torch.float64)
+    next(model.modules()).train()
+    model.register_forward_hook(lambda *_: None)
     for training in (True, False):
-        traced = trace(model, x[:2], training=training)
+        with left_as_it_is(model):
+            traced = trace(model, x[:2], training=training)
         expected = copy.deepcopy(model).train(training)(x.clone())
         found = run_traced(disable_in_place(copy.deepcopy(model).train(training)), traced, [x])
         first = expected[0] if isinstance(expected, tuple) else expected
         assert torch.allclose(found[0] if isinstance(found, tuple) else found, first, rtol=1e-12, atol=1e-12)
+
+
+@contextmanager
+def left_as_it_is(model: nn.Module) -> Iterator[None]:
+    """Its state, modes, attributes and gradients, and the random numbers of torch and Python."""
+    before = copy.deepcopy(model.state_dict())
+    modes = [m.training for m in model.modules()]
+    attributes = {n: sorted(vars(m)) for n, m in model.named_modules()}
+    gradients = [p.grad for p in model.parameters()]
+    state, own = torch.get_rng_state(), random.getstate()
+    yield
+    assert torch.equal(state, torch.get_rng_state())
+    assert own == random.getstate()
+    assert [m.training for m in model.modules()] == modes
+    assert {n: sorted(vars(m)) for n, m in model.named_modules()} == attributes
+    assert [p.grad for p in model.parameters()] == gradients
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[k], after[k]) for k in before)
 
 
 class Sorted(nn.Module):

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,8 +17,10 @@ import convoy.runtime.module
 from convoy.comm.group import Group
 from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel, trace
+from convoy.plan.device_program import DeviceProgram
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.steps import StepList
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.runtime.module import Distributed
 from convoy.sharding.layout import box
@@ -253,9 +256,42 @@ _TRACES: dict[Any, TracedModel] = {}
 _TRACING = threading.Lock()
 
 
+class _Lowered:
+    """The step lists that the devices of thread groups run, lowered and checked by the first that wants them."""
+
+    def __init__(self) -> None:
+        self.home = convoy.runtime.module
+        self.original, self.compile_all, self.check = self.home.lower, self.home.compile_all, self.home.check_programs
+        self.known: list[tuple[Any, Graph, StepList]] = []
+        self.checked: list[StepList] = []
+        self.lock = threading.Lock()
+
+    def lower(self, plan: Plan, graph: Graph, batch: int, wanted: Any, kept: Any, pass_: Any) -> StepList:
+        asked = (batch, pass_, wanted, kept, plan)
+        with self.lock:
+            for before, its_graph, steps in self.known:
+                if its_graph is graph and before == asked:
+                    return steps
+            steps = self.original(plan, graph, batch, wanted, kept, pass_)
+            self.known.append((asked, graph, steps))
+            return steps
+
+    def compile_unchecked(self, steps: StepList, graph: Graph) -> list[DeviceProgram]:
+        """The programs of all devices, to be checked; none where that has been done."""
+        with self.lock:
+            if any(each is steps for each in self.checked):
+                return []
+            self.checked.append(steps)
+        return self.compile_all(steps, graph)
+
+    def check_programs(self, found: list[DeviceProgram]) -> None:
+        if found:
+            self.check(found)
+
+
 @contextmanager
 def one_trace(*model: Any) -> Iterator[None]:
-    """Trace a model once for all devices of a thread group: they would all do the same, one after the other.
+    """Trace a model once for all devices of a thread group, and lower each plan once: they would all do the same, in turns.
 
     Args:
         model: name and dtype of a net, to trace it once for all tests; nothing: once for each model object.
@@ -270,11 +306,13 @@ def one_trace(*model: Any) -> Iterator[None]:
                 known[key] = original(whole, example, training=training, **like)
             return known[key]
 
-    convoy.runtime.module.trace = cached  # type: ignore[assignment]
-    try:
+    lowered = _Lowered()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("convoy.runtime.module.trace", cached)
+        patch.setattr("convoy.runtime.module.lower", lowered.lower)
+        patch.setattr("convoy.runtime.module.compile_all", lowered.compile_unchecked)
+        patch.setattr("convoy.runtime.module.check_programs", lowered.check_programs)
         yield
-    finally:
-        convoy.runtime.module.trace = original  # type: ignore[assignment]
 
 
 def mixed(net: str, reduce: Any = "ring") -> Plan:

@@ -1,5 +1,6 @@
 """A simulated accelerator: torch's PrivateUse1 device "sim", whose kernels run on the CPU. What it refuses: sim_device.cpp."""
 
+import fcntl
 import hashlib
 import shutil
 import subprocess
@@ -20,15 +21,23 @@ NEEDS = "needs a C++ compiler: apt-get install g++"
 
 
 def library() -> Path:
-    """The compiled backend; compiled at first use, and kept for this source, this torch and this Python.
+    """The compiled backend; compiled at first use, half a minute, and kept for this source, this torch and this Python.
 
     Raises:
         subprocess.CalledProcessError: it does not compile.
     """
+    # Where torch lies is not in it: the process that loads it has torch's libraries already.
     mark = hashlib.sha256(
-        SOURCE.read_bytes() + f"{torch.__version__} {sys.version} {torch.__file__}".encode()
+        SOURCE.read_bytes() + f"{torch.__version__} {torch.version.git_version} {sys.version}".encode()
     ).hexdigest()
     path = Path(tempfile.gettempdir()) / f"convoy-sim-{mark[:16]}.so"
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two processes at once one compiles, and the other has it then
+        _compiled(path)
+    return path
+
+
+def _compiled(path: Path) -> None:
     if not path.exists():
         assert COMPILER is not None, NEEDS
         root = Path(torch.__file__).parent
@@ -42,8 +51,7 @@ def library() -> Path:
             ],
             check=True,
         )  # fmt: skip
-        Path(fresh.name).rename(path)  # two processes may compile at once
-    return path
+        Path(fresh.name).rename(path)  # whole or not at all
 
 
 def load(devices: int = 4, memory_bytes: int = GIB) -> None:
