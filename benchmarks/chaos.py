@@ -6,7 +6,8 @@ Each training is a small net in float64 (convolutions, batch norm, fully connect
 of devices drawn from the seed. Its devices are processes of this machine. What happens to them is drawn, too: SIGKILL at the
 n-th time after some step that a device speaks to the others: in forward, backward, keeping the state, going back after another
 loss, or a test;
-SIGSTOP, and SIGCONT later; SIGTERM. Afterwards losses, weights, statistics of batch norm and optimizer state must be those of
+SIGSTOP, and SIGCONT later; SIGTERM; the disk for checkpoints and the log is full for a while ("full"; Linux, root); a device
+is slow for a while ("slow"). Afterwards losses, weights, statistics of batch norm and optimizer state must be those of
 one device, to 1e-10 of their size.
 """
 
@@ -21,6 +22,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,11 +32,13 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from convoy.api import distribute, loader, make_plan
+from convoy.checkpoint import Checkpointer
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.environment import listen_at
 from convoy.comm.group import Group
 from convoy.comm.processes import join
 from convoy.launch.host_job import device_environments
+from convoy.runlog.writer import RunLog
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import full_optimizer_state
@@ -42,7 +46,7 @@ from convoy.train.controller import Rebalancer
 from convoy.train.loop import Recipe, Training, fit
 from convoy.train.lr import Schedule, build_schedule
 from convoy.train.members import Members
-from convoy.train.observer import Observer
+from convoy.train.observer import Observer, Observers
 
 PLANS = ("data", "data-by-speed", "sharded", "master", "model", "hybrid")
 TIGHT = 1e-10
@@ -57,8 +61,11 @@ class Blow:
     Attributes:
         kind: what it gets when it has done `at` steps, and then speaks to the others for the `call`-th time: SIGKILL ("kill"),
             SIGSTOP ("stop", and SIGCONT once the others have gone on), or SIGTERM ("term": it leaves). On threads also "doze":
-            it is silent for less than the limit.
+            it is silent for less than the limit. "full": the disk that it writes to is; "slow": it waits at each message, or
+            its process is stopped for most of the time, a moment at once.
         beside: a device that the same happens to at that moment; on threads only.
+        for_s: how long a disk is full, or a device slow.
+        room_bytes: that a full disk still has.
     """
 
     device: int
@@ -66,6 +73,8 @@ class Blow:
     at: int
     call: int = 1
     beside: int | None = None
+    for_s: float = 0.0
+    room_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,6 +120,7 @@ class Outcome:
     statuses: list[int]
     told: list[str] = field(default_factory=list)
     pauses_s: list[float] = field(default_factory=list)
+    unsaved: int = 0  # how often it was told that something could not be written
 
 
 # ------------------------------------------------------------------------------------------------ one training
@@ -171,6 +181,12 @@ def alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     return history.losses, whole_state(training.model, training.optimizer)
 
 
+DISK = "disk"
+"""The folder of checkpoints and the log, which may be full."""
+
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+
+
 def work(case: Case, folder: Path, group: Group | None = None) -> None:
     """What one device does. Whoever is the first in the end leaves the result in the folder."""
     torch.set_num_threads(1)
@@ -202,25 +218,44 @@ def work(case: Case, folder: Path, group: Group | None = None) -> None:
             time.sleep(case.pace_s)
 
     told: list[str] = []
+    warned: list[str] = []
     others = [] if training.schedule is None else [training.schedule]
     members = Members(part, training.optimizer, others=others, every=case.every, tell=told.append)
     marks = Marks()
     for blow in case.blows:
         if blow.device == rank:
-            strike(members, blow, folder / f"stops-{rank}")
+            strike(members, blow, folder)
     rebalancer = Rebalancer(part, training.optimizer) if case.rebalance else None
     signal.signal(signal.SIGTERM, lambda *_: members.leave())
-    history = fit(training, train, test, case.epochs, marks, rebalancer, members=members)
+    keeper = None
+    with ExitStack() as stack:
+        observers: list[Observer] = [marks]
+        if case.saves is not None:
+            keeper = Checkpointer(
+                folder / DISK / "run",
+                part,
+                training.optimizer,
+                every=case.saves,
+                schedule=training.schedule,
+                tell=warned.append,
+            )
+            keeper.begin(resume=False)
+            if rank == 0:
+                observers.append(stack.enter_context(RunLog(folder / DISK / "log.jsonl", tell=warned.append)))
+        history = fit(training, train, test, case.epochs, Observers(*observers), rebalancer, keeper, members=members)
     state = members.repeated(lambda: whole_state(part, training.optimizer))
     members.close()
     if group.device == 0:
         torch.save([history.losses, state], folder / "result.part")
         (folder / "told").write_text(json.dumps([told, marks.longest]))
+        (folder / "warned").write_text(json.dumps([rank, warned]))
         (folder / "result.part").rename(folder / "result")
 
 
-def strike(members: Members, blow: Blow, mark: Path) -> None:
-    """Signal this process at the n-th time, after so many steps, that it speaks to the others."""
+def strike(members: Members, blow: Blow, folder: Path) -> None:
+    """Do it to this process at the n-th time, after so many steps, that it speaks to the others."""
+    from benchmarks.chaos_disks import fill  # which stands on this file
+
     calls = 0
 
     def counted(name: str) -> Any:
@@ -231,11 +266,11 @@ def strike(members: Members, blow: Blow, mark: Path) -> None:
             calls += members.steps >= blow.at
             if calls == blow.call:
                 calls += 1
-                if blow.kind == "stop":
-                    mark.touch()
-                os.kill(
-                    os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[blow.kind]
-                )
+                if blow.kind == "full":
+                    fill(folder / DISK / f"ballast-{blow.device}", blow.room_bytes)
+                (folder / f"{blow.kind}-{blow.device}").touch()  # said to who undoes it
+                if blow.kind in SIGNALS:
+                    os.kill(os.getpid(), SIGNALS[blow.kind])
             return whole(self, *args, **options)
 
         return speak
@@ -253,14 +288,34 @@ def run(case: Case, limit_s: float = 120.0) -> Outcome:
     Raises:
         RuntimeError: it did not end in time, or left no result.
     """
-    with tempfile.TemporaryDirectory() as name:
+    from benchmarks.chaos_disks import small_disk  # which stands on this file
+
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
+        if any(blow.kind == "full" for blow in case.blows):
+            stack.enter_context(small_disk(folder / DISK))
         os.waitpid(_forked(lambda: torch.save(alone(case), folder / "alone"), {}, folder / "output-alone"), 0)
         losses, state = torch.load(folder / "alone")
         statuses, outputs = _play(case, folder, limit_s)
         if not (folder / "result").exists():
             raise RuntimeError(f"{case} left no result: {statuses}\n" + "\n".join(outputs))
-        return compared(case, folder, losses, state, statuses)
+        outcome = compared(case, folder, losses, state, statuses)
+        if case.saves is not None:
+            outcome.unsaved = _saved(case, folder, state)
+        return outcome
+
+
+def _saved(case: Case, folder: Path, state: Mapping[str, Tensor]) -> int:
+    """How often it was told that something could not be written. RuntimeError: what was written is not what it should be."""
+    from benchmarks.chaos_disks import faults, log_faults
+
+    rank, warned = json.loads((folder / "warned").read_text())
+    found = faults(folder / DISK / "run", case.steps, state, TIGHT)
+    if not found and rank == 0:
+        found = log_faults(folder / DISK / "log.jsonl", case.steps, warned)
+    if found:
+        raise RuntimeError(f"{case}: {found}\n" + "\n".join(warned))
+    return sum("WARNING" in line for line in warned)
 
 
 def compared(
@@ -289,13 +344,15 @@ def _play(case: Case, folder: Path, limit_s: float) -> tuple[list[int], list[str
     statuses: dict[int, int] = {}
     try:
         deadline_s = time.monotonic() + limit_s
-        woken: dict[int, float] = {}
+        begun_s: dict[Blow, float] = {}
         while len(statuses) < case.devices:
             now_s = time.monotonic()
             _reap(pids, statuses)
-            for device in {blow.device for blow in case.blows if blow.kind == "stop"} - statuses.keys():
-                if (folder / f"stops-{device}").exists() and now_s > woken.setdefault(device, now_s + 2.5 * SILENCE_S):
-                    os.kill(pids[device], signal.SIGCONT)
+            for blow in case.blows:
+                if blow.device not in statuses and (folder / f"{blow.kind}-{blow.device}").exists():
+                    _tend(blow, folder, pids[blow.device], now_s - begun_s.setdefault(blow, now_s))
+                elif blow.kind == "full":  # whose device has ended
+                    (folder / DISK / f"ballast-{blow.device}").unlink(missing_ok=True)
             if now_s > deadline_s:
                 raise RuntimeError(f"{case} did not end within {limit_s:g} s")
             time.sleep(0.01)
@@ -306,6 +363,21 @@ def _play(case: Case, folder: Path, limit_s: float) -> tuple[list[int], list[str
                 os.waitpid(pid, 0)
         outputs = [(folder / f"output-{d}").read_text(errors="replace") for d in range(case.devices)]
     return [statuses[d] for d in range(case.devices)], outputs
+
+
+def _tend(blow: Blow, folder: Path, pid: int, since_s: float) -> None:
+    """What goes on with a device that was struck so long ago, and ends again."""
+    if blow.kind == "stop" and since_s > 2.5 * SILENCE_S:
+        os.kill(pid, signal.SIGCONT)
+    elif blow.kind == "full" and since_s > blow.for_s:
+        (folder / DISK / f"ballast-{blow.device}").unlink(missing_ok=True)
+    elif blow.kind == "slow":
+        goes_on = since_s > blow.for_s or since_s % SLOW_S[1] > SLOW_S[0]
+        os.kill(pid, signal.SIGCONT if goes_on else signal.SIGSTOP)
+
+
+SLOW_S = 0.06, 0.08
+"""A slow process is stopped for the first of each of the second."""
 
 
 def _forked(work_on: Callable[[], object], environment: Mapping[str, str], output: Path) -> int:
@@ -350,6 +422,13 @@ def drawn(seed: int, kinds: Sequence[str] = ("kill",)) -> Case:
         kind = dice.choice([each for each in kinds if each != "stop" or not silent] or ["kill"])
         blows.append(Blow(device, kind, step, dice.randint(1, 30)))
     every, rebalance = dice.choice((1, 1, 3)), dice.random() < 0.3
+    if troubles := [kind for kind in kinds if kind in ("full", "slow")]:
+        from benchmarks.chaos_disks import with_troubles  # which stands on this file
+
+        quiet = [blow for blow in blows if blow.kind not in troubles]
+        free = [device for device in range(devices) if all(blow.device != device for blow in quiet)]
+        case = Case(seed, devices, plan, optimizer, every=every, rebalance=rebalance, blows=tuple(quiet))
+        return with_troubles(case, troubles, free)
     return Case(seed, devices, plan, optimizer, every=every, rebalance=rebalance, blows=tuple(blows))
 
 
@@ -358,11 +437,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--cases", type=int, default=10**9)
-    parser.add_argument("--kinds", default="kill", help="of kill, stop, term, such as kill,term")
-    parser.add_argument("--inside", default="processes", choices=("processes", "threads"), help="see chaos_threads.py")
+    parser.add_argument("--kinds", default="kill", help="of kill, stop, term, full, slow, such as kill,term")
+    parser.add_argument("--inside", default="processes", choices=("processes", "threads", "hosts"))
     parser.add_argument("--joins", action="store_true", help="devices come in, too; inside threads")
     parser.add_argument("--churn", action="store_true", help="one job for all the time, see chaos_churn.py")
+    parser.add_argument("--full", action="store_true", help="disks are full for a while, too; inside threads")
+    parser.add_argument("--slow", action="store_true", help="devices are slow for a while, too; inside threads")
     given = parser.parse_args()
+    kinds = given.kinds.split(",")
+    if given.inside == "hosts":
+        from benchmarks.chaos_network import many as cut
+
+        print(cut(given.seed, given.minutes))
+        return
     if given.churn:
         from benchmarks.chaos_churn import many as churned
 
@@ -371,25 +458,37 @@ def main() -> None:
     if given.inside == "threads":
         from benchmarks.chaos_threads import many  # which stands on this file
 
-        print(many(given.seed, given.minutes, given.cases, joins=given.joins))
+        troubles = ("full",) * given.full + ("slow",) * given.slow
+        print(many(given.seed, given.minutes, given.cases, joins=given.joins, troubles=troubles))
         return
+    if "full" in kinds:
+        from benchmarks.chaos_disks import own_mounts
+
+        own_mounts()
+    unsaved = 0
     until_s, events, worst, done = time.monotonic() + 60 * given.minutes, Counter[str](), 0.0, 0
     for seed in range(given.seed, given.seed + given.cases):
         if time.monotonic() > until_s:
             break
-        case = drawn(seed, given.kinds.split(","))
+        case = drawn(seed, kinds)
         outcome = run(case)
         events.update(blow.kind for blow in case.blows)
+        unsaved += outcome.unsaved
         done, worst = done + 1, max(worst, outcome.apart)
         print(
             f"seed {seed}: {case.plan} {case.optimizer} on {case.devices}, every {case.every}, "
             f"{' '.join(f'{blow.kind}:{blow.device}' for blow in case.blows)}, apart {outcome.apart:.1e}, "
-            f"{outcome.statuses}, pauses {[round(s, 2) for s in outcome.pauses_s]}",
+            f"{outcome.statuses}, pauses {[round(s, 2) for s in outcome.pauses_s]}"
+            + f", {outcome.unsaved} times not written"
+            * bool(outcome.unsaved),
             flush=True,
         )
         if not outcome.apart < TIGHT:
             raise SystemExit(f"seed {seed}: {case}: {outcome}")
-    print(f"{done} trainings, {events.total()} events ({dict(events)}), at most {worst:.1e} apart")
+    print(
+        f"{done} trainings, {events.total()} events ({dict(events)}), at most {worst:.1e} apart; "
+        f"{unsaved} times something could not be written"
+    )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
-"""Machines of one process: each has connections, doors and a thread of its own, and can be switched off, or fall silent.
+"""Machines of one process: each has connections, doors and a thread of its own, a disk; it can be switched off, or fall silent.
 
 The devices that run on them are the real ones: the same doors, handshakes, connections, agreement. A machine is the credentials
 of its device, which open all its connections, so it knows them all. Switched off, all of them end at once, without a word, and
 its address refuses. Silent, its threads stop where they would next speak or hear; connections to it stay open.
 """
 
+import errno
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
+from convoy.checkpoint import checkpointer, lock
+from convoy.checkpoint.folder import Sink
 from convoy.comm import meeting, processes, regroup, rendezvous
 from convoy.comm.channel import Channel, Credentials, Words
 from convoy.comm.door import Door
@@ -30,6 +34,10 @@ class Machine(Credentials):  # type: ignore[misc]
 
     Args:
         strikes: is called whenever the device's own thread is about to speak to another one.
+
+    Attributes:
+        wait_s: before each message, while the device is slow.
+        room_bytes: that its disk still has; None: enough.
     """
 
     def __init__(self, key: JobKey, strikes: Callable[[], None]) -> None:
@@ -37,6 +45,8 @@ class Machine(Credentials):  # type: ignore[misc]
         self.thread, self.strikes = threading.current_thread(), strikes
         self.awake, self.is_off = threading.Event(), False
         self.awake.set()
+        self.wait_s = 0.0
+        self.room_bytes: int | None = None
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
         self._parts: list[Door | StreamBackend] = []
@@ -47,9 +57,21 @@ class Machine(Credentials):  # type: ignore[misc]
         mine = threading.current_thread() is self.thread
         if mine and not self.is_off:
             self.strikes()
+            time.sleep(self.wait_s)
         self.awake.wait()
         if self.is_off:
             raise SwitchedOff if mine else ConnectionResetError("this machine is off")
+
+    def writes(self, count: int) -> None:
+        """So many bytes are about to be written to the disk of this machine.
+
+        Raises:
+            OSError: it is full.
+        """
+        if self.room_bytes is not None:
+            if count >= self.room_bytes:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.room_bytes -= count
 
     def switch_off(self) -> None:
         """May be called on any thread."""
@@ -142,6 +164,16 @@ def machines() -> Iterator[None]:
     def own(_: Any) -> Machine:
         return _own.machine  # type: ignore[no-any-return]
 
+    write, hold = Sink.write, lock.hold
+
+    def written(sink: Sink, data: bytes | memoryview) -> None:
+        _own.machine.writes(len(data))
+        write(sink, data)
+
+    def held(*folder: Any, **options: Any) -> None:
+        _own.machine.writes(1)  # the name of a lock
+        hold(*folder, **options)
+
     def streams(door: Door, *rest: Any) -> Any:
         machine: Any = door.credentials
         return machine.keep(StreamBackend(door, *rest))
@@ -152,6 +184,9 @@ def machines() -> Iterator[None]:
         mock.patch.object(processes, "Door", door),
         mock.patch.object(regroup, "Door", door),
         mock.patch.object(meeting, "Door", door),
+        mock.patch.object(Sink, "write", written),
+        mock.patch.object(lock, "hold", held),
+        mock.patch.object(checkpointer, "hold", held),
         mock.patch.object(rendezvous, "_stores", _OwnStores()),
     ):
         yield

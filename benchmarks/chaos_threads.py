@@ -4,7 +4,8 @@
 
 The devices are threads with machines of their own (see `chaos_machines.py`); meeting, agreement, keeping, going back are
 those of processes. What happens is drawn per message (`chaos_drawn.py`): a device is switched off, leaves, falls silent and
-wakes up, at the n-th time that it speaks to another one after some step: in forward, backward, keeping, meeting anew, a test.
+wakes up, is slow, or its disk is full, at the n-th time that it speaks to another one after some step: in forward, backward,
+keeping, meeting anew, a test.
 """
 
 import copy
@@ -18,7 +19,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.chaos import TIGHT, Case, build, make_net, whole_state
+from benchmarks.chaos import TIGHT, Blow, Case, build, make_net, whole_state
+from benchmarks.chaos_disks import faults, with_troubles
 from benchmarks.chaos_drawn import drawn, example, plan_of
 from benchmarks.chaos_joins import Everybody, Late, Opens, entrance_of, part_of, with_joins
 from benchmarks.chaos_machines import Machine, SwitchedOff, machines
@@ -48,6 +50,9 @@ TIMEOUT_S, SILENCE_S = 60.0, 3.0
 DOZE_S, STOP_S = 0.3, 1.6 * SILENCE_S
 """How long a device is silent: nobody is lost, or it is."""
 
+WAIT_S = 0.02
+"""Of a slow device, before each message."""
+
 _numbers = itertools.count()
 
 
@@ -67,6 +72,7 @@ class Fate:
     accuracies: list[float] = field(default_factory=list)
     state: dict[str, Tensor] = field(default_factory=dict)
     told: list[str] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
 
 
 # ------------------------------------------------------------------------------------------------ one device
@@ -131,7 +137,12 @@ class Fleet:
         keeper = None
         if case.saves is not None:
             keeper = Checkpointer(
-                self.folder / "run", part, training.optimizer, every=case.saves, schedule=training.schedule
+                self.folder / "run",
+                part,
+                training.optimizer,
+                every=case.saves,
+                schedule=training.schedule,
+                tell=lambda line: fate.warned.append(line) if "WARNING" in line else None,
             )
             if entrance is None:
                 keeper.begin(False)
@@ -175,12 +186,12 @@ class Fleet:
             if calls >= waiting[0].call:
                 calls, blow = 0, waiting.pop(0)
                 for each in (device, *([] if blow.beside is None else [blow.beside])):
-                    self._happen(blow.kind, each)
+                    self._happen(blow, each)
 
         return strike
 
-    def _happen(self, kind: str, device: int) -> None:
-        machine, fate = self.machines[device], self.fates[device]
+    def _happen(self, blow: Blow, device: int) -> None:
+        kind, machine, fate = blow.kind, self.machines[device], self.fates[device]
         if machine.is_off or fate.ended != "done" or fate.losses:
             return
         fate.happened.append(kind)
@@ -191,9 +202,13 @@ class Fleet:
                 self.members[device].leave()
             case "stop" | "doze":
                 machine.awake.clear()
-                timer = threading.Timer(STOP_S if kind == "stop" else DOZE_S, machine.awake.set)
-                timer.daemon = True
-                timer.start()
+                _later(STOP_S if kind == "stop" else DOZE_S, machine.awake.set)
+            case "full":
+                machine.room_bytes = blow.room_bytes
+                _later(blow.for_s, lambda: setattr(machine, "room_bytes", None))
+            case "slow":
+                machine.wait_s = WAIT_S
+                _later(blow.for_s, lambda: setattr(machine, "wait_s", 0.0))
 
     def _bury(self, device: int, machine: Machine) -> None:
         if machine.is_off and device in self.members and (membership := self.members[device].membership):
@@ -205,6 +220,12 @@ class Fleet:
         elif device in self.members and (membership := self.members[device].membership):
             membership.depart(ConvoyError("the end of this process"))
         machine.bury()
+
+
+def _later(after_s: float, work: Callable[[], object]) -> None:
+    timer = threading.Timer(after_s, work)
+    timer.daemon = True
+    timer.start()
 
 
 # ------------------------------------------------------------------------------------------------ all of them
@@ -260,7 +281,9 @@ def run(case: Case, limit_s: float = 90.0) -> Found:
             faulthandler.dump_traceback(sys.stderr)
             raise RuntimeError(f"{case} did not end within {limit_s:g} s: {[fate.ended for fate in fleet.fates]}")
         left = _left_behind(before)
-    found = judged(fleet.fates, wanted, case.devices)
+        found = judged(fleet.fates, wanted, case.devices)
+        if case.saves is not None and not found.short and any(fate.ended == "done" for fate in fleet.fates):
+            left = left or faults(Path(name) / "run", case.steps, wanted.state, TIGHT)
     return replace(found, short=found.short or left)
 
 
@@ -315,8 +338,12 @@ def difference(fate: Fate, wanted: Fate, *, late: bool = False) -> float:
 # ------------------------------------------------------------------------------------------------ many of them
 
 
-def many(seed: int, minutes: float, cases: int, *, joins: bool = False) -> str:
-    """Draw and run cases, with devices that come or without, print a line of each; a line about all of them.
+def many(seed: int, minutes: float, cases: int, *, joins: bool = False, troubles: Sequence[str] = ()) -> str:
+    """Draw and run cases, print a line of each; a line about all of them.
+
+    Args:
+        joins: devices come, too.
+        troubles: what happens, too: "full" disks, "slow" devices.
 
     Raises:
         SystemExit: some went wrong; their seeds are named.
@@ -325,12 +352,14 @@ def many(seed: int, minutes: float, cases: int, *, joins: bool = False) -> str:
     sys.setswitchinterval(0.0005)  # threads that stand for devices wait for each other's messages, not for their turns
     run(drawn(0))  # what is loaded and made once
     until_s, before, kinds, wrong, worst = time.monotonic() + 60 * minutes, resources(), Counter[str](), [], 0.0
-    done = 0
+    done = unsaved = 0
     for at in range(seed, seed + cases):
         case, start_s = with_joins(drawn(at)) if joins else drawn(at), time.monotonic()
+        case = with_troubles(case, troubles) if troubles else case
         found, done = run(case), done + 1
         kinds.update(kind for fate in found.fates for kind in fate.happened)
         worst = max(worst, found.apart)
+        unsaved += max(len(fate.warned) for fate in found.fates)
         blows = " ".join(
             f"{blow.kind}:{blow.device}{'' if blow.beside is None else f'+{blow.beside}'}" for blow in case.blows
         )
@@ -349,7 +378,8 @@ def many(seed: int, minutes: float, cases: int, *, joins: bool = False) -> str:
             wrong.append(at)
         if time.monotonic() > until_s or len(wrong) == 10:
             break
-    told = f"{done} trainings, {kinds.total()} events ({dict(kinds)}), at most {worst:.1e} apart; {before} became {resources()}"
+    told = f"{done} trainings, {kinds.total()} events ({dict(kinds)}), at most {worst:.1e} apart; "
+    told += f"{unsaved} times something could not be written; {before} became {resources()}"
     if wrong:
         raise SystemExit(f"{told}; wrong: seeds {wrong}")
     return told
