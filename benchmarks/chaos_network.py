@@ -1,6 +1,10 @@
 """Devices on hosts of their own (network namespaces; Linux, root), whose cables are cut, both ways or one way.
 
-    python -m benchmarks.chaos_network [--cut both|one-way|between] [--plan model] [--seed 1]
+    python -m benchmarks.chaos_network --cut one-way [--plan model] [--seed 1]
+    python -m benchmarks.chaos --inside hosts --seed 1 --minutes 10
+
+The first cuts one cable of one training; the second draws trainings, which cable is cut, how, when, and for how long, from
+seeds.
 
     both      a device hears nobody any more, and nobody hears it
     one-way   what a device sends is lost; what others send arrives
@@ -12,22 +16,42 @@ Afterwards the numbers of those that are left must be those of one device.
 import argparse
 import ctypes
 import os
+import random
 import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from benchmarks.chaos import TIGHT, Case, Outcome, _forked, _reap, alone, compared, work
+from benchmarks.chaos import PLANS, TIGHT, Case, Outcome, _forked, _reap, alone, compared, work
 from convoy.comm.job_key import write_key_file
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName, call
 
 NOBODY = "02:00:00:00:00:99"
 """A hardware address that no card has."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A cable is cut.
+
+    Attributes:
+        kind: "both", "one-way", "between".
+        device: whose cable; "between": that to the next one.
+        at: once this device has done so many steps.
+        for_s: until it is whole again; None: for good.
+    """
+
+    kind: str
+    device: int
+    at: int
+    for_s: float | None = None
 
 
 def enter(namespace: str) -> None:
@@ -52,11 +76,61 @@ def cut(wiring: namespaces.Wiring, kind: str, device: int) -> None:
         )  # fmt: skip
 
 
-def run(case: Case, kind: str, device: int, at: int, limit_s: float = 70.0) -> Outcome:
-    """Run a case, and cut a device's cable once it has done `at` steps.
+def mend(wiring: namespaces.Wiring, cut_: Cut) -> None:
+    """Put the cable together again."""
+    ports = wiring.ports
+    port, after = ports[cut_.device], ports[(cut_.device + 1) % len(ports)]
+    if cut_.kind == "both":
+        call("ip", "-netns", wiring.switch, "link", "set", port.plug, "up")
+    away = [(port, each) for each in ports if each is not port]
+    for sender, receiver in {"both": [], "one-way": away, "between": [(port, after), (after, port)]}[cut_.kind]:
+        call("ip", "-netns", sender.namespace, "neigh", "del", receiver.address, "dev", namespaces.NIC)
+
+
+def drawn(seed: int) -> tuple[Case, Cut]:
+    """A training and a cut, by a seed."""
+    dice = random.Random(seed)
+    devices, plan, optimizer = dice.choice((3, 3, 4)), dice.choice(PLANS), dice.choice(("sgd", "adam"))
+    at, for_s = dice.randint(2, 12), dice.choice((None, None, dice.uniform(0.3, 3.0), dice.uniform(5.0, 12.0)))
+    cut_ = Cut(dice.choice(("both", "one-way", "between")), dice.randrange(devices), at, for_s)
+    return Case(seed, devices, plan, optimizer, epochs=4, every=dice.choice((1, 1, 3)), pace_s=0.1), cut_
+
+
+def many(seed: int, minutes: float) -> str:
+    """Draw and run trainings, print a line of each; a line about all of them.
 
     Raises:
-        RuntimeError: it did not end in time, or left no result.
+        SystemExit: one went wrong; its seed is named.
+    """
+    until_s, kinds, worst, at = time.monotonic() + 60 * minutes, Counter[str](), 0.0, seed
+    wrong: list[int] = []
+    while time.monotonic() < until_s and len(wrong) < 10:
+        case, cut_ = drawn(at)
+        begun_s, told = time.monotonic(), ""
+        try:
+            found = run(case, cut_)
+            kinds[cut_.kind] += 1
+            worst = max(worst, found.apart)
+            told = f"apart {found.apart:.1e}, {found.statuses}, {found.told}"
+            good = found.apart < TIGHT
+        except (RuntimeError, AssertionError) as error:
+            told, good = f"WRONG: {error}", False
+        wrong += [] if good else [at]
+        print(
+            f"seed {at}: {case.plan} on {case.devices}, {cut_}: {told}, {time.monotonic() - begun_s:.1f} s", flush=True
+        )
+        at += 1
+    found_ = f"{at - seed} trainings, {kinds.total()} events ({dict(kinds)}), at most {worst:.1e} apart"
+    if wrong:
+        raise SystemExit(f"{found_}; wrong: seeds {wrong}")
+    return found_
+
+
+def run(case: Case, cut_: Cut, limit_s: float = 90.0) -> Outcome:
+    """Run a case, and cut a device's cable.
+
+    Raises:
+        RuntimeError: it did not end in time, left no result, or was over before.
     """
     mine = RunName.mine()
     wiring = namespaces.wire(mine, [f"h{d}" for d in range(case.devices)])
@@ -80,15 +154,18 @@ def run(case: Case, kind: str, device: int, at: int, limit_s: float = 70.0) -> O
 
             pids.append(_forked(device_of, env, folder / f"output-{rank}"))
         try:
-            deadline_s, is_cut = time.monotonic() + limit_s, False
+            deadline_s, cut_s, is_whole = time.monotonic() + limit_s, 0.0, False
             while len(statuses) < case.devices:
                 _reap(pids, statuses)
-                done = folder / f"steps-{device}"
-                if not is_cut and done.exists() and done.stat().st_size >= at:
-                    cut(wiring, kind, device)
-                    is_cut = True
+                done = folder / f"steps-{cut_.device}"
+                if not cut_s and done.exists() and done.stat().st_size >= cut_.at:
+                    cut(wiring, cut_.kind, cut_.device)
+                    cut_s = time.monotonic()
+                if cut_s and not is_whole and cut_.for_s is not None and time.monotonic() > cut_s + cut_.for_s:
+                    mend(wiring, cut_)
+                    is_whole = True
                 if time.monotonic() > deadline_s:
-                    told = f"{case}, {kind} of {device}, did not end within {limit_s:g} s\n"
+                    told = f"{case}, {cut_}, did not end within {limit_s:g} s\n"
                     raise RuntimeError(told + _outputs(folder, case))
                 time.sleep(0.01)
         finally:
@@ -99,7 +176,7 @@ def run(case: Case, kind: str, device: int, at: int, limit_s: float = 70.0) -> O
                         os.waitpid(pid, 0)
         if not (folder / "result").exists():
             raise RuntimeError(f"{case} left no result: {statuses}\n" + _outputs(folder, case))
-        if not is_cut:
+        if not cut_s:
             raise RuntimeError(f"{case} was over before the cable was cut")
         return compared(case, folder, losses, state, [statuses[d] for d in range(case.devices)])
 
@@ -117,7 +194,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     case = Case(given.seed, given.devices, given.plan, epochs=4, pace_s=0.1)
-    found = run(case, given.cut, given.device, 4)
+    found = run(case, Cut(given.cut, given.device, 4))
     pauses = [round(s, 2) for s in found.pauses_s]
     print(f"{given.cut}: apart {found.apart:.1e}, {found.statuses}, {found.told}, pauses {pauses}")
     if not found.apart < TIGHT:

@@ -86,6 +86,7 @@ class Fleet:
         self.fates = [Fate() for _ in range(case.devices + len(case.joins))]
         self.machines: dict[int, Machine] = {}
         self.members: dict[int, Members] = {}
+        self.timers: list[threading.Timer] = []
         # Once, before there are threads: torch has one generator for all of them, and who traces a model puts it back.
         torch.manual_seed(case.seed)
         self.net = make_net()
@@ -202,13 +203,19 @@ class Fleet:
                 self.members[device].leave()
             case "stop" | "doze":
                 machine.awake.clear()
-                _later(STOP_S if kind == "stop" else DOZE_S, machine.awake.set)
+                self._later(STOP_S if kind == "stop" else DOZE_S, machine.awake.set)
             case "full":
                 machine.room_bytes = blow.room_bytes
-                _later(blow.for_s, lambda: setattr(machine, "room_bytes", None))
+                self._later(blow.for_s, lambda: setattr(machine, "room_bytes", None))
             case "slow":
                 machine.wait_s = WAIT_S
-                _later(blow.for_s, lambda: setattr(machine, "wait_s", 0.0))
+                self._later(blow.for_s, lambda: setattr(machine, "wait_s", 0.0))
+
+    def _later(self, after_s: float, work: Callable[[], object]) -> None:
+        timer = threading.Timer(after_s, work)
+        timer.daemon = True
+        timer.start()
+        self.timers.append(timer)
 
     def _bury(self, device: int, machine: Machine) -> None:
         if machine.is_off and device in self.members and (membership := self.members[device].membership):
@@ -220,12 +227,6 @@ class Fleet:
         elif device in self.members and (membership := self.members[device].membership):
             membership.depart(ConvoyError("the end of this process"))
         machine.bury()
-
-
-def _later(after_s: float, work: Callable[[], object]) -> None:
-    timer = threading.Timer(after_s, work)
-    timer.daemon = True
-    timer.start()
 
 
 # ------------------------------------------------------------------------------------------------ all of them
@@ -280,6 +281,8 @@ def run(case: Case, limit_s: float = 90.0) -> Found:
         if any(thread.is_alive() for thread in threads):
             faulthandler.dump_traceback(sys.stderr)
             raise RuntimeError(f"{case} did not end within {limit_s:g} s: {[fate.ended for fate in fleet.fates]}")
+        for timer in fleet.timers:
+            timer.cancel()
         left = _left_behind(before)
         found = judged(fleet.fates, wanted, case.devices)
         if case.saves is not None and not found.short and any(fate.ended == "done" for fate in fleet.fates):

@@ -1,6 +1,8 @@
 """Chaos inside this process: devices on threads with machines of their own, which are switched off and fall silent."""
 
 import gc
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos import TIGHT, Blow, Case
+from benchmarks.chaos_disks import TROUBLES, with_troubles
 from benchmarks.chaos_drawn import drawn
 from benchmarks.chaos_joins import with_joins
 from benchmarks.chaos_threads import resources, run
+from convoy.checkpoint import save
 from convoy.comm.processes import JoinedGroup
+from convoy.errors import InputError
 from convoy.train.members import Members
 
 
@@ -41,6 +46,61 @@ def test_who_comes_at_a_drawn_moment_changes_no_number(seed: int) -> None:
     assert not found.short
     assert found.apart < TIGHT
     assert any("join" in fate.happened for fate in found.fates)
+
+
+def test_a_full_disk_and_a_slow_device_change_no_number() -> None:
+    """The disk of the device that writes, and of the next one, which writes once that is lost."""
+    blows = (
+        Blow(0, "full", 1, 1, for_s=60.0, room_bytes=4096), Blow(1, "full", 3, 1, for_s=0.3), Blow(0, "kill", 5, 9),
+        Blow(2, "slow", 2, 1, for_s=0.2),
+    )  # fmt: skip
+    found = run(Case(3, 3, "model", epochs=1, saves=1, blows=blows))
+    assert not found.short
+    assert found.apart < TIGHT
+    assert found.events == 4
+    assert "cannot write the checkpoint of step 2 " in found.fates[2].warned[0]
+
+
+def test_chaos_finds_a_checkpoint_that_was_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = save.publish
+
+    def overwrites(path: Path, step: int) -> Path:
+        found = publish(path, step)
+        (found / "model.safetensors").write_bytes(b"")
+        return found
+
+    monkeypatch.setattr(save, "publish", overwrites)
+    with pytest.raises(InputError, match="has 0 bytes"):
+        run(Case(1, 2, "data", epochs=1, saves=3, blows=()))
+
+
+@pytest.mark.parametrize("kind", TROUBLES)
+def test_troubles_are_drawn_from_the_seed_and_leave_the_rest_as_it_is(kind: str) -> None:
+    case = drawn(10007)
+    found = with_troubles(case, [kind])
+    assert found == with_troubles(case, [kind])
+    assert found.blows[: len(case.blows)] == case.blows
+    assert {blow.kind for blow in found.blows[len(case.blows) :]} == {kind}
+    assert len({with_troubles(drawn(seed), [kind]).blows[-1].at for seed in range(30)}) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root may mount a small disk")
+def test_a_disk_that_is_really_full_changes_no_number() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.chaos",
+        "--kinds",
+        "full,slow,kill",
+        "--seed",
+        "920000",
+        "--cases",
+        "2",
+    ]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert told.returncode == 0, told.stderr
+    assert re.search(r"2 trainings, .*'full'.* apart; [1-9]\d* times something could not be written", told.stdout)
 
 
 def test_chaos_finds_a_schedule_that_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
