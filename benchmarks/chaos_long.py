@@ -1,5 +1,7 @@
 """The long run of chaos: all its forms, two at a time, each with seeds of its own; a table of what came of them.
 
+Linux, root: disks are mounted, and hosts are network namespaces.
+
     python -m benchmarks.chaos_long --minutes 28 --seed 1 --out chaos.md
 
 The table's place is docs/come-and-go.md, under "Tried". A form that goes wrong is in it with its seeds; what each has printed
@@ -21,10 +23,11 @@ LANES = 2
 """At once; one for each core of the machine that it was made for."""
 
 FORMS = (
-    ("on threads, with joins", ("--inside", "threads", "--joins"), 0.5),
-    ("on threads", ("--inside", "threads"), 0.2),
-    ("processes", ("--kinds", "kill,term,stop"), 0.15),
+    ("on threads, with joins, full disks, slow devices", ("--inside", "threads", "--joins", "--full", "--slow"), 0.4),
+    ("on threads", ("--inside", "threads"), 0.15),
+    ("processes", ("--kinds", "kill,term,stop,full,slow"), 0.15),
     ("processes, one job", ("--churn",), 0.15),
+    ("hosts, cables cut", ("--inside", "hosts"), 0.15),
 )
 """What is run, with which options, and for which part of the time."""
 

@@ -22,6 +22,7 @@ from convoy.cli import scripts, training, fleets, fleet_files, reports  # noqa: 
 
 # isort: on
 from convoy.cli.options import app
+from convoy.cli.output import patient_output
 from convoy.comm.launch_env import is_one_of_job
 from convoy.errors import ConvoyError, bounded
 from convoy.launch.exit_status import ERROR_STATUS, PIPE_STATUS
@@ -53,8 +54,11 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 def _run() -> int:
     try:
-        status = int(app(standalone_mode=False) or 0)
-        sys.stdout.flush()
+        with patient_output() as files:
+            status = int(app(standalone_mode=False) or 0)
+            sys.stdout.flush()
+        if missing := sum(file.left_out_bytes for file in files):
+            return _refused(f"the output lacks its last {missing:,} bytes: make room there, or send it elsewhere")
         return status
     except ConvoyError as error:
         return _refused(str(error))
