@@ -28,6 +28,7 @@ from convoy.report.plans import (
     show_spare,
 )
 from convoy.report.screen import Screen
+from convoy.report.step_parts import show_step_parts
 from convoy.report.waiting import Wait
 from convoy.sharding.comm_dtype import parse_comm_dtype
 
@@ -88,6 +89,7 @@ def run_plan(
         console.print(remark, soft_wrap=True)
     show_counts(console, counts, context)
     show_devices(console, rows[-1], context)
+    show_step_parts(console, rows[-1], context.least(), context)
     show_spare(console, rows[-1], context)
     show_plan(console, rows[-1], context)
     names = context.names

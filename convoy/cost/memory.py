@@ -311,7 +311,8 @@ def _activations(program: DeviceProgram, steps: StepList, graph: Graph) -> int:
     Flatten is a view of its input.
     """
     back = {step.layer for step in steps.phase("backward") if isinstance(step, ComputeStep)}
-    spread = {step.layer for step in steps.phase("forward") if isinstance(step, ShareStatistics)}
+    shared = (step for step in steps.phase("forward") if isinstance(step, ShareStatistics))
+    spread = {name for step in shared for name in step.layers}
     device, source = program.device, _views(program, steps, graph)
     kept: dict[str, int] = {}
     for step in steps.phase("forward"):

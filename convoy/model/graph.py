@@ -157,6 +157,12 @@ class Layer:
         """Whether its output is a sum over input channels, of which each device may compute its part."""
         return self.multiplies and self.groups == 1
 
+    @property
+    def keeps_order(self) -> bool:
+        """Whether a call may meet what another one has left: random numbers, Python's state, buffers that several use."""
+        meets = self.random or self.notes or self.each or self.everywhere or self.shared
+        return meets or self.kind in ("opaque", "parameter")
+
     @cached_property
     def extents(self) -> tuple[int, int]:
         """Outputs (filters, features) and inputs that the layer as a whole has; of one without weights, its channels twice."""
@@ -235,6 +241,16 @@ class Graph:
             for name in dict.fromkeys(layer.inputs):
                 result[name] += (layer,)
         return result
+
+    @cached_property
+    def before(self) -> tuple[tuple[str, frozenset[str]], ...]:
+        """Of each layer, those that come before it: what it reads; where calls keep their order, the last such one."""
+        rows = []
+        last: frozenset[str] = frozenset()
+        for layer in self.layers.values():
+            rows.append((layer.name, last.union(layer.inputs) if layer.keeps_order else frozenset(layer.inputs)))
+            last = frozenset((layer.name,)) if layer.keeps_order else last
+        return tuple(rows)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -28,9 +28,17 @@ from convoy.plan.device_program import (
     UnpackWeights,
     Wait,
 )
-from convoy.plan.exchange_program import Landing, MoveOf, gather_operations, landing, operations_of, sum_operations
+from convoy.plan.exchange_program import (
+    Landing,
+    MoveOf,
+    gather_operations,
+    landing,
+    operations_of,
+    shared_rows,
+    sum_operations,
+)
 from convoy.plan.fusion import Stretch, stretches
-from convoy.plan.size import local_size
+from convoy.plan.size import LocalSize, local_size
 from convoy.plan.steps import Compute as ComputeStep
 from convoy.plan.steps import (
     GatherWeights,
@@ -44,7 +52,7 @@ from convoy.plan.steps import (
     Value,
     joined,
 )
-from convoy.sharding.layout import Layout, Replicated, dual, entries, held_entries, holds, local_shape
+from convoy.sharding.layout import Layout, dual, entries, held_entries, holds, local_shape
 from convoy.sharding.redistribute import chunks
 
 SUMS_AT_ONCE = 1
@@ -115,7 +123,11 @@ def without_gradients(
                 if alive and step.part != "input":
                     parameters.update(p.key for p in graph[step.layer].trainable)
             case ShareStatistics(phase="backward"):
-                alive = step.layer in reached
+                told = [row for row in zip(step.layers, step.reads, step.sizes, strict=True) if row[0] in reached]
+                alive = bool(told)
+                if alive:
+                    layers, reads, sizes = zip(*told, strict=True)
+                    step = replace(step, layers=layers, reads=reads, sizes=sizes)
             case SumGradients():
                 # What passes before have left of a parameter that is kept in shares is summed already.
                 wanted = parameters if step.into else parameters | left
@@ -174,7 +186,8 @@ class _Compiler:
         self.users = {k: s.devices for s in steps.steps if isinstance(s, GatherWeights) for k in s.keys}
         self.freed = {k for s in steps.steps if isinstance(s, ComputeStep) for k in s.frees}
         self.merged: set[str] = set()
-        self.shared = {step.layer for step in steps.steps if isinstance(step, ShareStatistics)}
+        self.sizes: dict[str, LocalSize] = {}  # layer -> what of it this device computes
+        self.shared = {n for step in steps.steps if isinstance(step, ShareStatistics) for n in step.layers}
         self.stretches = found
         self.stretch_at: dict[int, int] = {}  # first step, in forward or backward -> which stretch
         self.given_by: dict[int, int] = {}  # backward step of a stretch -> the first of them
@@ -282,8 +295,11 @@ class _Compiler:
 
     def _computation(self, step: ComputeStep) -> Compute:
         """The operation of a layer in forward or backward."""
-        size = local_size(step, self.graph[step.layer], self.device)
-        assert size is not None
+        size = self.sizes.get(step.layer)
+        if size is None:  # in backward it is what it was in forward
+            size = local_size(step, self.graph[step.layer], self.device)
+            assert size is not None
+            self.sizes[step.layer] = size
         if step.phase == "forward":
             reads = tuple(value.key for value in step.reads)
             reads += (f"{step.layer} norm",) if step.layer in self.shared else ()
@@ -417,20 +433,19 @@ class _Compiler:
         if self.device not in step.members:
             return
         self._await(step.after, step.id)
-        of = step.layer if step.phase == "forward" else GRADIENT + step.layer
-        if step.phase == "backward":
-            self._merge(step.layer, step.id)
-        here = self._holds(step.reads)
-        read = (step.reads.key if step.phase == "forward" else GRADIENT + step.layer,) if here else ()
-        self.main.append(Compute(step.id, step.phase, step.layer, read, (f"{of} row",), part="statistics"))
-        everyone, me = Replicated(step.members), self.device
-        found = operations_of(
-            MoveOf(step.id, step.schedule, me, step.layout, everyone, step.shape, "exact", f"{of} row", f"{of} rows")
-        )
-        self.main += [*found.begin, *landing(found.landings, step.id)]
-        if step.phase == "forward":
-            combined = Compute(step.id, "forward", step.layer, (f"{of} rows",), (f"{of} norm",), part="combine")
-            self.main.append(combined)
+        backward = step.phase == "backward"
+        of = [GRADIENT + name if backward else name for name in step.layers]
+        for name, each, value in zip(step.layers, of, step.reads, strict=True):
+            if backward:
+                self._merge(name, step.id)
+            read = (each if backward else value.key,) if self._holds(value) else ()
+            self.main.append(Compute(step.id, step.phase, name, read, (f"{each} row",), part="statistics"))
+        self.main += shared_rows(step, self.device, of)
+        if not backward:
+            self.main += [
+                Compute(step.id, "forward", name, (f"{name} rows",), (f"{name} norm",), part="combine")
+                for name in step.layers
+            ]
 
     def _await(self, steps: Iterable[int], at: int) -> None:
         """Wait for those of these steps that are under way."""

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from convoy.plan.device_program import Add, Copy, Event, Make, Operation, Part, Receive, Send, View, Wait
+from convoy.plan.steps import ShareStatistics
 from convoy.sharding.comm_dtype import CommDtype, rounds_own_copy
-from convoy.sharding.layout import Box, Layout, Partial, Shape, box, covers, entries, local_shape
+from convoy.sharding.layout import Box, Layout, Partial, Replicated, Shape, box, covers, entries, local_shape
 from convoy.sharding.redistribute import Round, Schedule, Transfer
+from convoy.sharding.shares import ranges
 
 Landing = tuple[Event | None, list[Operation]]
 """Of a round under way: what to wait for (None where no message is), and what is done after that."""
@@ -258,6 +260,29 @@ def _begun(
         yield Send(step, number, t.receiver, ready[t.box], entries(t.box), narrow)
     yield from receives
     under_way.append((("round", step, number) if leaving or receives else None, after))
+
+
+def shared_rows(step: ShareStatistics, device: int, of: Sequence[str]) -> Iterator[Operation]:
+    """This device's row of each norm's sums, and then those of all devices. Rows of several norms travel in one message.
+
+    Args:
+        of: names of the buffers of each norm, in front of "row" and "rows".
+    """
+    row, rows = (f"{of[0]} row", f"{of[0]} rows") if len(of) == 1 else (f"sums {step.id}", f"sums {step.id} of all")
+    spans = list(ranges(step.sizes))
+    if len(of) > 1:
+        yield Make(step.id, row, (1, step.entries))
+        for each, size, span in zip(of, step.sizes, spans, strict=True):
+            yield Copy(step.id, Part(f"{each} row"), Part(row, ((0, 1), span)), size)
+    everyone = Replicated(step.members)
+    move = MoveOf(step.id, step.schedule, device, step.layout, everyone, step.shape, "exact", row, rows)
+    found = operations_of(move)
+    yield from found.begin
+    yield from landing(found.landings, step.id)
+    if len(of) > 1:
+        members = len(step.members)
+        for each, size, span in zip(of, step.sizes, spans, strict=True):
+            yield View(step.id, f"{each} rows", Part(rows, ((0, members), span)), (members, size))
 
 
 def local_box(part: Box, of: Box | None) -> Box | None:

@@ -119,7 +119,8 @@ def _words(step: Step) -> str:
         case ReturnGradient():
             return f"gradient {step.writes.key}: from the loss, {step.reads.layout} -> {step.writes.layout}"
         case ShareStatistics():
-            return f"share    {step.layer}: {step.entries} numbers of each of {len(step.members)} devices"
+            names = ", ".join(step.layers)
+            return f"share    {names}: {step.entries} numbers of each of {len(step.members)} devices"
         case SumGradients():
             what = "MIX, INEXACT" if step.reduce == "inexact-butterfly-mixing" else f"sum, {step.reduce}"
             what = "sum, into shares" if step.into else what
@@ -200,7 +201,7 @@ def _charged_to(
             # The last move of all brings the outputs to every device; it counts for the layer that made them.
             return [(first_reader.get(value.key, value.layer), total)]
         case ShareStatistics():
-            return [(step.layer, total)]
+            return [(name, total * n // step.entries) for name, n in zip(step.layers, step.sizes, strict=True)]
         case SumGradients():
             entries_ = sum(step.sizes)
             return [(owner[k], round(total * n / entries_)) for k, n in zip(step.keys, step.sizes, strict=True)]

@@ -24,6 +24,8 @@ from convoy.plan.steps import (
 )
 from convoy.sharding.layout import holds
 
+_BESIDE, _AWAITED = (SumGradients, ReturnGradient), (Move, GatherWeights)
+
 SHORTEST = 2
 """Computations in a stretch: one alone gains nothing."""
 
@@ -52,12 +54,8 @@ def stretches(steps: StepList, graph: Graph, device: int, takes_part: Callable[[
         takes_part: whether the device has anything to do in a step.
     """
     forward = [step for step in steps.phase("forward") if takes_part(step)]
-    backward = [
-        step
-        for step in steps.phase("backward")
-        if not isinstance(step, SumGradients | ReturnGradient) and takes_part(step)
-    ]
-    exchanged = {step.layer for step in steps.steps if isinstance(step, ShareStatistics)}
+    backward = [step for step in steps.phase("backward") if not isinstance(step, _BESIDE) and takes_part(step)]
+    exchanged = {name for step in steps.steps if isinstance(step, ShareStatistics) for name in step.layers}
     exchanged |= {layer.name for layer in graph.layers.values() if layer.alone}
     places = _Backward(backward)
     readers = Counter(value.key for value in steps.outputs)
@@ -75,7 +73,7 @@ class _Backward:
         self.steps = backward
         self.places: dict[str, list[int]] = {}
         self.waits: list[bool] = []
-        moves = {step.id for step in backward if isinstance(step, Move | GatherWeights)}
+        moves = {step.id for step in backward if isinstance(step, _AWAITED)}
         landed: set[int] = set()
         for place, step in enumerate(backward):
             if isinstance(step, Compute):
@@ -90,7 +88,7 @@ def _rows(
 ) -> Iterator[tuple[Compute, ...]]:
     row: list[Compute] = []
     first: int | None = None  # the row's first place in backward
-    moves = {step.id for step in forward if isinstance(step, Move | GatherWeights)}
+    moves = {step.id for step in forward if isinstance(step, _AWAITED)}
     landed: set[int] = set()
     for step in forward:
         fresh = moves.intersection(step.after) - landed
@@ -142,8 +140,10 @@ def _values_read(step: Step) -> tuple[Value, ...]:
     match step:
         case Compute():
             return step.reads
-        case Move() | ShareStatistics():
+        case Move():
             return (step.reads,)
+        case ShareStatistics():
+            return step.reads
     return ()
 
 

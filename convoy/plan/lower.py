@@ -25,6 +25,7 @@ from convoy.plan.steps import (
     Value,
 )
 from convoy.plan.strategy import Batch, InShares, One, Placement, Strategy, follow, parameter_holders, place
+from convoy.plan.together import rows_of
 from convoy.sharding import redistribute
 from convoy.sharding.comm_dtype import comm_dtype_of
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, held_entries, holders
@@ -216,7 +217,6 @@ class _Lowering:
         self.gathered_by: dict[str, int] = {}  # key -> the step that gathers it in this phase
         freed = {p.key for n, how in plan.in_shares.items() if how.form == "free" for p in graph[n].trainable}
         self.buckets = buckets_of(graph, self.gathered, freed, BUCKET_ENTRIES)
-        self.turns = turns([b for b in self.buckets if b.freed], list(graph.layers))
         self.steps: list[Step] = []
         self.later: list[SumGradients] = []
         self.values: dict[str, Value] = {}
@@ -224,13 +224,18 @@ class _Lowering:
         self.made_by: dict[str, int] = {}
         self.moved_for: dict[str, list[Move]] = {}  # layer -> the moves that were made for it
         self.trains = trains(graph, self.wanted)
+        self.statistics = {name: how for name in graph.layers if (how := self._statistics(graph[name]))}
+        self.rows = rows_of(graph, {n: (members, graph[n].dtype) for n, (_, members) in self.statistics.items()})
+        self.row_of = {name: row for row in self.rows for name in row}
+        self.told_back: dict[str, int] = {}  # norm -> its exchange in backward
 
     def run(self) -> StepList:
         for bucket in self.buckets:
             if not bucket.freed:
                 self._gather(bucket, "forward")
-        for layer in self.graph.layers.values():
-            self._forward(layer)
+        self.turns = turns([b for b in self.buckets if b.freed], list(self.row_of))
+        for row in self.rows:
+            self._forward([self.graph[name] for name in row])
         stay = self._output_layout()
         outputs = tuple(self._version(name, stay[name]) for name in self.graph.outputs)
         forward = list(self.steps)
@@ -291,14 +296,27 @@ class _Lowering:
         layout = self.kept[parameter.key]
         return tuple(held_entries(layout, d, parameter.shape) for d in range(self.plan.devices))
 
-    def _forward(self, layer: Layer) -> None:
+    def _forward(self, row: Sequence[Layer]) -> None:
+        """A layer, or norms that exchange together."""
+        computes = [step for layer in row if (step := self._reading(layer)) is not None]
+        if row[0].name in self.statistics:
+            after = tuple(sorted({before for step in computes for before in step.after}))
+            told = self._share("forward", [(step.layer, step.reads[0]) for step in computes], after)
+            computes = [
+                replace(s, after=(told, *sorted(self._waits_for_weights(self.graph[s.layer])))) for s in computes
+            ]
+        for step in computes:
+            self.made_by[step.writes.key] = self._add(step if step.id == self._id else replace(step, id=self._id))
+
+    def _reading(self, layer: Layer) -> Compute | None:
+        """What a layer reads comes to it; how it is then computed."""
         placed = self.placed[layer.name]
         shape = layer.batch_shape(self.batch)
         value = Value(layer.name, shape, placed.gives)
         self.values[layer.name] = value
         self.versions[layer.name, placed.gives] = value
         if layer.kind == "input":
-            return
+            return None
         turn = self.turns.get(layer.name, Turn())
         for bucket in turn.begins:
             self._gather(bucket, "forward")
@@ -308,20 +326,18 @@ class _Lowering:
             self._version(name, layout, pieces) for name, layout in zip(layer.inputs, placed.takes, strict=True)
         )
         self.moved_for[layer.name] = [step for step in self.steps[before:] if isinstance(step, Move)]
-        after = self._after(reads)
-        gathered = self._waits_for_weights(layer)
-        after = tuple(sorted({*after, *gathered}))
-        if shared := self._statistics(layer, placed):
-            after = (
-                self._add(ShareStatistics(self._id, "forward", layer.name, reads[0], *shared, after)),
-                *sorted(gathered),
-            )
+        after = tuple(sorted({*self._after(reads), *self._waits_for_weights(layer)}))
         wants = tuple(p and name in self.trains for name, p in zip(layer.inputs, layer.traced_back, strict=True))
-        step = Compute(
+        return Compute(
             self._id, "forward", layer.name, reads, value, wants, self._parameters(layer), placed.note, after,
             pieces=pieces, frees=tuple(turn.frees),
         )  # fmt: skip
-        self.made_by[value.key] = self._add(step)
+
+    def _share(self, phase: Phase, rows: Sequence[tuple[str, Value]], after: tuple[int, ...]) -> int:
+        """Norms, each with its input, tell each other's devices their sums."""
+        names, reads = zip(*rows, strict=True)
+        sizes, members = tuple(self.statistics[name][0] for name in names), self.statistics[names[0]][1]
+        return self._add(ShareStatistics(self._id, phase, names, reads, sizes, members, after))
 
     def _pieces(self, layer: Layer, placed: Placement) -> int:
         """In how many pieces a layer's input comes to it, if it has to come."""
@@ -335,8 +351,9 @@ class _Lowering:
     def _parameters(self, layer: Layer) -> dict[str, Layout]:
         return {key: self.kept[p.key] for key, p in layer.parameters.items()}
 
-    def _statistics(self, layer: Layer, placed: Placement) -> tuple[int, tuple[int, ...]] | None:
+    def _statistics(self, layer: Layer) -> tuple[int, tuple[int, ...]] | None:
         """(entries per device, devices that take part) where a batch norm has its batch on several devices."""
+        placed = self.placed[layer.name]
         if not layer.statistics or not isinstance(placed.gives, Split) or placed.gives.axis != 0:
             return None
         # By the nominal batch: a device without a sample of this (small) batch keeps its running statistics up to date.
@@ -361,7 +378,7 @@ class _Lowering:
         """All of backward; the values whose gradients are those of the inputs, None where an input has none."""
         sums = _Buckets(self)
         with_gradient = reached(self.graph, self.trains)
-        order = [name for name in reversed(list(self.graph.layers)) if name in with_gradient]
+        order = [name for name in reversed(self.row_of) if name in with_gradient]
         self.turns, self.gathered_by = turns([b for b in self.buckets if b.freed], order), {}
         for step in reversed(forward):
             if isinstance(step, Move):
@@ -406,13 +423,12 @@ class _Lowering:
         for bucket in turn.begins:
             self._gather(bucket, "backward")
         after = tuple(ready[step.writes.key])
-        shared = self._statistics(self.graph[step.layer], self.placed[step.layer])
-        if shared:
-            after = (self._add(ShareStatistics(self._id, "backward", step.layer, step.reads[0], *shared, after)),)
+        if step.layer in self.statistics:
+            after = (self._told_back(step, ready),)
         after = (*after, *sorted(self._waits_for_weights(self.graph[step.layer])))
         for part, last in self._parts(step, sums):
-            back = replace(
-                step, id=self._id, phase="backward", note="", after=after, part=part, last=last, pieces=1,
+            back = Compute(
+                self._id, "backward", step.layer, step.reads, step.writes, step.wants, step.parameters, "", after, part, last,
                 frees=tuple(turn.frees) if last else (),
             )  # fmt: skip
             self._add(back)
@@ -425,6 +441,18 @@ class _Lowering:
             if part != "input":
                 sums.add(back)
                 self._sum(sums, everything=False)
+
+    def _told_back(self, step: Compute, ready: Mapping[str, list[int]]) -> int:
+        """The exchange of a norm in backward, with those it exchanged with in forward, as far as they have a gradient.
+
+        They stand one after the other in forward, before all that reads them: when the last of them has its gradient, all have.
+        """
+        if step.layer not in self.told_back:
+            names = [name for name in self.row_of[step.layer] if name in ready]
+            after = tuple(sorted({before for name in names for before in ready[name]}))
+            rows = [(n, self.versions[self.graph[n].inputs[0], self.placed[n].takes[0]]) for n in names]
+            self.told_back |= dict.fromkeys(names, self._share("backward", rows, after))
+        return self.told_back[step.layer]
 
     def _parts(self, step: Compute, sums: "_Buckets") -> tuple[tuple[Part, bool], ...]:
         """The gradient that has to travel is computed first, and travels while the other one is computed.

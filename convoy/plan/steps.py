@@ -146,16 +146,24 @@ class ShareStatistics:
     its samples (forward), or the two sums over its samples that the gradient needs (backward).
 
     They are few, and small differences of them matter: they never travel rounded.
+
+    Attributes:
+        layers: norms whose numbers travel together, one after the other in one row of each device (see `together.py`).
+        reads: the input of each; sizes: how many numbers are of each.
     """
 
     wire: ClassVar[CommDtype] = "exact"
     id: int
     phase: Phase
-    layer: str
-    reads: Value
-    entries: int
+    layers: tuple[str, ...]
+    reads: tuple[Value, ...]
+    sizes: tuple[int, ...]
     members: tuple[int, ...]
     after: tuple[int, ...] = ()
+
+    @property
+    def entries(self) -> int:
+        return sum(self.sizes)
 
     @property
     def shape(self) -> Shape:

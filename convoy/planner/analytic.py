@@ -24,7 +24,7 @@ from convoy.plan.strategy import InShares, Placement, may_be_in_shares
 from convoy.sharding.comm_dtype import CommDtype, sent_itemsize
 from convoy.sharding.layout import Layout, Partial, Replicated, Split, holders
 from convoy.sharding.redistribute import Reduce
-from convoy.sharding.shares import rescale
+from convoy.sharding.shares import Shares, rescale
 
 DIRECT_DEVICES = 16
 """Up to so many devices, plans are searched for with direct sums: with more, the messages of a device's own are many."""
@@ -110,6 +110,7 @@ class CostModel:
         self.wholes: dict[tuple[int, int, bool], float] = {}
         self.curves: dict[tuple[str, Side, int], list[float]] = {}
         self.moves: dict[tuple[Layout, Layout, tuple[int, ...], bool], float] = {}
+        self.splits: dict[tuple[int, ...], dict[tuple[str, str], Shares]] = {}  # devices -> the shares of layers
         self.lowered: dict[tuple[object, ...], StepList] = {}
 
     def variant(self, *, reduce: Reduce | None = None, overlap: float | None = None) -> Self:

@@ -18,13 +18,13 @@ The last line holds for *any* weights, so the search for good ones needs no proo
 not, devices wait for each other: `bound_wire.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from convoy.cost.costs import Costs
 from convoy.model.graph import Graph
-from convoy.planner.bound_wire import Floats, Kinds, path_of, wire_s
+from convoy.planner.bound_wire import Kinds, path_of, wire_s
 from convoy.sharding.comm_dtype import CommDtype, sent_itemsize
 
 ROUNDS = 300
@@ -42,14 +42,20 @@ class LowerBound:
     """What no exact plan can take less than.
 
     Attributes:
-        compute_s: by computing alone.
+        compute_s: by computing alone: layers_s, updates_s of the optimizer, and apart_s beside them, priced as in the proof.
         wire_s: by the card of one device; 0: none says more than computing does.
         device: whose card that is.
     """
 
-    compute_s: float
+    layers_s: float
+    updates_s: float = 0.0
+    apart_s: float = 0.0
     wire_s: float = 0.0
     device: int = -1
+
+    @property
+    def compute_s(self) -> float:
+        return self.layers_s + self.updates_s + self.apart_s
 
     @property
     def step_s(self) -> float:
@@ -63,8 +69,7 @@ def lower_bound(graph: Graph, batch: int, costs: Costs, wire: CommDtype = "exact
         wire: in which numbers tensors travel.
     """
     kinds = Kinds.of(graph, batch, costs, passes)
-    compute_s = _computing_s(kinds.seconds, kinds.apart_s, kinds.count)
-    best = LowerBound(compute_s)
+    best = LowerBound(*_computing_s(kinds))
     path = path_of(graph, batch, costs) if costs.network.devices > 1 else None
     if path is None:
         return best
@@ -74,21 +79,25 @@ def lower_bound(graph: Graph, batch: int, costs: Costs, wire: CommDtype = "exact
     for device in sorted(single, key=lambda d: (alone[kinds.of_device[d]], d))[:CARDS]:
         found_s = float(wire_s(graph, batch, costs, path, kinds, device, sent_itemsize(wire, costs.itemsize), passes))
         if found_s > best.step_s * (1 + MORE):
-            best = LowerBound(compute_s, found_s, device)
+            best = replace(best, wire_s=found_s, device=device)
     return best
 
 
-def _computing_s(seconds: Floats, apart_s: Floats, count: Floats) -> float:
-    """The largest bound of the weights that are tried: those that are even in time, then by multiplicative steps."""
+def _computing_s(kinds: Kinds) -> tuple[float, float, float]:
+    """The largest bound of the weights that are tried, those that are even in time, then by multiplicative steps: what layers,
+    updates and all beside them have of it."""
+    seconds, apart_s, count = kinds.seconds, kinds.apart_s, kinds.count
     total = np.maximum(seconds.sum(axis=0), 1e-300)
     weights = 1 / total  # a device that takes twice as long for everything has half the price of a second
-    best = float(apart_s.max(initial=0.0))  # a device without a part takes that, too
+    best = (0.0, 0.0, float(apart_s.max(initial=0.0)))  # a device without a part takes that, too
     for step in range(ROUNDS):
         weights = weights / (weights * count).sum()
         priced = weights * seconds
         chosen = priced.argmin(axis=1)
         rows = np.arange(len(seconds))
-        best = max(best, float((weights * count * apart_s).sum() + priced[rows, chosen].sum()))
+        items = priced[rows, chosen]
+        layers_s, beside_s = float(items[: kinds.layers].sum()), float((weights * count * apart_s).sum())
+        best = max(best, (layers_s, float(items.sum()) - layers_s, beside_s), key=sum)
         # The load of each kind where every item goes to whom it is cheapest for: who has more gets dearer.
         load = np.bincount(chosen, seconds[rows, chosen], len(weights)) / count + apart_s
         weights = weights * np.exp((load / max(load.max(), 1e-300) - 0.5) / (2.0 + step))

@@ -49,6 +49,7 @@ class Kinds:
 
     Attributes:
         names: of the items, a layer's arithmetic or its update: the layer's name.
+        layers: so many of the items are arithmetic, the first ones.
         seconds: `seconds[item, kind]`, the least that all of an item takes there.
         apart_s: of each kind, beside its layers.
         count: how many devices of each kind there are.
@@ -56,6 +57,7 @@ class Kinds:
     """
 
     names: tuple[str, ...]
+    layers: int
     seconds: Floats
     apart_s: Floats
     count: Floats
@@ -76,7 +78,7 @@ class Kinds:
         names += [name for name, _ in trained.values()]
         apart_s = np.array([costs.overhead(d).step_s for d in first])
         count = np.bincount([kinds[mark] for mark in marks], minlength=len(kinds)).astype(np.float64)
-        return cls(tuple(names), np.array(rows), apart_s, count, tuple(kinds[mark] for mark in marks))
+        return cls(tuple(names), len(layers), np.array(rows), apart_s, count, tuple(kinds[mark] for mark in marks))
 
 
 def layer_s(costs: Costs, device: int, layer: Layer, batch: int, back: bool) -> float:

@@ -91,7 +91,9 @@ class Search:
         self.readers = {name: len(rows) + (name in self.graph.outputs) for name, rows in self.graph.readers.items()}
         self.numbers: dict[Layout, int] = {}
         self.layouts: list[Layout] = []
-        self.splits: dict[tuple[str, str], Shares] = {}
+        # They follow from what layers take: of the same devices they are those of every search.
+        known = model.splits.setdefault(self.active, {}) if penalty is None else {}
+        self.splits: dict[tuple[str, str], Shares] = known
         self.choices: dict[tuple[str, tuple[_Available, ...]], list[_Choice]] = {}
         self.worked: dict[tuple[str, int, int, tuple[InShares | None, ...]], float] = {}
         self.between: dict[tuple[int, int, str, bool], float] = {}

@@ -14,6 +14,7 @@ from convoy.planner.forecast import LINKS, Forecast
 from convoy.report.numbers import in_bytes, plain, seconds
 from convoy.report.plans import MADE_FROM, least_words
 from convoy.report.screen import new_table
+from convoy.report.step_parts import show_step_parts
 
 
 def show_forecast(
@@ -35,7 +36,9 @@ def show_forecast(
     if found.best.workers > 1:
         console.print(f"By plan auto: {_plan(found)}", soft_wrap=True)
     if len(context.names) > 1:
-        console.print(least_words(found.best, found.context.least(), found.context.names), soft_wrap=True)
+        least = found.context.least()
+        console.print(least_words(found.best, least, found.context.names), soft_wrap=True)
+        show_step_parts(console, found.best, least, found.context)
     for line in _around(found, fleet):
         console.print(line, soft_wrap=True)
     console.print(_made_from(found, fleet), soft_wrap=True)

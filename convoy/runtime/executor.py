@@ -271,10 +271,10 @@ class Executor:
                 x = buffers[op.reads[0]] if op.reads else None
                 buffers[op.writes[0]] = self._no_rows(norm) if x is None else norm.local_statistics(x)
                 return
-            step = tape.program.statistics[op.layer]
-            assert isinstance(step.reads.layout, Split)
-            samples = [step.reads.layout.shares[d] for d in step.members]
-            tape.norms[op.layer] = norm.combine(buffers[op.reads[0]], samples, math.prod(step.reads.shape[2:]))
+            members, value = tape.program.statistics[op.layer]
+            assert isinstance(value.layout, Split)
+            samples = [value.layout.shares[d] for d in members]
+            tape.norms[op.layer] = norm.combine(buffers[op.reads[0]], samples, math.prod(value.shape[2:]))
             buffers[op.writes[0]] = tape.norms[op.layer].mean
 
     # --- backward ----------------------------------------------------------------------------------------------------

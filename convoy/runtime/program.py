@@ -90,8 +90,9 @@ class Program:
         summed = [s for s in steps.steps if isinstance(s, SumGradients)]
         self.into_shares = frozenset(key for step in summed if step.into for key in step.keys)
         self.sums = sums_of(program.sums)
+        shared = [step for step in steps.phase("forward") if isinstance(step, ShareStatistics)]
         self.statistics = {
-            step.layer: step for step in steps.steps if isinstance(step, ShareStatistics) and step.phase == "forward"
+            name: (step.members, value) for step in shared for name, value in zip(step.layers, step.reads, strict=True)
         }
         self.dtypes = {step.id: getattr(torch, graph[_layer_of(step)].dtype) for step in steps.steps if _layer_of(step)}
         self.fused = {
@@ -123,8 +124,10 @@ def reached_parameters(steps: StepList, graph: Graph) -> tuple[str, ...]:
 
 def _layer_of(step: Any) -> str:
     """The layer whose numbers a step works with; "" for a gradient sum, which has the parameters' own."""
-    if isinstance(step, ComputeStep | ShareStatistics):
+    if isinstance(step, ComputeStep):
         return step.layer
+    if isinstance(step, ShareStatistics):
+        return step.layers[0]  # they are of one type
     reads = getattr(step, "reads", None)
     return reads.layer if reads is not None else ""
 

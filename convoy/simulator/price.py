@@ -21,12 +21,17 @@ from convoy.plan.device_program import (
     Unpack,
     Wait,
 )
-from convoy.plan.size import local_size, sizes_in_chunks
+from convoy.plan.size import LocalSize, local_size, sizes_in_chunks
 from convoy.plan.steps import Compute as ComputeStep
 from convoy.plan.steps import StepList
 from convoy.sharding.comm_dtype import narrow_itemsize
 from convoy.sharding.layout import Layout, held_entries, holds
 from convoy.simulator.events import Await, Begin, Item, Mark, Program, Route, Work
+
+_MESSAGES = (Send, Receive)
+_UNHANDLED = (Compute, Fused, Wait, Signal, *_MESSAGES)
+"""Of these, copies and additions are not asked. A tuple is made once, `Send | Receive` in every question: a planner asks a
+hundred thousand times."""
 
 LOSS_BYTES = 16
 """Of one device's part of a loss: its sum and what it counts, in float64."""
@@ -64,12 +69,15 @@ def layers_s(steps: StepList, graph: Graph, costs: Costs) -> dict[str, tuple[flo
 
 def _arithmetic(steps: StepList, graph: Graph, costs: Costs) -> Iterator[tuple[str, int, float]]:
     """(layer, device, seconds) of everything that is computed."""
+    sizes: dict[str, list[tuple[int, LocalSize]]] = {}  # in backward they are what they were in forward
     for step in steps.steps:
         if isinstance(step, ComputeStep):
             layer = graph[step.layer]
-            for device in range(steps.devices):
-                whole = local_size(step, layer, device)
-                for size in () if whole is None else sizes_in_chunks(whole, step.pieces):
+            if step.layer not in sizes:
+                rows = ((device, local_size(step, layer, device)) for device in range(steps.devices))
+                sizes[step.layer] = [(device, size) for device, size in rows if size is not None]
+            for device, whole in sizes[step.layer]:
+                for size in sizes_in_chunks(whole, step.pieces):
                     yield step.layer, device, costs.times.seconds(device, layer, step.phase, size, step.part)
 
 
@@ -85,7 +93,7 @@ class _Pricer:
         # The calls that begin a gradient sum count where its gradients are joined.
         self.first_calls_s: dict[int, float] = {}
         for place, operation in enumerate(program.sums):
-            if isinstance(operation, Send | Receive) and operation.step not in self.first_calls_s:
+            if isinstance(operation, _MESSAGES) and operation.step not in self.first_calls_s:
                 self.first_calls_s[operation.step] = self.overhead.calls_s(len(_messages(program.sums, place)))
 
     def program(self, kept: Sequence[tuple[Layout, Parameter]]) -> Program:
@@ -112,12 +120,12 @@ class _Pricer:
         place = 0
         while place < len(operations):
             operation = operations[place]
-            handled = handling_of(operation)
+            handled = None if isinstance(operation, _UNHANDLED) else handling_of(operation)
             if handled is not None:
                 around, around_step = around + handled, operation.step
                 place += 1
                 continue
-            messages = _messages(operations, place) if isinstance(operation, Send | Receive) else []
+            messages = _messages(operations, place) if isinstance(operation, _MESSAGES) else []
             calls_s = 0.0 if messages and messages[0].step in begun else self.overhead.calls_s(len(messages))
             if isinstance(operation, Signal):
                 calls_s = self.first_calls_s.get(operation.step, 0.0) if operation.event[0] == "ready" else 0.0
@@ -213,7 +221,7 @@ class _Pricer:
 def _messages(operations: Sequence[Operation], place: int) -> list[Send | Receive]:
     """The messages that begin together here."""
     found: list[Send | Receive] = []
-    while place < len(operations) and isinstance(operation := operations[place], Send | Receive):
+    while place < len(operations) and isinstance(operation := operations[place], _MESSAGES):
         if found and (operation.step, operation.number) != (found[0].step, found[0].number):
             break
         found.append(operation)

@@ -91,7 +91,7 @@ def test_a_gradient_alone_is_summed_where_it_lies() -> None:
 
 
 def test_statistics_are_a_small_gather() -> None:
-    step = ShareStatistics(0, "forward", "bn", Value("x", SHAPE, Split(0, (3, 2))), 6, (0, 1))
+    step = ShareStatistics(0, "forward", ("bn",), (Value("x", SHAPE, Split(0, (3, 2))),), (6,), (0, 1))
     assert handled(step, 0) == [(Handling(), Handling(copied=6, made=(12,)))]
     assert handled(step, 2) == [(Handling(), Handling())]
     assert messages(step, 2) == [0]

@@ -299,7 +299,7 @@ def test_the_bound_stands_in_words_beside_a_plan() -> None:
     words = least_words(row, least, context.names)
     assert f"less than {least.step_s:.3g} s a step (by computing alone): auto is within " in words
     assert f"{row.step_s / least.step_s - 1:.1%}" in words
-    assert "the card of d1" in least_words(row, LowerBound(1.0, 2.0, 1), context.names)
+    assert "the card of d1" in least_words(row, LowerBound(1.0, wire_s=2.0, device=1), context.names)
 
 
 def test_every_plan_of_the_table_says_how_far_above_the_bound_it_is() -> None:

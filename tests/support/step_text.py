@@ -31,7 +31,7 @@ def _line(step: object) -> str:
         case ReturnGradient():
             return f"gradient of {step.writes.key}"
         case ShareStatistics():
-            return f"statistics of {step.layer}: {step.entries} from {','.join(map(str, step.members))}"
+            return f"statistics of {' & '.join(step.layers)}: {step.entries} from {','.join(map(str, step.members))}"
         case SumGradients():
             return f"sum over {','.join(map(str, step.devices))}: {' '.join(step.keys)}"
     raise AssertionError(step)
