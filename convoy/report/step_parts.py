@@ -69,7 +69,8 @@ def step_parts(timeline: Timeline, network: Network) -> StepParts:
         total_s = sum(end - start for start, end in covered)
         found.append(total_s - before_s)
         before_s = total_s
-    return StepParts(last, *found, max(0.0, timeline.step_s - before_s))
+    found.append(max(0.0, timeline.step_s - before_s))
+    return StepParts(last, *found)
 
 
 def _setting_out(event: Event, network: Network) -> Span:
