@@ -230,8 +230,8 @@ class Members(GoingOn):
         """
         if self._inside:
             return work()
-        if self.entrance is not None and self.membership is None:
-            self._start()
+        if self.entrance is not None if self.membership is None else self._planned is None:
+            self._start()  # before the first step: from here on a loss ends nothing
         if self._between.told:
             return self._between.take()  # type: ignore[no-any-return]
         return self._repeated(work)

@@ -126,7 +126,7 @@ def test_convoy_train_goes_on_without_device_0_and_its_log_and_checkpoints_too(t
     assert json.loads((newest / "checkpoint.json").read_text())["progress"]["step"] == 4 * 23
 
 
-def own_loop(group: Group, plan: str, victims: dict[str, list[int]]) -> dict[str, Any]:
+def own_loop(group: Group, plan: str, victims: dict[str, list[int]], tests_first: bool = False) -> dict[str, Any]:
     """On every device: a loop of one's own, with tests between the epochs; who is a victim kills itself in it."""
     torch.manual_seed(0)
     case = Case(5, devices=3, plan=plan)
@@ -142,7 +142,11 @@ def own_loop(group: Group, plan: str, victims: dict[str, list[int]]) -> dict[str
     if members is not None and (blow := victims.get(str(group.device))):
         strike(members, Blow(group.device, "kill", *blow), Path(os.devnull))
     losses: dict[int, float] = {}
-    tests = []
+
+    def tested() -> float:
+        return accuracy(model, test) if members is None else members.repeated(lambda: accuracy(model, test))
+
+    tests = [tested()] if tests_first else []
     for epoch in range(3):
         model.train()
         for batch, (x, y) in enumerate(train):
@@ -153,7 +157,7 @@ def own_loop(group: Group, plan: str, victims: dict[str, list[int]]) -> dict[str
                 optimizer.step()
             if attempt.finished:
                 losses[members.steps if members is not None else 1 + epoch * len(train) + batch] = float(loss.detach())
-        tests.append(accuracy(model, test) if members is None else members.repeated(lambda: accuracy(model, test)))
+        tests.append(tested())
     state = whole_state(model, optimizer) if members is None else members.repeated(lambda: model.full_state_dict())
     if members is not None:
         members.close()
@@ -188,6 +192,18 @@ def test_a_loop_of_ones_own_repeats_the_step_with_the_same_batch(plan: str, vict
         assert row["losses"] == pytest.approx(alone["losses"], rel=TIGHT)
         for key, weights in alone["weights"].items():
             assert row["weights"][key] == pytest.approx(weights, rel=TIGHT, abs=TIGHT)
+
+
+@pytest.mark.parametrize(("plan", "call"), [("data", 2), ("model", 6)])
+def test_a_device_that_is_lost_in_a_test_before_the_first_step_ends_nothing(plan: str, call: int) -> None:
+    """The state was kept for the first time as the first epoch began: until then a loss ended the job, and all were told to
+    resume from a checkpoint that was never made."""
+    alone = on_processes(1, "tests.train.test_members:own_loop", plan, {}, True)[0]
+    results = on_processes(3, "tests.train.test_members:own_loop", plan, {"1": [0, call]}, True)
+    assert results[1] is None, "who was to be killed was not"
+    for row in results[::2]:
+        assert row["tests"] == alone["tests"]
+        assert row["losses"] == pytest.approx(alone["losses"], rel=TIGHT)
 
 
 @pytest.mark.parametrize("kind", most_slow(1, ["term", "stop"]))
