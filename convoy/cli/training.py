@@ -95,7 +95,7 @@ def train(
         raise typer.Exit(train_here_detached(resolved, host))
     raise typer.Exit(
         launch_local(
-            sys.argv[1:], devices, host=host, port=settings.port, goes_on=settings.goes_on,
+            sys.argv[1:], devices, host=host, port=settings.port, goes_on=settings.goes_on, silence_s=settings.timeout_s,
             joining=joining if settings.try_again else None,
         )
     )  # fmt: skip

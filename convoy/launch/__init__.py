@@ -14,6 +14,7 @@
     detach.py, stay.py   `--detach`: the hosts are let go; and what an agent does without orders
     supervisor.py    starts processes, reads what they print, ends all of them; signals to this process
     leaving.py       SIGTERM: devices finish the step, and leave or end
+    stopped.py       devices that are stopped for too long
     exit_status.py   how processes ended, and which was the cause. Pure
     again.py         which lost devices are started again, and when
     local.py         launch_local: the devices of this machine

@@ -27,7 +27,8 @@ from convoy.launch.exit_status import Ending
 from convoy.launch.host_job import CONVOY_COMMAND, device_environments, joining_environment, log_of
 from convoy.launch.leaving import ends_in_order, let_leave
 from convoy.launch.stay import all_train, go_behind, let_go, note_end, stay
-from convoy.launch.supervisor import Interrupted, Interrupts, Output, Sink, Supervisor, by_line, decoded
+from convoy.launch.stopped import Stopped
+from convoy.launch.supervisor import Interrupted, Interrupts, Output, Sink, Supervisor, by_line, decoded, speaker
 
 BEAT_S = 5.0
 """The side that starts a fleet says at least so often that it is there."""
@@ -83,7 +84,9 @@ class Agent:
                             if order["detach"] and self._are_let_go(devices, order):
                                 stay(devices, **{name: order[name] for name in ("goes_on", "grace_s", "silence_s")})
                                 return 0
-                            self._see_them_end(devices, order["grace_s"], goes_on=order["goes_on"])
+                            self._see_them_end(
+                                devices, order["grace_s"], goes_on=order["goes_on"], silence_s=order["silence_s"]
+                            )
                             return 0
                         case "end":
                             return 0
@@ -121,10 +124,10 @@ class Agent:
             if rank == 0 and order["terminal"] is not None:
                 stdout, stderr = order["terminal"]
             elif rank == 0:
-                stdout, stderr = (self._forward(stream, rank) for stream in ("stdout", "stderr"))
+                stdout, stderr = (self._forward(devices, stream, rank) for stream in ("stdout", "stderr"))
                 variables["PYTHONUNBUFFERED"] = "1"
             elif order["goes_on"]:  # it may have to print instead of device 0
-                stdout = self._forward("stdout", rank)
+                stdout = self._forward(devices, "stdout", rank)
             if order["detach"]:
                 variables["PYTHONUNBUFFERED"] = "1"
             try:
@@ -158,11 +161,15 @@ class Agent:
             self._orders.appendleft(told)
         return False
 
-    def _see_them_end(self, devices: Supervisor, grace_s: float, *, goes_on: bool) -> None:
+    def _see_them_end(self, devices: Supervisor, grace_s: float, *, goes_on: bool, silence_s: float) -> None:
         """Wait until all devices have ended; end them once one has failed, unless the others go on without it, or who started
         them says so or is gone."""
 
+        stopped = Stopped(devices, silence_s)
+
         def over() -> bool:
+            if goes_on:
+                stopped.tend()
             return (devices.failed and not goes_on) or not devices.running
 
         order = self._next(devices, over)
@@ -210,8 +217,9 @@ class Agent:
     def _pass_on(self, rank: int) -> Sink:
         return by_line(lambda line: self._say("told", device=rank, line=line.decode(errors="replace")))
 
-    def _forward(self, stream: str, rank: int) -> Sink:
-        return decoded(lambda text: self._say("text", stream=stream, text=text, device=rank))
+    def _forward(self, devices: Supervisor, stream: str, rank: int) -> Sink:
+        speaks = speaker(devices, rank)
+        return decoded(lambda text: self._say("text", stream=stream, text=text, device=rank, speaks=speaks()))
 
     def _say(self, what: str, **fields: object) -> None:
         """Write a message. Where nobody reads any more, no more orders come either."""

@@ -63,7 +63,7 @@ def train_on_fleet(run: RunSettings, fleet: Fleet, print_lines: bool, detach: bo
         files.append(settings.fleet)
     tries_again = settings.goes_on and settings.try_again is not False and not detach
     return _start(
-        fleet, ["train", *options], files, settings.port, print_lines, goes_on=settings.goes_on,
+        fleet, ["train", *options], files, settings.port, print_lines, goes_on=settings.goes_on, silence_s=settings.timeout_s,
         detach=new_detach(settings.timeout_s) if detach else None, joining=joining if tries_again else None,
     )  # fmt: skip
 
@@ -183,6 +183,7 @@ def _start(
     logs: Path | None = None,
     *,
     goes_on: bool = False,
+    silence_s: float = 60.0,
     detach: Detach | None = None,
     joining: Joining | None = None,
 ) -> int:
@@ -191,7 +192,15 @@ def _start(
         if not is_own(str(first.address)):
             print(f"Device 0 is on host {first.name}: files that the job writes lie there.", flush=True)
         return run_on_fleet(
-            fleet, argv, port=port, files=files, logs=logs, goes_on=goes_on, detach=detach, joining=joining
+            fleet,
+            argv,
+            port=port,
+            files=files,
+            logs=logs,
+            goes_on=goes_on,
+            silence_s=silence_s,
+            detach=detach,
+            joining=joining,
         )
     address, meeting_port, further = _meeting_address(fleet), port or PASTED_PORT, _further(fleet)
     for job in host_jobs(fleet):

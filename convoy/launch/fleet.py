@@ -67,6 +67,7 @@ def run_on_fleet(
     grace_s: float = 5.0,
     logs: Path | None = None,
     goes_on: bool = False,
+    silence_s: float = 60.0,
     detach: Detach | None = None,
     joining: Joining | None = None,
     alone: str = "127.0.0.1",
@@ -83,6 +84,7 @@ def run_on_fleet(
         grace_s: once one has failed, or after Ctrl-C, the others get this long to end by themselves.
         logs: a folder on each host for what its devices print, but for device 0.
         goes_on: the devices go on without those of them that are lost. What the first prints that is left is shown then.
+        silence_s: one that is stopped is killed after so long, where the others go on: for them it is lost by then.
         detach: once all train, leave them alone, and come back.
         joining: how lost devices are started again on their hosts; None: they are not.
         alone: where they meet if there is one host.
@@ -107,7 +109,7 @@ def run_on_fleet(
             hosts.start(
                 argv=list(argv), total=sum(len(job.ranks) for job in jobs), address=address, port=meeting_port, grace_s=grace_s,
                 logs=None if logs is None else str(logs), key=None if key is None else key.pem.decode(), goes_on=goes_on,
-                detach=detach is not None, silence_s=math.inf if detach is None else detach.silence_s,
+                detach=detach is not None, silence_s=silence_s if detach is None else detach.silence_s,
                 tells=joining is not None,
             )  # fmt: skip
             hosts.follow(lambda: detach is not None and hosts.all_train)
@@ -396,7 +398,8 @@ class _Hosts:
         elif message["convoy"] == "text":
             # A device that came later prints nothing until it is the first.
             came_later = message["device"] not in self._first
-            if message["device"] == 0 or came_later or not any(d < message["device"] for d in self._again.running):
+            heard = message["device"] == 0 or came_later or message["speaks"]
+            if heard or not any(d < message["device"] for d in self._again.running):
                 stream = sys.stdout if message["stream"] == "stdout" else sys.stderr
                 stream.write(message["text"])
                 stream.flush()

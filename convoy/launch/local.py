@@ -13,6 +13,7 @@ from convoy.errors import InputError
 from convoy.launch.again import Address, Again
 from convoy.launch.host_job import CONVOY_COMMAND, device_environments, joining_environment, log_of
 from convoy.launch.leaving import ending_text, ends_in_order, let_leave
+from convoy.launch.stopped import Stopped
 from convoy.launch.supervisor import (
     Interrupted,
     Interrupts,
@@ -42,6 +43,7 @@ def launch_local(
     script: bool = False,
     logs: Path | None = None,
     goes_on: bool = False,
+    silence_s: float = 60.0,
     joining: Callable[[Sequence[Address], str], Sequence[str]] | None = None,
 ) -> int:
     """Run ``command argv`` once per device, as one job, and wait for all of them.
@@ -60,6 +62,7 @@ def launch_local(
         script: it is one of the user's own, which is not to see that it is one of several processes.
         logs: a folder for what the devices but 0 print.
         goes_on: the devices go on without those of them that are lost. What the first prints that is left is shown then.
+        silence_s: one that is stopped is killed after so long, where the others go on: for them it is lost by then.
         joining: the arguments with which a device that was lost is started again, which computes on that and asks at those
             doors; None: none is.
 
@@ -96,11 +99,14 @@ def launch_local(
 
     def over() -> bool:
         again.tend()
+        if goes_on:
+            stopped.tend()
         return (processes.failed and not goes_on) or not (again.members if joining else processes.running)
 
     titles = [f"device {rank} ({name})" for rank, name in enumerate(devices)]
     again = Again(titles, start_again if joining else None, note)
     with listener, Interrupts() as interrupts, Supervisor(interrupts, again.note) as processes:
+        stopped = Stopped(processes, silence_s)
         try:
             for rank, variables in enumerate(environments):
                 terminal = None if rank == 0 else subprocess.DEVNULL

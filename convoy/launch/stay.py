@@ -11,15 +11,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
-
 from convoy.comm import roster
 from convoy.launch.exit_status import Ending
 from convoy.launch.leaving import let_leave
+from convoy.launch.stopped import LOOK_S, Stopped
 from convoy.launch.supervisor import Interrupted, Supervisor
-
-LOOK_S = 2.0
-"""Between two looks at devices that may stand still."""
 
 
 def go_behind() -> int:
@@ -57,7 +53,7 @@ def stay(devices: Supervisor, *, goes_on: bool, grace_s: float, silence_s: float
         goes_on: they go on when one of them is lost; otherwise all end then.
         silence_s: one that is stopped (a debugger, Ctrl-Z) is killed after so long: for the others it is lost by then.
     """
-    stopped_s: dict[int, float] = {}
+    stopped = Stopped(devices, silence_s)
     while devices.running and not (devices.failed and not goes_on):
         try:
             devices.listen(lambda: not devices.running or (devices.failed and not goes_on), LOOK_S)
@@ -66,12 +62,7 @@ def stay(devices: Supervisor, *, goes_on: bool, grace_s: float, silence_s: float
             with suppress(Interrupted):  # a second one: no more waiting
                 let_leave(devices, len(devices.running))
             return
-        now_s = time.monotonic()
-        still = {process.popen.pid for process in devices.running if _stands_still(process.popen.pid)}
-        stopped_s = {pid: stopped_s.get(pid, now_s) for pid in still}
-        for pid, since_s in stopped_s.items():
-            if now_s - since_s > silence_s:
-                os.kill(pid, signal.SIGKILL)  # not waited for yet, so it is still this device's number
+        stopped.tend()
     with suppress(Interrupted):
         devices.end(grace_s)
 
@@ -80,9 +71,3 @@ def note_end(ending: Ending) -> None:
     """Say how a device ended, in the file."""
     how = f"exit status {ending.status}" if ending.status >= 0 else signal.Signals(-ending.status).name
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} device {ending.device} ({ending.name}) ended: {how}", flush=True)
-
-
-def _stands_still(pid: int) -> bool:
-    with suppress(psutil.Error):
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    return False

@@ -20,6 +20,7 @@ from typing import IO, Any, Literal
 
 import psutil  # type: ignore[import-untyped]
 
+from convoy.comm import roster
 from convoy.comm.job_key import KEY_PIPE, JobKey, hand_over
 from convoy.comm.launcher import LAUNCHER_PIPE
 from convoy.errors import DeviceLostError, InputError
@@ -106,17 +107,30 @@ def conclude(endings: Sequence[Ending], host_lost: DeviceLostError | None = None
 
 
 def once_first(processes: "Supervisor", rank: int, show: Sink | None = None) -> Sink:
-    """Shows what a device prints from when on no device before it is left.
+    """Shows what a device prints from when on no device before it is left, or it speaks for those that train.
 
     Args:
         show: None: on this process's own standard output.
     """
+    speaks = speaker(processes, rank)
 
     def sink(chunk: bytes) -> None:
-        if not any(process.device < rank for process in processes.running):
+        if speaks() or not any(process.device < rank for process in processes.running):
             (show or to_stdout)(chunk)
 
     return sink
+
+
+def speaker(processes: "Supervisor", rank: int) -> Callable[[], bool]:
+    """Says whether a device speaks for those that train, or has done so: at its end it says so no more."""
+    found = False
+
+    def speaks() -> bool:
+        nonlocal found
+        found = found or any(roster.speaks(each.popen.pid) for each in processes.running if each.device == rank)
+        return found
+
+    return speaks
 
 
 def to_stdout(chunk: bytes) -> None:
@@ -417,11 +431,14 @@ class Supervisor:
 
     def kill_suspended(self) -> None:
         """A process that is stopped (Ctrl-Z, a debugger) hears of nothing but SIGKILL."""
-        for process in self.running:
-            with suppress(psutil.Error, ProcessLookupError):
-                if psutil.Process(process.popen.pid).status() == psutil.STATUS_STOPPED:
-                    process.stopped = True
-                    os.kill(process.popen.pid, signal.SIGKILL)
+        for process in self.suspended:
+            process.stopped = True
+            process.popen.kill()
+
+    @property
+    def suspended(self) -> list[Process]:
+        """Processes that run, and are stopped."""
+        return [process for process in self.running if _is_stopped(process.popen.pid)]
 
     def _note_ends(self) -> None:
         for process in self.running:
@@ -454,6 +471,12 @@ class Supervisor:
             self._selector.unregister(pipe)
         sink(chunk)
         return bool(chunk)
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(psutil.Error):
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    return False
 
 
 def _close_pipes(process: Process) -> None:

@@ -15,6 +15,9 @@ from tests.launch.test_ssh import QUICK
 from tests.support.processes import ROOT
 from tests.support.ssh_hosts import eventually
 
+PATHS = repr([str(ROOT), *(path for path in sys.path if path.endswith("-packages"))])
+"""Where devices find Convoy, and no torch is loaded."""
+
 DEVICE = """
 import os, sys, threading, time
 sys.path[:0] = PATHS
@@ -40,7 +43,7 @@ with hearing_signals(Members()):
     time.sleep(0.3)  # the rest of the step
     (folder / f"{rank}.heard").write_text(" ".join(sorted(set(heard))))
 sys.exit(2)
-""".replace("PATHS", repr([str(ROOT), *(path for path in sys.path if path.endswith("-packages"))]))
+""".replace("PATHS", PATHS)
 
 HERE = """
 import sys
