@@ -28,6 +28,7 @@ from convoy.comm.failure import (
     DONE_CAUSE,
     REPORT_S,
     FailureReport,
+    Health,
     HealthServer,
     NoAnswer,
     Verdict,
@@ -144,6 +145,9 @@ def coming_alone(doors: str, torch_device: torch.device, timeout_s: float) -> Gr
     return group
 
 
+GREETING_S = 10.0
+"""How long a device that has come may need to answer another one for the first time."""
+
 HELLO_S = 10.0
 """How long a training may take to answer who asks to join: it may be just beginning."""
 
@@ -238,7 +242,7 @@ class JoinedGroup(CountedGroup):
         texts = rendezvous.gather("health", json.dumps(self._health.address))
         self._health.addresses = [(str(host), int(port)) for host, port in map(json.loads, texts)]
         for peer in range(self.devices):
-            if peer != self.device and isinstance(silence := self._health.ping(peer), NoAnswer):
+            if peer != self.device and isinstance(silence := self._greeted(peer, rendezvous.deadline_s), NoAnswer):
                 host, port = self._health.addresses[peer]
                 raise DeviceLostError(
                     peer,
@@ -269,6 +273,14 @@ class JoinedGroup(CountedGroup):
             self._swap_pages(["all are connected", "", None], max(1.0, rendezvous.deadline_s - time.monotonic()))
         except PeerFailure as failure:
             raise self._fail(failure) from failure
+
+    def _greeted(self, peer: int, deadline_s: float) -> Health | NoAnswer:
+        """The first answer of another device. One that connects and is slow is asked again: who begins is busy."""
+        until_s = min(deadline_s, time.monotonic() + GREETING_S)
+        while True:
+            answer = self._health.ping(peer)
+            if answer is not NoAnswer.FROZEN or time.monotonic() > until_s:
+                return answer
 
     def _store_for_nccl(self, rendezvous: Rendezvous) -> TCPStore:
         """A store of torch's on this machine alone: NCCL wants one, here only between the GPUs of one host."""

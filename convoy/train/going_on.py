@@ -227,7 +227,7 @@ class GoingOn:
                     # The others went on before it had handed over: it has left.
                     raise LeftError(another.device, f"{another}; it was asked to leave") from another
                 if self.membership.is_out:
-                    raise
+                    self.membership.regroup(another)  # raises: why this device cannot go on
                 error = another
         raise error
 
