@@ -241,9 +241,10 @@ class GoingOn:
         lost = [d for d in before.members if d not in now.members]
         came, heard = self._hear_of_newcomers(step, told)
         if (step is None and self.fall_back is None) or (planned is None and self.model.group.device == 0):
-            raise StateLostError(
-                lost[0] if lost else 0, f"{pieces_lost(lost)}: resume from the last checkpoint (--resume)"
+            remedy = (
+                "resume from the last checkpoint (--resume)" if self.steps else "no step was done yet, start it again"
             )
+            raise StateLostError(lost[0] if lost else 0, f"{pieces_lost(lost)}: {remedy}")
         self._enter_plan(planned, now)
         done = self.steps
         if step is not None:

@@ -126,7 +126,9 @@ def test_convoy_train_goes_on_without_device_0_and_its_log_and_checkpoints_too(t
     assert json.loads((newest / "checkpoint.json").read_text())["progress"]["step"] == 4 * 23
 
 
-def own_loop(group: Group, plan: str, victims: dict[str, list[int]], tests_first: bool = False) -> dict[str, Any]:
+def own_loop(
+    group: Group, plan: str, victims: dict[str, list[int]], folder: str = "", tests_first: bool = False
+) -> dict[str, Any]:
     """On every device: a loop of one's own, with tests between the epochs; who is a victim kills itself in it."""
     torch.manual_seed(0)
     case = Case(5, devices=3, plan=plan)
@@ -140,7 +142,7 @@ def own_loop(group: Group, plan: str, victims: dict[str, list[int]], tests_first
     train, test = loader(make_data(case), case.batch, part), loader(make_data(case), case.batch, part, shuffle=False)
     members = Members(model, optimizer) if part is not None else None
     if members is not None and (blow := victims.get(str(group.device))):
-        strike(members, Blow(group.device, "kill", *blow), Path(os.devnull))
+        strike(members, Blow(group.device, "kill", *blow), Path(folder))
     losses: dict[int, float] = {}
 
     def tested() -> float:
@@ -180,9 +182,11 @@ def own_loop(group: Group, plan: str, victims: dict[str, list[int]], tests_first
         ],
     ),
 )
-def test_a_loop_of_ones_own_repeats_the_step_with_the_same_batch(plan: str, victims: dict[str, list[int]]) -> None:
+def test_a_loop_of_ones_own_repeats_the_step_with_the_same_batch(
+    plan: str, victims: dict[str, list[int]], tmp_path: Path
+) -> None:
     alone = on_processes(1, "tests.train.test_members:own_loop", plan, {})[0]
-    results = on_processes(3, "tests.train.test_members:own_loop", plan, victims)
+    results = on_processes(3, "tests.train.test_members:own_loop", plan, victims, str(tmp_path))
     left = [row for device, row in enumerate(results) if str(device) not in victims]
     assert left
     assert all(results[int(device)] is None for device in victims), "who was to be killed was not"
@@ -195,15 +199,22 @@ def test_a_loop_of_ones_own_repeats_the_step_with_the_same_batch(plan: str, vict
 
 
 @pytest.mark.parametrize(("plan", "call"), [("data", 2), ("model", 6)])
-def test_a_device_that_is_lost_in_a_test_before_the_first_step_ends_nothing(plan: str, call: int) -> None:
+def test_a_device_that_is_lost_in_a_test_before_the_first_step_ends_nothing(
+    plan: str, call: int, tmp_path: Path
+) -> None:
     """The state was kept for the first time as the first epoch began: until then a loss ended the job, and all were told to
     resume from a checkpoint that was never made."""
-    alone = on_processes(1, "tests.train.test_members:own_loop", plan, {}, True)[0]
-    results = on_processes(3, "tests.train.test_members:own_loop", plan, {"1": [0, call]}, True)
+    alone = on_processes(1, "tests.train.test_members:own_loop", plan, {}, "", True)[0]
+    results = on_processes(3, "tests.train.test_members:own_loop", plan, {"1": [0, call]}, str(tmp_path), True)
     assert results[1] is None, "who was to be killed was not"
     for row in results[::2]:
         assert row["tests"] == alone["tests"]
         assert row["losses"] == pytest.approx(alone["losses"], rel=TIGHT)
+
+
+def test_pieces_that_are_lost_before_they_were_copied_end_the_job_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"with device 1 went pieces .* no step was done yet, start it again"):
+        on_processes(3, "tests.train.test_members:own_loop", "model", {"1": [0, 1]}, str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", most_slow(1, ["term", "stop"]))
