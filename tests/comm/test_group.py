@@ -13,7 +13,7 @@ from convoy.comm import environment
 from convoy.comm.group import AloneGroup, Group, Message
 from convoy.comm.processes import join
 from convoy.errors import DeviceLostError, InputError, MismatchError
-from tests.support.networks import on_each_network
+from tests.support.networks import on_each_network, on_each_network_slowly
 from tests.support.processes import on_processes
 from tests.support.threads import run_on_threads
 
@@ -85,7 +85,7 @@ def wait_for_the_last_only(group: Group) -> list[float]:
     return arrived.unique().tolist()
 
 
-@on_each_network
+@on_each_network_slowly
 def test_what_nobody_waits_for_travels_all_the_same(network: dict[str, str]) -> None:
     """A rebalancer sends its seconds after a step and takes them after the next. After its last step nobody did: gloo forgot
     these messages on one side, and the first move of the next training waited for ever."""
@@ -200,7 +200,7 @@ def wait_for_the_late(group: Group, late_s: float) -> list[float]:
     return [time.monotonic() - start_s, time.process_time() - start_processor_s]
 
 
-@on_each_network
+@on_each_network_slowly
 def test_waiting_takes_no_processor(network: dict[str, str]) -> None:
     """On a device of one core, whoever waits busily takes from whoever computes. Threads of the exchange count as well."""
     _, (passed_s, processor_s) = on_processes(

@@ -54,6 +54,7 @@ def test_a_process_that_joins_is_left_as_it_is(tmp_path: Path) -> None:
 
 
 @glibc
+@pytest.mark.slow
 def test_who_has_chosen_otherwise_gets_that(tmp_path: Path) -> None:
     chosen = {"MALLOC_MMAP_THRESHOLD_": "131072", THP: "0"}
     assert launch_local([WHERE, str(tmp_path)], ["cpu"], command=(sys.executable, "-c"), environment=chosen) == 0

@@ -82,7 +82,7 @@ def test_large_gradients_are_summed_where_they_lie_in_segments(
     check(Training(net, SHORT), plan)
 
 
-@pytest.mark.parametrize("net", ["resnet", "mobile"])
+@pytest.mark.parametrize("net", most_slow(1, ["resnet", "mobile"]))
 @pytest.mark.parametrize("plan", [*PLANS])
 def test_twenty_steps_with_batch_norm(plan: str, net: str) -> None:
     check(Training(net), by_name(plan, net, "butterfly"))
@@ -145,7 +145,8 @@ def test_optimizers_keep_their_state_piece_by_piece(plan: str, optimizer: str) -
 
 
 @pytest.mark.parametrize(
-    ("net", "set_to_none"), [("resnet", True), ("bare", True), ("bare", False), ("opaque-per-sample", True)]
+    ("net", "set_to_none"),
+    most_slow(2, [("resnet", True), ("bare", False), ("bare", True), ("opaque-per-sample", True)]),
 )
 @pytest.mark.parametrize("one_sum", [False, True], ids=["sum each pass", "one sum"])
 @pytest.mark.parametrize("plan", ["data-by-speed", "master", "mixed"])
