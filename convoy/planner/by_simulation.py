@@ -1,5 +1,6 @@
 """The best of the plans that were found, by simulation, and what local search makes of them."""
 
+import math
 from collections.abc import Sequence
 
 from convoy.cost.memory import Room
@@ -18,6 +19,10 @@ SIMULATED = 12
 SHARED = 4
 """So many of those that keep weights in shares."""
 
+FAR = 3.0
+"""Of nets with more than `DEEP` layers, a named plan is replayed if by the analytic model it takes at most so many times as
+long as the best: a replay of a plan that sends every tensor takes the longest of all."""
+
 IMPROVED = 3
 """Of so many of the best, exchanges and shares are changed."""
 
@@ -29,8 +34,10 @@ def by_simulation(
     local = LocalSearch(model, lambda plan: fits(plan, model, room), reduces)
     copies = [each for each in found if not each.plan.in_shares]
     shortlist = in_order(copies) if len(copies) * len(model.graph.layers) <= 600 else _shortlist(copies)
-    # The model knows little of small batches, where moves and sums are short: a named plan is never crowded out.
-    shortlist += [each for each in copies if each.plan.name != "auto" and each not in shortlist]
+    # The model knows little of small batches, where moves and sums are short: a named plan is not crowded out.
+    deep = len(model.graph.layers) > DEEP
+    most_s = FAR * min(each.model_s for each in found if not each.overlap) if deep else math.inf
+    shortlist += [e for e in copies if e.plan.name != "auto" and e not in shortlist and e.model_s <= most_s]
     # Beside those that a search without shares would look at, so that none of them is crowded out.
     in_shares = [each for each in found if each.plan.in_shares]
     shared = _shortlist(in_shares, SHARED if len(model.graph.layers) <= DEEP else 1)

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from convoy.cost.compute import RememberedTimes
+from convoy.model.graph import Graph
 from convoy.plan.coupling import coupled_axes, reshared
 from convoy.plan.lower import placements
 from convoy.plan.plan import Plan
 from convoy.plan.presets import SHARE_UNITS
 from convoy.plan.steps import Compute, passes_of
-from convoy.plan.strategy import STRATEGIES, InShares
+from convoy.plan.strategy import STRATEGIES, InShares, Strategy
 from convoy.planner.analytic import CostModel, content, uses_copies
 from convoy.planner.search import Search
 from convoy.sharding.layout import holders
@@ -92,6 +93,13 @@ class Replay:
         return cls(timeline.step_s, tuple(busy_s), timeline.exchange_s)
 
 
+def _otherwise_left_out(plan: Plan, graph: Graph) -> dict[str, Strategy]:
+    """A plan's layers without those weighted ones that it names, and that do what they would do unnamed."""
+    same = (name for name, how in plan.layers.items() if how == plan.otherwise)
+    left_out = {name for name in same if graph[name].weighted and graph[name].groups == 1}
+    return {name: how for name, how in plan.layers.items() if name not in left_out}
+
+
 class LocalSearch:
     """Changes plans of one model on one fleet.
 
@@ -118,9 +126,9 @@ class LocalSearch:
 
     def _simulated(self, plan: Plan, limit_s: float = math.inf) -> Replay | None:
         """A replay; or None, where devices compute for longer than a limit even without waiting."""
-        key = content(plan)
+        graph, costs = self.model.graph, self.costs
+        key = content(replace(plan, layers=_otherwise_left_out(plan, graph)))
         if key not in self.known:
-            graph, costs = self.model.graph, self.costs
             steps = self.model.steps(plan)
             if limit_s < math.inf and max(computing_s(steps, graph, costs)) >= limit_s:
                 return None

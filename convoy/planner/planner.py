@@ -57,6 +57,8 @@ def candidates(
 ) -> list[Candidate]:
     """The planner's plans for some numbers of devices, and the named plans; the shortest predicted step first.
 
+    Of deep nets, named plans are left out that by the analytic model take several times as long as the best.
+
     Deterministic: equal times are ordered by fewer devices, then by the order in which they were found. Either all times are
     simulated, or all are of the analytic model.
 

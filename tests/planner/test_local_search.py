@@ -158,6 +158,8 @@ def test_a_plan_is_replayed_once_and_one_that_computes_for_too_long_is_not(monke
     local, even = search(graph, costs), plan_of({}, Batch((4, 4)), 2)
     even_s = local.simulated(even).step_s
     assert local.simulated(even.named("again")).step_s == even_s
+    weighted = {layer.name: even.otherwise for layer in graph.weighted}
+    assert local.simulated(replace(even, layers=weighted)).step_s == even_s  # named for what they do unnamed
     assert len(replayed) == 1
     one_sided = replace(even, otherwise=Batch((8, 0)))
     computing = computing_s(lower(one_sided, graph), graph, costs)

@@ -245,6 +245,24 @@ def test_a_deep_net_of_short_layers_is_left_to_one_device_where_that_is_faster()
     assert candidates(graph, 64, late)[0].step_s <= simulate(lower(alone, graph), graph, late).step_s
 
 
+def test_of_a_deep_net_named_plans_that_are_far_off_are_not_replayed() -> None:
+    """One that sends every tensor took as long to replay as four others, for ten times the seconds."""
+    stack: list[nn.Module] = [nn.Conv2d(3, 8, 3, padding=1)]
+    for _ in range(34):
+        stack += [nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Tanh()]
+    graph = trace(nn.Sequential(*stack, nn.Flatten(), nn.Linear(512, 10)), torch.zeros(2, 3, 8, 8)).graph
+    costs = costs_of([20e9, 12e9], 1e6)
+    speeds = Speeds(solo_speeds(graph, 16, costs))
+    found = candidates(graph, 16, costs)
+    names = {each.plan.name for each in found}
+    assert names >= {"auto", "data-by-speed"}
+    left_out = {"model", "master"}
+    assert not names & left_out
+    for name in left_out:
+        plan = named_plan(name, graph, 16, speeds)
+        assert simulate(lower(plan, graph), graph, costs).step_s > 3 * found[0].step_s
+
+
 def test_where_cards_set_the_pace_filters_are_shared_out_evenly() -> None:
     """What a layer makes for all others is sent by who made it, so by shares by speed the fastest one's card was the slowest:
     two-conv 150:800 at 100 Mbit/s and batch 64, on four unequal devices, was planned at 2.43 s by two of them, where even
