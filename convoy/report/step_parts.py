@@ -93,7 +93,7 @@ def show_step_parts(console: Console, row: PlanPrediction, least: LowerBound, co
     """A row for each part of the step, with the same part of the bound, and what is beyond it."""
     parts = step_parts(row.timeline, context.costs.network)
     step = "A step" if context.passes == 1 else "The last pass of a step"
-    title = f"{step} of {row.plan.name} on {context.names[parts.device]}, which ends last, beside the least of any plan"
+    title = f"{step} of {row.plan.name} on {context.names[parts.device]}, which ends last"
     table = new_table(title, ("part",), ("takes", "of the step", "at least", "beyond"))
     waits = least.step_s - least.compute_s
     rows: Sequence[tuple[str, float, float | None]] = (
