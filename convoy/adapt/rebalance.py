@@ -172,22 +172,27 @@ class Balancer:
 
     Attributes:
         skips: so many steps are not looked at.
+        ids: by which messages name the devices; None: their indices.
     """
 
     plan: Plan
     axes: tuple[CoupledAxes, ...]
     watches: tuple[Watch, ...]
     skips: int = STARTING
+    ids: tuple[int, ...] | None = None
 
     @staticmethod
-    def start(plan: Plan, graph: Graph) -> "Balancer":
+    def start(plan: Plan, graph: Graph, ids: Sequence[int] | None = None) -> "Balancer":
         """Before the first step of a plan.
+
+        Args:
+            ids: by which messages name the devices; None: their indices.
 
         Raises:
             PlanError: the plan does not fit the graph.
         """
         found = coupled_axes(plan, graph)
-        return Balancer(plan, found, (Watch(),) * len(found))
+        return Balancer(plan, found, (Watch(),) * len(found), ids=None if ids is None else tuple(ids))
 
 
 def observe(state: Balancer, seconds: Seconds) -> tuple[Balancer, Decision]:
@@ -280,21 +285,23 @@ def _apply(state: Balancer, changes: Sequence[Change]) -> tuple[Balancer, Reshar
         i = found.index(change.axes)
         after = reshared(plan, change.axes, change.units)
         found[i] = replace(change.axes, units=change.units)
-        words.append(_words(plan, after, change, found[i]))
+        words.append(_words(plan, after, change, found[i], state.ids))
         moved = tuple(b - a for a, b in zip(change.axes.units, change.units, strict=True))
         watches[i] = watches[i].changed(moved)
         plan = after
     before_s, after_s = (sum(times) for times in zip(*((c.before_s, c.after_s) for c in changes), strict=True))
     reason = f"{'; '.join(words)}; predicted compute {before_s:.3g} s -> {after_s:.3g} s"
-    return Balancer(plan, tuple(found), tuple(watches), SETTLING), Reshare(plan, tuple(changes), reason)
+    return replace(state, plan=plan, axes=tuple(found), watches=tuple(watches), skips=SETTLING), Reshare(
+        plan, tuple(changes), reason
+    )
 
 
-def _words(before: Plan, after: Plan, change: Change, axes: CoupledAxes) -> str:
+def _words(before: Plan, after: Plan, change: Change, axes: CoupledAxes, ids: Sequence[int] | None) -> str:
     old, new = shares_of(before, change.axes), shares_of(after, axes)
     times = change.before_s / change.after_s
     return (
         f"{axes.name} {'/'.join(map(str, old))} -> {'/'.join(map(str, new))} {axes.counted}: "
-        f"device {change.slowest} took {times:.2g}x the balanced time"
+        f"device {change.slowest if ids is None else ids[change.slowest]} took {times:.2g}x the balanced time"
     )
 
 

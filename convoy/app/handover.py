@@ -69,7 +69,7 @@ class Handover:
         if self.log is not None:
             self.log.write(line)
         for logger in self.loggers:
-            logger.on_system(line)
+            logger.on_system(line, self.part.group.ids)
 
     def _take_over(self, step: int) -> None:
         """Device 0 is lost, with the log: this device goes on with it, or begins one where that is not on this machine."""

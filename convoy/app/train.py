@@ -555,7 +555,7 @@ def _show_new_plan(part: Distributed, shown: Plan, screen: Screen) -> None:
     """The table of the plan that goes on, where it is not the one that was shown: shares change from its own."""
     plan, graph = part.plan, part.traced[True].graph
     if plan != shown:
-        screen.plan(plan, layer_rows(plan, graph), work_shares(lower(plan, graph), graph))
+        screen.plan(plan, layer_rows(plan, graph), work_shares(lower(plan, graph), graph), part.group.ids)
 
 
 def _save(settings: Settings, plan: Plan) -> None:

@@ -44,6 +44,10 @@ class ChangingGroup:
         return self.present.devices
 
     @property
+    def ids(self) -> Sequence[int]:
+        return self.present.ids
+
+    @property
     def lanes(self) -> int:
         return self.present.lanes
 

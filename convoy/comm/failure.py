@@ -9,7 +9,7 @@ error first sends the others a failure report.
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -81,6 +81,7 @@ def find_failed(
     limit_s: float,
     place: str | None = None,
     report_s: float = REPORT_S,
+    ids: Sequence[int] | None = None,
 ) -> Verdict:
     """Follow who waits for whom, from a peer that closed or fell silent to the device that everybody waits for.
 
@@ -88,7 +89,12 @@ def find_failed(
         timed_out: the peer was silent for ``limit_s``; otherwise its connection closed.
         place: the line of the user's program at which this device waits.
         report_s: how long the report of a device that has just left may be on its way.
+        ids: by which messages name the devices; None: their indices.
     """
+
+    def lines(places: Mapping[int, str | None]) -> str:
+        return told({device if ids is None else ids[device]: place for device, place in places.items()})
+
     chain, places = [me], {me: place}
     device, closed = peer, not timed_out
     while True:
@@ -100,7 +106,7 @@ def find_failed(
         if report is not None:
             # Whoever ends its work does not know at which line others still wait.
             return Verdict(
-                report.root, report.cause + (told({**places, device: None}) if report.cause == DONE_CAUSE else "")
+                report.root, report.cause + (lines({**places, device: None}) if report.cause == DONE_CAUSE else "")
             )
         if isinstance(answer, NoAnswer):
             return Verdict(device, _silence_cause(answer, limit_s, closed))
@@ -108,13 +114,13 @@ def find_failed(
         if answer is not None:
             places[device] = answer.place
         if answer is not None and answer.done:
-            return Verdict(device, DONE_CAUSE + told(places))
+            return Verdict(device, DONE_CAUSE + lines(places))
         if answer is None or answer.waits_for is None:
-            return Verdict(device, _busy_cause(limit_s, closed) + ("" if closed else told(places)))
+            return Verdict(device, _busy_cause(limit_s, closed) + ("" if closed else lines(places)))
         if answer.waits_for in chain:
-            circle = " -> ".join(str(each) for each in [*chain, answer.waits_for])
+            circle = " -> ".join(str(each if ids is None else ids[each]) for each in [*chain, answer.waits_for])
             same = "the devices do not run the same steps; start all with the same program"
-            return Verdict(device, f"waits in a circle ({circle}): {same}{told(places)}")
+            return Verdict(device, f"waits in a circle ({circle}): {same}{lines(places)}")
         device, closed = answer.waits_for, False
 
 

@@ -46,6 +46,7 @@ class Group(Protocol):
 
     Attributes:
         device: this device's index in the fleet.
+        ids: by which messages name the devices, in their order: those that they had, or got as they came, while others left.
         devices: how many devices there are.
         lanes: how many lanes messages can travel on: 2, or 1 where all must be started by one thread, in one order.
         torch_device: where this device computes; message tensors live there.
@@ -59,6 +60,9 @@ class Group(Protocol):
 
     @property
     def device(self) -> int: ...
+
+    @property
+    def ids(self) -> Sequence[int]: ...
 
     @property
     def devices(self) -> int: ...
@@ -123,6 +127,7 @@ class CountedGroup(ABC):
     def __init__(self, device: int, devices: int, torch_device: torch.device, timeout_s: float) -> None:
         self.device = device
         self.devices = devices
+        self.ids: Sequence[int] = range(devices)
         self.torch_device = torch_device
         self.timeout_s = timeout_s
         self.sent_bytes = [0] * devices
@@ -188,7 +193,7 @@ class CountedGroup(ABC):
         for peer, other in enumerate(topics):
             if other != topic:
                 self.failure = MismatchError(
-                    f"device {self.device} is at {topic!r}{lines[self.device]} while device {peer} is at "
+                    f"device {self.ids[self.device]} is at {topic!r}{lines[self.device]} while device {self.ids[peer]} is at "
                     f"{other!r}{lines[peer]}: all devices must run the same program with the same arguments"
                     + (f". {SAME_STEPS}" if any(lines) else "")
                 )

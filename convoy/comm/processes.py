@@ -348,13 +348,23 @@ class JoinedGroup(CountedGroup):
                     peer = next(silent, peer)
                 if isinstance(failure.cause, WrongSizeError):
                     answer = self._health.ping(peer)
-                    places = {self.device: own_place(), peer: None if isinstance(answer, NoAnswer) else answer.place}
+                    theirs = None if isinstance(answer, NoAnswer) else answer.place
+                    places = {self.ids[self.device]: own_place(), self.ids[peer]: theirs}
                     verdict = Verdict(peer, f"{failure.cause}: the devices do not run the same steps{told(places)}")
                 else:
                     verdict = find_failed(
-                        self._health, self.device, peer, failure.timed_out, self.timeout_s, own_place(), self.report_s
+                        self._health,
+                        self.device,
+                        peer,
+                        failure.timed_out,
+                        self.timeout_s,
+                        own_place(),
+                        self.report_s,
+                        self.ids,
                     )
-                self.failure = DeviceLostError(verdict.device, f"{self._title(verdict.device)} {verdict.cause}")
+                self.failure = DeviceLostError(
+                    self.ids[verdict.device], f"{self._title(verdict.device)} {verdict.cause}"
+                )
                 self._tell(verdict.device, verdict.cause)
                 self._cut(broken=True)
             return self.failure.again()
@@ -367,7 +377,7 @@ class JoinedGroup(CountedGroup):
                 self._cut(broken=True)
 
     def _title(self, device: int) -> str:
-        return title(device, self.infos[device])
+        return title(self.ids[device], self.infos[device])
 
     def _tell(self, root: int, cause: str) -> None:
         if not self._told:

@@ -207,14 +207,15 @@ class Membership:
 
     def _break_off(self, event: Event) -> None:
         lost = event.device if isinstance(event, Lost) else None
-        index = self.group.device if lost is None else self.generation.index(lost)
         cause = {True: "its process has ended", False: f"it did not answer for {self.silence_s:g} s"}
         told = (
-            f"device {index} was lost: {cause[event.dead]}"
+            f"device {lost} was lost: {cause[event.dead]}"
             if isinstance(event, Lost)
             else self._state.reason or "another device of the job was lost"
         )
-        error = (DeviceLostError if isinstance(event, Lost) else UnnamedLossError)(index, told)
+        error = (DeviceLostError if isinstance(event, Lost) else UnnamedLossError)(
+            self.me if lost is None else lost, told
+        )
         present = self.group.present
         if isinstance(present, JoinedGroup):
             # It may wait, for threads that end and for what the main thread finds out. Who answers others must not.
@@ -351,9 +352,7 @@ class Membership:
         while True:
             match instruction(self._state):
                 case Stop(reason):
-                    raise DeviceLostError(
-                        self.group.device, f"device {self.group.device} cannot go on: {reason}"
-                    ) from error
+                    raise DeviceLostError(self.me, f"device {self.me} cannot go on: {reason}") from error
                 case Ask(leader):
                     self._ask_leader(leader)
                 case Gather(missing):
@@ -412,7 +411,9 @@ class Membership:
         index, count = generation.index(self.me), len(generation.members)
         try:
             if count == 1:
-                group: Group = AloneGroup(self.group.torch_device, self.timeout_s)
+                alone = AloneGroup(self.group.torch_device, self.timeout_s)
+                alone.ids = generation.members
+                group: Group = alone
             else:
                 if hosts:
                     host = self._server.address[0]
@@ -422,8 +423,9 @@ class Membership:
                 grows = set(generation.members) - set(self.generation.members)
                 # A newcomer that does not come must not hold up the others for long.
                 limit_s = self.silence_s if grows else max(5.0, 2 * self.silence_s)
-                group = meet(env, self.group.torch_device, limit_s, self.staged, generation.number, self._credentials)
-                group.timeout_s, group.report_s = self.timeout_s, REPORT_S
+                met = meet(env, self.group.torch_device, limit_s, self.staged, generation.number, self._credentials)
+                met.timeout_s, met.report_s, met.ids = self.timeout_s, REPORT_S, generation.members
+                group = met
         except ConvoyError:
             if self._store is not None:
                 forget_store(*self._store)

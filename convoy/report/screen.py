@@ -63,13 +63,19 @@ class Screen:
         table.add_row("", "", "", "", f"{total:,.4g}", "100.0%")
         self.console.print(table)
 
-    def plan(self, plan: Plan, rows: Sequence[LayerRow], shares: Sequence[float]) -> None:
-        """A row per layer: who gets which filters and samples, and what travels for it."""
+    def plan(
+        self, plan: Plan, rows: Sequence[LayerRow], shares: Sequence[float], ids: Sequence[int] | None = None
+    ) -> None:
+        """A row per layer: who gets which filters and samples, and what travels for it.
+
+        Args:
+            ids: of the devices; None: 0, 1, ...
+        """
         wire = "" if plan.wire == "exact" else f", wire {plan.wire}"
         outputs = "" if plan.outputs == "everywhere" else ", outputs stay where they are computed"
         title = f"Plan {plan.name}: batch {plan.batch}, sums by {plan.reduce}{wire}{outputs}"
         table = new_table(title, ("layer", "kind", "split by"))
-        for device in range(plan.devices):
+        for device in ids or range(plan.devices):
             table.add_column(f"dev {device}", justify="right")
         table.add_column("per step", justify="right")
         notes = []

@@ -79,10 +79,10 @@ class Logger(Observer):
     def on_epoch(self, result: EpochResult) -> None:  # noqa: ARG002
         self._last_s = None
 
-    def on_system(self, line: SystemLine) -> None:
-        """What the devices used: seven numbers each, where all are known."""
+    def on_system(self, line: SystemLine, ids: Sequence[int] | None = None) -> None:
+        """What the devices used: seven numbers each, where all are known. `ids` name them; None: 0, 1, ..."""
         numbers = {
-            f"device {device}/{name.replace('_', ' ')}": value
+            f"device {device if ids is None else ids[device]}/{name.replace('_', ' ')}": value
             for name, values in line.per_device.items()
             for device, value in enumerate(values)
             if value is not None

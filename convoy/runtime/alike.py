@@ -92,10 +92,11 @@ def check_copies(group: Group, copies: Mapping[str, Tensor]) -> None:
         for key, (size, *entries) in rows[0].items():
             most = _TOLERANCE_OF_COPIES * max(size, row[key][0])
             if any(abs(a - b) > most for a, b in zip(entries, row[key][1:], strict=True)):
+                one, other = group.ids[0], group.ids[device]
                 raise MismatchError(
-                    f"the copies of {key!r} on device 0 and device {device} are no longer the same: something changes weights "
-                    "on one of them only, such as an optimizer with another learning rate, a step that one leaves out, or "
-                    "weights that are set under `if rank == 0:`; do the same on every device"
+                    f"the copies of {key!r} on device {one} and device {other} are no longer the same: something changes "
+                    "weights on one of them only, such as an optimizer with another learning rate, a step that one leaves "
+                    "out, or weights that are set under `if rank == 0:`; do the same on every device"
                 )
 
 
@@ -106,7 +107,7 @@ def _check_same(group: Group, topic: str, tensors: Sequence[Tensor | None], tole
         for first, other in zip(rows[0], row, strict=True):
             none = first is None or other is None
             if not (first is other if none else abs(first[0] - other[0]) <= tolerance * first[1]):
-                raise MismatchError(f"device {device} {words}")
+                raise MismatchError(f"device {group.ids[device]} {words}")
 
 
 def _sums(x: Tensor) -> tuple[float, float]:

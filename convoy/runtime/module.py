@@ -528,8 +528,8 @@ class Distributed(nn.Module):
             casts = x.is_floating_point() and torch.is_autocast_enabled(x.device.type)
             if x.dtype != getattr(torch, dtype) and not casts:
                 raise InputError(
-                    f"device {self.group.device} got an input of {str(x.dtype).removeprefix('torch.')}, and the example "
-                    f"that the model was distributed with was {dtype}: give such inputs, or that kind of example"
+                    f"device {self.group.ids[self.group.device]} got an input of {str(x.dtype).removeprefix('torch.')}, and "
+                    f"the example that the model was distributed with was {dtype}: give such inputs, or that kind of example"
                 )
             here = box(value.layout, self.group.device, value.shape)
             cut = tuple(slice(*span) for span in here) if here is not None else (slice(0, 0),)
@@ -539,7 +539,7 @@ class Distributed(nn.Module):
     def _misshapen(
         self, shape: tuple[int, ...], expected: tuple[int, ...], batch: int, whole: bool, handed_out: bool
     ) -> InputError:
-        what = f"device {self.group.device} got an input of shape {shape}"
+        what = f"device {self.group.ids[self.group.device]} got an input of shape {shape}"
         if shape == expected[1:]:
             return InputError(f"{what}, one sample without the axis of the batch: give x[None]")
         if shape[1:] != expected[1:]:

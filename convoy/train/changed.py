@@ -61,7 +61,7 @@ class Changed:
                 f"devices {one} and {other} do not reach each other: device {other} is out" for one, other in parted
             )
             return "; ".join([*([gone] if silent else []), *pairs])
-        if len(self.lost) == 1 and why.startswith(f"device {self.lost[0]} ("):
+        if len(self.lost) == 1 and why.startswith(f"device {self.lost[0]} "):
             return why  # it names the device, and how it was lost
         if not isinstance(self.error, UnnamedLossError | GrownError):
             gone += f" ({why})"

@@ -151,7 +151,7 @@ class Rebalancer:
         """Watch the shares of the plan from now on."""
         if self.model.compiler is not None:
             self.model.compiler.waits = False
-        self.state = Balancer.start(self.model.plan, self.model.traced[True].graph)
+        self.state = Balancer.start(self.model.plan, self.model.traced[True].graph, self.model.group.ids)
         self._layers = sorted({name for axes in self.state.axes for name in axes.layers})
 
     def _so_far(self) -> Tensor:

@@ -76,10 +76,12 @@ def part(group: Group, membership: Membership, leaving: Sequence[int], step: int
     """
     share_number(group, 0.0)  # everybody has
     if group.device in leaving:
-        error = LeftError(group.device, f"device {group.device} has left the job after step {step}, as it was asked to")
+        me = membership.me
+        error = LeftError(me, f"device {me} has left the job after step {step}, as it was asked to")
         membership.depart(error)
         raise error
-    raise DeviceLostError(leaving[0], f"device {leaving[0]} left the job")
+    left = group.ids[leaving[0]]
+    raise DeviceLostError(left, f"device {left} left the job")
 
 
 def let_in(group: Group, membership: Membership) -> None:

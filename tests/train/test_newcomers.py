@@ -282,6 +282,24 @@ def test_where_all_leave_the_training_ends_on_all_after_the_same_step() -> None:
     assert len({str(error) for error in job.errors}) == 1
 
 
+def test_lines_name_a_device_by_what_it_was_called_from_the_beginning() -> None:
+    """After device 0 had left, the second of three was called device 1 by those that lost it, and 2 beside that."""
+
+    def fails(_: Members) -> None:
+        raise ValueError("no such image")
+
+    job = Job(Case(8, 3, "data", "sgd", epochs=2))
+    job.strikes = {("0", 3): lambda members: members.leave(), ("2", 8): fails}
+    with started(job, 3):
+        pass
+    assert sorted(type(error).__name__ for error in job.errors) == ["LeftError", "ValueError"]
+    left, lost = job.told["1"]
+    assert left.startswith("device 0 left the job; 2 go on after step")
+    assert re.match(
+        r"device 2 \(host \S+, cpu\) left because of its own error: ValueError: no such image; 1 go on after step", lost
+    )
+
+
 def test_a_newcomer_that_does_not_come_to_the_meeting_harms_nobody() -> None:
     job = Job(Case(5, 2, "hybrid", "sgd", epochs=2))
     job.expected = {3: "nobody"}
