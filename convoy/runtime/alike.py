@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from convoy.comm.accelerator import in_float64
-from convoy.comm.agreement import gather
+from convoy.comm.agreement import agree_on, gather
 from convoy.comm.group import Group
 from convoy.errors import MismatchError
+from convoy.plan.steps import Pass, StepList, Value
+from convoy.runtime.inputs import Inputs
+from convoy.sharding.layout import Replicated, everywhere
 
-_ROWS, _BATCH = "_convoy_rows", "_convoy_batch"
 _TOLERANCE, _TOLERANCE_OF_GRADIENTS = 1e-4, 1e-2
 """Parts of the sum of absolute values. Devices of two kinds compute a loss with roundings of their own, in bfloat16 too."""
 
@@ -28,28 +30,46 @@ _EVERY = 1024
 """Steps between two comparisons, in the end."""
 
 
-def mark_whole(y: Tensor) -> None:
-    """Remember that this output is whole on every device. Its memory bears the mark, so that `y.detach()` has it, too."""
-    setattr(y.untyped_storage(), _ROWS, y.shape[0])
+class Comparisons:
+    """Says at which steps of a model what must be the same everywhere is compared, and compares it."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.calls = 0
+        self.done: set[tuple[bool, int, Pass]] = set()  # by mode, batch and kind of pass
+
+    def check_inputs(self, training: bool, steps: StepList, inputs: Inputs) -> bool:
+        """Whether this step compares: every device begins the same pass, and has the inputs that each has whole alike.
+
+        Raises:
+            MismatchError: it does not, or has not.
+        """
+        group, key = self._group, (training, steps.batch, steps.pass_)
+        if group.devices == 1:
+            return False
+        self.calls += 1
+        if not _is_due(self.calls) and key in self.done:
+            return False
+        self.done.add(key)
+        agree_on(group, "no_sync", steps.pass_, "is on another side of no_sync(), or at another pass of the step,")
+        everyone = everywhere(group.devices)
+        rows = zip(inputs.tensors, steps.inputs, inputs.wholes, strict=True)
+        if alike := [x for x, value, whole in rows if whole or value.layout == everyone]:
+            check_batches(group, alike)
+        return True
+
+    def check_gradients(self, outputs: Sequence[Value], gradients: Sequence[Tensor | None]) -> None:
+        """Whether the loss has the same gradients by the outputs; of those that are here in part, whether there is one.
+
+        Raises:
+            MismatchError: it has not.
+        """
+        stays = [not isinstance(value.layout, Replicated) for value in outputs]
+        rows = zip(gradients, stays, strict=True)
+        check_gradients(self._group, [g[:0] if g is not None and part else g for g, part in rows])
 
 
-def is_whole(x: Tensor) -> bool:
-    """Whether a tensor is an output of a distributed model, as it came or detached; not some rows of it."""
-    return x.dim() > 0 and getattr(x.untyped_storage(), _ROWS, None) == x.shape[0]
-
-
-def mark_part(x: Tensor, batch: int) -> None:
-    """Remember of how large a batch these are a part."""
-    setattr(x.untyped_storage(), _BATCH, (batch, x.shape[0]))
-
-
-def batch_of(x: Tensor) -> int | None:
-    """How large the batch is of which a loader handed these out as a part; None for other tensors, and for rows of it."""
-    batch, rows = getattr(x.untyped_storage(), _BATCH, (None, 0))
-    return batch if x.dim() > 0 and x.shape[0] == rows else None
-
-
-def is_due(count: int) -> bool:
+def _is_due(count: int) -> bool:
     """Whether to compare at this step, counted from 1."""
     return count & (count - 1) == 0 or count % _EVERY == 0
 

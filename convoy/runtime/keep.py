@@ -193,7 +193,7 @@ class StateKeeper:
 
     def _entries_of(self, key: str, device: int, rows: Rows) -> list[Entry]:
         shape = local_shape(self.model.layouts[key], device, self.model.parameters_by_key[key].shape)
-        found = [Entry((key, ""), shape, self.model._held(key).dtype)]
+        found = [Entry((key, ""), shape, self.model.weights.held(key).dtype)]
         for i in range(len(self.optimizers)):
             for name, row in sorted(rows.get(f"{i}/{key}", {}).items()):
                 if row["kind"] == "tensor":
@@ -203,7 +203,7 @@ class StateKeeper:
     def _tensor(self, name: Name) -> Tensor:
         key, state = name
         if not state:
-            return self.model._held(key)
+            return self.model.weights.held(key)
         i, _, what = state.partition("/")
         found: Tensor = self.optimizers[int(i)].state[self.model.module.get_parameter(key)][what]
         return found
@@ -323,7 +323,7 @@ class StateKeeper:
         module, known = self.model.module.get_submodule(holder), self.model.parameters_by_key[key]
         if piece is None:
             shape = local_shape(self.model.layouts[key], self.model.group.device, known.shape)
-            piece = torch.empty(shape, dtype=self.model._held(key).dtype, device=self.model.group.torch_device)
+            piece = torch.empty(shape, dtype=self.model.weights.held(key).dtype, device=self.model.group.torch_device)
         if known.buffer:
             module._buffers[name] = piece
             return

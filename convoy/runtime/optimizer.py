@@ -10,6 +10,7 @@ from convoy.comm.agreement import gather
 from convoy.errors import InputError
 from convoy.runtime.elementwise import elementwise_names
 from convoy.runtime.module import Distributed, not_distributed
+from convoy.sharding.layout import holds
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -51,7 +52,9 @@ def full_optimizer_state(model: Distributed, optimizer: Optimizer) -> dict[str, 
     tables = gather(model.group, "optimizer state", own)
     result: dict[str, dict[str, Any]] = {}
     for key, parameter in model.named_parameters():
-        known = next((table[key] for d, table in enumerate(tables) if key in table and model.holds(key, d)), None)
+        known = next(
+            (table[key] for d, table in enumerate(tables) if key in table and holds(model.layouts[key], d)), None
+        )
         if known is None:
             continue
         held = optimizer.state.get(parameter, {})

@@ -4,26 +4,56 @@ A gradient that is to be summed is a pending sum: the whole gradient is that of 
 pass before that was summed, becomes such a sum by staying on one device alone.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
 
 import torch
 from torch import nn
 
 from convoy.errors import InputError
+from convoy.plan.steps import Pass
 from convoy.runtime.gradients import Found
 from convoy.runtime.marks import is_unsummed, mark_unsummed
 
+_KINDS: Mapping[tuple[bool, bool], Pass] = {
+    (True, True): "only",
+    (False, True): "first",
+    (False, False): "middle",
+    (True, False): "last",
+}
+"""By whether a pass sums gradients, and whether it gathers weights that are kept in shares."""
+
 
 class Passes:
-    """What the passes of one model have left to be summed, as marks on its parameters.
+    """Which pass of a step the next one is, and what those of one model have left to be summed, as marks on its parameters.
 
     Args:
         counts_here: of a parameter's key, whether this device is the one to keep what all devices have whole.
+
+    Attributes:
+        sums: whether the next pass sums gradients over the devices.
+        stages: counts backward passes, for inexact mixing.
     """
 
     def __init__(self, counts_here: Callable[[str], bool]) -> None:
         self._counts_here = counts_here
+        self.sums = True
+        self.stages = count()
         self._backward: tuple[int, bool] = (-1, True)  # the last, and whether it summed
+
+    def kind(self, *, gathers: bool) -> Pass:
+        """The kind of the next pass, which gathers weights that are kept in shares, or has them still."""
+        return _KINDS[self.sums, gathers]
+
+    @contextmanager
+    def left_unsummed(self) -> Iterator[None]:
+        """Within it, passes leave their gradients on each device."""
+        outside, self.sums = self.sums, False
+        try:
+            yield
+        finally:
+            self.sums = outside
 
     def begin(self, parameters: Mapping[str, nn.Parameter], reached: Iterable[str], *, sums: bool) -> Found:
         """A backward begins: what passes before have left of each gradient, taken out of `.grad`. The new ones are added to it,

@@ -1,17 +1,19 @@
 """Parameters that are kept in shares: whole while a step computes with them, this device's share between steps."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.model.tracing.freed_memory import give_back_freed
 from convoy.plan.device_program import FreeWeights, HaveWeights, PackWeights, UnpackWeights
 from convoy.runtime.exchange import Buffers
 from convoy.runtime.gradients import by_device
+from convoy.runtime.marks import has_changed, mark_changed
 from convoy.sharding.layout import Shape
 
 
@@ -53,6 +55,19 @@ class WholeWeights:
     def clear(self) -> None:
         """Free the memory of the whole parameters."""
         self._whole, self._sent, self.held = {}, {}, False
+
+    def stay(self, parameters: Collection[nn.Parameter], group: Group) -> bool:
+        """Whether the whole parameters are those of the next pass, too, which then gathers none. Every device calls it.
+
+        Args:
+            parameters: those that have a gradient.
+        """
+        if self.held and has_changed(parameters):
+            group.agree("weights that have changed between two passes", "")
+            self.held = False
+        if not self.held:
+            mark_changed(parameters, False)
+        return self.held
 
     def run(
         self, operation: PackWeights | UnpackWeights | HaveWeights | FreeWeights, buffers: Buffers, device: int

@@ -60,6 +60,11 @@ class Partial:
 Layout = Split | Replicated | OnOne | Partial
 
 
+def everywhere(devices: int) -> Replicated:
+    """The whole tensor on every device."""
+    return Replicated(tuple(range(devices)))
+
+
 def whole(shape: Shape) -> Box:
     """The box that covers a tensor of this shape."""
     return tuple((0, extent) for extent in shape)

@@ -12,7 +12,7 @@ from convoy.comm.agreement import difference, gather
 from convoy.data.augment import Augment
 from convoy.data.datasets import naming, own_random_numbers, reseed, targets_of
 from convoy.errors import ConvoyError, DataError, InputError, MismatchError, shown
-from convoy.runtime.alike import mark_part
+from convoy.runtime.inputs import mark_part
 from convoy.runtime.module import Distributed, not_distributed
 from convoy.sharding.layout import box
 

@@ -22,7 +22,7 @@ from convoy.errors import DeviceLostError, DivergedError, unknown_name
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import clip_grad_norm_
-from convoy.runtime.output_part import OutputPart
+from convoy.runtime.outputs import OutputPart
 from convoy.runtime.precision import GradScaler
 from convoy.train.controller import Rebalancer
 from convoy.train.late_losses import LateLosses, Unread, UnreadNumber, lateness

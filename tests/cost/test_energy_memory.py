@@ -137,7 +137,7 @@ def test_memory_is_what_the_executor_keeps(name, fuse):
             return tensor
 
         part = Distributed(Net(), plan, group, example, fuse=fuse)
-        own = part._program(6)
+        own = part._programs.get(True, 6)
         inputs = [torch.randn(local_shape(v.layout, group.device, v.shape)) for v in own.steps.inputs]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             _, tape = part._executors[True].forward(own, inputs, keep=True)

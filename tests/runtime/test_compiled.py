@@ -122,7 +122,7 @@ def test_dropout_draws_the_numbers_that_it_draws_otherwise(made: list[Compiler])
 
 
 def rows_in(part: Distributed) -> list[compiled.Row]:
-    programs = part._programs.values()
+    programs = part._programs.programs.values()
     return [row for program in programs for each in program.compiled.values() for row in each.rows.values()]
 
 
@@ -239,7 +239,7 @@ def test_a_row_begins_where_a_sum_begins_in_backward(monkeypatch: pytest.MonkeyP
     def modules(group: Group) -> list[list[str]]:
         plan = named_plan("data", trace(model, x).graph, 8, Speeds((1.0, 1.0)))
         here = Distributed(model, plan, group, x)
-        rows = compiled.rows_of(here._program(8), here.traced[True], here.module)
+        rows = compiled.rows_of(here._programs.get(True, 8), here.traced[True], here.module)
         return [[str(n.target) for n in row.plain.graph.nodes if n.op == "call_module"] for row in rows.values()]
 
     assert run_on_threads(2, modules) == [[["1", "2", "3"], ["4", "5"]]] * 2

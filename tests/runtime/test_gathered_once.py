@@ -243,10 +243,10 @@ def test_weights_that_changed_on_one_device_by_a_call_are_an_error_and_not_old()
         here = Distributed(model, plan_of(), group, x[:2])
         for _ in range(2):  # no comparison is due in what follows
             for number in range(2):
-                here._calls = 2
+                here._comparisons.calls = 2
                 with here.no_sync():
                     loss_of(here(part(here, x), batch=10), y).backward()
-                if not number and len(here._compared) > 1 and group.device == 2:
+                if not number and len(here._comparisons.done) > 1 and group.device == 2:
                     here.weights_changed()
 
     with one_trace("two-conv", torch.float64), pytest.raises(ConvoyError):

@@ -50,7 +50,7 @@ def test_an_input_has_the_gradient_that_it_has_on_one_device(net: str, plan: str
     def work(group: Group) -> tuple[list[int], list[int]]:
         here = Distributed(model, chosen, group, x[:2])
         given = (x.clone() if whole else part(here, x).clone()).requires_grad_()
-        steps = here._program(10, ("whole" if whole else "part",)).steps
+        steps = here._programs.get(True, 10, ("whole" if whole else "part",)).steps
         if whole:  # compared once
             here(given.detach(), whole=True)
         group.clear_counters()
@@ -83,7 +83,7 @@ def test_a_step_without_gradients_of_inputs_sends_what_it_always_did() -> None:
 def _keys(group: Group, model: nn.Module, plan: Plan, x: Tensor, y: Tensor) -> list[Any]:
     here = Distributed(model, plan, group, x[:2])
     loss_of(here(part(here, x), batch=10), y).backward()
-    return list(here._programs)
+    return list(here._programs.programs)
 
 
 # --- torch.autograd.grad ---------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """No device holds more of the weights than it must while a model is distributed; and a model that is whole nowhere."""
 
+import copy
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.api import distribute, make_plan
-from convoy.comm.group import Group
+from convoy.comm.group import AloneGroup, Group
 from convoy.errors import InputError
 from convoy.model.tracing import trace
 from convoy.plan import lower
@@ -86,6 +87,17 @@ def test_weights_of_device_0_reach_models_on_the_meta_device() -> None:
 
     for each in run_on_threads(2, work):
         assert all(torch.equal(each[key], t) for key, t in first.state_dict().items())
+
+
+def test_weights_that_a_deep_copy_was_given_are_not_there_in_the_original() -> None:
+    """The two shared the list of what had yet to come: the original trained on whatever its memory held, without a word."""
+    plan = named_plan("data", trace(net(), X[:2]).graph, len(X), Speeds((1.0,)))
+    part = distribute(on_meta(), plan, AloneGroup(torch.device("cpu")), X[:2])
+    taught = copy.deepcopy(part)
+    taught.load_state_dict(net().state_dict())
+    taught(X, whole=True)
+    with pytest.raises(InputError, match="have no numbers yet"):
+        part(X, whole=True)
 
 
 @pytest.mark.parametrize("name", ["auto", "data-by-speed"])

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import convoy.runtime.module
+import convoy.runtime.program_cache
 from convoy.comm.group import Group
 from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel, trace
@@ -260,7 +261,7 @@ class _Lowered:
     """The step lists that the devices of thread groups run, lowered and checked by the first that wants them."""
 
     def __init__(self) -> None:
-        self.home = convoy.runtime.module
+        self.home = convoy.runtime.program_cache
         self.original, self.compile_all, self.check = self.home.lower, self.home.compile_all, self.home.check_programs
         self.known: list[tuple[Any, Graph, StepList]] = []
         self.checked: list[StepList] = []
@@ -309,9 +310,9 @@ def one_trace(*model: Any) -> Iterator[None]:
     lowered = _Lowered()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("convoy.runtime.module.trace", cached)
-        patch.setattr("convoy.runtime.module.lower", lowered.lower)
-        patch.setattr("convoy.runtime.module.compile_all", lowered.compile_unchecked)
-        patch.setattr("convoy.runtime.module.check_programs", lowered.check_programs)
+        patch.setattr("convoy.runtime.program_cache.lower", lowered.lower)
+        patch.setattr("convoy.runtime.program_cache.compile_all", lowered.compile_unchecked)
+        patch.setattr("convoy.runtime.program_cache.check_programs", lowered.check_programs)
         yield
 
 

@@ -18,7 +18,7 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import named_plan
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.runtime.module import Distributed
-from convoy.runtime.output_part import OutputPart
+from convoy.runtime.outputs import OutputPart
 from convoy.sharding.layout import Split
 from tests.support import nets
 from tests.support.odd_nets import UNet

@@ -458,7 +458,7 @@ def judged(layer: Layer, found: PerSample, why: str, elsewhere: Mapping[str, boo
     """
     random = layer.random or found.random
     each = found.python or (found.notes and found.dependence is None)
-    # Copies of random numbers would differ: then it keeps to its devices (see `Distributed._check_noting`).
+    # Copies of random numbers would differ: then it keeps to its devices (see `ProgramCache`).
     each = elsewhere.get(layer.name, each) and found.notes and not random
     dependence = found.dependence
     if each and dependence is not None:

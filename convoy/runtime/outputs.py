@@ -1,19 +1,56 @@
-"""OutputPart: what a model returns whose outputs stay with their samples. It is not a tensor, and never taken for the whole."""
+"""What a model returns: tensors of the whole batch, or an OutputPart, which is not a tensor, and never taken for the whole."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
+from convoy.comm.agreement import gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
+from convoy.model.graph import Graph
 from convoy.runtime.exchange import redistribute
-from convoy.sharding.layout import Layout, Replicated, Shape, box
+from convoy.runtime.inputs import mark_whole
+from convoy.runtime.program import Program
+from convoy.sharding.layout import Layout, Replicated, Shape, box, everywhere
 
 _REMEDY = (
     "convoy.loss(criterion)(output, y) is the loss of the whole batch, output.whole() the outputs of the whole batch on every "
     'device, output.own those of this device\'s samples; a plan with outputs "everywhere" returns tensors'
 )
+
+
+class Outputs:
+    """Makes what the caller gets of the outputs that a program computed."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._types: dict[tuple[bool, torch.dtype], list[torch.dtype]] = {}
+
+    def as_autocast(
+        self, outputs: Sequence[Tensor], program: Program, training: bool, autocast: torch.dtype
+    ) -> Sequence[Tensor]:
+        """Outputs in the types that torch.autocast gives them, as a device tells that computed them: alike everywhere."""
+        key = (training, autocast)
+        if key not in self._types:
+            natural = [str(program.natural.get(v.layer, "")) for v in program.steps.outputs]
+            rows = gather(self._group, "autocast", natural)
+            told = [next((row[i] for row in rows if row[i]), "torch.float32") for i in range(len(natural))]
+            self._types[key] = [getattr(torch, name.removeprefix("torch.")) for name in told]
+        return [y.to(dtype) for y, dtype in zip(outputs, self._types[key], strict=True)]
+
+    def returned(self, outputs: Sequence[Tensor], program: Program, graph: Graph) -> list[Any]:
+        """Outputs that every device has, marked as whole; and the parts of those that stay with their samples."""
+        returned: list[Any] = []
+        for value, y in zip(program.steps.outputs, outputs, strict=True):
+            if not isinstance(value.layout, Replicated):
+                returned.append(OutputPart(y, value.layout, value.shape, self._group))
+                continue
+            if graph[value.layer].batched:
+                mark_whole(y)
+            returned.append(y)
+        return returned
 
 
 class OutputPart:
@@ -46,7 +83,7 @@ class OutputPart:
 
     def whole(self) -> Tensor:
         """The output of the whole batch. No gradient goes through it. Every device must call it."""
-        everyone = Replicated(tuple(range(self.group.devices)))
+        everyone = everywhere(self.group.devices)
         return redistribute(self.group, self.own, self._layout, everyone, self._shape).clone()
 
     def rows_of(self, y: Tensor) -> Tensor:
@@ -97,35 +134,10 @@ def _refusing(name: str) -> Callable[..., NoReturn]:
 
 
 _TWO = (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "matmul",
-    "pow",
-    "mod",
-    "and",
-    "or",
-    "xor",
-    "iadd",
-    "isub",
-    "imul",
-    "itruediv",
-)
+    "add", "sub", "mul", "truediv", "floordiv", "matmul", "pow", "mod", "and", "or", "xor", "iadd", "isub", "imul", "itruediv",
+)  # fmt: skip
 _ONE = ("neg", "abs", "invert", "len", "iter", "float", "int", "bool", "array")
-_PAIRS = (
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "eq",
-    "ne",
-    "getitem",
-    "contains",
-    *_TWO,
-    *(f"r{name}" for name in _TWO if name[0] != "i"),
-)
+_PAIRS = ("lt", "le", "gt", "ge", "eq", "ne", "getitem", "contains", *_TWO, *(f"r{n}" for n in _TWO if n[0] != "i"))
 for _name in (*_ONE, *_PAIRS):
     setattr(OutputPart, f"__{_name}__", _refusing(_name))
 OutputPart.__hash__ = object.__hash__  # type: ignore[method-assign]
