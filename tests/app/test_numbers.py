@@ -12,7 +12,7 @@ from rich.console import Console
 
 from convoy.adapt.autotune import is_end
 from convoy.adapt.rebalance import Balancer, Keep, Reshare, observe
-from convoy.app.train import _show_new_plan, _teller
+from convoy.app.telling import show_new_plan, teller
 from convoy.plan.explain import differences
 from convoy.report.screen import Screen
 from convoy.runlog.observers import StepTimer
@@ -104,7 +104,7 @@ def test_the_plan_that_goes_on_is_shown_before_its_shares_change() -> None:
 
     part: Any = SimpleNamespace(plan=second, traced={True: SimpleNamespace(graph=graph)})
     shown, file = screen()
-    tell = _teller(shown, StepTimer(8), lambda: None, lambda *_: None, lambda: _show_new_plan(part, first, shown))
+    tell = teller(shown, StepTimer(8), lambda: None, lambda *_: None, lambda: show_new_plan(part, first, shown))
     tell(7, Reshare(second, (), "autotune: plan 1 0.2 s; now plan 2"))
     assert "Plan" not in file.getvalue()
     chosen = Keep("autotune: plan 1 0.2 s, plan 2 0.1 s a step; plan 2 goes on")

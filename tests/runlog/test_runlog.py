@@ -16,7 +16,7 @@ from rich.console import Console
 import convoy.app.train  # noqa: F401 - before the first look at open files
 from convoy import cli
 from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
-from convoy.app.train import _teller
+from convoy.app.telling import teller
 from convoy.comm.group import AloneGroup
 from convoy.config.run_file import resolve_settings
 from convoy.config.settings import Settings
@@ -209,7 +209,7 @@ def test_a_change_of_shares_is_told_with_what_follows_from_it(tmp_path: Path) ->
     with RunLog(tmp_path / "log") as log:
         log.run({})
         log.plan(plan, graph)
-        _teller(Screen(visible=True, console=Console(file=io.StringIO())), StepTimer(8), lambda: log, lambda *_: None)(
+        teller(Screen(visible=True, console=Console(file=io.StringIO())), StepTimer(8), lambda: log, lambda *_: None)(
             37, decision
         )
     first, second = read_log(tmp_path / "log").plans

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 import convoy
 from convoy import cli
 from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
-from convoy.app.train import _teller
+from convoy.app.telling import teller
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.plan.plan import Plan
@@ -312,14 +312,14 @@ def test_what_was_done_and_why_stands_on_the_screen_and_in_the_log(tmp_path: Pat
     screen = Screen(visible=True, console=Console(file=io.StringIO(), width=200))
     with RunLog(tmp_path / "run.jsonl") as log:
         timer, predicted = StepTimer(20), []
-        tell = _teller(screen, timer, lambda: log, lambda plan, _, shares_only: predicted.append((plan, shares_only)))
+        tell = teller(screen, timer, lambda: log, lambda plan, _, shares_only: predicted.append((plan, shares_only)))
         tell(37, decision)
         tell(38, Keep("the trial has ended as it began"))
         tell(39, Reshare(by_samples((4, 16)), (), "another plan"))
         assert predicted == [(decision.plan, True), (by_samples((4, 16)), False)], (
             "other shares are no plan of their own"
         )
-        _teller(screen, timer, lambda: None, lambda *_: pytest.fail("no log to predict for"))(40, decision)
+        teller(screen, timer, lambda: None, lambda *_: pytest.fail("no log to predict for"))(40, decision)
     words = "batch 10/10 -> 5/15 samples: device 0 took 2x the balanced time; predicted compute 0.3 s -> 0.15 s"
     assert isinstance(screen.console.file, io.StringIO)
     others = "  step 38: the trial has ended as it began\n  step 39: another plan\n"
