@@ -102,7 +102,8 @@ def test_the_plan_that_goes_on_is_shown_before_its_shares_change() -> None:
     graph = graph_of("two-conv")
     first, second = by_name("master", "two-conv"), by_name("data", "two-conv")
 
-    part: Any = SimpleNamespace(plan=second, traced={True: SimpleNamespace(graph=graph)})
+    group = SimpleNamespace(ids=(0, 1, 2, 3))
+    part: Any = SimpleNamespace(plan=second, group=group, traced={True: SimpleNamespace(graph=graph)})
     shown, file = screen()
     tell = teller(shown, StepTimer(8), lambda: None, lambda *_: None, lambda: show_new_plan(part, first, shown))
     tell(7, Reshare(second, (), "autotune: plan 1 0.2 s; now plan 2"))
