@@ -312,8 +312,11 @@ class _Hosts:
                 troubles |= dict.fromkeys(silent, f"did not answer within {ANSWER_S:g} s")
                 break
             session, message = got
-            if message is None:
-                troubles[session] = session.trouble
+            if (
+                message is None
+            ):  # an agent that is left alone answers, and its process here ends, perhaps before others answer
+                if session not in answers or session.failed:
+                    troubles[session] = session.trouble
             elif message["convoy"] == "refused":
                 troubles[session] = str(message["text"])
             elif message["convoy"] == answer:

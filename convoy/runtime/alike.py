@@ -51,7 +51,9 @@ class Comparisons:
         if not _is_due(self.calls) and key in self.done:
             return False
         self.done.add(key)
-        agree_on(group, "no_sync", steps.pass_, "is on another side of no_sync(), or at another pass of the step,")
+        agree_on(
+            group, "call of the model", steps.pass_, "is on another side of no_sync(), or at another pass of the step,"
+        )
         everyone = everywhere(group.devices)
         rows = zip(inputs.tensors, steps.inputs, inputs.wholes, strict=True)
         if alike := [x for x, value, whole in rows if whole or value.layout == everyone]:

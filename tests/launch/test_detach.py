@@ -5,14 +5,19 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
 
+from convoy.errors import InputError
 from convoy.launch.detach import detached_text, this_host
+from convoy.launch.fleet import HostSession, _Hosts
 from convoy.launch.host_job import HostJob
+from convoy.launch.supervisor import Interrupts
 from tests.launch.test_ssh import QUICK, TRAINS
 from tests.support.processes import ROOT
 from tests.support.ssh_hosts import eventually
@@ -102,3 +107,32 @@ def test_what_cannot_be_left_alone(option: list[str], tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "--detach with --print, or under torchrun" in done.stderr
+
+
+class Answered:
+    """A host that answers, and whose process here ends then."""
+
+    def __init__(self, name: str, status: int) -> None:
+        self.title, self.failed, self.trouble = f"host {name}", bool(status), f"ssh ended with status {status}"
+
+    def send(self, what: str) -> None:
+        assert what == "detach"
+
+
+@pytest.mark.parametrize("status", [0, 255])
+def test_a_host_that_answered_and_ended_before_the_others_answered_is_no_trouble(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Story: where one host was slow, the other one was said to end its devices, and the slow one's answer was not awaited:
+    all of them trained on, and nobody was told where."""
+    quick, late = (Answered(name, status) for name in ("quick", "late"))
+    answer = {"convoy": "detached", "logs": "/logs"}
+    got: Iterator[Any] = iter([(quick, answer), (quick, None), (late, answer)])
+    hosts = _Hosts([], 1.0, Interrupts())
+    monkeypatch.setattr(hosts, "_next", lambda _: next(got))
+    hosts.sessions = cast(list[HostSession], [quick, late])
+    if status:
+        with pytest.raises(InputError, match="host quick: ssh ended with status 255"):
+            hosts._ask(hosts.sessions, "detach", "detached")
+    else:
+        assert [*hosts._ask(hosts.sessions, "detach", "detached")] == [quick, late]
