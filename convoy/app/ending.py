@@ -120,7 +120,7 @@ def _see_them_end(rows: Sequence[Row], wait_s: float) -> None:
         names = _names([row for row in rows if row.pid in {process.pid for process in left}])
         raise ConvoyError(
             f"{names} did not end within {wait_s:g} s: a step, or what is between two steps, takes longer. Wait, or end it at "
-            f"once: kill {' '.join(str(process.pid) for process in left)}"
+            f"once, which loses what it has since the last checkpoint: kill -9 {' '.join(str(process.pid) for process in left)}"
         )
 
 
