@@ -3,8 +3,7 @@
 import os
 import tempfile
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,12 @@ from convoy.comm.channel import Words
 from convoy.comm.environment import ProcessEnv, read_process_env
 from convoy.comm.group import Group
 from convoy.comm.launcher import Launcher
-from convoy.comm.newcomer import Entrance, NoJobError
+from convoy.comm.newcomer import Entrance
 from convoy.comm.processes import JoinedGroup
 from convoy.comm.regroup import Home
 from convoy.comm.rendezvous import credentials_of
 from convoy.config.run_file import RunSettings, resolve_settings, to_toml
 from convoy.config.settings import Settings
-from convoy.errors import DeviceLostError
 from convoy.model.tracing import trace
 from convoy.plan.presets import AUTO, PLANS, Speeds
 from convoy.planner.anew import with_newcomer
@@ -39,7 +37,7 @@ from convoy.profile.speeds import measure_speeds
 from convoy.runlog.directory import RunDirectory
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
-from convoy.train.members import LeftError, Members
+from convoy.train.members import Members
 from convoy.train.newcomers import Verdict
 
 
@@ -92,22 +90,6 @@ def run_of(offer: Words, own: Mapping[str, Any]) -> RunSettings:
     if settings.plan not in (*PLANS, AUTO):
         settings = settings.model_copy(update={"plan": "data"})
     return RunSettings(settings, run.sources)
-
-
-@contextmanager
-def telling_why(launcher: Launcher) -> Iterator[None]:
-    """Tells the launcher why this device ends, where that is no error of its own."""
-    try:
-        yield
-    except LeftError:
-        launcher.tell_end("left")
-        raise
-    except (DeviceLostError, NoJobError):
-        launcher.tell_end("lost")
-        raise
-    except (MemoryError, torch.OutOfMemoryError):
-        launcher.tell_end("memory")
-        raise
 
 
 class Opening:

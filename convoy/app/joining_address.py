@@ -43,11 +43,6 @@ def doors_text(doors: Sequence[tuple[str, int]]) -> str:
     return ",".join(f"{host}:{port}" if ":" not in host else f"[{host}]:{port}" for host, port in doors)
 
 
-def joining(doors: Sequence[tuple[str, int]], device: str) -> list[str]:
-    """The arguments of the command by which a launcher starts a device again."""
-    return ["join", doors_text(doors), "--device", device]
-
-
 def listening(settings: Settings) -> tuple[str, int]:
     """Address and port of `--listen`; port 0: a free one."""
     assert settings.listen is not None

@@ -36,7 +36,6 @@ from convoy.app.joining import (
     home_of,
     measured_alone,
     run_of,
-    telling_why,
 )
 from convoy.app.telling import planning_title, save_files, show_new_plan, show_plan, teller, write_page
 from convoy.app.without_compiler import leave_compiler_out
@@ -99,7 +98,7 @@ def run_device(run: RunSettings) -> None:
     set_modes(settings.tf32, settings.deterministic)
     torch.manual_seed(settings.seed)
     launcher = Launcher.of_process(os.environ)
-    with telling_why(launcher), ExitStack() as stack:
+    with launcher.telling_why(), ExitStack() as stack:
         group = stack.enter_context(join(device_named(settings.device_names), timeout_s=settings.timeout_s))
         if settings.listen is not None and group.devices == 1:
             group = ChangingGroup(group)
@@ -139,7 +138,7 @@ def run_newcomer(doors: Sequence[tuple[str, int]], device: str | None, here: Map
     leave_compiler_out()
     watch_parent()
     launcher = Launcher.of_process(os.environ)
-    with telling_why(launcher):
+    with launcher.telling_why():
         _come_in(doors, device, here, launcher)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from convoy.cli.options import PATH, JobKeyFile, Port, TrustNetwork, app, in_job
 from convoy.comm.job_key import KEY_FILE, choose
 from convoy.comm.launch_env import hidden
+from convoy.comm.launcher import JOIN
 from convoy.errors import InputError
 
 
@@ -57,6 +59,21 @@ def run(
             "--goes-on", help="Let the others go on when a device is lost: for a script with convoy.train.Members."
         ),
     ] = False,
+    try_again: Annotated[
+        bool | None,
+        typer.Option(
+            help="With --goes-on: start lost devices again, with growing pauses; they come in where the others are. With "
+            "--fleet this is so unless it is switched off."
+        ),
+    ] = None,
+    detach: Annotated[
+        bool,
+        typer.Option(
+            "--detach",
+            help="Come back once all devices compute: they go on without this command, its terminal and its machine. Watch "
+            "their files, which are named then; end them with `convoy stop`.",
+        ),
+    ] = False,
     listen: Annotated[
         str | None,
         typer.Option(
@@ -87,12 +104,23 @@ def run(
     """
     argv = _python_words(words or [], module)
     choose(job_key, trust_network, os.environ)
+    if os.environ.get(JOIN) and join is None:  # a launcher has lost this device, and starts it again
+        _become(argv, hidden(os.environ))
+    how = _Ways(goes_on or listen is not None, try_again, detach)
+    if detach and (in_job() or print_for is not None or image is not None or join is not None):
+        raise InputError(
+            "--detach with --join or --print, or under torchrun, srun or mpirun: only what Convoy starts can it leave alone"
+        )
+    if try_again and not how.goes_on:
+        raise InputError(
+            "--try-again without --goes-on: a loss ends the job, and nobody can come into it; add --goes-on"
+        )
     if listen is not None or join is not None:
         _note_door(listen, join, others=fleet is not None or print_for is not None or in_job())
     if in_job():
         _become(argv, hidden(os.environ))
     if fleet is not None or print_for is not None or image is not None:
-        raise typer.Exit(_on_fleet(argv, devices, fleet, print_for, image, port, logs, doctor, goes_on))
+        raise typer.Exit(_on_fleet(argv, devices, fleet, print_for, image, port, logs, doctor, how))
     _examine(doctor, None)
     from convoy.app.joining_address import read_door
     from convoy.config.option_types import device_names
@@ -102,15 +130,35 @@ def run(
     names = device_names(devices)
     if join is not None and len(names) > 1:
         raise InputError(f"--devices {devices} with --join: one device comes at a time; give the command once for each")
-    if len(names) == 1:
+    if len(names) == 1 and try_again:
+        raise InputError("--try-again with one device: it has no others that go on; leave it out")
+    if len(names) == 1 and not detach:
         device = {} if names == ("auto",) else {"CONVOY_DEVICE": names[0]}
         _become(argv, os.environ | memory_environment(os.environ) | device)
-    host, goes_on = (read_door(listen)[0], True) if listen is not None else ("127.0.0.1", goes_on)
+    host = read_door(listen)[0] if listen is not None else "127.0.0.1"
+    if detach:
+        from convoy.launch.command import script_here_detached
+
+        raise typer.Exit(
+            script_here_detached(
+                argv, names, host=host, port=port, logs=logs, goes_on=how.goes_on, tries_again=bool(try_again)
+            )
+        )
     raise typer.Exit(
         launch_local(
-            argv, names, host=host, port=port, command=(sys.executable,), script=True, logs=logs, goes_on=goes_on
+            argv, names, host=host, port=port, command=(sys.executable,), script=True, logs=logs, goes_on=how.goes_on,
+            tries_again=bool(try_again),
         )
-    )
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """How a job is to go on, as the options say."""
+
+    goes_on: bool
+    try_again: bool | None
+    detach: bool
 
 
 def _note_door(listen: str | None, join: str | None, *, others: bool) -> None:
@@ -133,7 +181,7 @@ def _note_door(listen: str | None, join: str | None, *, others: bool) -> None:
         )
     for door in str(text).split(","):
         read_door(door)
-    os.environ["CONVOY_LISTEN" if listen is not None else "CONVOY_JOIN"] = str(text)
+    os.environ["CONVOY_LISTEN" if listen is not None else JOIN] = str(text)
     if listen is not None:
         print(
             f"Others may join: convoy run --join {listen} --job-key FILE, with the same script and arguments",
@@ -143,7 +191,7 @@ def _note_door(listen: str | None, join: str | None, *, others: bool) -> None:
 
 def _on_fleet(
     argv: list[str], devices: str, fleet: Path | None, print_for: str | None, image: str | None, port: int | None,
-    logs: Path | None, doctor: bool, goes_on: bool,
+    logs: Path | None, doctor: bool, how: _Ways,
 ) -> int:  # fmt: skip
     """On every device of the hosts of a fleet file, or what starts it there; the exit status."""
     from convoy.launch.command import fleet_to_start, script_on_fleet
@@ -160,8 +208,9 @@ def _on_fleet(
     files = sent_modules(started, Path.cwd())
     _examine(doctor, fleet)
     return script_on_fleet(
-        started, argv, port=port, print_for=print_for, image=image, logs=logs, files=files, goes_on=goes_on
-    )
+        started, argv, port=port, print_for=print_for, image=image, logs=logs, files=files, goes_on=how.goes_on,
+        detach=how.detach, tries_again=how.goes_on and how.try_again is not False,
+    )  # fmt: skip
 
 
 def _examine(wanted: bool, fleet: Path | None) -> None:

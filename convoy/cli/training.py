@@ -9,6 +9,7 @@ import typer
 
 from convoy.cli.options import PATH, SECONDS, JobKeyFile, PlanName, Print, app, in_job, loading, path_of, with_settings
 from convoy.comm.job_key import KEY_FILE, choose
+from convoy.comm.launcher import JOIN
 from convoy.errors import InputError
 
 
@@ -45,14 +46,15 @@ def train(
     """
     from convoy.config.run_file import resolve_settings
 
+    if doors := os.environ.pop(JOIN, ""):  # a launcher has lost this device, and starts it again
+        _come_in(doors, None, {})
+        return
     one_of_job = in_job()
     if detach and (one_of_job or print_lines):
         raise InputError(
             "--detach with --print, or under torchrun, srun or mpirun: only what Convoy starts can it leave alone"
         )
     resolved = resolve_settings(run, {name: value for name, value in given.items() if value is not None})
-    if resolved.settings.try_again and detach:
-        raise InputError("--try-again with --detach: nobody stays who could start lost devices again; leave one out")
     choose(resolved.settings.job_key, resolved.settings.trust_network, os.environ)
     if not one_of_job and (resolved.settings.fleet is not None or print_lines):
         from convoy.launch.command import fleet_to_start, train_on_fleet
@@ -84,7 +86,7 @@ def train(
         from convoy.app.inputs import load_images
 
         load_images(resolved.settings)
-    from convoy.app.joining_address import joining, listening
+    from convoy.app.joining_address import listening
     from convoy.launch.local import launch_local
 
     settings = resolved.settings
@@ -96,7 +98,7 @@ def train(
     raise typer.Exit(
         launch_local(
             sys.argv[1:], devices, host=host, port=settings.port, goes_on=settings.goes_on, silence_s=settings.timeout_s,
-            joining=joining if settings.try_again else None,
+            tries_again=bool(settings.try_again),
         )
     )  # fmt: skip
 
@@ -132,12 +134,15 @@ def join(
     Example: convoy join 192.168.1.5:7000,192.168.1.6:7000 --job-key lab.key
     """
     choose(job_key, False, os.environ)
+    own = {"data_dir": data_dir, "checkpoint": checkpoint}
+    _come_in(job, device, {name: value for name, value in own.items() if value is not None})
+
+
+def _come_in(job: str, device: str | None, own: dict[str, Any]) -> None:
     from convoy.app.joining_address import read_door
     from convoy.app.train import run_newcomer
 
-    own = {"data_dir": data_dir, "checkpoint": checkpoint}
-    doors = [read_door(text) for text in job.split(",")]
-    run_newcomer(doors, device, {name: value for name, value in own.items() if value is not None})
+    run_newcomer([read_door(text) for text in job.split(",")], device, own)
 
 
 JobName = Annotated[

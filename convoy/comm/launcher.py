@@ -6,9 +6,11 @@ It goes through a pipe, a line of JSON at a time, and is left out where the laun
 import json
 import os
 import stat
-from collections.abc import MutableMapping, Sequence
-from contextlib import suppress
-from typing import Literal, final
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import final
 
 from convoy.membership.newcomer import MOST_DOORS
 
@@ -17,8 +19,18 @@ Address = tuple[str, int]
 LAUNCHER_PIPE = "CONVOY_LAUNCHER_PIPE"
 """The number of the pipe."""
 
-Cause = Literal["lost", "left", "memory"]
-"""Why a device ends: the others are lost to it, or it to them; it was asked to leave; there is not enough memory."""
+JOIN = "CONVOY_JOIN"
+"""HOST:PORT,... where a job answers that this process is to come into; but for that it is started as the job's devices were."""
+
+LISTEN = "CONVOY_LISTEN"
+"""HOST:PORT where the first device of a script answers newcomers, as `convoy run --listen` was given it."""
+
+CAUSES = ("lost", "nobody", "left", "stopped", "memory")
+"""Why a device ends: the others are lost to it, or it to them; nobody of the job answers it; it was asked to leave; the whole
+training was; there is not enough memory."""
+
+ASKED_STATUS = 2
+"""The exit status of a script that ends since somebody asked it to, as that of `convoy train`."""
 
 
 @final
@@ -48,12 +60,48 @@ class Launcher:
     def listens(self) -> bool:
         return self._pipe is not None
 
+    @staticmethod
+    def is_told_of(environment: Mapping[str, str]) -> bool:
+        """Whether `of_process` has not been asked yet, and will find one."""
+        return bool(environment.get(LAUNCHER_PIPE))
+
     def tell_members(self, generation: int, doors: Sequence[Address]) -> None:
         """Where the members of a generation answer who wants to come in."""
         self._tell({"generation": generation, "doors": list(doors[:MOST_DOORS])})
 
-    def tell_end(self, cause: Cause) -> None:
-        self._tell({"ends": cause})
+    def tell_end(self, error: BaseException) -> None:
+        """Why this process ends, if it ends by this, and that is no error of its own."""
+        of_memory = isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__
+        if cause := "memory" if of_memory else getattr(error, "ends", ""):
+            self._tell({"ends": cause})
+
+    @contextmanager
+    def telling_why(self) -> Iterator[None]:
+        """Around all that a device does."""
+        try:
+            yield
+        except BaseException as error:
+            self.tell_end(error)
+            raise
+
+    def hear_of_script(self) -> Callable[[], None]:
+        """Tell why a script ends that does not catch the error. Where somebody asked for it, the last line says so instead of a
+        traceback. Returns what undoes this."""
+        before = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            self.tell_end(error)
+            if getattr(error, "ends", "") not in ("left", "stopped"):
+                before(kind, error, trace)
+                return
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(ASKED_STATUS)
+
+        def undo() -> None:
+            sys.excepthook = before
+
+        sys.excepthook = hook
+        return undo
 
     def _tell(self, words: dict[str, object]) -> None:
         if self._pipe is not None:

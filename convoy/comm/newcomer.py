@@ -30,6 +30,8 @@ REFUSED_S = 3.0
 class NoJobError(InputError):
     """Nobody of a job answers."""
 
+    ends = "nobody"
+
 
 @final
 class Entrance:

@@ -36,6 +36,7 @@ from convoy.comm.failure import (
     told,
 )
 from convoy.comm.group import AloneGroup, CountedGroup, Group, Message, Pending, closed_error
+from convoy.comm.launcher import JOIN, LISTEN, Launcher
 from convoy.comm.place import own_place
 from convoy.comm.rendezvous import (
     ProcessInfo,
@@ -88,11 +89,11 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
     torch_device = own_device(device, env.local if env else 0)
     job = f"process {os.getpid()}" if env is None else f"{env.host}:{env.port}"
     roster.enter(job, env.device if env else 0, str(torch_device))
-    if doors := os.environ.pop("CONVOY_JOIN", ""):
+    if doors := os.environ.pop(JOIN, ""):
         return coming_alone(doors, torch_device, timeout_s)
     if env is None or env.devices == 1:
         alone = AloneGroup(torch_device, timeout_s)
-        return ChangingGroup(alone) if os.environ.get("CONVOY_LISTEN") else alone
+        return ChangingGroup(alone) if os.environ.get(LISTEN) else alone
     try:
         # Torch's store and gloo wait out of reach of signals, some of it without a limit.
         group = ChangingGroup(within(timeout_s + 5.0, lambda: meet(env, torch_device, timeout_s, staged)))
@@ -125,13 +126,17 @@ def coming_alone(doors: str, torch_device: torch.device, timeout_s: float) -> Gr
     Raises:
         InputError, MismatchError: there is no such training, or it was started by another version.
     """
-    from convoy.comm.newcomer import Entrance  # which stands upon this file
+    from convoy.comm.newcomer import Entrance, NoJobError  # which stand upon this file
 
     places = [text.rpartition(":") for text in doors.split(",")]
     first = places[0]
     env = ProcessEnv(0, 2, 0, None, first[0].strip("[]"), int(first[2]), hosted=False, attempt=0)
     entrance = Entrance([(host.strip("[]"), int(port)) for host, _, port in places], credentials_of(env))
-    told = entrance.hello(HELLO_S)
+    try:
+        told = entrance.hello(HELLO_S)
+    except NoJobError as error:
+        Launcher.of_process(os.environ).tell_end(error)
+        raise
     if told["version"] != __version__:
         raise MismatchError(
             f"the job runs Convoy {told['version']}, this is {__version__}: install the same version on every machine"

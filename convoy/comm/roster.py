@@ -79,6 +79,12 @@ def tell(**changes: Any) -> None:
             _write(_mine)
 
 
+def note_training() -> None:
+    """This process computes what a step does, if it has a row."""
+    if _mine is not None and not _mine.trains:
+        tell(trains=True)
+
+
 def refresh() -> None:
     """After each step: keep the row from looking old."""
     if time.monotonic() > _written_s + FRESH_S:

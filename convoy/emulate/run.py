@@ -12,13 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from convoy.comm.job_key import key_to_start
+from convoy.comm.job_key import JobKey, key_to_start
 from convoy.emulate import cgroups, machine, namespaces, orphans
 from convoy.emulate.machine import RunName
 from convoy.errors import InputError
 from convoy.fleet import Fleet
-from convoy.launch.host_job import memory_environment, rank_variables
-from convoy.launch.supervisor import Interrupted, Interrupts, Output, Supervisor, decoded, once_first
+from convoy.launch.again import Address, Again
+from convoy.launch.host_job import joining_environment, memory_environment, rank_variables
+from convoy.launch.supervisor import Interrupted, Interrupts, Output, Sink, Supervisor, by_line, decoded, once_first
 
 TIMED_OUT = 124  # the status that timeout(1) gives
 
@@ -37,6 +38,7 @@ def rehearse(
     output: TextIO | None = None,
     fleet_path: Path | None = None,
     goes_on: bool = False,
+    tries_again: bool = False,
 ) -> int:
     """Run a command on every device of a fleet, emulated on this machine.
 
@@ -54,6 +56,7 @@ def rehearse(
             stdout and stderr, notes go to stderr. What other devices print is shown if they fail.
         fleet_path: the fleet's file, for the command.
         goes_on: the others go on without the devices that are lost. What the first prints that is left is shown then.
+        tries_again: a device that was lost is started again on its host, by the same command (see `joining_environment`).
 
     Returns:
         0 if every process ended with 0, or one of them where the others go on; else the status of the first that did not
@@ -81,17 +84,10 @@ def rehearse(
             key = key_to_start(os.environ)
             with _hosts(fleet, command, fleet_path) as starts:
                 interrupts.check()
-                with Supervisor(interrupts) as processes:
-                    first = None if output is None else decoded(partial(print, end="", file=output, flush=True))
-                    for index, start in enumerate(starts):
-                        stdout: Output = "keep" if index else first
-                        if index and goes_on:
-                            stdout = once_first(processes, index, first)
-                        stderr = None if stdout is None else subprocess.STDOUT
-                        processes.start(
-                            index, **start, stdout=stdout, stderr=stderr, lifeline=True, key=key, own_session=True
-                        )
-                    return _watch(processes, fleet, timeout_s, note, goes_on=goes_on)
+                with _Devices(fleet, starts, key, output, interrupts, note, goes_on, tries_again) as devices:
+                    for index in range(len(starts)):
+                        devices.start(index, index)
+                    return devices.watch(timeout_s)
         except Interrupted as interrupted:
             return interrupted.status
 
@@ -182,35 +178,85 @@ def _hosts(fleet: Fleet, command: Sequence[str], fleet_path: Path | None) -> Ite
         yield starts
 
 
-def _watch(processes: Supervisor, fleet: Fleet, timeout_s: float, note: Callable[[str], None], *, goes_on: bool) -> int:
-    """Listen until the command has ended everywhere, end it where it has not, tell what failed."""
+class _Devices:
+    """The processes of an emulated fleet's devices. Leaving the context ends what still runs."""
 
-    def show(index: int, lines: Sequence[str], what: str) -> None:
-        device = fleet.devices[index]
-        note(f"device {index} ({device.name} on host {device.host}) {what}")
+    def __init__(
+        self, fleet: Fleet, starts: Sequence[dict[str, Any]], key: JobKey | None, output: TextIO | None, interrupts: Interrupts,
+        note: Callable[[str], None], goes_on: bool, tries_again: bool,
+    ) -> None:  # fmt: skip
+        self._fleet, self._starts, self._key, self._note, self._goes_on = fleet, starts, key, note, goes_on
+        self._first = None if output is None else decoded(partial(print, end="", file=output, flush=True))
+        titles = {index: self._title(index) for index in range(len(starts))}
+        self._again = Again(titles, self._start_again if tries_again else None, note)
+        self._tries_again = tries_again
+        self._processes = Supervisor(interrupts, self._again.note)
+
+    def __enter__(self) -> "_Devices":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._processes.__exit__()
+
+    def start(self, index: int, number: int, doors: Sequence[Address] | None = None) -> None:
+        """Start a device as a process of this number: by its own, or by another that asks at these doors."""
+        start = dict(self._starts[index])
+        if doors is not None:
+            start["environment"] = joining_environment(start["environment"], doors)
+        stdout: Output = "keep" if number else self._first
+        if number and self._goes_on:
+            stdout = once_first(self._processes, number, self._first)
+        told: Sink | None = by_line(partial(self._again.hear, number)) if self._tries_again else None
+        stderr = None if stdout is None else subprocess.STDOUT
+        self._processes.start(
+            number, **start, stdout=stdout, stderr=stderr, lifeline=True, key=self._key, own_session=True, told=told
+        )
+
+    def _start_again(self, index: int, number: int, doors: Sequence[Address]) -> None:
+        self._processes.forget_ended()
+        self.start(index, number, doors)
+
+    def _over(self) -> bool:
+        self._again.tend()
+        left = self._again.members if self._tries_again else self._processes.running
+        return (self._processes.failed and not self._goes_on) or not left
+
+    def _title(self, index: int) -> str:
+        device = self._fleet.devices[index]
+        return f"device {index} ({device.name} on host {device.host})"
+
+    def watch(self, timeout_s: float) -> int:
+        """Listen until the command has ended everywhere, end it where it has not, tell what failed."""
+        processes, interrupted, late = self._processes, None, []
+        try:
+            if not processes.listen(self._over, timeout_s):
+                late = processes.running
+            self._again.stop()
+            processes.end(_GRACE_S if processes.failed and not self._tries_again else 0.0)
+        except Interrupted as caught:
+            interrupted = caught
+            with suppress(Interrupted):  # a second one: no more waiting
+                processes.end(0.0)
+        endings = [ending for ending in processes.endings if ending.device in self._again.came]
+        failed = [ending for ending in endings if ending.status != 0 and not ending.stopped_by_us]
+        for ending in failed:
+            self._show(ending.device, ending.lines, f"ended with status {ending.exit_status}")
+        if failed and not (self._goes_on and any(ending.status == 0 for ending in endings)):
+            return failed[0].exit_status
+        if interrupted is not None:
+            self._note(f"ended by {interrupted.signum.name}")
+            return interrupted.status
+        for process in late:
+            self._show(process.device, process.tail.lines(), f"was still running after {timeout_s:g} s")
+        return TIMED_OUT if late else 0
+
+    def _show(self, number: int, lines: Sequence[str], what: str) -> None:
+        """The last lines of a process: those of one that was started again carry its number."""
+        title = self._title(number) if number < len(self._starts) else f"process {number}, a device started again,"
+        host = self._fleet.devices[number].host if number < len(self._starts) else f"process {number}"
+        self._note(f"{title} {what}")
         for line in lines[-_LINES:]:
-            note(f"{device.host}: {line}")
-
-    interrupted, late = None, []
-    try:
-        if not processes.listen(lambda: (processes.failed and not goes_on) or not processes.running, timeout_s):
-            late = processes.running
-        processes.end(_GRACE_S if processes.failed else 0.0)
-    except Interrupted as caught:
-        interrupted = caught
-        with suppress(Interrupted):  # a second one: no more waiting
-            processes.end(0.0)
-    failed = [ending for ending in processes.endings if ending.status != 0 and not ending.stopped_by_us]
-    for ending in failed:
-        show(ending.device, ending.lines, f"ended with status {ending.exit_status}")
-    if failed and not (goes_on and any(ending.status == 0 for ending in processes.endings)):
-        return failed[0].exit_status
-    if interrupted is not None:
-        note(f"ended by {interrupted.signum.name}")
-        return interrupted.status
-    for process in late:
-        show(process.device, process.tail.lines(), f"was still running after {timeout_s:g} s")
-    return TIMED_OUT if late else 0
+            self._note(f"{host}: {line}")
 
 
 def _check_call(command: Sequence[str], timeout_s: float) -> None:

@@ -23,10 +23,11 @@ from convoy._version import __version__
 from convoy.comm.environment import resolve, route_to
 from convoy.comm.job_key import KEY_FILE, TRUST, JobKey
 from convoy.errors import ConvoyError, InputError
+from convoy.launch.again import Address, Again
 from convoy.launch.exit_status import Ending
 from convoy.launch.host_job import CONVOY_COMMAND, device_environments, joining_environment, log_of
 from convoy.launch.leaving import ends_in_order, let_leave
-from convoy.launch.stay import all_train, go_behind, let_go, note_end, stay
+from convoy.launch.stay import all_train, go_behind, let_go, note_end, note_line, stay
 from convoy.launch.stopped import Stopped
 from convoy.launch.supervisor import Interrupted, Interrupts, Output, Sink, Supervisor, by_line, decoded, speaker
 
@@ -63,6 +64,7 @@ class Agent:
         self._heard_s = time.monotonic()
         self._held: int | None = None  # closed when it lets go of who started it
         self._alone = False  # it has
+        self._again = Again({0: ""}, None, note_line)  # of its own devices, once it has
 
     def serve(self) -> int:
         """Do what is asked; the exit status."""
@@ -82,7 +84,8 @@ class Agent:
                             self._start(devices, order)
                             self._say("started")
                             if order["detach"] and self._are_let_go(devices, order):
-                                stay(devices, **{name: order[name] for name in ("goes_on", "grace_s", "silence_s")})
+                                how = {name: order[name] for name in ("goes_on", "grace_s", "silence_s")}
+                                stay(devices, self._again, **how)
                                 return 0
                             self._see_them_end(
                                 devices, order["grace_s"], goes_on=order["goes_on"], silence_s=order["silence_s"]
@@ -112,32 +115,54 @@ class Agent:
             base if key is not None else base | {TRUST: "1"}, order["ranks"], order["names"], total=order["total"],
             address=order["address"], port=order["port"], own=order["own"],
         )  # fmt: skip
+        own = dict(zip(order["ranks"], environments, strict=True))
+        titles = dict(zip(order["ranks"], order["titles"], strict=True))
+
+        def start_again(device: int, number: int, doors: Sequence[Address]) -> None:
+            devices.forget_ended()
+            try:
+                self._start_one(devices, order, key, device, number, joining_environment(own[device], doors))
+            except ConvoyError as error:
+                self._again.lose_host(number, str(error))
+
+        if order["detach"]:
+            named = {rank: f"device {rank} ({title})" for rank, title in titles.items()}
+            tries = start_again if order["tries_again"] else None
+            self._again = Again(named, tries, note_line, devices=order["total"], alone=True)
+        if (again := order["again"]) is not None:
+            rank = again["device"]
+            self._start_one(devices, order, key, rank, again["process"], joining_environment(own[rank], again["doors"]))
+            return
+        for rank, variables in own.items():
+            self._start_one(devices, order, key, rank, rank, variables)
+
+    def _start_one(
+        self, devices: Supervisor, order: Message, key: JobKey | None, rank: int, number: int, variables: dict[str, str]
+    ) -> None:
+        """Start a device as a process with this number: its own, or another one where it is started again."""
         command = [*CONVOY_COMMAND, *order["argv"]]
         logs = None if order["logs"] is None else Path(order["logs"])
-        for rank, title, variables in zip(order["ranks"], order["titles"], environments, strict=True):
-            if order["again"] is not None:
-                if rank != order["again"]["device"]:
-                    continue
-                rank, variables = order["again"]["process"], joining_environment(variables)
-            stdout: Output = subprocess.DEVNULL
-            stderr: Output = "keep"
-            if rank == 0 and order["terminal"] is not None:
-                stdout, stderr = order["terminal"]
-            elif rank == 0:
-                stdout, stderr = (self._forward(devices, stream, rank) for stream in ("stdout", "stderr"))
-                variables["PYTHONUNBUFFERED"] = "1"
-            elif order["goes_on"]:  # it may have to print instead of device 0
-                stdout = self._forward(devices, "stdout", rank)
-            if order["detach"]:
-                variables["PYTHONUNBUFFERED"] = "1"
-            try:
-                devices.start(
-                    rank, title, command, environment=variables, lifeline=True, key=key, stdout=stdout, stderr=stderr,
-                    log=log_of(logs, rank) or (logs and logs / f"device-{rank}.log" if order["detach"] else None),
-                    told=self._pass_on(rank) if order["tells"] else None,
-                )  # fmt: skip
-            except OSError as error:
-                raise InputError(f"cannot start {command[0]!r}: {error.strerror}; correct the host's python") from None
+        stdout: Output = subprocess.DEVNULL
+        stderr: Output = "keep"
+        if number == 0 and order["terminal"] is not None:
+            stdout, stderr = order["terminal"]
+        elif number == 0:
+            stdout, stderr = (self._forward(devices, stream, number) for stream in ("stdout", "stderr"))
+            variables["PYTHONUNBUFFERED"] = "1"
+        elif order["goes_on"]:  # it may have to print instead of device 0
+            stdout = self._forward(devices, "stdout", number)
+        log, told = log_of(logs, number), self._pass_on(number) if order["tells"] else None
+        if order["detach"]:
+            variables["PYTHONUNBUFFERED"] = "1"
+            log = logs and logs / f"device-{rank}.log"
+            told = by_line(lambda line: self._again.hear(number, line)) if order["tries_again"] else None
+        try:
+            devices.start(
+                number, order["titles"][order["ranks"].index(rank)], command, environment=variables, lifeline=True, key=key,
+                stdout=stdout, stderr=stderr, log=log, log_goes_on=order["detach"], told=told,
+            )  # fmt: skip
+        except OSError as error:
+            raise InputError(f"cannot start {command[0]!r}: {error.strerror}; correct the host's python") from None
 
     def _are_let_go(self, devices: Supervisor, order: Message) -> bool:
         """Whether all devices of the job train, and who started them has let them go; no: some have ended, or are to."""
@@ -182,7 +207,8 @@ class Agent:
 
     def _tell(self, ending: Ending) -> None:
         if self._alone:
-            note_end(ending)
+            note_end(ending, self._again.device_of(ending.device))
+        self._again.note(ending)
         self._say(
             "ended", device=ending.device, name=ending.name, status=ending.status, stopped=ending.stopped_by_us,
             lines=ending.lines,

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from convoy.app.checks import check
-from convoy.app.joining_address import joining
 from convoy.comm.environment import is_loopback, is_own, resolve, route_to
 from convoy.comm.job_key import variables_to_paste
 from convoy.config.run_file import RunSettings
@@ -15,7 +14,7 @@ from convoy.config.settings import key_of
 from convoy.errors import InputError, unknown_name
 from convoy.fleet import Fleet
 from convoy.launch.detach import Detach, new_detach, this_host
-from convoy.launch.fleet import Joining, run_on_fleet, startable
+from convoy.launch.fleet import run_on_fleet, startable
 from convoy.launch.host_job import host_jobs, line_to_paste
 from convoy.launch.kubernetes import jobset
 from convoy.launch.slurm import sbatch_file
@@ -61,10 +60,10 @@ def train_on_fleet(run: RunSettings, fleet: Fleet, print_lines: bool, detach: bo
     files = [] if settings.plan in (*PLANS, AUTO) else [Path(settings.plan)]
     if planned and settings.fleet is not None:
         files.append(settings.fleet)
-    tries_again = settings.goes_on and settings.try_again is not False and not detach
     return _start(
         fleet, ["train", *options], files, settings.port, print_lines, goes_on=settings.goes_on, silence_s=settings.timeout_s,
-        detach=new_detach(settings.timeout_s) if detach else None, joining=joining if tries_again else None,
+        detach=new_detach(settings.timeout_s) if detach else None,
+        tries_again=settings.goes_on and settings.try_again is not False,
     )  # fmt: skip
 
 
@@ -82,7 +81,38 @@ def train_here_detached(run: RunSettings, host: str) -> int:
     names = settings.device_names
     return run_on_fleet(
         [this_host(names)], ["train", "--devices", ",".join(names), *options], port=settings.port, goes_on=settings.goes_on,
-        detach=new_detach(settings.timeout_s), alone=host,
+        detach=new_detach(settings.timeout_s), tries_again=bool(settings.try_again), alone=host,
+    )  # fmt: skip
+
+
+SCRIPT_SILENCE_S = 60.0
+"""A script's device that is stopped for so long is killed, where nobody else watches it: the time limit of `convoy.join`."""
+
+
+def script_here_detached(
+    words: Sequence[str],
+    names: Sequence[str],
+    *,
+    host: str,
+    port: int | None,
+    logs: Path | None,
+    goes_on: bool,
+    tries_again: bool,
+) -> int:
+    """`convoy run` on devices of this machine, which go on without this command; its exit status.
+
+    Args:
+        words: as for :func:`script_on_fleet`.
+        names: what the devices compute on.
+        host: the address where they meet.
+        logs: a folder for what they print; None: a new one.
+
+    Raises:
+        InputError, DeviceLostError: as :func:`run_on_fleet` says.
+    """
+    return run_on_fleet(
+        [this_host(names)], _run_words(words), port=port, goes_on=goes_on, detach=new_detach(SCRIPT_SILENCE_S, logs),
+        tries_again=tries_again, alone=host,
     )  # fmt: skip
 
 
@@ -117,6 +147,8 @@ def script_on_fleet(
     logs: Path | None = None,
     files: Sequence[Path] = (),
     goes_on: bool = False,
+    detach: bool = False,
+    tries_again: bool = False,
 ) -> int:
     """`convoy run` on every device of a fleet; its exit status.
 
@@ -126,7 +158,8 @@ def script_on_fleet(
         image: of the containers in Kubernetes.
         logs: a folder on each host for what its devices print, but for device 0.
         files: that must be the same on every host, beside the script.
-        goes_on: as for :func:`run_on_fleet`.
+        goes_on, tries_again: as for :func:`run_on_fleet`.
+        detach: come back once all devices compute, and leave them alone.
 
     Raises:
         InputError, MismatchError, DeviceLostError: as :func:`run_on_fleet` says; an unknown `print_for`, no image.
@@ -147,12 +180,20 @@ def script_on_fleet(
             end="",
         )
         return 0
-    argv = ["run", *words] if words[0] == "-m" else ["run", "--", *words]
+    argv = _run_words(words)
     if image is not None:
         print(jobset(host_jobs(fleet), argv, image=image, port=port or PASTED_PORT, further=further), end="")
         return 0
     files = [*([] if words[0] == "-m" else [Path(words[0])]), *(path for path in files if path != Path(words[0]))]
-    return _start(fleet, argv, files, port, print_for == "shell", logs, goes_on=goes_on)
+    return _start(
+        fleet, argv, files, port, print_for == "shell", logs, goes_on=goes_on, tries_again=tries_again,
+        detach=new_detach(SCRIPT_SILENCE_S, logs) if detach else None,
+    )  # fmt: skip
+
+
+def _run_words(words: Sequence[str]) -> list[str]:
+    """What a device is told that is to run this."""
+    return ["run", *words] if words[0] == "-m" else ["run", "--", *words]
 
 
 def _refuse_devices(given: bool, fleet: Fleet) -> None:
@@ -185,7 +226,7 @@ def _start(
     goes_on: bool = False,
     silence_s: float = 60.0,
     detach: Detach | None = None,
-    joining: Joining | None = None,
+    tries_again: bool = False,
 ) -> int:
     first = host_jobs(fleet)[0].host
     if not print_lines:
@@ -200,7 +241,7 @@ def _start(
             goes_on=goes_on,
             silence_s=silence_s,
             detach=detach,
-            joining=joining,
+            tries_again=tries_again,
         )
     address, meeting_port, further = _meeting_address(fleet), port or PASTED_PORT, _further(fleet)
     for job in host_jobs(fleet):

@@ -25,8 +25,10 @@ class Detach:
     silence_s: float
 
 
-def new_detach(silence_s: float) -> Detach:
-    """With a folder that is named for this moment, where runs make theirs."""
+def new_detach(silence_s: float, logs: Path | None = None) -> Detach:
+    """With that folder, or one that is named for this moment, where runs make theirs."""
+    if logs is not None:
+        return Detach(logs, silence_s)
     moment = datetime.datetime.now().strftime("%Y-%m-%d-%H.%M.%S")
     return Detach(Path(os.environ.get("CONVOY_RUNS") or "runs") / f"{moment}-detached", silence_s)
 

@@ -34,9 +34,6 @@ _TRAVEL_S = 5.0
 
 _KEPT_LINES = 20
 
-Joining = Callable[[Sequence[Address], str], Sequence[str]]
-"""The arguments with which a device that was lost is started again: the doors where it asks, and what it computes on."""
-
 
 def startable(path: Path | None) -> Fleet | None:
     """The fleet of a file if it can be started from here: its hosts have addresses. None if none of them has.
@@ -69,7 +66,7 @@ def run_on_fleet(
     goes_on: bool = False,
     silence_s: float = 60.0,
     detach: Detach | None = None,
-    joining: Joining | None = None,
+    tries_again: bool = False,
     alone: str = "127.0.0.1",
 ) -> int:
     """Run ``python -m convoy argv`` once per device, each on its host, as one job, and wait for all of them.
@@ -86,7 +83,8 @@ def run_on_fleet(
         goes_on: the devices go on without those of them that are lost. What the first prints that is left is shown then.
         silence_s: one that is stopped is killed after so long, where the others go on: for them it is lost by then.
         detach: once all train, leave them alone, and come back.
-        joining: how lost devices are started again on their hosts; None: they are not.
+        tries_again: lost devices are started again on their hosts, by the same command; once they are left alone, by each host
+            those of its own.
         alone: where they meet if there is one host.
 
     Returns:
@@ -102,7 +100,11 @@ def run_on_fleet(
     jobs = host_jobs(fleet) if isinstance(fleet, Fleet) else fleet
     key = key_to_start(os.environ)
     logs = logs if detach is None else detach.logs
-    with Interrupts() as interrupts, _Hosts(jobs, grace_s, interrupts, goes_on, joining, detach is not None) as hosts:
+    tries_here = tries_again and detach is None
+    with (
+        Interrupts() as interrupts,
+        _Hosts(jobs, grace_s, interrupts, goes_on, tries_here, detach is not None) as hosts,
+    ):
         try:
             hosts.check(files)
             address, meeting_port = hosts.meet(port, alone)
@@ -110,7 +112,7 @@ def run_on_fleet(
                 argv=list(argv), total=sum(len(job.ranks) for job in jobs), address=address, port=meeting_port, grace_s=grace_s,
                 logs=None if logs is None else str(logs), key=None if key is None else key.pem.decode(), goes_on=goes_on,
                 detach=detach is not None, silence_s=silence_s if detach is None else detach.silence_s,
-                tells=joining is not None,
+                tells=tries_here, tries_again=tries_again,
             )  # fmt: skip
             hosts.follow(lambda: detach is not None and hosts.all_train)
             if detach is not None and hosts.all_train:
@@ -216,7 +218,7 @@ class _Hosts:
 
     def __init__(
         self, jobs: Sequence[HostJob], grace_s: float, interrupts: Interrupts, goes_on: bool = False,
-        joining: Joining | None = None, detached: bool = False,
+        tries_again: bool = False, detached: bool = False,
     ) -> None:  # fmt: skip
         self.sessions: list[HostSession] = []
         self.endings: list[Ending] = []
@@ -226,10 +228,10 @@ class _Hosts:
         self._jobs, self._goes_on, self._detached = jobs, goes_on, detached
         self._train: set[HostSession] = set()
         self._is_let_go = False
-        self._joining, self._order = joining, dict[str, Any]()
+        self._order = dict[str, Any]()
         titles = {rank: f"device {rank} ({job.title(rank)})" for job in jobs for rank in job.ranks}
         self._first = frozenset(titles)
-        self._again = Again([titles[rank] for rank in sorted(titles)], self._start_again if joining else None, note)
+        self._again = Again(titles, self._start_again if tries_again else None, note)
         self._end_s = grace_s + 2 * TERMINATE_S + _TRAVEL_S
         self._deadline_s = math.inf
         self._beat_s = time.monotonic()
@@ -352,14 +354,13 @@ class _Hosts:
         for session in self.sessions:
             self._send_start(session, session.job)
 
-    def _send_start(self, session: HostSession, job: HostJob, again: Mapping[str, int] | None = None) -> None:
+    def _send_start(self, session: HostSession, job: HostJob, again: Mapping[str, Any] | None = None) -> None:
         titles = [job.title(rank) for rank in job.ranks]
         order = self._order | {"ranks": job.ranks, "names": job.names, "own": job.own, "titles": titles}
         session.send("start", **order, terminal=session.terminal, again=again)
 
     def _start_again(self, device: int, number: int, doors: Sequence[Address]) -> None:
         """Start a device that was lost, on its host, in a session of its own: the first one may be gone with it."""
-        assert self._joining is not None
         self._processes.forget_ended()
         job = next(job for job in self._jobs if device in job.ranks)
         at = job.ranks.index(device)
@@ -371,8 +372,7 @@ class _Hosts:
             return
         session.until_s = time.monotonic() + ANSWER_S
         self.sessions.append(session)
-        self._order["argv"] = list(self._joining(doors, job.names[at]))
-        self._send_start(session, job, {"device": device, "process": number})
+        self._send_start(session, job, {"device": device, "process": number, "doors": doors})
 
     def follow(self, until: Callable[[], bool] = lambda: False) -> None:
         """Pass on what device 0 says until all devices have ended, the time for that is over, or something is true."""

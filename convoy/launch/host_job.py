@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from convoy.comm.environment import LISTENER
 from convoy.comm.launch_env import RANK_VARIABLES
+from convoy.comm.launcher import JOIN, LISTEN
 
 if TYPE_CHECKING:  # the agent on a host knows no fleet, and should not wait for what reads its file
     from convoy.fleet import Device, Fleet, Host
@@ -80,10 +81,13 @@ def device_environments(
     ]
 
 
-def joining_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a device that is started again: it has no place among those that began, and asks to be let in."""
-    place = (*RANK_VARIABLES, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", LISTENER)
-    return {name: value for name, value in variables.items() if name not in place}
+def joining_environment(variables: Mapping[str, str], doors: Sequence[tuple[str, int]]) -> dict[str, str]:
+    """The environment of a device that is started again by the same command: it has no place among those that began, and asks
+    at these doors to be let in."""
+    place = (*RANK_VARIABLES, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
+    gone = {LISTENER, LISTEN, *place, *(f"CONVOY_{name}" for name in place)}
+    kept = {name: value for name, value in variables.items() if name not in gone}
+    return kept | {JOIN: ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in doors)}
 
 
 def rank_variables(rank: int, local: int, total: int, local_total: int, address: str, port: int) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def launch_local(
     logs: Path | None = None,
     goes_on: bool = False,
     silence_s: float = 60.0,
-    joining: Callable[[Sequence[Address], str], Sequence[str]] | None = None,
+    tries_again: bool = False,
 ) -> int:
     """Run ``command argv`` once per device, as one job, and wait for all of them.
 
@@ -63,8 +63,7 @@ def launch_local(
         logs: a folder for what the devices but 0 print.
         goes_on: the devices go on without those of them that are lost. What the first prints that is left is shown then.
         silence_s: one that is stopped is killed after so long, where the others go on: for them it is lost by then.
-        joining: the arguments with which a device that was lost is started again, which computes on that and asks at those
-            doors; None: none is.
+        tries_again: a device that was lost is started again, by the same command (see `joining_environment`).
 
     Returns:
         0 if all ended well, 2 if devices ended with an error that has been printed, 128 + n after signal n: 130 after Ctrl-C.
@@ -87,11 +86,11 @@ def launch_local(
     store: object = None
 
     def start_again(device: int, number: int, doors: Sequence[Address]) -> None:
-        assert joining is not None
         processes.forget_ended()
+        variables = joining_environment(environments[device], doors)
         processes.start(
-            number, devices[device], [*command, *joining(doors, devices[device])], lifeline=True, key=key, stdout=to_stdout,
-            environment=joining_environment(environments[device]), log=log_of(logs, number), told=hear(number),
+            number, devices[device], [*command, *argv], environment=hidden(variables) if script else variables,
+            lifeline=True, key=key, stdout=to_stdout, log=log_of(logs, number), told=hear(number),
         )  # fmt: skip
 
     def hear(number: int) -> Sink:
@@ -101,10 +100,10 @@ def launch_local(
         again.tend()
         if goes_on:
             stopped.tend()
-        return (processes.failed and not goes_on) or not (again.members if joining else processes.running)
+        return (processes.failed and not goes_on) or not (again.members if tries_again else processes.running)
 
-    titles = [f"device {rank} ({name})" for rank, name in enumerate(devices)]
-    again = Again(titles, start_again if joining else None, note)
+    titles = {rank: f"device {rank} ({name})" for rank, name in enumerate(devices)}
+    again = Again(titles, start_again if tries_again else None, note)
     with listener, Interrupts() as interrupts, Supervisor(interrupts, again.note) as processes:
         stopped = Stopped(processes, silence_s)
         try:
@@ -115,7 +114,7 @@ def launch_local(
                     rank, devices[rank], [*command, *argv], environment=hidden(variables) if script else variables,
                     lifeline=True, key=key, stdin=terminal, stdout=stdout, stderr="keep" if rank else None,
                     log=log_of(logs, rank), pass_fds=[listener.fileno()] if rank == 0 and not hosted else (),
-                    told=hear(rank) if joining else None,
+                    told=hear(rank) if tries_again else None,
                 )  # fmt: skip
             if hosted:  # while they start
                 from convoy.comm.rendezvous import store_on
@@ -127,7 +126,7 @@ def launch_local(
             again.stop()
             # A signal says which device was the cause: what the others would say is of no more use.
             killed = any(ending.status < 0 for ending in processes.endings)
-            processes.end(min(KILLED_GRACE_S, timeout_s) if killed or joining else timeout_s)
+            processes.end(min(KILLED_GRACE_S, timeout_s) if killed or tries_again else timeout_s)
         except OSError as error:
             raise InputError(f"cannot start {command[0]!r}: {error.strerror}; give a program that exists") from None
         except Interrupted as interrupted:

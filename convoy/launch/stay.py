@@ -2,9 +2,11 @@
 
 It begins as a process behind the one that was started, in a session of its own, so that no end of a connection, a terminal or
 a process before it is its own. Once all devices everywhere train, it lets go of what it was started with: then it gets no
-more orders, and what it has to say stands in a file. It ends with its devices, and they with it.
+more orders, and what it has to say stands in a file. It starts those of its devices again that were lost, where it is to. It
+ends with them, and they with it.
 """
 
+import math
 import os
 import signal
 import time
@@ -12,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from convoy.comm import roster
+from convoy.launch.again import Again
 from convoy.launch.exit_status import Ending
 from convoy.launch.leaving import let_leave
 from convoy.launch.stopped import LOOK_S, Stopped
@@ -46,18 +49,24 @@ def all_train(devices: Supervisor) -> bool:
     return all(row is not None and row.trains for row in rows)
 
 
-def stay(devices: Supervisor, *, goes_on: bool, grace_s: float, silence_s: float) -> None:
-    """Until all devices have ended: nobody gives orders any more.
+def stay(devices: Supervisor, again: Again, *, goes_on: bool, grace_s: float, silence_s: float) -> None:
+    """Until all devices have ended, and none is to be started again: nobody gives orders any more.
 
     Args:
         goes_on: they go on when one of them is lost; otherwise all end then.
         silence_s: one that is stopped (a debugger, Ctrl-Z) is killed after so long: for the others it is lost by then.
     """
     stopped = Stopped(devices, silence_s)
-    while devices.running and not (devices.failed and not goes_on):
+
+    def over() -> bool:
+        again.tend()
+        return (devices.failed and not goes_on) or not (devices.running or again.next_s < math.inf)
+
+    while not over():
         try:
-            devices.listen(lambda: not devices.running or (devices.failed and not goes_on), LOOK_S)
+            devices.listen(over, LOOK_S)
         except Interrupted as interrupted:  # the machine is switched off, perhaps
+            again.stop()
             print(f"{interrupted.signum.name}: its devices are to leave", flush=True)
             with suppress(Interrupted):  # a second one: no more waiting
                 let_leave(devices, len(devices.running))
@@ -67,7 +76,12 @@ def stay(devices: Supervisor, *, goes_on: bool, grace_s: float, silence_s: float
         devices.end(grace_s)
 
 
-def note_end(ending: Ending) -> None:
+def note_line(line: str) -> None:
+    """Say something, in the file."""
+    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}", flush=True)
+
+
+def note_end(ending: Ending, device: int | None) -> None:
     """Say how a device ended, in the file."""
     how = f"exit status {ending.status}" if ending.status >= 0 else signal.Signals(-ending.status).name
-    print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} device {ending.device} ({ending.name}) ended: {how}", flush=True)
+    note_line(f"device {ending.device if device is None else device} ({ending.name}) ended: {how}")

@@ -207,15 +207,16 @@ class Process:
     ended: bool = False
 
 
-def _opened(path: Path) -> Sink:
-    """A sink that writes into a file. It is opened for each piece: few come, and none is lost whichever way all ends.
+def _opened(path: Path, goes_on: bool) -> Sink:
+    """A sink that writes into a file, anew or behind what it has. It is opened for each piece: few come, and none is lost
+    whichever way all ends.
 
     Raises:
         InputError: it cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"")
+        path.open("ab" if goes_on else "wb").close()
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}; give another folder for the logs, or none") from None
 
@@ -287,6 +288,7 @@ class Supervisor:
         key: JobKey | None = None,
         own_session: bool = False,
         log: Path | None = None,
+        log_goes_on: bool = False,
         told: Sink | None = None,
         members: Callable[[], Iterable[int]] = lambda: (),
     ) -> Process:
@@ -298,6 +300,7 @@ class Supervisor:
             key: of the job, handed over through a pipe: it stands in no argument and no variable.
             own_session: Ctrl-C in the terminal reaches this process alone, which then ends the others in order.
             log: a file that gets all it prints, beside what its output goes to here: the terminal's excepted.
+            log_goes_on: behind what the file has already.
             told: takes what it tells its launcher (see `convoy.comm.launcher`), through a pipe of its own.
             members: ids of further processes that get the same signals, such as its children.
 
@@ -320,7 +323,7 @@ class Supervisor:
         if pipe_of_key is not None:
             variables[KEY_PIPE] = str(pipe_of_key)
             pass_fds = (*pass_fds, pipe_of_key)
-        written = None if log is None else _opened(log)
+        written = None if log is None else _opened(log, log_goes_on)
         if written is not None and stdout == subprocess.DEVNULL:
             stdout = written
         elif written is not None:

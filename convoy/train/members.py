@@ -1,5 +1,7 @@
 """Lets a training go on when devices are lost or come: what a script's loop uses around its steps and between them."""
 
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 from convoy.comm.agreement import share_number
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Words
+from convoy.comm.launcher import Launcher
 from convoy.comm.newcomer import Entrance
 from convoy.comm.processes import JoinedGroup
 from convoy.comm.regroup import Home, Membership
@@ -108,11 +111,13 @@ class Members(GoingOn):
         if entrance is None and isinstance(group, ChangingGroup) and group.entrance is not None:
             entrance, group.entrance = (group.entrance, facts_of(model)), None
         home = home_here(group) if home is None else home
-        if newcomers is None and (entrance is not None or listens()):
+        launcher = Launcher.of_process(os.environ) if newcomers is None else Launcher()  # else the caller tells it
+        if newcomers is None and (entrance is not None or listens() or launcher.listens):
             newcomers = Welcome(model, replan, lambda: between.loader is not None)
         changes = isinstance(group, ChangingGroup) and (isinstance(group.present, JoinedGroup) or home is not None)
         membership = Membership(group, home) if changes and isinstance(group, ChangingGroup) else None
         super().__init__(model, optimizers, others, every, spares, replan, tell, membership, newcomers, entrance)
+        self.launcher = launcher
         model.guard = self._begin_epoch
 
     @contextmanager
@@ -170,6 +175,8 @@ class Members(GoingOn):
         self._strict, self._pace = True, None
         self.story = self._tell_story, self._between.told.update
         self._signals.enter_context(hearing_signals(self))
+        if threading.current_thread() is threading.main_thread():
+            self._signals.callback(self.launcher.hear_of_script())
         # Where the group has broken, the next message says it again.
         with suppress(DeviceLostError) if self.entrance is None else nullcontext():
             self.begin()
@@ -178,6 +185,7 @@ class Members(GoingOn):
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # the others have: schedules ask for it
         if self.membership is not None and self.newcomers is not None:
             self.membership.offer = offer()
+            self._tell_launcher()
 
     def _grow_now(self) -> None:
         """Let newcomers in before a step, whose batch has been handed out already."""

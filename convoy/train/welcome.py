@@ -14,15 +14,13 @@ from convoy.comm.changing import present
 from convoy.comm.channel import Words
 from convoy.comm.environment import ProcessEnv
 from convoy.comm.group import Group
+from convoy.comm.launcher import LISTEN
 from convoy.comm.processes import JoinedGroup
 from convoy.comm.regroup import Home
 from convoy.comm.rendezvous import credentials_of
 from convoy.planner.known import Known
 from convoy.runtime.module import Distributed
 from convoy.train.newcomers import Verdict
-
-LISTEN = "CONVOY_LISTEN"
-"""HOST:PORT where the first device of a script answers newcomers, as `convoy run --listen` was given it."""
 
 
 def listens() -> bool:

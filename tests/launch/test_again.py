@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.launch.again import FIRST_PAUSE_S, LONGEST_PAUSE_S, MOST_DEATHS, Again
+from convoy.launch.again import FIRST_PAUSE_S, LONGEST_PAUSE_S, MOST_DEATHS, MOST_SILENCES, Again
 from convoy.launch.exit_status import Ending
 from convoy.launch.local import launch_local
 
@@ -21,7 +21,7 @@ class Launcher:
     def __init__(self, devices: int = 2) -> None:
         self.now_s, self.said, self.starts = 0.0, list[str](), list[tuple[int, int, list[tuple[str, int]]]]()
         self.again = Again(
-            [f"device {d}" for d in range(devices)],
+            {d: f"device {d}" for d in range(devices)},
             lambda device, process, doors: self.starts.append((device, process, list(doors))),
             self.said.append,
             lambda: self.now_s,
@@ -44,8 +44,8 @@ class Launcher:
         return [(device, process) for device, process, _ in self.starts[count:]]
 
 
-AGAIN = [(-signal.SIGKILL, None), (-signal.SIGSEGV, None), (2, "lost"), (2, "memory")]
-NOT = [(0, None), (1, None), (2, None), (2, "left"), (-signal.SIGTERM, None), (-signal.SIGINT, None)]
+AGAIN = [(-signal.SIGKILL, None), (-signal.SIGSEGV, None), (2, "lost"), (2, "nobody"), (2, "memory")]
+NOT = [(0, None), (1, None), (2, None), (2, "left"), (2, "stopped"), (-signal.SIGTERM, None), (-signal.SIGINT, None)]
 
 
 @pytest.mark.parametrize(("status", "ends"), AGAIN)
@@ -109,6 +109,36 @@ def test_who_trained_for_long_is_new() -> None:
         launcher.wait(LONGEST_PAUSE_S + 1)
 
 
+def test_a_host_alone_tries_until_nobody_has_answered_for_long() -> None:
+    """It does not know who trains elsewhere: the job may be over. An answer in between begins the count anew."""
+    launcher = Launcher(1)
+    launcher.again = Again({3: "device 3"}, launcher.again._start, launcher.said.append, lambda: launcher.now_s,
+                           devices=5, alone=True)  # fmt: skip
+    launcher.tell(3, 0)
+    launcher.end(3, -9)
+    for tries in (MOST_SILENCES - 1, MOST_SILENCES):
+        assert launcher.again.members == set()
+        ((device, process),) = launcher.wait(LONGEST_PAUSE_S)
+        assert (device, process) >= (3, 5)
+        launcher.end(process, 2, "error: it is out", ends="lost")
+        for _ in range(tries):
+            ((_, process),) = launcher.wait(LONGEST_PAUSE_S)
+            launcher.end(process, 2, "error: no job answers", ends="nobody")
+    assert launcher.wait(LONGEST_PAUSE_S) == []
+    assert launcher.again.next_s == float("inf")
+    assert launcher.said[-1] == "device 3 ended: no job answers; it is not started again"
+
+
+def test_a_host_alone_tries_no_more_once_a_device_has_done_its_work() -> None:
+    launcher = Launcher(2)
+    launcher.again = Again(dict.fromkeys((0, 1), "a device"), launcher.again._start, launcher.said.append, alone=True)
+    launcher.tell(0, 0)
+    launcher.end(0, -9)
+    assert launcher.again.next_s < float("inf")
+    launcher.end(1, 0)
+    assert launcher.again.next_s == float("inf"), "the job is over"
+
+
 def test_the_doors_are_those_of_the_latest_generation() -> None:
     launcher = Launcher(3)
     launcher.tell(2, 2, DOORS[1:])
@@ -157,7 +187,7 @@ if rank is not None:
     await_("joined")
     print("the last of the first", flush=True)
 else:
-    told = {name: os.environ.get(name) for name in ("CONVOY_DEVICE", "WORLD_SIZE", "MASTER_ADDR", "TOPIC")}
+    told = {name: os.environ.get(name) for name in ("CONVOY_DEVICE", "WORLD_SIZE", "MASTER_ADDR", "TOPIC", "CONVOY_JOIN")}
     with open(f"FOLDER/told", "a") as file:
         file.write(json.dumps([sys.argv[1:], told, len(os.listdir("/proc/self/fd"))]) + "\\n")
     if sum(1 for _ in open(f"FOLDER/told")) < FAILURES:
@@ -174,8 +204,7 @@ QUICK = (sys.executable, "-S", "-c")
 def launch(folder: Path, work: str, failures: int = 3) -> int:
     script = DEVICE.replace("WORK", work).replace("FOLDER", str(folder)).replace("FAILURES", str(failures))
     return launch_local(
-        [script], ["cpu", "cpu:0"], command=QUICK, environment={"TOPIC": "ships"}, goes_on=True,
-        joining=lambda doors, name: [script, "join", ",".join(f"{h}:{p}" for h, p in doors), name],
+        [script, "words"], ["cpu", "cpu:0"], command=QUICK, environment={"TOPIC": "ships"}, goes_on=True, tries_again=True
     )  # fmt: skip
 
 
@@ -195,7 +224,8 @@ def test_a_killed_process_is_started_again_until_it_has_come_in(
     assert launch(tmp_path, f"{JOINS}; time.sleep(0.3); print('the last', flush=True)") == 0
     tries = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
     told = {"CONVOY_DEVICE": "cpu:0", "WORLD_SIZE": None, "MASTER_ADDR": None, "TOPIC": "ships"}
-    assert [each[:2] for each in tries] == [[["join", "127.0.0.1:7,127.0.0.1:8", "cpu:0"], told]] * 3
+    told["CONVOY_JOIN"] = "127.0.0.1:7,127.0.0.1:8"
+    assert [each[:2] for each in tries] == [[["words"], told]] * 3
     assert len({files for *_, files in tries}) == 1, "each with as many open files"
     out, err = capfd.readouterr()
     assert out == "the last of the first\nthe last\n"

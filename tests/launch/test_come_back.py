@@ -26,8 +26,7 @@ from convoy.fleet import read_fleet
 from convoy.launch import again, fleet as launch
 launch.BEAT_S, again.FIRST_PAUSE_S = 0.5, 0.2
 fleet, script = sys.argv[1:]
-joining = lambda doors, name: [script, *(f"{host}:{port}" for host, port in doors), name]
-sys.exit(launch.run_on_fleet(read_fleet(Path(fleet)), [script], grace_s=1.0, goes_on=True, joining=joining))
+sys.exit(launch.run_on_fleet(read_fleet(Path(fleet)), [script], grace_s=1.0, goes_on=True, tries_again=True))
 """
 
 DEVICE = """
@@ -41,7 +40,7 @@ def leave(name, what):
 rank = os.environ.get("RANK")
 if rank is None:
     names = ("CONVOY_DEVICE", "OMP_NUM_THREADS", "CONVOY_SLOWDOWN", "SSH_CONNECTION")
-    leave("again", [os.getpid(), sys.argv[1:], {name: os.environ.get(name) for name in names}])
+    leave("again", [os.getpid(), os.environ["CONVOY_JOIN"], {name: os.environ.get(name) for name in names}])
     tell(generation=1, doors=[])
     print("who came later", flush=True)
 else:
@@ -80,14 +79,14 @@ def test_a_killed_device_is_started_again_on_its_host(hosts: Lab, tmp_path: Path
     with hosts.on("attic", starting(tmp_path)) as launcher:
         first = [read(tmp_path / str(rank)) for rank in range(3)]
         os.kill(int(str(first[1])), signal.SIGKILL)
-        pid, argv, told = read(tmp_path / "again")  # type: ignore[misc]
+        pid, doors, told = read(tmp_path / "again")  # type: ignore[misc]
         (tmp_path / "end").touch()
         output, errors = launcher.communicate(timeout=30)
     assert (launcher.returncode, errors) == (
         0, "device 1 (host cellar, cpu) was killed by SIGKILL; it is started again\n"
     )  # fmt: skip
     assert pid not in first
-    assert argv == ["10.77.0.2:7", "10.77.0.3:7", "cpu"]
+    assert doors == "10.77.0.2:7,10.77.0.3:7"
     assert told.pop("SSH_CONNECTION").split()[2] == "10.77.0.3"
     assert told == {"CONVOY_DEVICE": "cpu", "OMP_NUM_THREADS": "2", "CONVOY_SLOWDOWN": "2.0"}
     assert output.splitlines()[0] == "who came later"

@@ -31,26 +31,41 @@ from convoy.launch.detach import Detach, this_host
 folder, script = Path(sys.argv[1]), sys.argv[2]
 job = this_host(("cpu", "cpu"))
 job = replace(job, host=replace(job.host, python=str(folder / "quick")))
-sys.exit(launch.run_on_fleet([job], [script], grace_s=1.0, detach=Detach(folder / "logs", 60.0)))
+again = len(sys.argv) > 3
+detach = Detach(folder / "logs", 60.0)
+sys.exit(launch.run_on_fleet([job], [script], grace_s=1.0, detach=detach, goes_on=again, tries_again=again))
 """
 
 
-def started(folder: Path, begin: str) -> "subprocess.Popen[str]":
+LATER = 7
+"""What a device calls itself that was started again."""
+
+TELLS = """
+import json
+words = {"generation": int(RANK == LATER), "doors": [["127.0.0.1", 9]]}
+os.write(int(os.environ["CONVOY_LAUNCHER_PIPE"]), json.dumps(words).encode() + b"\\n")
+print("asks at", os.environ.get("CONVOY_JOIN"), flush=True)
+"""
+
+
+def started(folder: Path, begin: str, *again: str) -> "subprocess.Popen[str]":
     quick = folder / "quick"
-    quick.write_text(QUICK.format(python=sys.executable, more=""))
+    soon = "from convoy.launch import again; again.FIRST_PAUSE_S = 0.2"
+    quick.write_text(QUICK.format(python=sys.executable, more=soon))
     quick.chmod(0o755)
     packages = [str(ROOT), *(path for path in sys.path if path.endswith("-packages"))]
     script = f"""
 import os, sys, time
 sys.path[:0] = {packages!r}
-FOLDER, RANK = {str(folder)!r}, int(os.environ["RANK"])
+FOLDER, RANK = {str(folder)!r}, int(os.environ.get("RANK", {LATER}))
 def here():
     with open(f"{{FOLDER}}/{{RANK}}.new", "w") as file:
         file.write(str(os.getpid()))
     os.rename(f"{{FOLDER}}/{{RANK}}.new", f"{{FOLDER}}/{{RANK}}")
+{TELLS.replace("LATER", str(LATER)) if again else ""}
 {TRAINS.format(begin=begin)}
 """
-    command = [sys.executable, "-c", LAUNCH, str(folder), script]
+    command = [sys.executable, "-c", LAUNCH, str(folder), script, *again]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -75,6 +90,31 @@ def test_devices_train_on_when_the_command_has_come_back_and_nothing_is_left_aft
     log = (tmp_path / "logs" / "host-of-0.log").read_text()
     assert re.fullmatch(r"SIGTERM: its devices are to leave\n(.* device [01] \(.*\) ended: SIGTERM\n){2}", log)
     assert (tmp_path / "logs" / "device-1.log").read_text() == "device 1\n"
+
+
+def test_a_device_that_is_killed_is_started_again_without_the_command(tmp_path: Path) -> None:
+    """By the agent of its host, on which alone that may be known; what it prints goes behind what the first one did."""
+    with started(tmp_path, "all", "again") as launcher:
+        _, errors = launcher.communicate(timeout=60)
+    assert (launcher.returncode, errors) == (0, "")
+    first, agent = process_of(tmp_path, 1), process_of(tmp_path, 0).parent()
+    first.kill()
+    second = process_of(tmp_path, LATER)
+    assert second.parent() == agent
+    (tmp_path / "end").touch()
+    assert agent is not None
+    assert eventually(lambda: not any(process.is_running() for process in (first, second, agent)))
+    lines = (tmp_path / "logs" / "host-of-0.log").read_text().splitlines()
+    said = [re.sub(r"^\S+ \S+ ", "", line) for line in lines]
+    device = "device 1 (host this-machine, cpu)"
+    assert said[:2] == [
+        "device 1 (host this-machine, cpu) ended: SIGKILL",
+        f"{device} was killed by SIGKILL; it is started again",
+    ]
+    assert sorted(said[2:]) == [f"device {rank} (host this-machine, cpu) ended: exit status 0" for rank in range(2)]
+    assert (tmp_path / "logs" / "device-1.log").read_text().splitlines() == [
+        "asks at None", "device 1", "asks at 127.0.0.1:9", f"device {LATER}", "ends",
+    ]  # fmt: skip
 
 
 def test_before_all_devices_train_they_end_with_the_command(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convoy import cli
-from convoy.app.joining_address import joining
 from convoy.comm.environment import is_own
 from convoy.config.run_file import resolve_settings
 from convoy.errors import InputError
@@ -222,7 +221,7 @@ def test_all_settings_travel_as_options(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert train_on_fleet(settled, FLEET, False) == 0
     (((fleet, argv), named),) = told
     assert fleet == FLEET
-    assert named == {"port": None, "files": [], "logs": None, "goes_on": True, "detach": None, "joining": joining}
+    assert named == {"port": None, "files": [], "logs": None, "goes_on": True, "detach": None, "tries_again": True}
     given: list[Any] = []
     monkeypatch.setattr("convoy.app.train.run_device", given.append)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "5")):
@@ -245,7 +244,7 @@ def test_files_that_the_devices_read_are_checked(monkeypatch: pytest.MonkeyPatch
                 "logs": None,
                 "goes_on": True,
                 "detach": None,
-                "joining": joining,
+                "tries_again": True,
             },
         )
     ]
@@ -294,7 +293,10 @@ def test_measuring_is_started_with_the_same_words(
     monkeypatch.setattr("convoy.launch.command.run_on_fleet", lambda _, argv, **named: told.append((argv, named)) or 0)
     assert convoy_in_process(monkeypatch, argv) == 0
     assert told == [
-        (argv, {"port": None, "files": [fleet_file], "logs": None, "goes_on": False, "detach": None, "joining": None})
+        (
+            argv,
+            {"port": None, "files": [fleet_file], "logs": None, "goes_on": False, "detach": None, "tries_again": False},
+        )
     ]
     assert capsys.readouterr().out == "Device 0 is on host attic: files that the job writes lie there.\n"
 
