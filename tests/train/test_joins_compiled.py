@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 from torch import nn
 
+from benchmarks.chaos import Case
 from convoy.api import distribute, make_plan
 from convoy.comm.group import Group
 from convoy.runtime import compiled
@@ -14,7 +15,10 @@ from tests.support.compiler import compiler_imported  # noqa: F401 - a fixture
 from tests.train.test_joins_with import PLAIN, Equipped
 from tests.train.test_newcomers import EXAMPLE, alone, check, newcomer, started
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+pytestmark = [
+    pytest.mark.slow,  # tests/train/test_losses_compiled.py has the quick one
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
+]
 
 
 @dataclass
@@ -36,6 +40,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Compiler]:
         made.append(Compiler(group))
         return made[-1]
 
+    monkeypatch.setattr("tests.train.test_newcomers.TIMEOUT_S", 100.0)  # one device compiles at a time
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
     monkeypatch.setattr(compiled, "FASTER", float("inf"))
     monkeypatch.setattr("convoy.runtime.module.Compiler", compiler)
@@ -48,18 +53,11 @@ CASES = [
     (replace(PLAIN, plan="model", rebalance=True, every=3), range(2, 9)),
     (replace(PLAIN, devices=1, plan="data"), range(5, 9)),
 ]
-QUICK = 1
 
 
-@pytest.mark.parametrize(
-    ("case", "steps"),
-    [
-        pytest.param(case, steps, marks=[pytest.mark.slow] if i >= QUICK else [], id=f"{case.devices} by {case.plan}")
-        for i, (case, steps) in enumerate(CASES)
-    ],
-)
+@pytest.mark.parametrize(("case", "steps"), CASES, ids=[f"{case.devices} by {case.plan}" for case, _ in CASES])
 def test_a_device_that_comes_changes_no_number_of_compiled_layers(
-    case: object, steps: range, made: list[Compiler]
+    case: Case, steps: range, made: list[Compiler]
 ) -> None:
     """Also where the others had compiled theirs before it came: they go by a new plan then, and try anew."""
     job = Compiles(case, ["first"])
@@ -72,7 +70,6 @@ def test_a_device_that_comes_changes_no_number_of_compiled_layers(
     assert all(compiler.used for compiler in made[-devices:]), "all of them compile, the newcomer too"
 
 
-@pytest.mark.slow
 def test_who_came_goes_on_alone_with_compiled_layers(made: list[Compiler]) -> None:
     job = Compiles(replace(PLAIN, plan="hybrid", epochs=6), ["first"])
     job.expected = dict.fromkeys(range(2, 7), "first")
