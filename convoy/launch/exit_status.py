@@ -52,7 +52,8 @@ def judge(endings: Sequence[Ending], goes_on: bool = False) -> Outcome:
     """Find the first cause among the endings, given in order of time.
 
     Args:
-        goes_on: the job was one that goes on without the devices that are lost: it ended well if one of them did.
+        goes_on: the job was one that goes on without the devices that are lost: it ended well if one of them did, and else as
+            the last say that were there.
 
     A signal outranks a crash, and a crash outranks an error that a device printed: when one is gone the others leave
     with errors of their own, some of them sooner than it takes the first to end.
@@ -60,6 +61,8 @@ def judge(endings: Sequence[Ending], goes_on: bool = False) -> Outcome:
     bad = [ending for ending in endings if ending.status != 0 and not ending.stopped_by_us]
     if goes_on and any(ending.status == 0 for ending in endings):
         return Outcome(0)
+    if goes_on and bad and bad[-1].status == ERROR_STATUS:
+        bad = [ending for ending in bad if ending.status == ERROR_STATUS]
     if any(ending.device == 0 and ending.status == PIPE_STATUS for ending in bad):
         return Outcome(PIPE_STATUS)
     killed = [ending for ending in bad if ending.status < 0]
