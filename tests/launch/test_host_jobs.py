@@ -221,7 +221,15 @@ def test_all_settings_travel_as_options(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert train_on_fleet(settled, FLEET, False) == 0
     (((fleet, argv), named),) = told
     assert fleet == FLEET
-    assert named == {"port": None, "files": [], "logs": None, "goes_on": True, "detach": None, "tries_again": True}
+    assert named == {
+        "port": None,
+        "files": [],
+        "logs": None,
+        "goes_on": True,
+        "silence_s": 60.0,
+        "detach": None,
+        "tries_again": True,
+    }
     given: list[Any] = []
     monkeypatch.setattr("convoy.app.train.run_device", given.append)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "5")):
@@ -244,6 +252,7 @@ def test_files_that_the_devices_read_are_checked(monkeypatch: pytest.MonkeyPatch
                 "logs": None,
                 "goes_on": True,
                 "detach": None,
+                "silence_s": 60.0,
                 "tries_again": True,
             },
         )
@@ -295,7 +304,15 @@ def test_measuring_is_started_with_the_same_words(
     assert told == [
         (
             argv,
-            {"port": None, "files": [fleet_file], "logs": None, "goes_on": False, "detach": None, "tries_again": False},
+            {
+                "port": None,
+                "files": [fleet_file],
+                "logs": None,
+                "goes_on": False,
+                "silence_s": 60.0,
+                "detach": None,
+                "tries_again": False,
+            },
         )
     ]
     assert capsys.readouterr().out == "Device 0 is on host attic: files that the job writes lie there.\n"
