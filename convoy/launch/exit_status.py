@@ -61,10 +61,10 @@ def judge(endings: Sequence[Ending], goes_on: bool = False) -> Outcome:
     bad = [ending for ending in endings if ending.status != 0 and not ending.stopped_by_us]
     if goes_on and any(ending.status == 0 for ending in endings):
         return Outcome(0)
-    if goes_on and bad and bad[-1].status == ERROR_STATUS:
-        bad = [ending for ending in bad if ending.status == ERROR_STATUS]
     if any(ending.device == 0 and ending.status == PIPE_STATUS for ending in bad):
         return Outcome(PIPE_STATUS)
+    if goes_on and bad and bad[-1].status == ERROR_STATUS:
+        bad = [ending for ending in bad if ending.status == ERROR_STATUS]
     killed = [ending for ending in bad if ending.status < 0]
     crashed = [ending for ending in bad if ending.status not in (0, ERROR_STATUS)]
     # Whoever tells of another's loss is no cause. What device 0 told is not known here.

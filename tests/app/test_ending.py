@@ -129,7 +129,7 @@ def test_a_device_that_has_not_begun_cannot_leave_and_is_ended_at_once(folder: P
 def test_who_is_still_there_is_told_with_a_remedy(folder: Path) -> None:
     with device(folder, "deaf") as process:
         try:
-            with pytest.raises(ConvoyError, match=f"did not end within 0.2 s.* kill {process.pid}"):
+            with pytest.raises(ConvoyError, match=f"did not end within 0.2 s.* kill -9 {process.pid}"):
                 leave(None, (), 0.2)
             assert process.stdout is not None
             assert process.stdout.readline() == "leaves\n"

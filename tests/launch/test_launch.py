@@ -242,6 +242,17 @@ def test_errors_that_the_terminal_has_not_seen_are_told(endings: list[Ending], s
         assert words in line
 
 
+def test_a_job_that_goes_on_ends_as_its_last_devices_say_and_quietly_where_nobody_reads() -> None:
+    refused = [ending(1, -9), ending(2, 2, "error: asked to stop"), ending(0, 2)]
+    assert judge(refused, goes_on=True).lost is None
+    assert judge(refused).lost is not None
+    assert judge([*refused[:2], ending(0, 0)], goes_on=True).status == 0
+    reader_gone = [ending(0, 141), ending(1, 2, "error: device 0 left because of its own error: SystemExit: 1")]
+    for goes_on in False, True:
+        outcome = judge(reader_gone, goes_on=goes_on)
+        assert (outcome.status, outcome.lines, outcome.lost) == (141, (), None)
+
+
 # ------------------------------------------------------------------------------- the end of the launcher itself
 
 LAUNCHER = """
