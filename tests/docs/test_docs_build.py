@@ -75,8 +75,11 @@ def test_the_reference_tells_of_the_types_that_it_shows() -> None:
     known, unknown = {id(each) for each in (*objects, *(each for names in modules for each in names))}, set()
     for each in objects:
         with suppress(NameError):  # a name that is only imported for type checkers
-            hints = typing.get_type_hints(each.__init__ if isinstance(each, type) else each)
-            found = [kind for hint in hints.values() for kind in _classes(hint) if id(kind) not in known]
+            hints = list(typing.get_type_hints(each.__init__ if isinstance(each, type) else each).values())
+            if isinstance(each, type):  # and attributes that its text names
+                shown = set(re.findall(r"^ {8}(\w+)[:,]", each.__doc__ or "", re.M))
+                hints += [hint for name, hint in typing.get_type_hints(each).items() if name in shown]
+            found = [kind for hint in hints for kind in _classes(hint) if id(kind) not in known]
             unknown |= {f"{kind.__module__}.{kind.__qualname__}" for kind in found}
     ignored = re.compile("|".join(pattern for _, pattern in nitpick_ignore_regex))
     assert not {name for name in unknown if name.startswith("convoy.") and not ignored.fullmatch(name)}
