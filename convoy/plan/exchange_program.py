@@ -15,7 +15,7 @@ from convoy.plan.device_program import Add, Copy, Event, Make, Operation, Part, 
 from convoy.plan.steps import ShareStatistics
 from convoy.sharding.comm_dtype import CommDtype, rounds_own_copy
 from convoy.sharding.layout import Box, Layout, Partial, Replicated, Shape, box, covers, entries, local_shape
-from convoy.sharding.redistribute import Round, Schedule, Transfer
+from convoy.sharding.redistribute import Round, Schedule, Transfer, forget_schedules
 from convoy.sharding.shares import ranges
 
 Landing = tuple[Event | None, list[Operation]]
@@ -134,6 +134,12 @@ class MoveOf:
 def operations_of(move: MoveOf) -> ExchangeOperations:
     """The operations of a move, worked out once: the plans that a planner compares have most moves in common."""
     return move.operations()
+
+
+def forget_moves() -> None:
+    """Forget what was worked out for moves, after the devices have changed: nobody asks for those of before again."""
+    operations_of.cache_clear()
+    forget_schedules()
 
 
 @dataclass(slots=True)

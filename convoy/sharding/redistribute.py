@@ -321,3 +321,9 @@ def _deliver(have: tuple[int, ...], want: tuple[int, ...], n: int) -> list[Round
         return []
     pieces = list(zip(have, chunks(n, len(have)), strict=True))
     return [_round(((sender, d, span) for d in missing for sender, span in pieces), adds=False)]
+
+
+def forget_schedules() -> None:
+    """Forget all schedules; who has one keeps it."""
+    for known in (schedule, sum_in_segments, in_chunks, sum_into_shares, gather_shares):
+        known.cache_clear()

@@ -16,6 +16,7 @@ from convoy.comm.newcomer import Entrance
 from convoy.comm.regroup import Membership
 from convoy.errors import ConvoyError, DeviceLostError
 from convoy.membership.agreement import Generation
+from convoy.plan.exchange_program import forget_moves
 from convoy.plan.plan import Plan
 from convoy.runtime.keep import StateKeeper
 from convoy.runtime.module import Distributed
@@ -260,6 +261,7 @@ class GoingOn:
             assert self.fall_back is not None
             self.steps, self.place = self.fall_back()
         self._keep()
+        forget_moves()
         roster.tell(device=self.membership.me, members=now.members)
         self._tell_launcher()
         if self.tell is not None:
