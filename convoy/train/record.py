@@ -1,5 +1,6 @@
 """What a training run showed, and how far it is. Devices that go back to an earlier step forget what came behind it."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -57,13 +58,20 @@ class Record:
 
     def step(self, loss: float, epoch: int, samples: int) -> None:
         """The next step."""
+        row, before = (epoch, samples), self.samples[-1:]
+        self.undone.pop(self.begun + len(self.samples), None)
         self.history.losses.append(loss)
-        self.samples.append((epoch, samples))
+        self.samples.append(
+            before[0] if before == [row] else row
+        )  # one value for all like it: a long training has many steps
 
     def rows_of(self, epoch: int) -> list[tuple[float, int]]:
         """Losses and samples of the steps of an epoch."""
-        rows = zip(self.history.losses, self.samples, strict=True)
-        return [(loss, count) for loss, (at, count) in rows if at == epoch]
+        first, end = bisect_left(self.samples, (epoch,)), bisect_left(self.samples, (epoch + 1,))
+        return [
+            (loss, count)
+            for loss, (_, count) in zip(self.history.losses[first:end], self.samples[first:end], strict=True)
+        ]
 
     def test(self, epoch: int, step: int, accuracy: float, *, ends_epoch: bool) -> Evaluation:
         """The next test."""
@@ -116,13 +124,16 @@ class Record:
         Args:
             unread: steps behind the history, with their losses.
         """
-        losses = [*self.history.losses, *(loss for _, loss in unread)]
-        samples = [*self.samples, *((each.epoch, each.samples) for each, _ in unread)]
-        first = next((i for i, (epoch, _) in enumerate(samples) if epoch == samples[-1][0]), 0)
-        ahead = self._undone_from(self.begun + len(losses))
+        epoch = unread[-1][0].epoch if unread else self.samples[-1][0] if self.samples else 0
+        first = bisect_left(self.samples, (epoch,))
+        rows = [*zip(self.history.losses[first:], self.samples[first:], strict=True)]
+        rows += [(loss, (each.epoch, each.samples)) for each, loss in unread if each.epoch == epoch]
+        end = self.begun + len(self.samples) + len(unread)
+        begun = end - len(rows)
+        rows += self._undone_from(end)
         return {
-            "begun": self.begun + first, "losses": losses[first:] + [loss for loss, _ in ahead],
-            "samples": samples[first:] + [each for _, each in ahead], "diverged": self.diverged,
+            "begun": begun, "losses": [loss for loss, _ in rows],
+            "samples": [each for _, each in rows], "diverged": self.diverged,
             "epochs": [asdict(each) for each in self.epochs.values()],
             "evaluations": [asdict(each) for each in self.tests.values()],
         }  # fmt: skip

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from convoy.train.late_losses import Unread
 from convoy.train.observer import EpochResult
 from convoy.train.record import Place, Record
 
@@ -87,3 +88,23 @@ def test_a_loss_that_was_no_number_is_forgotten_and_known_again() -> None:
     assert record.history.diverged is None
     record.go_back(Place(6, 3, 0))
     assert record.history.diverged == 4
+
+
+def test_a_story_has_the_present_epoch_alone_also_where_losses_are_not_read_yet() -> None:
+    record = trained(steps=6)
+    unread = [(Unread(6, 3, 8, 0.1, 0.0), 6.0), (Unread(7, 3, 8, 0.1, 0.0), 7.0), (Unread(8, 4, 5, 0.1, 0.0), 8.0)]
+    for count, begun, losses in [(0, 4, [4, 5]), (2, 6, [6, 7]), (3, 8, [8])]:
+        told = record.story(unread[:count])
+        assert (told["begun"], told["losses"]) == (begun, losses), count
+    assert Record().story([])["losses"] == []
+
+
+def test_what_is_done_again_is_held_once() -> None:
+    """Hours of losses: what was undone stayed in memory for ever, and every step had a row of its own."""
+    record = trained()
+    record.go_back(Place(3, 1, 1))
+    assert sorted(record.undone) == [3, 4, 5, 6]
+    trained(record=record)
+    assert record.undone == {}
+    assert record.samples[2] is record.samples[3]
+    assert record.rows_of(1) == [(2, 8), (3, 8)]
