@@ -90,12 +90,15 @@ def build_members(
     settings: Settings, training: Training, here: Handover, plans: Plans, replan: Replanner, joining: JoiningDevices,
     opening: Opening, entrance: tuple[Entrance, Words] | None = None,
 ) -> Members | None:  # fmt: skip
-    """What lets the training go on with fewer devices, and with more; None where it is not to."""
+    """What lets the training go on with fewer devices, and with more, and one device end after the step; None where it is not
+    to."""
     model = training.model
-    if not settings.goes_on or not isinstance(model, Distributed):
+    if not isinstance(model, Distributed) or model.plan.mixes:
         return None
-    home = home_of(settings, model.group) if entrance is None else None
+    home = home_of(settings, model.group) if entrance is None and settings.goes_on else None
     if model.group.devices == 1 and entrance is None and home is None:
+        return Members(model, training.optimizer, newcomers=joining)
+    if not settings.goes_on:
         return None
 
     def changed(reason: str) -> None:

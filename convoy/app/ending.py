@@ -43,7 +43,9 @@ def stop(job: str | None, wait_s: float) -> None:
     _tell(trains, END)
     _tell([row for row in here if not row.members], LEAVE)  # the others end with it
     after = (
-        "asked to end after the step, on all machines" if trains else "ended; it did not train yet, or not with others"
+        "asked to end after the step, on all machines"
+        if trains
+        else "ended at once; it did not train yet, or could not end after a step (--spare none, a script without Members)"
     )
     print(f"{_title(here)}: {after}", flush=True)
     _see_them_end(here, wait_s)
@@ -87,7 +89,7 @@ def who_leaves(here: Sequence[Row], devices: Sequence[int]) -> list[Row]:
     if fixed := [row for row in rows if not row.members]:
         raise InputError(
             f"{_names(fixed)} of {_title(here)} cannot leave: it has not begun to train, or the others could not go on without "
-            "it (one device alone, --spare none, a script without convoy.train.Members); `convoy stop` ends the job"
+            "it (--spare none, a script without convoy.train.Members); `convoy stop` ends the job"
         )
     members = rows[0].members
     if {row.device for row in rows} >= set(members):

@@ -66,11 +66,12 @@ class GoingOn:
         self._facts: Words | None = None  # what this device said of itself, where it came later
         self._judge = None if membership is None or newcomers is None else Judge(membership, newcomers)
         self._planned: Generation | None = None  # that the model's plan is for
+        self._alone: Generation | None = None  # one device that nobody can come to, once it trains
 
     @property
     def generation(self) -> Generation | None:
-        """The devices that train now; None: there was one alone from the beginning."""
-        return None if self.membership is None else self.membership.generation
+        """The devices that train now; None: this one does not yet, or the others could not go on without one."""
+        return self._alone if self.membership is None else self.membership.generation
 
     def begin(self, steps: int = 0, place: Any = None) -> Any:
         """Before the first step: keep the state as it is; on a device with an entrance, wait until it is let in.
@@ -102,6 +103,9 @@ class GoingOn:
                         self.states.keep(steps, self._others())
                 raise
             roster.tell(members=self.membership.generation.members)
+        elif self.model.group.devices == 1:
+            self._alone = Generation(0, (0,))
+            roster.tell(members=self._alone.members)
         return place
 
     def after_step(self, place: Any = None) -> None:
@@ -115,9 +119,11 @@ class GoingOn:
             LeftError, StoppedError: this device, or all, were to end after this step.
         """
         self.steps, self.place = self.steps + 1, place
-        if self.membership is None:
-            return
         roster.refresh()
+        if self.membership is None:
+            if self._wishes.leaves or self._wishes.ends:
+                end_all(self.model.group, self.steps)
+            return
         if self._pace is not None:
             self._pace.ended()
         judge = self._judge
