@@ -1,4 +1,4 @@
-"""A script of one's own over several machines, by a real ssh: a host is switched off and on again, and its device comes back."""
+"""A script of one's own over several machines, by ssh: a host is switched off and on again, and its device comes back."""
 
 import json
 import os

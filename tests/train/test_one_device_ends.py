@@ -36,7 +36,7 @@ class Killing(Observer):
     def on_step(self, result: StepResult) -> None:
         self.told.append(result)
 
-    def on_step_end(self, step: int, samples: int) -> None:
+    def on_step_end(self, step: int, samples: int) -> None:  # noqa: ARG002
         if step + 1 == LAST:
             os.kill(os.getpid(), self.signum)
 
@@ -57,8 +57,8 @@ def test_it_finishes_the_step_and_saves_it(signum: signal.Signals, tmp_path: Pat
     keeper.begin(resume=False)
     members, observer = Members(model, training.optimizer), Killing(signum)
     says = f"the training was stopped after step {LAST}, as it was asked to; --resume goes on from there"
+    loaders = Loader(Samples(), 20, model), Loader(Samples(), 23, model, shuffle=False)
     with hearing_signals(members), pytest.raises(StoppedError, match=f"^{re.escape(says)}$"):
-        loaders = Loader(Samples(), 20, model), Loader(Samples(), 23, model, shuffle=False)
         fit(training, *loaders, 10, observer, None, keeper, members=members)
     assert [result.step + 1 for result in observer.told] == [*range(1, LAST + 1)]
     found = latest(tmp_path / "run")
@@ -77,7 +77,8 @@ def test_a_script_of_one_device_ends_after_the_step() -> None:
     model = distributed()
     optimizer = made_optimizer(model)
     members = Members(model, optimizer)
-    with pytest.raises(StoppedError, match=f"^the training was stopped after step {LAST}, as it was asked to$"):
+
+    def script() -> None:
         for _ in range(10):
             for x, y in Loader(Samples(), 20, model):
                 with members.step() as attempt:
@@ -87,6 +88,9 @@ def test_a_script_of_one_device_ends_after_the_step() -> None:
                         os.kill(os.getpid(), LEAVE)
                     optimizer.step()
                 assert attempt.finished
+
+    with pytest.raises(StoppedError, match=f"^the training was stopped after step {LAST}, as it was asked to$"):
+        script()
     members.close()
 
 
