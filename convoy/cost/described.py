@@ -152,7 +152,7 @@ STAGING_S_PER_BYTE = 1e-10
 
 _OF_A_CORE = Overheads(
     step_s=1e-3, layer_s=5e-5, round_s=4e-4, message_s=1e-4, copy_s_per_byte=5e-11, add_s_per_byte=5e-11,
-    fresh_s_per_byte=1e-11, update_s_per_tensor=1e-5,
+    fresh_s_per_byte=1e-11, update_s_per_tensor=1e-5, loss_s_per_byte=1e-9,
 )  # fmt: skip
 """What a whole core takes beside the arithmetic: rounded from `convoy measure` on our machine, which was not idle."""
 
@@ -162,9 +162,12 @@ def _overheads(device: Device, rate: Rate) -> Overheads:
     of_a_core = Overheads(*(getattr(_OF_A_CORE, name) * slower for name in Overheads.__slots__))
     if device.kind == "cpu":
         return of_a_core
-    # A GPU copies in its own memory, a read and a write, and what it frees it keeps.
-    copy_s, add_s = 2 / rate.bytes_per_s, 3 / rate.bytes_per_s
-    return replace(of_a_core, copy_s_per_byte=copy_s, add_s_per_byte=add_s, fresh_s_per_byte=0.0)
+    # A GPU copies in its own memory, a read and a write, and what it frees it keeps. A cross-entropy reads the outputs, writes
+    # and reads logarithms, writes and reads their gradient, and writes that of the outputs.
+    copy_s, add_s, loss_s = 2 / rate.bytes_per_s, 3 / rate.bytes_per_s, 6 / rate.bytes_per_s
+    return replace(
+        of_a_core, copy_s_per_byte=copy_s, add_s_per_byte=add_s, fresh_s_per_byte=0.0, loss_s_per_byte=loss_s
+    )
 
 
 def _on_the_wire(fleet: Fleet) -> Fleet:

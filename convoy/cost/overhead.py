@@ -1,6 +1,7 @@
 """What a step costs a device beside the arithmetic of its layers: the executor's Python, copies, additions, the optimizer."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convoy.plan.device_program import (
@@ -21,13 +22,16 @@ from convoy.plan.device_program import (
 FRESH_BYTES = 32 << 20
 """What is larger, glibc's malloc takes from the system each time and gives back at once (its largest mmap threshold)."""
 
+LOSS_TENSORS = 3
+"""As large as the outputs, that a cross-entropy makes: logarithms of probabilities, their gradient, that of the outputs."""
+
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
     """Properties of one device and of Convoy's executor on it; all zero for a device that exists only as a roofline.
 
     Attributes:
-        step_s: of a whole training step: fetching a batch, the loss, clearing gradients, calling the optimizer.
+        step_s: of a whole training step: fetching a batch, calling the loss, clearing gradients, calling the optimizer.
         layer_s: of a layer's forward and backward together: finding its inputs, keeping its outputs.
         round_s: of a round with one message, sent or received, beyond what `Network.latency_s` holds: cutting, buffers,
             bookkeeping, and that a quota stretches the processor's part of the message.
@@ -36,6 +40,7 @@ class Overheads:
         add_s_per_byte: of adding a tensor to another.
         fresh_s_per_byte: of memory that the system must provide anew, page by page: for tensors larger than `FRESH_BYTES`.
         update_s_per_tensor: of the optimizer for each parameter, beside its entries.
+        loss_s_per_byte: of the loss and its gradient, for each byte of the outputs that it is computed of.
     """
 
     step_s: float = 0.0
@@ -46,6 +51,7 @@ class Overheads:
     add_s_per_byte: float = 0.0
     fresh_s_per_byte: float = 0.0
     update_s_per_tensor: float = 0.0
+    loss_s_per_byte: float = 0.0
 
     def calls_s(self, messages: int) -> float:
         """Seconds of a device's part in a round, by the messages that it sends and receives; without one it has no part."""
@@ -59,6 +65,13 @@ class Overheads:
             + handling.added * self.add_s_per_byte
             + fresh * self.fresh_s_per_byte
         )
+
+    def loss_s(self, outputs: Sequence[int], itemsize: int) -> float:
+        """Seconds of the loss, forward and backward, of outputs with so many entries each."""
+        if not self.loss_s_per_byte:
+            return 0.0
+        made = Handling(made=tuple(n for n in outputs for _ in range(LOSS_TENSORS)))
+        return sum(outputs) * itemsize * self.loss_s_per_byte + self.handling_s(made, itemsize)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,8 +79,8 @@ class DeviceCosts:
         send_s_per_byte, receive_s_per_byte: seconds of this device's processor for each byte of its traffic. Where a
             quota leaves it a fifth of a core, these are five times the seconds of a whole core.
         update_s_per_entry: of SGD with momentum, per entry of the parameters it holds.
-        step_s, layer_s, round_s, message_s, copy_s_per_byte, add_s_per_byte, fresh_s_per_byte, update_s_per_tensor:
-            see `convoy.cost.overhead.Overheads`.
+        step_s, layer_s, round_s, message_s, copy_s_per_byte, add_s_per_byte, fresh_s_per_byte, update_s_per_tensor,
+            loss_s_per_byte: see `convoy.cost.overhead.Overheads`. The last one is 0 in files from before it was measured.
         jitter_s: see `convoy.cost.network.Network`.
         other_load: how much longer its work took because of other programs, at most: 0.5 is half as long again.
         flop_per_s, memory_bytes_per_s: what it reached at the weighted layers of this net, and at all others; 0: not known.
@@ -108,6 +108,7 @@ class DeviceCosts:
     memory_bytes_per_s: Annotated[float, Strict(), Field(ge=0, le=MOST)] = 0.0
     measured_w: Annotated[float, Strict(), Field(ge=0, le=MOST)] | None = None
     measured_by: Text = ""
+    loss_s_per_byte: Seconds = 0.0
 
     @property
     def overheads(self) -> Overheads:

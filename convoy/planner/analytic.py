@@ -101,6 +101,7 @@ class CostModel:
         self.devices = costs.network.devices
         self.reduce: Reduce = reduce or ("direct" if self.devices <= DIRECT_DEVICES else "ring")
         self.trains = trains(graph)
+        self.losses = frozenset(name for name in graph.outputs if graph[name].batched and name in self.trains)
         self.alike = tuple(costs.times.alike(d) for d in range(self.devices))
         self.firsts = _alike_layers(graph, self.trains) if isinstance(costs.times, Roofline) else {}
         self.counts = Counter(self.like(layer).name for layer in graph.layers.values() if layer.kind != "input")
@@ -141,7 +142,14 @@ class CostModel:
             return 0.0
         phases = 2 if layer.name in self.trains else 1
         kind = self.alike[device]
-        return self._arithmetic_s(layer, kind, size) + phases * self.costs.overhead(kind).layer_s / 2
+        seconds = self._arithmetic_s(layer, kind, size) + phases * self.costs.overhead(kind).layer_s / 2
+        if layer.name in self.losses and self.outputs == "where-computed":
+            seconds += self.loss_s(layer, kind, size.samples)
+        return seconds
+
+    def loss_s(self, layer: Layer, device: int, samples: int) -> float:
+        """Of the loss of so many samples of an output; where outputs are everywhere, every device computes that of all."""
+        return self.costs.overhead(device).loss_s((samples * math.prod(layer.shape),), self.costs.itemsize)
 
     def _arithmetic_s(self, layer: Layer, device: int, size: LocalSize) -> float:
         layer, device = self.like(layer), self.alike[device]
@@ -212,7 +220,8 @@ class CostModel:
         update_s = sum(trained.values()) * self.costs.update_s(device) + len(trained) * overhead.update_s_per_tensor
         layers = (layer for layer in self.graph.layers.values() if layer.kind != "input")
         layers_s = sum(self._arithmetic_s(layer, device, whole_size(layer, self.batch)) for layer in layers)
-        return layers_s + overhead.layer_s + update_s / self.passes + overhead.step_s
+        loss_s = sum(self.loss_s(self.graph[name], device, self.batch) for name in self.losses)
+        return layers_s + overhead.layer_s + update_s / self.passes + overhead.step_s + loss_s
 
     def solo_speeds(self) -> tuple[float, ...]:
         """Samples/s of each device training alone with the whole batch."""
@@ -338,6 +347,6 @@ def _alike_layers(graph: Graph, trains: set[str]) -> dict[str, Layer]:
             for i in layer.inputs
         )
         blank = replace(layer, name="", inputs=(), parameters={}, reason="")
-        signature = (repr(blank), parameters, inputs, layer.name in trains)
+        signature = (repr(blank), parameters, inputs, layer.name in trains, layer.name in graph.outputs)
         result[layer.name] = first.setdefault(signature, layer)
     return result

@@ -31,7 +31,7 @@ from convoy.profile.energy import ABSENT, EnergyMeter, meter_of, once_each
 from convoy.profile.layers import Bench, Point
 from convoy.profile.links import Traffic, WireTimes, measure_links
 from convoy.profile.load import NOTICED, measure_share, read, slowed_by_others, use_since, wanted_cores
-from convoy.profile.overheads import measure_jitter, measure_overheads
+from convoy.profile.overheads import loss_shapes, measure_jitter, measure_overheads
 from convoy.profile.partial import Partial, Rows
 from convoy.profile.progress import Progress
 from convoy.profile.sizes import sizes_to_profile
@@ -141,7 +141,8 @@ def measure_job(
         progress=lambda what: progress(what, steps, steps),
     )
     progress("what a step costs beside its layers", steps, steps)
-    costs = _measure_costs(group, now, stretch_s, wire.traffic[group.device].message_s, share)
+    outputs = loss_shapes(traced.graph, batch)
+    costs = _measure_costs(group, now, stretch_s, wire.traffic[group.device].message_s, share, outputs)
     progress("exchanges between devices that compute", steps, steps)
     jitter_s = measure_jitter(group, clock, _exchange_s(wire, costs), stretch_s)
     links, cards = spreads(fleet, wire)
@@ -291,10 +292,12 @@ def _with_plan_sizes(group: Group, bench: Bench, measured: Measurement, allowanc
     return replace(measured, layer=measured.layer + more)
 
 
-def _measure_costs(group: Group, now: Now, stretch_s: float, message_s: float, share: float) -> list[dict[str, float]]:
+def _measure_costs(
+    group: Group, now: Now, stretch_s: float, message_s: float, share: float, outputs: Sequence[Sequence[int]]
+) -> list[dict[str, float]]:
     """What a step costs each device beside its layers and the wire, in the names of `DeviceCosts`."""
     update_s, update_spread = time_update(group.torch_device, now, stretch_s)
-    overheads = measure_overheads(group.torch_device, now, stretch_s, message_s, share)
+    overheads = measure_overheads(group.torch_device, now, stretch_s, message_s, share, outputs)
     own = asdict(overheads) | {"update_s_per_entry": update_s, "update_spread": update_spread}
     return gather(group, "costs of a step", own)
 

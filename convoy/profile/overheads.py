@@ -23,6 +23,7 @@ from convoy.comm.agreement import gather
 from convoy.comm.group import AloneGroup, Arrived, CountedGroup, Group, Message, Pending
 from convoy.cost.overhead import FRESH_BYTES, Overheads
 from convoy.data.images import Images
+from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.size import whole_size
@@ -47,8 +48,17 @@ COPIED_BYTES = 4 << 20
 BATCH = 2
 
 
+LOSS_ENTRIES = 1 << 22
+"""Of the outputs that a loss is timed of, at most; one sample of each at least."""
+
+
 def measure_overheads(
-    device: torch.device, now: Now, stretch_s: float, message_s: float = 0.0, share: float = 1.0
+    device: torch.device,
+    now: Now,
+    stretch_s: float,
+    message_s: float = 0.0,
+    share: float = 1.0,
+    outputs: Sequence[Sequence[int]] = (),
 ) -> Overheads:
     """Time everything but messages, a few seconds with the usual stretch.
 
@@ -56,6 +66,7 @@ def measure_overheads(
         message_s: seconds of this device's processor for one small message, as its share of one allows.
         share: of a processor that this device has. A latency is timed on devices that wait most of the time and so are not
             held back by a quota: it holds one message's processor time at full speed, which is taken off a round.
+        outputs: shapes of the model's outputs that a loss is computed of, samples first.
     """
     clock = Clock(device)
     per_tensor_s = _line(TENSORS, lambda count: _repeated(_optimizer(count, device), now, stretch_s))[0]
@@ -76,6 +87,7 @@ def measure_overheads(
         add_s_per_byte=_repeated(_add(device), now, stretch_s) / COPIED_BYTES,
         fresh_s_per_byte=_fresh_s_per_byte(device, now, stretch_s),
         update_s_per_tensor=max(0.0, per_tensor_s),
+        loss_s_per_byte=_loss_s_per_byte(outputs, device, now, stretch_s),
     )
 
 
@@ -180,6 +192,34 @@ def _fresh_s_per_byte(device: torch.device, now: Now, stretch_s: float) -> float
     x = torch.zeros(count, device=device)
     new_s, old_s = (_repeated(work, now, stretch_s) for work in (lambda: x.new_zeros(count), x.zero_))
     return max(0.0, new_s - old_s) / (4 * count)
+
+
+def loss_shapes(graph: Graph, batch: int) -> list[tuple[int, ...]]:
+    """Shapes of the outputs that have values for each sample, of as many samples as a loss is timed of."""
+    each = [graph[name].shape for name in graph.outputs if graph[name].batched and graph[name].shape]
+    samples = max(1, min(batch, LOSS_ENTRIES // max(1, sum(map(math.prod, each)))))
+    return [(samples, *shape) for shape in each]
+
+
+def _loss_s_per_byte(shapes: Sequence[Sequence[int]], device: torch.device, now: Now, stretch_s: float) -> float:
+    """What a cross-entropy over the second axis takes longer, forward and backward, than the one in `step_s`."""
+    size = sum(map(math.prod, shapes)) - BATCH * 2
+    if size <= 0:
+        return 0.0
+    least_s = _repeated(_loss((BATCH, 2), device), now, stretch_s)
+    seconds = sum(_repeated(_loss(shape, device), now, stretch_s) - least_s for shape in shapes)
+    return max(0.0, seconds) / (4 * size)
+
+
+def _loss(shape: Sequence[int], device: torch.device) -> Callable[[], object]:
+    x = torch.zeros(tuple(shape), device=device, requires_grad=True)
+    y = torch.zeros(shape[0], *shape[2:], dtype=torch.int64, device=device)
+
+    def work() -> None:
+        F.cross_entropy(x, y).backward()  # type: ignore[no-untyped-call]
+        x.grad = None
+
+    return work
 
 
 def _add(device: torch.device) -> Callable[[], object]:

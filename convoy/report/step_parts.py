@@ -12,6 +12,7 @@ from convoy.report.intervals import kind_of
 from convoy.report.numbers import percent, seconds
 from convoy.report.screen import new_table
 from convoy.simulator.events import Event, Timeline
+from convoy.simulator.price import LOSS
 
 Span = tuple[float, float]
 
@@ -23,6 +24,7 @@ class StepParts:
     Attributes:
         layers_s: it computes a layer.
         optimizer_s: it updates weights.
+        loss_s: it computes the loss.
         handling_s: it copies, adds or begins messages, or fetches a batch.
         wire_s: it does nothing, and a message that it sends or receives is on the wire.
         latency_s: it does nothing, and such a message has set out; nothing of it has come.
@@ -32,6 +34,7 @@ class StepParts:
     device: int
     layers_s: float
     optimizer_s: float
+    loss_s: float
     handling_s: float
     wire_s: float
     latency_s: float
@@ -39,7 +42,7 @@ class StepParts:
 
     @property
     def step_s(self) -> float:
-        return self.layers_s + self.optimizer_s + self.handling_s + self.waits_s
+        return self.layers_s + self.optimizer_s + self.loss_s + self.handling_s + self.waits_s
 
     @property
     def waits_s(self) -> float:
@@ -56,13 +59,13 @@ def step_parts(timeline: Timeline, network: Network) -> StepParts:
     spans: dict[str, list[Span]] = {}
     for event in mine:
         if event.activity != "wait":
-            kind = kind_of(event.activity, event.label)
+            kind = LOSS if event.label == LOSS else kind_of(event.activity, event.label)
             spans.setdefault(kind, []).append((event.start_s, event.end_s))
     wire = [*spans.get("send", ()), *spans.get("receive", ())]
     found, covered, before_s = [], list[Span](), 0.0
     rows = (
-        [*spans.get("forward", ()), *spans.get("backward", ())], spans.get("optimizer", ()), spans.get("handling", ()),
-        wire, [_setting_out(event, network) for event in mine if event.peer >= 0],
+        [*spans.get("forward", ()), *spans.get("backward", ())], spans.get("optimizer", ()), spans.get(LOSS, ()),
+        spans.get("handling", ()), wire, [_setting_out(event, network) for event in mine if event.peer >= 0],
     )  # fmt: skip
     for row in rows:
         covered = _merged([*covered, *row])
@@ -99,7 +102,8 @@ def show_step_parts(console: Console, row: PlanPrediction, least: LowerBound, co
     rows: Sequence[tuple[str, float, float | None]] = (
         ("layers", parts.layers_s, least.layers_s),
         ("optimizer", parts.optimizer_s, least.updates_s),
-        ("copies, calls, batch and loss", parts.handling_s, least.apart_s),
+        ("loss", parts.loss_s, 0.0),
+        ("copies, calls and the batch", parts.handling_s, least.apart_s),
         ("waiting", parts.waits_s, waits),
         ("  messages on the wire", parts.wire_s, None),
         ("  their latency", parts.latency_s, None),

@@ -33,6 +33,9 @@ _UNHANDLED = (Compute, Fused, Wait, Signal, *_MESSAGES)
 """Of these, copies and additions are not asked. A tuple is made once, `Send | Receive` in every question: a planner asks a
 hundred thousand times."""
 
+LOSS = "loss"
+"""The label of computing it."""
+
 LOSS_BYTES = 16
 """Of one device's part of a loss: its sum and what it counts, in float64."""
 
@@ -101,11 +104,20 @@ class _Pricer:
         for phase, operations in (("forward", self.source.forward), ("backward", self.source.backward)):
             self.labels[len(self.steps.steps)] = f"end of {phase}"
             main += self._lane(operations)
-            if phase == "forward" and self.steps.joins_losses:
+            if phase == "forward":
                 main += self._loss()
+            if phase == "forward" and self.steps.joins_losses:
+                main += self._join_losses()
         return [*main, *self._finish(kept)], list(self._lane(self.source.sums))
 
     def _loss(self) -> Iterable[Item]:
+        """The loss of the outputs that this device has, all of the batch or its samples, and their gradient."""
+        held = [held_entries(v.layout, self.device, v.shape) for v in self.steps.outputs]
+        seconds = self.overhead.loss_s(held, self.costs.itemsize)
+        if seconds and self.steps.phase("backward"):
+            yield Work(len(self.steps.steps) + 1, LOSS, seconds)
+
+    def _join_losses(self) -> Iterable[Item]:
         """A device's sum and count for every other one; the gradient needs those of all. See `convoy.train.loss`."""
         step, others = len(self.steps.steps) + 1, [d for d in range(self.steps.devices) if d != self.device]
         self.labels[step] = "loss of the whole batch"

@@ -161,6 +161,32 @@ def test_the_batch_is_loaded_and_every_parameter_updated() -> None:
     assert spans(found, 1, "compute") == [(0, 1.25), (1.25, 1.25 + 0.127), (1.377, 1.377 + 3)]
 
 
+def test_the_loss_takes_what_outputs_a_device_has_between_forward_and_backward() -> None:
+    """60 bytes at 0.02; where outputs stay, 36 of them and 24, and then two messages' calls and half a second of latency."""
+    overhead = replace(HAND, step_s=0.0, loss_s_per_byte=0.02)
+    table = Table({(d, phase): 1.0 for d in (0, 1) for phase in ("forward", "backward")})
+    costs = Costs(table, hosts(2), itemsize=1, overheads=(overhead,) * 2)
+
+    def replay(layout: Layout, *layers: Compute) -> list[list[tuple[float, float]]]:
+        steps = StepList(5, 2, (), (Value("v", SHAPE, layout),), layers)
+        return [spans(simulate(steps, GRAPH, costs), d, "compute") for d in (0, 1)]
+
+    forward, backward = work(0, (0,)), work(1, (0,), "backward")
+    # Device 1 computes no layer, and the loss all the same.
+    assert replay(EVERYONE, forward, backward) == [[(0, 1.25), (1.25, 2.45), (2.45, 3.7)], [(0, 1.2)]]
+    assert replay(EVERYONE, forward) == [[(0, 1.25)], []]  # without backward there is no loss
+    (first, own, calls, _), (other, _) = replay(Split(0, (3, 2)), forward, backward)
+    assert (first, own, calls[0]) == ((0, 1.25), (1.25, 1.25 + 0.72), 1.97)
+    assert other == (0, 0.48)
+
+
+def test_a_large_loss_takes_new_memory_three_times() -> None:
+    large = FRESH_BYTES // 4 + 1
+    overhead = Overheads(loss_s_per_byte=2.0, fresh_s_per_byte=0.5)
+    assert overhead.loss_s((large, 10), 4) == 4 * (2 * (large + 10) + 3 * large * 0.5)
+    assert replace(overhead, loss_s_per_byte=0.0).loss_s((large,), 4) == 0  # a file from before it was measured
+
+
 def test_a_gradient_that_comes_from_two_readers_is_added_once() -> None:
     """Before the gradient is read, 8 entries are added at 0.02: 0.16 s."""
     value = Value("x", (2, 4), EVERYONE)

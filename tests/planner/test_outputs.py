@@ -1,11 +1,16 @@
 """Outputs that stay with their samples: no gather in the program, so none in traffic, seconds and memory; and another plan."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
+from convoy.cost.overhead import Overheads
 from convoy.model.tracing import trace
+from convoy.plan.plan import Plan
+from convoy.plan.strategy import Batch, Placement, place
+from convoy.planner.analytic import CostModel
 from convoy.planner.predict import PlanningContext, predict_plan
 from tests.planner.test_passes import fleet, roofline_costs
 from tests.support.odd_nets import UNet
@@ -35,6 +40,31 @@ def test_a_prediction_has_no_gather_of_outputs(name: str) -> None:
     channels, height, width = GRAPH[output].shape
     assert everywhere.traffic_bytes - stays.traffic_bytes == 4 * BATCH * channels * height * width * 2
     assert max(m.exchange_bytes for m in stays.memory) <= max(m.exchange_bytes for m in everywhere.memory)
+
+
+def test_a_loss_of_many_pixels_is_in_the_step_and_shared_out_with_the_samples() -> None:
+    """100 ns a byte: where outputs are everywhere, each device takes it of the whole batch; where they stay, of its samples."""
+    without = context()
+    overheads = tuple(Overheads(loss_s_per_byte=1e-7) for _ in FLEET.devices)
+    priced = replace(without, costs=replace(without.costs, overheads=overheads))
+    plan = without.named("data")
+    (output,) = GRAPH.outputs
+    whole_s = 1e-7 * 4 * BATCH * math.prod(GRAPH[output].shape)
+    for where, part in (("everywhere", 1.0), ("where-computed", 1 / 3)):
+        here = replace(plan, outputs=where)
+        more_s = predict_plan(here, priced).step_s - predict_plan(here, without).step_s
+        assert more_s == pytest.approx(part * whole_s, rel=0.02)
+        rows = [
+            CostModel(GRAPH, BATCH, each.costs, outputs=where).compute_s(GRAPH[output], last_of(here))
+            for each in (without, priced)
+        ]
+        assert rows[1] - rows[0] == pytest.approx(whole_s / 3 if where == "where-computed" else 0.0)
+    alone_s = [CostModel(GRAPH, BATCH, each.costs).alone_s(0) for each in (without, priced)]
+    assert alone_s[1] - alone_s[0] == pytest.approx(whole_s)
+
+
+def last_of(plan: Plan) -> Placement:
+    return place(GRAPH, GRAPH[GRAPH.outputs[0]], Batch((BATCH // 3,) * 3), BATCH, plan.devices)
 
 
 def test_auto_plans_for_where_outputs_are() -> None:

@@ -1,6 +1,7 @@
 """Measuring jobs: the fleet that they are, on one device, on threads and across processes."""
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -25,14 +26,17 @@ from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.profile.describe import Own, fit, fleet_of, host_indices
 from convoy.profile.energy import ABSENT, Counter, EnergyMeter
-from convoy.profile.job import measure_job
+from convoy.profile.job import _measure_costs, measure_job
 from convoy.profile.layers import Bench
+from convoy.profile.overheads import LOSS_ENTRIES, loss_shapes
 from convoy.profile.partial import Partial
 from convoy.profile.speeds import measure_speeds
+from convoy.profile.timing import device_now
 from convoy.report.measured import energy_lines, show
 from convoy.runtime.clock import Clock
 from convoy.simulator.simulate import simulate
 from tests.support import nets
+from tests.support.odd_nets import UNet
 from tests.support.processes import on_processes
 from tests.support.threads import run_on_threads
 
@@ -355,3 +359,15 @@ def test_a_rehearsal_names_its_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert job_of(tmp_path / "out.toml").read_fleet() == two
     monkeypatch.delenv("CONVOY_FLEET")
     assert job_of(tmp_path / "out.toml").read_fleet() is None
+
+
+def test_a_loss_is_timed_of_the_outputs_that_the_model_has() -> None:
+    """Of as many samples as 16 MB hold; and what it takes is a number that a processor may have, on this one."""
+    pixels = trace(UNet(), torch.zeros(2, 3, 32, 32)).graph
+    (output,) = pixels.outputs
+    each = math.prod(pixels[output].shape)
+    assert loss_shapes(pixels, 24) == [(24, *pixels[output].shape)]
+    assert loss_shapes(pixels, 1 << 30) == [(LOSS_ENTRIES // each, *pixels[output].shape)]
+    with AloneGroup(CPU) as group:
+        (costs,) = _measure_costs(group, device_now(CPU), QUICK_S, 0.0, 1.0, loss_shapes(pixels, 24))
+    assert 1e-12 < costs["loss_s_per_byte"] < 1e-6

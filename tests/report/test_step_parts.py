@@ -35,6 +35,9 @@ def test_each_second_counts_once_for_what_the_device_does_or_waits_for() -> None
     assert (parts.device, parts.layers_s, parts.optimizer_s, parts.handling_s) == (0, 6.0, 1.0, 0.25)
     assert (parts.wire_s, parts.latency_s, parts.others_s) == (2.75, 0.5, 1.5)
     assert parts.step_s == 12.0
+    loss = Event(0, "compute", "loss", 5.25, 5.5, 5)
+    with_loss = step_parts(Timeline((*BY_HAND, loss), 12.0, (6.0, 3.0), (4.0, 0.0)), network)
+    assert (with_loss.loss_s, with_loss.wire_s, with_loss.step_s) == (0.25, 2.5, 12.0)
 
 
 def test_the_parts_of_a_replay_and_of_the_bound_sum_to_them() -> None:
