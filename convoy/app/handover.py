@@ -76,7 +76,6 @@ class Handover:
         assert self.directory is not None
         header = replace(self.header, done=step)
         try:
-            self.directory.log.parent.mkdir(parents=True, exist_ok=True)
             self.log = self.stack.enter_context(
                 RunLog(self.directory.log, max(1, step), self.screen.line, from_lost=True)
             )
@@ -84,7 +83,7 @@ class Handover:
                 header.run.settings.model_dump(mode="json") | {"rebalance": header.run.settings.rebalances},
                 sources=dict(header.run.sources), images=header.images, epoch_steps=header.steps,
             )  # fmt: skip
-        except (ConvoyError, OSError) as error:
+        except ConvoyError as error:
             self.log = None
             self.screen.line(f"WARNING: {error}; the run goes on without a log")
         self.loggers = self.make_loggers(step)

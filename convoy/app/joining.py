@@ -27,6 +27,8 @@ from convoy.comm.regroup import Home
 from convoy.comm.rendezvous import credentials_of
 from convoy.config.run_file import RunSettings, resolve_settings, to_toml
 from convoy.config.settings import Settings
+from convoy.errors import InputError
+from convoy.files import parse_toml
 from convoy.model.tracing import trace
 from convoy.plan.presets import AUTO, PLANS, Speeds
 from convoy.planner.anew import with_newcomer
@@ -79,7 +81,14 @@ def run_of(offer: Words, own: Mapping[str, Any]) -> RunSettings:
 
     Args:
         own: what this device has otherwise.
+
+    Raises:
+        InputError: a folder for checkpoints, of which the training saves none.
     """
+    if "checkpoint" in own and "checkpoint" not in parse_toml(str(offer["run"]), "the job's settings", ""):
+        raise InputError(
+            f"--checkpoint {own['checkpoint']}: the training saves no checkpoints; leave it out"
+        )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.toml"
         file.write_text(str(offer["run"]))
@@ -194,11 +203,17 @@ class JoiningDevices:
         self._note({device: (str(kind), str(host), float(slowdown))})
 
     def told(self) -> Any:
-        return {"known": self.replan.known.to_json(), "devices": [list(each) for each in self.here.header.devices]}
+        run = self.here.header.run
+        return {
+            "known": self.replan.known.to_json(), "devices": [list(each) for each in self.here.header.devices],
+            "settings": run.settings.model_dump(mode="json"), "sources": dict(run.sources),
+        }  # fmt: skip
 
     def hear(self, told: Any) -> None:
         self.replan.known = Known.from_json(told["known"])
-        self.here.header = replace(self.here.header, devices=())
+        # Should this device have to go on with the log, that is of the run and not of how this device came into it.
+        run = RunSettings(Settings(**told["settings"]), told["sources"])
+        self.here.header = replace(self.here.header, run=run, devices=())
         self._note({d: (str(kind), str(host), float(times)) for d, (kind, host, times) in enumerate(told["devices"])})
 
     def _with(self, device: int, facts: Words) -> Known:

@@ -35,6 +35,9 @@ MOST_WAITING_BYTES = 4 << 20
 
 AT_ONCE_BYTES = 64 << 10
 
+COPY_PAUSE_S = 10.0
+"""From one attempt to copy the log of a device that is lost to the next, where there was no room for it."""
+
 
 class RunLog(Observer):
     """Appends lines to a JSONL file; observes the training.
@@ -46,7 +49,8 @@ class RunLog(Observer):
         path: the file; its folder must exist. An older file of that name is replaced, unless the run is resumed.
         step: the steps that the run has done before.
         tell: is called with a line of text when the log ends early.
-        from_lost: who wrote it until now is lost, and may be stopped with the file open: a copy takes its place.
+        from_lost: who wrote it until now is lost, and may be stopped with the file open: a copy takes its place, as soon as
+            there is room for it. Where the folder is not here, it is made.
 
     Raises:
         InputError: the file cannot be written, or another run writes it.
@@ -60,19 +64,29 @@ class RunLog(Observer):
         *,
         from_lost: bool = False,
     ) -> None:
-        try:
-            if from_lost and path.is_file():
-                _copied(path)
-            self._file = _opened(path, going_on=step > 0)
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or str(error)
-            raise InputError(f"cannot write the log {path}: {why}; give a path in a folder that exists") from None
         self.path, self.tell, self.ended = path, tell, False
         self.done = step
         self.graph: Graph | None = None
+        self._from_lost, self._next_s = from_lost, 0.0
+        self._file: int | None = None
         self._start_s = time.perf_counter()
         self._waiting = bytearray()
         self._is_full, self._left_out = False, 0
+        try:
+            self._file = self._open()
+        except (OSError, ValueError) as error:
+            if from_lost and isinstance(error, OSError) and error.errno in FULL:
+                self._wait_for_room(error)
+                return
+            why = getattr(error, "strerror", None) or str(error)
+            raise InputError(f"cannot write the log {path}: {why}; give a path in a folder that exists") from None
+
+    def _open(self) -> int:
+        if self._from_lost:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.is_file():
+                _copied(self.path)
+        return _opened(self.path, going_on=self.done > 0)
 
     def write(self, line: Line) -> None:
         if self.ended:
@@ -86,27 +100,41 @@ class RunLog(Observer):
 
     def _write_waiting(self) -> None:
         try:
+            if self._file is None:
+                if time.monotonic() < self._next_s:
+                    return
+                self._file = self._open()
             while self._waiting:
                 # What is written of a line stays: its rest is the first that follows.
                 del self._waiting[: os.write(self._file, bytes(self._waiting[:AT_ONCE_BYTES]))]
         except OSError as error:
-            why = error.strerror or str(error)
-            if error.errno not in FULL:
-                self.ended = True
-                self.tell(
-                    f"WARNING: the log {self.path} cannot be written any more ({why}): the training goes on without it"
-                )
-            elif not self._is_full:
-                self._is_full = True
-                self.tell(
-                    f"WARNING: the log {self.path} cannot be written ({why}): make room there; the training goes on, and up to "
-                    f"{MOST_WAITING_BYTES:,} bytes of lines wait until then"
-                )
+            self._wait_for_room(error)
+            return
+        except InputError as error:  # of opening
+            self._end(str(error))
             return
         if self._is_full:
             missing = f"{self._left_out} lines are missing" if self._left_out else "no line is missing"
             self.tell(f"the log {self.path} goes on: {missing}")
             self._is_full, self._left_out = False, 0
+
+    def _wait_for_room(self, error: OSError) -> None:
+        """A line cannot be written now, or not any more."""
+        why = error.strerror or str(error)
+        if error.errno not in FULL:
+            self._end(f"the log {self.path} cannot be written any more ({why})")
+            return
+        self._next_s = time.monotonic() + COPY_PAUSE_S
+        if not self._is_full:
+            self._is_full = True
+            self.tell(
+                f"WARNING: the log {self.path} cannot be written ({why}): make room there; the training goes on, and up to "
+                f"{MOST_WAITING_BYTES:,} bytes of lines wait until then"
+            )
+
+    def _end(self, why: str) -> None:
+        self.ended = True
+        self.tell(f"WARNING: {why}: the training goes on without it")
 
     def run(self, options: Mapping[str, Any], **more: Any) -> None:
         """The first line: what runs, where, with which versions, when, from which step on.
@@ -147,10 +175,12 @@ class RunLog(Observer):
 
     def __exit__(self, *_: object) -> None:
         if not self.ended:
+            self._next_s = 0.0
             self._write_waiting()
             if missing := self._waiting.count(b"\n") + self._left_out:
                 self.tell(f"WARNING: the log {self.path} lacks its last {missing} lines: there was no room for them")
-        os.close(self._file)
+        if self._file is not None:
+            os.close(self._file)
 
 
 def _copied(path: Path) -> None:

@@ -252,13 +252,16 @@ class _Loop:
             self.rebalancer.restart()
 
     def story(self) -> dict[str, Any]:
-        """What has happened, as JSON: results, and losses of the present epoch."""
-        return self.record.story(self.unread.known()) | {"late": self.unread.late}
+        """What has happened, as JSON: results, and losses of the present epoch; the run's own text, which its folder holds."""
+        run = None if self.keeper is None else self.keeper.run
+        return self.record.story(self.unread.known()) | {"late": self.unread.late, "run": run}
 
     def take_over(self, story: dict[str, Any]) -> None:
         """What has happened before this device came."""
         self.record.take_over(story)
         self.unread.late = story["late"]
+        if self.keeper is not None:
+            self.keeper.run = story["run"]
 
     def epoch(self, epoch: int, train: Loader, *, is_last: bool, again: bool = False) -> None:
         """One epoch, from the batch on that the loader was set to.

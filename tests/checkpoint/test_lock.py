@@ -1,6 +1,7 @@
 """Two runs in one folder: the second is told who the first is, and a killed run is in nobody's way."""
 
 import contextlib
+import fcntl
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,9 @@ from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.plan.presets import Speeds
 from convoy.runtime.module import Distributed
+from convoy.train import loop
+from convoy.train.late_losses import LateLosses
+from convoy.train.observer import Observers
 from tests.support import nets
 from tests.support.one_device import Training, by_name, one_trace
 from tests.support.processes import ROOT, on_processes
@@ -198,3 +203,27 @@ def test_a_lock_that_is_no_file_is_an_error(tmp_path: Path) -> None:
         keeper(tmp_path).begin(resume=True)
     with pytest.raises(InputError, match=r"cannot write the checkpoint of step 1 .*: Is a directory"):
         save_checkpoint(tmp_path, nn.Linear(2, 1), progress=Progress(1))
+
+
+def test_a_newcomer_takes_over_the_folder_of_a_device_that_is_stopped(tmp_path: Path) -> None:
+    """It did not know which run it had come into, and its first checkpoint ended the training: "another run"."""
+    parts = []
+    for _ in range(2):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        keeper = Checkpointer(tmp_path, model, optimizer, every=1, tell=lambda _: None)
+        training: Any = loop.Training(model, optimizer)
+        parts.append(loop._Loop(training, None, Observers(), None, keeper, print, LateLosses(0)))  # type: ignore[arg-type]
+    first, newcomer = parts
+    assert first.keeper is not None
+    assert newcomer.keeper is not None
+    first.keeper.run = "this run"
+    newcomer.take_over(json.loads(json.dumps(first.story())))
+    with (tmp_path / LOCK).open("w") as stopped:
+        fcntl.flock(stopped, fcntl.LOCK_EX)
+        stopped.write(json.dumps({"run": "this run"}))
+        stopped.flush()
+        newcomer.keeper.go_back(Progress(3))
+        newcomer.keeper.after_step()
+    assert (tmp_path / "000001-step-4").exists()
+    newcomer.keeper.close()

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,43 @@ def test_the_log_of_a_stopped_device_goes_on_without_it(tmp_path: Path) -> None:
             log.write(EvaluationLine(step=1, epoch=0, accuracy=0.2, best=True))
     assert [line["step"] for line in map(json.loads, path.read_text().splitlines())] == [0, 1]
     assert [each.name for each in tmp_path.iterdir()] == ["log"]
+
+
+def test_a_log_is_taken_over_as_soon_as_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk was full when its device was lost: who went on never tried again, and the log ended there."""
+    path, told, full = tmp_path / "log", list[str](), [True]
+    lines = [EvaluationLine(step=step, epoch=0, accuracy=0.1, best=True) for step in range(4)]
+    copy = shutil.copyfile
+
+    def no_room(source: Path, target: Path) -> None:
+        copy(source, target)
+        if full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("convoy.runlog.writer.shutil.copyfile", no_room)
+    with RunLog(path) as stopped:
+        stopped.write(lines[0])
+        with RunLog(path, 1, told.append, from_lost=True) as log:
+            log.write(lines[1])
+            full[0] = False
+            log.write(lines[2])
+            assert len(rows_of(path)) == 1, "a long log is not copied at every line"
+            monkeypatch.setattr(log, "_next_s", 0.0)
+            log.write(lines[3])
+            assert [row["step"] for row in rows_of(path)] == [0, 1, 2, 3]
+    assert told[0].startswith(f"WARNING: the log {path} cannot be written (No space left on device): make room there; ")
+    assert told[1:] == [f"the log {path} goes on: no line is missing"]
+    assert [each.name for each in tmp_path.iterdir()] == ["log"]
+
+
+def test_a_log_that_is_never_taken_over_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, told = tmp_path / "log", list[str]()
+    path.touch()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("convoy.runlog.writer._copied", lambda _: (_ for _ in ()).throw(full))
+    with RunLog(path, 1, told.append, from_lost=True) as log:
+        log.write(EvaluationLine(step=1, epoch=0, accuracy=0.1, best=True))
+    assert told[1:] == [f"WARNING: the log {path} lacks its last 1 lines: there was no room for them"]
 
 
 def test_a_log_that_cannot_be_made_names_the_remedy(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""What a device is told that comes into a training, and what it asks for that is refused."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from convoy.app.joining import JoiningDevices, run_of
+from convoy.config.run_file import RunSettings, resolve_settings, to_toml
+from convoy.errors import InputError
+from convoy.plan.presets import Speeds
+from convoy.planner.known import Known
+from convoy.runlog.directory import RunHeader
+
+GIVEN: dict[str, Any] = {
+    "data": "digits", "net": "two-conv:4:8", "devices": "cpu,cpu", "slowdown": (1.0, 2.0), "speeds": (2.0, 1.0),
+    "compare": True,
+}  # fmt: skip
+
+
+@dataclass
+class Here:
+    """A device, as far as it tells newcomers, or hears of the training."""
+
+    header: RunHeader
+
+
+def joining(run: RunSettings, count: int) -> tuple[JoiningDevices, Here]:
+    speeds = Speeds((1.0,) * count, measured=False)
+    header: Any = RunHeader(run, [("cpu", "desk", 1.0)] * count, speeds, None, None, None, 64, 4)  # type: ignore[arg-type]
+    here, replan = Here(header), SimpleNamespace(known=Known("data", tuple(range(count)), speeds))
+    return JoiningDevices(None, "", replan, here), here  # type: ignore[arg-type]
+
+
+def test_who_goes_on_with_the_log_later_logs_the_settings_of_the_run() -> None:
+    """A newcomer that became the first logged how it had come itself: other devices, no slow-downs, all from a file."""
+    run = resolve_settings(None, GIVEN)
+    offer = {"run": to_toml(run.settings)}
+    own = run_of(offer, {"devices": "cpu"})
+    assert own.settings != run.settings
+    first, _ = joining(run, 2)
+    newcomer, here = joining(own, 1)
+    newcomer.hear(first.told())
+    assert here.header.run == run
+    assert len(here.header.devices) == 2
+
+
+def test_a_folder_for_checkpoints_that_nobody_writes_is_refused(tmp_path: Path) -> None:
+    """The newcomer alone would have come to the first checkpoint, and waited there for the others."""
+    run = resolve_settings(None, GIVEN).settings
+    with pytest.raises(InputError, match=re.escape(f"--checkpoint {tmp_path}: the training saves no checkpoints")):
+        run_of({"run": to_toml(run)}, {"checkpoint": tmp_path})
+    saved = run.model_copy(update={"checkpoint": Path("run")})
+    assert run_of({"run": to_toml(saved)}, {"checkpoint": tmp_path}).settings.checkpoint == tmp_path
