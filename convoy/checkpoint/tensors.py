@@ -27,7 +27,7 @@ from convoy.runtime.exchange import gather_whole, redistribute
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
 from convoy.runtime.own_state import reading_pieces
-from convoy.sharding.layout import Layout, OnOne, Replicated, Shape, box
+from convoy.sharding.layout import Layout, OnOne, Shape, box, everywhere
 
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -113,7 +113,7 @@ class Parts:
         # A key without a layout is a second name of a tied buffer: every device has it.
         first = {tensor: key for key, tensor in (*inner.named_parameters(), *inner.named_buffers())}
         known = {key: first.get(tensor, key) for key, tensor in own.items()}
-        everyone = Replicated(tuple(range(model.group.devices)))
+        everyone = everywhere(model.group.devices)
         rows = model.parameters_by_key
         shapes = {k: tuple(rows[name].shape if name in rows else own[k].shape) for k, name in known.items()}
         layouts = {key: model.layouts.get(name, everyone) for key, name in known.items()}

@@ -12,7 +12,7 @@ from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import placements, used_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Filter, One, Placement, Strategy
-from convoy.sharding.layout import Layout, OnOne, Replicated, Split, holders
+from convoy.sharding.layout import Layout, OnOne, Replicated, Split, everywhere, holders
 from convoy.sharding.shares import apportion
 
 
@@ -54,7 +54,7 @@ def borrowed(pinned: Plan, plan: Plan, training: Graph, evaluation: Graph) -> di
                 raise PlanError(
                     f"in evaluation two layers want other parts of {key!r} than training keeps: give them the strategy 'one'"
                 )
-            result[key] = wanted if before == wanted else Replicated(tuple(range(plan.devices)))
+            result[key] = wanted if before == wanted else everywhere(plan.devices)
     return result
 
 

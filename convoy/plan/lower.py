@@ -28,7 +28,7 @@ from convoy.plan.strategy import Batch, InShares, One, Placement, Strategy, foll
 from convoy.plan.together import rows_of
 from convoy.sharding import redistribute
 from convoy.sharding.comm_dtype import comm_dtype_of
-from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, held_entries, holders
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, everywhere, held_entries, holders
 from convoy.sharding.shares import Shares, rescale
 
 BUCKET_ENTRIES = 500_000
@@ -255,7 +255,7 @@ class _Lowering:
 
     def _output_layout(self) -> dict[str, Layout]:
         """Where each output is for the caller: copies everywhere, or by samples, of all outputs alike."""
-        everyone = Replicated(tuple(range(self.plan.devices)))
+        everyone = everywhere(self.plan.devices)
         own = {name: self.values[name].layout for name in self.graph.outputs if self.graph[name].batched}
         if self.plan.outputs == "everywhere" or not own:
             return dict.fromkeys(self.graph.outputs, everyone)

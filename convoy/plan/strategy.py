@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from convoy.errors import PlanError
 from convoy.model.graph import Cut, Graph, Kind, Layer
 from convoy.sharding import shares as share_rules
-from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, Split, holders
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, Split, everywhere, holders
 from convoy.sharding.shares import Shares
 
 
@@ -229,7 +229,7 @@ def _units(shares: Shares, extent: int, parts: int) -> Shares | None:
 def _along(graph: Graph, layer: Layer, cut: Cut, units: Shares) -> Placement:
     """Each device computes so many of the parts of a cut."""
     holding = Replicated(share_rules.holders(units))
-    everyone = Replicated(tuple(range(len(units))))
+    everyone = everywhere(len(units))
 
     def split(axis: int, shape: Shape) -> Split:
         return Split(axis, tuple(count * (shape[axis] // cut.parts) for count in units))
@@ -253,7 +253,7 @@ def parameter_holders(layer: Layer, gives: Layout, devices: int) -> tuple[int, .
 
 def _uniform(graph: Graph, layer: Layer, layout: Layout, devices: int) -> Placement:
     """Whole samples in, whole samples out: batch split, one device, or copies."""
-    everyone = Replicated(tuple(range(devices)))
+    everyone = everywhere(devices)
     if not layer.batched:
         return Placement((everyone,) * len(layer.inputs), everyone, dict.fromkeys(layer.parameters, everyone))
     note = ""

@@ -15,7 +15,7 @@ from convoy.plan.size import whole_size
 from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Placement, Strategy, follow, place
 from convoy.planner.analytic import CostModel, MemoryPenalty, Side, uses_copies
 from convoy.planner.load_balance import batch_shares, layer_shares
-from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
+from convoy.sharding.layout import Layout, OnOne, Partial, Split, everywhere
 from convoy.sharding.shares import Shares, apportion
 
 BEAM = 48
@@ -320,7 +320,7 @@ class Search:
     def _end_s(self, live: tuple[str, ...], where: tuple[_Available, ...]) -> float:
         """The outputs come to every device, or to their samples where they are not with them."""
         stays = self.model.outputs == "where-computed"
-        wanted = Split(0, self.by_batch.shares) if stays else Replicated(tuple(range(self.devices)))
+        wanted = Split(0, self.by_batch.shares) if stays else everywhere(self.devices)
         to, found = self._number(wanted), dict(zip(live, where, strict=True))
         return sum(
             self._move_s(found[name][0], to, name, back=stays)

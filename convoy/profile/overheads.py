@@ -33,7 +33,7 @@ from convoy.profile.timing import STRETCH_S, Now, device_now, estimate, repeated
 from convoy.runtime.clock import Clock
 from convoy.runtime.exchange import run_move
 from convoy.runtime.module import Distributed
-from convoy.sharding.layout import Replicated, Split
+from convoy.sharding.layout import Split, everywhere
 from convoy.train.late_losses import LateLosses, Unread, UnreadNumber, lateness
 from convoy.train.loader import Loader
 
@@ -175,7 +175,7 @@ class _Silent(CountedGroup):
 def _round(peers: int, device: torch.device) -> Callable[[], object]:
     """A round in which every device sends its sample to every other one."""
     devices = peers + 1
-    src, dst, shape = Split(0, (1,) * devices), Replicated(tuple(range(devices))), (devices, 2)
+    src, dst, shape = Split(0, (1,) * devices), everywhere(devices), (devices, 2)
     move = Move(0, "forward", Value("x", shape, src), Value("y", shape, dst), "ring")
     group, x = _Silent(0, devices, device, 1.0), torch.zeros(1, 2, device=device)
     return lambda: run_move(group, move.schedule, x, src, dst, shape)
