@@ -7,7 +7,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import final
@@ -24,10 +24,6 @@ JOIN = "CONVOY_JOIN"
 
 LISTEN = "CONVOY_LISTEN"
 """HOST:PORT where the first device of a script answers newcomers, as `convoy run --listen` was given it."""
-
-CAUSES = ("lost", "nobody", "left", "stopped", "memory")
-"""Why a device ends: the others are lost to it, or it to them; nobody of the job answers it; it was asked to leave; the whole
-training was; there is not enough memory."""
 
 ASKED_STATUS = 2
 """The exit status of a script that ends since somebody asked it to, as that of `convoy train`."""
@@ -59,11 +55,6 @@ class Launcher:
     @property
     def listens(self) -> bool:
         return self._pipe is not None
-
-    @staticmethod
-    def is_told_of(environment: Mapping[str, str]) -> bool:
-        """Whether `of_process` has not been asked yet, and will find one."""
-        return bool(environment.get(LAUNCHER_PIPE))
 
     def tell_members(self, generation: int, doors: Sequence[Address]) -> None:
         """Where the members of a generation answer who wants to come in."""

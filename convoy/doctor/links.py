@@ -160,19 +160,19 @@ class Schedule:
     each_s: float
 
 
-def schedule_for(hosts: int, each_s: float = EACH_S, min_s: float = MIN_EACH_S, total_s: float = TOTAL_S) -> Schedule:
+def schedule_for(hosts: int, each_s: float = EACH_S) -> Schedule:
     """All ordered pairs of hosts where there is time for them; else a sample in which all send and receive equally often.
 
     Pairs come stride by stride: in stride k every host sends to the k-th after it. Turns become shorter before pairs are left
-    out, and one stride always remains: more than `total_s / min_s` hosts take longer than `total_s`.
+    out, and one stride always remains: more than `TOTAL_S / MIN_EACH_S` hosts take longer than `TOTAL_S`.
     """
     if hosts < 2:
         return Schedule((), each_s)
-    count = max(1, min(hosts - 1, int(total_s / (min_s * hosts) + 1e-9)))
+    count = max(1, min(hosts - 1, int(TOTAL_S / (MIN_EACH_S * hosts) + 1e-9)))
     # Evenly over 1 ... hosts - 1, so that near and far neighbours are tried, which may sit at other switches.
     strides = [1 + index * (hosts - 1) // count for index in range(count)]
     pairs = tuple((host, (host + stride) % hosts) for stride in strides for host in range(hosts))
-    return Schedule(pairs, min(each_s, max(min_s, total_s / len(pairs))))
+    return Schedule(pairs, min(each_s, max(MIN_EACH_S, TOTAL_S / len(pairs))))
 
 
 # ------------------------------------------------------------------------------------------------ the server
@@ -330,9 +330,9 @@ def clock_ahead_s(sent_ns: int, came_ns: int, left_ns: int, back_ns: int) -> flo
     return ((came_ns - sent_ns) + (left_ns - back_ns)) / 2e9
 
 
-def bytes_per_s(other: Address, token: str, seconds: float, limit_s: float = CONNECT_S) -> float:
+def bytes_per_s(other: Address, token: str, seconds: float) -> float:
     """Send data to a host for some tenths of a second; bytes/s as it counted them, 0 if none came."""
-    _, connection = ping(other.host, other.port, limit_s)
+    _, connection = ping(other.host, other.port, CONNECT_S)
     if connection is None:
         return 0.0
     # What is still in the kernel when this ends must not disturb the next turn.

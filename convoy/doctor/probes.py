@@ -88,9 +88,9 @@ def samples_per_s(device: torch.device, seconds: float = COMPUTE_S, slowdown: fl
     return batch * calls / (time.perf_counter() - start_s) / slowdown
 
 
-def busy_cores(seconds: float = 0.2) -> float:
+def busy_cores() -> float:
     """Measure how many cores of this machine other programs keep busy, in the mean, while this process sleeps."""
-    return float(psutil.cpu_percent(interval=seconds)) / 100 * (psutil.cpu_count() or 1)
+    return float(psutil.cpu_percent(interval=0.2)) / 100 * (psutil.cpu_count() or 1)
 
 
 # ------------------------------------------------------------------------------------------------ facts

@@ -151,10 +151,10 @@ def _ask_one(host: Host) -> Answer | str:
     return answer if here or answer.server is None else replace(answer, latency_s=latency_to(answer.server))
 
 
-def latency_to(server: tuple[str, int], tries: int = 5) -> float | None:
+def latency_to(server: tuple[str, int]) -> float | None:
     """Seconds of one way to a server: half of the shortest time in which a connection is made; None if none is."""
     times = []
-    for _ in range(tries):
+    for _ in range(5):
         begin_s = time.perf_counter()
         with suppress(OSError), socket.create_connection(server, timeout=2.0):
             times.append(time.perf_counter() - begin_s)

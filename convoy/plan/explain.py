@@ -40,9 +40,9 @@ class LayerRow:
     note: str
 
 
-def layer_rows(plan: Plan, graph: Graph, batch: int | None = None, itemsize: int = 4) -> list[LayerRow]:
-    """The table of a plan for a global batch."""
-    steps = lower(plan, graph, batch)
+def layer_rows(plan: Plan, graph: Graph, itemsize: int = 4) -> list[LayerRow]:
+    """The table of a plan."""
+    steps = lower(plan, graph)
     bytes_by_layer = _bytes_by_layer(steps, graph, itemsize)
     rows = []
     for step in steps.phase("forward"):

@@ -50,7 +50,6 @@ class Bench:
         traced: the model in training mode; `model` itself, whole and left as it is.
         batch: the global batch, the largest number of samples that is timed.
         clock: its slow-down counts.
-        now: reads seconds; None: this process's clock.
         stretch_s: see `time_piece`.
         precision: what the layers compute in; see `convoy.runtime.precision`.
     """
@@ -63,13 +62,12 @@ class Bench:
         clock: Clock,
         device: torch.device,
         *,
-        now: Now | None = None,
         stretch_s: float = STRETCH_S,
         precision: str = "float32",
     ) -> None:
         self.traced, self.batch, self.clock, self.stretch_s = traced, batch, clock, stretch_s
         self.model = to_device(disable_in_place(timed_copy(model)), device)
-        self.now = now or device_now(device)
+        self.now = device_now(device)
         self.precision = precision
         self.wants, self.trained = _wants(traced.graph, batch)
         self.rounds = ROUNDS

@@ -319,19 +319,11 @@ class StateKeeper:
         raise AssertionError(f"{name} {wanted} was said to be here")
 
     def _settle(self, key: str, piece: Tensor | None) -> None:
-        holder, _, name = key.rpartition(".")
-        module, known = self.model.module.get_submodule(holder), self.model.parameters_by_key[key]
+        """Take what has come; where this device holds nothing of a tensor, an empty piece."""
+        weights = self.model.weights
         if piece is None:
-            shape = local_shape(self.model.layouts[key], self.model.group.device, known.shape)
-            piece = torch.empty(shape, dtype=self.model.weights.held(key).dtype, device=self.model.group.torch_device)
-        if known.buffer:
-            module._buffers[name] = piece
-            return
-        parameter = module.get_parameter(name)
-        parameter.grad = None
-        # As in `reshard`: autograd's node of this parameter may know its old shape, and is made anew for another type.
-        parameter.data = piece.new_empty(0, dtype=torch.float32 if piece.dtype == torch.float16 else torch.float16)
-        parameter.data = piece
+            piece = weights.held(key).new_empty(weights.own_shape(key))
+        weights.put(key, piece)
 
     def _remember(self, rows: Rows, made: Mapping[Name, Tensor], here: set[str]) -> None:
         for i, optimizer in enumerate(self.optimizers):

@@ -95,12 +95,12 @@ class UnderAutocast(nn.Module):
         InputError: unknown name.
     """
 
-    def __init__(self, model: nn.Module, precision: str, device: str = "cpu") -> None:
+    def __init__(self, model: nn.Module, precision: str) -> None:
         super().__init__()
-        self.module, self.dtype, self.device = model, dtype_named(precision), device
+        self.module, self.dtype = model, dtype_named(precision)
 
     def forward(self, x: Tensor) -> Any:
-        with torch.autocast(self.device, self.dtype, enabled=self.dtype is not None):
+        with torch.autocast("cpu", self.dtype, enabled=self.dtype is not None):
             return widened(self.module(x), self.dtype)
 
 

@@ -109,7 +109,7 @@ class _Reshare:
             self._start_state(i, route, known["state"]) for i in range(len(self.optimizers)) for route in self.routes
         ]
         for route, moving in weights:
-            self._settle(route, moving)
+            self.model.weights.put(route.key, moving.land().clone())
         for route, gradient in gradients:
             if not self.model.parameters_by_key[route.key].buffer:
                 arrived = gradient.land().clone() if gradient is not None else None
@@ -137,7 +137,7 @@ class _Reshare:
         return {"gradients": {key for table in tables for key in table["gradients"]}, "state": state}
 
     def _start(self, route: _Route) -> Moving:
-        tensor = self._tensor(route)
+        tensor = self.model.weights.held(route.key)
         return route.start(self.model, tensor, tensor.dtype)
 
     def _start_gradient(self, route: _Route) -> Moving:
@@ -160,20 +160,6 @@ class _Reshare:
                 numbers[name] = number_of(row, parameter)
         return _State(self.optimizers[i], parameter, moves, numbers if self._holds(route) else None)
 
-    def _settle(self, route: _Route, moving: Moving) -> None:
-        piece = moving.land().clone()
-        if self.model.parameters_by_key[route.key].buffer:
-            holder, _, name = route.key.rpartition(".")
-            self.model.module.get_submodule(holder)._buffers[name] = piece
-            return
-        parameter = self._parameter(route)
-        # A gradient has the shape of its parameter at any time; the old one has been read, or is under way.
-        parameter.grad = None
-        # A loss of the last step may still be held, and with it autograd's node of this parameter, which knows its old shape.
-        # With another type, autograd makes a new one.
-        parameter.data = piece.new_empty(0, dtype=torch.float32 if piece.dtype == torch.float16 else torch.float16)
-        parameter.data = piece
-
     def _holds(self, route: _Route) -> bool:
         return box(route.dst, self.model.group.device, route.shape) is not None
 
@@ -185,12 +171,6 @@ class _Reshare:
 
     def _parameter(self, route: _Route) -> nn.Parameter:
         return self.model.module.get_parameter(route.key)
-
-    def _tensor(self, route: _Route) -> Tensor:
-        holder, _, name = route.key.rpartition(".")
-        tensor = getattr(self.model.module.get_submodule(holder), name)
-        assert isinstance(tensor, Tensor)
-        return tensor.detach()
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,21 @@ class Weights:
             self.held(parameter).copy_(whole.detach()[tuple(slice(*span) for span in here)])
         self.to_come.discard(parameter)
 
+    def put(self, key: str, piece: Tensor) -> None:
+        """Let this device hold another piece, of whatever shape; a gradient of the one before is dropped. Parameters stay the
+        same objects."""
+        if self.known[key].buffer:
+            holder, _, name = key.rpartition(".")
+            self.module.get_submodule(holder)._buffers[name] = piece
+            return
+        parameter = self.module.get_parameter(key)
+        # A gradient has the shape of its parameter at any time; the old one has been read, or is under way.
+        parameter.grad = None
+        # A loss of the last step may still be held, and with it autograd's node of this parameter, which knows its old shape.
+        # With another type, autograd makes a new one.
+        parameter.data = piece.new_empty(0, dtype=torch.float32 if piece.dtype == torch.float16 else torch.float16)
+        parameter.data = piece
+
     # --- pieces become whole -----------------------------------------------------------------------------------------
 
     def gather(self, key: str, piece: Tensor) -> Tensor:

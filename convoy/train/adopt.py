@@ -228,9 +228,9 @@ def batch_size_of(source: DataLoader[Any]) -> int:
     return size
 
 
-def first_samples(source: DataLoader[Any], count: int = 2) -> Tensor:
+def first_samples(source: DataLoader[Any]) -> Tensor:
     """The inputs of a data set's first samples as a small batch, for the shapes."""
-    rows = [i % len(source.dataset) for i in range(count)]  # type: ignore[arg-type]
+    rows = [i % len(source.dataset) for i in range(2)]  # type: ignore[arg-type]
     with own_random_numbers():
         batch = source.collate_fn([source.dataset[i] for i in rows])
     x = batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else None
