@@ -19,9 +19,9 @@ from convoy.comm.group import Group
 from convoy.comm.processes import join
 from convoy.data.augment import read_augment
 from convoy.errors import InputError, PlanError
-from convoy.model.tracing import trace
+from convoy.model.tracing import TracedModel, trace
 from convoy.plan.plan import OutputPlace, Plan
-from convoy.plan.presets import AUTO, named_plan
+from convoy.plan.presets import AUTO, Speeds, named_plan
 from convoy.planner.known import Known
 from convoy.profile.auto import BUDGET_S, Passes, Plans, plan_together
 from convoy.profile.progress import Progress, to_stderr
@@ -87,15 +87,7 @@ def prepare(
     """
     global _group
     _check_kinds(model, optimizer, loader)
-    if not isinstance(loader, DataLoader):
-        if batch_size is None:
-            raise InputError("prepare was given a data set and no batch_size: give one, in samples of the whole batch")
-        loader = DataLoader(loader, batch_size, shuffle=True)
-    elif batch_size is not None and batch_size != batch_size_of(loader):
-        raise InputError(
-            f"batch_size={batch_size}, and the DataLoader has batches of {batch_size_of(loader)}: leave batch_size out, it is "
-            "for a data set"
-        )
+    loader = _in_batches(loader, batch_size)
     for each in (loader, *more):
         check_loader(each)
     if group is None:
@@ -103,8 +95,7 @@ def prepare(
     example = first_samples(loader)
     made = make_plans(
         model, example, batch_size_of(loader), group, plan=plan, speeds=speeds, fleet=fleet, budget_s=budget_s,
-        precision=precision, slowdown=slowdown, optimizer=_kind_of_optimizer(optimizer),
-        outputs=outputs,
+        precision=precision, slowdown=slowdown, optimizer=_kind_of_optimizer(optimizer), outputs=outputs,
     )[0]  # fmt: skip
     part = distribute(model, made, group, example, slowdown=slowdown, precision=precision, compile=compile)
     part.takes_whole = not parts
@@ -127,6 +118,20 @@ def _check_kinds(model: object, optimizer: object, loader: Any) -> None:
             )
     if not isinstance(loader, DataLoader) and not hasattr(loader, "__getitem__"):
         check_loader(loader)
+
+
+def _in_batches(loader: DataLoader[Any] | Dataset[Any], batch_size: int | None) -> DataLoader[Any]:
+    """A loader as it is, or one of a data set."""
+    if not isinstance(loader, DataLoader):
+        if batch_size is None:
+            raise InputError("prepare was given a data set and no batch_size: give one, in samples of the whole batch")
+        return DataLoader(loader, batch_size, shuffle=True)
+    if batch_size is not None and batch_size != batch_size_of(loader):
+        raise InputError(
+            f"batch_size={batch_size}, and the DataLoader has batches of {batch_size_of(loader)}: leave batch_size out, it is "
+            "for a data set"
+        )
+    return loader
 
 
 def _kind_of_optimizer(optimizer: Optimizer | None) -> str:
@@ -251,13 +256,13 @@ def make_plans(
             raise InputError(
                 "speeds with the plan auto: it needs the times of every layer; leave speeds out, or name a plan"
             )
-        if progress is None and fleet is None:
-            progress = to_stderr(group, f"measuring {group.devices} devices and planning for them", budget_s)
-        elif progress is None:
-            progress = to_stderr(group, f"planning for {group.devices} devices")
-        with torch.random.fork_rng(
-            devices=[]
-        ):  # what is timed draws its numbers; the script's are to stay those of one device
+        if progress is None:
+            what, about_s = f"planning for {group.devices} devices", None
+            if fleet is None:
+                what, about_s = f"measuring {group.devices} devices and planning for them", budget_s
+            progress = to_stderr(group, what, about_s)
+        # What is timed draws its numbers; the script's are to stay those of one device.
+        with torch.random.fork_rng(devices=[]):
             return plan_together(
                 group, traced, model, batch, net=type(model).__name__ if net is None else net, fleet=fleet,
                 budget_s=budget_s, slowdown=slowdown, optimizer=optimizer, reduce=reduce,
@@ -268,31 +273,39 @@ def make_plans(
         raise InputError(
             'passes="auto" with another plan than "auto": only the planner knows what memory asks for; give a number'
         )
+    made, measured = _without_planner(plan, group, traced, model, batch, speeds, reduce, slowdown, precision, progress)
+    made = replace(
+        made,
+        reduce=made.reduce if reduce is None else reduce,
+        wire=made.wire if wire is None else wire,
+        outputs=made.outputs if outputs is None else outputs,
+    )
+    name = None if isinstance(plan, Plan) else plan
+    known = Known(name, tuple(range(group.devices)), measured, optimizer=optimizer, passes=passes)
+    return Plans((made,), measured, known=known, passes=passes)
+
+
+def _without_planner(
+    plan: str | Plan, group: Group, traced: TracedModel, model: nn.Module, batch: int, speeds: Sequence[float] | None,
+    reduce: Sum | None, slowdown: float, precision: str, progress: Progress | None,
+) -> tuple[Plan, Speeds]:  # fmt: skip
+    """The plan as given, or made by name, and the speeds of the devices: as given, else measured where they are several."""
+
+    def made(by: Speeds) -> Plan:
+        return plan if isinstance(plan, Plan) else named_plan(plan, traced.graph, batch, by, reduce)
+
     if isinstance(plan, Plan) and plan.batch != batch:
         raise PlanError(f"the plan {plan.name} is for a batch of {plan.batch}, not {batch}: make a new plan")
-    measured = given_speeds((1.0,) * group.devices if speeds is None else speeds, group.devices)
+    known = given_speeds((1.0,) * group.devices if speeds is None else speeds, group.devices)
     # A plan that does not fit is found before the seconds of measuring.
-    if isinstance(plan, Plan):
-        plan.check(traced.graph, group.devices)
-    else:
-        named_plan(plan, traced.graph, batch, measured, reduce)
+    made(known).check(traced.graph, group.devices)
     if speeds is None and group.devices > 1:
         if progress is None:
             progress = to_stderr(group, "every device times the model's layers", timing_s(traced.graph))
         with torch.random.fork_rng(devices=[]):
             clock = Clock(group.torch_device, slowdown)
-            measured = measure_speeds(group, traced, model, batch, clock, precision, progress)
-    made = plan if isinstance(plan, Plan) else named_plan(plan, traced.graph, batch, measured, reduce)
-    reduce, wire = made.reduce if reduce is None else reduce, made.wire if wire is None else wire
-    place = made.outputs if outputs is None else outputs
-    known = Known(
-        None if isinstance(plan, Plan) else plan,
-        tuple(range(group.devices)),
-        measured,
-        optimizer=optimizer,
-        passes=passes,
-    )
-    return Plans((replace(made, reduce=reduce, wire=wire, outputs=place),), measured, known=known, passes=passes)
+            known = measure_speeds(group, traced, model, batch, clock, precision, progress)
+    return made(known), known
 
 
 def distribute(

@@ -42,8 +42,6 @@ from convoy.runtime.precision import agree_on_precision
 GRID_PART = 2 / 3
 """The part of the layers' seconds that goes to the grids; the rest is for the sizes that plans have."""
 
-"""Is told what is measured, how much is done, and how much there is."""
-
 BUDGET_S = 60.0
 LINKS_PART = 0.25
 """The part of a budget that goes to the links."""
@@ -106,15 +104,10 @@ def measure_job(
     start_s = wall()
     if links_budget_s is None:
         budget_s, links_budget_s = budget_s * (1 - LINKS_PART), budget_s * LINKS_PART
-    own = describe(group.torch_device, slowdown)
-    rows = [Own(**row) for row in gather(group, "machine", asdict(own))]
-    agreed, date = _agreed(group, traced, batch, fleet)
-    agree_on_precision(group, traced.graph, precision)
+    rows = [Own(**row) for row in gather(group, "machine", asdict(describe(group.torch_device, slowdown)))]
+    header, date = _agreed(group, traced, batch, fleet, precision, rows)
     fleet = fleet_of(rows) if fleet is None else fit(fleet, rows)
-    kept = Partial(
-        partial if group.device == 0 else None,
-        agreed | {"precision": precision, "torch": str(torch.__version__), "devices": [_identity(row) for row in rows]},
-    )
+    kept = Partial(partial if group.device == 0 else None, header)
     clock = Clock(group.torch_device, slowdown)
     clock.now = processor or clock.now
     bench = Bench(traced, model, batch, clock, group.torch_device, precision=precision)
@@ -133,17 +126,15 @@ def measure_job(
     steps, watts = _measure_tables(group, bench, kept, grids_s, progress, wall, energy)
     powers = _powers(group, energy, watts)
     beside = slowed_by_others(group, "load beside layers", use_since(begin, wants))
-    wire = measure_links(
-        group,
-        host_indices(fleet),
-        share,
-        budget_s=links_budget_s,
-        progress=lambda what: progress(what, steps, steps),
-    )
-    progress("what a step costs beside its layers", steps, steps)
+
+    def last(what: str) -> None:
+        progress(what, steps, steps)
+
+    wire = measure_links(group, host_indices(fleet), share, budget_s=links_budget_s, progress=last)
+    last("what a step costs beside its layers")
     outputs = loss_shapes(traced.graph, batch)
     costs = _measure_costs(group, now, stretch_s, wire.traffic[group.device].message_s, share, outputs)
-    progress("exchanges between devices that compute", steps, steps)
+    last("exchanges between devices that compute")
     jitter_s = measure_jitter(group, clock, _exchange_s(wire, costs), stretch_s)
     links, cards = spreads(fleet, wire)
     points = _points(fleet, bench, kept.tables)
@@ -162,15 +153,17 @@ def measure_job(
         host=cards,
         precision=precision,
     )
-    progress("the sizes that plans have", steps, steps)
+    last("the sizes that plans have")
     left_s = budget_s + links_budget_s - (wall() - start_s)
     measured = _with_plan_sizes(group, bench, measured, left_s, wall)
     kept.remove()
     return measured
 
 
-def _agreed(group: Group, traced: TracedModel, batch: int, fleet: Fleet | None) -> tuple[dict[str, Any], str]:
-    """What every device must have been given, and the date on device 0."""
+def _agreed(
+    group: Group, traced: TracedModel, batch: int, fleet: Fleet | None, precision: str, rows: Sequence[Own]
+) -> tuple[dict[str, Any], str]:
+    """What must be the same for a later run to go on with this one's times, and the date on device 0."""
     own = {
         "model": traced.graph.fingerprint,
         "batch": batch,
@@ -179,15 +172,12 @@ def _agreed(group: Group, traced: TracedModel, batch: int, fleet: Fleet | None) 
         "format": FORMAT,
     }
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    rows = gather(group, "measure", [own, date])
+    told = gather(group, "measure", [own, date])
     for name in own:
-        check_same([row[name] for row, _ in rows], f"started with another {name}")
-    return own, rows[0][1]
-
-
-def _identity(row: Own) -> list[Any]:
-    """What a device must still be for its earlier times to hold."""
-    return [row.name, row.kind, row.cores, row.slowdown]
+        check_same([each[name] for each, _ in told], f"started with another {name}")
+    agree_on_precision(group, traced.graph, precision)
+    devices = [[row.name, row.kind, row.cores, row.slowdown] for row in rows]
+    return own | {"precision": precision, "torch": str(torch.__version__), "devices": devices}, told[0][1]
 
 
 def stretch_of(budget_s: float, layers: int) -> float:

@@ -129,9 +129,9 @@ def _largest_remainder(units: int, exact: Sequence[Fraction], high: Sequence[int
     return whole
 
 
-def even(total: int, devices: int) -> Shares:
+def even(total: int, devices: int, *, quantum: int = 1) -> Shares:
     """Shares as equal as whole numbers allow."""
-    return apportion(total, [1.0] * devices)
+    return apportion(total, [1.0] * devices, quantum=quantum)
 
 
 def rescale(shares: Shares, total: int) -> Shares:

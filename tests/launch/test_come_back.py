@@ -8,16 +8,15 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from convoy.runlog.reader import read_log
 from tests.launch.test_ssh import FLEET, convoy, fleet_file, python_of
-from tests.support.ssh_hosts import Lab, eventually, lab, needs_ssh
+from tests.support.ssh_hosts import Lab, eventually, needs_ssh
 
-pytestmark = [pytest.mark.root, needs_ssh]
+pytestmark = [pytest.mark.root, needs_ssh, pytest.mark.usefixtures("nobody_left")]
 
 LAUNCH = """
 import sys
@@ -50,18 +49,6 @@ while not os.path.exists("FOLDER/end"):
     time.sleep(0.05)
 print("device", rank, flush=True)
 """
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with lab(tmp_path_factory.mktemp("lab"), ["desk", "attic", "cellar"]) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def nobody_left(hosts: Lab) -> Iterator[None]:
-    yield
-    assert eventually(lambda: not hosts.at_work()), f"still at work: {hosts.at_work()}"
 
 
 def read(path: Path, limit_s: float = 30.0) -> object:

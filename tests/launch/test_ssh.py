@@ -10,7 +10,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,9 @@ from convoy.comm.job_key import write_key_file
 from tests.support.commands import TINY, results
 from tests.support.processes import ROOT
 from tests.support.slow import most_slow
-from tests.support.ssh_hosts import Lab, eventually, lab, needs_ssh
+from tests.support.ssh_hosts import Lab, eventually, needs_ssh
 
-pytestmark = [
-    pytest.mark.root,
-    needs_ssh,
-]
+pytestmark = [pytest.mark.root, needs_ssh, pytest.mark.usefixtures("nobody_left")]
 
 FLEET = """
 [network]
@@ -96,19 +92,6 @@ def here():
         file.write(str(os.getpid()))
     os.rename(f"{FOLDER}/{RANK}.new", f"{FOLDER}/{RANK}")
 """
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with lab(tmp_path_factory.mktemp("lab"), ["desk", "attic", "cellar"]) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def nobody_left(hosts: Lab) -> Iterator[None]:
-    """Every test ends with nothing but ssh servers on all hosts."""
-    yield
-    assert eventually(lambda: not hosts.at_work()), f"still at work: {hosts.at_work()}"
 
 
 def python_of(folder: Path, name: str = "quick", more: str = "") -> str:
