@@ -14,7 +14,7 @@ from benchmarks.scaling import scaling_section
 from benchmarks.score import alone, efficiency, error, full_spread, middle_spread
 from benchmarks.targets import TUNED, cases_of, fastest_alone, name_of
 from benchmarks.targets_page import in_turn_line, targets_section, unmeasured
-from convoy.planner.trial import TRIED
+from convoy.planner.predict import TRIED
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from convoy.errors import InputError
 from convoy.runtime.exchange import gather_whole, redistribute
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
-from convoy.runtime.own_state import reading_pieces
+from convoy.runtime.torch_guards import reading_pieces
 from convoy.sharding.layout import Layout, OnOne, Shape, box, everywhere
 
 DTYPES: Mapping[torch.dtype, str] = {

@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from convoy.comm.environment import LISTENER, listen_at
 from convoy.comm.job_key import key_to_start
@@ -85,13 +86,21 @@ def launch_local(
     key = key_to_start(environments[0]) if len(devices) > 1 else None
     store: object = None
 
+    def start(number: int, device: str, variables: Mapping[str, str], **more: Any) -> None:
+        processes.start(
+            number, device, [*command, *argv], environment=hidden(variables) if script else variables, lifeline=True, key=key,
+            log=log_of(logs, number), **more,
+        )  # fmt: skip
+
     def start_again(device: int, number: int, doors: Sequence[Address]) -> None:
         processes.forget_ended()
-        variables = joining_environment(environments[device], doors)
-        processes.start(
-            number, devices[device], [*command, *argv], environment=hidden(variables) if script else variables,
-            lifeline=True, key=key, stdout=to_stdout, log=log_of(logs, number), told=hear(number),
-        )  # fmt: skip
+        start(
+            number,
+            devices[device],
+            joining_environment(environments[device], doors),
+            stdout=to_stdout,
+            told=hear(number),
+        )
 
     def hear(number: int) -> Sink:
         return by_line(lambda line: again.hear(number, line))
@@ -110,11 +119,9 @@ def launch_local(
             for rank, variables in enumerate(environments):
                 terminal = None if rank == 0 else subprocess.DEVNULL
                 stdout: Output = once_first(processes, rank) if goes_on and rank else terminal
-                processes.start(
-                    rank, devices[rank], [*command, *argv], environment=hidden(variables) if script else variables,
-                    lifeline=True, key=key, stdin=terminal, stdout=stdout, stderr="keep" if rank else None,
-                    log=log_of(logs, rank), pass_fds=[listener.fileno()] if rank == 0 and not hosted else (),
-                    told=hear(rank) if tries_again else None,
+                start(
+                    rank, devices[rank], variables, stdin=terminal, stdout=stdout, stderr="keep" if rank else None,
+                    pass_fds=[listener.fileno()] if rank == 0 and not hosted else (), told=hear(rank) if tries_again else None,
                 )  # fmt: skip
             if hosted:  # while they start
                 from convoy.comm.rendezvous import store_on
@@ -131,14 +138,18 @@ def launch_local(
             raise InputError(f"cannot start {command[0]!r}: {error.strerror}; give a program that exists") from None
         except Interrupted as interrupted:
             again.stop()
-            count, in_order = len(processes.running), ends_in_order(interrupted)
-            note(ending_text(count) if in_order else f"{interrupted.signum.name}: ending {count} devices")
-            with suppress(Interrupted):  # a second one: no more waiting
-                if in_order:
-                    let_leave(processes, len(again.members))
-                # Ctrl-C has reached the devices, too.
-                processes.end(timeout_s if interrupted.is_ctrl_c else 0.0)
+            _end_at(interrupted, processes, len(again.members), timeout_s)
             return interrupted.status
         finally:
             del store  # which ends with it, also where an error keeps this frame
     return conclude([each for each in processes.endings if each.device in again.came], goes_on=goes_on)
+
+
+def _end_at(interrupted: Interrupted, processes: Supervisor, members: int, timeout_s: float) -> None:
+    count, in_order = len(processes.running), ends_in_order(interrupted)
+    note(ending_text(count) if in_order else f"{interrupted.signum.name}: ending {count} devices")
+    with suppress(Interrupted):  # a second one: no more waiting
+        if in_order:
+            let_leave(processes, members)
+        # Ctrl-C has reached the devices, too.
+        processes.end(timeout_s if interrupted.is_ctrl_c else 0.0)

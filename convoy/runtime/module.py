@@ -31,13 +31,12 @@ from convoy.runtime.inputs import Inputs, parts_of, read_inputs
 from convoy.runtime.marks import mark_originals, mark_unsummed
 from convoy.runtime.module_of_pieces import ModuleOfPieces
 from convoy.runtime.outputs import Outputs, rows_of
-from convoy.runtime.own_state import guard_module
 from convoy.runtime.passes import Passes
 from convoy.runtime.plan_in_use import plan_in_use
 from convoy.runtime.program import Program
 from convoy.runtime.program_cache import Noting, ProgramCache
 from convoy.runtime.step_node import StepCall
-from convoy.runtime.torch_guards import guard
+from convoy.runtime.torch_guards import guard, guard_module
 from convoy.runtime.watch import Watch
 from convoy.runtime.weights import Weights, parameters_of, placeholders
 from convoy.runtime.whole_weights import WholeWeights

@@ -15,9 +15,8 @@
     others.py      the state beside the model: taken and brought back
     wishes.py      who leaves, comes in or ends after a step
     newcomers.py   who comes in, and what they are told
-    changed.py     the line that tells how the devices have changed
+    changed.py     the errors that end a training, or let its devices meet anew, and the line that tells it
     replan.py      the plan for the next devices
-    errors.py      the errors that end a training, or let its devices meet anew
 """
 
 from convoy.runtime.average import WeightAverage

@@ -1,12 +1,32 @@
-"""The line of text that tells how the devices of a training have changed."""
+"""How the devices of a training change: the errors by which it ends for one of them or all, or they meet anew; and the line of
+text that tells it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convoy.comm.regroup import UnnamedLossError
-from convoy.errors import ConvoyError
+from convoy.errors import ConvoyError, DeviceLostError
 from convoy.membership.agreement import Pairs
-from convoy.train.errors import GrownError
+
+
+class StateLostError(DeviceLostError):
+    """With the devices that were lost went a part of the model that nobody else had."""
+
+
+class LeftError(DeviceLostError):
+    """This device has left the job, as it was asked to."""
+
+    ends = "left"
+
+
+class StoppedError(ConvoyError):
+    """The whole training has ended after a step, as it was asked to."""
+
+    ends = "stopped"
+
+
+class GrownError(DeviceLostError):
+    """Newcomers are let in: the devices meet anew."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from convoy.plan.plan import Plan
 from convoy.runtime.keep import StateKeeper
 from convoy.runtime.module import Distributed
 from convoy.train.between import Works
-from convoy.train.changed import Changed, pieces_lost
-from convoy.train.errors import GrownError, LeftError, StateLostError
+from convoy.train.changed import Changed, GrownError, LeftError, StateLostError, pieces_lost
 from convoy.train.newcomers import Judge, Newcomers, Story, hear_of_newcomers
 from convoy.train.others import Stateful, restore, take
 from convoy.train.pace import KeepPace

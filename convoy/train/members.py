@@ -22,7 +22,7 @@ from convoy.comm.signals import hearing_signals
 from convoy.errors import DeviceLostError, InputError
 from convoy.runtime.module import Distributed, StaleBatchError, not_distributed
 from convoy.train.between import EPOCH, Between, align
-from convoy.train.errors import GrownError, LeftError, StateLostError, StoppedError
+from convoy.train.changed import GrownError, LeftError, StateLostError, StoppedError
 from convoy.train.going_on import GoingOn
 from convoy.train.newcomers import Newcomers
 from convoy.train.others import Stateful

@@ -10,7 +10,7 @@ from convoy.comm.agreement import from_first, share_number, share_tensor
 from convoy.comm.group import Group, Pending
 from convoy.comm.regroup import Membership
 from convoy.errors import DeviceLostError
-from convoy.train.errors import GrownError, LeftError, StoppedError
+from convoy.train.changed import GrownError, LeftError, StoppedError
 
 
 class Wishes:

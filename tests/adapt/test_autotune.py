@@ -21,7 +21,7 @@ from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.planner.found import Candidate
 from convoy.planner.planner import candidates
-from convoy.planner.trial import FEWER, REACH, TRIED, worth_trying
+from convoy.planner.predict import FEWER, REACH, TRIED, worth_trying
 from convoy.sharding.layout import Layout, Replicated, Split
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader

@@ -296,7 +296,7 @@ def test_the_plans_to_try_are_the_same_on_every_device_the_planners_choice_first
     measured: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "convoy.planner.trial.REACH", 1e3
+        "convoy.planner.predict.REACH", 1e3
     )  # any plan with fewer messages: here the fastest device alone at least
     file = tmp_path / "fleet.toml"
     file.write_text(timed(measured, 1.0, 1.5).to_toml())
