@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.model.graph import Graph, Layer
-from convoy.plan.lower import own_strategy, placements
+from convoy.plan.placing import own_strategy, placements
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Placement, Strategy
 from convoy.sharding.layout import Split

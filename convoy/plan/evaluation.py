@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from convoy.errors import PlanError
 from convoy.model.graph import Graph, Layer
-from convoy.plan.lower import placements, used_layouts
+from convoy.plan.placing import placements, used_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Filter, One, Placement, Strategy
 from convoy.sharding.layout import Layout, OnOne, Replicated, Split, everywhere, holders

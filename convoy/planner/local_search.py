@@ -14,7 +14,7 @@ from typing import Any, Self
 from convoy.cost.compute import RememberedTimes
 from convoy.model.graph import Graph
 from convoy.plan.coupling import coupled_axes, reshared
-from convoy.plan.lower import placements
+from convoy.plan.placing import placements
 from convoy.plan.plan import Plan
 from convoy.plan.presets import SHARE_UNITS
 from convoy.plan.steps import Compute, passes_of

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from convoy.model.graph import Layer
-from convoy.plan.lower import by_samples, placements, unnamed
+from convoy.plan.lower import by_samples
+from convoy.plan.placing import placements, unnamed
 from convoy.plan.plan import Plan
 from convoy.plan.presets import SHARE_UNITS
 from convoy.plan.size import whole_size

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from convoy.model.graph import Graph, Parameter
 from convoy.plan.evaluation import borrowed, pin
-from convoy.plan.lower import parameter_layouts
+from convoy.plan.placing import parameter_layouts
 from convoy.plan.plan import Plan
 from convoy.sharding.layout import Layout, Replicated, Split, everywhere, holders
 

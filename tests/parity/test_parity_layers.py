@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from convoy.model.graph import Graph, Layer
-from convoy.plan.lower import placements
+from convoy.plan.placing import placements
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.sharding.layout import Split

@@ -12,7 +12,8 @@ from convoy.plan.compile import compile_all
 from convoy.plan.device_program import Compute as DeviceCompute
 from convoy.plan.device_program import FreeWeights, HaveWeights, PackWeights
 from convoy.plan.explain import step_lines
-from convoy.plan.lower import lower, parameter_layouts
+from convoy.plan.lower import lower
+from convoy.plan.placing import parameter_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.program_check import check_programs
 from convoy.plan.program_text import parse_program, program_lines

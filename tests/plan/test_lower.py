@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from convoy.model.tracing import trace
-from convoy.plan.lower import lower, parameter_layouts, placements
+from convoy.plan.lower import lower
+from convoy.plan.placing import parameter_layouts, placements
 from convoy.plan.steps import Compute, Move, StepList, SumGradients
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split

@@ -10,7 +10,8 @@ from convoy.errors import PlanError
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.evaluation import borrowed, pin
-from convoy.plan.lower import lower, parameter_layouts, placements
+from convoy.plan.lower import lower
+from convoy.plan.placing import parameter_layouts, placements
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.sharding.layout import OnOne, Replicated, Split

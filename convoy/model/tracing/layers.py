@@ -15,8 +15,9 @@ from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.layer_rules import Call, Known
 from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, call_operation
 from convoy.model.tracing.check_cuts import check_cuts
+from convoy.model.tracing.effects import batch_norm_of, draws_random
 from convoy.model.tracing.kinds import IN_PLACE, known
-from convoy.model.tracing.nodes import Nodes, Untraceable, batch_norm_of, draws_random
+from convoy.model.tracing.nodes import Nodes, Untraceable
 from convoy.model.tracing.per_sample import (
     PerSample,
     aged,

@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from convoy.errors import InputError
 from convoy.model.operation import BatchExtent, Here
-from convoy.model.tracing.nodes import Untraceable, first_line, mutates, unsupported_in_place
+from convoy.model.tracing.effects import mutates, unsupported_in_place
+from convoy.model.tracing.nodes import Untraceable, first_line
 from convoy.model.tracing.per_sample import is_floating, map_tensors, on_random, run_on_random, tensors_of
 from convoy.model.tracing.sizes import BATCHES, Spec, call_node, call_on_meta, called, meta_input
 
