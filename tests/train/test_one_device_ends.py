@@ -15,7 +15,7 @@ from convoy.comm.group import AloneGroup
 from convoy.comm.signals import END, LEAVE, LEAVE_TOO, hearing_signals
 from convoy.runtime.module import Distributed
 from convoy.train import Members
-from convoy.train.errors import StoppedError
+from convoy.train.changed import StoppedError
 from convoy.train.loader import Loader
 from convoy.train.loop import Training, fit
 from convoy.train.observer import Observer, StepResult
