@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,17 +14,11 @@ from tests.launch.test_come_back import on
 from tests.launch.test_run_again import FOR_EVER
 from tests.launch.test_ssh import FLEET, convoy
 from tests.support.processes import ROOT
-from tests.support.ssh_hosts import Lab, eventually, lab, needs_ssh
+from tests.support.ssh_hosts import Lab, eventually, needs_ssh
 
 pytestmark = [pytest.mark.root, needs_ssh]
 
 SCRIPT = ROOT / "tests" / "support" / "members_script.py"
-
-
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    with lab(tmp_path_factory.mktemp("lab"), ["desk", "attic", "cellar"]) as made:
-        yield made
 
 
 def switch_off(hosts: Lab, host: str) -> None:
