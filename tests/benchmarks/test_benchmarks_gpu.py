@@ -10,30 +10,18 @@ from benchmarks.gpu import PARTS, Place, Row, page_of, page_of_none
 from tests.conftest import ROOT
 from tests.support import sim
 
-needs_compiler = pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
 
-
-def ran(*options: str) -> list[str]:
-    argv = [sys.executable, "-m", "benchmarks.gpu", *options]
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
+def test_every_part_runs_and_finds_nothing_that_is_not_as_it_should_be() -> None:
+    argv = [sys.executable, "-m", "benchmarks.gpu"]
     done = subprocess.run(argv, cwd=ROOT, text=True, capture_output=True, timeout=550, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="has an accelerator: run make gpu")
-def test_streams_are_tried_on_a_simulated_accelerator() -> None:
-    first, found, *_ = ran("--only", "streams")
-    assert first.startswith("No accelerator that torch can use is here")
-    assert found.startswith("ok streams")
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_every_part_runs() -> None:
-    lines = ran()
-    assert {word for line in lines for word in line.split() if word in PARTS} == set(PARTS)
+    first, *found = done.stdout.splitlines()
+    assert first.startswith("No accelerator that torch can use is here") or torch.accelerator.is_available()
+    assert {word for line in found for word in line.split() if word in PARTS} == set(PARTS)
+    assert any(line.startswith("ok streams") for line in found)
 
 
 def test_the_committed_page_is_of_a_gpu_or_says_that_none_has_run() -> None:

@@ -23,6 +23,7 @@ def test_the_wire_is_the_least_that_brings_the_published_speedup() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(200)
 @pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="has an accelerator of its own")
 def test_the_command_trains_on_three_simulated_accelerators_and_a_cpu() -> None:

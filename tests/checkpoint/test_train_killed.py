@@ -94,7 +94,7 @@ def test_a_training_killed_with_all_its_devices_goes_on_elsewhere(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert not ended.value.code
-    assert "Training on 1 devices" in capsys.readouterr().out
+    assert "Training on 1 device, plan" in capsys.readouterr().out
     keeping = ["--checkpoint", "run", "--checkpoint-steps", "1", "--log", "cut.jsonl"]
     two = ["--devices", "2", "--speeds", "3,1", "--plan", "data-by-speed", "--workers", "1"]
     with under_way(*two, *keeping, cwd=tmp_path) as launcher:

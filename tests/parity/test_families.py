@@ -52,7 +52,6 @@ def test_the_page_shows_what_was_found() -> None:
     assert page.PAGE.read_text() == page.text(KEPT)
 
 
-@pytest.mark.slow
 def test_nearly_all_families_are_exact_and_shared_out() -> None:
     exact = [row for row in ROWS.values() if row.exact]
     assert len(exact) >= 0.95 * len(ROWS)
