@@ -54,7 +54,7 @@ _ROW = struct.Struct("<qd")
 
 
 def case_of(seed: int, plan: str) -> Case:
-    """Without momentum: rounding must not grow from step to step. Epochs of 200 steps: of each epoch a history keeps a result."""
+    """Without momentum: rounding must not grow from step to step. Epochs of 200 steps: a history keeps a result of each."""
     return Case(seed, FIRST, plan, "sgd-plain", epochs=10**6, samples=1600, pace_s=0.01)
 
 

@@ -86,9 +86,7 @@ def run_of(offer: Words, own: Mapping[str, Any]) -> RunSettings:
         InputError: a folder for checkpoints, of which the training saves none.
     """
     if "checkpoint" in own and "checkpoint" not in parse_toml(str(offer["run"]), "the job's settings", ""):
-        raise InputError(
-            f"--checkpoint {own['checkpoint']}: the training saves no checkpoints; leave it out"
-        )
+        raise InputError(f"--checkpoint {own['checkpoint']}: the training saves no checkpoints; leave it out")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.toml"
         file.write_text(str(offer["run"]))
