@@ -352,7 +352,9 @@ def exchange_bytes(program: DeviceProgram, steps: StepList, itemsize: int = 4) -
     flat: Counter[int] = Counter()
     leaves: set[int] = set()
     turns: dict[int, set[str]] = {}
-    narrow_parts = {op.buffer: narrow_itemsize(itemsize) for op in _made(program) if op.narrow}
+    narrow_parts = {
+        op.buffer: narrow_itemsize(itemsize) for op in program.operations() if isinstance(op, Make) and op.narrow
+    }
     counted: set[str] = set()
     for op in program.operations():
         match op:
@@ -384,7 +386,3 @@ def exchange_bytes(program: DeviceProgram, steps: StepList, itemsize: int = 4) -
         if isinstance(each, Move) and each.id in leaves and not flat[each.id]:
             found[each.id] += held_entries(dual(each.reads.layout), program.device, each.reads.shape) * itemsize
     return found
-
-
-def _made(program: DeviceProgram) -> list[Make]:
-    return [op for op in program.operations() if isinstance(op, Make)]

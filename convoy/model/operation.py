@@ -159,7 +159,7 @@ def _called(model: nn.Module, operation: Operation, inputs: Sequence[Any], batch
             return tensor.to(here.device)
         case _, function:
             assert callable(function)
-            with torch.device(here.device) if _makes_tensors(function) else nullcontext():
+            with torch.device(here.device) if function in _FACTORIES else nullcontext():
                 return function(*args, **kwargs)
 
 
@@ -198,11 +198,6 @@ _FACTORIES = frozenset(
     getattr(torch, name)
     for name in ("arange", "empty", "eye", "full", "linspace", "logspace", "ones", "rand", "randn", "tensor", "zeros")
 )
-
-
-def _makes_tensors(function: Any) -> bool:
-    """Whether a function makes tensors out of nothing, on the CPU unless told otherwise."""
-    return function in _FACTORIES
 
 
 def bind_operation(model: nn.Module, operation: Operation) -> Callable[[Sequence[Any], int], Any]:

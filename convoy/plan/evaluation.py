@@ -4,14 +4,13 @@ A model may be another one in evaluation: dropout passes its input on, a layer n
 auxiliary output is gone. Layers that follow their input could then land elsewhere than in training, without parameters.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from convoy.errors import PlanError
 from convoy.model.graph import Graph, Layer
 from convoy.plan.placing import placements, used_layouts
 from convoy.plan.plan import Plan
-from convoy.plan.strategy import Batch, Filter, One, Placement, Strategy
+from convoy.plan.strategy import Batch, Filter, One, Strategy
 from convoy.sharding.layout import Layout, OnOne, Replicated, Split, everywhere, holders
 from convoy.sharding.shares import apportion
 
@@ -25,7 +24,8 @@ def pin(plan: Plan, training: Graph, evaluation: Graph) -> Plan:
     known = {name: s for name, s in plan.layers.items() if name in evaluation.layers}
     # What training keeps in shares is gathered wherever evaluation uses it whole: see `lower`'s `kept`.
     pinned = replace(plan, model=evaluation.fingerprint, layers=known, in_shares={})
-    homes = _homes(training, placements(plan, training))
+    placed = placements(plan, training)
+    homes = {name: placed[name].gives for name, layer in training.layers.items() if layer.parameters}
     while strays := _strays(pinned, training, evaluation, plan):
         moves = {layer.name: _strategy_at(layer, homes[layer.name], plan) for layer in strays if layer.name in homes}
         if moves.items() <= pinned.layers.items():
@@ -56,10 +56,6 @@ def borrowed(pinned: Plan, plan: Plan, training: Graph, evaluation: Graph) -> di
                 )
             result[key] = wanted if before == wanted else everywhere(plan.devices)
     return result
-
-
-def _homes(graph: Graph, placed: Mapping[str, Placement]) -> dict[str, Layout]:
-    return {name: placed[name].gives for name, layer in graph.layers.items() if layer.parameters}
 
 
 def _strays(pinned: Plan, training: Graph, evaluation: Graph, plan: Plan) -> list[Layer]:

@@ -259,7 +259,7 @@ def _uniform(graph: Graph, layer: Layer, layout: Layout, devices: int) -> Placem
     note = ""
     if layer.everywhere:
         layout, note = everyone, layer.reason
-    elif layer.each and not _has_all_devices(layout, devices):
+    elif layer.each and len(holders(layout)) < devices:
         layout, note = everyone, "a call changes its state, so every device computes it"
     elif layer.shared and _changes_what_it_shares(layer) and not isinstance(layout, Split):
         layout, note = everyone, "it changes what other layers or hooks use, so every device computes it"
@@ -269,11 +269,6 @@ def _uniform(graph: Graph, layer: Layer, layout: Layout, devices: int) -> Placem
     owners = parameter_holders(layer, layout, devices)
     kept: Layout = OnOne(owners[0]) if isinstance(layout, OnOne) and not layer.shared else Replicated(owners)
     return Placement(takes, layout, dict.fromkeys(layer.parameters, kept), note)
-
-
-def _has_all_devices(layout: Layout, devices: int) -> bool:
-    """Whether each device computes something of a layer whose output lies so."""
-    return len(holders(layout)) == devices
 
 
 def _changes_what_it_shares(layer: Layer) -> bool:

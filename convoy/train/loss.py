@@ -146,7 +146,9 @@ class Loss:
             rows = part.rows_of(argument)
         else:
             return argument
-        return rows.float() if _is_half(rows) else rows  # a sum over many pixels would be too large
+        return (
+            rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
+        )  # a sum over many pixels would be too large
 
     @property
     def _is_of_torch(self) -> bool:
@@ -235,10 +237,6 @@ def _check_alike(criterion: Callable[..., Any], rows: list[Any]) -> None:
                 f"{_name(criterion)} has a {name} of shape {tuple(given.shape)}, which differs from sample "
                 f"to sample: give {_OWN}"
             )
-
-
-def _is_half(x: Tensor) -> bool:
-    return x.dtype in (torch.float16, torch.bfloat16)
 
 
 def _name(criterion: object) -> str:

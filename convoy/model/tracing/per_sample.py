@@ -410,26 +410,22 @@ def _in_float32(like: Sequence[Tensor]) -> bool:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in a nest of tuples, lists, dicts and dataclasses, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, tuple | list):
-        return [t for v in value for t in tensors_of(v)]
-    if isinstance(value, dict):
-        return [t for v in value.values() for t in tensors_of(v)]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [t for f in fields(value) for t in tensors_of(getattr(value, f.name))]
-    return []
+    return [each for each in _inside(value) if isinstance(each, Tensor)]
 
 
 def plain_values_of(value: Any) -> list[Any]:
     """The numbers, texts and Nones in such a nest, in order."""
+    return [each for each in _inside(value) if isinstance(each, bool | int | float | complex | str | None)]
+
+
+def _inside(value: Any) -> list[Any]:
     if isinstance(value, tuple | list):
-        return [v for each in value for v in plain_values_of(each)]
+        return [each for v in value for each in _inside(v)]
     if isinstance(value, dict):
-        return [v for each in value.values() for v in plain_values_of(each)]
+        return [each for v in value.values() for each in _inside(v)]
     if is_dataclass(value) and not isinstance(value, type):
-        return [v for f in fields(value) for v in plain_values_of(getattr(value, f.name))]
-    return [value] if isinstance(value, bool | int | float | complex | str | None) else []
+        return [each for f in fields(value) for each in _inside(getattr(value, f.name))]
+    return [value]
 
 
 def map_tensors(value: Any, f: Callable[[Tensor], Any]) -> Any:

@@ -339,8 +339,8 @@ class _Capture:
         sample = [(shape, dtype) for shape, (_, dtype) in zip(self.shapes, self.specs, strict=True)]
         if _runs(self.model, self.meta, sample):
             return InputError(
-                f"{told}it is one sample, {_listed(self.shapes)}, without the axis of the batch: give example[None], or one "
-                "batch of the loader"
+                f"{told}it is one sample, {' and '.join(map(str, self.shapes))}, without the axis of the batch: give "
+                "example[None], or one batch of the loader"
             )
         return InputError(f"{told}give one batch of each of its inputs, as its forward takes them")
 
@@ -396,10 +396,6 @@ def _with_calls(traced: TracedModel, nodes: Nodes) -> TracedModel:
 def _path(nodes: Nodes) -> list[Any]:
     """What is called in which order, whatever the numbers among the arguments."""
     return [(n.op, n.name, str(n.target), [each.name for each in n.all_input_nodes]) for n in nodes.nodes]
-
-
-def _listed(shapes: Sequence[tuple[int, ...]]) -> str:
-    return " and ".join(map(str, shapes))
 
 
 def _on_meta(model: nn.Module) -> bool:

@@ -59,7 +59,7 @@ def as_one_layer(
 
         def check(holder: nn.Module) -> PerSample:
             return check_per_sample(
-                lambda holder, n, x: call_operation(holder, operation, x, n), holder, lambda: _doubled(holder),
+                lambda holder, n, x: call_operation(holder, operation, x, n), holder, lambda: shared_copy(holder).double(),
                 like, [True] * len(specs), [""],
             )  # fmt: skip
 
@@ -86,10 +86,6 @@ def as_one_layer(
         operations[name] = Operation("function", operator.getitem, (Ref(0), i))
     graph = Graph(type(model).__name__, layers, names)
     return TracedModel(graph, operations, _form(value, count()), whole=("",))
-
-
-def _doubled(model: nn.Module) -> nn.Module:
-    return shared_copy(model).double()
 
 
 def _form(value: Any, number: Iterator[int]) -> Any:
