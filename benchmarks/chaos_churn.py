@@ -171,7 +171,8 @@ class Churn:
                 del self.pids[number]
                 self.wakes_s.pop(number, None)
         if SPARED not in self.pids:
-            raise RuntimeError(f"the device that was spared ended:\n{self.output(SPARED)}")
+            told = "".join(f"\ndevice {number}:\n{self.output(number)}" for number in (SPARED, *self.pids))
+            raise RuntimeError(f"the device that was spared ended after {dict(self.events)}{told}")
 
     def output(self, number: int) -> str:
         return (self.folder / f"output-{number}").read_text(errors="replace")[-3000:]
