@@ -123,21 +123,28 @@ class Plan:
                 f"plan {self.name!r}: {self.pieces} pieces: a move goes in one piece or more, at most one for each of the "
                 f"{self.batch} samples"
             )
-        if self.reduce not in SUMS:
-            raise PlanError(f"plan {self.name!r}: unknown reduce {self.reduce!r}: choose one of {', '.join(SUMS)}")
-        if self.wire not in COMM_DTYPES:
-            raise PlanError(
-                f"plan {self.name!r}: unknown wire format {self.wire!r}: choose one of {', '.join(COMM_DTYPES)}"
-            )
-        if self.outputs not in get_args(OutputPlace):
-            raise PlanError(
-                f"plan {self.name!r}: unknown outputs {self.outputs!r}: choose one of {', '.join(get_args(OutputPlace))}"
-            )
+        places = get_args(OutputPlace)
+        named = (
+            ("reduce", self.reduce, SUMS),
+            ("wire format", self.wire, COMM_DTYPES),
+            ("outputs", self.outputs, places),
+        )
+        for what, value, choices in named:
+            if value not in choices:
+                raise PlanError(f"plan {self.name!r}: unknown {what} {value!r}: choose one of {', '.join(choices)}")
         if self.mixes and self.wire != "exact":
             raise PlanError(
                 f"plan {self.name!r}: wire {self.wire} with reduce {self.reduce}, which sends weights, and those are never "
                 "rounded: use the wire exact, or sum by ring, butterfly, direct or star"
             )
+        if self.mixes and self.in_shares:
+            raise PlanError(
+                f"plan {self.name!r}: weights in shares with reduce {self.reduce}, which leaves each device its own weights: "
+                "sum by ring, butterfly, direct or star, or take in_shares out"
+            )
+        self._check_layers(graph)
+
+    def _check_layers(self, graph: Graph) -> None:
         if isinstance(self.otherwise, Batch):
             share_rules.check(self.otherwise.shares, self.batch, self.devices, "strategy of all other layers")
         elif not 0 <= self.otherwise.device < self.devices:
@@ -159,11 +166,6 @@ class Plan:
                     f"its layers are {', '.join(graph.layers)}"
                 )
             strategies.check_in_shares(graph[name], self.layers.get(name), kept.shares, self.devices)
-        if self.mixes and self.in_shares:
-            raise PlanError(
-                f"plan {self.name!r}: weights in shares with reduce {self.reduce}, which leaves each device its own weights: "
-                "sum by ring, butterfly, direct or star, or take in_shares out"
-            )
 
     def to_json(self) -> str:
         """Text that `from_json` reads back to an equal plan."""

@@ -8,7 +8,7 @@ import pytest
 from convoy.cost.memory import fewest_passes, memory_of, room_of, sees_batch
 from convoy.cost.overhead import Overheads
 from convoy.errors import PlanError
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS
@@ -18,23 +18,12 @@ from convoy.planner.planner import candidates
 from convoy.planner.predict import PlanningContext, predict_plan, working
 from convoy.simulator.simulate import simulate
 from studies.roofline import roofline_costs
+from tests.support.described_fleets import fleet
 from tests.support.one_device import by_name, graph_of
 from tests.support.stacks import Stack
 
 WIDE = Stack((2, 64, 64)).conv(2, 3).pool().flatten().linear(2048).graph()
 CONVOLUTIONS = Stack((8, 32, 32)).conv(64, 3).conv(256, 3).conv(256, 3).pool().flatten().linear(10).graph()
-
-
-def fleet(*rows: tuple[float, int | None], bytes_per_s: float = 125e6) -> Fleet:
-    """One device per host, of these FLOP/s and bytes of memory."""
-    devices = tuple(
-        Device(
-            f"d{i}", f"h{i}", "cpu", memory_bytes=memory, peak_flop_per_s=rate, memory_bytes_per_s=rate / 4,
-            idle_w=1.0, busy_w=2.0,
-        )
-        for i, (rate, memory) in enumerate(rows)
-    )  # fmt: skip
-    return Fleet(tuple(Host(f"h{i}") for i in range(len(rows))), devices, Card(bytes_per_s, bytes_per_s, 1e-4))
 
 
 def context_of(fleet: Fleet, graph: Graph, batch: int, passes: int) -> PlanningContext:

@@ -6,7 +6,7 @@ import pytest
 
 from convoy.cost.memory import Room, memory_of, most_bytes
 from convoy.errors import InputError, PlanError
-from convoy.fleet import Card, Device, Fleet, Host
+from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.plan.lower import lower
@@ -23,26 +23,13 @@ from convoy.sharding.redistribute import SUMS, Sum
 from convoy.simulator.energy import energy_of
 from convoy.simulator.simulate import Costs, simulate
 from studies.roofline import roofline_costs
+from tests.support.described_fleets import fleet
 from tests.support.slow import most_slow
 from tests.support.stacks import Stack
-
-GIGABIT = Card(125e6, 125e6, 1e-4)
 
 # A convolution of little memory before a Linear of 2,048 x 2,048 weights: 16.8 MB, three times over for training: 50.3 MB.
 WIDE = Stack((2, 64, 64)).conv(2, 3).pool().flatten().linear(2048).graph()
 BATCH = 8
-
-
-def fleet(*rows: tuple[float, int | None]) -> Fleet:
-    """One device per host, of these FLOP/s and bytes of memory."""
-    devices = tuple(
-        Device(
-            f"d{i}", f"h{i}", "cpu", memory_bytes=memory, peak_flop_per_s=rate, memory_bytes_per_s=rate / 4,
-            idle_w=1.0, busy_w=2.0,
-        )
-        for i, (rate, memory) in enumerate(rows)
-    )  # fmt: skip
-    return Fleet(tuple(Host(f"h{i}") for i in range(len(rows))), devices, GIGABIT)
 
 
 def context_of(

@@ -1,4 +1,4 @@
-"""Measurements of fleets that exist only as rates: every layer at some sizes, by a roofline."""
+"""Fleets that exist only as rates, and their measurements: every layer at some sizes, by a roofline."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,6 +7,18 @@ from convoy.cost.table import DeviceCosts, LayerPoint, Measurement
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph
 from convoy.plan.size import LocalSize
+
+
+def fleet(*rows: tuple[float, int | None], bytes_per_s: float = 125e6) -> Fleet:
+    """One device per host, of these FLOP/s and bytes of memory."""
+    devices = tuple(
+        Device(
+            f"d{i}", f"h{i}", "cpu", memory_bytes=memory, peak_flop_per_s=rate, memory_bytes_per_s=rate / 4,
+            idle_w=1.0, busy_w=2.0,
+        )
+        for i, (rate, memory) in enumerate(rows)
+    )  # fmt: skip
+    return Fleet(tuple(Host(f"h{i}") for i in range(len(rows))), devices, Card(bytes_per_s, bytes_per_s, 1e-4))
 
 
 def measured_fleet(
