@@ -62,7 +62,7 @@ class Handover:
             )
             self.log.write(MembersLine(step=members.steps, devices=ids, reason=reason))
             if len(devices) == len(ids):
-                self.log.write(fleet_line(devices, speeds))
+                self.log.write(fleet_line(devices, speeds, ids))
             self.log.plan(self.part.plan, self.part.traced[True].graph)
 
     def tell_meters(self, line: SystemLine) -> None:

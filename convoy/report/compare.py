@@ -157,7 +157,7 @@ def _differences(records: Sequence[Record]) -> list[Row]:
     for record in records:
         run = record.run
         about = {"convoy": run.convoy, "torch": run.torch, "python": run.python, "system": run.system}
-        devices = {f"device {place}": name for place, name in enumerate(device_names(record))}
+        devices = {f"device {record.id_of(place)}": name for place, name in enumerate(device_names(record))}
         tables.append({name: value for name, value, _ in settings_of(record)} | devices | about)
     names = dict.fromkeys(name for table in tables for name in table)
     rows = [(name, *(table.get(name, "–") for table in tables)) for name in names]

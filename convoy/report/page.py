@@ -32,7 +32,7 @@ from convoy.runlog.metrics import (
     utilization,
 )
 from convoy.runlog.reader import InForce, Record, log_of, read_log
-from convoy.runlog.schema import PlanLine, PredictionLine, ReshareLine
+from convoy.runlog.schema import PlanLine, PredictionLine, ReshareLine, SystemLine
 
 MOST_PLANS = 12
 """In force one after the other, that are drawn."""
@@ -86,13 +86,16 @@ def title_of(record: Record) -> str:
 
 
 def device_names(record: Record) -> list[str]:
-    """Of each device, what it is and where: "cpu (1 thread) on lab1, slowed down 2x"."""
+    """Of each device, what it is and where: "cpu (1 thread) on lab1, slowed down 2x". Where devices were lost or came, its
+    number stands behind that."""
     if record.fleet is None:
         count = max((len(each.line.work) for each in record.plans), default=0)
-        return [f"device {device}" for device in range(count)]
+        return [f"device {record.id_of(place)}" for place in range(count)]
     return [
-        f"{row.name} on {row.host}" + (f", slowed down {row.slowdown:g}x" if row.slowdown != 1 else "")
-        for row in record.fleet.devices
+        f"{row.name} on {row.host}"
+        + (f", slowed down {row.slowdown:g}x" if row.slowdown != 1 else "")
+        + (f", device {record.id_of(place)}" if record.ids else "")
+        for place, row in enumerate(record.fleet.devices)
     ]
 
 
@@ -189,7 +192,7 @@ class ShownPlan:
     Attributes:
         when: its steps, in words.
         stretches: the rows, where they are many, as neighbours with the same shares.
-        idle: devices with nothing to compute.
+        ids: of the devices; `idle`: of those with nothing to compute.
         tracks: one step as predicted; empty where there is no prediction.
     """
 
@@ -199,6 +202,7 @@ class ShownPlan:
     rows: Sequence[Band]
     stretches: Sequence[Band]
     work: Sequence[Box]
+    ids: Sequence[int]
     idle: Sequence[str]
     prediction: PredictionLine | None
     tracks: Sequence[intervals.Track]
@@ -209,7 +213,8 @@ def shown_plans(record: Record) -> list[ShownPlan]:
     """The plans in force, in their order; of very many the first and the last."""
     known = [(each, until) for each, until in _spans(record) if each.line.layers]
     return [
-        _shown_plan(*each) for each in (known if len(known) <= MOST_PLANS else [known[0], *known[1 - MOST_PLANS :]])
+        _shown_plan(record, *each)
+        for each in (known if len(known) <= MOST_PLANS else [known[0], *known[1 - MOST_PLANS :]])
     ]
 
 
@@ -220,21 +225,25 @@ def _spans(record: Record) -> list[tuple[InForce, int | None]]:
     return [(each, until) for each, until in pairs if until is None or until > each.step]
 
 
-def _shown_plan(each: InForce, until: int | None) -> ShownPlan:
+def _shown_plan(record: Record, each: InForce, until: int | None) -> ShownPlan:
     line, predicted, rows = each.line, each.prediction, bands(each.line.layers)
+    ids = [record.id_of(place) for place in range(len(line.layers[0].parts))]
     return ShownPlan(
         f"from step {each.step:,} on" if until is None else f"steps {each.step:,} to {until - 1:,}",
         line.reason if isinstance(line, ReshareLine) else "as the run began",
         line, rows, bands(line.layers, stretches=True) if len(rows) > plan_picture.SHOWN_ROWS else (),
-        plan_picture.work_boxes(line), [str(device) for device, part in enumerate(line.work) if not part],
+        plan_picture.work_boxes(line, ids), ids,
+        [str(device) for device, part in zip(ids, line.work, strict=False) if not part],
         predicted, () if predicted is None else intervals.tracks(predicted),
         ("", ()) if predicted is None else intervals.time_axis(predicted.one_pass.s),
     )  # fmt: skip
 
 
 def _system(record: Record) -> list[Drawing]:
-    """What the devices used: a chart for each kind, a curve for each device."""
-    table = [(line.step, line.per_device) for line in record.system]
+    """What the devices used: a chart for each kind, a curve for each device, also of those that train no more."""
+    table = [(line.step, _by_id(line)) for line in record.system]
+    now = [record.id_of(place) for place in range(len(device_names(record)))]
+    ids = list(dict.fromkeys([*now, *sorted({d for _, found in table for values in found.values() for d in values})]))
     span = step_range(record)
     drawings = []
     for name, (title, shown) in SYSTEM.items():
@@ -242,19 +251,27 @@ def _system(record: Record) -> list[Drawing]:
         curves = [
             Curve(
                 f"device {device}",
-                [(step, value) for step, values in rows if (value := values[device]) is not None],
-                plan_picture.colour(device),
+                points,
+                plan_picture.colour(place),
             )
-            for device in range(len(rows[0][1]) if rows else 0)
+            for place, device in enumerate(ids)
+            if (points := [(step, value) for step, values in rows if (value := values.get(device)) is not None])
         ]
-        if any(curve.points for curve in curves):
+        if curves:
             drawings.append(draw(Chart(name, title, "step", curves, span, shown=shown, from_zero=True)))
     return drawings
 
 
+def _by_id(line: SystemLine) -> dict[str, dict[int, float | None]]:
+    """The values of a line by their name and the device's id."""
+    return {
+        name: dict(zip(line.ids or range(len(values)), values, strict=True)) for name, values in line.per_device.items()
+    }
+
+
 def _devices(record: Record, names: Sequence[str]) -> dict[str, Any]:
     """Where the time of the devices went: a bar for each, a table epoch by epoch."""
-    numbered = [f"device {device}" for device in range(len(names))]
+    numbered = [f"device {record.id_of(place)}" for place in range(len(names))]
     rows = []
     for place, line in enumerate(record.utilization):
         parts = [utilization(record, device, place) for device in range(len(names))]
@@ -270,7 +287,7 @@ def _bar(record: Record, device: int) -> tuple[list[Box], str]:
     """Where the time of a device went; what else is known of it, in words."""
     parts = utilization(record, device) or (0.0, 0.0, 1.0)
     boxes = [
-        Box(kind, part, f"{part:.0%}" if part >= 0.08 else "", f"device {device}: {kind} {percent(part)}")
+        Box(kind, part, f"{part:.0%}" if part >= 0.08 else "", f"device {record.id_of(device)}: {kind} {percent(part)}")
         for kind, part in zip(("computing", "exchange", "rest"), parts, strict=True)
         if part > 0.0005
     ]
@@ -298,7 +315,7 @@ def _shares(record: Record) -> dict[str, Any] | None:
         for device, part in enumerate(work):
             below -= part * AREA_HEIGHT
             x, width = (start - first) * scale * AREA_WIDTH, (stop - start) * scale * AREA_WIDTH
-            title = f"steps {start} to {stop}: device {device} {percent(part)}"
+            title = f"steps {start} to {stop}: device {record.id_of(device)} {percent(part)}"
             areas.append((x, below, width, part * AREA_HEIGHT, plan_picture.colour(device), title))
     numbered = [((line.step + 1 - first) * scale, str(n)) for n, line in enumerate(reshares, 1)]
     xs = [((x - first) * scale, plain(x)) for x in (first, (first + end) // 2, end)]

@@ -56,15 +56,15 @@ class Band:
             return f"and {len(self.others)} more, up to {self.others[-1].kind} {self.others[-1].layer}"
         return f"then {', '.join(layer.kind for layer in self.others)}" if self.others else ""
 
-    def boxes(self, names: Sequence[str]) -> list[Box]:
-        """A box per device that has a part, by the names of the devices."""
+    def boxes(self, names: Sequence[str], ids: Sequence[int]) -> list[Box]:
+        """A box per device that has a part, by the names of the devices and their ids."""
         lead, result = self.lead, []
         for device, part in enumerate(_fractions(lead)):
             count, unit = lead.parts[device], UNITS.get(lead.strategy, lead.strategy)
             words = unit if count == "all" else f"{count} {unit}, {percent(part)}"
-            text = f"all on {device}" if lead.strategy == "one" else count
+            text = f"all on {ids[device]}" if lead.strategy == "one" else count
             look = colour(device) + " copy" * (lead.strategy == "copies")
-            title = f"{lead.layer} on device {device} ({names[device]}): {words}"
+            title = f"{lead.layer} on device {ids[device]} ({names[device]}): {words}"
             result.append(Box(look, part, text if part >= LEGIBLE else "", title))
         return [box for box in result if box.part]
 
@@ -85,11 +85,11 @@ def bands(layers: Sequence[LayerEntry], *, stretches: bool = False) -> list[Band
     return result
 
 
-def work_boxes(now: PlanLine | ReshareLine) -> list[Box]:
+def work_boxes(now: PlanLine | ReshareLine, ids: Sequence[int]) -> list[Box]:
     """All arithmetic of a step."""
     return [
         Box(colour(device), part, percent(part) if part >= 2 * LEGIBLE else "",
-            f"device {device}: {percent(part)} of the arithmetic")
+            f"device {ids[device]}: {percent(part)} of the arithmetic")
         for device, part in enumerate(now.work) if part
     ]  # fmt: skip
 

@@ -112,5 +112,6 @@ class Meters(Observer):
                 joules_by=tuple(by for _, by in used),
                 samples=samples,
                 strangers=tuple(row[9] for row in rows),
+                ids=tuple(self.group.ids),
             )
         )  # fmt: skip

@@ -106,7 +106,12 @@ class Utilization(Observer):
             wall_s, compute_s, exchange_s = zip(*rows, strict=True)
             self.log.write(
                 UtilizationLine(
-                    epoch=result.epoch, steps=self.steps, wall_s=wall_s, compute_s=compute_s, exchange_s=exchange_s
+                    epoch=result.epoch,
+                    steps=self.steps,
+                    wall_s=wall_s,
+                    compute_s=compute_s,
+                    exchange_s=exchange_s,
+                    ids=tuple(self.group.ids),
                 )
             )
         self.last, self.steps, self.sums_s = None, 0, [0.0, 0.0, 0.0]

@@ -67,6 +67,7 @@ class Record:
         plans: what the devices did, from the first step and from each change on.
         end: None where the run still goes on, or was ended.
         is_cut: the last line is not whole.
+        ids: of the devices that train at its end, in the order of what is told by device. Empty: none was lost or came.
     """
 
     path: Path
@@ -84,6 +85,11 @@ class Record:
     plans: tuple[InForce, ...]
     end: EndLine | None
     is_cut: bool
+    ids: tuple[int, ...] = ()
+
+    def id_of(self, place: int) -> int:
+        """The id of a device by its place among those that train at the end."""
+        return self.ids[place] if place < len(self.ids) else place
 
     @property
     def reshares(self) -> tuple[ReshareLine, ...]:
@@ -248,6 +254,7 @@ def _record(path: Path, lines: list[Line], is_cut: bool) -> Record:
             case RunLine():
                 begun, last_s, prediction = line.from_step, None, None
                 latest.pop(EndLine, None)
+                latest.pop(MembersLine, None)
                 steps = {n: row for n, row in steps.items() if n < begun}
                 tests = {n: row for n, row in tests.items() if n <= begun}
                 system = {n: row for n, row in system.items() if n <= begun}
@@ -256,7 +263,9 @@ def _record(path: Path, lines: list[Line], is_cut: bool) -> Record:
             case MembersLine():
                 begun, last_s, prediction = line.step, None, None
                 latest.pop(FleetLine, None)
-                utilization, system, plans = {}, {}, []
+                utilization, plans = {}, []
+                # Lines that say whose values they have are read on.
+                system = {n: row for n, row in system.items() if n <= begun and row.ids}
             case PredictionLine():
                 prediction = prediction if line.shares_only else line
                 if plans:
@@ -284,7 +293,7 @@ def _record(path: Path, lines: list[Line], is_cut: bool) -> Record:
         tuple(line for line, _, _ in done), tuple(s for _, s, _ in done), tuple(time_s for _, _, time_s in done),
         tuple(tests.values()), tuple(epochs[n] for n in sorted(epochs)),
         tuple(utilization[n] for n in sorted(utilization)), tuple(system[n] for n in sorted(system)), tuple(plans),
-        latest.get(EndLine), is_cut,
+        latest.get(EndLine), is_cut, latest[MembersLine].devices if MembersLine in latest else (),
     )  # fmt: skip
 
 
@@ -294,7 +303,9 @@ def _device_counts(record: Record) -> set[int]:
     for line in record.utilization:
         per_device += [line.wall_s, line.compute_s, line.exchange_s]
     for each in record.system:
-        per_device += each.per_device.values()
+        own = [*each.per_device.values(), *([each.ids] if each.ids else [])]
+        # Lines of devices that were lost since are whole in themselves.
+        per_device += own if each.ids in ((), record.ids) or len({len(values) for values in own}) > 1 else []
     for plan in record.plans:
         per_device += [layer.parts for layer in plan.line.layers]
         per_device += [plan.line.work] if plan.line.work else []

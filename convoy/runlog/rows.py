@@ -27,14 +27,17 @@ OUTPUTS = ""
 """Stands for the loss among the layers that read values."""
 
 
-def fleet_line(devices: Sequence[tuple[str, str, float]], speeds: Speeds) -> FleetLine:
-    """The devices (what each is, its host, its slow-down) with their speeds, where these were measured."""
+def fleet_line(
+    devices: Sequence[tuple[str, str, float]], speeds: Speeds, ids: Sequence[int] | None = None
+) -> FleetLine:
+    """The devices (what each is, its host, its slow-down) with their speeds, where these were measured, and their ids."""
     rows = zip(devices, speeds.devices, strict=True)
     return FleetLine(
         devices=tuple(
             DeviceEntry(name=name, host=host, slowdown=slowdown, samples_per_s=speed if speeds.measured else None)
             for (name, host, slowdown), speed in rows
-        )
+        ),
+        ids=tuple(range(len(devices)) if ids is None else ids),
     )
 
 

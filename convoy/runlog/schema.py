@@ -60,10 +60,15 @@ class DeviceEntry(_Model):
 
 
 class FleetLine(_Model):
-    """The devices, in order."""
+    """The devices, in order.
+
+    Attributes:
+        ids: their numbers for as long as the job lasts; empty in old logs.
+    """
 
     what: Literal["fleet"] = "fleet"
     devices: tuple[DeviceEntry, ...]
+    ids: tuple[Count, ...] = ()
 
 
 class MoveEntry(_Model):
@@ -190,7 +195,11 @@ class EpochLine(_Model):
 
 
 class UtilizationLine(_Model):
-    """Seconds of each device in so many steps of an epoch. Logs call it "busy"."""
+    """Seconds of each device in so many steps of an epoch. Logs call it "busy".
+
+    Attributes:
+        ids: of the devices; empty in old logs.
+    """
 
     what: Literal["busy"] = "busy"
     epoch: Count
@@ -198,6 +207,7 @@ class UtilizationLine(_Model):
     wall_s: tuple[Seconds, ...]
     compute_s: tuple[Seconds, ...]
     exchange_s: tuple[Seconds, ...]
+    ids: tuple[Count, ...] = ()
 
 
 class SystemLine(_Model):
@@ -213,6 +223,7 @@ class SystemLine(_Model):
             nothing does. Empty in old logs. Of tests, too, where there were any.
         samples: of the steps since the line before.
         strangers: connections without the job's key that each device has turned away since it joined; empty in old logs.
+        ids: of the devices, in the order of all values; empty in old logs.
     """
 
     what: Literal["system"] = "system"
@@ -229,11 +240,12 @@ class SystemLine(_Model):
     joules_by: tuple[str, ...] = ()
     samples: Count = 0
     strangers: tuple[Count, ...] = ()
+    ids: tuple[Count, ...] = ()
 
     @property
     def per_device(self) -> dict[str, tuple[float | None, ...]]:
         """What is known of the devices, by its name."""
-        found = self.model_dump(exclude={"what", "step", "s", "joules", "joules_by", "samples", "strangers"})
+        found = self.model_dump(exclude={"what", "step", "s", "joules", "joules_by", "samples", "strangers", "ids"})
         return {name: values for name, values in found.items() if values}
 
 

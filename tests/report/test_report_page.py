@@ -16,7 +16,7 @@ from convoy.errors import InputError
 from convoy.report.chart import MOST_POINTS, Chart, Curve, draw, thinned
 from convoy.report.intervals import KINDS, Interval, intervals, kind_of
 from convoy.report.numbers import in_bytes, plain, seconds, ticks
-from convoy.report.page import MOST_PLANS, page_of, write_report
+from convoy.report.page import MOST_PLANS, _by_id, _system, device_names, page_of, shown_plans, write_report
 from convoy.report.plan_picture import bands
 from convoy.runlog import reader
 from convoy.runlog.metrics import measured_samples_per_s, measured_step_s, rates, smoothed
@@ -483,3 +483,65 @@ def test_smoothing_keeps_a_mean_and_a_line() -> None:
     assert smoothed([3.0] * 9, 5) == [3.0] * 9
     assert smoothed([0.0, 0.0, 9.0, 0.0, 0.0], 3) == [0.0, 3.0, 3.0, 3.0, 0.0]
     assert smoothed([1.0, 2.0, 4.0], 1) == [1.0, 2.0, 4.0]
+
+
+def members(step: int, *devices: int) -> dict[str, Any]:
+    return {"what": "members", "step": step, "devices": list(devices), "reason": "device 1 was lost"}
+
+
+def system(step: int, *devices: int) -> dict[str, Any]:
+    """What each device used: as many cores as its id says."""
+    zeros = [0 for _ in devices]
+    return {
+        "what": "system", "step": step, "s": 0.1 * step, "cores": [float(d) for d in devices], "host_processor": zeros,
+        "memory_bytes": zeros, "accelerator_bytes": zeros, "sent_bytes_per_s": zeros, "received_bytes_per_s": zeros,
+        "ids": list(devices),
+    }  # fmt: skip
+
+
+def with_a_loss() -> list[dict[str, Any]]:
+    """Of three devices the second is lost, and a fourth comes."""
+    rows = whole_run()
+    fleet, plan = rows[1], next(row for row in rows if row["what"] == "plan")
+    kept = [row for row in rows if row["what"] in ("run", "fleet", "plan", "prediction")]
+    steps = [row for row in rows if row["what"] == "step"]
+    fleet = {**fleet, "ids": [0, 2, 3]}
+    return [
+        *kept, *steps[:10], system(5, 0, 1, 2), system(10, 0, 1, 2), members(10, 0, 2), *steps[10:15], system(15, 0, 2),
+        members(15, 0, 2, 3), fleet, plan, *steps[15:20], system(20, 0, 2, 3),
+    ]  # fmt: skip
+
+
+def test_one_device_is_followed_through_losses_and_joins(tmp_path: Path) -> None:
+    """The second of three was the third device, after a loss; its curve ended, and was called that of another."""
+    record = read_log(write(tmp_path / "log", with_a_loss()))
+    assert record.ids == (0, 2, 3)
+    assert [line.ids for line in record.system] == [(0, 1, 2), (0, 1, 2), (0, 2), (0, 2, 3)]
+    assert record.fleet is not None
+    assert record.fleet.ids == (0, 2, 3)
+    (cores,) = [drawing for drawing in _system(record) if drawing.name == "cores"]
+    assert [text for _, text in cores.legend] == ["device 0", "device 2", "device 3", "device 1"]
+    assert {device: [_by_id(line)["cores"].get(device) for line in record.system] for device in range(4)} == {
+        0: [0.0] * 4, 1: [1.0, 1.0, None, None], 2: [2.0] * 4, 3: [None, None, None, 3.0],
+    }  # fmt: skip
+    names = device_names(record)
+    assert [name.rpartition(", ")[2] for name in names] == ["device 0", "device 2", "device 3"]
+    boxes = shown_plans(record)[-1].rows[0].boxes(names, record.ids)
+    assert [re.findall(r"on device (\d)", box.title) for box in boxes] == [["0"], ["2"], ["3"]]
+    page(tmp_path, with_a_loss())
+
+
+def test_a_line_of_other_devices_than_it_has_values_of_is_refused(tmp_path: Path) -> None:
+    rows = with_a_loss()
+    next(row for row in rows if row["what"] == "system")["ids"].append(7)
+    with pytest.raises(InputError, match="its lines are of different numbers of devices"):
+        read_log(write(tmp_path / "log", rows))
+
+
+def test_lines_of_old_logs_that_do_not_say_whose_they_are_end_at_a_loss(tmp_path: Path) -> None:
+    rows = with_a_loss()
+    for row in rows:
+        if row["what"] == "system":
+            del row["ids"]
+    record = read_log(write(tmp_path / "log", rows))
+    assert [line.step for line in record.system] == [20]

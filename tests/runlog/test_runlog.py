@@ -280,7 +280,14 @@ def test_a_line_is_read_as_it_was_written(tmp_path: Path) -> None:
             log.write(line)
         (new,) = rows_of(tmp_path / "log")
         assert {key: new[key] for key in json.loads(text)} == json.loads(text)
-        assert set(new) - set(json.loads(text)) <= {"shares_only", "spread", "wall_s", "joules_per_image", "modes"}
+        assert set(new) - set(json.loads(text)) <= {
+            "shares_only",
+            "spread",
+            "wall_s",
+            "joules_per_image",
+            "modes",
+            "ids",
+        }
 
 
 def test_the_log_of_a_stopped_device_goes_on_without_it(tmp_path: Path) -> None:
