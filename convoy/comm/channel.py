@@ -1,7 +1,7 @@
 """One connection between two processes of a job: TLS 1.3 where the job has a key, else plain TCP.
 
 TLS is the standard library's. Tensors go in and out of their own memory: what is sent is encrypted in pieces of 64 KB, what
-arrives is decrypted into its place. A channel may be used by one thread at a time.
+arrives is read in pieces of 128 KB and decrypted into its place. A channel may be used by one thread at a time.
 """
 
 import json
@@ -18,7 +18,10 @@ from convoy.comm.job_key import JobKey
 Words = dict[str, Any]
 
 CHUNK_BYTES = 65_536
-"""Read, and encrypted, at once: larger ones leave the processor's cache, smaller ones cost a system call each."""
+"""Encrypted at once: larger ones leave the processor's cache, smaller ones cost a system call each."""
+
+RECEIVED_BYTES = 131_072
+"""Of encrypted bytes, read at once: with 64 KB, receiving took a quarter more processor time; 256 KB gain nothing more."""
 
 FRAME_BYTES = 1 << 20
 """The longest text that is taken."""
@@ -84,7 +87,7 @@ class Channel:
         self._arriving, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = None if context is None else context.wrap_bio(self._arriving, self._leaving, server_side=answers)
         self._certificate = certificate
-        self._chunk = memoryview(bytearray(CHUNK_BYTES)) if context else memoryview(b"")
+        self._chunk = memoryview(bytearray(RECEIVED_BYTES)) if context else memoryview(b"")
         self._ahead = memoryview(b"")  # has arrived, unencrypted, behind what was asked for
         self._behind = b""  # has not left yet
         self._poll: select.poll | None = None
@@ -181,7 +184,7 @@ class Channel:
 
     def _unsealed(self, place: memoryview, until_s: float | None) -> int:
         if not self._ahead:
-            if len(place) >= len(self._chunk):
+            if len(place) >= min(CHUNK_BYTES, len(self._chunk)):
                 self._wait(until_s)
                 if got := self.connection.recv_into(place):
                     return got

@@ -4,6 +4,7 @@ Where it is not, a script treats the devices differently, and training would go 
 these are compared, up to rounding, at the steps 1, 2, 4, 8, ... and for every size of batch when it first comes.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -146,7 +147,15 @@ def _some(p: Tensor) -> list[float]:
     """The root mean square of a parameter, and a few of its entries."""
     if not p.numel():
         return [0.0]
-    entries = in_float64(p.reshape(-1))
-    places = torch.linspace(0, p.numel() - 1, min(_ENTRIES, p.numel())).long().to(entries.device)
-    size = entries.square().mean().sqrt()
-    return [float(v) for v in torch.cat([size[None], entries[places]]).nan_to_num(0.0, 0.0, 0.0).tolist()]
+    entries = p.reshape(-1)
+    places = torch.linspace(0, p.numel() - 1, min(_ENTRIES, p.numel())).long().to(p.device)
+    return [_root_mean_square(entries), *in_float64(entries[places]).nan_to_num(0.0, 0.0, 0.0).tolist()]
+
+
+def _root_mean_square(entries: Tensor) -> float:
+    """In the numbers that the entries have, where its square can be told in them: a copy in float64 of all weights takes longer."""
+    given = entries if entries.is_floating_point() else in_float64(entries)
+    norm = float(torch.linalg.vector_norm(given, dtype=torch.promote_types(given.dtype, torch.float32)))
+    if not 1e-15 < norm < 1e15:
+        norm = float(torch.linalg.vector_norm(in_float64(entries)))
+    return norm / math.sqrt(len(entries)) if math.isfinite(norm) else 0.0
