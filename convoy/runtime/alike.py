@@ -153,7 +153,7 @@ def _some(p: Tensor) -> list[float]:
 
 
 def _root_mean_square(entries: Tensor) -> float:
-    """In the numbers that the entries have, where its square can be told in them: a copy in float64 of all weights takes longer."""
+    """In the numbers of the entries, where they can hold its square: a copy of all weights in float64 takes longer."""
     given = entries if entries.is_floating_point() else in_float64(entries)
     norm = float(torch.linalg.vector_norm(given, dtype=torch.promote_types(given.dtype, torch.float32)))
     if not 1e-15 < norm < 1e15:
