@@ -1,8 +1,6 @@
 """How devices come into a training of the command: what it tells them, and how it judges them by what they say."""
 
-import os
 import tempfile
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,18 +11,14 @@ from torch import Tensor, nn
 
 from convoy._version import __version__
 from convoy.app.handover import Handover
-from convoy.app.joining_address import door_address, doors_text, listening, told_doors
+from convoy.app.joining_address import doors_text, listening, told_doors
 from convoy.comm import roster
 from convoy.comm.accelerator import modes
-from convoy.comm.changing import present
 from convoy.comm.channel import Words
-from convoy.comm.environment import ProcessEnv, read_process_env
 from convoy.comm.group import Group
 from convoy.comm.launcher import Launcher
 from convoy.comm.newcomer import Entrance
-from convoy.comm.processes import JoinedGroup
 from convoy.comm.regroup import Home
-from convoy.comm.rendezvous import credentials_of
 from convoy.config.run_file import RunSettings, resolve_settings, to_toml
 from convoy.config.settings import Settings
 from convoy.errors import InputError
@@ -41,6 +35,7 @@ from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
 from convoy.train.members import Members
 from convoy.train.newcomers import Verdict
+from convoy.train.welcome import home_at
 
 
 @dataclass(frozen=True)
@@ -56,24 +51,14 @@ class Coming:
 
 
 def home_of(settings: Settings, group: Group) -> Home | None:
-    """Where this device answers as a member, where that is not any port of its group's address. The first device of each
-    other host takes the port of the first of all, if it is free there.
+    """Where this device answers as a member, where that is not any port of its group's address; see :func:`home_at`.
 
     Raises:
         InputError: as `door_address`.
     """
     if settings.listen is None:
         return None
-    host, port = listening(settings)
-    present_group = present(group)
-    if isinstance(present_group, JoinedGroup):
-        place, is_first = read_process_env(os.environ), group.device == 0
-        first_there = place is not None and place.local == 0 and place.local_devices is not None
-        address = door_address(host, present_group.address, is_first)
-        wish = port if first_there and not is_first else 0
-        return Home.of(present_group, port if is_first else 0, wish, address)
-    env = ProcessEnv(0, 1, 0, 1, host, port, hosted=False, attempt=0)
-    return Home(host, port, credentials_of(env), f"members of {uuid.uuid4().hex}")
+    return home_at(*listening(settings), group)
 
 
 def run_of(offer: Words, own: Mapping[str, Any]) -> RunSettings:

@@ -1,9 +1,7 @@
 """Where a training lets others join: the texts of addresses, as people give them and as they are told."""
 
-import socket
 from collections.abc import Sequence
 
-from convoy.comm.environment import is_loopback, resolve
 from convoy.config.settings import Settings
 from convoy.errors import InputError, shown
 
@@ -50,26 +48,3 @@ def listening(settings: Settings) -> tuple[str, int]:
         return read_door(settings.listen)
     read_door(f"{settings.listen}:1")  # refuses what is no address
     return settings.listen, 0
-
-
-def door_address(listen: str, met: str, first: bool) -> str:
-    """The address at which a device answers who comes: where it has met the others, or `--listen` where that leads to this
-    machine only, where then all of them are.
-
-    Args:
-        listen: the address of `--listen`.
-        met: at which this device has met the others.
-        first: whether it is device 0, at whose machine newcomers ask first.
-
-    Raises:
-        InputError: the devices speak at another address than the one that newcomers are to be told.
-    """
-    found = [str(target[0]) for _, target in resolve(listen, 0, socket.SOCK_STREAM)]
-    if is_loopback(met):
-        return found[0]
-    if first and met not in found:
-        raise InputError(
-            f"--listen {listen}: the devices have met at {met} on this machine, where they go on to speak, newcomers too: give "
-            f"--listen {met} with the same port, or for each host of the fleet file an address in the network of {listen}"
-        )
-    return met

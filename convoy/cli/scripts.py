@@ -79,7 +79,7 @@ def run(
         typer.Option(
             metavar="HOST:PORT",
             help="Let further devices come in while the script trains, with convoy.train.Members and the key of --job-key: the "
-            "address of this machine at which they ask.",
+            "address at which they ask, of this machine, or with --fleet of that of device 0.",
         ),
     ] = None,
     join: Annotated[
@@ -116,11 +116,12 @@ def run(
             "--try-again without --goes-on: a loss ends the job, and nobody can come into it; add --goes-on"
         )
     if listen is not None or join is not None:
-        _note_door(listen, join, others=fleet is not None or print_for is not None or in_job())
+        others = print_for is not None or (join is not None and (fleet is not None or in_job()))
+        _note_door(listen, join, others=others, told=in_job())
     if in_job():
         _become(argv, hidden(os.environ))
     if fleet is not None or print_for is not None or image is not None:
-        raise typer.Exit(_on_fleet(argv, devices, fleet, print_for, image, port, logs, doctor, how))
+        raise typer.Exit(_on_fleet(argv, devices, fleet, print_for, image, port, logs, doctor, how, listen))
     _examine(doctor, None)
     from convoy.app.joining_address import read_door
     from convoy.config.option_types import device_names
@@ -161,20 +162,23 @@ class _Ways:
     detach: bool
 
 
-def _note_door(listen: str | None, join: str | None, *, others: bool) -> None:
+def _note_door(listen: str | None, join: str | None, *, others: bool, told: bool) -> None:
     """Tell the script where newcomers ask, or where to ask.
 
+    Args:
+        told: this is one process of a job, whose launcher has told a person, and hands the key on.
+
     Raises:
-        InputError: no such address, no key, or a job that this machine alone does not start.
+        InputError: no such address, no key, or a job that Convoy does not start.
     """
     from convoy.app.joining_address import read_door
 
     option, text = ("--listen", listen) if listen is not None else ("--join", str(join))
     if (listen is not None and join is not None) or others:
         raise InputError(
-            f"{option}: it goes with devices of this machine, and either --listen or --join; leave the rest out"
+            f"{option}: give either --listen or --join, that with one device of this machine, and without --print"
         )
-    if not os.environ.get(KEY_FILE):
+    if not told and not os.environ.get(KEY_FILE):
         raise InputError(
             f"{option} without --job-key: who joins proves himself by it; make one with `convoy key FILE`, and give it on both "
             "machines"
@@ -182,7 +186,7 @@ def _note_door(listen: str | None, join: str | None, *, others: bool) -> None:
     for door in str(text).split(","):
         read_door(door)
     os.environ["CONVOY_LISTEN" if listen is not None else JOIN] = str(text)
-    if listen is not None:
+    if listen is not None and not told:
         print(
             f"Others may join: convoy run --join {listen} --job-key FILE, with the same script and arguments",
             flush=True,
@@ -191,7 +195,7 @@ def _note_door(listen: str | None, join: str | None, *, others: bool) -> None:
 
 def _on_fleet(
     argv: list[str], devices: str, fleet: Path | None, print_for: str | None, image: str | None, port: int | None,
-    logs: Path | None, doctor: bool, how: _Ways,
+    logs: Path | None, doctor: bool, how: _Ways, listen: str | None,
 ) -> int:  # fmt: skip
     """On every device of the hosts of a fleet file, or what starts it there; the exit status."""
     from convoy.launch.command import fleet_to_start, script_on_fleet
@@ -210,6 +214,7 @@ def _on_fleet(
     return script_on_fleet(
         started, argv, port=port, print_for=print_for, image=image, logs=logs, files=files, goes_on=how.goes_on,
         detach=how.detach, tries_again=how.goes_on and how.try_again is not False,
+        listen=listen,
     )  # fmt: skip
 
 

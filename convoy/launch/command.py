@@ -149,6 +149,7 @@ def script_on_fleet(
     goes_on: bool = False,
     detach: bool = False,
     tries_again: bool = False,
+    listen: str | None = None,
 ) -> int:
     """`convoy run` on every device of a fleet; its exit status.
 
@@ -160,6 +161,7 @@ def script_on_fleet(
         files: that must be the same on every host, beside the script.
         goes_on, tries_again: as for :func:`run_on_fleet`.
         detach: come back once all devices compute, and leave them alone.
+        listen: HOST:PORT, of the host of device 0, where newcomers ask.
 
     Raises:
         InputError, MismatchError, DeviceLostError: as :func:`run_on_fleet` says; an unknown `print_for`, no image.
@@ -180,7 +182,7 @@ def script_on_fleet(
             end="",
         )
         return 0
-    argv = _run_words(words)
+    argv = _run_words(words, listen)
     if image is not None:
         print(jobset(host_jobs(fleet), argv, image=image, port=port or PASTED_PORT, further=further), end="")
         return 0
@@ -191,9 +193,10 @@ def script_on_fleet(
     )  # fmt: skip
 
 
-def _run_words(words: Sequence[str]) -> list[str]:
+def _run_words(words: Sequence[str], listen: str | None = None) -> list[str]:
     """What a device is told that is to run this."""
-    return ["run", *words] if words[0] == "-m" else ["run", "--", *words]
+    door = [] if listen is None else ["--listen", listen]
+    return ["run", *door, *words] if words[0] == "-m" else ["run", *door, "--", *words]
 
 
 def _refuse_devices(given: bool, fleet: Fleet) -> None:

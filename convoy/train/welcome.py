@@ -1,6 +1,7 @@
 """Newcomers of a loop of one's own: where they ask, what is compared, and what they are told beside the model's state."""
 
 import os
+import socket
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,12 +13,13 @@ from convoy.comm import roster
 from convoy.comm.accelerator import modes
 from convoy.comm.changing import present
 from convoy.comm.channel import Words
-from convoy.comm.environment import ProcessEnv
+from convoy.comm.environment import ProcessEnv, is_loopback, read_process_env, resolve
 from convoy.comm.group import Group
 from convoy.comm.launcher import LISTEN
 from convoy.comm.processes import JoinedGroup
 from convoy.comm.regroup import Home
 from convoy.comm.rendezvous import credentials_of
+from convoy.errors import InputError
 from convoy.planner.known import Known
 from convoy.runtime.module import Distributed
 from convoy.train.newcomers import Verdict
@@ -28,15 +30,52 @@ def listens() -> bool:
 
 
 def home_here(group: Group) -> Home | None:
-    """Where this device answers newcomers, where that is not any port of its group's address."""
-    if not listens() or group.device != 0:
+    """Where this device of a script answers newcomers; see :func:`home_at`."""
+    if not listens():
         return None
     host, _, port = os.environ[LISTEN].rpartition(":")
+    return home_at(host.strip("[]"), int(port), group)
+
+
+def home_at(host: str, port: int, group: Group) -> Home:
+    """Where a device answers as a member of a job that listens there. The first device of each other host takes the port of the
+    first of all, if it is free there.
+
+    Raises:
+        InputError: as `door_address`.
+    """
     inside = present(group)
     if isinstance(inside, JoinedGroup):
-        return Home.of(inside, int(port))
-    env = ProcessEnv(0, 1, 0, 1, host.strip("[]"), int(port), hosted=False, attempt=0)
-    return Home(host.strip("[]"), int(port), credentials_of(env), f"members of {uuid.uuid4().hex}")
+        place, is_first = read_process_env(os.environ), group.device == 0
+        first_there = place is not None and place.local == 0 and place.local_devices is not None
+        address = door_address(host, inside.address, is_first)
+        wish = port if first_there and not is_first else 0
+        return Home.of(inside, port if is_first else 0, wish, address)
+    env = ProcessEnv(0, 1, 0, 1, host, port, hosted=False, attempt=0)
+    return Home(host, port, credentials_of(env), f"members of {uuid.uuid4().hex}")
+
+
+def door_address(listen: str, met: str, first: bool) -> str:
+    """The address at which a device answers who comes: where it has met the others, or `--listen` where that leads to this
+    machine only, where then all of them are.
+
+    Args:
+        listen: the address of `--listen`.
+        met: at which this device has met the others.
+        first: whether it is device 0, at whose machine newcomers ask first.
+
+    Raises:
+        InputError: the devices speak at another address than the one that newcomers are to be told.
+    """
+    found = [str(target[0]) for _, target in resolve(listen, 0, socket.SOCK_STREAM)]
+    if is_loopback(met):
+        return found[0]
+    if first and met not in found:
+        raise InputError(
+            f"--listen {listen}: the devices have met at {met} on this machine, where they go on to speak, newcomers too: give "
+            f"--listen {met} with the same port, or for each host of the fleet file an address in the network of {listen}"
+        )
+    return met
 
 
 def offer() -> Words:

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from convoy.app.joining import home_of
-from convoy.app.joining_address import door_address, listening
+from convoy.app.joining_address import listening
 from convoy.comm.environment import LISTENER
 from convoy.comm.processes import JoinedGroup
 from convoy.config.settings import Settings
 from convoy.errors import InputError
+from convoy.train.welcome import door_address
 
 
 def group(device: int, address: str) -> JoinedGroup:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from convoy.comm.job_key import write_key_file
 from tests.launch.test_come_back import on
 from tests.launch.test_run_again import FOR_EVER
 from tests.launch.test_ssh import FLEET, convoy
@@ -65,3 +66,29 @@ def test_a_host_that_is_switched_off_and_on_has_its_device_back(hosts: Lab, tmp_
     )  # fmt: skip
     alone = [json.loads(line) for line in done.stdout.splitlines()][: len(rows)]
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in alone], rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_device_of_another_machine_comes_into_a_script_on_a_fleet(hosts: Lab, tmp_path: Path) -> None:
+    """The others are started by ssh; the third machine is in no fleet file, and has the script and the key."""
+    (tmp_path / "fleet.toml").write_text(FLEET.format(attic="", cellar=""))
+    key, output = tmp_path / "key", tmp_path / "output"
+    write_key_file(key)
+    script = [str(SCRIPT), FOR_EVER]
+    options = ["--listen", "10.77.0.2:7077", "--job-key", str(key), "--fleet", str(tmp_path / "fleet.toml")]
+    writing = ["sh", "-c", 'exec "$@" > "$0" 2>&1', str(output)]
+    with hosts.on("attic", [*writing, *convoy("run", *options, *script)]) as launcher:
+        assert eventually(lambda: output.exists() and output.read_text().count('{"step"') > 5, 120), output.read_text()
+        assert "Others may join: convoy run --join 10.77.0.2:7077 --job-key FILE" in output.read_text()
+        join = convoy("run", "--join", "10.77.0.2:7077", "--job-key", str(key), *script)
+        with hosts.on("desk", join) as newcomer:
+            assert eventually(lambda: "joined; 4 go on after step" in output.read_text(), 120), newcomer.poll()
+            steps = output.read_text().count('{"step"')
+            assert eventually(lambda: output.read_text().count('{"step"') > steps + 20, 60)
+            status, *told = hosts.run("attic", convoy("stop"))
+            assert status == 0, told
+            newcomer.communicate(timeout=60)
+        launcher.communicate(timeout=60)
+    rows = [json.loads(line) for line in output.read_text().splitlines() if line.startswith("{")]
+    assert [row["step"] for row in rows] == [*range(1, len(rows) + 1)]
