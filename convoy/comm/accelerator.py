@@ -7,12 +7,14 @@ import os
 import platform
 from contextlib import suppress
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
+from convoy.comm.memory_limit import left_by_groups
 from convoy.errors import InputError, shortened, shown
 
 
@@ -165,8 +167,8 @@ def uuid_of(device: torch.device) -> str | None:
 def memory_of(device: torch.device) -> tuple[int, int]:
     """Free bytes and all bytes of the memory that a device computes in.
 
-    An accelerator that does not tell its own, such as one that shares the host's memory, is told the host's. A limit (see
-    `limit_memory`) counts as all of it.
+    An accelerator that does not tell its own, such as one that shares the host's memory, is told the host's, of which control
+    groups may leave less (`memory_limit.py`). A limit (see `limit_memory`) counts as all of it.
     """
     free_bytes, total_bytes = _memory_of(device)
     limit = _limits_bytes.get(str(device), total_bytes)
@@ -179,7 +181,21 @@ def _memory_of(device: torch.device) -> tuple[int, int]:
             free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
             return int(free_bytes), int(total_bytes)
     memory = psutil.virtual_memory()
-    return int(memory.available), int(memory.total)
+    free_bytes, total_bytes = int(memory.available), int(memory.total)
+    left = left_by_groups()
+    return (free_bytes, total_bytes) if left is None else (min(free_bytes, left[0]), min(total_bytes, left[1]))
+
+
+def process_bytes(device: torch.device) -> int:
+    """Resident memory of this process that no file backs, where its tensors lie on the CPU: what no other process shares.
+
+    0 for an accelerator, whose memory is another one, and where the system does not tell (elsewhere than on Linux).
+    """
+    if device.type == "cpu":
+        with suppress(OSError, ValueError, IndexError):
+            rows = Path("/proc/self/status").read_text().splitlines()
+            return next((int(row.split()[1]) << 10 for row in rows if row.startswith("RssAnon:")), 0)
+    return 0
 
 
 _limits_bytes: dict[str, int] = {}

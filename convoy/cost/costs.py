@@ -21,6 +21,7 @@ class Costs:
         update_s_per_entry: seconds of each device's optimizer for each parameter entry it keeps.
         overheads: what else each device's processor does; none where nothing was measured.
         errors: how far all this may err.
+        process_bytes: memory of each device's process before it trains; none where nothing was measured.
     """
 
     times: ComputeTimes
@@ -29,6 +30,7 @@ class Costs:
     update_s_per_entry: tuple[float, ...] = ()
     overheads: tuple[Overheads, ...] = ()
     errors: Errors = field(default_factory=Errors)
+    process_bytes: tuple[int, ...] = ()
 
     def update_s(self, device: int) -> float:
         return self.update_s_per_entry[device] if self.update_s_per_entry else 0.0

@@ -1,8 +1,9 @@
 """Bytes that a plan keeps on each device while it trains.
 
 What is counted: weights and buffers; a gradient per trainable entry; the optimizer's state; activations kept for backward;
-the largest landing buffer of a move or gradient sum. Not counted: what the framework and the kernels' workspaces take, the
-gradients of activations on their way through backward, the images of the next batches.
+the largest landing buffer of a move or gradient sum. What the process takes before it trains is measured with the device, and
+is no part of what plans may fill (`Room`). Not counted: the kernels' workspaces, the gradients of activations on their way
+through backward, the images of the next batches, and pages that the allocator keeps of what was freed.
 """
 
 import math
@@ -102,11 +103,13 @@ class Room:
         limits_bytes: of each device; None where it is not known.
         names: of the devices, for messages.
         optimizer: one of `OPTIMIZERS`.
+        process_bytes: what each device's process takes of these before it trains; nothing: not known.
     """
 
     limits_bytes: tuple[int | None, ...]
     names: tuple[str, ...]
     optimizer: str = "sgd-momentum"
+    process_bytes: tuple[int, ...] = ()
 
     @property
     def limited(self) -> bool:
@@ -114,9 +117,13 @@ class Room:
         return any(limit is not None for limit in self.limits_bytes)
 
     def bytes_of(self, device: int) -> float:
-        """What a device may hold, without an end where that is not known."""
+        """What plans may fill of a device, without an end where that is not known."""
         limit = self.limits_bytes[device]
-        return math.inf if limit is None else float(limit)
+        return math.inf if limit is None else max(1.0, float(limit - self.own_bytes(device)))
+
+    def own_bytes(self, device: int) -> int:
+        """What its process takes before it trains; 0 where that is not known."""
+        return self.process_bytes[device] if self.process_bytes else 0
 
     def excess(self, needs: Sequence[int]) -> dict[int, float]:
         """By how many bytes each overfilled device is overfilled, for the bytes that each needs."""
@@ -124,7 +131,12 @@ class Room:
 
     def overfull(self, needs: Sequence[int]) -> list[str]:
         """The overfilled devices in words."""
-        return [f"{self.names[d]} needs {_mb(needs[d])} of {_mb(self.bytes_of(d))}" for d in self.excess(needs)]
+        rows = []
+        for d in self.excess(needs):
+            own = self.own_bytes(d)
+            words = f" ({_mb(own)} of them its process before it trains)" if own else ""
+            rows.append(f"{self.names[d]} needs {_mb(needs[d] + own)}{words} of {_mb(self.limits_bytes[d] or 0)}")
+        return rows
 
     def refusal(self, model: str, batch: int, attempts: Sequence[Sequence[int]], in_passes: str = "") -> str:
         """Why nothing fits: the attempt that came closest, and what to do.
@@ -175,15 +187,18 @@ def sees_batch(graph: Graph) -> tuple[str, ...]:
     return tuple(e.name for e in rows if e.batched and (e.statistics or e.across or not e.per_sample))
 
 
-def room_of(fleet: Fleet, optimizer: str = "sgd-momentum") -> Room:
+def room_of(fleet: Fleet, optimizer: str = "sgd-momentum", process_bytes: Sequence[int] = ()) -> Room:
     """The memory of a fleet's devices.
+
+    Args:
+        process_bytes: of that, what each device's process takes before it trains.
 
     Raises:
         InputError: unknown optimizer.
     """
     optimizer_named(optimizer)
     devices = fleet.devices
-    return Room(tuple(d.memory_bytes for d in devices), tuple(d.name for d in devices), optimizer)
+    return Room(tuple(d.memory_bytes for d in devices), tuple(d.name for d in devices), optimizer, tuple(process_bytes))
 
 
 def _mb(size: float) -> str:

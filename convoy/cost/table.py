@@ -84,6 +84,8 @@ class DeviceCosts:
         jitter_s: see `convoy.cost.network.Network`.
         other_load: how much longer its work took because of other programs, at most: 0.5 is half as long again.
         flop_per_s, memory_bytes_per_s: what it reached at the weighted layers of this net, and at all others; 0: not known.
+        process_bytes: resident memory of the process beside the model, before anything is trained; 0: not known, as of
+            accelerators, and in files from before it was measured.
         measured_w: while its layers were timed; None where `measured_by` says why: what measured, or why nothing did.
     """
 
@@ -109,6 +111,7 @@ class DeviceCosts:
     measured_w: Annotated[float, Strict(), Field(ge=0, le=MOST)] | None = None
     measured_by: Text = ""
     loss_s_per_byte: Seconds = 0.0
+    process_bytes: Annotated[int, Strict(), Field(ge=0, le=2**50)] = 0
 
     @property
     def overheads(self) -> Overheads:
@@ -248,6 +251,7 @@ class Measurement:
             update_s_per_entry=tuple(costs.update_s_per_entry for costs in self.device),
             overheads=tuple(costs.overheads for costs in self.device),
             errors=self.errors(),
+            process_bytes=tuple(costs.process_bytes for costs in self.device),
         )
 
     def errors(self) -> Errors:

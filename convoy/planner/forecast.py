@@ -187,9 +187,9 @@ def _more_samples(context: PlanningContext) -> float:
     """How many times as many samples the fastest device alone has memory for."""
     speeds = context.speeds.devices
     fastest = max(range(len(speeds)), key=lambda d: speeds[d])
-    limit = context.room.limits_bytes[fastest]
-    if limit is None:
-        return float("inf")
+    limit = context.room.bytes_of(fastest)
+    if limit == float("inf"):
+        return limit
     plan = Plan("alone", context.graph.fingerprint, len(speeds), context.batch, {}, One(fastest))
     need = memory_of(plan, context.graph, optimizer=context.room.optimizer, itemsize=context.costs.itemsize)[fastest]
     fixed = need.total_bytes - need.activations_bytes

@@ -117,7 +117,19 @@ class PlanningContext:
         """
         names = tuple(device.name for device in fleet.devices)
         speeds, power = Speeds(solo_speeds(graph, batch, costs, passes)), known_power_of(fleet)
-        return cls(graph, batch, costs, names, room_of(fleet, optimizer), power, speeds, wire, reduce, passes, outputs)
+        return cls(
+            graph,
+            batch,
+            costs,
+            names,
+            room_of(fleet, optimizer, costs.process_bytes),
+            power,
+            speeds,
+            wire,
+            reduce,
+            passes,
+            outputs,
+        )
 
     def candidates(self) -> list[Candidate]:
         """The planner's; see `convoy.planner.planner.candidates`."""

@@ -190,8 +190,10 @@ def _alone(
     """
     speeds = given_speeds((1.0,), 1)
     plan = replace(named_plan("data", graph, batch, speeds, reduce), name=AUTO, wire=wire, outputs=outputs)
-    described = fleet_of([describe(group.torch_device, slowdown)])
-    room = room_of(described if fleet is None else Fleet.from_toml(fleet, "the fleet file"), optimizer)
+    own = describe(group.torch_device, slowdown)
+    beside = max(0, own.process_bytes - 4 * sum(layer.entries for layer in graph.layers.values()))
+    given = fleet_of([own]) if fleet is None else Fleet.from_toml(fleet, "the fleet file")
+    room = room_of(given, optimizer, [beside])
 
     def needs(samples: int) -> list[int]:
         return [each.total_bytes for each in memory_of(plan, graph, samples, optimizer=optimizer)]

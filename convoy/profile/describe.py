@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from convoy.comm.accelerator import memory_of
+from convoy.comm.accelerator import memory_of, process_bytes
 from convoy.cost.table import HostRates, LinkSpread
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host, Link, Segment
@@ -26,8 +26,9 @@ class Own:
         name: of its host.
         machine: tells two hosts of one name apart: the boot of the kernel and the network namespace.
         cores: threads it computes with; None for a GPU.
-        memory_bytes: of the GPU, or free on the host.
+        memory_bytes: of the GPU; on a CPU free on the host, and what this process has already.
         slowdown: how many times slower it is made to compute.
+        process_bytes: see `convoy.comm.accelerator.process_bytes`; the model is among it.
     """
 
     name: str
@@ -36,14 +37,17 @@ class Own:
     cores: int | None
     memory_bytes: int
     slowdown: float
+    process_bytes: int = 0
 
 
 def describe(torch_device: torch.device, slowdown: float) -> Own:
     """This process and the machine under it."""
     free_bytes, total_bytes = memory_of(torch_device)
     on_cpu = torch_device.type == "cpu"
-    memory_bytes, cores = (free_bytes, torch.get_num_threads()) if on_cpu else (total_bytes, None)
-    return Own(platform.node(), _machine(), torch_device.type, cores, memory_bytes, slowdown)
+    own_bytes = process_bytes(torch_device)
+    memory_bytes = min(total_bytes, free_bytes + own_bytes) if on_cpu else total_bytes
+    cores = torch.get_num_threads() if on_cpu else None
+    return Own(platform.node(), _machine(), torch_device.type, cores, memory_bytes, slowdown, own_bytes)
 
 
 def _machine() -> str:
@@ -77,12 +81,17 @@ def fleet_of(rows: Sequence[Own]) -> Fleet:
                 cores=row.cores,
                 slowdown=row.slowdown,
                 # All processes of a host share its memory; each accelerator has its own.
-                memory_bytes=row.memory_bytes if row.kind != "cpu" else row.memory_bytes // len(alike),
+                memory_bytes=row.memory_bytes if row.kind != "cpu" else _part_of(row, len(alike)),
             )
         )
     # Not known yet: fleets of several hosts need a card, and the measured ones take its place.
     network = Card(1.0, 1.0, 0.0) if len(hosts) > 1 else None
     return Fleet(tuple(Host(name) for name in hosts.values()), tuple(devices), network)
+
+
+def _part_of(row: Own, devices: int) -> int:
+    """Of what is free, and what the process has."""
+    return min(row.memory_bytes, max(0, row.memory_bytes - row.process_bytes) // devices + row.process_bytes)
 
 
 def _plain(name: str) -> str:

@@ -6,6 +6,7 @@ lost is missed soon. The layers that all have measured are kept in a partial fil
 
 import datetime
 import hashlib
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -105,6 +106,7 @@ def measure_job(
     if links_budget_s is None:
         budget_s, links_budget_s = budget_s * (1 - LINKS_PART), budget_s * LINKS_PART
     rows = [Own(**row) for row in gather(group, "machine", asdict(describe(group.torch_device, slowdown)))]
+    process_bytes = max(0, rows[group.device].process_bytes - _model_bytes(model))
     header, date = _agreed(group, traced, batch, fleet, precision, rows)
     fleet = fleet_of(rows) if fleet is None else fit(fleet, rows)
     kept = Partial(partial if group.device == 0 else None, header)
@@ -133,7 +135,7 @@ def measure_job(
     wire = measure_links(group, host_indices(fleet), share, budget_s=links_budget_s, progress=last)
     last("what a step costs beside its layers")
     outputs = loss_shapes(traced.graph, batch)
-    costs = _measure_costs(group, now, stretch_s, wire.traffic[group.device].message_s, share, outputs)
+    costs = _measure_costs(group, now, stretch_s, wire.traffic[group.device].message_s, share, outputs, process_bytes)
     last("exchanges between devices that compute")
     jitter_s = measure_jitter(group, clock, _exchange_s(wire, costs), stretch_s)
     links, cards = spreads(fleet, wire)
@@ -158,6 +160,11 @@ def measure_job(
     measured = _with_plan_sizes(group, bench, measured, left_s, wall)
     kept.remove()
     return measured
+
+
+def _model_bytes(model: nn.Module) -> int:
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type == "cpu"}.values())
 
 
 def _agreed(
@@ -283,12 +290,15 @@ def _with_plan_sizes(group: Group, bench: Bench, measured: Measurement, allowanc
 
 
 def _measure_costs(
-    group: Group, now: Now, stretch_s: float, message_s: float, share: float, outputs: Sequence[Sequence[int]]
-) -> list[dict[str, float]]:
+    group: Group, now: Now, stretch_s: float, message_s: float, share: float, outputs: Sequence[Sequence[int]],
+    process_bytes: int = 0,
+) -> list[dict[str, Any]]:  # fmt: skip
     """What a step costs each device beside its layers and the wire, in the names of `DeviceCosts`."""
     update_s, update_spread = time_update(group.torch_device, now, stretch_s)
     overheads = measure_overheads(group.torch_device, now, stretch_s, message_s, share, outputs)
-    own = asdict(overheads) | {"update_s_per_entry": update_s, "update_spread": update_spread}
+    own = asdict(overheads) | {
+        "update_s_per_entry": update_s, "update_spread": update_spread, "process_bytes": process_bytes
+    }  # fmt: skip
     return gather(group, "costs of a step", own)
 
 
@@ -343,7 +353,7 @@ def _point(device: str, layer: str, row: Sequence[float]) -> LayerPoint:
 def _device_costs(
     fleet: Fleet,
     traffic: Sequence[Traffic],
-    costs: Sequence[dict[str, float]],
+    costs: Sequence[dict[str, Any]],
     jitter_s: Sequence[float],
     reached: Sequence[tuple[float, float]],
     slowed: Iterable[float],

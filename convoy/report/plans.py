@@ -106,13 +106,13 @@ def show_devices(console: Console, row: PlanPrediction, context: PlanningContext
     columns = ("computes", "sends", "receives", "memory", "of", "idle - busy", "joules")
     table = new_table(f"Plan {row.plan.name}, device by device, per step", ("device",), columns)
     for device, name in enumerate(context.names):
-        limit = context.room.limits_bytes[device]
+        limit, own = context.room.limits_bytes[device], context.room.own_bytes(device)
         watts = (
             "-" if context.power is None else f"{context.power[device].idle_w:g} - {context.power[device].busy_w:g} W"
         )
         table.add_row(
             name, f"{row.timeline.compute_s[device] / row.step_s:.1%}", in_bytes(row.sent_bytes[device]),
-            in_bytes(row.received_bytes[device]), in_bytes(row.memory[device].total_bytes),
+            in_bytes(row.received_bytes[device]), in_bytes(row.memory[device].total_bytes + own),
             "-" if limit is None else in_bytes(limit), watts,
             "-" if row.energy is None else f"{row.energy.devices_j[device]:.4g}",
         )  # fmt: skip
