@@ -38,6 +38,7 @@ def resident_bytes(group: Group) -> tuple[int, int]:
     plan = named_plan("data", trace(model, torch.zeros(2, 3, 32, 32)).graph, BATCH, Speeds((1.0, 1.0)))
     before = describe(CPU, 1.0).process_bytes - _model_bytes(model)
     part = distribute(model, plan, group, torch.zeros(2, 3, 32, 32))
+    del model
     optimizer = torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9)
     x, y = torch.randn(BATCH // 2, 3, 32, 32), torch.arange(BATCH) % 10
     most = 0
