@@ -40,6 +40,7 @@ from convoy.membership.agreement import (
     Member,
     Met,
     Missed,
+    NotReached,
     Pairs,
     Stop,
     answer,
@@ -135,7 +136,6 @@ class Membership:
         self._changed = threading.RLock()
         self._store: Address | None = None  # of the meeting that this generation came from, or that takes place
         self._left: Address | None = None  # that of the one before
-        self._unreachable: tuple[int, ...] = ()
         self._closed = threading.Event()
         # Before anybody knows the address: an early question without an answer is one of a dead device.
         self._server.answers = {"beat": self._beaten, "regroup": self._asked, "interrupt": self._interrupted}
@@ -162,7 +162,7 @@ class Membership:
 
     @property
     def parted(self) -> Pairs:
-        """Pairs of devices that do not reach each other, of which the higher was left out of the present generation."""
+        """Pairs of devices that do not reach each other, of which the second was left out of the present generation."""
         return self._state.parted
 
     @property
@@ -289,7 +289,7 @@ class Membership:
     def _ask(self, device: int, question: str) -> Words | NoAnswer:
         state, address = self._state, self._addresses[device]
         words = {"device": self.me, "generation": _row(state.generation), "highest": state.highest}
-        words["unreachable"] = list(self._unreachable)
+        words["unreachable"] = sorted(state.unreachable)
         told = self._server.ask(address, question, self.silence_s * FIRST_PART, **words)
         if told in (NoAnswer.FROZEN, NoAnswer.UNREACHABLE):  # or this machine stood still while the answer came
             told = self._server.ask(address, question, self.silence_s * SECOND_PART, **words)
@@ -364,11 +364,10 @@ class Membership:
                     if (group := self._meet(generation, hosts)) is not None:
                         self.group.replace(group)
                         self._observe(Met())
-                        self._unreachable = ()
                         self.applicants.changed()
                         self._server.keep_calls(self.doors)
                         return
-                    self._unreachable = self._not_reached(generation)
+                    self._observe(NotReached(self._not_reached(generation)))
                     waits_until_s = time.monotonic() + self.timeout_s
             if time.monotonic() > min(waits_until_s + self.timeout_s, gives_up_s):
                 raise error
@@ -399,12 +398,12 @@ class Membership:
                 elif "excluded" in told:
                     self._observe(Excluded(_generation(told["excluded"])))
 
-    def _not_reached(self, generation: Generation) -> tuple[int, ...]:
+    def _not_reached(self, generation: Generation) -> frozenset[int]:
         """Members that do not answer this device, after a meeting with them failed."""
         others = [d for d in generation.members if d != self.me]
         with ThreadPoolExecutor(max(1, min(8, len(others)))) as threads:
             answers = list(threads.map(lambda d: self._ask(d, "beat"), others))
-        return tuple(d for d, told in zip(others, answers, strict=True) if isinstance(told, NoAnswer))
+        return frozenset(d for d, told in zip(others, answers, strict=True) if isinstance(told, NoAnswer))
 
     def _meet(self, generation: Generation, hosts: bool) -> Group | None:
         """The group of a generation; None where somebody does not come."""

@@ -5,8 +5,9 @@ believes alive, the leader, which calls a meeting once every device has asked th
 meeting is the next generation; where somebody does not come, all ask again. So two leaders can do no harm, for a device goes to
 one meeting at a time, and a meeting takes place only with all that were called to it.
 
-Two devices that do not reach each other, while others reach both, would make every meeting fail. After a first one each device
-says whom it does not reach, and of such a pair the leader leaves the higher out.
+Two devices that do not reach each other, while others reach both, would make every meeting fail. After two such meetings each
+device says whom it reached after neither, and of such a pair the leader leaves the higher out; where one device is in several
+pairs, that one. After one meeting it could be a device that stood still for a moment and asks again by now.
 
 Two parts of a fleet that do not reach each other must not both go on. So a generation needs more than half of the devices of
 the one before, or half of them, the lowest among those. Devices that are known to be dead do not count: what cannot be reached
@@ -19,6 +20,7 @@ from then on, also where the meeting fails. There are never more newcomers at on
 them.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -69,7 +71,7 @@ class Granted:
 @dataclass(frozen=True, slots=True)
 class Asked:
     """Another device asks this one, as its leader, for a meeting. It belongs to `generation`, and knows numbers up to
-    `highest`; after a meeting that failed it did not reach `unreachable`."""
+    `highest`; after two meetings that failed it did not reach `unreachable`."""
 
     device: int
     generation: Generation
@@ -113,7 +115,14 @@ class Missed:
     """Somebody did not come to the meeting."""
 
 
-Event = Lost | Interrupted | Granted | Asked | Heard | Called | Excluded | Met | Missed
+@dataclass(frozen=True, slots=True)
+class NotReached:
+    """After a meeting that failed, this device asked all that were called whether they are there; these did not answer."""
+
+    devices: frozenset[int]
+
+
+Event = Lost | Interrupted | Granted | Asked | Heard | Called | Excluded | Met | Missed | NotReached
 
 # ------------------------------------------------------------------------------------------------ what is to be done
 
@@ -166,9 +175,11 @@ class Member:
         silent, dead: members that it has lost.
         present: members that have asked it for a meeting.
         newcomers: who is to be called to the next meeting beside members.
-        cut: pairs of members of which the first did not reach the second after the last meeting failed.
-        parted: pairs that do not reach each other; the second, the higher, was therefore not called to the present generation,
-            or is not to the one that meets.
+        not_reached: who did not answer this device after the last meeting that failed.
+        unreachable: those that did not answer after the one before either.
+        cut: pairs of members of which the first says that the second is unreachable.
+        parted: pairs that do not reach each other; the second was therefore not called to the present generation, or is not to
+            the one that meets.
         highest: the largest number of a generation that it heard of.
         called: the generation that is to meet.
         reason: why it is out.
@@ -181,6 +192,8 @@ class Member:
     dead: frozenset[int] = frozenset()
     present: frozenset[int] = frozenset()
     newcomers: frozenset[int] = frozenset()
+    not_reached: frozenset[int] = frozenset()
+    unreachable: frozenset[int] = frozenset()
     cut: Pairs = frozenset()
     parted: Pairs = frozenset()
     highest: int = 0
@@ -269,6 +282,8 @@ def observe(state: Member, event: Event) -> Member:
                 highest=highest,
             )  # fmt: skip
             return _call(state)
+        case NotReached(devices):
+            return replace(state, not_reached=devices, unreachable=state.not_reached & devices)
 
 
 def _heard(state: Member, device: int, generation: Generation) -> Member:
@@ -283,8 +298,10 @@ def _asked(state: Member, event: Asked) -> Member:
         state = replace(state, generation=event.generation)
     if event.device not in state.candidates:
         return state
-    present, cut = state.present | {event.device}, state.cut | {(event.device, other) for other in event.unreachable}
-    return _interrupted(replace(state, highest=max(state.highest, event.highest), present=present, cut=cut))
+    # It reaches this one: it asks.
+    cut = state.cut | {(event.device, other) for other in event.unreachable if other != state.me}
+    present, highest = state.present | {event.device}, max(state.highest, event.highest)
+    return _interrupted(replace(state, highest=highest, present=present, cut=cut))
 
 
 def _interrupted(state: Member) -> Member:
@@ -312,20 +329,27 @@ def _call(state: Member) -> Member:
 
 
 def _who_reach_each_other(state: Member) -> tuple[tuple[int, ...], Pairs]:
-    """The candidates without the higher of each pair that does not, never without the leader, the lowest; and those pairs."""
-    members, parted = list(state.candidates), set()
-    for pair in sorted(state.cut):
-        if pair[0] in members and pair[1] in members:
-            members.remove(max(pair))
-            parted.add((min(pair), max(pair)))
-    return tuple(members), frozenset(parted)
+    """The candidates without those that leave no pair that does not, never without the leader, the lowest; and those pairs.
+
+    Of the devices that are in the most pairs the highest is left out, again and again: one that nobody reaches, not all others.
+    """
+    pairs = {(min(pair), max(pair)) for pair in state.cut if set(pair) <= set(state.candidates)}
+    parted: Pairs = frozenset()
+    members = set(state.candidates)
+    while pairs:
+        often = Counter(device for pair in pairs for device in pair if device != state.leader)
+        out = max(often, key=lambda device: (often[device], device))
+        gone = {pair for pair in pairs if out in pair}
+        parted |= {(one if other == out else other, out) for one, other in gone}
+        members, pairs = members - {out}, pairs - gone
+    return tuple(sorted(members)), parted
 
 
 def _why_excluded(me: int, parted: Pairs) -> str:
     for one, other in sorted(parted):
         if other == me:
             return (
-                f"devices {one} and {other} do not reach each other, so the job went on without the higher one, this device; "
+                f"devices {one} and {other} do not reach each other, so the job went on without the second one, this device; "
                 "mend the way between them, and start it again"
             )
     return "the job went on without this device, which had been silent; start it again"

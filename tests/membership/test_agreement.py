@@ -21,6 +21,7 @@ from convoy.membership.agreement import (
     Member,
     Met,
     Missed,
+    NotReached,
     Stop,
     Train,
     answer,
@@ -150,7 +151,7 @@ class World:
     generations: set[Generation] = field(default_factory=set)  # of which somebody is a member
     comes: list[int] = field(default_factory=list)  # newcomers that ask
     apart: set[frozenset[int]] = field(default_factory=set)  # pairs of which neither reaches the other
-    unreachable: dict[int, tuple[int, ...]] = field(default_factory=dict)  # after a meeting failed
+    patience: float = 0.0  # part of the questions to one that stands still whose time is not over yet
     hiccups: float = 0.0  # part of the questions that get no answer in time though the device is there
 
     def turn(self) -> None:
@@ -177,6 +178,8 @@ class World:
     def ask(self, device: int, peer: int, *, interrupts: bool = False, beats: bool = False) -> None:
         state, theirs = self.members[device], self.members[peer]
         gone = peer not in self.alive or theirs.phase == "out"  # who cannot go on ends
+        if not gone and peer not in self.awake and self.dice.random() < self.patience:
+            return
         if gone or peer not in self.awake or {device, peer} in self.apart:
             self.members[device] = observe(state, Lost(peer, dead=gone and {device, peer} not in self.apart))
         elif self.dice.random() < self.hiccups:
@@ -188,7 +191,7 @@ class World:
                 theirs = observe(theirs, Interrupted())
                 self.members[peer] = observe(theirs, Heard(device, state.generation))
         else:
-            asked = Asked(device, state.generation, state.highest, self.unreachable.get(device, ()))
+            asked = Asked(device, state.generation, state.highest, tuple(state.unreachable))
             self.members[peer] = theirs = observe(theirs, asked)
             called = answer(theirs, device)
             if called is not None and device in called.members and peer in self.waits and self.dice.random() < 0.8:
@@ -244,8 +247,10 @@ class World:
         elif self.dice.random() < 0.05:  # its time is over for one of them
             device = self.dice.choice(there)
             del self.waits[device]
-            self.members[device] = observe(self.members[device], Missed())
-            self.unreachable[device] = tuple(d for d in generation.members if {d, device} in self.apart)
+            # Also one that stands still for this moment only does not answer.
+            answers = {d for d in generation.members if {d, device} not in self.apart and d in self.alive & self.awake}
+            silent = frozenset(generation.members) - answers - {device}
+            self.members[device] = observe(observe(self.members[device], Missed()), NotReached(silent))
 
 
 def test_of_two_that_do_not_reach_each_other_the_higher_is_left_out() -> None:
@@ -263,6 +268,32 @@ def test_of_two_that_do_not_reach_each_other_the_higher_is_left_out() -> None:
     out = instruction(observe(after(2, Interrupted()), Excluded(gone_on.generation, gone_on.parted)))
     assert isinstance(out, Stop)
     assert out.reason.startswith("devices 1 and 2 do not reach each other")
+
+
+def test_who_stood_still_in_one_meeting_is_called_to_the_next() -> None:
+    """Device 2 stood still while the meeting failed, and woke before it counted as silent. All others said that they did not
+    reach it, so all of them were left out, as the higher of two, and the first two devices stopped: not the larger part (churn
+    with stopped processes, seed 5, after 27 minutes)."""
+    three = observe(after(3, Interrupted()), NotReached(frozenset({1})))
+    three = observe(three, NotReached(frozenset({1, 2})))
+    assert three.unreachable == {1}  # after both meetings
+    assert observe(three, NotReached(frozenset())).unreachable == frozenset()
+    five = Generation(0, (0, 1, 2, 3, 4))
+    state = after(0, *(Asked(d, five, 0) for d in (1, 2, 3, 4)), Missed(), generation=five)
+    for device in (1, 3, 4):
+        state = observe(state, Asked(device, five, 1, (2,)))
+    state = observe(state, Asked(2, five, 1, ()))
+    assert instruction(state) == Meet(Generation(2, (0, 1, 3, 4)), hosts=True)
+    assert state.parted == {(1, 2), (3, 2), (4, 2)}
+
+
+def test_a_leader_that_is_asked_is_reached() -> None:
+    """All others said that they had not reached device 0, which had stood still; it left all of them out, and stopped (churn,
+    seed 3)."""
+    state = after(0, *(Asked(d, FOUR, 0) for d in (1, 2, 3)), Missed())
+    for device in (1, 2, 3):
+        state = observe(state, Asked(device, FOUR, 1, (0,)))
+    assert instruction(state) == Meet(Generation(2, FOUR.members), hosts=True)
 
 
 def test_a_device_that_took_the_leader_for_lost_follows_it_again() -> None:
@@ -317,3 +348,38 @@ def test_in_any_order_of_messages_all_that_are_left_end_in_one_generation(seed: 
         assert not set(generation.members) & set(world.comes)
     for state in left.values():  # nobody waits for ever
         assert state.phase in ("training", "out")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_only_who_stood_still_is_left_out(seed: int) -> None:
+    """Also where it slept through a meeting, and through the questions after it."""
+    dice = random.Random(seed)
+    everyone = Generation(0, tuple(range(dice.randint(3, 6))))
+    world = World(
+        dice,
+        {d: Member(d, everyone) for d in everyone.members},
+        {*everyone.members},
+        {*everyone.members},
+        patience=0.95,
+    )
+    slept: set[int] = set()
+    for _ in range(3):
+        training = [d for d, state in world.members.items() if state.phase == "training"]
+        if len(training) < 3:  # of two, the higher one cannot know whether the other goes on
+            break
+        failed, sleeper = dice.choice(training), dice.choice(training)
+        world.members[failed] = observe(world.members[failed], Interrupted())
+        for _ in range(dice.randint(0, 50)):
+            world.turn()
+        world.awake.discard(sleeper)
+        slept.add(sleeper)
+        for _ in range(dice.randint(0, 150)):
+            world.turn()
+        world.awake.add(sleeper)
+        for _ in range(5000):
+            world.turn()
+        generations = [s.generation for s in world.members.values() if s.phase == "training"]
+        assert generations
+        assert set(generations) == {generations[0]}
+        assert len(generations) == len(generations[0].members)
+        assert {d for d, state in world.members.items() if state.phase == "out"} <= slept
