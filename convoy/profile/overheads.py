@@ -258,20 +258,23 @@ class Pieces:
     own_s: tuple[float, ...]
 
 
-def measure_jitter(group: Group, clock: Clock, exchange_s: float, stretch_s: float = STRETCH_S) -> tuple[float, ...]:
+def measure_jitter(
+    group: Group, clock: Clock, exchange_s: float, stretch_s: float = STRETCH_S, now: Callable[[], float] | None = None
+) -> tuple[float, ...]:
     """Seconds by which each device makes an exchange later than its price at rest. All devices call it; all get the same.
 
     Args:
         clock: of this device; its slow-down counts.
         exchange_s: the price at rest of an exchange in which each device sends a few bytes to all others.
         stretch_s: see `convoy.profile.timing.time_piece`.
+        now: a clock in seconds; None: the device's own.
 
     Raises:
         DeviceLostError: a device did not answer within the group's time limit.
     """
     if group.devices == 1:
         return (0.0,)
-    now = device_now(group.torch_device)
+    now = now or device_now(group.torch_device)
     compute = _products(group, clock, now, stretch_s)
     out = torch.zeros(_BYTES, dtype=torch.uint8, device=group.torch_device)
     others = [peer for peer in range(group.devices) if peer != group.device]

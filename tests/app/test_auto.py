@@ -213,12 +213,14 @@ def planned_in_passes(group: Group, file: str) -> tuple[int, list[torch.Tensor]]
 
 
 def test_a_step_is_made_in_as_many_passes_as_memory_asks_for(measured: Measurement, tmp_path: Path) -> None:
-    """24 kB hold no batch of 12, and a part of it: the weights are those of one device, which made each step in one pass."""
+    """24 kB hold no batch of 12, and a part of it: the weights are those of one device, which made each step in one pass. The
+    processes of these devices take nothing."""
     found = {}
+    tables = tuple(replace(table, process_bytes=0) for table in measured.device)
     for room in (24_000, 10**9):
         devices = tuple(replace(device, memory_bytes=room) for device in measured.fleet.devices)
         file = tmp_path / f"{room}.toml"
-        file.write_text(replace(measured, fleet=replace(measured.fleet, devices=devices)).to_toml())
+        file.write_text(replace(measured, fleet=replace(measured.fleet, devices=devices), device=tables).to_toml())
         rows = run_on_threads(2, lambda group, file=file: planned_in_passes(group, str(file)))
         found[room] = {passes for passes, _ in rows}
         for _, weights in rows:
@@ -357,15 +359,16 @@ def test_train_by_a_measured_file_as_a_person_starts_it(tiny: Measurement, tmp_p
 def test_the_forecast_marks_what_does_not_fit(
     tiny: Measurement, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Device 0 has room for nothing but what it receives; watts for both."""
+    """Device 0 has room for nothing but what it receives, beside its process, which takes nothing here; watts for both."""
     monkeypatch.setenv("COLUMNS", "200")  # in 80 a long number elsewhere breaks the heading that is looked for
     first, second = tiny.fleet.devices
     devices = (
         replace(first, memory_bytes=20_000, idle_w=1.0, busy_w=9.0),
         replace(second, memory_bytes=10**9, idle_w=1.0, busy_w=2.0),
     )
+    tables = tuple(replace(table, process_bytes=0) for table in tiny.device)
     file, plan = tmp_path / "fleet.toml", tmp_path / "plan.json"
-    file.write_text(replace(tiny, fleet=replace(tiny.fleet, devices=devices)).to_toml())
+    file.write_text(replace(tiny, fleet=replace(tiny.fleet, devices=devices), device=tables).to_toml())
     run_plan("two-conv:4:6", (1, 8, 8), 10, 32, file, plan)
     said = capsys.readouterr().out
     assert f"! data does not fit: {first.name} needs" in said
