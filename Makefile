@@ -9,11 +9,17 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-full check fix docs package gpu bench targets bench-full validate clean
 
+ifneq ($(shell test -L $(VENV) && echo link),)
+# The environment of another checkout: used as it is (it would be installed anew for this one, and the other one lose it), with the code here.
+export PYTHONPATH := $(CURDIR)
+$(READY): ;
+else
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $(READY)
+endif
 
 demo: $(READY)  ## four unequal local processes train one CNN; one device beside them
 	$(BIN)/convoy demo

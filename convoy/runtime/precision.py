@@ -100,7 +100,7 @@ class UnderAutocast(nn.Module):
         self.module, self.dtype = model, dtype_named(precision)
 
     def forward(self, x: Tensor) -> Any:
-        with torch.autocast("cpu", self.dtype, enabled=self.dtype is not None):
+        with torch.autocast(x.device.type, self.dtype, enabled=self.dtype is not None):
             return widened(self.module(x), self.dtype)
 
 

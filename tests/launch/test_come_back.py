@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from convoy.runlog.reader import read_log
-from tests.launch.test_ssh import FLEET, convoy, fleet_file, python_of
+from tests.support.ssh_fleets import FLEET, convoy, fleet_file, python_of
 from tests.support.ssh_hosts import Lab, eventually, needs_ssh
 
 pytestmark = [pytest.mark.root, needs_ssh, pytest.mark.usefixtures("nobody_left")]

@@ -18,8 +18,8 @@ from convoy.launch.detach import detached_text, this_host
 from convoy.launch.fleet import HostSession, _Hosts
 from convoy.launch.host_job import HostJob
 from convoy.launch.supervisor import Interrupts
-from tests.launch.test_ssh import QUICK, TRAINS
 from tests.support.processes import ROOT
+from tests.support.ssh_fleets import QUICK, TRAINS
 from tests.support.ssh_hosts import eventually
 
 LAUNCH = """

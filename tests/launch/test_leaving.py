@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch.test_ssh import QUICK
 from tests.support.processes import ROOT
+from tests.support.ssh_fleets import QUICK
 from tests.support.ssh_hosts import eventually
 
 PATHS = repr([str(ROOT), *(path for path in sys.path if path.endswith("-packages"))])

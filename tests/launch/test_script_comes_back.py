@@ -13,8 +13,8 @@ import pytest
 from convoy.comm.job_key import write_key_file
 from tests.launch.test_come_back import on
 from tests.launch.test_run_again import FOR_EVER
-from tests.launch.test_ssh import FLEET, convoy
 from tests.support.processes import ROOT
+from tests.support.ssh_fleets import FLEET, convoy
 from tests.support.ssh_hosts import Lab, eventually, needs_ssh
 
 pytestmark = [pytest.mark.root, needs_ssh]

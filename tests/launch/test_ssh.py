@@ -18,55 +18,10 @@ from convoy.comm.job_key import write_key_file
 from tests.support.commands import TINY, results
 from tests.support.processes import ROOT
 from tests.support.slow import most_slow
+from tests.support.ssh_fleets import TRAINS, convoy, fleet_file, python_of
 from tests.support.ssh_hosts import Lab, eventually, needs_ssh
 
 pytestmark = [pytest.mark.root, needs_ssh, pytest.mark.usefixtures("nobody_left")]
-
-FLEET = """
-[network]
-send_bytes_per_s = 125e6
-receive_bytes_per_s = 125e6
-latency_s = 5e-5
-
-[[host]]
-name = "attic"
-address = "10.77.0.2"
-{attic}
-
-[[host]]
-name = "cellar"
-address = "10.77.0.3"
-{cellar}
-
-[[device]]
-name = "attic-0"
-host = "attic"
-kind = "cpu"
-
-[[device]]
-name = "cellar-0"
-host = "cellar"
-kind = "cpu"
-cores = 1.5
-slowdown = 2
-
-[[device]]
-name = "attic-1"
-host = "attic"
-kind = "cpu"
-"""
-
-QUICK = """#!/bin/sh
-exec {python} -c '
-import sys
-from convoy.launch import agent
-agent.CONVOY_COMMAND = (sys.executable, "-S", "-c")
-agent.SILENCE_S = 3.0
-{more}
-sys.exit(agent.Agent(0, 1).serve())
-'
-"""
-"""A host's Python whose devices are scripts that need no torch."""
 
 LAUNCH = """
 import sys
@@ -92,19 +47,6 @@ def here():
         file.write(str(os.getpid()))
     os.rename(f"{FOLDER}/{RANK}.new", f"{FOLDER}/{RANK}")
 """
-
-
-def python_of(folder: Path, name: str = "quick", more: str = "") -> str:
-    path = folder / name
-    path.write_text(QUICK.format(python=sys.executable, more=more))
-    path.chmod(0o755)
-    return f'python = "{path}"'
-
-
-def fleet_file(folder: Path, attic: str, cellar: str) -> Path:
-    path = folder / "fleet.toml"
-    path.write_text(FLEET.format(attic=attic, cellar=cellar))
-    return path
 
 
 def quick_fleet(folder: Path) -> Path:
@@ -308,21 +250,6 @@ def test_a_cable_that_is_pulled_ends_all(hosts: Lab, tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------------- left alone
 
-TRAINS = """
-import threading
-from convoy.comm import roster
-# As `watch_parent` does, which would load torch.
-threading.Thread(target=lambda: (os.read(int(os.environ["CONVOY_PARENT_PIPE"]), 1), os._exit(2)), daemon=True).start()
-roster.enter("a job of this test", RANK, "cpu")
-print("device", RANK, flush=True)
-here()
-if {begin!r} and (RANK != 1 or {begin!r} == "all"):
-    roster.tell(trains=True)
-while not os.path.exists(f"{{FOLDER}}/end"):
-    time.sleep(0.05)
-print("ends", flush=True)
-"""
-
 
 def detaching(fleet: Path, begin: str) -> list[str]:
     """A launcher that lets devices go which are scripts. They find Convoy, and no torch."""
@@ -383,10 +310,6 @@ def test_before_all_train_nobody_is_left_alone(hosts: Lab, tmp_path: Path) -> No
 
 
 # ------------------------------------------------------------------------------------------------- the real command
-
-
-def convoy(*argv: str) -> list[str]:
-    return [sys.executable, "-m", "convoy", *argv]
 
 
 def assert_as_one_device(output: str, training: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from convoy.launch import local, stopped
 from tests.launch.test_leaving import FLEET, PATHS
-from tests.launch.test_ssh import QUICK
+from tests.support.ssh_fleets import QUICK
 
 DEVICE = """
 import os, signal, sys, threading, time

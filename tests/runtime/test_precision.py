@@ -3,6 +3,7 @@
 The oracle is torch.autocast on one device.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -102,6 +103,20 @@ def test_one_device_trains_as_under_autocast(net: str) -> None:
     assert expected != in_float32
     assert found == pytest.approx(expected, abs=1e-6 if net == "two-conv" else 0.05)
     assert found != in_float32
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_autocast_is_that_of_the_device_of_the_samples(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was always that of the CPU: on a GPU, one device would have computed in float32 what the others did in bf16."""
+    entered: list[tuple[object, ...]] = []
+
+    def recorded(*of: object, **options: object) -> nullcontext[None]:
+        entered.append((*of, options))
+        return nullcontext()
+
+    monkeypatch.setattr("torch.autocast", recorded)
+    UnderAutocast(nn.Linear(2, 2, device=device), "bf16")(torch.empty(1, 2, device=device))
+    assert entered == [(device, torch.bfloat16, {"enabled": True})]
 
 
 @pytest.mark.parametrize("plan", ["data-by-speed", "hybrid", "master", "model", "mixed"])
