@@ -85,7 +85,7 @@ def wait_for_the_last_only(group: Group) -> list[float]:
     return arrived.unique().tolist()
 
 
-@on_each_network_slowly
+@on_each_network
 def test_what_nobody_waits_for_travels_all_the_same(network: dict[str, str]) -> None:
     """A rebalancer sends its seconds after a step and takes them after the next. After its last step nobody did: gloo forgot
     these messages on one side, and the first move of the next training waited for ever."""

@@ -82,7 +82,7 @@ def test_large_gradients_are_summed_where_they_lie_in_segments(
     check(Training(net, SHORT), plan)
 
 
-@pytest.mark.parametrize("net", most_slow(1, ["resnet", "mobile"]))
+@pytest.mark.parametrize("net", ["resnet", "mobile"])
 @pytest.mark.parametrize("plan", [*PLANS])
 def test_twenty_steps_with_batch_norm(plan: str, net: str) -> None:
     check(Training(net), by_name(plan, net, "butterfly"))

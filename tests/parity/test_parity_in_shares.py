@@ -50,16 +50,9 @@ def test_twenty_steps(shares: tuple[int, ...], form: Form) -> None:
     check(Training("two-conv"), by_speed("two-conv", shares, form))
 
 
-IN_TURNS = [
-    pytest.param(net, form, marks=pytest.mark.slow if (number + place) % 2 else ())
-    for number, net in enumerate(nets.NETS)
-    for place, form in enumerate(FORMS)
-]
-"""Every net every day, by one of the two forms."""
-
-
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize(("net", "form"), IN_TURNS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("net", nets.NETS)
 def test_every_net(net: str, form: Form) -> None:
     check(Training(net, SHORT), by_speed(net, form=form))
 
