@@ -118,7 +118,7 @@ class _Times:
     def alike(self, device: int) -> int:
         return self.speeds.index(self.speeds[device])
 
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int, shared: bool = False) -> float:  # noqa: ARG002
         return self.seconds(device, layer, phase, whole_size(layer, batch))
 
 

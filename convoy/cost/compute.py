@@ -27,9 +27,13 @@ class ComputeTimes(Protocol):
         """The first device with the same times: planners ask once for all of them."""
         ...
 
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int, shared: bool = False) -> float:
         """What all of a layer takes at least, in whatever parts: a part of it, samples times filters times channels, takes at
-        least so much of this as it is of the layer."""
+        least so much of this as it is of the layer.
+
+        Args:
+            shared: in parts by samples, of a layer that shares its statistics with other devices.
+        """
         ...
 
 
@@ -52,6 +56,14 @@ class Grid:
         j, v = _cell(self.others, other)
         rows = [_line(self.others, row, j, v, other) for row in self.seconds]
         return max(0.0, _line(self.samples, rows, i, u, samples))
+
+    def least(self) -> float:
+        """Seconds of a sample and one of the other size, where that is least: within the grid nothing is faster."""
+        return min(
+            s / (n * m)
+            for n, row in zip(self.samples, self.seconds, strict=True)
+            for m, s in zip(self.others, row, strict=True)
+        )
 
 
 def _cell(axis: Sequence[int], x: float) -> tuple[int, float]:
@@ -113,6 +125,17 @@ class LayerTimes:
         edge, seconds = self._by_grid(layer, phase, size)
         return share * seconds * self._corrected(layer, phase, size, edge)
 
+    def least_shared_s(self, layer: Layer, phase: Phase, batch: int) -> float:
+        """What all of a layer takes at least, in parts by samples that share their statistics.
+
+        Where such sizes were timed up to the whole; else what any parts take.
+        """
+        whole = whole_size(layer, batch)
+        grid = self.forward_shared if phase == "forward" else self.backward_shared
+        if grid is None or grid.samples[-1] < whole.samples or grid.others[-1] < whole.outputs:
+            return self.least_s(layer, phase, batch)
+        return grid.least() * whole.samples * whole.outputs
+
     def least_s(self, layer: Layer, phase: Phase, batch: int) -> float:
         """What all of the layer takes at least, in whatever parts.
 
@@ -132,14 +155,8 @@ class LayerTimes:
         ):
             if grid is None:
                 continue
-            least = min(
-                s / (n * m)
-                for n, row in zip(grid.samples, grid.seconds, strict=True)
-                for m, s in zip(grid.others, row, strict=True)
-            )
-            rows.append(
-                least * whole.samples * total * _beyond(grid, whole.samples, total, flops, moved - weights, weights)
-            )
+            beyond = _beyond(grid, whole.samples, total, flops, moved - weights, weights)
+            rows.append(grid.least() * whole.samples * total * beyond)
         fastest = min((self._over_grid(layer, phase, each) for each in self.corrections), default=1.0)
         return min(rows) * min(1.0, fastest)
 
@@ -235,10 +252,12 @@ class MeasuredTimes:
     def alike(self, device: int) -> int:
         return next(d for d, table in enumerate(self.devices) if table is self.devices[device])
 
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
-        """See `LayerTimes.least_s`."""
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int, shared: bool = False) -> float:
+        """See `LayerTimes.least_s` and `least_shared_s`."""
         times = self.devices[device].get(layer.name)
-        return 0.0 if times is None else times.least_s(layer, phase, batch)
+        if times is None:
+            return 0.0
+        return times.least_shared_s(layer, phase, batch) if shared else times.least_s(layer, phase, batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,9 +315,10 @@ class Roofline:
     def alike(self, device: int) -> int:
         return self.rates.index(self.rates[device])
 
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int, shared: bool = False) -> float:
         """All of it at once: arithmetic is in proportion, and parts move no less than their part of what the whole moves."""
-        return self.seconds(device, layer, phase, whole_size(layer, batch if layer.batched else 1))
+        whole = whole_size(layer, batch if layer.batched else 1)
+        return self.seconds(device, layer, phase, replace(whole, shares_statistics=shared))
 
 
 class RememberedTimes:
@@ -317,8 +337,8 @@ class RememberedTimes:
     def alike(self, device: int) -> int:
         return self.times.alike(device)
 
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
-        return self.times.least_s(device, layer, phase, batch)
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int, shared: bool = False) -> float:
+        return self.times.least_s(device, layer, phase, batch, shared)
 
 
 PROCESSOR = Rate(flop_per_s=10.0, bytes_per_s=1.0)

@@ -83,8 +83,8 @@ class CorrectedTimes:
         kinds = [(self.times.alike(d), factor) for d, factor in enumerate(self.factors)]
         return kinds.index(kinds[device])
 
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
-        return self.factors[device] * self.times.least_s(device, layer, phase, batch)
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int, shared: bool = False) -> float:
+        return self.factors[device] * self.times.least_s(device, layer, phase, batch, shared)
 
 
 def seconds_of_layers(steps: StepList, graph: Graph, times: ComputeTimes, devices: int) -> list[dict[str, float]]:

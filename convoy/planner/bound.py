@@ -15,7 +15,8 @@ first by any weights w(d) >= 0 that sum to 1, and add:
 The last line holds for *any* weights, so the search for good ones needs no proof.
 
 **The wire of one device, and a chain of entries.** Where layers are shared out, something passes the cards, and where they are
-not, devices wait for each other: `bound_wire.py`.
+not, devices wait for each other: `bound_wire.py`; and what a device has of one layer comes from who has the layer before:
+`bound_shares.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ import numpy as np
 
 from convoy.cost.costs import Costs
 from convoy.model.graph import Graph
+from convoy.planner.bound_shares import shares_s
 from convoy.planner.bound_wire import Kinds, path_of, wire_s
 from convoy.sharding.comm_dtype import CommDtype, sent_itemsize
 
@@ -77,7 +79,10 @@ def lower_bound(graph: Graph, batch: int, costs: Costs, wire: CommDtype = "exact
     hosts = costs.network.host
     single = [d for d in range(len(hosts)) if hosts.count(hosts[d]) == 1] if len(hosts) <= 64 else []
     for device in sorted(single, key=lambda d: (alone[kinds.of_device[d]], d))[:CARDS]:
-        found_s = float(wire_s(graph, batch, costs, path, kinds, device, sent_itemsize(wire, costs.itemsize), passes))
+        found_s = max(
+            float(bound_s(graph, batch, costs, path, kinds, device, sent_itemsize(wire, costs.itemsize), passes))
+            for bound_s in (wire_s, shares_s)
+        )
         if found_s > best.step_s * (1 + MORE):
             best = replace(best, wire_s=found_s, device=device)
     return best

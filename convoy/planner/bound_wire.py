@@ -81,9 +81,9 @@ class Kinds:
         return cls(tuple(names), len(layers), np.array(rows), apart_s, count, tuple(kinds[mark] for mark in marks))
 
 
-def layer_s(costs: Costs, device: int, layer: Layer, batch: int, back: bool) -> float:
-    seconds = costs.times.least_s(device, layer, "forward", batch)
-    return seconds + costs.times.least_s(device, layer, "backward", batch) if back else seconds
+def layer_s(costs: Costs, device: int, layer: Layer, batch: int, back: bool, shared: bool = False) -> float:
+    seconds = costs.times.least_s(device, layer, "forward", batch, shared)
+    return seconds + costs.times.least_s(device, layer, "backward", batch, shared) if back else seconds
 
 
 # --- the wire of one device ---
@@ -287,6 +287,35 @@ def _undominated(ways: Sequence[_Way]) -> list[_Way]:
     return [ways[place] for place in kept]
 
 
+class Waits:
+    """Who needs what a device makes of a layer waits for so long, where it makes all: of part f, at least f times that."""
+
+    def __init__(self, graph: Graph, batch: int, costs: Costs, itemsize: int) -> None:
+        self.graph, self.batch, self.costs, self.itemsize = graph, batch, costs, itemsize
+        self.trained = trains(graph)
+        self.back = reached(graph, self.trained)
+        network = costs.network
+        shared = {host for host, count in Counter(network.host).items() if count > 1}
+        self.rate = max(
+            send + (network.within_bytes_per_s[host] if host in shared else 0.0)
+            for host, send in enumerate(network.send_bytes_per_s)
+        )
+
+    def seconds(self, device: int, layer: Layer, shared: bool = False) -> float:
+        """Forward and backward, less what of backward may be hidden.
+
+        Args:
+            shared: by samples, of a norm that shares its statistics.
+        """
+        source = self.graph[layer.inputs[0]]
+        times, batch, trained = self.costs.times, self.batch, source.name in self.trained
+        returned_s = batch * math.prod(source.shape) * self.itemsize / self.rate if trained else math.inf
+        forward = times.least_s(device, layer, "forward", batch, shared)
+        backward = times.least_s(device, layer, "backward", batch, shared) if layer.name in self.back else 0.0
+        second = backward / 2 if layer.multiplies and layer.trainable else 0.0
+        return forward + backward - second + _not_hidden(second, returned_s)
+
+
 @dataclass(frozen=True, slots=True)
 class _Chain:
     """What a chain of entries takes, see above.
@@ -310,35 +339,20 @@ class _Chain:
         own: int,
         itemsize: int,
     ) -> "_Chain":
-        trained = trains(graph)
-        back = reached(graph, trained)
-        network = costs.network
-        shared = {host for host, count in Counter(network.host).items() if count > 1}
-        rate = max(
-            send + (network.within_bytes_per_s[host] if host in shared else 0.0)
-            for host, send in enumerate(network.send_bytes_per_s)
-        )
+        waits = Waits(graph, batch, costs, itemsize)
         first = [kinds.of_device.index(kind) for kind in range(len(kinds.count))]
 
         def of_layer(layer: Layer) -> list[float]:
-            source = graph[layer.inputs[0]]
-            returned_s = batch * math.prod(source.shape) * itemsize / rate if source.name in trained else math.inf
-            found = []
-            for device in first:
-                forward = costs.times.least_s(device, layer, "forward", batch)
-                backward = costs.times.least_s(device, layer, "backward", batch) if layer.name in back else 0.0
-                second = backward / 2 if layer.multiplies and layer.trainable else 0.0
-                found.append(forward + backward - second + _not_hidden(second, returned_s))
-            return found
+            return [waits.seconds(device, layer) for device in first]
 
         others = kinds.count.copy()
         others[own] -= 1
         rows = [of_layer(group[0]) for group in path]
-        seconds = tuple((row[own], _evenly(row, others), _evenly(row, kinds.count)) for row in rows)
-        return cls(seconds, sum(_evenly(of_layer(layer), kinds.count) for group in path for layer in group[1:]))
+        seconds = tuple((row[own], evenly(row, others), evenly(row, kinds.count)) for row in rows)
+        return cls(seconds, sum(evenly(of_layer(layer), kinds.count) for group in path for layer in group[1:]))
 
 
-def _evenly(seconds: Sequence[float], count: Floats) -> float:
+def evenly(seconds: Sequence[float], count: Floats) -> float:
     """The least of the sum of seconds[d] x[d]^2 over all shares x, of so many devices of each kind."""
     return 1 / sum(n / s for n, s in zip(count, seconds, strict=True) if n) if min(seconds) > 0 else 0.0
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from rich.console import Console
@@ -20,13 +22,18 @@ from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of, graph_without_weights
 from convoy.plan.lower import lower
+from convoy.plan.placing import placements
 from convoy.plan.plan import Plan
 from convoy.plan.size import LocalSize, whole_size
 from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Strategy
 from convoy.planner.bound import LowerBound, lower_bound
+from convoy.planner.bound_shares import PLACES, Sums
+from convoy.planner.bound_wire import Kinds, path_of, wire_s
 from convoy.planner.planner import candidates
 from convoy.planner.predict import PlanningContext, predict_plan
+from convoy.planner.share_places import STEPS, square
 from convoy.report.plans import least_words, show_predictions
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, holders
 from convoy.sharding.shares import Shares, apportion
 from convoy.simulator.simulate import simulate
 from studies.roofline import roofline_costs
@@ -73,6 +80,12 @@ def measured(rng: random.Random, graph: Graph, batch: int, rates: list[float], b
                     )
                     return Grid(tuple(samples), others, rows)
 
+                def shared(phase: str, layer=layer, whole=whole) -> Grid:  # type: ignore[no-untyped-def]
+                    counts = tuple(sorted({1, max(1, batch // 3), batch}))
+                    sizes = (replace(whole, samples=n, shares_statistics=True) for n in counts)
+                    seconds = (roofline.seconds(0, layer, phase, size) * rng.uniform(0.8, 1.3) for size in sizes)  # type: ignore[arg-type]
+                    return Grid(counts, (whole.outputs,), tuple((each,) for each in seconds))
+
                 sums = layer.weighted
                 corrections = []
                 if rng.random() < 0.5:
@@ -86,6 +99,7 @@ def measured(rng: random.Random, graph: Graph, batch: int, rates: list[float], b
                     grid("forward", "outputs", whole.outputs), grid("backward", "outputs", whole.outputs),
                     grid("forward", "inputs", whole.inputs) if sums else None,
                     grid("backward", "inputs", whole.inputs) if sums else None,
+                    *(shared("forward"), shared("backward")) if layer.statistics and rng.random() < 0.7 else (None, None),
                     corrections=tuple(corrections),
                 )  # fmt: skip
         return rows
@@ -226,6 +240,161 @@ def test_no_plan_of_a_net_that_branches_is_faster(case: int) -> None:
     assert bound.step_s <= min(least_s, found_s) * (1 + 1e-9)
 
 
+class Normed(nn.Module):
+    """Convolutions one behind the other, each with its norm, and a Linear."""
+
+    def __init__(self, width: int, convolutions: int) -> None:
+        super().__init__()
+        widths = itertools.pairwise([3, *[width] * convolutions])
+        rows = [(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in widths]
+        self.layers, self.head = nn.Sequential(*itertools.chain(*rows)), nn.Linear(width, 10)
+
+    def forward(self, x_NCHW: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layers(x_NCHW).mean((2, 3)))
+        return out
+
+
+def with_others(rng: random.Random, plan: Plan, graph: Graph, speeds: list[float]) -> Plan:
+    """The plan with strategies for some layers that have no weights, too."""
+    layers = dict(plan.layers)
+    for layer in graph.layers.values():
+        if layer.kind != "input" and not layer.weighted and rng.random() < 0.35:
+            layers[layer.name] = rng.choice(
+                (
+                    Batch(shares_of(rng, plan.batch, speeds)),
+                    One(rng.randrange(len(speeds))),
+                    Filter(shares_of(rng, layer.shape[0], speeds)),
+                )
+            )
+    return replace(plan, layers=layers)
+
+
+@pytest.mark.parametrize("case", most_slow(2, [0, 2, 1, *range(3, 40)]))
+def test_no_plan_is_faster_where_layers_between_change_hands(case: int) -> None:
+    """Norms that share their statistics, and norms whose samples come together first, by the costs of an exchange."""
+    rng = random.Random(case)
+    width, batch = rng.choice([4, 16, 32]), rng.choice([4, 12])
+    make = (lambda: Block(width, normed=True)) if case % 3 == 0 else (lambda: Normed(width, 2 + case % 2))
+    graph = graph_without_weights(make, (3, 8, 8))
+    rates = [rng.choice([1e9, 2e9, 5e9]) for _ in range(rng.choice([2, 2, 3, 4]))]
+    alone_s = 3 * batch * sum(layer.flop for layer in graph.weighted) / max(rates)
+    wire = batch * width * 64 * 4 / alone_s * rng.choice([0.1, 1.0, 10.0, 100.0])
+    costs = of_rates(rates, wire) if rng.random() < 0.7 else measured(rng, graph, batch, rates, wire)
+    bound = lower_bound(graph, batch, costs)
+    best = candidates(graph, batch, costs)[0]
+    plans = [with_others(rng, plan, graph, rates) for plan in plans_of_each_layer(rng, graph, batch, rates, 12)]
+    plans += [with_others(rng, replace(best.plan, in_shares={}), graph, rates) for _ in range(8)]
+    least_s = min(simulate(lower(plan, graph), graph, costs).step_s for plan in plans)
+    assert bound.step_s <= min(least_s, best.step_s) * (1 + 1e-9)
+
+
+def sixteenths(rng: random.Random, total: int, devices: int) -> Shares:
+    """Multiples of a sixteenth, often with nothing for somebody."""
+    cuts = sorted(rng.choice([0, 4, 8, 12, 16, rng.randrange(17)]) for _ in range(devices - 1))
+    return tuple((b - a) * total // 16 for a, b in itertools.pairwise([0, *cuts, 16]))
+
+
+def place_of(layout: Layout, device: int) -> int:
+    """The place of a layer that gives such a layout."""
+    if isinstance(layout, Replicated):
+        return PLACES.copies
+    if isinstance(layout, OnOne | Partial):
+        return int(device in holders(layout))
+    assert isinstance(layout, Split)
+    share = STEPS * layout.shares[device] // sum(layout.shares)
+    return {0: 0, STEPS: 1}.get(share, (PLACES.features if layout.axis else PLACES.samples).start + share)
+
+
+@pytest.mark.parametrize("case", most_slow(8, range(60)))
+def test_no_plan_has_a_sum_that_is_longer_than_its_step(case: int) -> None:
+    """Chain, device and card apart, of plans whose shares are places, with wires by which messages take the most."""
+    rng = random.Random(case)
+    width, batch, devices = rng.choice([16, 32]), 16, rng.choice([2, 2, 3, 4])
+    make = rng.choice([lambda: Normed(width, 3), lambda: Block(width, normed=True), lambda: Block(width, normed=False)])
+    graph = graph_without_weights(make, (3, 8, 8))
+    rates = [rng.choice([1e9, 2e9, 5e9]) for _ in range(devices)]
+    alone_s = 3 * batch * sum(layer.flop for layer in graph.weighted) / max(rates)
+    costs = of_rates(rates, batch * width * 64 * 4 / alone_s * rng.choice([0.03, 0.3, 3.0, 30.0]))
+    kinds, groups = Kinds.of(graph, batch, costs, 1), path_of(graph, batch, costs)
+    assert groups is not None
+    path = [layer for group in groups for layer in group]
+    sums = [Sums(graph, batch, costs, kinds, device, 4, 1) for device in range(devices)]
+    for _ in range(12):
+        by_samples, layers = Batch(sixteenths(rng, batch, devices)), dict[str, Strategy]()
+        for layer in graph.layers.values():
+            choices: list[Strategy] = [by_samples, One(rng.randrange(devices))]
+            if layer.weighted or layer.shape[0] % 16 == 0:
+                filters = layer.channels_out if layer.weighted else layer.shape[0]
+                choices += [Filter(sixteenths(rng, filters, devices))] * (filters % 16 == 0)
+            if layer.weighted and layer.channels_in % 16 == 0:
+                choices.append(Channel(sixteenths(rng, layer.channels_in, devices)))
+            if layer.kind != "input" and (layer.weighted or rng.random() < 0.4):
+                layers[layer.name] = rng.choice(choices)
+        plan = Plan(
+            "by hand", graph.fingerprint, devices, batch, layers, by_samples, rng.choice(("direct", "ring", "star"))
+        )
+        plan = replace(plan, pieces=rng.choice((1, 4)))
+        step_s = simulate(lower(plan, graph), graph, costs).step_s
+        placed = placements(plan, graph)
+        for device, each in enumerate(sums):
+            places = [place_of(placed[layer.name].gives, device) for layer in path]
+            for index, layer in enumerate(path):
+                strategy = layers.get(layer.name)
+                if isinstance(strategy, Channel) and 0 < strategy.shares[device] < sum(strategy.shares):
+                    share = STEPS * strategy.shares[device] // sum(strategy.shares)
+                    places[index] = PLACES.channels.start + share
+            total = sum(np.array(each.of_layer(layer))[:, place] for layer, place in zip(path, places, strict=True))
+            for (source, layer), (before, after) in zip(
+                itertools.pairwise(path), itertools.pairwise(places), strict=True
+            ):
+                waited_s, passed_s = each.waited_s(source, layer), each.passed_s(source, layer)
+                total += np.array([waited_s[before, after], 0.0, passed_s[before, after]])
+            assert (total <= step_s * (1 + 1e-9)).all(), (total, step_s, places, plan.layers)
+
+
+def test_norms_that_share_their_statistics_are_counted() -> None:
+    """Where samples are shared out, norms take four times as long and wait for each other; together they could come only by a
+    wire that takes longer."""
+    graph = graph_without_weights(lambda: Normed(16, 4), (3, 32, 32))
+    rates = (88e9, 55e9, 33e9, 22e9)
+    costs = Costs(Roofline(tuple(Rate(rate, rate / 8) for rate in rates)), network(4, 125e6))
+    bound = lower_bound(graph, 64, costs)
+    assert bound.step_s > 1.2 * bound.compute_s
+    found = candidates(graph, 64, costs)[0]
+    assert bound.step_s <= found.step_s <= 1.4 * bound.step_s
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rounding_shares_at_random_takes_no_more_in_the_mean(seed: int) -> None:
+    """What the places rest on, with one number for samples, and one for features and channels."""
+    rng = np.random.default_rng(seed)
+    draws = (np.arange(4000) + 0.5) / 4000
+    for x, y in rng.uniform(size=(40, 2)):
+        same = [np.floor(STEPS * share + draws) / STEPS for share in (x, y)]
+        other = [same[0], np.floor(STEPS * y + rng.permutation(draws)) / STEPS]
+
+        def mean(values: npt.NDArray[np.float64]) -> float:
+            return float(values.mean())
+
+        assert mean(np.abs(same[0] - same[1])) == pytest.approx(abs(x - y), abs=1e-3)
+        assert mean(square(np.abs(same[0] - same[1]), STEPS)) <= (x - y) ** 2 + 1e-3
+        for a, b in (same, other):
+            here, there = square(a, STEPS), square(1 - b, STEPS)
+            assert mean(here) <= x**2 + 1e-4
+            assert mean(a * there) <= x * (1 - y) ** 2 + 2e-3
+            assert mean(here * (1 - b)) <= x**2 * (1 - y) + 2e-3
+        assert mean(square(other[0], STEPS) * square(1 - other[1], STEPS)) <= (x * (1 - y)) ** 2 + 2e-3
+        assert mean(same[0] ** 2) - 1 / (2 * STEPS) ** 2 <= x**2 + 1e-4
+
+
+def by_the_wire(graph: Graph, batch: int, costs: Costs) -> float:
+    """The bound without what shares of one layer after the other say."""
+    kinds, path = Kinds.of(graph, batch, costs, 1), path_of(graph, batch, costs)
+    assert path is not None
+    found = (wire_s(graph, batch, costs, path, kinds, d, costs.itemsize, 1) for d in range(costs.network.devices))
+    return max(lower_bound(graph, batch, costs).compute_s, *found)
+
+
 def test_devices_that_wait_for_each_other_by_hand() -> None:
     """Four Linears of 1,000 x 1,000, 16 samples, two equal devices of 5 GFLOP/s: 19.2 ms for each on one device.
 
@@ -236,7 +405,7 @@ def test_devices_that_wait_for_each_other_by_hand() -> None:
     graph = Stack((1000,)).linear(1000).linear(1000).linear(1000).linear(1000).graph()
 
     def bound_of(bytes_per_s: float) -> float:
-        return lower_bound(graph, 16, Costs(Roofline((Rate(5e9, 1e15),) * 2), network(2, bytes_per_s))).step_s
+        return by_the_wire(graph, 16, Costs(Roofline((Rate(5e9, 1e15),) * 2), network(2, bytes_per_s)))
 
     assert bound_of(1e9) == pytest.approx(0.0384, rel=0.01)
     assert bound_of(3e5) == pytest.approx(0.066912, rel=1e-3)
@@ -269,7 +438,7 @@ def test_the_wire_of_a_device_by_hand() -> None:
     graph = Stack((1000,)).linear(1000).linear(1000).linear(1000).graph()
 
     def bound_of(rate: float) -> float:
-        return lower_bound(graph, 16, Costs(Roofline((Rate(rate, 1e15),) * 2), network(2, 1e6))).step_s
+        return by_the_wire(graph, 16, Costs(Roofline((Rate(rate, 1e15),) * 2), network(2, 1e6)))
 
     assert bound_of(1e9) == pytest.approx(0.144, rel=0.01)
     assert bound_of(5e9) == pytest.approx(0.03792, rel=1e-3)  # 9.6 + 9.44 + 18.88 ms; computing alone: 28.8 ms

@@ -36,7 +36,7 @@ class Table:
     def alike(self, device: int) -> int:
         return device
 
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int, shared: bool = False) -> float:  # noqa: ARG002
         return self.seconds(device, layer, phase, whole_size(layer, batch))
 
 

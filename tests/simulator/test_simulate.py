@@ -34,7 +34,7 @@ class Table:
     def alike(self, device: int) -> int:
         return device
 
-    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:  # noqa: ARG002
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int, shared: bool = False) -> float:  # noqa: ARG002
         return 0.0
 
 
@@ -289,7 +289,7 @@ def test_a_filter_split_of_unequal_devices():
         def alike(self, device: int) -> int:
             return device
 
-        def least_s(self, device: int, layer: Layer, phase: Phase, batch: int) -> float:  # noqa: ARG002
+        def least_s(self, device: int, layer: Layer, phase: Phase, batch: int, shared: bool = False) -> float:  # noqa: ARG002
             return 0.0
 
     plan = named_plan("master", graph, 5, Speeds((3.0, 2.0)))
