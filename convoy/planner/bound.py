@@ -3,7 +3,8 @@
 It is proved for the cost model, not for the machine: of every plan that `lower` takes, the simulated step is at least so long,
 by the same costs. Two things that no plan can avoid are added up, apart, and the larger is the bound.
 
-**Computing.** Every entry that a layer makes is computed on one device at least, and every trained entry is updated on one. Let
+**Computing.** Every entry that a layer makes is computed on one device at least, every trained entry is updated on one, and the
+loss of every output is computed on one. Let
 device d take at least r(l, d) seconds for the whole of item l, and at least f r(l, d) for a part f of it, whatever its shape
 (`ComputeTimes.least_s`). Device d has T - o(d) seconds for its parts, where o(d) is what every device takes for a step beside
 its layers. So sum over l of f(l, d) r(l, d) <= T - o(d) for each d, and sum over d of f(l, d) >= 1 for each l. Multiply the
@@ -26,7 +27,7 @@ import numpy as np
 from convoy.cost.costs import Costs
 from convoy.model.graph import Graph
 from convoy.planner.bound_shares import shares_s
-from convoy.planner.bound_wire import Kinds, path_of, wire_s
+from convoy.planner.bound_wire import LOSS, Kinds, path_of, wire_s
 from convoy.sharding.comm_dtype import CommDtype, sent_itemsize
 
 ROUNDS = 300
@@ -44,7 +45,7 @@ class LowerBound:
     """What no exact plan can take less than.
 
     Attributes:
-        compute_s: by computing alone: layers_s, updates_s of the optimizer, and apart_s beside them, priced as in the proof.
+        compute_s: by computing alone: layers_s, updates_s of the optimizer, apart_s beside them, and loss_s, as in the proof.
         wire_s: by the card of one device; 0: none says more than computing does.
         device: whose card that is.
     """
@@ -52,12 +53,13 @@ class LowerBound:
     layers_s: float
     updates_s: float = 0.0
     apart_s: float = 0.0
+    loss_s: float = 0.0
     wire_s: float = 0.0
     device: int = -1
 
     @property
     def compute_s(self) -> float:
-        return self.layers_s + self.updates_s + self.apart_s
+        return self.layers_s + self.updates_s + self.apart_s + self.loss_s
 
     @property
     def step_s(self) -> float:
@@ -88,13 +90,14 @@ def lower_bound(graph: Graph, batch: int, costs: Costs, wire: CommDtype = "exact
     return best
 
 
-def _computing_s(kinds: Kinds) -> tuple[float, float, float]:
+def _computing_s(kinds: Kinds) -> tuple[float, float, float, float]:
     """The largest bound of the weights that are tried, those that are even in time, then by multiplicative steps: what layers,
-    updates and all beside them have of it."""
+    updates, what is beside them, and the loss have of it."""
     seconds, apart_s, count = kinds.seconds, kinds.apart_s, kinds.count
+    is_loss = np.array([name == LOSS for name in kinds.names], dtype=bool)
     total = np.maximum(seconds.sum(axis=0), 1e-300)
     weights = 1 / total  # a device that takes twice as long for everything has half the price of a second
-    best = (0.0, 0.0, float(apart_s.max(initial=0.0)))  # a device without a part takes that, too
+    best = (0.0, 0.0, float(apart_s.max(initial=0.0)), 0.0)  # a device without a part takes that, too
     for step in range(ROUNDS):
         weights = weights / (weights * count).sum()
         priced = weights * seconds
@@ -102,7 +105,8 @@ def _computing_s(kinds: Kinds) -> tuple[float, float, float]:
         rows = np.arange(len(seconds))
         items = priced[rows, chosen]
         layers_s, beside_s = float(items[: kinds.layers].sum()), float((weights * count * apart_s).sum())
-        best = max(best, (layers_s, float(items.sum()) - layers_s, beside_s), key=sum)
+        loss_s = float(items[is_loss].sum())
+        best = max(best, (layers_s, float(items.sum()) - layers_s - loss_s, beside_s, loss_s), key=sum)
         # The load of each kind where every item goes to whom it is cheapest for: who has more gets dearer.
         load = np.bincount(chosen, seconds[rows, chosen], len(weights)) / count + apart_s
         weights = weights * np.exp((load / max(load.max(), 1e-300) - 0.5) / (2.0 + step))

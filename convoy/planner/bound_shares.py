@@ -23,7 +23,7 @@ import numpy as np
 from convoy.cost.costs import Costs
 from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import BUCKET_ENTRIES
-from convoy.planner.bound_wire import Kinds, Waits, evenly, layer_s
+from convoy.planner.bound_wire import LOSS, Kinds, Waits, evenly, layer_s
 from convoy.planner.share_places import STEPS, Floats, Places
 
 OF_CARD = (0.005, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7)
@@ -56,7 +56,9 @@ def shares_s(
         total = (total[:, :, None] + between).min(axis=1) + mean(layer)
     # What channels make at the end comes together somewhere.
     total[:, PLACES.channels] += (of_card * found.entries(layers[-1]) * found.card_s)[:, None]
-    apart_s = of_chain * kinds.apart_s.min() + of_device * kinds.apart_s[kinds.of_device[device]]
+    loss_s = dict(zip(kinds.names, kinds.seconds, strict=True)).get(LOSS)
+    waited_s = 0.0 if loss_s is None else evenly(loss_s.tolist(), kinds.count)  # between forward and backward
+    apart_s = of_chain * (kinds.apart_s.min() + waited_s) + of_device * kinds.apart_s[kinds.of_device[device]]
     return float((total.min(axis=1) + apart_s).max())
 
 

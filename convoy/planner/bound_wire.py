@@ -43,12 +43,16 @@ LAYERS = 12
 """Of paths with more weighted layers the wire is not looked at: it takes as long as planning."""
 
 
+LOSS = "(loss)"
+"""The item of `Kinds` that is the loss."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kinds:
     """Devices that are alike are one kind.
 
     Attributes:
-        names: of the items, a layer's arithmetic or its update: the layer's name.
+        names: of the items, a layer's arithmetic or its update: the layer's name; or `LOSS`.
         layers: so many of the items are arithmetic, the first ones.
         seconds: `seconds[item, kind]`, the least that all of an item takes there.
         apart_s: of each kind, beside its layers.
@@ -73,6 +77,10 @@ class Kinds:
         layers = [layer for layer in graph.layers.values() if layer.kind != "input"]
         rows = [[layer_s(costs, d, layer, batch, layer.name in back) for d in first] for layer in layers]
         names = [layer.name for layer in layers]
+        if back:  # the loss of an output is computed where the output is, on one device at least
+            outputs = sum(batch * math.prod(graph[name].shape) for name in graph.outputs if graph[name].batched)
+            rows.append([outputs * costs.itemsize * costs.overhead(d).loss_s_per_byte for d in first])
+            names.append(LOSS)
         trained = {p.key: (layer.name, p.entries) for layer in layers for p in layer.trainable if layer.name in back}
         rows += [[entries * costs.update_s(d) / passes for d in first] for _, entries in trained.values()]
         names += [name for name, _ in trained.values()]

@@ -102,7 +102,7 @@ def show_step_parts(console: Console, row: PlanPrediction, least: LowerBound, co
     rows: Sequence[tuple[str, float, float | None]] = (
         ("layers", parts.layers_s, least.layers_s),
         ("optimizer", parts.optimizer_s, least.updates_s),
-        ("loss", parts.loss_s, 0.0),
+        ("loss", parts.loss_s, least.loss_s),
         ("copies, calls and the batch", parts.handling_s, least.apart_s),
         ("waiting", parts.waits_s, waits),
         ("  messages on the wire", parts.wire_s, None),

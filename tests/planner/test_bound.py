@@ -51,7 +51,7 @@ def network(devices: int, bytes_per_s: float, processor_s_per_byte: float = 0.0)
 
 def of_rates(rates: list[float], bytes_per_s: float, processor_s_per_byte: float = 0.0) -> Costs:
     times = Roofline(tuple(Rate(rate, rate / 4) for rate in rates))
-    overheads = tuple(Overheads(step_s=1e5 / rate, layer_s=1e3 / rate) for rate in rates)
+    overheads = tuple(Overheads(step_s=1e5 / rate, layer_s=1e3 / rate, loss_s_per_byte=100 / rate) for rate in rates)
     updates = tuple(10 / rate for rate in rates)
     return Costs(times, network(len(rates), bytes_per_s, processor_s_per_byte), 4, updates, overheads)
 
@@ -425,6 +425,14 @@ def test_what_every_step_takes_beside_its_layers_is_no_time_for_them() -> None:
     plain = Costs(Roofline((Rate(1e9, 1e15),) * 2), network(2, 1e15))
     apart = replace(plain, overheads=(Overheads(step_s=2.0),) * 2)
     assert lower_bound(graph, 8, apart).step_s == pytest.approx(lower_bound(graph, 8, plain).step_s + 2.0)
+
+
+def test_the_loss_is_shared_out_with_its_outputs() -> None:
+    """16 samples of 1,000 outputs, 1 and 3 s for each byte of them: together 0.75 s."""
+    graph = Stack((1000,)).linear(1000).graph()
+    plain = Costs(Roofline((Rate(1e9, 1e15),) * 2), network(2, 1e15))
+    costs = replace(plain, overheads=(Overheads(loss_s_per_byte=1.0), Overheads(loss_s_per_byte=3.0)))
+    assert lower_bound(graph, 16, costs).step_s == pytest.approx(16 * 1000 * 4 * 0.75, rel=1e-3)
 
 
 def test_the_wire_of_a_device_by_hand() -> None:
