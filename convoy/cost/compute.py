@@ -318,7 +318,7 @@ class Roofline:
     def least_s(self, device: int, layer: Layer, phase: Phase, batch: int, shared: bool = False) -> float:
         """All of it at once: arithmetic is in proportion, and parts move no less than their part of what the whole moves."""
         whole = whole_size(layer, batch if layer.batched else 1)
-        return self.seconds(device, layer, phase, replace(whole, shares_statistics=shared))
+        return self.seconds(device, layer, phase, replace(whole, shares_statistics=True) if shared else whole)
 
 
 class RememberedTimes:

@@ -94,7 +94,7 @@ def _computing_s(kinds: Kinds) -> tuple[float, float, float, float]:
     """The largest bound of the weights that are tried, those that are even in time, then by multiplicative steps: what layers,
     updates, what is beside them, and the loss have of it."""
     seconds, apart_s, count = kinds.seconds, kinds.apart_s, kinds.count
-    is_loss = np.array([name == LOSS for name in kinds.names], dtype=bool)
+    loss = kinds.names.index(LOSS) if LOSS in kinds.names else None
     total = np.maximum(seconds.sum(axis=0), 1e-300)
     weights = 1 / total  # a device that takes twice as long for everything has half the price of a second
     best = (0.0, 0.0, float(apart_s.max(initial=0.0)), 0.0)  # a device without a part takes that, too
@@ -105,7 +105,7 @@ def _computing_s(kinds: Kinds) -> tuple[float, float, float, float]:
         rows = np.arange(len(seconds))
         items = priced[rows, chosen]
         layers_s, beside_s = float(items[: kinds.layers].sum()), float((weights * count * apart_s).sum())
-        loss_s = float(items[is_loss].sum())
+        loss_s = 0.0 if loss is None else float(items[loss])
         best = max(best, (layers_s, float(items.sum()) - layers_s - loss_s, beside_s, loss_s), key=sum)
         # The load of each kind where every item goes to whom it is cheapest for: who has more gets dearer.
         load = np.bincount(chosen, seconds[rows, chosen], len(weights)) / count + apart_s
