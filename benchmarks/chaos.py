@@ -94,6 +94,7 @@ class Case:
     optimizer: str = "sgd"
     epochs: int = 3
     samples: int = 48
+    distinct: int | None = None  # so many samples, again and again; None: all
     batch: int = 8
     every: int = 1
     rebalance: bool = False
@@ -136,8 +137,11 @@ def make_net() -> nn.Module:
 
 def make_data(case: Case) -> TensorDataset:
     generator = torch.Generator().manual_seed(case.seed)
-    x = torch.randn(case.samples, 2, 8, 8, generator=generator, dtype=torch.float64)
-    return TensorDataset(x, torch.randint(4, (case.samples,), generator=generator))
+    distinct = case.distinct or case.samples
+    x = torch.randn(distinct, 2, 8, 8, generator=generator, dtype=torch.float64)
+    y = torch.randint(4, (distinct,), generator=generator)
+    which = torch.arange(case.samples) % distinct
+    return TensorDataset(x[which], y[which])
 
 
 def build(case: Case, model: nn.Module, part: Any) -> tuple[Any, Any, Any]:

@@ -47,15 +47,19 @@ COMING = 2
 PAUSE_S = (0.5, 2.5)
 LINE_S = 15.0
 STUCK_S = 90.0
-COMPARED = 20_000
+COMPARED = 100_000
 """Steps; one device has to make them after the end."""
 
 _ROW = struct.Struct("<qd")
 
 
 def case_of(seed: int, plan: str) -> Case:
-    """Without momentum: rounding must not grow from step to step. Epochs of 200 steps: a history keeps a result of each."""
-    return Case(seed, FIRST, plan, "sgd-plain", epochs=10**6, samples=1600, pace_s=0.01)
+    """Rounding must not grow from step to step: no momentum, and few samples, which the net learns by heart.
+
+    Of 1,600 different ones one device with a weight that is 1e-15 larger had a loss that was 1.3 apart after 16,800 steps. Epochs
+    of 200 steps: a history keeps a result of each.
+    """
+    return Case(seed, FIRST, plan, "sgd-plain", epochs=10**6, samples=1600, distinct=48, pace_s=0.01)
 
 
 class Told(Opens):
