@@ -56,8 +56,8 @@ _ROW = struct.Struct("<qd")
 def case_of(seed: int, plan: str) -> Case:
     """Rounding must not grow from step to step: no momentum, and few samples, which the net learns by heart.
 
-    Of 1,600 different ones one device with a weight that is 1e-15 larger had a loss that was 1.3 apart after 16,800 steps. Epochs
-    of 200 steps: a history keeps a result of each.
+    Of 1,600 different ones one device with a weight that is 1e-15 larger had a loss that was 1.3 apart after 16,800 steps.
+    Epochs of 200 steps: a history keeps a result of each.
     """
     return Case(seed, FIRST, plan, "sgd-plain", epochs=10**6, samples=1600, distinct=48, pace_s=0.01)
 
