@@ -14,6 +14,7 @@ Every message gives the value that was met, the rule it broke and the remedy. No
 value, and `bounded` a whole message.
 """
 
+import difflib
 from collections.abc import Iterable
 from typing import Self
 
@@ -109,5 +110,9 @@ class DeviceLostError(ConvoyError):
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> InputError:
-    """The error for a name that is none of the known ones: it lists them."""
-    return InputError(f"unknown {kind} {shown(name)}: choose one of {', '.join(sorted(choices))}")
+    """The error for a name that is none of the known ones: it lists them, one that is nearly it first."""
+    choices = sorted(choices)
+    known = {choice.partition(":")[0]: choice for choice in choices}
+    near = difflib.get_close_matches(name.partition(":")[0][:80], known, n=1)
+    meant = f"did you mean {known[near[0]]}? Else " if near else ""
+    return InputError(f"unknown {kind} {shown(name)}: {meant}choose one of {', '.join(choices)}")

@@ -127,7 +127,8 @@ def _check_plan(settings: Settings) -> None:
     plan = settings.plan
     if settings.fleet is not None and plan != AUTO:
         raise InputError(
-            f"--fleet {settings.fleet} with --plan {plan}: only --plan auto reads a fleet file; leave it out"
+            f"--fleet {settings.fleet} with --plan {plan}: of hosts without addresses only --plan auto reads the file; add "
+            "--plan auto, or give every host its address, to train there over ssh, or leave --fleet out"
         )
     if settings.speeds is not None and plan == AUTO:
         raise InputError(

@@ -195,7 +195,7 @@ def choose(file: str | Path | None, trust: bool, environment: MutableMapping[str
     """Note what the command line says, for this process and those that it starts.
 
     Raises:
-        InputError: a key, and a network that is trusted.
+        InputError: a key, and a network that is trusted; or as :func:`read_key_file`, also where one device needs no key.
     """
     if file and trust:
         raise InputError(
@@ -203,6 +203,7 @@ def choose(file: str | Path | None, trust: bool, environment: MutableMapping[str
             f"--job-key ({KEY_FILE}) or --trust-network ({TRUST}) out"
         )
     if file:
+        read_key_file(Path(file))
         environment[KEY_FILE] = str(Path(file).absolute())
     if trust:
         environment[TRUST] = "1"

@@ -85,7 +85,7 @@ def device_names(text: str) -> tuple[str, ...]:
                 f"--devices {shortened(text)}: give a number from 1 to {MAX_DEVICES}, or their names: cuda:0,cpu"
             )
         return ("cpu",) * count if count > 1 else (AUTO_DEVICE,)
-    if not all(named):
+    if not all(named) or any(name[0] in "-+." for name in named):
         raise InputError(f"--devices {shown(text)}: give a number, or names with commas between them: cuda:0,cpu")
     return named
 

@@ -110,6 +110,17 @@ def test_a_launcher_makes_a_key_for_each_job(tmp_path: Path) -> None:
         key_to_start(named | {job_key.TRUST: "1"})
 
 
+def test_a_key_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """`convoy train --job-key none.key` on one device, which needs no key, trained and said nothing."""
+    chosen: dict[str, str] = {}
+    with pytest.raises(InputError, match=r"none\.key cannot be read: No such file"):
+        job_key.choose(tmp_path / "none.key", False, chosen)
+    assert chosen == {}
+    write_key_file(tmp_path / "job.key")
+    job_key.choose(tmp_path / "job.key", False, chosen)
+    assert chosen == {job_key.KEY_FILE: str(tmp_path / "job.key")}
+
+
 def meet_with_different_keys(device: int, folder: str) -> list[str]:
     file = Path(folder) / f"{device}.key"
     os.environ[job_key.KEY_FILE] = str(file)
