@@ -110,9 +110,9 @@ class DeviceLostError(ConvoyError):
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> InputError:
-    """The error for a name that is none of the known ones: it lists them, one that is nearly it first."""
+    """The error for a name that is none of the known ones: it lists them, and says which one is nearly it."""
     choices = sorted(choices)
     known = {choice.partition(":")[0]: choice for choice in choices}
     near = difflib.get_close_matches(name.partition(":")[0][:80], known, n=1)
-    meant = f"did you mean {known[near[0]]}? Else " if near else ""
-    return InputError(f"unknown {kind} {shown(name)}: {meant}choose one of {', '.join(choices)}")
+    meant = f"; did you mean {known[near[0]]}?" if near else ""
+    return InputError(f"unknown {kind} {shown(name)}: choose one of {', '.join(choices)}{meant}")
