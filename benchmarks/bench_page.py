@@ -77,7 +77,8 @@ _HOW = (
     f"rest. `{ALONE}` is the same all at once: they load this one machine as the fleet does. `ddp-even` and `ddp-tuned` are "
     "PyTorch's DistributedDataParallel on gloo with the same batches and the same gradient; `ddp-tuned` has shares corrected "
     "by what each rank's computing takes and then searched, both have the bucket size, `static_graph` and "
-    "`ZeroRedundancyOptimizer` searched; the searches are not counted. `fsdp` is FSDP2 with even shards of weights, each layer "
+    "`ZeroRedundancyOptimizer` searched; the searches are not counted. Nothing is encrypted, which DDP cannot do; what that "
+    "costs Convoy stands in [decision 52](decisions/052-small-messages.md). `fsdp` is FSDP2 with even shards of weights, each layer "
     "gathered by itself, and the batch by the speeds of devices alone. Of a U-Net, which has a label for every pixel, "
     "outputs stay with their samples by every plan. `auto` is what `convoy train --plan auto` comes to: the "
     "planner's choice, or another of its plans that was faster in the trial, then rebalanced for 9 to 18 steps; none of them "
@@ -150,8 +151,8 @@ def _trials_section(rows: Sequence[Row]) -> list[str]:
     for row in tried:
         cells = [f"{seconds(predicted_s)}, {seconds(step_s)}" for predicted_s, step_s in row.tried]
         ahead = min(step_s for _, step_s in row.tried) / row.tried[0][1] - 1
-        body.append([row.fleet, row.net, str(row.batch), *cells, *[""] * (TRIED - len(cells)), f"{ahead:+.1%}"])
-    head = ["fleet", "net", "batch", "the planner's choice", *(f"plan {i}" for i in range(2, TRIED + 1))]
+        body.append([row.fleet, row.net, str(row.batch), *cells, *[""] * (TRIED + 1 - len(cells)), f"{ahead:+.1%}"])
+    head = ["fleet", "net", "batch", "the planner's choice", *(f"plan {i}" for i in range(2, TRIED + 2))]
     return [
         "## The trial of plans",
         "Where plans are predicted to take nearly as long, `auto` trains some steps by each and goes on with the fastest "

@@ -1,5 +1,6 @@
 """Runs the cases that are asked for, fleet by fleet, each under a rehearsal of its own; the workers write the results."""
 
+import os
 import signal
 import sys
 import tempfile
@@ -12,6 +13,7 @@ from benchmarks.estimate import estimate_s
 from benchmarks.hardware import Ground, ground
 from benchmarks.results import FleetResult, newest, read_result
 from benchmarks.worker import JOB, WorkerJob
+from convoy.comm.job_key import TRUST
 from convoy.data import load
 from convoy.emulate import rehearse
 from convoy.errors import InputError
@@ -28,6 +30,7 @@ class Drive:
         module: of the driver, as it stands after `python -m`.
         limit_s: seconds for one fleet, after which it is ended; what it finished stays.
         again: measure anew what was measured before.
+        encrypted: what Convoy sends; else it goes in the open, as DDP's.
     """
 
     module: str
@@ -44,6 +47,7 @@ class Drive:
     limit_s: float
     measurements: Path | None = None
     again: bool = False
+    encrypted: bool = False
 
     def check(self) -> None:
         """Refuse what can be refused before anything starts.
@@ -81,6 +85,7 @@ class Drive:
             "tuning": self.tuning_s,
             "case-limit": self.case_s,
         }
+        words += ["--encrypted"] if self.encrypted else []
         return " ".join([*words, *(f"--{name} {value:g}" for name, value in numbers.items())])
 
 
@@ -100,6 +105,8 @@ def run(drive: Drive) -> int:
     for job in jobs:
         _refuse_to_lose(job)
     jobs = _announced(jobs)
+    if not drive.encrypted:
+        os.environ[TRUST] = "1"  # here: the rehearsal would hand a key to every device
     first_failure = 0
     for job in jobs:
         print(f"fleet {job.fleet}", flush=True)
@@ -122,7 +129,7 @@ def _job(drive: Drive, fleet: str, series: Sequence[Series], here: Ground) -> Wo
         data_dir=None if drive.data_dir is None else drive.data_dir.resolve(),
         rounds=drive.rounds, round_s=drive.round_s, alone_s=drive.alone_s, budget_s=drive.budget_s,
         links_budget_s=drive.links_budget_s, tuning_s=drive.tuning_s, case_s=drive.case_s, ground=here,
-        command=drive.command(), again=drive.again,
+        command=drive.command(), again=drive.again, encrypted=drive.encrypted,
     )  # fmt: skip
 
 

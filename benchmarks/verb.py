@@ -71,6 +71,9 @@ def verb(
         measurements: Annotated[
             Path | None, typer.Option(help="Folder to keep what was measured of every net.")
         ] = None,
+        encrypted: Annotated[
+            bool, typer.Option("--encrypted", help="Convoy's bytes encrypted; by itself they go in the open, as DDP's do.")
+        ] = False,
         again: Annotated[
             bool, typer.Option(help="Measure anew what was measured; default: skip what this code has measured.")
         ] = False,
@@ -81,7 +84,7 @@ def verb(
         choice = Choice(chosen, tuple(fleet or ()), tuple(net or ()), tuple(batch or ()), tuple(plan or ()))
         drive = Drive(
             f"benchmarks.{name}", choice, output, data_dir, rounds, round_s, budget, links_budget, alone, tuning,
-            case_limit, limit, measurements, again,
+            case_limit, limit, measurements, again, encrypted,
         )  # fmt: skip
         status = 0
         try:

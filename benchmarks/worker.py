@@ -80,6 +80,7 @@ class WorkerJob:
         tuning_s: about the seconds of the search for DDP's shares and options.
         case_s: no further round of a case begins after so many seconds, once there were two.
         ground, command: for the result files.
+        encrypted: whether Convoy's bytes are; for the result files.
         again: whether cases are measured anew whose files are complete. Each file stays until its case begins.
     """
 
@@ -99,10 +100,11 @@ class WorkerJob:
     ground: Ground
     command: str
     again: bool = False
+    encrypted: bool = False
 
     def empty_result(self, devices: Sequence[tuple[str, float | None]], net: str) -> FleetResult:
         """A result without measurements, for this net."""
-        names = ("rounds", "round_s", "alone_s", "budget_s", "links_budget_s", "tuning_s", "case_s")
+        names = ("rounds", "round_s", "alone_s", "budget_s", "links_budget_s", "tuning_s", "case_s", "encrypted")
         return FleetResult(
             set=self.set, fleet=self.fleet, devices=tuple(devices), ground=self.ground, command=self.command,
             data=task_of(net).data(self.data_dir),

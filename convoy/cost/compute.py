@@ -5,7 +5,7 @@ filter splits by about 46 % (ParaDL). So time is measured against samples *and* 
 """
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -57,13 +57,22 @@ class Grid:
         rows = [_line(self.others, row, j, v, other) for row in self.seconds]
         return max(0.0, _line(self.samples, rows, i, u, samples))
 
-    def least(self) -> float:
-        """Seconds of a sample and one of the other size, where that is least: within the grid nothing is faster."""
-        return min(
-            s / (n * m)
-            for n, row in zip(self.samples, self.seconds, strict=True)
-            for m, s in zip(self.others, row, strict=True)
-        )
+    def least(self, samples: float | None = None, other: float | None = None) -> float:
+        """Seconds of a sample and one of the other size, where that is least: within the grid nothing is faster.
+
+        Args:
+            samples, other: only up to twice and down to half of this size; None: anywhere.
+        """
+        rows, columns = _near(self.samples, samples), _near(self.others, other)
+        return min(self.seconds[i][j] / (self.samples[i] * self.others[j]) for i in rows for j in columns)
+
+
+def _near(axis: Sequence[int], x: float | None) -> range:
+    """Indices of the edges of all cells that hold something between half of x and twice x."""
+    if x is None:
+        return range(len(axis))
+    last = len(axis) - 1
+    return range(max(0, min(bisect_right(axis, x / 2) - 1, last - 1)), min(last, max(bisect_left(axis, 2 * x), 1)) + 1)
 
 
 def _cell(axis: Sequence[int], x: float) -> tuple[int, float]:
@@ -141,24 +150,31 @@ class LayerTimes:
 
         Let no point of a grid take less than q times its samples times its filters. Between points seconds are means of theirs,
         with the weights with which sizes are means of their sizes, so no part takes less than q times its size either. Beyond a
-        grid its edge counts, times the least that a roofline says of such sizes; corrections count where they make faster.
+        grid its edge counts, times the least that a roofline says of such sizes. A correction that makes faster counts where it
+        reaches, up to twice and half of its size: for the least q of the cells there. Beyond a grid all of them count.
         """
         whole = whole_size(layer, batch if layer.batched else 1)
         forward = phase == "forward"
         flops, moved = flop(layer, replace(whole, samples=1)), bytes_moved(layer, replace(whole, samples=1), 4)
         weights = 4.0 * layer.entries
         rows = []
-        for grid, total in (
-            (self.forward if forward else self.backward, whole.outputs),
-            (self.forward_inputs if forward else self.backward_inputs, whole.inputs),
-            (self.forward_shared if forward else self.backward_shared, whole.outputs),
+        for grid, axis in (
+            (self.forward if forward else self.backward, "outputs"),
+            (self.forward_inputs if forward else self.backward_inputs, "inputs"),
+            (self.forward_shared if forward else self.backward_shared, "outputs"),
         ):
             if grid is None:
                 continue
-            beyond = _beyond(grid, whole.samples, total, flops, moved - weights, weights)
-            rows.append(grid.least() * whole.samples * total * beyond)
-        fastest = min((self._over_grid(layer, phase, each) for each in self.corrections), default=1.0)
-        return min(rows) * min(1.0, fastest)
+            total = getattr(whole, axis)
+            least = grid.least() * _beyond(grid, whole.samples, total, flops, moved - weights, weights)
+            faster = [(r, each) for each in self.corrections if (r := self._over_grid(layer, phase, each)) < 1]
+            if grid.samples[-1] < whole.samples or grid.others[-1] < total:
+                least *= min((ratio for ratio, _ in faster), default=1.0)
+            else:
+                near = (r * grid.least(each.size.samples, getattr(each.size, axis)) for r, each in faster)
+                least = min(least, *near, math.inf)
+            rows.append(least * whole.samples * total)
+        return min(rows)
 
     def _by_grid(self, layer: Layer, phase: Phase, size: LocalSize) -> tuple[LocalSize, float]:
         """The nearest size that the grids reach, and the seconds: beyond them in proportion to a roofline.

@@ -282,6 +282,10 @@ REACH, TRIED, FEWER = 0.25, 3, 0.75
 """Worth autotuning: predicted to take at most so much longer than the best; so many plans, with the best; each with at most
 this part of the messages of the one before it."""
 
+REACH_ALONE = 0.6
+"""One device alone may be predicted to take so much longer: where layers are short both predictions err, in opposite
+directions, and no fleet shall be slower than its fastest device."""
+
 
 def worth_trying(found: Sequence[Candidate], graph: Graph) -> list[Candidate]:
     """The best of some candidates, and those that may turn out better where messages cost more than is predicted.
@@ -298,7 +302,10 @@ def worth_trying(found: Sequence[Candidate], graph: Graph) -> list[Candidate]:
         count = _messages(each.plan, graph)
         if not tried or count <= FEWER * tried[-1][1]:
             tried.append((each, count))
-    return [each for each, _ in tried]
+    near = (each for each in found if each.step_s <= found[0].step_s * (1 + REACH_ALONE))
+    alone = next((each for each in near if len(working(each.plan, graph)) == 1), None)
+    plans = [each for each, _ in tried]
+    return plans if alone is None or alone in plans else [*plans, alone]
 
 
 def _messages(plan: Plan, graph: Graph) -> int:

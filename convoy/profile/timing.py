@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from convoy.comm.accelerator import finish
@@ -31,6 +32,10 @@ LONG = 15.0
 """A call that is so many stretches long holds enough periods of a quota, hardly feels its allocations, and runs twice."""
 
 HELD_BYTES = 64 << 20
+
+FRESH_BYTES, MOST_FRESH = 4 << 20, 3
+"""A round in which the process grew by so much memory does not count, but for more than so many: the kernel fills pages with
+zeros that no step fills again. Of layers with large outputs such a round took up to ten times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +143,10 @@ def sampled(
     sample = before or Sample(Repetition(MOST_CALLS, []), Repetition(held, []))
     forward, backward = sample.forward, sample.backward
     had, had_s = len(forward.each_s), forward.total_s + backward.total_s
+    resident_bytes, fresh = _resident_bytes(), 0
     once = run_round(piece, clock, now, 1, 1)
-    if sum(once) >= LONG * stretch_s:
+    grew = _resident_bytes() - resident_bytes >= FRESH_BYTES
+    if sum(once) >= LONG * stretch_s and not grew:
         forward.note(once[0], 1)
         backward.note(once[1], 1)
     else:
@@ -147,10 +154,18 @@ def sampled(
         once = run_round(piece, clock, now, 1, 1)
     while not _enough(forward, backward, stretch_s, had, had_s, rounds):
         calls = forward.calls(stretch_s, once[0]), backward.calls(stretch_s, once[1])
+        resident_bytes = _resident_bytes()
         forward_s, backward_s = run_round(piece, clock, now, *calls)
+        if fresh < MOST_FRESH and _resident_bytes() - resident_bytes >= FRESH_BYTES:
+            fresh += 1
+            continue
         forward.note(forward_s, calls[0])
         backward.note(backward_s, calls[1])
     return sample
+
+
+def _resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
 
 
 def _enough(forward: Repetition, backward: Repetition, stretch_s: float, had: int, had_s: float, wanted: int) -> bool:
@@ -215,8 +230,8 @@ def estimate(values: Sequence[float], now: Now) -> float:
 
 
 def quartile(values: Sequence[float]) -> float:
-    """The lower one, between the values next to it."""
-    return _at(sorted(values), QUARTILE * (len(values) - 1))
+    """The lower one: of fewer than five values the least."""
+    return sorted(values)[int(QUARTILE * (len(values) - 1))]
 
 
 def quartile_error(values: Sequence[float]) -> float:

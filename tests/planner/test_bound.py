@@ -491,6 +491,25 @@ def test_every_plan_of_the_table_says_how_far_above_the_bound_it_is() -> None:
         assert ("-" if row is rows[-1] else f"{row.step_s / context.least().step_s - 1:.1%}") in found
 
 
+def test_a_size_that_was_timed_beside_a_grid_makes_only_sizes_near_it_faster() -> None:
+    """Samples are 2, 1.5, 3 and 4 s each, at 1, 2, 8 and 16. What was timed at 12 takes a third less than the line says: that
+    counts for 6 to 24 samples, the cells from 2 on; where 16 alone take 2.9 s each, for the whole grid it did, on one even4 of
+    measured tables, and the bound was a fifth of what any plan took."""
+    graph = Stack((6, 1, 1)).conv(1, 1).graph()
+    layer = graph.weighted[0]
+    grid = Grid((1, 2, 8, 16), (1,), ((2.0,), (3.0,), (24.0,), (64.0,)))
+    assert grid.least() == 1.5
+    assert grid.least(12, 1) == 1.5, "6 samples lie in the cell that begins with 2"
+    assert grid.least(16, 1) == 3.0
+    assert grid.least(1, 1) == 1.5
+    assert grid.least(0.5, 1) == 1.5, "up to one sample, which is where the first cell begins"
+    timed = Correction(LocalSize(16, 1, 6), 0.25 * 64.0, 0.0)
+    times = LayerTimes(grid, grid, corrections=(timed,))
+    assert times.least_s(layer, "forward", 16) == pytest.approx(16 * 0.25 * 3.0)
+    for samples in range(1, 17):
+        assert times.seconds(layer, "forward", LocalSize(samples, 1, 6)) >= 0.75 * samples
+
+
 @pytest.mark.parametrize("case", range(20))
 def test_no_size_takes_less_than_its_part_of_the_least(case: int) -> None:
     """Every size of a small table, inside and beyond its grids."""
