@@ -72,7 +72,8 @@ def verb(
             Path | None, typer.Option(help="Folder to keep what was measured of every net.")
         ] = None,
         encrypted: Annotated[
-            bool, typer.Option("--encrypted", help="Convoy's bytes encrypted; by itself they go in the open, as DDP's do.")
+            bool,
+            typer.Option("--encrypted", help="Convoy's bytes encrypted; by itself they go in the open, as DDP's do."),
         ] = False,
         again: Annotated[
             bool, typer.Option(help="Measure anew what was measured; default: skip what this code has measured.")

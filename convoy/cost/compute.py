@@ -155,8 +155,6 @@ class LayerTimes:
         """
         whole = whole_size(layer, batch if layer.batched else 1)
         forward = phase == "forward"
-        flops, moved = flop(layer, replace(whole, samples=1)), bytes_moved(layer, replace(whole, samples=1), 4)
-        weights = 4.0 * layer.entries
         rows = []
         for grid, axis in (
             (self.forward if forward else self.backward, "outputs"),
@@ -165,8 +163,8 @@ class LayerTimes:
         ):
             if grid is None:
                 continue
-            total = getattr(whole, axis)
-            least = grid.least() * _beyond(grid, whole.samples, total, flops, moved - weights, weights)
+            total: int = getattr(whole, axis)
+            least = grid.least() * _beyond(grid, layer, whole, axis)
             faster = [(r, each) for each in self.corrections if (r := self._over_grid(layer, phase, each)) < 1]
             if grid.samples[-1] < whole.samples or grid.others[-1] < total:
                 least *= min((ratio for ratio, _ in faster), default=1.0)
@@ -221,20 +219,38 @@ class LayerTimes:
         return timed_s / by_grid_s if timed_s and by_grid_s else 1.0
 
 
-def _beyond(grid: Grid, samples: int, others: int, flops: float, moved: float, weights: float) -> float:
-    """The least that a size beyond a grid takes, by a roofline, of its part of what the grid's edge takes.
+def _beyond(grid: Grid, layer: Layer, whole: LocalSize, axis: str) -> float:
+    """The least that a size beyond a grid takes for each sample and part of the other axis, of what the grid's edge takes.
 
-    A sample of everything has so many FLOP and moved bytes beside its weights. With s samples and a part p of the other axis,
-    a sample takes, in proportion, max(flops / 10, something between moved and moved / p, + weights / s): least for the whole.
+    By a roofline a sample of a part p of an axis takes max(a p, (m + w / s) p + r), where s samples are computed: `a` is
+    arithmetic, `m` and `r` are moved bytes, those that follow the part and those that do not, and `w` is the weights'. More
+    samples than S and the edge have one p: the quotient falls with s, and with p until arithmetic takes over. A larger part
+    than P and the edge have one s: it is least where w / s is what arithmetic leaves. And both may be beyond.
     """
-    samples_short, others_short = grid.samples[-1] < samples, grid.others[-1] < others
-    if not samples_short and not others_short:
-        return 1.0
-    arithmetic = flops / PROCESSOR.flop_per_s
-    edge_part = grid.others[-1] / others if others_short else 1 / others
-    edge_samples = grid.samples[-1] if samples_short else 1
-    smallest = max(arithmetic, moved + weights / samples)
-    return smallest / max(arithmetic, moved / edge_part + weights / edge_samples)
+    samples, part = min(grid.samples[-1], whole.samples), min(1.0, grid.others[-1] / getattr(whole, axis))
+    a = flop(layer, replace(whole, samples=1)) / PROCESSOR.flop_per_s
+    w, one = 4.0 * layer.entries, replace(whole, samples=1)
+    moved = bytes_moved(layer, one, 4) - w
+    written = math.prod(layer.shape) * 4.0
+    if layer.weighted and layer.groups == 1:
+        m = written if axis == "outputs" else moved - written
+    else:
+        m = moved if axis == "outputs" else 0.0  # channels that are not written are not read
+    r = moved - m
+
+    def seconds(p: float, weights: float) -> float:
+        return max(a * p, (m + weights) * p + r)
+
+    rows = [1.0]
+    if samples < whole.samples:
+        left = a - m - w / whole.samples
+        p = min(part, r / left) if left > 0 and r > 0 else part
+        rows.append(seconds(p, w / whole.samples) / seconds(p, w / samples))
+    if part < 1:
+        e = min(max(a - m - r, w / samples), w)
+        rows.append(part * seconds(1, e) / seconds(part, e))
+        rows.append(part * seconds(1, w / whole.samples) / seconds(part, w / samples))
+    return min(rows)
 
 
 def doublings(a: LocalSize, b: LocalSize) -> float:
