@@ -550,7 +550,9 @@ def drawn_times(rng: random.Random, layer: Layer, batch: int) -> LayerTimes:
         return tuple(sorted({1, max(1, total // rng.choice([1, 1, 2, 3]))}))
 
     def grid(samples: tuple[int, ...], others: tuple[int, ...]) -> Grid:
-        return Grid(samples, others, tuple(tuple(n * m * rng.uniform(1 / noise, noise) for m in others) for n in samples))
+        return Grid(
+            samples, others, tuple(tuple(n * m * rng.uniform(1 / noise, noise) for m in others) for n in samples)
+        )
 
     samples = axis(batch)
     rows = grid(samples, axis(whole.outputs))
