@@ -36,7 +36,7 @@ from convoy.profile.overheads import loss_shapes, measure_jitter, measure_overhe
 from convoy.profile.partial import Partial, Rows
 from convoy.profile.progress import Progress
 from convoy.profile.sizes import sizes_to_profile
-from convoy.profile.timing import STRETCH_S, TURN_ROUNDS, Now, quota_now, time_update
+from convoy.profile.timing import STRETCH_S, TURN_ROUNDS, Now, ProcessorClock, quota_now, time_update
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
 
@@ -158,8 +158,36 @@ def measure_job(
     last("the sizes that plans have")
     left_s = budget_s + links_budget_s - (wall() - start_s)
     measured = _with_plan_sizes(group, bench, measured, left_s, wall)
+    own = crowding(now, bench.wall_s, bench.processor_s, max(before[group.device], beside[group.device]))
+    measured = with_crowding(measured, gather(group, "crowding", own))
     kept.remove()
     return measured
+
+
+def crowding(now: Now, wall_s: float, processor_s: float, others: float) -> float:
+    """How many times as long layers take on a device because all devices of its machine compute at the same time; 1 at least.
+
+    Its layers are timed in processor time, over the share of a processor that it may have. Where all compute it may get less:
+    of four rehearsed hosts on two cores the one with 0.8 of a core had 0.75.
+
+    Args:
+        now: the clock of the layers; on the wall, the waiting is in their times already.
+        wall_s, processor_s: of all rounds together.
+        others: how many times as long other programs made the work meanwhile: that is not the device's own speed.
+    """
+    if not isinstance(now, ProcessorClock) or processor_s <= 0:
+        return 1.0
+    return max(1.0, now.share * wall_s / processor_s / others)
+
+
+def with_crowding(measured: Measurement, factors: Sequence[float]) -> Measurement:
+    """The measurement with the layers of each device so many times as long."""
+    by_name = {device.name: factor for device, factor in zip(measured.fleet.devices, factors, strict=True)}
+    layer = (
+        replace(p, forward_s=p.forward_s * by_name[p.device], backward_s=p.backward_s * by_name[p.device])
+        for p in measured.layer
+    )
+    return replace(measured, layer=tuple(layer))
 
 
 def _model_bytes(model: nn.Module) -> int:

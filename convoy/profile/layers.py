@@ -4,6 +4,7 @@ A piece of a layer (fewer filters, fewer input channels or narrower inputs) runs
 """
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -52,6 +53,9 @@ class Bench:
         clock: its slow-down counts.
         stretch_s: see `time_piece`.
         precision: what the layers compute in; see `convoy.runtime.precision`.
+
+    Attributes:
+        wall_s, processor_s: seconds on the wall in which layers were timed, and of them this process's processor.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Bench:
         self.wants, self.trained = _wants(traced.graph, batch)
         self.rounds = ROUNDS
         self.samples: dict[tuple[str, LocalSize], Sample] = {}
+        self.wall_s = self.processor_s = 0.0
         self.grids: dict[str, list[LocalSize]] = {}
 
     @property
@@ -146,7 +151,10 @@ class Bench:
             if size.shares_statistics:
                 part = replace(part, run=SharedStatistics(self.model, self.traced, layer))
             before = self.samples.get((layer.name, size))
+            wall_s, processor_s = time.perf_counter(), time.process_time()
             sample = sampled(part, self.clock, self.now, self.stretch_s, before, self.rounds)
+            self.wall_s += time.perf_counter() - wall_s
+            self.processor_s += time.process_time() - processor_s
             self.samples[layer.name, size] = sample
             return sample.times(self.now)
 

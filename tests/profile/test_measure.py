@@ -26,12 +26,12 @@ from convoy.plan.lower import lower
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.profile.describe import Own, fit, fleet_of, host_indices
 from convoy.profile.energy import ABSENT, Counter, EnergyMeter
-from convoy.profile.job import _measure_costs, measure_job
+from convoy.profile.job import _measure_costs, crowding, measure_job, with_crowding
 from convoy.profile.layers import Bench
 from convoy.profile.overheads import LOSS_ENTRIES, loss_shapes
 from convoy.profile.partial import Partial
 from convoy.profile.speeds import measure_speeds
-from convoy.profile.timing import device_now
+from convoy.profile.timing import ProcessorClock, device_now
 from convoy.report.measured import energy_lines, show
 from convoy.runtime.clock import Clock
 from convoy.simulator.simulate import simulate
@@ -107,6 +107,25 @@ def test_a_replay_of_every_plan_runs_on_what_was_measured() -> None:
     shown = console.export_text()
     assert "conv2" in shown
     assert measured.fleet.devices[0].name in shown
+
+
+def test_a_device_that_gets_less_of_a_processor_while_all_compute_is_slower() -> None:
+    """Four rehearsed hosts on two cores: the one with 0.8 of a core had 0.75 while all computed, and the step's slowest device was
+    predicted 7 % too fast. What other programs take is not counted: one fleet was predicted at 1.6, 1.9 and 0.7 s for it."""
+    clock = ProcessorClock(0.8)
+    assert crowding(clock, 10.0, 7.5, 1.0) == pytest.approx(0.8 / 0.75)
+    assert crowding(clock, 10.0, 8.0, 1.0) == 1.0
+    assert crowding(clock, 10.0, 9.0, 1.0) == 1.0, "short rounds begin with a whole quota"
+    assert crowding(clock, 10.0, 4.0, 2.0) == 1.0, "others had half of the machine"
+    assert crowding(clock, 0.0, 0.0, 1.0) == 1.0, "all tables were kept from a run before"
+    assert crowding(device_now(CPU), 10.0, 4.0, 1.0) == 1.0, "seconds on the wall have the waiting in them"
+
+
+def test_crowding_is_in_every_time_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("convoy.profile.job.crowding", lambda *_: 1e6)
+    measured = measure_alone(None)
+    assert all(point.forward_s > 0.1 for point in measured.layer)
+    assert with_crowding(measured, [1e-6]).layer[0].forward_s < 0.1
 
 
 def test_watts_while_layers_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
