@@ -110,8 +110,8 @@ def test_a_replay_of_every_plan_runs_on_what_was_measured() -> None:
 
 
 def test_a_device_that_gets_less_of_a_processor_while_all_compute_is_slower() -> None:
-    """Four rehearsed hosts on two cores: the one with 0.8 of a core had 0.75 while all computed, and the step's slowest device was
-    predicted 7 % too fast. What other programs take is not counted: one fleet was predicted at 1.6, 1.9 and 0.7 s for it."""
+    """Four rehearsed hosts on two cores: the one with 0.8 of a core had 0.75 while all computed, and its layers were predicted
+    7 % too fast. What other programs take is not counted: one fleet was predicted at 1.6, 1.9 and 0.7 s for it."""
     clock = ProcessorClock(0.8)
     assert crowding(clock, 10.0, 7.5, 1.0) == pytest.approx(0.8 / 0.75)
     assert crowding(clock, 10.0, 8.0, 1.0) == 1.0
