@@ -148,7 +148,9 @@ def _some(p: Tensor) -> list[float]:
     if not p.numel():
         return [0.0]
     entries = p.reshape(-1)
-    places = torch.linspace(0, p.numel() - 1, min(_ENTRIES, p.numel())).long().to(p.device)
+    # In whole numbers: a float32 knows no place beyond 2^24 exactly.
+    count = min(_ENTRIES, p.numel())
+    places = torch.arange(count, device=p.device) * (p.numel() - 1) // max(1, count - 1)
     return [_root_mean_square(entries), *in_float64(entries[places]).nan_to_num(0.0, 0.0, 0.0).tolist()]
 
 

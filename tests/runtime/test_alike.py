@@ -35,3 +35,11 @@ def test_what_is_no_number_has_no_size_and_is_compared_as_zero(odd: float) -> No
 def test_nothing_has_no_size() -> None:
     assert _some(torch.empty(0, 3)) == [0.0]
     assert _some(torch.zeros(3)) == [0.0, 0.0, 0.0, 0.0]
+
+
+def test_the_places_of_a_large_parameter_lie_in_it() -> None:
+    """A copied convolution of 18,750,000 weights ended its training at the first batch, on all devices: index 18750000 is out of
+    bounds. float32 rounds places beyond 2^24. The classifier of VGG-16 has 103 million."""
+    weights = torch.zeros(1).expand(18_750_000)
+    assert _some(weights)[1:] == [0.0] * 4
+    assert _some(torch.arange(103.0))[-1] == 102.0, "the last one is among them"
