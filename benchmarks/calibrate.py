@@ -36,8 +36,8 @@ from convoy.planner.speeds import solo_speeds
 
 FOLDER = Path(__file__).parent
 FASTER_FROM = "2026-11-24"
-"""From this day on our machine was faster than before, up to three times, for reasons that no program on it can see. What is said
-of devices that are only described is from the days before; of measured ones, from the latest."""
+"""From this day on our machine was faster than before, up to three times, for reasons that no program on it can see. What is
+said of devices that are only described is from the days before; of measured ones, from the latest."""
 
 OUR_CLASS = "zen5-core"
 """What the processors of our fleets are."""

@@ -215,8 +215,10 @@ def _delegate_cpu(root: Path, parent: Path) -> None:
 
 
 def _limit(controller: CpuController, group: Path, limit: Quota) -> None:
-    """The quota, and as much of a crowded processor as it says: with equal weights a host of 0.8 core beside three of 0.5, 0.3 and
-    0.2 had 0.75 of two cores, with these 0.78."""
+    """The quota, and a weight in proportion to it where processors are crowded.
+
+    With equal weights a host of 0.8 core, beside three of 0.5, 0.3 and 0.2 on two cores, had 0.75; with these it has 0.78.
+    """
     cores = limit.quota_us / limit.period_us
     if controller.version == 2:
         _write(group / "cpu.max", f"{limit.quota_us} {limit.period_us}")

@@ -38,8 +38,8 @@ def test_nothing_has_no_size() -> None:
 
 
 def test_the_places_of_a_large_parameter_lie_in_it() -> None:
-    """A copied convolution of 18,750,000 weights ended its training at the first batch, on all devices: index 18750000 is out of
-    bounds. float32 rounds places beyond 2^24. The classifier of VGG-16 has 103 million."""
+    """A copied convolution of 18,750,000 weights ended its training at the first batch, on all devices: index 18750000 is out
+    of bounds. float32 rounds places beyond 2^24. The classifier of VGG-16 has 103 million."""
     weights = torch.zeros(1).expand(18_750_000)
     assert _some(weights)[1:] == [0.0] * 4
     assert _some(torch.arange(103.0))[-1] == 102.0, "the last one is among them"
