@@ -215,18 +215,11 @@ def _delegate_cpu(root: Path, parent: Path) -> None:
 
 
 def _limit(controller: CpuController, group: Path, limit: Quota) -> None:
-    """The quota, and a weight in proportion to it where processors are crowded.
-
-    With equal weights a host of 0.8 core, beside three of 0.5, 0.3 and 0.2 on two cores, had 0.75; with these it has 0.78.
-    """
-    cores = limit.quota_us / limit.period_us
     if controller.version == 2:
         _write(group / "cpu.max", f"{limit.quota_us} {limit.period_us}")
-        _write(group / "cpu.weight", str(max(1, min(10_000, round(100 * cores)))))
     else:
         _write(group / "cpu.cfs_period_us", str(limit.period_us))
         _write(group / "cpu.cfs_quota_us", str(limit.quota_us))
-        _write(group / "cpu.shares", str(max(2, round(1024 * cores))))
 
 
 def _write(file: Path, text: str) -> None:

@@ -656,8 +656,7 @@ def test_version_2_quotas_are_written_as_the_kernel_reads_them(tmp_path: Path) -
         folder.mkdir(exist_ok=True)
         (folder / "cgroup.subtree_control").touch()
     (tmp_path / "cgroup.controllers").write_text("cpuset cpu io\n")
-    for name in ("cpu.max", "cpu.weight"):
-        (tmp_path / "run" / "0" / name).touch()
+    (tmp_path / "run" / "0" / "cpu.max").touch()
     mounts = f"cgroup2 {tmp_path} cgroup2 rw 0 0\n"
     controller = cgroups.mounted_controller(mounts)
     assert controller == cgroups.CpuController(2, tmp_path)
@@ -666,7 +665,6 @@ def test_version_2_quotas_are_written_as_the_kernel_reads_them(tmp_path: Path) -
     assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
     assert (tmp_path / "run" / "cgroup.subtree_control").read_text() == "+cpu"
     assert (tmp_path / "run" / "0" / "cpu.max").read_text() == "4500 10000"
-    assert (tmp_path / "run" / "0" / "cpu.weight").read_text() == "45"
     with pytest.raises(InputError, match=r"cpu\.max \(No such file"):
         cgroups._limit(controller, tmp_path / "run", cgroups.quota(0.45))
 
