@@ -159,7 +159,7 @@ def test_the_page_shows_each_trial_of_plans_and_what_it_brought() -> None:
     tried = [replace(each, tried=((0.9, 1.0), (0.95, 0.8))) if each.plan == "auto" else each for each in rows]
     page = bench_page(Sources([result(tried)]))
     assert "## The trial of plans" in page
-    assert "| mixed4 | two-conv:150:800 | 16 | 900 ms, 1 s | 950 ms, 800 ms |  | -20.0% |" in page
+    assert "| mixed4 | two-conv:150:800 | 16 | 900 ms, 1 s | 950 ms, 800 ms |  |  | -20.0% |" in page
     alone = [replace(each, tried=((0.9, 1.0),)) for each in rows]
     assert "The trial of plans" not in bench_page(Sources([result(alone)])), "one plan is no trial"
 
