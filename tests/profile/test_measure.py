@@ -221,7 +221,10 @@ def test_devices_with_different_precisions_are_refused() -> None:
         )
 
 
-def test_an_interrupted_measuring_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_an_interrupted_measuring_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "convoy.profile.job.crowding", lambda *_: 1.0
+    )  # beside other tests times would be as much longer
     partial = tmp_path / "fleet.toml.partial"
 
     def interrupt(_what: str, done: int, _total: int) -> None:
