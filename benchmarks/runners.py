@@ -27,7 +27,7 @@ UNCOUNTED_STEPS = 2
 """Before a turn that all devices take together: after the first, DDP orders its buckets anew, as the gradients came."""
 
 LR = 0.001
-"""With ten times as much most units of a wide net are dead after two steps, and pooling zeros takes a third of the time."""
+"""With ten times as much most units of a wide net are dead after two steps, and pooling zeros takes half of the time."""
 MOMENTUM = 0.9
 
 Batches = Iterator[tuple[Tensor, Tensor]]

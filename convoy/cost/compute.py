@@ -169,8 +169,8 @@ class LayerTimes:
             if grid.samples[-1] < whole.samples or grid.others[-1] < total:
                 least *= min((ratio for ratio, _ in faster), default=1.0)
             else:
-                near = (r * grid.least(each.size.samples, getattr(each.size, axis)) for r, each in faster)
-                least = min(least, *near, math.inf)
+                near = [r * grid.least(each.size.samples, getattr(each.size, axis)) for r, each in faster]
+                least = min([least, *near])
             rows.append(least * whole.samples * total)
         return min(rows)
 

@@ -283,8 +283,8 @@ REACH, TRIED, FEWER = 0.25, 3, 0.75
 this part of the messages of the one before it."""
 
 REACH_ALONE = 0.6
-"""One device alone may be predicted to take so much longer: where layers are short both predictions err, in opposite
-directions, and no fleet shall be slower than its fastest device."""
+"""One device alone may be predicted to take so much longer: for a ResNet-8 it was out of reach, predicted a third longer than
+three devices, and was a quarter faster when both were run."""
 
 
 def worth_trying(found: Sequence[Candidate], graph: Graph) -> list[Candidate]:
