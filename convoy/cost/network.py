@@ -8,6 +8,9 @@ import numpy.typing as npt
 
 from convoy.fleet import WITHIN_HOST, Card, Fleet
 
+SHARE = 0.5
+"""Of a processor that computes, messages get half if they need so much: two threads that both could run take turns."""
+
 
 @dataclass(frozen=True, slots=True)
 class Network:
@@ -24,7 +27,10 @@ class Network:
         segment: index of each host's segment of the network; -1 for a host that is in none. Empty where there is none.
         uplink_send_bytes_per_s, uplink_receive_bytes_per_s: of each segment, shared by all messages that leave or enter it.
         jitter_s: by how much each device, when it has been computing, makes an exchange later than its mean speed says;
-            none where nothing was measured. See `convoy.profile.overheads`.
+            none where nothing was measured. See `convoy.profile.meetings`.
+        beside_s: by how much each device makes a round of a gradient sum later while it computes.
+        rests: of each device under a quota of processor time, the seconds that it computes sooner after a rest, and how many
+            times as fast it is until then; none where nothing was measured.
         largest_latency_s: of all pairs of different devices.
     """
 
@@ -36,6 +42,8 @@ class Network:
     pair_bytes_per_s: tuple[tuple[float, ...], ...]
     processor_s_per_byte: tuple[float, ...]
     jitter_s: tuple[float, ...] = ()
+    beside_s: tuple[float, ...] = ()
+    rests: tuple[tuple[float, float], ...] = ()
     segment: tuple[int, ...] = ()
     uplink_send_bytes_per_s: tuple[float, ...] = ()
     uplink_receive_bytes_per_s: tuple[float, ...] = ()

@@ -81,7 +81,9 @@ class DeviceCosts:
         update_s_per_entry: of SGD with momentum, per entry of the parameters it holds.
         step_s, layer_s, round_s, message_s, copy_s_per_byte, add_s_per_byte, fresh_s_per_byte, update_s_per_tensor,
             loss_s_per_byte: see `convoy.cost.overhead.Overheads`. The last one is 0 in files from before it was measured.
-        jitter_s: see `convoy.cost.network.Network`.
+        jitter_s, beside_s: see `convoy.cost.network.Network`; beside_s is 0 in files from before it was measured.
+        rested_s, burst: seconds that it computes sooner after a rest, and how many times as fast it is until then: of a device
+            under a quota of processor time. 0 and 1 in files from before they were measured.
         other_load: how much longer its work took because of other programs, at most: 0.5 is half as long again.
         flop_per_s, memory_bytes_per_s: what it reached at the weighted layers of this net, and at all others; 0: not known.
         process_bytes: resident memory of the process beside the model, before anything is trained; 0: not known, as of
@@ -103,6 +105,9 @@ class DeviceCosts:
     fresh_s_per_byte: Seconds
     update_s_per_tensor: Seconds
     jitter_s: Seconds = 0.0
+    beside_s: Seconds = 0.0
+    rested_s: Seconds = 0.0
+    burst: Annotated[float, Strict(), Field(ge=1, le=MOST)] = 1.0
     traffic_spread: Spread = 0.0
     update_spread: Spread = 0.0
     other_load: Spread = 0.0
@@ -242,10 +247,14 @@ class Measurement:
         """The costs with other times of layers: wire, optimizer and the rest of a step as they were measured."""
         return Costs(
             times=times,
-            network=network_of(
-                self.fleet,
-                [costs.processor_s_per_byte for costs in self.device],
-                [costs.jitter_s for costs in self.device],
+            network=replace(
+                network_of(
+                    self.fleet,
+                    [costs.processor_s_per_byte for costs in self.device],
+                    [costs.jitter_s for costs in self.device],
+                ),
+                beside_s=tuple(costs.beside_s for costs in self.device),
+                rests=tuple((costs.rested_s, costs.burst) for costs in self.device),
             ),
             itemsize=itemsize,
             update_s_per_entry=tuple(costs.update_s_per_entry for costs in self.device),

@@ -7,6 +7,7 @@ lost is missed soon. The layers that all have measured are kept in a partial fil
 import datetime
 import hashlib
 import itertools
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
@@ -20,6 +21,7 @@ from convoy._version import __version__
 from convoy.comm.agreement import check_same, from_first, gather
 from convoy.comm.group import Group
 from convoy.cost.compute import bytes_moved
+from convoy.cost.network import SHARE
 from convoy.cost.overhead import Overheads
 from convoy.cost.table import FORMAT, DeviceCosts, LayerPoint, Measurement
 from convoy.fleet import Fleet
@@ -32,7 +34,8 @@ from convoy.profile.energy import ABSENT, EnergyMeter, meter_of, once_each
 from convoy.profile.layers import Bench, Point
 from convoy.profile.links import Traffic, WireTimes, measure_links
 from convoy.profile.load import NOTICED, measure_share, read, slowed_by_others, use_since, wanted_cores
-from convoy.profile.overheads import loss_shapes, measure_jitter, measure_overheads
+from convoy.profile.meetings import Meetings, Prices, measure_meetings
+from convoy.profile.overheads import loss_shapes, measure_overheads
 from convoy.profile.partial import Partial, Rows
 from convoy.profile.progress import Progress
 from convoy.profile.sizes import sizes_to_profile
@@ -137,7 +140,11 @@ def measure_job(
     outputs = loss_shapes(traced.graph, batch)
     costs = _measure_costs(group, now, stretch_s, wire.traffic[group.device].message_s, share, outputs, process_bytes)
     last("exchanges between devices that compute")
-    jitter_s = measure_jitter(group, clock, _exchange_s(wire, costs), stretch_s)
+    meetings = measure_meetings(group, clock, _prices(wire, costs), stretch_s)
+    costs = [
+        own | {"burst": 1 / each}
+        for own, each in zip(_dearer(costs, meetings.dearer), gather(group, "shares", share), strict=True)
+    ]
     links, cards = spreads(fleet, wire)
     points = _points(fleet, bench, kept.tables)
     reached = [_reached(device.name, points, bench.traced.graph) for device in fleet.devices]
@@ -149,7 +156,7 @@ def measure_job(
         convoy=__version__,
         torch=str(torch.__version__),
         date=date,
-        device=_device_costs(fleet, wire.traffic, costs, jitter_s, reached, map(max, before, beside), powers),
+        device=_device_costs(fleet, wire.traffic, costs, meetings, reached, map(max, before, beside), powers),
         layer=points,
         link=links,
         host=cards,
@@ -330,8 +337,33 @@ def _measure_costs(
     return gather(group, "costs of a step", own)
 
 
+def _dearer(costs: Sequence[dict[str, Any]], times: Sequence[float]) -> list[dict[str, Any]]:
+    """With the calls of each device's rounds and messages so many times as dear."""
+    return [
+        own | {name: own[name] * each for name in ("round_s", "message_s")}
+        for own, each in zip(costs, times, strict=True)
+    ]
+
+
+RING_S, RING_BYTES = 0.01, 1 << 20
+"""A round in a ring is timed with so many seconds of the slowest card, and at most so many bytes."""
+
+
+def _prices(wire: WireTimes, costs: Sequence[dict[str, Any]]) -> Prices:
+    rate = min((card.ring_bytes_per_s for card in wire.cards), default=math.inf)
+    size = int(min(RING_BYTES, RING_S * rate))
+    # While it computes, a device moves bytes with half of its processor.
+    moving_s = max(size * (each.send_s_per_byte + each.receive_s_per_byte) / SHARE for each in wire.traffic)
+
+    def ring_s(dearer: Sequence[float]) -> float:
+        calls_s = max(float(each["round_s"] + each["message_s"]) for each in _dearer(costs, dearer))
+        return calls_s + max(moving_s, size / rate)
+
+    return Prices(lambda dearer: _exchange_s(wire, _dearer(costs, dearer)), ring_s, size)
+
+
 def _exchange_s(wire: WireTimes, costs: Sequence[dict[str, float]]) -> float:
-    """The price at rest of a round in which each device sends a few bytes to all others, as a replay has it."""
+    """The price of a round in which each device sends a few bytes to all others, as a replay has it."""
     calls = [Overheads(round_s=each["round_s"], message_s=each["message_s"]) for each in costs]
     calls_s = max(each.calls_s(2 * (len(costs) - 1)) for each in calls)
     return calls_s + max((link.latency_s for link in wire.pairs), default=0.0)
@@ -382,7 +414,7 @@ def _device_costs(
     fleet: Fleet,
     traffic: Sequence[Traffic],
     costs: Sequence[dict[str, Any]],
-    jitter_s: Sequence[float],
+    meetings: Meetings,
     reached: Sequence[tuple[float, float]],
     slowed: Iterable[float],
     powers: Iterable[tuple[float | None, str]],
@@ -393,7 +425,9 @@ def _device_costs(
             send_s_per_byte=each.send_s_per_byte,
             receive_s_per_byte=each.receive_s_per_byte,
             traffic_spread=each.spread,
-            jitter_s=jitter,
+            jitter_s=meetings.jitter_s[index],
+            beside_s=meetings.beside_s[index],
+            rested_s=meetings.rested_s[index],
             other_load=load - 1 if load > NOTICED else 0.0,
             flop_per_s=rates[0],
             memory_bytes_per_s=rates[1],
@@ -401,7 +435,7 @@ def _device_costs(
             measured_by=by,
             **others,
         )
-        for device, each, others, jitter, rates, load, (watts, by) in zip(
-            fleet.devices, traffic, costs, jitter_s, reached, slowed, powers, strict=True
+        for index, (device, each, others, rates, load, (watts, by)) in enumerate(
+            zip(fleet.devices, traffic, costs, reached, slowed, powers, strict=True)
         )
     )

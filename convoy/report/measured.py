@@ -112,8 +112,9 @@ def _layer_rows(measured: Measurement) -> dict[str, list[tuple[float, float]]]:
 
 def _devices(measured: Measurement) -> Table:
     table = new_table(
-        "Traffic in ns/byte of the processor, optimizer in ns/entry, how late to an exchange", ("device", "host"),
-        ("cores", "slowed", "send", "receive", "update", "late"),
+        "Traffic in ns/byte of the processor, optimizer in ns/entry, how late to an exchange and to a round of a sum beside "
+        "computing, how much sooner after a rest", ("device", "host"),
+        ("cores", "slowed", "send", "receive", "update", "late", "beside", "rested"),
     )  # fmt: skip
     for device, costs in zip(measured.fleet.devices, measured.device, strict=True):
         table.add_row(
@@ -121,7 +122,7 @@ def _devices(measured: Measurement) -> Table:
             f"{device.slowdown:g}x" if device.slowdown != 1 else "-", f"{costs.send_s_per_byte * 1e9:.3g}",
             f"{costs.receive_s_per_byte * 1e9:.3g} {_about(costs.traffic_spread)}",
             f"{costs.update_s_per_entry * 1e9:.3g} {_about(costs.update_spread)}",
-            seconds(costs.jitter_s) if costs.jitter_s else "-",
+            *(seconds(each) if each else "-" for each in (costs.jitter_s, costs.beside_s, costs.rested_s)),
         )  # fmt: skip
     return table
 

@@ -274,6 +274,11 @@ class Distributed(ModuleOfPieces):
         self._states = {mode: StateWatch(self.module, t.seen, t.modes) for mode, t in self.traced.items()}
         self.mark_pieces()
 
+    def use_clock(self, clock: Clock) -> None:
+        """Let another clock count what this device computes and exchanges, from the next step on."""
+        self.clock = clock
+        self._make_ready()
+
     def _make_ready(self) -> None:
         """Executors without programs, and whatever counts passes and steps, from the beginning."""
         shapes = {key: p.shape for key, p in self.parameters_by_key.items()}

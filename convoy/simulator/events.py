@@ -4,7 +4,8 @@ A device walks two lanes of work at once: its own, and the one on which gradient
 lane; messages go on by themselves. A message starts when both of its ends are ready, waits the link's latency, and shares
 cards with all others; those from one device to another go through one connection, one by one. What moves bytes and what
 computes share the device's processor. A device that has computed comes late to an exchange, by its jitter; one that has
-just waited does not.
+just waited does not. While it computes it is late to each round of a sum. And under a quota of processor time it computes
+faster at first, after it has rested.
 """
 
 import heapq
@@ -14,15 +15,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from convoy.cost.network import Network, rates
+from convoy.cost.network import SHARE, Network, rates
 
 Activity = Literal["compute", "send", "receive", "wait"]
 
 MAIN, SUMS = 0, 1
 """The lanes of a device."""
-
-SHARE = 0.5
-"""Of a processor that computes, messages get half if they need so much: two threads that both could run take turns."""
 
 
 class Event(NamedTuple):
@@ -133,6 +131,7 @@ class _Lane:
             last.
     """
 
+    device: int
     items: list[Item]
     at: int = 0
     since_s: float = 0.0
@@ -155,7 +154,7 @@ class _Play:
 
     def __init__(self, programs: Sequence[Program], network: Network) -> None:
         self.network = network
-        self.lanes = [[_Lane(items) for items in program] for program in programs]
+        self.lanes = [[_Lane(device, items) for items in program] for device, program in enumerate(programs)]
         self.done: list[set[Key]] = [set() for _ in programs]
         self.open: list[dict[Key, set[Route]]] = [{} for _ in programs]
         self.messages: dict[Route, _Message] = {}
@@ -171,6 +170,8 @@ class _Play:
         self.events: list[Event] = []
         self.compute_s, self.exchange_s = [0.0] * len(programs), [0.0] * len(programs)
         self.resumed_s = [0.0] * len(programs)  # when each device last had waited
+        self.rested_s = [0.0] * len(programs)  # of what it is to compute next, so much comes sooner
+        self.idle_s: list[float | None] = [0.0] * len(programs)  # since when neither lane computes
         self.now = 0.0
         self.ready: deque[tuple[int, int]] = deque((d, lane) for d in range(len(programs)) for lane in (MAIN, SUMS))
 
@@ -261,7 +262,7 @@ class _Play:
                     self.works[device, number] = lane.left_s.pop()
                     return
                 case Begin() as begin:
-                    self._begin(device, begin)
+                    self._begin(device, number, begin)
                 case Mark(key=key):
                     self._mark(device, key)
                 case Await(keys=keys):
@@ -273,8 +274,20 @@ class _Play:
     def _in_a_row(self, lane: _Lane) -> list[float]:
         """See `_Lane.left_s`; and behind it the seconds of all: between two of them nothing begins or ends elsewhere."""
         row = itertools.takewhile(lambda item: isinstance(item, Work), itertools.islice(lane.items, lane.at, None))
-        seconds = [item.seconds for item in row if isinstance(item, Work)]
+        seconds = [self._after_rest_s(lane.device, item.seconds) for item in row if isinstance(item, Work)]
         return list(itertools.accumulate(reversed(seconds), initial=0.0))
+
+    def _after_rest_s(self, device: int, seconds: float) -> float:
+        """Seconds of computing on a device that has rested: a quota that it has not used lets it run faster for a while."""
+        if not self.network.rests:
+            return seconds
+        most_s, times = self.network.rests[device]
+        if (since_s := self.idle_s[device]) is not None:
+            self.rested_s[device] = min(most_s, self.rested_s[device] + self.now - since_s)
+            self.idle_s[device] = None
+        sooner_s = min(self.rested_s[device], seconds * (1.0 - 1.0 / times))
+        self.rested_s[device] -= sooner_s
+        return seconds - sooner_s
 
     def _computed(self, device: int, number: int, at_s: float) -> None:
         lane = self.lanes[device][number]
@@ -289,6 +302,8 @@ class _Play:
     def _worked(self, device: int, number: int) -> None:
         del self.works[device, number]
         self._computed(device, number, self.now)
+        if (device, MAIN + SUMS - number) not in self.works:
+            self.idle_s[device] = self.now
         self.ready.append((device, number))
 
     def _mark(self, device: int, key: Key) -> None:
@@ -311,9 +326,9 @@ class _Play:
 
     # --- messages ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, device: int, begin: Begin) -> None:
+    def _begin(self, device: int, number: int, begin: Begin) -> None:
         self.open[device]["round", begin.step, begin.number] = set(begin.bytes_)
-        ready_s = self.now + self._late_s(device)
+        ready_s = self.now + self._late_s(device, number)
         for route, size in begin.bytes_.items():
             message = self.messages.setdefault(route, _Message(size, begin.label))
             message.ready += 1
@@ -323,8 +338,13 @@ class _Play:
                 start_s = message.ready_s + self.network.latency_s[route[2]][route[3]]
                 heapq.heappush(self.starts, (start_s, self.ticket, route))
 
-    def _late_s(self, device: int) -> float:
-        """Not later than it had computed for, since it last waited; and what it waits now makes up for it."""
+    def _late_s(self, device: int, number: int) -> float:
+        """Not later than it had computed for, since it last waited; and what it waits now makes up for it.
+
+        A round of a sum beside computing waits for the processor whoever waited before.
+        """
+        if number == SUMS and self.network.beside_s and (device, MAIN) in self.works:
+            return self.network.beside_s[device]
         if not self.network.jitter_s:
             return 0.0
         lane = self.lanes[device][MAIN]

@@ -95,6 +95,19 @@ def test_jitter_reaches_the_replay_and_an_older_file_has_none() -> None:
         Measurement.from_toml(text.replace("jitter_s = 0.25", "jitter_s = -0.25"))
 
 
+def test_what_rests_and_rounds_bring_reaches_the_replay_and_an_older_file_has_none() -> None:
+    graph = trace(TwoConv(6), torch.zeros(2, 3, 8, 8)).graph
+    text = measured_by(point(), fingerprint=graph.fingerprint, beside_s=0.5, rested_s=0.25, burst=5.0).to_toml()
+    network = Measurement.from_toml(text).costs(graph).network
+    assert (network.beside_s, network.rests) == ((0.5,), ((0.25, 5.0),))
+    older = (
+        Measurement.from_toml(text.replace("beside_s = 0.5, rested_s = 0.25, burst = 5.0, ", "")).costs(graph).network
+    )
+    assert (older.beside_s, older.rests) == ((0.0,), ((0.0, 1.0),))
+    with pytest.raises(InputError, match=r"burst = 0\.5: .*greater than or equal to 1"):
+        Measurement.from_toml(text.replace("burst = 5.0", "burst = 0.5"))
+
+
 def test_a_plain_fleet_file_is_a_fleet_that_was_not_measured() -> None:
     fleet, measured = read_fleet_file(FLEETS / "mixed4.toml")
     assert measured is None

@@ -32,6 +32,7 @@ from convoy.profile.job import (
     stretch_of,
 )
 from convoy.profile.layers import Bench, Point
+from convoy.profile.meetings import Meetings
 from convoy.profile.partial import Partial
 from convoy.profile.sizes import SizeToProfile
 from convoy.profile.timing import STRETCH_S, Times
@@ -191,11 +192,11 @@ def test_the_whole_job_keeps_to_a_wall(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("convoy.profile.job._with_plan_sizes", noted)
 
-    def slow(*_: Any, **__: Any) -> tuple[float, ...]:
+    def slow(*_: Any, **__: Any) -> Meetings:
         wall.time_s += 6.0
-        return (0.0,)
+        return Meetings((0.0,), (0.0,), (1.0,), (0.0,))
 
-    monkeypatch.setattr("convoy.profile.job.measure_jitter", slow)
+    monkeypatch.setattr("convoy.profile.job.measure_meetings", slow)
     model = net()
     traced = trace(model, torch.zeros(2, 1, 8, 8))
     measure_job(AloneGroup(CPU), traced, model, BATCH, net="two-conv", budget_s=10.0, stretch_s=1e-5, wall=wall)

@@ -1,13 +1,13 @@
-"""Jitter: what an exchange costs devices that were computing, from pieces with and without exchanges."""
+"""What it costs that devices compute while they exchange: from pieces alone, with exchanges, after rests, beside rings."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from convoy.comm.group import AloneGroup, Group
-from convoy.profile import overheads
-from convoy.profile.overheads import Pieces, jitter_of, measure_jitter
+from convoy.profile import meetings
+from convoy.profile.meetings import Meetings, Pieces, Prices, beside_of, jitter_of, measure_meetings
 from convoy.runtime.clock import Clock
 from tests.support.threads import run_on_threads
 
@@ -40,8 +40,37 @@ def test_one_interrupted_block_does_not_count():
     assert jitter_of([device] * 2, 0.0) == pytest.approx((0.006, 0.006))
 
 
+def prices(exchange_s: float = 0.0, ring_s: float = 0.0) -> Prices:
+    return Prices(lambda _: exchange_s, lambda _: ring_s, ring_bytes=64)
+
+
 def test_one_device_waits_for_nobody():
-    assert measure_jitter(AloneGroup(CPU), Clock(CPU), 0.0, stretch_s=1e-6) == (0.0,)
+    assert measure_meetings(AloneGroup(CPU), Clock(CPU), prices(), stretch_s=1e-6) == Meetings(
+        (0.0,), (0.0,), (1.0,), (0.0,)
+    )
+
+
+def test_calls_after_computing_are_dearer_than_at_rest():
+    """2 ms of processor for an exchange, where one at rest takes 0.5; a disturbed block does not count."""
+    found = replace(pieces(0.04, 0.05, (0.04,)), calls_s=(0.002, 0.002, 9.0), rest_calls_s=(0.0005, 0.0005, 0.7))
+    assert found.dearer == pytest.approx(4.0)
+    assert replace(found, calls_s=(0.0001,) * 3).dearer == 1.0
+    assert pieces(0.04, 0.05, (0.04,)).dearer == 1.0
+
+
+def test_a_device_that_rested_is_done_sooner():
+    found = replace(pieces(0.04, 0.05, (0.04,)), rested_s=(0.032,) * 5)
+    assert found.sooner_s == pytest.approx(0.008)
+    assert replace(found, rested_s=(0.041,) * 5).sooner_s == 0.0
+
+
+def test_a_round_beside_computing_is_late_beyond_its_price():
+    """30 ms beside computing where one at rest takes 10 and a busy device 13: 17 late, by the device that varies most."""
+    first = replace(pieces(0.04, 0.05, (0.03, 0.05)), ring_s=(0.010,) * 5, beside_s=(0.030,) * 5)
+    second = replace(first, own_s=(0.035, 0.045), beside_s=(0.028,) * 5)
+    assert beside_of([first, second], 0.013) == pytest.approx((0.017, 0.0085))
+    assert beside_of([first, second], 0.002) == pytest.approx((0.020, 0.010))
+    assert beside_of([first, pieces(0.04, 0.05, (0.04,))], 0.0) == (0.0, 0.0)  # a group of one lane
 
 
 @dataclass
@@ -56,16 +85,17 @@ class Turns:
 
 
 def test_all_devices_meet_as_often_and_hear_the_same():
-    def work(group: Group) -> tuple[tuple[float, ...], list[int]]:
-        found = measure_jitter(group, Clock(CPU), 0.0, stretch_s=1e-6, now=Turns())
+    def work(group: Group) -> tuple[Meetings, list[int]]:
+        found = measure_meetings(group, Clock(CPU), prices(), stretch_s=1e-6, now=Turns())
         return found, group.sent_bytes
 
     rows = run_on_threads(3, work, timeout_s=30.0)
     assert {found for found, _ in rows} == {rows[0][0]}
-    # One message to each of the others after each piece, and no tensors else.
-    meetings = overheads.BLOCKS * overheads.PIECES
+    # One message to each of the others after each piece and in each exchange at rest, and two rows of rings to the next.
+    met, rings = 2 * meetings.BLOCKS * meetings.PIECES, 2 * meetings.BLOCKS * meetings.RINGS
     assert [sent for _, sent in rows] == [
-        [0 if to == device else 256 * meetings for to in range(3)] for device in range(3)
+        [0 if to == device else 256 * met + 64 * rings * (to == (device + 1) % 3) for to in range(3)]
+        for device in range(3)
     ]
 
 
@@ -79,17 +109,17 @@ def test_a_device_that_is_last_now_and_then_is_seen():
         looks = 0
 
         def now() -> float:
-            # Two looks frame the pieces alone; with exchanges two frame the block, and two each piece.
+            # Two looks frame the pieces alone; with exchanges two frame the block, and two each piece; two each rested one.
             nonlocal looks
             looks += 1
             return times[group.device][looks - 1]
 
-        return measure_jitter(group, Clock(CPU), 0.001, stretch_s=1e-6, now=now)
+        return measure_meetings(group, Clock(CPU), prices(0.001), stretch_s=1e-6, now=now).jitter_s
 
     times = [told(late=()), told(late=(4,))]
     first, second = run_on_threads(2, work, timeout_s=30.0)
     assert first == second
-    assert first[1] == pytest.approx(0.1 / overheads.PIECES - 0.001)
+    assert first[1] == pytest.approx(0.1 / meetings.PIECES - 0.001)
     assert first[0] == pytest.approx(0.0, abs=1e-12)  # its own pieces never vary
 
 
@@ -103,18 +133,21 @@ def told(late: tuple[int, ...], piece_s: float = 0.04) -> list[float]:
         at += passed_s
         looks.append(at)
 
-    for _ in range(1 + overheads.CALIBRATIONS):
+    for _ in range(1 + meetings.CALIBRATIONS):
         look()
         look(piece_s)
-    for _ in range(overheads.BLOCKS):
+    for _ in range(meetings.BLOCKS):
         look()
-        look(piece_s * overheads.PIECES)
+        look(piece_s * meetings.PIECES)
         look()
         waited_s = 0.0
-        for number in range(overheads.PIECES):
+        for number in range(meetings.PIECES):
             look(waited_s)
             own_s = piece_s + (0.1 if number in late else 0.0)
             look(own_s)
             waited_s = 0.1 if number == 4 and not late else 0.0
         look(waited_s)
+        for _ in range(meetings.RESTED_PIECES):
+            look()
+            look(piece_s)
     return looks
