@@ -125,7 +125,8 @@ def measure_job(
     cores = fleet.devices[group.device].cores if group.torch_device.type == "cpu" else None
     share, before = measure_share(group, share_s, wants, lambda what: progress(what, 0, 1), cores)
     now = quota_now(group.torch_device, share, slowdown)
-    bench.now, bench.stretch_s, bench.rounds = now, stretch_s, TURN_ROUNDS
+    bench.time_by(now)
+    bench.stretch_s, bench.rounds = stretch_s, TURN_ROUNDS
     grids_s = max(0.0, budget_s - BESIDE_STRETCHES * stretch_s) * GRID_PART
     begin, energy = read(), meter_of(group.torch_device)
     steps, watts = _measure_tables(group, bench, kept, grids_s, progress, wall, energy)

@@ -24,7 +24,7 @@ from convoy.plan.size import LocalSize, whole_size
 from convoy.plan.steps import Compute, Part
 from convoy.plan.strategy import Channel, Filter, One, Placement, place
 from convoy.profile.axes import POINT_LIMIT_S, Axes, Guess, choose_axes, full_axes
-from convoy.profile.timing import ROUNDS, STRETCH_S, Now, Piece, Sample, Times, device_now, sampled
+from convoy.profile.timing import LAYERS_BYTES, ROUNDS, STRETCH_S, Cold, Now, Piece, Sample, Times, device_now, sampled
 from convoy.runtime.batch_norm import GlobalBatchNorm
 from convoy.runtime.clock import Clock
 from convoy.runtime.kernels import Gradients, arithmetic, in_precision
@@ -71,13 +71,20 @@ class Bench:
     ) -> None:
         self.traced, self.batch, self.clock, self.stretch_s = traced, batch, clock, stretch_s
         self.model = to_device(disable_in_place(timed_copy(model)), device)
-        self.now = device_now(device)
+        self.time_by(device_now(device))
         self.precision = precision
         self.wants, self.trained = _wants(traced.graph, batch)
         self.rounds = ROUNDS
         self.samples: dict[tuple[str, LocalSize], Sample] = {}
         self.wall_s = self.processor_s = 0.0
         self.grids: dict[str, list[LocalSize]] = {}
+
+    def time_by(self, now: Now) -> None:
+        """Read seconds from another clock from now on."""
+        device = self.clock.device
+        self.now = now
+        # On an accelerator calls are queued one behind the other, and a fill would have to wait for each.
+        self.cold = Cold(device, now, LAYERS_BYTES) if device.type == "cpu" else None
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -152,7 +159,7 @@ class Bench:
                 part = replace(part, run=SharedStatistics(self.model, self.traced, layer))
             before = self.samples.get((layer.name, size))
             wall_s, processor_s = time.perf_counter(), time.process_time()
-            sample = sampled(part, self.clock, self.now, self.stretch_s, before, self.rounds)
+            sample = sampled(part, self.clock, self.now, self.stretch_s, before, self.rounds, self.cold)
             self.wall_s += time.perf_counter() - wall_s
             self.processor_s += time.process_time() - processor_s
             self.samples[layer.name, size] = sample

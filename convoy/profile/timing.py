@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,10 +88,11 @@ class Repetition:
         self.total_s += stretch_s
         self.total_calls += calls
 
-    def calls(self, stretch_s: float, once_s: float) -> int:
+    def calls(self, stretch_s: float, once_s: float, beside_s: float = 0.0) -> int:
+        """So many fit into a stretch, with what goes on beside each."""
         # By the mean so far: a single call may have met no pause of a quota, or a whole one.
         mean_s = self.total_s / self.total_calls if self.total_calls else once_s
-        return max(1, min(self.most_calls, round(stretch_s / max(mean_s, 1e-7))))
+        return max(1, min(self.most_calls, round(stretch_s / max(mean_s + beside_s, 1e-7))))
 
 
 @dataclass(slots=True)
@@ -115,9 +116,65 @@ class Sample:
         return len(both) >= MOST_ROUNDS or (len(both) >= LEAST_KNOWN and median_error(both) <= KNOWN_TO)
 
 
-def time_piece(piece: Piece, clock: Clock, now: Now, stretch_s: float = STRETCH_S) -> Times:
+COLD_ROUNDS = 9
+CORE_BYTES, LAYERS_BYTES, PROCESSOR_BYTES = 4 << 20, 16 << 20, 32 << 20
+"""More than the caches of a core hold; what other layers leave of those of a processor; and about what those hold."""
+
+
+class Cold:
+    """Fills the caches with other bytes, as a step's layers do; its clock stands still meanwhile.
+
+    What a step does once between layers that take tens of milliseconds finds neither its code nor its data in a cache. Called
+    again and again it finds both: on a busy EPYC the executor's Python took a quarter of what it takes in a step, and additions
+    half.
+
+    Args:
+        now: reads seconds.
+        filled_bytes: so much memory is read and written; nothing for an accelerator, which has caches of its own.
+
+    Attributes:
+        filled_s: seconds that this has taken so far.
+    """
+
+    def __init__(self, device: torch.device, now: Now, filled_bytes: int) -> None:
+        self._clock, self.filled_s = now, 0.0
+        self._bytes = torch.zeros(filled_bytes // 4) if device.type == "cpu" else torch.zeros(0)
+
+    def fill(self) -> None:
+        """Let the caches hold nothing of what was used before."""
+        start_s = self._clock()
+        self._bytes.add_(1.0)
+        self.filled_s += self._clock() - start_s
+
+    def between(self, made: Iterable[Any]) -> None:
+        """As between two layers: the caches hold what the one before has just made, as far as they can, and nothing else."""
+        start_s = self._clock()
+        self._bytes.add_(1.0)
+        for tensor in made:
+            if isinstance(tensor, torch.Tensor):
+                tensor.sum()  # reads it
+        self.filled_s += self._clock() - start_s
+
+    def now(self) -> float:
+        """Seconds in which it has not filled."""
+        return self._clock() - self.filled_s
+
+    def seconds(self, work: Callable[[], object], stretch_s: float = STRETCH_S) -> list[float]:
+        """Seconds of single calls, each with cold caches; of as many as fit into five stretches, `COLD_ROUNDS` at least."""
+        work()  # allocates, and chooses kernels
+        each_s: list[float] = []
+        begin_s = self._clock()
+        while len(each_s) < COLD_ROUNDS or (len(each_s) < MOST_ROUNDS and self._clock() - begin_s < ROUNDS * stretch_s):
+            self.fill()
+            start_s = self.now()
+            work()
+            each_s.append(self.now() - start_s)
+        return each_s
+
+
+def time_piece(piece: Piece, clock: Clock, now: Now, stretch_s: float = STRETCH_S, cold: Cold | None = None) -> Times:
     """Seconds of a piece in one turn, from several rounds; 10 stretches in total where a call is short. See `sampled`."""
-    return sampled(piece, clock, now, stretch_s).times(now)
+    return sampled(piece, clock, now, stretch_s, cold=cold).times(now)
 
 
 def sampled(
@@ -127,6 +184,7 @@ def sampled(
     stretch_s: float = STRETCH_S,
     before: Sample | None = None,
     rounds: int = ROUNDS,
+    cold: Cold | None = None,
 ) -> Sample:
     """Rounds of a piece, so many at least, beside those of turns before.
 
@@ -138,24 +196,29 @@ def sampled(
         now: reads seconds, after the device has finished what it was given.
         stretch_s: seconds of one stretch.
         before: is added to.
+        cold: fills the caches before each call; None: a call finds there what the one before has left. So does a piece that a
+            core's caches hold: its Python would be cold each time, which in a step follows that of the layer before it.
     """
+    if piece.held_bytes < CORE_BYTES:
+        cold = None
     held = 1 if piece.gradient is None else max(1, HELD_BYTES // max(1, piece.held_bytes))
     sample = before or Sample(Repetition(MOST_CALLS, []), Repetition(held, []))
     forward, backward = sample.forward, sample.backward
     had, had_s = len(forward.each_s), forward.total_s + backward.total_s
-    resident_bytes, fresh = _resident_bytes(), 0
-    once = run_round(piece, clock, now, 1, 1)
+    resident_bytes, fresh, filled_s = _resident_bytes(), 0, cold.filled_s if cold else 0.0
+    once = run_round(piece, clock, now, 1, 1, cold)
+    fill_s = (cold.filled_s - filled_s) / 2 if cold else 0.0
     grew = _resident_bytes() - resident_bytes >= FRESH_BYTES
     if sum(once) >= LONG * stretch_s and not grew:
         forward.note(once[0], 1)
         backward.note(once[1], 1)
     else:
         # The first call allocates and chooses kernels: the second tells how long one takes.
-        once = run_round(piece, clock, now, 1, 1)
-    while not _enough(forward, backward, stretch_s, had, had_s, rounds):
-        calls = forward.calls(stretch_s, once[0]), backward.calls(stretch_s, once[1])
+        once = run_round(piece, clock, now, 1, 1, cold)
+    while not _enough(forward, backward, stretch_s, had, had_s - (cold.filled_s - filled_s if cold else 0.0), rounds):
+        calls = forward.calls(stretch_s, once[0], fill_s), backward.calls(stretch_s, once[1], fill_s)
         resident_bytes = _resident_bytes()
-        forward_s, backward_s = run_round(piece, clock, now, *calls)
+        forward_s, backward_s = run_round(piece, clock, now, *calls, cold)
         if fresh < MOST_FRESH and _resident_bytes() - resident_bytes >= FRESH_BYTES:
             fresh += 1
             continue
@@ -178,25 +241,32 @@ def _enough(forward: Repetition, backward: Repetition, stretch_s: float, had: in
     return is_long and len(forward.each_s) >= 2 and rounds >= 1
 
 
-def run_round(piece: Piece, clock: Clock, now: Now, calls: int, backward_calls: int) -> tuple[float, float]:
+def run_round(
+    piece: Piece, clock: Clock, now: Now, calls: int, backward_calls: int, cold: Cold | None = None
+) -> tuple[float, float]:
     """Seconds of so many calls forward, and of so many backward."""
+    look = cold.now if cold else now
     saved: list[Any] = []
-    start_s = now()
+    start_s = look()
     for _ in range(calls):
+        if cold:
+            cold.between(piece.inputs)
         with clock.compute(piece.name, "measure"):
             kept = piece.run.forward(piece.inputs, piece.samples, True, piece.wants)[1]
         if len(saved) < backward_calls:
             saved.append(kept)
-    forward_s = now() - start_s
+    forward_s = look() - start_s
     if piece.gradient is None:
         return forward_s, 0.0
     while len(saved) < backward_calls:
         saved.append(piece.run.forward(piece.inputs, piece.samples, True, piece.wants)[1])
-    start_s = now()
+    start_s = look()
     while saved:
+        if cold:
+            cold.between(piece.gradient.values() if isinstance(piece.gradient, dict) else (piece.gradient,))
         with clock.compute(piece.name, "measure"):
             piece.run.backward(saved.pop(), piece.gradient, piece.wants)
-    return forward_s, now() - start_s
+    return forward_s, look() - start_s
 
 
 def typical(values: Sequence[float]) -> float:
@@ -277,50 +347,6 @@ def quota_now(device: torch.device, share: float, slowdown: float = 1.0) -> Now:
     if device.type != "cpu" or torch.get_num_threads() > 1 or slowdown > 1:
         return device_now(device)
     return ProcessorClock(share)
-
-
-COLD_ROUNDS = 9
-CORE_BYTES, PROCESSOR_BYTES = 4 << 20, 32 << 20
-"""More than the caches of a core hold, and about what all of a processor do."""
-
-
-class Cold:
-    """Fills the caches with other bytes, as a step's layers do; its clock stands still meanwhile.
-
-    What a step does once between layers that take tens of milliseconds finds neither its code nor its data in a cache. Called
-    again and again it finds both: on a busy EPYC the executor's Python took a quarter of what it takes in a step, and additions
-    half.
-
-    Args:
-        now: reads seconds.
-        filled_bytes: so much memory is read and written; nothing for an accelerator, which has caches of its own.
-    """
-
-    def __init__(self, device: torch.device, now: Now, filled_bytes: int) -> None:
-        self._clock, self._filled_s = now, 0.0
-        self._bytes = torch.zeros(filled_bytes // 4) if device.type == "cpu" else torch.zeros(0)
-
-    def fill(self) -> None:
-        """Let the caches hold nothing of what was used before."""
-        start_s = self._clock()
-        self._bytes.add_(1.0)
-        self._filled_s += self._clock() - start_s
-
-    def now(self) -> float:
-        """Seconds in which it has not filled."""
-        return self._clock() - self._filled_s
-
-    def seconds(self, work: Callable[[], object], stretch_s: float = STRETCH_S) -> list[float]:
-        """Seconds of single calls, each with cold caches; of as many as fit into five stretches, `COLD_ROUNDS` at least."""
-        work()  # allocates, and chooses kernels
-        each_s: list[float] = []
-        begin_s = self._clock()
-        while len(each_s) < COLD_ROUNDS or (len(each_s) < MOST_ROUNDS and self._clock() - begin_s < ROUNDS * stretch_s):
-            self.fill()
-            start_s = self.now()
-            work()
-            each_s.append(self.now() - start_s)
-        return each_s
 
 
 def time_update(
