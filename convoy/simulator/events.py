@@ -77,11 +77,17 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Occupies the lane for some seconds, more where the processor is shared."""
+    """Occupies the lane for some seconds, more where the processor is shared.
+
+    Attributes:
+        sooner: whether it is done sooner after a rest. Calls are not: what an exchange takes beyond their price, with the rest
+            before it, is in the jitter.
+    """
 
     step: int
     label: str
     seconds: float
+    sooner: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,20 +280,22 @@ class _Play:
     def _in_a_row(self, lane: _Lane) -> list[float]:
         """See `_Lane.left_s`; and behind it the seconds of all: between two of them nothing begins or ends elsewhere."""
         row = itertools.takewhile(lambda item: isinstance(item, Work), itertools.islice(lane.items, lane.at, None))
-        seconds = [self._after_rest_s(lane.device, item.seconds) for item in row if isinstance(item, Work)]
+        seconds = [self._after_rest_s(lane.device, item) for item in row if isinstance(item, Work)]
         return list(itertools.accumulate(reversed(seconds), initial=0.0))
 
-    def _after_rest_s(self, device: int, seconds: float) -> float:
+    def _after_rest_s(self, device: int, work: Work) -> float:
         """Seconds of computing on a device that has rested: a quota that it has not used lets it run faster for a while."""
         if not self.network.rests:
-            return seconds
+            return work.seconds
         most_s, times = self.network.rests[device]
         if (since_s := self.idle_s[device]) is not None:
             self.rested_s[device] = min(most_s, self.rested_s[device] + self.now - since_s)
             self.idle_s[device] = None
-        sooner_s = min(self.rested_s[device], seconds * (1.0 - 1.0 / times))
+        if not work.sooner:
+            return work.seconds
+        sooner_s = min(self.rested_s[device], work.seconds * (1.0 - 1.0 / times))
         self.rested_s[device] -= sooner_s
-        return seconds - sooner_s
+        return work.seconds - sooner_s
 
     def _computed(self, device: int, number: int, at_s: float) -> None:
         lane = self.lanes[device][number]

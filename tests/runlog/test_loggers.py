@@ -357,7 +357,8 @@ def test_a_real_training_tells_what_it_used(tmp_path: Path, monkeypatch: pytest.
     assert [line["step"] for line in lines] == [1, 3, 6], "the first step, and the ends of the epochs"
     for line in lines:
         assert 0.0 <= line["cores"][0] < 4.0 * torch.get_num_threads()
-        assert 0.0 <= line["host_processor"][0] <= 1.0
+        # Between two looks at a fast step the kernel may have counted nothing.
+        assert line["host_processor"][0] is None or 0.0 <= line["host_processor"][0] <= 1.0
         assert 5e7 < line["memory_bytes"][0] < 1e11
         assert (line["accelerator_bytes"], line["sent_bytes_per_s"], line["received_bytes_per_s"]) == (
             [None],

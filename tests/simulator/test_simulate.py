@@ -15,6 +15,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.size import LocalSize
 from convoy.plan.steps import Compute, Move, Part, Phase, StepList, SumGradients, Value
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
+from convoy.simulator.events import Await, Begin, Work, play
 from convoy.simulator.simulate import Costs, Event, Timeline, simulate
 from tests.support.stacks import Stack
 
@@ -431,6 +432,16 @@ def test_whoever_rested_computes_faster_at_first():
     for short_s, ends in ((0.8, (1.7, 2.1)), (2.0, (2.5, 4.5))):
         timeline = replay(two, 2, network, {(1, "backward"): short_s})
         assert spans(timeline, 1, "compute") == [(1.5, ends[0]), (ends[0], ends[1])]
+
+
+def test_calls_are_not_sooner_after_a_rest_and_leave_it_to_what_is_computed_next():
+    """Device 1 waits 1.5 s, calls for 2 s, and then computes 2 s in 1."""
+    message, label = {(0, 0, 0, 1): 100}, "move"
+    begin, wait = Begin(0, 0, label, message), Await(0, label, frozenset({("round", 0, 0)}))
+    works = [Work(1, "calls", 2.0), Work(2, "layer", 2.0, sooner=True)]
+    network = replace(hosts(2), rests=((0.0, 1.0), (1.0, 4.0)))
+    timeline = play([([begin, wait], []), ([begin, wait, *works], [])], network)
+    assert spans(timeline, 1, "compute") == [(1.5, 3.5), (3.5, 4.5)]
 
 
 def test_nobody_gains_more_by_a_rest_than_it_took():
