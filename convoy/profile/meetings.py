@@ -21,6 +21,7 @@ from convoy.comm.agreement import gather
 from convoy.comm.group import Group, Message
 from convoy.profile.timing import STRETCH_S, device_now, typical
 from convoy.runtime.clock import Clock
+from convoy.runtime.gradients import SUM_LANE
 
 PIECE_STRETCHES = 2
 """Of computing between two exchanges: 40 ms with the usual stretch, about as long as a layer of a benchmark's nets."""
@@ -35,8 +36,6 @@ RESTED_PIECES, RINGS = 2, 4
 
 SIDE = 96
 """Of the matrices whose product is computed: small, so that a piece ends soon after its time."""
-
-SUM_LANE = 1
 
 _BYTES = 256
 

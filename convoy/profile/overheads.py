@@ -66,7 +66,7 @@ def measure_overheads(
     per_tensor_s = _line(TENSORS, lambda count: _median(_optimizer(count, device), core, stretch_s))[0]
     step_each_s, step_none_s = _line(LAYERS, lambda count: _median(_training(count, device, core), core, stretch_s))
     peer_s, round_s = _line(PEERS, lambda count: _median(_round(count, device), core, stretch_s))
-    flatten_s, linear_s = (_layer_s(kind, clock, now, stretch_s, core) for kind in ("flatten", "linear"))
+    flatten_s, linear_s = (_layer_s(kind, clock, now, stretch_s) for kind in ("flatten", "linear"))
     # Each Linear brings a round before it, one behind it, and two parameters.
     layer_s = max(0.0, step_each_s - linear_s - 2 * (round_s + peer_s) - 2 * per_tensor_s)
     step_s = max(0.0, step_none_s - flatten_s - layer_s)
@@ -155,7 +155,7 @@ def _training(layers: int, device: torch.device, cold: Cold) -> Callable[[], obj
     return step
 
 
-def _layer_s(kind: str, clock: Clock, now: Now, stretch_s: float, cold: Cold) -> float:
+def _layer_s(kind: str, clock: Clock, now: Now, stretch_s: float) -> float:
     """The arithmetic of one layer of the chain, forward and backward."""
     model = _chain(1).to(clock.device)
     traced = trace(model, torch.zeros(1, 4, 1, 1, device=clock.device))
@@ -163,7 +163,7 @@ def _layer_s(kind: str, clock: Clock, now: Now, stretch_s: float, cold: Cold) ->
     wants = (False,)
     size = whole_size(layer, BATCH)
     with torch.no_grad(), piece(model, traced, layer, size, wants, backward=kind != "flatten") as part:
-        return time_piece(part, clock, now, stretch_s, cold if clock.device.type == "cpu" else None).both_s
+        return time_piece(part, clock, now, stretch_s).both_s
 
 
 def _optimizer(tensors: int, device: torch.device) -> Callable[[], object]:

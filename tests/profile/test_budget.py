@@ -13,6 +13,7 @@ from torch import nn
 
 from convoy.api import make_plans
 from convoy.comm.group import AloneGroup
+from convoy.cost.overhead import Overheads
 from convoy.cost.table import Measurement
 from convoy.errors import PlanError
 from convoy.model.nets import build_net
@@ -201,6 +202,21 @@ def test_the_whole_job_keeps_to_a_wall(monkeypatch: pytest.MonkeyPatch) -> None:
     traced = trace(model, torch.zeros(2, 1, 8, 8))
     measure_job(AloneGroup(CPU), traced, model, BATCH, net="two-conv", budget_s=10.0, stretch_s=1e-5, wall=wall)
     assert left == [pytest.approx(4.0)]
+
+
+def test_what_meetings_tell_reaches_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls three times as dear, on a quarter of a processor."""
+    plain = {"step_s": 0.01, "layer_s": 0.02, "round_s": 0.03, "message_s": 0.04}
+    monkeypatch.setattr("convoy.profile.job.measure_overheads", lambda *_, **__: Overheads(**plain))
+    monkeypatch.setattr("convoy.profile.job.measure_share", lambda *_, **__: (0.25, (1.0,)))
+    found = Meetings((0.1,), (0.2,), (3.0,), (0.4,))
+    monkeypatch.setattr("convoy.profile.job.measure_meetings", lambda *_, **__: found)
+    model = net()
+    traced = trace(model, torch.zeros(2, 1, 8, 8))
+    (costs,) = measure_job(AloneGroup(CPU), traced, model, BATCH, net="two-conv", budget_s=1.0, stretch_s=1e-5).device
+    assert (costs.jitter_s, costs.beside_s, costs.rested_s, costs.burst) == (0.1, 0.2, 0.4, 4.0)
+    assert (costs.step_s, costs.layer_s) == (0.01, 0.02)
+    assert (costs.round_s, costs.message_s) == pytest.approx((0.09, 0.12))
 
 
 # --- one device --------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from convoy.comm.group import AloneGroup, Group
+from convoy.errors import DeviceLostError
 from convoy.profile import meetings
 from convoy.profile.meetings import Meetings, Pieces, Prices, beside_of, jitter_of, measure_meetings
 from convoy.runtime.clock import Clock
@@ -42,6 +43,15 @@ def test_one_interrupted_block_does_not_count():
 
 def prices(exchange_s: float = 0.0, ring_s: float = 0.0) -> Prices:
     return Prices(lambda _: exchange_s, lambda _: ring_s, ring_bytes=64)
+
+
+def test_a_round_that_fails_on_its_thread_is_told():
+    def lost() -> None:
+        raise DeviceLostError(1, "device 1 was lost")
+
+    for compute in (None, lambda: None):
+        with pytest.raises(DeviceLostError, match="device 1 was lost"):
+            meetings._rings_s(lost, compute)
 
 
 def test_one_device_waits_for_nobody():

@@ -185,6 +185,22 @@ def test_filling_the_caches_does_not_count() -> None:
     ]  # before the first call that counts, and every later one
 
 
+def test_calls_of_an_accelerator_are_timed_a_stretch_at_a_time() -> None:
+    """Each call that is waited for takes 1 ms more. Nothing is filled there; 20 ms of calls of 0.5 are waited for once."""
+    processor = Processor()
+
+    def waited() -> float:
+        processor.used_s += 1e-3
+        return processor.used_s
+
+    def work() -> None:
+        processor.used_s += 5e-4
+
+    each_s = timing.Cold(torch.device("meta"), waited, timing.CORE_BYTES).seconds(work, 20e-3)
+    count = round(20e-3 / 1.5e-3)
+    assert each_s == pytest.approx([5e-4 + 1e-3 / count] * len(each_s))
+
+
 class Filled:
     """Stands for the bytes that are written: each time takes 5 ms."""
 
