@@ -248,7 +248,7 @@ def watch(books: Books) -> Counter[str]:
         return started(lane, messages, *rest)
 
     setattr(Lane, "_start", counted)  # noqa: B010
-    setattr(Sums, "_work", books.thread(Sums._work, "second lane"))  # noqa: B010
+    setattr(Sums, "_in_thread", books.thread(Sums._in_thread, "second lane"))  # noqa: B010
     return begun
 
 

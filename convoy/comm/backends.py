@@ -1,39 +1,27 @@
-"""How tensors travel through torch.distributed: gloo through host memory, or NCCL between distinct GPUs of one kind.
+"""What carries the tensors of a group, and NCCL between distinct GPUs of one kind: inside one host, or on a trusted network.
 
-For networks that are trusted, and NCCL inside one host; otherwise they travel as `streams.py` says.
+Otherwise they travel as `streams.py` says.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 import torch
 from torch import distributed
-from torch._C import _distributed_c10d
-from torch._C._distributed_c10d import PrefixStore, Store, Work
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from convoy.comm.accelerator import finish, in_host_memory, queued
 from convoy.comm.group import Message
-
-CONTROL = 1 << 30
-"""Tags from here on belong to texts; tensors use those below."""
-
-Tagged = tuple[int, Message]
-
-Gloo: Any = _distributed_c10d.ProcessGroupGloo
-"""Built directly, beside torch's registered groups: then a script may have its own process group, or none. Torch's type
-stubs leave out the methods it inherits."""
 
 
 class PeerFailure(Exception):  # noqa: N818 - inside this room only: the group makes it a DeviceLostError
     """A connection closed, or was silent for the whole time limit; `find_failed` then finds out whose fault it is."""
 
     def __init__(self, peers: Sequence[int], cause: RuntimeError) -> None:
-        # The first sentence says it; the rest of gloo's text is for its own developers.
+        # The first sentence says it; the rest of a library's text is for its own developers.
         self.reason = str(cause).split(". ")[0].splitlines()[0].split("] ", 1)[-1]
         super().__init__(f"message from or to device {', '.join(map(str, peers))}: {self.reason}")
         self.peers = tuple(peers)
@@ -128,92 +116,6 @@ class Staging:
 
     def _goes_through_host(self, tensor: torch.Tensor) -> bool:
         return self._always or tensor.device.type != "cpu"
-
-
-@final
-class GlooBackend:
-    """Tensors over gloo's TCP connections, one to every other device, moved by a thread of gloo's own.
-
-    Tensors on an accelerator are staged through pinned host memory here, since gloo knows some kinds only, and its own
-    copies of their tensors have been wrong in some releases. ``staged`` forces the same path for tensors in host memory.
-    """
-
-    lanes = 2
-
-    def __init__(
-        self, store: Store, device: int, devices: int, address: str, limit_s: float, staged: bool = False
-    ) -> None:
-        """Connect to all others from this machine's ``address``.
-
-        Raises:
-            RuntimeError: somebody could not be reached within ``limit_s``.
-        """
-        options = Gloo._Options()
-        options._devices = [Gloo.create_device(hostname=address)]
-        options._timeout = timedelta(seconds=max(1.0, limit_s))
-        options._threads = 1  # for collectives, which Convoy does not use
-        self._gloo = Gloo(PrefixStore("gloo", store), device, devices, options)
-        self._staging = Staging(staged)
-        self._peers = [peer for peer in range(devices) if peer != device]
-        self._sent: Counter[tuple[int, int]] = Counter()  # (lane, peer) -> messages
-        self._received: Counter[tuple[int, int]] = Counter()
-        self._is_cut = False
-
-    def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int) -> PendingWork:
-        """Start messages; each gets the next tag of its lane, pair and direction.
-
-        Raises:
-            PeerFailure: a connection is closed already.
-        """
-        return self.start_tagged(
-            [(_next_tag(self._sent, message, lane), message) for message in sends],
-            [(_next_tag(self._received, message, lane), message) for message in receives],
-        )
-
-    def start_tagged(self, sends: Sequence[Tagged], receives: Sequence[Tagged]) -> PendingWork:
-        """Start messages under tags that both sides know, each unique among those under way between the pair."""
-        work = PendingWork([])
-        # Receives first: what arrives for a posted receive goes straight to its place.
-        for tag, message in receives:
-            tensor = self._staging.place_for(message.tensor, work)
-            work.works.append(self._begin(self._gloo.recv, tensor, message.peer, tag))
-        tensors = self._staging.in_host([message.tensor.detach() for _, message in sends])
-        for (tag, message), tensor in zip(sends, tensors, strict=True):
-            work.works.append(self._begin(self._gloo.send, tensor, message.peer, tag))
-        return work
-
-    def cut(self, broken: bool) -> None:  # noqa: ARG002 - it never waits for messages
-        if self._is_cut:
-            return
-        self._is_cut = True
-        nothing = torch.empty(1, dtype=torch.uint8)
-        for peer in self._peers:
-            # Messages under way keep the connections open even when the group is dropped; gloo closes all of them at
-            # once when a wait runs out of time. Nobody sends under this tag. Where a connection is closed already, the wait for
-            # it ends at once, and closes no other.
-            with suppress(RuntimeError):
-                self._gloo.recv([nothing], peer, (1 << 31) - 1).wait(timedelta(milliseconds=1))
-        del self._gloo
-
-    def _begin(
-        self, verb: Callable[[list[torch.Tensor], int, int], Work], tensor: torch.Tensor, peer: int, tag: int
-    ) -> tuple[tuple[int, ...], Work]:
-        try:
-            return (peer,), verb([tensor], peer, tag)
-        except RuntimeError as error:
-            raise PeerFailure((peer,), error) from None
-
-
-def _next_tag(counters: Counter[tuple[int, int]], message: Message, lane: int) -> int:
-    """The lane, 14 bits of the message's number on its way, 15 bits of its size.
-
-    Gloo ends the process when a message is longer than its receiver expects, and says nothing when it is shorter.
-    With the size in the tag such messages never meet, and the devices are found waiting in a circle.
-    """
-    number = counters[lane, message.peer] & 0x3FFF
-    counters[lane, message.peer] += 1
-    size_bytes = message.tensor.numel() * message.tensor.element_size()
-    return lane << 29 | number << 15 | (size_bytes * 2654435761 >> 12) & 0x7FFF
 
 
 @final

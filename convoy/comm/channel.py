@@ -87,7 +87,7 @@ class Channel:
         self._arriving, self._leaving = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = None if context is None else context.wrap_bio(self._arriving, self._leaving, server_side=answers)
         self._certificate = certificate
-        self._chunk = memoryview(bytearray(RECEIVED_BYTES)) if context else memoryview(b"")
+        self._chunk = memoryview(bytearray(RECEIVED_BYTES))
         self._ahead = memoryview(b"")  # has arrived, unencrypted, behind what was asked for
         self._behind = b""  # has not left yet
         self._poll: select.poll | None = None
@@ -184,7 +184,7 @@ class Channel:
 
     def _unsealed(self, place: memoryview, until_s: float | None) -> int:
         if not self._ahead:
-            if len(place) >= min(CHUNK_BYTES, len(self._chunk)):
+            if len(place) >= CHUNK_BYTES:
                 self._wait(until_s)
                 if got := self.connection.recv_into(place):
                     return got

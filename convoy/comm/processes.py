@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar, cast, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from convoy._version import __version__
 from convoy.comm import roster
 from convoy.comm.accelerator import limit_memory, pick_device
-from convoy.comm.backends import CONTROL, Backend, GlooBackend, NcclBackend, PeerFailure, PendingWork, can_use_nccl
+from convoy.comm.backends import Backend, NcclBackend, PeerFailure, PendingWork, can_use_nccl
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Credentials
 from convoy.comm.door import Door
@@ -49,7 +49,7 @@ from convoy.comm.rendezvous import (
     title,
     visit_store,
 )
-from convoy.comm.streams import StreamBackend, WrongSizeError
+from convoy.comm.streams import TEXTS, StreamBackend, WrongSizeError
 from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError, shown
 from convoy.fleet.units import quantity
 
@@ -95,7 +95,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
         alone = AloneGroup(torch_device, timeout_s)
         return ChangingGroup(alone) if os.environ.get(LISTEN) else alone
     try:
-        # Torch's store and gloo wait out of reach of signals, some of it without a limit.
+        # Torch's store waits out of reach of signals, some of it without a limit.
         group = ChangingGroup(within(timeout_s + 5.0, lambda: meet(env, torch_device, timeout_s, staged)))
     except TimeoutError:
         raise DeviceLostError(
@@ -212,7 +212,7 @@ def meet(
 class JoinedGroup(CountedGroup):
     """This process in a group of processes. Made by :func:`join`."""
 
-    _first: GlooBackend | StreamBackend
+    _first: StreamBackend
     _backend: Backend
 
     def __init__(
@@ -232,7 +232,6 @@ class JoinedGroup(CountedGroup):
         self._connected: list[Backend] = []
         self._health.waits_for = [None] * self.lanes
         self._failing = threading.Lock()
-        self._agreed = 0
         self._told = False
         self._closed = False
         self._process = os.getpid()
@@ -259,18 +258,16 @@ class JoinedGroup(CountedGroup):
         door, peers = self._health.door, self._health.addresses
         trusted = door.credentials.key is None
         try:
-            if trusted:
-                store: Any = PrefixStore(rendezvous.prefix, cast(Any, rendezvous.whole))
-                self._first = GlooBackend(store, self.device, self.devices, address, limit_s, staged)
-            else:
-                self._first = StreamBackend(door, peers, self.device, self._health.token, limit_s, staged)
+            self._first = StreamBackend(door, peers, self.device, self._health.token, limit_s, staged)
         except RuntimeError as error:
             raise self._unconnected(address, str(error).splitlines()[0]) from error
         self._backend = self._first
         self._connected.append(self._first)
         hosts, names = [each.host for each in self.infos], [each.name for each in self.infos]
         if can_use_nccl([each.device for each in self.infos], names, hosts) and (trusted or len(set(hosts)) == 1):
-            store = self._store_for_nccl(rendezvous) if not trusted else store
+            store: Any = rendezvous.whole if trusted else self._store_for_nccl(rendezvous)
+            if trusted:
+                store = PrefixStore(rendezvous.prefix, store)
             self._backend = NcclBackend(store, self.device, self.devices, self.torch_device, self.timeout_s)
             self._connected.append(self._backend)
             self.lanes = self._backend.lanes
@@ -323,21 +320,19 @@ class JoinedGroup(CountedGroup):
 
     def _swap_pages(self, page: list[str | None], limit_s: float) -> list[bytes]:
         """Everybody's page as JSON, in device order: first the lengths travel, then the pages."""
-        tag = CONTROL + 2 * self._agreed % (CONTROL - 2)
-        self._agreed += 1
         peers = [peer for peer in range(self.devices) if peer != self.device]
         mine = torch.frombuffer(bytearray(json.dumps(page).encode()), dtype=torch.uint8)
         lengths = {peer: torch.zeros(1, dtype=torch.int64) for peer in peers}
-        self._swap(tag, torch.tensor([len(mine)]), lengths, limit_s)
+        self._swap(torch.tensor([len(mine)]), lengths, limit_s)
         pages = {peer: torch.empty(int(lengths[peer]), dtype=torch.uint8) for peer in peers}
-        self._swap(tag + 1, mine, pages, limit_s)
+        self._swap(mine, pages, limit_s)
         pages[self.device] = mine
         return [pages[device].numpy().tobytes() for device in range(self.devices)]
 
-    def _swap(self, tag: int, mine: torch.Tensor, theirs: dict[int, torch.Tensor], limit_s: float) -> None:
-        sends = [(tag, Message(peer, mine)) for peer in theirs]
-        receives = [(tag, Message(peer, tensor)) for peer, tensor in theirs.items()]
-        self._first.start_tagged(sends, receives).wait(limit_s, self._wait_for)
+    def _swap(self, mine: torch.Tensor, theirs: dict[int, torch.Tensor], limit_s: float) -> None:
+        sends = [Message(peer, mine) for peer in theirs]
+        receives = [Message(peer, tensor) for peer, tensor in theirs.items()]
+        self._first.start(sends, receives, TEXTS).wait(limit_s, self._wait_for)
 
     def _wait_for(self, peer: int | None, lane: int = 0) -> None:
         # It stays set after a failure, so that others can follow it.
@@ -425,7 +420,7 @@ class _PendingMessages:
     def __init__(self, group: JoinedGroup, work: PendingWork, lane: int) -> None:
         self.group, self.work, self.lane = group, work, lane
         if work.works:
-            # Gloo forgets a message whose handle is dropped, on this side only, and the next ones never arrive.
+            # Who drops it without a wait must not end messages under way: their tensors and handles stay here.
             group._under_way.add(self)
 
     def wait(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any, final
 
 import torch
 
-from convoy.comm.backends import PeerFailure, PendingWork, Staging, Tagged
+from convoy.comm.backends import PeerFailure, PendingWork, Staging
 from convoy.comm.channel import Channel, NotOfThisJob, Words
 from convoy.comm.door import Door
 from convoy.comm.environment import is_loopback
@@ -374,7 +374,7 @@ def _called(door: Door, address: tuple[str, int], words: Words, deadline_s: floa
 
 @final
 class StreamBackend:
-    """Tensors over authenticated, encrypted connections; see the module's text. Those of accelerators are staged."""
+    """Tensors over the job's own connections; see the module's text. Those of accelerators are staged."""
 
     lanes = 2
 
@@ -419,7 +419,7 @@ class StreamBackend:
             raise RuntimeError(f"device {peer}: {error}") from None
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int) -> PendingWork:
-        """Start messages.
+        """Start messages; on the lane `TEXTS`, too.
 
         Raises:
             PeerFailure: a connection is closed already.
@@ -443,10 +443,6 @@ class StreamBackend:
         except RuntimeError as error:
             raise PeerFailure((peer,), error) from None
         return work
-
-    def start_tagged(self, sends: Sequence[Tagged], receives: Sequence[Tagged]) -> PendingWork:
-        """Start texts, on a lane of their own: there they need no tags."""
-        return self.start([message for _, message in sends], [message for _, message in receives], TEXTS)
 
     def cut(self, broken: bool) -> None:  # noqa: ARG002 - it never waits for messages
         if self._is_cut:

@@ -35,7 +35,7 @@ from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
 from convoy.runtime.compiled import Compiler, Rows
 from convoy.runtime.exchange import Bound, Buffers, Lane, Slots
-from convoy.runtime.gradients import Found, StretchSums, Sums, collect, own_memory, packed, unpack
+from convoy.runtime.gradients import Found, StretchSums, Sums, Worker, collect, own_memory, packed, unpack
 from convoy.runtime.kernels import (
     Arithmetic,
     ByAutograd,
@@ -105,7 +105,7 @@ class Executor:
         self.arithmetic: dict[str, Arithmetic] = {}
         self.calls = {name: bind_operation(model, operation) for name, operation in traced.operations.items()}
         self.norms: dict[str, GlobalBatchNorm] = {}
-        self.slots = Slots()
+        self.slots, self._worker = Slots(), Worker("convoy-sums")
         self.expected_s: Expected = by_arithmetic
         self.compiler: Compiler | None = None
         self._lowered: dict[torch.dtype, dict[str, Arithmetic]] = {}
@@ -296,12 +296,13 @@ class Executor:
         before = {key: gradient for key, gradient in (left or {}).items() if gradient is not None}
         # Of a parameter that is kept in shares, passes before have left the sum of a share, and not a summand.
         found: Found = {key: gradient for key, gradient in before.items() if key not in tape.program.into_shares}
-        sums = Sums(present(self.group), program.sums, self.slots)  # its thread must not go on in another generation
+        # What it sends must not go on in another generation.
+        sums = Sums(present(self.group), program.sums, self.slots, self._worker)
         try:
             with self.whole.in_place(program.gathered):
                 self._run_backward(program, tape, buffers, found, sums)
-        except BaseException:
-            sums.abandon()
+        except BaseException as error:
+            sums.abandon(error)
             raise
         for key in tape.program.into_shares & before.keys():
             gradient = found.get(key)
@@ -310,13 +311,14 @@ class Executor:
         inputs = [buffers.get(name) for name in program.program.input_gradients]
         inputs = [g if g is None or g.untyped_storage().data_ptr() not in taken else g.clone() for g in inputs]
         taken |= {g.untyped_storage().data_ptr() for g in inputs if g is not None}
+        parameters = {key: self.model.get_parameter(key) for key in (*program.reached, *found)}
         for key in program.reached:
             # Of a parameter that lies elsewhere a device has an empty gradient, and zeros of one whose sum others wait for: to
             # optimizers, all devices have as many.
-            parameter = self.model.get_parameter(key)
+            parameter = parameters[key]
             if found.get(key) is None and (key in program.waiting or not parameter.numel()):
                 found[key] = torch.zeros_like(parameter)
-        return {k: own_memory(self.model.get_parameter(k), g, taken) for k, g in found.items() if g is not None}, inputs
+        return {k: own_memory(parameters[k], g, taken) for k, g in found.items() if g is not None}, inputs
 
     def _with(
         self, program: Program, output_gradients: Sequence[Tensor | None], mixing_stage: int, left: frozenset[str]

@@ -1,6 +1,7 @@
 """The loader: every device gets its part of the same batches. Which samples make step k depends on the seed and k alone."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from convoy.comm.accelerator import bring
 from convoy.comm.agreement import difference, gather
 from convoy.data.augment import Augment
 from convoy.data.datasets import naming, own_random_numbers, reseed, targets_of
+from convoy.data.images import Images
 from convoy.errors import ConvoyError, DataError, InputError, MismatchError, shown
 from convoy.runtime.inputs import mark_part
 from convoy.runtime.module import Distributed, not_distributed
@@ -232,6 +234,8 @@ class _Parts(Dataset[Any]):
     ) -> None:
         self.dataset, self.batches, self.parts, self.nothing = dataset, batches, parts, nothing
         self.augment, self.seed, self.epoch, self.collate = augment, seed, epoch, collate
+        # Images in memory draw no random numbers: to keep the streams of others takes longer than to load them.
+        self.draws = type(dataset) is not Images or augment is not None or collate is not None
         # What puts samples together may change labels too.
         self.targets = targets_of(dataset) if collate is None else None
 
@@ -241,7 +245,7 @@ class _Parts(Dataset[Any]):
     def __getitem__(self, k: int) -> tuple[Tensor, Tensor] | ConvoyError:
         """The part, or what is wrong with it: raised in a worker, it would come wrapped in the worker's traceback."""
         try:
-            with own_random_numbers():
+            with own_random_numbers() if self.draws else nullcontext():
                 return self._load(self.batches[k], *self.parts[k])
         except ConvoyError as error:
             return error
@@ -279,7 +283,8 @@ class _Parts(Dataset[Any]):
             return self.dataset[index]
 
     def _reseed(self, what: object) -> None:
-        reseed(f"{self.seed}/{self.epoch}/{what}")
+        if self.draws:
+            reseed(f"{self.seed}/{self.epoch}/{what}")
 
 
 def _around(*ranges: tuple[int, int]) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import Form
 from convoy.runtime import executor
 from convoy.runtime.exchange import Lane, Slots
-from convoy.runtime.gradients import Sums
+from convoy.runtime.gradients import Sums, Worker
 from convoy.sharding.layout import box
 from tests.runtime.test_memory_peak import Living
 from tests.support.processes import on_processes
@@ -51,20 +51,21 @@ def planned(form: Form) -> tuple[Plan, Graph]:
 class SlowSums(Sums):
     """Each sum runs when it is waited for."""
 
-    def __init__(self, group: Group, sums: Any, slots: Slots) -> None:
-        super().__init__(group, sums, slots)
+    def __init__(self, group: Group, sums: Any, slots: Slots, worker: Worker) -> None:
+        super().__init__(group, sums, slots, worker)
+        self._lane = Lane(group, 0, slots)
         self._held: list[tuple[int, Tensor]] = []
 
     def _start(self, step: int, flat: Tensor) -> None:
         self._held.append((step, flat))
 
     def wait(self, step: int) -> None:
-        while self._held and not self._done[step].is_set():
-            self._run(Lane(self.group, 0, self.slots), *self._held.pop(0))
+        while any(held == step for held, _ in self._held):
+            self._run(*self._held.pop(0))
 
     def finish(self) -> None:
         while self._held:
-            self._run(Lane(self.group, 0, self.slots), *self._held.pop(0))
+            self._run(*self._held.pop(0))
 
 
 class LivingMemory(Living):
