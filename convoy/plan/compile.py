@@ -182,6 +182,7 @@ class _Compiler:
         self.sums: list[Operation] = []
         self.under_way: dict[int, deque[Landing]] = {}
         self.begun: list[SumGradients] = []
+        self.last_rounds: list[Operation] = []  # of the sums: what waits for them
         self.of_freed: list[int] = []  # the sums under way whose parameters are freed after use
         self.users = {k: s.devices for s in steps.steps if isinstance(s, GatherWeights) for k in s.keys}
         self.freed = {k for s in steps.steps if isinstance(s, ComputeStep) for k in s.frees}
@@ -233,6 +234,8 @@ class _Compiler:
         for value in self.steps.input_gradients if phase == "backward" else ():
             if value is not None:
                 self._merge(value.key, self.end)
+        self.sums += self.last_rounds
+        self.last_rounds = []
         if self.begun:
             self.main.append(Wait(self.end, tuple(("summed", step.id, 0) for step in self.begun)))
             self.main += [_unpack(step, self.device) for step in self.begun]
@@ -500,12 +503,20 @@ class _Compiler:
         self.main.append(replace(_unpack(step, self.device), mixed_over=len(both), scale=scale))
 
     def _begin_sum(self, step: SumGradients) -> list[Pack | Signal]:
-        """The main lane joins the gradients and says that they are there; the second lane waits for that, and sums."""
+        """The main lane joins the gradients and says that they are there; the second lane waits for that, and sums.
+
+        What arrives in the last rounds is where it belongs, so it is waited for behind all sums: the next one begins meanwhile.
+        """
         ready, summed = ("ready", step.id, 0), ("summed", step.id, 0)
-        self.sums.append(Wait(step.id, (ready,)))
-        self.sums += sum_operations(step.id, step.schedule, self.device, _flat(step), step.wire, lane=1)
-        self.sums += _own_share(step, self.device)
-        self.sums.append(Signal(step.id, summed))
+        rounds = list(sum_operations(step.id, step.schedule, self.device, _flat(step), step.wire, lane=1))
+        behind: list[Operation] = [Signal(step.id, summed)]
+        while not step.into and rounds and isinstance(rounds[-1], Wait):
+            behind.insert(0, rounds.pop())
+        self.sums += [Wait(step.id, (ready,)), *rounds, *_own_share(step, self.device)]
+        if step.into:
+            self.sums += behind
+        else:
+            self.last_rounds += behind
         if self.freed.intersection(step.keys):
             self.of_freed.append(step.id)
         self.begun.append(step)

@@ -34,6 +34,9 @@ from convoy.sharding.shares import Shares, rescale
 BUCKET_ENTRIES = 500_000
 """A sum of gradients starts when this many entries are ready: large enough for full bandwidth, small enough to overlap."""
 
+BESIDE_ENTRIES = 125_000
+"""What has so many leaves together with what is full: at the end of a step it would be alone on the wire."""
+
 
 def lower(
     plan: Plan,
@@ -422,8 +425,10 @@ class _Buckets:
 
     def take(self, first_id: int, *, everything: bool) -> Iterator[SumGradients]:
         """The sums that are due, numbered from `first_id`."""
+        entries = {name: sum(bucket.sizes) for name, bucket in self.open.items()}
+        is_full = any(n >= BUCKET_ENTRIES for n in entries.values())
         for name, bucket in list(self.open.items()):
-            if everything or sum(bucket.sizes) >= BUCKET_ENTRIES:
+            if everything or entries[name] >= BUCKET_ENTRIES or (is_full and entries[name] >= BESIDE_ENTRIES):
                 devices, samples, in_shares, alone = name
                 del self.open[name]
                 flags = len(bucket.sizes) if bucket.flagged else 0

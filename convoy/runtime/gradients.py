@@ -4,8 +4,9 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +29,31 @@ Found = dict[str, Tensor | None]
 A key that is missing was reached on no device: the loss does not depend on that parameter."""
 
 
-def sums_of(lane: Sequence[Operation]) -> dict[int, list[Bound]]:
-    """The operations of each gradient sum of a program's second lane, by its step, in the order in which they run."""
-    found: dict[int, list[Operation]] = {}
-    for operation in lane:
-        row = found.setdefault(operation.step, [])
-        if not isinstance(operation, Signal) and not (
-            isinstance(operation, Wait) and operation.events[0][0] == "ready"
-        ):
-            row.append(operation)
-    return {step: with_messages(row) for step, row in found.items()}
+@dataclass(frozen=True)
+class SumLane:
+    """The second lane of a program, as it runs.
+
+    Attributes:
+        sums: the operations of each gradient sum, by its step, in the order in which they run.
+        behind: what is left when all have run: waits for messages that arrive where they belong.
+    """
+
+    sums: Mapping[int, list[Bound]]
+    behind: list[Bound]
+
+    @classmethod
+    def of(cls, lane: Sequence[Operation]) -> Self:
+        """That of a program."""
+        sums: dict[int, list[Operation]] = {}
+        behind: list[Operation] = []
+        last = -1
+        for operation in lane:
+            if isinstance(operation, Wait) and operation.events[0][0] == "ready":
+                last = operation.step
+                sums[last] = []
+            elif not isinstance(operation, Signal):
+                (sums[last] if operation.step == last else behind).append(operation)
+        return cls({step: with_messages(row) for step, row in sums.items()}, with_messages(behind))
 
 
 class Worker:
@@ -85,7 +101,7 @@ class Sums:
     sums in the same order: one whose gradients are there early waits for those before it.
 
     Args:
-        sums: the operations of each, as `sums_of` gives them.
+        lane: of the program.
         slots: where summands arrive, step after step.
         worker: the thread.
 
@@ -93,11 +109,11 @@ class Sums:
         shares: what this device keeps of sums that come to shares, as buffers.
     """
 
-    def __init__(self, group: Group, sums: dict[int, list[Bound]], slots: Slots, worker: Worker) -> None:
+    def __init__(self, group: Group, lane: SumLane, slots: Slots, worker: Worker) -> None:
         self.group = group
-        self._sums, self._worker = sums, worker
+        self._sums, self._behind, self._worker = lane.sums, lane.behind, worker
         self._lane = Lane(group, 0 if group.lanes == 1 else SUM_LANE, slots)
-        self._order = list(sums)
+        self._order = list(lane.sums)
         self._ready: dict[int, Tensor] = {}
         self._stream = Streams(group.torch_device)
         self._error: BaseException | None = None
@@ -152,6 +168,7 @@ class Sums:
         assert not self._ready, "a gradient sum was never begun"
         for step in self._done:
             self.wait(step)
+        self._lane.run(self._behind, {}, torch.float32)  # which makes nothing
 
     def abandon(self, error: BaseException) -> None:
         """Begin no more sums; what is under way ends with the group."""

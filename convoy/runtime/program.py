@@ -29,7 +29,7 @@ from convoy.plan.device_program import (
 from convoy.plan.steps import Compute as ComputeStep
 from convoy.plan.steps import GatherWeights, ShareStatistics, StepList, SumGradients
 from convoy.runtime.exchange import Bound, with_messages
-from convoy.runtime.gradients import sums_of
+from convoy.runtime.gradients import SumLane
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Program:
         self.waiting = frozenset(k for s in steps.later if device in s.devices and not s.flags for k in s.keys)
         summed = [s for s in steps.steps if isinstance(s, SumGradients)]
         self.into_shares = frozenset(key for step in summed if step.into for key in step.keys)
-        self.sums = sums_of(program.sums)
+        self.sums = SumLane.of(program.sums)
         shared = [step for step in steps.phase("forward") if isinstance(step, ShareStatistics)]
         self.statistics = {
             name: (step.members, value) for step in shared for name, value in zip(step.layers, step.reads, strict=True)

@@ -1,9 +1,13 @@
 """lower: the backward half of a step list, and the sums of gradients."""
 
 import pytest
+import torch
 
 import convoy.plan.lower
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
 from convoy.plan.lower import lower
+from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Compute, ShareStatistics, SumGradients
 from convoy.plan.strategy import Batch
 from tests.support.one_device import by_name, graph_of
@@ -87,6 +91,18 @@ def test_gradients_travel_in_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
         ("fc.weight", "fc.bias", "conv2.weight", "conv2.bias"),
         ("conv1.weight", "conv1.bias"),
     ]
+
+
+def test_what_is_not_small_leaves_with_a_gradient_that_fills_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """two-conv 50:500: 320,000 gradients of the last layer waited for more company than the first layer has, until the end of
+    the step, while those of the convolution in between travelled; and were then alone on the wire for 15 ms of 280."""
+    graph = trace(build_net("two-conv:50:500", (3, 32, 32), 10), torch.zeros(1, 3, 32, 32)).graph
+    steps = lower(named_plan("data", graph, 8, Speeds((1.0, 1.0))), graph)
+    sums = [s.keys for s in steps.steps if isinstance(s, SumGradients)]
+    assert sums == [("7.weight", "7.bias", "3.bias"), ("3.weight",), ("0.weight", "0.bias")]
+    monkeypatch.setattr(convoy.plan.lower, "BESIDE_ENTRIES", 320_511)
+    steps = lower(named_plan("data", graph, 8, Speeds((1.0, 1.0))), graph)
+    assert [len(s.keys) for s in steps.steps if isinstance(s, SumGradients)] == [1, 5]
 
 
 def test_gradients_of_different_holders_travel_apart() -> None:

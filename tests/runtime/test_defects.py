@@ -17,7 +17,7 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime import gradients
-from convoy.runtime.gradients import Sums, Worker
+from convoy.runtime.gradients import SumLane, Sums, Worker
 from convoy.runtime.module import Distributed
 from tests.support import nets
 from tests.support.threads import run_on_threads
@@ -132,7 +132,7 @@ def test_sums_go_on_in_the_stream_of_the_caller(monkeypatch: pytest.MonkeyPatch)
 
         device, devices, lanes, torch_device = 0, 1, 2, torch.device("cuda", 0)
 
-    sums = Sums(Away(), {3: []}, gradients.Slots(), Worker("sums"))  # type: ignore[arg-type]
+    sums = Sums(Away(), SumLane({3: []}, []), gradients.Slots(), Worker("sums"))  # type: ignore[arg-type]
     sums.begin(3, torch.zeros(1))
     sums.finish()
     ((stream, thread),) = seen

@@ -25,7 +25,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import Form
 from convoy.runtime import executor
 from convoy.runtime.exchange import Lane, Slots
-from convoy.runtime.gradients import Sums, Worker
+from convoy.runtime.gradients import SumLane, Sums, Worker
 from convoy.sharding.layout import box
 from tests.runtime.test_memory_peak import Living
 from tests.support.processes import on_processes
@@ -51,8 +51,8 @@ def planned(form: Form) -> tuple[Plan, Graph]:
 class SlowSums(Sums):
     """Each sum runs when it is waited for."""
 
-    def __init__(self, group: Group, sums: Any, slots: Slots, worker: Worker) -> None:
-        super().__init__(group, sums, slots, worker)
+    def __init__(self, group: Group, lane: SumLane, slots: Slots, worker: Worker) -> None:
+        super().__init__(group, lane, slots, worker)
         self._lane = Lane(group, 0, slots)
         self._held: list[tuple[int, Tensor]] = []
 

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 
 import convoy
 from convoy.comm.group import Group
+from convoy.data.images import Images
 from convoy.errors import DataError
 from convoy.plan.plan import Plan
 from convoy.train.loader import Loader
@@ -176,6 +177,28 @@ def test_loading_leaves_the_random_numbers_of_the_program_alone() -> None:
         return [(float(torch.rand(())), random.random(), float(np.random.rand())) for _ in Loader(dataset, 5)]
 
     assert numbers(Augmented(10)) == numbers(Plain(10))
+
+
+class Noisy(Images):
+    """Images that draw random numbers, which Convoy's own do not: those load without keeping the streams."""
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitems__(indices)
+        return x + torch.rand(()), y
+
+
+def test_images_of_ones_own_kind_may_draw_random_numbers() -> None:
+    made = torch.zeros(10, 3, 4, 4, dtype=torch.uint8), torch.zeros(10, dtype=torch.int64), 2, (0.0,) * 3, (1.0,) * 3
+
+    def numbers(dataset: Images, seed: int) -> tuple[list[float], float]:
+        torch.manual_seed(seed)
+        return [float(x[0, 0, 0, 0]) for x, _ in Loader(dataset, 5, shuffle=False)], float(torch.rand(()))
+
+    plain, noisy = numbers(Images(*made), 1), numbers(Noisy(*made), 1)
+    assert plain[1] == noisy[1], "the program's own numbers"
+    assert plain[0] == [0.0, 0.0]
+    assert len({0.0, *noisy[0]}) == 3
+    assert numbers(Noisy(*made), 2)[0] == noisy[0], "they follow from the loader's seed"
 
 
 @pytest.mark.parametrize("targets", [False, True])
