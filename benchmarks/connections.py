@@ -1,9 +1,9 @@
-"""What authenticated, encrypted connections cost beside gloo's, and what strangers at the doors cost them.
+"""What authenticated, encrypted connections cost beside plain ones, and what strangers at the doors cost them.
 
     python -m benchmarks.connections [--rounds 5]
 
 Two hosts and a stranger's, as network namespaces with cards of 1 Gbit/s (Linux, root). The two exchange tensors, and do steps
-that compute and exchange; by turns encrypted, over a trusted network (gloo), and encrypted among strangers who never stop:
+that compute and exchange; by turns encrypted, over a trusted network (plain), and encrypted among strangers who never stop:
 half-open connections by the hundred, random bytes in place of a handshake and after one. Medians over the rounds, of the slower
 host.
 """

@@ -214,7 +214,7 @@ def _compared(place: Place, part: str, devices: str) -> Row:
 
 
 def nccl(place: Place) -> Iterator[Row]:
-    """As far as one GPU goes: NCCL begins, sums and ends; two processes that share it are given gloo. On two, a training."""
+    """As far as one GPU goes: NCCL begins, sums and ends; two processes that share it speak over connections. On two, a training."""
     kind, device = place.device.type, place.device
     if kind != "cuda" or not distributed.is_nccl_available():
         yield Row("nccl", "NCCL", f"not here: needs an NVIDIA GPU and a torch with NCCL, not {kind}")
@@ -225,7 +225,7 @@ def nccl(place: Place) -> Iterator[Row]:
     except RuntimeError as error:
         yield Row("nccl", "a group of one begins, sums and ends", str(error).splitlines()[0][:200], good=False)
     shared = can_use_nccl([str(device)] * 2, [hardware_name(device)] * 2, ["here"] * 2)
-    yield Row("nccl", "two processes on one GPU", "NCCL" if shared else "gloo, since NCCL refuses it", not shared)
+    yield Row("nccl", "two processes on one GPU", "NCCL" if shared else "connections, since NCCL refuses it", not shared)
     if torch.accelerator.device_count() > 1:
         yield _compared(place, "nccl", f"{kind}:0,{kind}:1")
     else:

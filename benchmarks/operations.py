@@ -409,7 +409,7 @@ def table_of(net: str, batch: int, plain: Sequence[Seen], deep: Sequence[Seen]) 
 
 def main(
     devices: Annotated[int, typer.Option(min=2, help="Processes.")] = 4,
-    trusted: Annotated[bool, typer.Option(help="Over torch.distributed's gloo, as with --trust-network.")] = False,
+    trusted: Annotated[bool, typer.Option(help="Without a key, as with --trust-network.")] = False,
     sealed: Annotated[bool, typer.Option(help="Encrypted, as between machines.")] = False,
     net: Annotated[str | None, typer.Option(help="One net alone.")] = None,
     batch: Annotated[int, typer.Option(min=1)] = 64,

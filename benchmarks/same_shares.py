@@ -143,7 +143,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=3)] = 12,
     limit: Annotated[float, typer.Option(help="Seconds after which no further round begins.")] = 480.0,
     results: Annotated[Path | None, typer.Option(help="File to write.")] = None,
-    trusted: Annotated[bool, typer.Option(help="Convoy's tensors over gloo, as DDP's; else encrypted.")] = False,
+    trusted: Annotated[bool, typer.Option(help="Convoy's tensors not encrypted, as DDP's; else encrypted.")] = False,
     order: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Rehearse the fleet."""

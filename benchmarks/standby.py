@@ -3,7 +3,7 @@
     python -m benchmarks.standby [--rounds 5] [--net two-conv:50:500] [--batch 128] [--plans data,hybrid]
 
 Two hosts, as network namespaces with cards of 1 Gbit/s (Linux, root), each with one process on a core of its own. Both have two
-groups at once, one encrypted and one of a trusted network (gloo), and train by each plan, some steps in turn:
+groups at once, one encrypted and one of a trusted network, and train by each plan, some steps in turn:
 
     trusted     on the trusted network, no state is kept
     encrypted   no state is kept

@@ -137,7 +137,7 @@ def predictions(graph: Graph, say: Callable[[str], None]) -> list[str]:
     return [
         f"Three machines with one such GPU each and a fourth with a processor alone (`{PROCESSOR}`), from the catalogue of "
         f"device classes; each with a link to a switch, {LATENCY_S * 1e6:g} us. Times the speed of one GPU alone, by messages "
-        "through gloo and host memory as Convoy sends them, and *free*: if bytes took time on the wire alone.",
+        "through host memory as Convoy sends them, and *free*: if bytes took time on the wire alone.",
         table(["GPU", "Gbit/s", "batch", "samples/s of one", *plans, "limit"], rows),
         f"The least Gbit/s of every link with which they reach {PUBLISHED:g} times one GPU, at batch {REAL_BATCHES[-1]:,}; "
         f"*never*: what they reach with {WIDEST_BITS_PER_S / 1e9:,.0f} Gbit/s, where the master's own work remains and, unless "

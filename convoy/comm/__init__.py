@@ -18,7 +18,7 @@ applicants.py   who asks to be let in, and what was decided
 launcher.py     what a device tells the launcher that started it
 rendezvous.py   how processes find each other at a store
 streams.py      how tensors travel over connections of the job's own
-backends.py     how they travel through torch.distributed: gloo, staged through host memory where that is needed, or NCCL
+backends.py     what carries tensors, staged through host memory where that is needed; NCCL
 failure.py      which peer failed: found by following who waits for whom
 launch_env.py   what torchrun, srun and mpirun tell a process, as torchrun's variables
 agreement.py    what all devices must know alike: values of each, results of device 0, checks that they are the same

@@ -258,7 +258,7 @@ class Rendezvous:
 
     def __init__(self, store: Store, env: ProcessEnv, number: int, deadline_s: float) -> None:
         """Rendezvous ``number`` of this process; all processes hold equally many. It ends at ``deadline_s``."""
-        # A restarted or second one must not find the infos, or gloo's addresses, of the one before.
+        # A restarted or second one must not find the infos, or NCCL's addresses, of the one before.
         self.prefix, self.whole = f"convoy/{env.attempt}/{number}", store
         self.store = Prefixed(self.prefix, store)
         self.env = env

@@ -53,7 +53,7 @@ OTHER_NET = 1.53
 """The same, of devices that were measured with another net."""
 
 WIRE = 0.95
-"""Of a card's rate, what messages reach (gloo, from 4 MB up)."""
+"""Of a card's rate, what messages reach (measured over gloo, from 4 MB up)."""
 
 
 def reached_by(device: Device) -> Reached:
@@ -142,7 +142,7 @@ def _slower(device: Device) -> float:
 
 
 HANDLING_S_PER_BYTE = 5.5e-10
-"""Of a core, for each byte that gloo sends or receives, rounded from the same."""
+"""Of a core, for each byte sent or received, rounded from what gloo took; unencrypted connections take as much."""
 
 ENCRYPTION_S_PER_BYTE = 4e-10
 """The same, of TLS where messages leave the machine (`python -m benchmarks.connections`, docs/decisions/043)."""

@@ -85,7 +85,7 @@ def have_bad_days(device: int) -> list[Any]:
         else:
             reports.append(say(group, lambda: group.exchange([], [Message({0: 2, 2: 1}[device], here)])))
 
-    with join("cpu", timeout_s=20) as group:  # 1 sends more than 0 expects: gloo alone would end the process
+    with join("cpu", timeout_s=20) as group:  # 1 sends more than 0 expects
         group.timeout_s = 0.5
         if device == 1:
             reports.append(say(group, lambda: group.exchange([Message(0, torch.ones(8))], [Message(0, here)])))

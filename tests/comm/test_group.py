@@ -232,7 +232,7 @@ def send_from_gpu(device: int, own_gpu: bool) -> list[float]:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("own_gpu", [False, True], ids=["gloo, one GPU shared", "NCCL, a GPU each"])
+@pytest.mark.parametrize("own_gpu", [False, True], ids=["one GPU shared", "NCCL, a GPU each"])
 def test_messages_arrive_on_gpus(own_gpu: bool) -> None:
     needed = 2 if own_gpu else 1
     if torch.cuda.device_count() < needed:

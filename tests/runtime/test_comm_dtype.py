@@ -424,7 +424,7 @@ def seen_on_process(group: Group) -> list[Any]:
 
 
 def test_on_processes_it_is_the_same_as_on_threads() -> None:
-    """Over gloo, where sums travel on a lane of their own while backward goes on."""
+    """On a group of processes, where sums travel on a lane of their own while backward goes on."""
     model, batches = model_and_batches("two-conv")
     with one_trace("two-conv", torch.float32):
         expected = run_on_threads(3, lambda group: seen(group, model, batches), LIMIT_S)
