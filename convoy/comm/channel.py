@@ -148,6 +148,21 @@ class Channel:
             self._behind = content
         return not self._behind
 
+    def send_some(self, head: bytes, content: memoryview) -> int | None:
+        """Send as much as the kernel takes without waiting, where nothing is encrypted.
+
+        Returns:
+            how many bytes of the content have left; what of the head has not leaves before what is sent next. None: nothing.
+        """
+        if self._tls is not None or self._behind:
+            return None
+        try:
+            count = self.connection.sendmsg([head, content], [], socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        self._behind = head[count:]
+        return max(0, count - len(head))
+
     def flush(self) -> None:
         """Send what has not left yet."""
         if self._behind:

@@ -4,11 +4,11 @@ A connection carries messages in one direction, in the order in which they were 
 another one than its receiver expects is an error on the spot. Lanes know nothing of each other.
 
 Who moves a message depends on its size. A small one costs more to hand over to another thread than to move: it is sent at once,
-by who starts it, where the connection is free and the kernel takes it without waiting; and it is read by who waits for it. All
-others are moved by a thread at either end, which does not hold Python's lock while it encrypts, decrypts or waits: what is
-large travels while the device computes. So does what nobody receives yet: it waits in the memory of the sender, or of the
-kernel. The thread of a connection sends small messages that are behind each other as one piece, and what has come together is
-read together.
+by who starts it, where the connection is free and the kernel takes it without waiting; and it is read by who waits for it. Of a
+large one that is not encrypted there leaves at once what the kernel takes. All else is moved by a thread at either end, which
+does not hold Python's lock while it encrypts, decrypts or waits: what is large travels while the device computes. So does what
+nobody receives yet: it waits in the memory of the sender, or of the kernel. The thread of a connection sends small messages that
+are behind each other as one piece, and what has come together is read together.
 """
 
 import queue
@@ -76,7 +76,8 @@ class Ticket:
         self._done.release()
 
 
-_Order = tuple[memoryview, Ticket]
+_Order = tuple[memoryview, Ticket, bool]
+"""What is to be sent, and whether the beginning of it has left, with the header."""
 
 
 @final
@@ -100,21 +101,26 @@ class Outflow:
         with self._lock:
             if self._error is not None:
                 raise _fresh(self._error)
-            if not self._left and len(content) <= SMALL_BYTES:
-                if not self._at_once(content):
-                    self._hand_over((memoryview(b""), Ticket()))  # the rest, which is a copy
+            begun = None if self._left else self._begun(content)
+            if begun == len(content):
                 return None
             ticket = Ticket()
-            self._hand_over((content, ticket))
+            self._hand_over((content[begun or 0 :], ticket, begun is not None))
         return ticket
 
-    def _at_once(self, content: memoryview) -> bool:
+    def _begun(self, content: memoryview) -> int | None:
+        """Send what can leave without waiting: how much that is, or None if nothing."""
+        header = _HEADER.pack(len(content))
         try:
-            return self._channel.send_at_once(_HEADER.pack(len(content)) + content)
+            if len(content) > SMALL_BYTES:
+                return self._channel.send_some(header, content)
+            if not self._channel.send_at_once(header + content):
+                self._hand_over((_NOTHING, Ticket(), True))  # the rest, which is a copy
         except OSError as error:
             self._error = _closed(error)
             self._channel.cut()
             raise _fresh(self._error) from None
+        return len(content)
 
     def _hand_over(self, order: _Order) -> None:
         self._left += 1
@@ -138,9 +144,9 @@ class Outflow:
     def _run(self) -> None:
         while orders := self._next():
             try:
-                self._send([content for content, _ in orders])
+                self._send(orders)
             except (OSError, NotOfThisJob) as error:
-                self._fail([ticket for _, ticket in orders], _closed(error))
+                self._fail([order[1] for order in orders], _closed(error))
                 return
             with self._lock:
                 self._left -= len(orders)
@@ -162,11 +168,11 @@ class Outflow:
             size += len(order[0])
         return orders
 
-    def _send(self, contents: Sequence[memoryview]) -> None:
+    def _send(self, orders: Sequence[_Order]) -> None:
         joined = b""
-        for content in contents:
-            if not content:
-                self._channel.flush()
+        for content, _, begun in orders:
+            if begun:  # it is the first: who sends at once has nothing before it
+                self._channel.send(content)
             elif len(content) <= SMALL_BYTES:
                 joined += _HEADER.pack(len(content)) + content
             else:

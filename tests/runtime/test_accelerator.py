@@ -85,7 +85,7 @@ def test_moves_checkpoints_optimizers_and_rebalancing_on_a_mixed_fleet() -> None
 
 @pytest.mark.parametrize("plan", ["hybrid --speeds 2,1", pytest.param("auto --budget 1", marks=pytest.mark.slow)])
 def test_the_command_trains_on_an_accelerator_and_a_cpu(plan: str, tmp_path: Path) -> None:
-    """In processes of their own: through pinned memory and connections. torch loads the backend as it loads those of other vendors."""
+    """In processes of their own: through pinned memory. torch loads the backend as it loads those of other vendors."""
     installed = tmp_path / "convoy_sim-0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: convoy-sim\nVersion: 0\n")
