@@ -214,7 +214,7 @@ def _compared(place: Place, part: str, devices: str) -> Row:
 
 
 def nccl(place: Place) -> Iterator[Row]:
-    """As far as one GPU goes: NCCL begins, sums and ends; two processes that share it speak over connections. On two, a training."""
+    """As far as one GPU goes: NCCL begins, sums and ends; two processes that share it use connections. On two, a training."""
     kind, device = place.device.type, place.device
     if kind != "cuda" or not distributed.is_nccl_available():
         yield Row("nccl", "NCCL", f"not here: needs an NVIDIA GPU and a torch with NCCL, not {kind}")

@@ -7,8 +7,8 @@ Who moves a message depends on its size. A small one costs more to hand over to 
 by who starts it, where the connection is free and the kernel takes it without waiting; and it is read by who waits for it. Of a
 large one that is not encrypted there leaves at once what the kernel takes. All else is moved by a thread at either end, which
 does not hold Python's lock while it encrypts, decrypts or waits: what is large travels while the device computes. So does what
-nobody receives yet: it waits in the memory of the sender, or of the kernel. The thread of a connection sends small messages that
-are behind each other as one piece, and what has come together is read together.
+nobody receives yet: it waits in the memory of the sender, or of the kernel. The thread of a connection sends small messages
+that are behind each other as one piece, and what has come together is read together.
 """
 
 import queue

@@ -204,8 +204,8 @@ def test_another_size_than_expected_is_an_error(size: int, pair: list[StreamBack
 
 
 def test_of_a_large_message_there_leaves_at_once_what_the_kernel_takes() -> None:
-    """To wake a thread for each made a step of AlexNet, its Linear layers by filters, 9 % longer than over gloo. What is left of
-    one goes behind it, and so do the messages after it."""
+    """To wake a thread for each made a step of AlexNet, its Linear layers by filters, 9 % longer than over gloo. What is left
+    of one goes behind it, and so do the messages after it."""
     with connected(two_doors()) as pair:
         out = pair[0]._out[0, 1]
         sizes = (1_000_000, 32_000_000, 10, 20_000)
