@@ -225,7 +225,7 @@ def nccl(place: Place) -> Iterator[Row]:
     except RuntimeError as error:
         yield Row("nccl", "a group of one begins, sums and ends", str(error).splitlines()[0][:200], good=False)
     shared = can_use_nccl([str(device)] * 2, [hardware_name(device)] * 2, ["here"] * 2)
-    yield Row("nccl", "two processes on one GPU", "NCCL" if shared else "connections, since NCCL refuses it", not shared)
+    yield Row("nccl", "two processes on one GPU", "NCCL" if shared else "connections: NCCL refuses it", not shared)
     if torch.accelerator.device_count() > 1:
         yield _compared(place, "nccl", f"{kind}:0,{kind}:1")
     else:
