@@ -510,13 +510,10 @@ class _Compiler:
         ready, summed = ("ready", step.id, 0), ("summed", step.id, 0)
         rounds = list(sum_operations(step.id, step.schedule, self.device, _flat(step), step.wire, lane=1))
         behind: list[Operation] = [Signal(step.id, summed)]
-        while not step.into and rounds and isinstance(rounds[-1], Wait):
+        while rounds and isinstance(rounds[-1], Wait):
             behind.insert(0, rounds.pop())
         self.sums += [Wait(step.id, (ready,)), *rounds, *_own_share(step, self.device)]
-        if step.into:
-            self.sums += behind
-        else:
-            self.last_rounds += behind
+        (self.sums if step.into else self.last_rounds).extend(behind)
         if self.freed.intersection(step.keys):
             self.of_freed.append(step.id)
         self.begun.append(step)
