@@ -28,7 +28,7 @@ KEY_PIPE = "CONVOY_JOB_KEY_PIPE"
 """The number of the pipe through which a launcher hands the key over. It can be read once."""
 
 TRUST = "CONVOY_TRUST_NETWORK"
-"""Set to 1, the devices speak through torch.distributed, neither authenticated nor encrypted."""
+"""Set to 1, connections are neither authenticated nor encrypted."""
 
 MOST_BYTES = 16_384
 """Of a key as text. A pipe holds as much on every system."""

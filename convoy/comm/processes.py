@@ -265,9 +265,8 @@ class JoinedGroup(CountedGroup):
         self._connected.append(self._first)
         hosts, names = [each.host for each in self.infos], [each.name for each in self.infos]
         if can_use_nccl([each.device for each in self.infos], names, hosts) and (trusted or len(set(hosts)) == 1):
-            store: Any = rendezvous.whole if trusted else self._store_for_nccl(rendezvous)
-            if trusted:
-                store = PrefixStore(rendezvous.prefix, store)
+            whole: Any = rendezvous.whole  # torch's own, where there is no key
+            store = PrefixStore(rendezvous.prefix, whole) if trusted else self._store_for_nccl(rendezvous)
             self._backend = NcclBackend(store, self.device, self.devices, self.torch_device, self.timeout_s)
             self._connected.append(self._backend)
             self.lanes = self._backend.lanes

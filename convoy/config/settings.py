@@ -180,7 +180,7 @@ class Settings(BaseModel):
     )
     trust_network: bool = _fleet(
         False,
-        "Speak through torch.distributed, neither authenticated nor encrypted: whoever reaches the machines' ports can read "
+        "Connections are neither authenticated nor encrypted: whoever reaches the machines' ports can read "
         "and end the job.",
         here=True,
     )

@@ -298,12 +298,8 @@ class Executor:
         found: Found = {key: gradient for key, gradient in before.items() if key not in tape.program.into_shares}
         # What it sends must not go on in another generation.
         sums = Sums(present(self.group), program.sums, self.slots, self._worker)
-        try:
-            with self.whole.in_place(program.gathered):
-                self._run_backward(program, tape, buffers, found, sums)
-        except BaseException as error:
-            sums.abandon(error)
-            raise
+        with self.whole.in_place(program.gathered):
+            self._run_backward(program, tape, buffers, found, sums)
         for key in tape.program.into_shares & before.keys():
             gradient = found.get(key)
             found[key] = before[key] if gradient is None else before[key] + gradient.view_as(before[key])

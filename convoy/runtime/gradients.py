@@ -98,7 +98,8 @@ class Sums:
 
     A thread takes them one after the other, in the order of the program, on a lane of the group that is its own. It waits for
     the network, without a processor, and adds. Where a group has a single lane, sums are made at once. Every device begins its
-    sums in the same order: one whose gradients are there early waits for those before it.
+    sums in the same order: one whose gradients are there early waits for those before it. What was begun is made also where
+    backward ends with an error: the other devices make it, too, and messages of the next step go behind it.
 
     Args:
         lane: of the program.
@@ -141,11 +142,10 @@ class Sums:
 
     def _in_thread(self, step: int, flat: Tensor) -> None:
         try:
-            if self._error is None:
-                with self._stream.entered(), torch.no_grad():  # a thread of its own starts with autograd on
-                    self._run(step, flat)
+            with self._stream.entered(), torch.no_grad():  # a thread of its own starts with autograd on
+                self._run(step, flat)
         except BaseException as error:
-            self._error = error
+            self._error = self._error or error
         self._done[step].set()
 
     def wait(self, step: int) -> None:
@@ -169,10 +169,6 @@ class Sums:
         for step in self._done:
             self.wait(step)
         self._lane.run(self._behind, {}, torch.float32)  # which makes nothing
-
-    def abandon(self, error: BaseException) -> None:
-        """Begin no more sums; what is under way ends with the group."""
-        self._error = self._error or error
 
 
 class StretchSums:

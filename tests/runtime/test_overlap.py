@@ -196,6 +196,39 @@ def test_a_sum_begins_while_autograd_is_in_a_stretch(monkeypatch: pytest.MonkeyP
         check_as_alone(gradients)
 
 
+def test_a_backward_that_breaks_off_leaves_no_message_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's backward fails on all devices, with two sums begun; the first still travels on one, and is done on the other.
+    Were the second not made on the former, its messages would be taken for those of the next step."""
+    monkeypatch.setattr(lower, "BUCKET_ENTRIES", 300)
+    plan, whole = plan_of({name: Batch((5, 3)) for name in ("0", "2", "4")}), net()
+
+    def work(group: Group) -> list[torch.Tensor]:
+        breaks, broken, rounds = [True], threading.Event(), threading.Semaphore(0)
+
+        def tell(what: tuple[str, ...]) -> None:
+            if what == ("backward", "0", "all") and breaks:
+                breaks.clear()
+                for _ in range(3 if group.device else 1):  # two of the first sum, and one of the second
+                    assert rounds.acquire(timeout=HELD_S)
+                raise RuntimeError("a hook of the caller's")
+
+        def hold() -> None:
+            assert group.device == 1 or broken.wait(HELD_S)
+
+        watched = Watched(group, [], hold, rounds.release)
+        part = Distributed(copy.deepcopy(whole), plan, watched, example(), fuse=False)  # type: ignore[arg-type]
+        watch(part, tell)
+        mine = example()[:5] if group.device == 0 else example()[5:]
+        with pytest.raises(RuntimeError, match="a hook of the caller's"):
+            part(2 * mine, batch=8).square().sum().backward()
+        broken.set()
+        part(mine, batch=8).square().sum().backward()
+        return [p.grad for p in part.parameters() if p.grad is not None]
+
+    for gradients in run_on_threads(2, work, timeout_s=2 * HELD_S):
+        check_as_alone(gradients)
+
+
 def test_the_thread_of_sums_stays_for_the_next_one_and_ends_when_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's own thread took 0.1 to 0.3 ms of a processor to start."""
     monkeypatch.setattr(gradient_sums, "IDLE_S", 0.3)
