@@ -53,7 +53,12 @@ def meet(group: Group) -> None:
 
 
 def leave() -> None:
-    """Undo `meet`, where it was called."""
+    """Undo `meet`, where it was called; runners rest before.
+
+    What holds the group last destroys it. A model that does keeps Python's lock while it waits for gloo's threads, which may
+    want it (PyTorch issue 56297): one process of two hung.
+    """
+    gc.collect()
     if distributed.is_initialized():
         distributed.destroy_process_group()
 

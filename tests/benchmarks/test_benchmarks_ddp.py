@@ -109,6 +109,7 @@ def train_fsdp(group: Group, shares: list[int]) -> dict[str, list[float]]:
         assert runner._model is not None
         return {name: p.full_tensor().detach().flatten().tolist() for name, p in runner._model.named_parameters()}  # type: ignore[attr-defined]
     finally:
+        runner.rest()
         leave()
 
 

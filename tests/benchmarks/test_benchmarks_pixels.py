@@ -131,6 +131,7 @@ def train_peer(group: Group, name: str, shares: list[int]) -> list[list[float]]:
             return flat(peer._model.module)
         return [p.full_tensor().detach().flatten().tolist() for p in peer._model.parameters()]
     finally:
+        peer.rest()
         leave()
 
 
