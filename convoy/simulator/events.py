@@ -155,6 +155,14 @@ class _Lane:
 
 
 @dataclass(slots=True)
+class _Round:
+    """A device's part of a round that is open: what is still to go through, and when the device itself is ready."""
+
+    missing: set[Route]
+    ready_s: float
+
+
+@dataclass(slots=True)
 class _Message:
     size: int
     label: str
@@ -171,8 +179,7 @@ class _Play:
         self.network, self.held_bytes = network, held_bytes
         self.lanes = [[_Lane(device, items) for items in program] for device, program in enumerate(programs)]
         self.done: list[set[Key]] = [set() for _ in programs]
-        self.open: list[dict[Key, set[Route]]] = [{} for _ in programs]
-        self.ready_s: list[dict[Key, float]] = [{} for _ in programs]
+        self.open: list[dict[Key, _Round]] = [{} for _ in programs]
         self.messages: dict[Route, _Message] = {}
         self.flowing: list[Route] = []
         self.connected: set[Pair] = set()  # those of the messages that flow
@@ -183,7 +190,7 @@ class _Play:
         self.speed: dict[tuple[int, int], float] = {}
         self.arrived: set[Route] = set()  # before their receivers asked for them
         self.starts: list[tuple[float, int, Route]] = []
-        self.lates: list[tuple[float, int, Key]] = []  # when a device that came late has its round
+        self.late: list[tuple[float, int, Key]] = []  # rounds that wait for nothing but their device, until it is ready
         self.ticket = 0
         self.events: list[Event] = []
         self.compute_s, self.exchange_s = [0.0] * len(programs), [0.0] * len(programs)
@@ -195,7 +202,7 @@ class _Play:
 
     def run(self) -> Timeline:
         self._walk_all()
-        while self.starts or self.flowing or self.works or self.lates:
+        while self.starts or self.flowing or self.works or self.late:
             self._share()
             self._advance(self._next_s())
             for route in [r for r in self.flowing if self.messages[r].left_bytes <= 1e-6]:
@@ -204,8 +211,8 @@ class _Play:
                 self._worked(*place)
             while self.starts and self.starts[0][0] <= self.now + 1e-15:
                 self._flow(heapq.heappop(self.starts)[2])
-            while self.lates and self.lates[0][0] <= self.now + 1e-15:
-                _, device, key = heapq.heappop(self.lates)
+            while self.late and self.late[0][0] <= self.now + 1e-15:
+                _, device, key = heapq.heappop(self.late)
                 self._mark(device, key)
             self._walk_all()
         return Timeline(
@@ -242,7 +249,7 @@ class _Play:
         return each, use
 
     def _next_s(self) -> float:
-        times = [queue[0][0] for queue in (self.starts, self.lates) if queue]
+        times = [queue[0][0] for queue in (self.starts, self.late) if queue]
         times += [self.now + self.messages[r].left_bytes / self.rate[r] for r in self.flowing]
         times += [self.now + left / self.speed[place] for place, left in self.works.items()]
         return min(times)
@@ -358,11 +365,11 @@ class _Play:
             if sends and size <= self.held_bytes:
                 missing.discard(route)
             if sends or not self.held_bytes:
-                self._ready(route, size, begin.label, ready_s)
-        self.open[device][key], self.ready_s[device][key] = missing, ready_s
-        self._had(device, key)
+                self._end_is_ready(route, size, begin.label, ready_s)
+        self.open[device][key] = _Round(missing, ready_s)
+        self._went_through(device, key)
 
-    def _ready(self, route: Route, size: int, label: str, ready_s: float) -> None:
+    def _end_is_ready(self, route: Route, size: int, label: str, ready_s: float) -> None:
         """One end of a message is ready: the sender's counts, and where nothing is held both."""
         message = self.messages.setdefault(route, _Message(size, label))
         message.ready += 1
@@ -372,14 +379,13 @@ class _Play:
             start_s = message.ready_s + self.network.latency_s[route[2]][route[3]]
             heapq.heappush(self.starts, (start_s, self.ticket, route))
 
-    def _had(self, device: int, key: Key) -> None:
-        """If all of a round's messages are through, the device has it, not before it is ready itself."""
-        if self.open[device][key]:
+    def _went_through(self, device: int, key: Key) -> None:
+        """If that was the last message of a round, the device is done with it, not before it is ready itself."""
+        if self.open[device][key].missing:
             return
-        del self.open[device][key]
-        ready_s = self.ready_s[device].pop(key)
+        ready_s = self.open[device].pop(key).ready_s
         if ready_s > self.now:
-            heapq.heappush(self.lates, (ready_s, device, key))
+            heapq.heappush(self.late, (ready_s, device, key))
         else:
             self._mark(device, key)
 
@@ -421,6 +427,7 @@ class _Play:
         if key not in self.open[receiver]:
             self.arrived.add(route)
         for device in (sender, receiver):
-            if route in self.open[device].get(key, ()):
-                self.open[device][key].discard(route)
-                self._had(device, key)
+            opened = self.open[device].get(key)
+            if opened is not None and route in opened.missing:
+                opened.missing.discard(route)
+                self._went_through(device, key)

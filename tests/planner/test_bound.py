@@ -365,6 +365,23 @@ def test_norms_that_share_their_statistics_are_counted() -> None:
     assert bound.step_s <= found.step_s <= 1.4 * bound.step_s
 
 
+def test_who_comes_last_to_a_norm_has_the_messages_of_the_others() -> None:
+    """A chain pays a second of latency, forward and backward, where it goes on at another device: 2 x (1 - x) times."""
+    graph = graph_without_weights(lambda: Normed(4, 1), (3, 8, 8))
+    (norm,) = (layer for layer in graph.layers.values() if layer.statistics)
+
+    def chain(latency_s: float) -> npt.NDArray[np.float64]:
+        slow = replace(network(3, 1e8), latency_s=((latency_s,) * 3,) * 3)
+        costs = Costs(Roofline((Rate(1e9, 1e9),) * 3), slow)
+        found, *_ = Sums(graph, 8, costs, Kinds.of(graph, 8, costs, 1), 0, 4, 1).of_layer(norm)
+        return found
+
+    paid = chain(1.0) - chain(0.0)
+    share = PLACES.share[PLACES.samples]
+    assert paid[PLACES.samples] == pytest.approx(4 * share * (1 - share))
+    assert paid.sum() == pytest.approx(paid[PLACES.samples].sum())
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_rounding_shares_at_random_takes_no_more_in_the_mean(seed: int) -> None:
     """What the places rest on, with one number for samples, and one for features and channels."""
