@@ -75,9 +75,10 @@ class GlobalBatchNorm:
         """One row: sum of g_C and sum of (g * normalised x)_C over the entries here; x is None without samples."""
         if x is None:
             return g.new_zeros(1, 2 * self.channels)
-        # torch's own kernel sums these two for the gradients of weight and bias, whatever mean and deviation it is told.
+        # torch's own kernel sums these two for the gradients of weight and bias, whatever mean and deviation it is given. It
+        # reads no weight without an input gradient, but CUDA's kernel creates the results with the weight's dtype and device.
         _, gw, gb = _BACKWARD(
-            g.contiguous(), x.contiguous(), None, None, None, by.mean, by.inverse_deviation, True, self.module.eps,
+            g.contiguous(), x.contiguous(), by.mean, None, None, by.mean, by.inverse_deviation, True, self.module.eps,
             [False, True, True],
         )  # fmt: skip
         return torch.cat([gb, gw])[None]

@@ -63,9 +63,10 @@ struct Later {  // a copy between device and host that is not done until the hos
   std::function<void()> complete;
 };
 
-std::recursive_mutex lock;
+// What lives as long as the process is never destroyed: torch drops its last tensors after static objects are gone.
+auto& lock = *new std::recursive_mutex;
 thread_local int held = 0;
-thread_local std::list<Later> finished;
+thread_local auto& finished = *new std::list<Later>;
 
 struct Locked {  // tensors are dropped after it: that may need Python's lock, whose owner may wait for this one
   Locked() {
@@ -79,18 +80,18 @@ struct Locked {  // tensors are dropped after it: that may need Python's lock, w
   }
 };
 
-std::map<StreamKey, Moments> streams;
-Moments host;
-std::unordered_map<void*, Block> blocks;
-std::list<Later> later;
-std::string violation;  // found where nothing may be thrown; told by the next operation
+auto& streams = *new std::map<StreamKey, Moments>;
+auto& host = *new Moments;
+auto& blocks = *new std::unordered_map<void*, Block>;
+auto& later = *new std::list<Later>;
+auto& violation = *new std::string;  // found where nothing may be thrown; told by the next operation
 int64_t synchronizations = 0;
 int64_t operations = 0;
 int count = 0;
 size_t memory_bytes[kMost], used_bytes[kMost], peak_bytes[kMost];
 c10::StreamId newest_stream = 0;
 thread_local DeviceIndex current_device = 0;
-thread_local std::map<DeviceIndex, c10::StreamId> current_streams;
+thread_local auto& current_streams = *new std::map<DeviceIndex, c10::StreamId>;
 
 std::string name_of(const StreamKey& stream) {
   return "stream " + std::to_string(stream.second) + " of sim:" + std::to_string(stream.first);
@@ -226,7 +227,7 @@ struct Allocator final : c10::DeviceAllocator {
 };
 Allocator allocator;
 
-std::map<const char*, size_t> pinned;  // where it begins -> bytes
+auto& pinned = *new std::map<const char*, size_t>;  // where it begins -> bytes
 
 struct PinnedAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
@@ -412,6 +413,7 @@ struct Aliases {
   std::unordered_map<c10::StorageImpl*, Tensor> storages;  // CPU alias's storage -> device tensor
   std::optional<Device> device;
   std::optional<Device> foreign;  // of a tensor with axes that lies elsewhere
+  std::vector<Tensor> kept;       // a kernel that returns one of its arguments drops the arguments first
 
   Tensor enter(const Tensor& tensor, bool may_be_elsewhere) {
     if (!tensor.defined()) return tensor;
@@ -424,6 +426,7 @@ struct Aliases {
     auto alias = on_cpu(tensor);
     tensors.emplace(alias.unsafeGetTensorImpl(), tensor);
     storages.emplace(alias.storage().unsafeGetStorageImpl(), tensor);
+    kept.push_back(alias);
     return alias;
   }
 
@@ -447,12 +450,21 @@ struct Aliases {
   }
 };
 
+// What CUDA's kernels refuse and the CPU's accept.
+void refuse_as_cuda(const std::string& name, c10::ArrayRef<IValue> arguments) {
+  if (name == "aten::native_batch_norm_backward") {  // it creates the gradients with the options of the weight
+    auto mask = arguments[9].toBoolList();
+    TORCH_CHECK(arguments[2].isTensor() || !(mask[1] || mask[2]), "tensor does not have a device (native_batch_norm_backward without a weight)");
+  }
+}
+
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const auto& name = op.operator_name().name;
   auto arguments = torch::jit::last(stack, schema.arguments().size());
   auto begin = stack->size() - schema.arguments().size();
   bool indexes = name.find("index") != std::string::npos;
+  refuse_as_cuda(name, arguments);
   Aliases aliases;
   std::optional<Device> wanted;
   std::vector<std::pair<Tensor, bool>> touched;  // and whether it is written
