@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from convoy.comm.accelerator import random_state_kept
 from convoy.comm.agreement import agree_on_modes
 from convoy.comm.changing import index_in_job
 from convoy.comm.environment import read_process_env
@@ -262,7 +263,7 @@ def make_plans(
                 what, about_s = f"measuring {group.devices} devices and planning for them", budget_s
             progress = to_stderr(group, what, about_s)
         # What is timed draws its numbers; the script's are to stay those of one device.
-        with torch.random.fork_rng(devices=[]):
+        with random_state_kept(group.torch_device):
             return plan_together(
                 group, traced, model, batch, net=type(model).__name__ if net is None else net, fleet=fleet,
                 budget_s=budget_s, slowdown=slowdown, optimizer=optimizer, reduce=reduce,
@@ -302,7 +303,7 @@ def _without_planner(
     if speeds is None and group.devices > 1:
         if progress is None:
             progress = to_stderr(group, "every device times the model's layers", timing_s(traced.graph))
-        with torch.random.fork_rng(devices=[]):
+        with random_state_kept(group.torch_device):
             clock = Clock(group.torch_device, slowdown)
             known = measure_speeds(group, traced, model, batch, clock, precision, progress)
     return made(known), known

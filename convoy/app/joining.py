@@ -13,7 +13,7 @@ from convoy._version import __version__
 from convoy.app.handover import Handover
 from convoy.app.joining_address import doors_text, listening, told_doors
 from convoy.comm import roster
-from convoy.comm.accelerator import modes
+from convoy.comm.accelerator import modes, random_state_kept
 from convoy.comm.channel import Words
 from convoy.comm.group import Group
 from convoy.comm.launcher import Launcher
@@ -144,7 +144,7 @@ def measured_alone(
     traced, batch = trace(model, example), settings.pass_batch
     if not offer["timed"]:
         return Known(None, (0,), Speeds((1.0,), measured=False))
-    with torch.random.fork_rng(devices=[]):
+    with random_state_kept(group.torch_device):
         if offer["measured"]:
             found = measure_job(
                 group, traced, model, batch, net=settings.net, budget_s=settings.budget_s, slowdown=slowdown,

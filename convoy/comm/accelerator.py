@@ -5,7 +5,8 @@ The rest of Convoy asks here. It tells the CPU from an accelerator, and no accel
 
 import os
 import platform
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,17 @@ def finish(device: torch.device) -> None:
     """Wait until a device has done all that it was given: accelerators queue. A CPU's work is done when a call returns."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+@contextmanager
+def random_state_kept(device: torch.device) -> Iterator[None]:
+    """Restore the random states of the CPU and of this device afterwards."""
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        with torch.random.fork_rng(devices=[device.index or 0], device_type=device.type):
+            yield
 
 
 def hardware_name(device: torch.device) -> str:

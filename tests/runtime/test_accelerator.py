@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from convoy.api import distribute, make_plan
 from convoy.checkpoint import Progress, load_checkpoint, save_checkpoint
 from convoy.comm.accelerator import check_device, local_devices, memory_of, pick_device, queued, to_device
 from convoy.comm.group import AloneGroup, Group, Message
@@ -25,6 +26,7 @@ from tests.conftest import ROOT
 from tests.support import nets, sim
 from tests.support.one_device import EXACT, OPTIMIZERS, Training, by_name, loss_of, on_one, one_trace, part
 from tests.support.processes import on_processes
+from tests.support.sim import torch_module
 from tests.support.threads import run_on_threads
 
 pytestmark = pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
@@ -221,6 +223,33 @@ def test_seconds_of_an_accelerator_are_read_from_its_events() -> None:
     assert clock.compute_s > 0
     assert clock.layers_s["b", "forward"] == pytest.approx(3 * clock.layers_s["a", "forward"])
     assert sum(clock.layers_s.values()) == pytest.approx(clock.compute_s)
+
+
+@on_sims
+def test_batch_norm_sums_name_a_weight() -> None:
+    """CUDA creates these sums like the weight: with an undefined one, every split batch norm ended in an error."""
+    x = torch.randn(4, 3, 2, 2, device="sim:0")
+    mean, deviation = torch.zeros(3, device="sim:0"), torch.ones(3, device="sim:0")
+    call = torch.ops.aten.native_batch_norm_backward
+    with pytest.raises(RuntimeError, match="tensor does not have a device"):
+        call(x, x, None, None, None, mean, deviation, True, 1e-5, [False, True, True])
+
+
+@on_sims
+def test_planning_and_distribute_leave_random_states_alone() -> None:
+    """`torch.manual_seed` seeds accelerators too: after `distribute` GPU dropout was one stream for every seed of a script."""
+    torch_module.seeds.clear()
+    torch_module.kept.clear()
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(), nn.Flatten(), nn.Linear(144, 2))
+    example = torch.zeros(2, 3, 8, 8)
+    with AloneGroup(torch.device("sim:1")) as group:
+        state = torch.get_rng_state()
+        for plan in ("data", "auto"):
+            made = make_plan(plan, net, example, 2, group, budget_s=0.2)
+            distribute(net, made, group, example)
+        assert torch.equal(torch.get_rng_state(), state)
+    assert not torch_module.seeds, "accelerators were seeded"
+    assert "sim:1" in torch_module.kept, "measuring draws on the device, whose state is restored"
 
 
 @on_sims

@@ -176,7 +176,7 @@ def _outputs(
 def _backward(outputs: Sequence[Tensor], step: int) -> str | None:
     """Gradients of all parameters for a loss that weighs every number of the outputs differently; why not, else None."""
     reached = [y for y in outputs if y.requires_grad]
-    torch.manual_seed(10 * step + 2)
+    torch.default_generator.manual_seed(10 * step + 2)
     try:
         # Not autograd.grad, which a reentrant checkpoint refuses.
         if reached:

@@ -34,7 +34,7 @@ def check_cuts(
     if any(p.is_meta for p in model.parameters()):
         return
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         local = shared_copy(model)
         module = local.get_submodule(str(operation.target)) if operation.call == "module" else None
         if module is not None and layer.random:

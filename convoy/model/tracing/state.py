@@ -178,8 +178,8 @@ def random_kept(seed: int | None = None) -> Iterator[None]:
 
 
 def seed_all(seed: int) -> None:
-    """Set the random states of torch, Python and numpy."""
-    torch.manual_seed(seed)
+    """Seed torch's CPU generator, Python and NumPy. `torch.manual_seed` would seed the caller's accelerators too."""
+    torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 

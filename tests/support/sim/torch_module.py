@@ -39,14 +39,22 @@ def _is_in_bad_fork() -> bool:
     return False
 
 
-# Its random numbers are the CPU's.
+# Random numbers are drawn from the CPU's generator. Seeds and states are recorded, to test who changes them.
+
+seeds: list[int] = []
+"""The seeds that `torch.manual_seed` gave to all accelerators, as it does to CUDA's."""
+
+kept: list[str] = []
+"""The devices whose random state was read, to be restored later."""
 
 
 def manual_seed_all(seed: int) -> None:
-    """Nothing to do: the CPU's generator has the seed."""
+    seeds.append(seed)
 
 
-def get_rng_state(device: object = None) -> Tensor:  # noqa: ARG001
+def get_rng_state(device: object = None) -> Tensor:
+    index = device if isinstance(device, int) else torch.device(str(device or "sim")).index
+    kept.append(f"sim:{index or 0}")
     return torch.get_rng_state()
 
 
