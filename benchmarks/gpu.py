@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ from convoy.api import distribute
 from convoy.comm.accelerator import accelerator, finish, hardware_name, in_host_memory, local_devices, memory_of, queued
 from convoy.comm.backends import NcclBackend, can_use_nccl
 from convoy.comm.group import AloneGroup, Group
-from convoy.errors import unknown_name
+from convoy.errors import shortened, unknown_name
 from convoy.files import write_whole
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
@@ -329,8 +330,12 @@ def _convoy(place: Place, *argv: str) -> subprocess.CompletedProcess[str]:
 # --- speed --------------------------------------------------------------------------------------------------------------------
 
 
-CASES = (("resnet18:64", 32, 256), ("resnet50:64", 32, 256), ("resnet18:64", 224, 64), ("resnet50:64", 224, 64))
+RESNET50 = "torchvision:resnet50"
+CASES = (("resnet18:64", 32, 256), (RESNET50, 32, 256), ("resnet18:64", 224, 64), (RESNET50, 224, 64))
 """Net, side of an image, batch."""
+
+COMPILED_CASES = (("two-conv:500:1500", 32, 64), ("resnet18:64", 224, 64))
+"""Each costs minutes of compiling."""
 
 ROUNDS, LEAST_ROUNDS, CASE_S = 9, 3, 12.0
 """Of a case, and about the seconds after which no further round begins: all parts together fit into ten minutes."""
@@ -350,7 +355,7 @@ def compiled(place: Place) -> Iterator[Row]:
     if place.simulated:
         yield Row("compiled", "compile=True", f"not here: torch.compile has no code for {place.name}")
         return
-    for net, side, batch in CASES:
+    for net, side, batch in COMPILED_CASES:
         ratios, told = _beside_plain(place, net, side, batch, None, compile=True)
         yield Row(
             "compiled", f"{net} at {side}, batch {batch}, float32, beside plain PyTorch", f"{_ratio(ratios)}; {told}"
@@ -429,8 +434,20 @@ def together(place: Place) -> Iterator[Row]:
 
 PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {
     "parity": parity, "staging": staging, "streams": streams, "processes": processes, "nccl": nccl, "precision": precision,
-    "kill": kill, "overhead": overhead, "compiled": compiled, "together": together,
+    "kill": kill, "overhead": overhead, "together": together, "compiled": compiled,
 }  # fmt: skip
+"""Every part, in order: what takes longest and may be cut off comes last."""
+
+
+def found_by(part: str, place: Place) -> Iterator[Row]:
+    """Yield the rows of a part as it finds them. An error ends that part alone, and is a row."""
+    try:
+        yield from PARTS[part](place)
+    except Exception as error:
+        traceback.print_exc()
+        yield Row(
+            part, "ended by an error", f"{type(error).__name__}: {shortened(str(error).strip(), 200)}", good=False
+        )
 
 
 # --- all of it ----------------------------------------------------------------------------------------------------------------
@@ -440,7 +457,7 @@ PARTS: dict[str, Callable[[Place], Iterator[Row]]] = {
 def place_of(device: str | None) -> Iterator[Place]:
     """The first accelerator of this machine, or a simulated one; a folder for what the parts leave behind."""
     with tempfile.TemporaryDirectory(prefix="convoy-gpu-") as folder:
-        environment = os.environ | {"TMPDIR": folder, "CONVOY_RUNS": folder, "PYTHONPATH": str(ROOT)}
+        environment = os.environ | {"TMPDIR": folder, "CONVOY_RUNS": folder, "PYTHONPATH": _python_path(ROOT)}
         simulated = accelerator() is None
         if simulated:
             from tests.support import sim
@@ -452,12 +469,17 @@ def place_of(device: str | None) -> Iterator[Place]:
             (installed / "entry_points.txt").write_text("[torch.backends]\nsim = tests.support.sim:load\n")
             # The compiled backend lies in the system's folder for such files.
             environment |= {
-                "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}",
+                "PYTHONPATH": _python_path(ROOT, folder),
                 "TMPDIR": tempfile.gettempdir(),
                 "OMP_NUM_THREADS": "1",
             }
             torch.set_num_threads(1)
         yield Place(device or local_devices()[0], simulated, environment)
+
+
+def _python_path(*first: str | Path) -> str:
+    """These folders before those of the caller's own PYTHONPATH, which may hold packages that the processes need."""
+    return os.pathsep.join([*map(str, first), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
 
 
 def page_of(place: Place, rows: Sequence[Row], took_s: float) -> str:
@@ -508,14 +530,14 @@ def main(
                 "No accelerator that torch can use is here: a simulated one takes its place. Its speeds mean nothing."
             )
         for name in only or PARTS:
-            for row in PARTS[name](place):
+            for row in found_by(name, place):
                 rows.append(row)
                 mark = {None: " ", True: "ok", False: "NO"}[row.good]
                 console.print(f"{mark:2} {row.part:10} {row.what}: {row.found}", highlight=False)
-        took_s = time.perf_counter() - start_s
-        console.print(f"{took_s:.0f} s")
+                if page is not None and not place.simulated:  # after each row: a run that is cut off keeps its findings
+                    write_whole(page, page_of(place, rows, time.perf_counter() - start_s))
+        console.print(f"{time.perf_counter() - start_s:.0f} s")
         if page is not None and not place.simulated:
-            write_whole(page, page_of(place, rows, took_s))
             console.print(f"Written: {page}")
     if any(row.good is False for row in rows):
         raise typer.Exit(1)

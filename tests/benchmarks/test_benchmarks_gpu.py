@@ -2,13 +2,17 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from benchmarks.gpu import PARTS, Place, Row, page_of, page_of_none
+from benchmarks import gpu
+from benchmarks.gpu import CASES, COMPILED_CASES, PARTS, Place, Row, found_by, page_of, page_of_none, place_of
+from convoy.model.nets import graph_of
 from tests.conftest import ROOT
 from tests.support import sim
+from tests.support.model_zoo import make_importable
 
 
 @pytest.mark.slow
@@ -22,6 +26,33 @@ def test_every_part_runs_and_finds_nothing_that_is_not_as_it_should_be() -> None
     assert first.startswith("No accelerator that torch can use is here") or torch.accelerator.is_available()
     assert {word for line in found for word in line.split() if word in PARTS} == set(PARTS)
     assert any(line.startswith("ok streams") for line in found)
+
+
+def test_cases_name_nets_that_exist() -> None:
+    make_importable()
+    for net, side, _ in {*CASES, *COMPILED_CASES}:
+        assert graph_of(net, (3, side, side), 10).layers
+
+
+def test_a_part_that_fails_is_a_row_and_the_run_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Place) -> Iterator[Row]:
+        yield Row("staging", "before the error", "1")
+        raise ValueError("no such net")
+
+    monkeypatch.setitem(gpu.PARTS, "staging", fails)
+    rows = list(found_by("staging", Place("cpu", simulated=True, environment={})))
+    assert [(row.what, row.good) for row in rows] == [("before the error", None), ("ended by an error", False)]
+    assert rows[1].found == "ValueError: no such net"
+
+
+@pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
+def test_started_processes_find_what_the_caller_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/somewhere/packages")
+    try:
+        with place_of(None) as place:
+            assert place.environment["PYTHONPATH"].split(":")[-1] == "/somewhere/packages"
+    finally:
+        sim.load(devices=0)
 
 
 def test_the_committed_page_is_of_a_gpu_or_says_that_none_has_run() -> None:
