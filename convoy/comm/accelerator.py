@@ -275,6 +275,12 @@ def bring(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     return (x if x.is_pinned() else x.pin_memory()).to(device, non_blocking=True)
 
 
+def has_sync_batch_norm(device: torch.device) -> bool:
+    """Return whether torch has its kernels of SyncBatchNorm for this kind of device."""
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::batch_norm_backward_elemt", key)
+
+
 def queued(device: torch.device, *, timed: bool = False) -> torch.Event:
     """An event behind all that the current stream of an accelerator was given so far."""
     event = torch.Event(device, enable_timing=timed)

@@ -97,12 +97,12 @@ def share_tensor(group: Group, own: Tensor) -> tuple[Tensor, Pending]:
     """Start to send a tensor to every other device.
 
     Args:
-        own: the same shape and dtype on every device.
+        own: the same shape and dtype on every device. Numbers on the host stay there: no accelerator is waited for.
 
     Returns:
         a table of shape (devices, *own.shape), the same on every device once the Pending has been waited for.
     """
-    table = torch.zeros(group.devices, *own.shape, dtype=own.dtype, device=group.torch_device)
+    table = torch.zeros(group.devices, *own.shape, dtype=own.dtype, device=own.device)
     table[group.device] = own
     others = [device for device in range(group.devices) if device != group.device]
     mine = table[group.device].clone()

@@ -58,10 +58,12 @@ class PendingWork:
     Attributes:
         works: what to wait for, and the devices on the other side.
         staged: (staging buffer in host memory, where it belongs) of received messages.
+        copied: behind the copies of sent tensors to host memory; None: nothing was copied.
     """
 
     works: list[tuple[tuple[int, ...], Waitable]]
     staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    copied: torch.Event | None = None
 
     def wait(self, limit_s: float, waits_for: Callable[[int | None], None]) -> None:
         """Wait for everything, at most ``limit_s`` altogether; ``waits_for`` is told each time for whom.
@@ -78,19 +80,27 @@ class PendingWork:
             except RuntimeError as error:
                 raise PeerFailure(peers, error) from None
         waits_for(None)
+        if self.copied is not None:  # what comes behind on this stream may overwrite a tensor that was sent
+            self.copied.wait(torch.accelerator.current_stream(self.copied.device))
         with torch.no_grad():
             for host, target in self.staged:
                 # From pinned memory this only queues the copy on the current stream; torch keeps the buffer till then.
                 target.copy_(host, non_blocking=host.is_pinned())
-        self.works, self.staged = [], []
+        self.works, self.staged, self.copied = [], [], None
 
 
 @final
 class Staging:
-    """Brings tensors of an accelerator through pinned host memory; with ``always`` those in host memory, too."""
+    """Brings tensors of an accelerator through pinned host memory; with ``always`` those in host memory, too.
+
+    Copies to the host of lane 0 run on a stream of their own, behind what the current stream was given before: they do not wait
+    for kernels that are queued later. Who sends on another lane has a stream of its own already. The thread that starts copies
+    waits for nothing.
+    """
 
     def __init__(self, always: bool) -> None:
         self._always = always
+        self._stream: torch.Stream | None = None
 
     def place_for(self, tensor: torch.Tensor, work: PendingWork) -> torch.Tensor:
         """Where a message shall arrive that belongs into this tensor."""
@@ -100,19 +110,27 @@ class Staging:
         work.staged.append((host, tensor))
         return host
 
-    def in_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors, which are all on one device, in host memory; complete when this returns."""
+    def in_host(self, tensors: Sequence[torch.Tensor], work: PendingWork, lane: int) -> list[torch.Tensor]:
+        """Copy tensors, all of one device, to host memory, each once. They are complete behind ``work.copied``."""
         if not tensors or not self._goes_through_host(tensors[0]):
             return list(tensors)
-        hosts = []
-        for tensor in tensors:
-            host = in_host_memory(tensor)
-            host.copy_(tensor, non_blocking=host.is_pinned())
-            hosts.append(host)
-        # A tensor leaves when it is there: the device goes on meanwhile with whatever is queued behind it.
-        if tensors[0].device.type != "cpu":
-            queued(tensors[0].device).synchronize()
-        return hosts
+        hosts = {id(tensor): in_host_memory(tensor) for tensor in tensors}
+        device = tensors[0].device
+        if device.type == "cpu":
+            for tensor in tensors:
+                hosts[id(tensor)].copy_(tensor)
+            return [hosts[id(tensor)] for tensor in tensors]
+        stream = torch.accelerator.current_stream(device)
+        if lane == 0:
+            stream = self._stream = self._stream or torch.Stream(device)
+            queued(device).wait(stream)
+        with stream:
+            for tensor in {id(tensor): tensor for tensor in tensors}.values():
+                hosts[id(tensor)].copy_(tensor, non_blocking=True)
+                if lane == 0:
+                    tensor.record_stream(stream)  # its owner may drop it before it is copied
+            work.copied = queued(device)
+        return [hosts[id(tensor)] for tensor in tensors]
 
     def _goes_through_host(self, tensor: torch.Tensor) -> bool:
         return self._always or tensor.device.type != "cpu"

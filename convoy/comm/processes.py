@@ -302,8 +302,10 @@ class JoinedGroup(CountedGroup):
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
         sends, receives = self._admit(sends, receives, lane)
+        on_host = any(message.tensor.device.type == "cpu" for message in (*sends, *receives))
+        backend = self._first if on_host else self._backend  # NCCL carries nothing that lies on the host
         try:
-            return _PendingMessages(self, self._backend.start(sends, receives, lane), lane)
+            return _PendingMessages(self, backend.start(sends, receives, lane), lane)
         except PeerFailure as failure:
             raise self._fail(failure) from failure
 

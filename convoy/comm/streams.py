@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, final
 
@@ -76,8 +77,19 @@ class Ticket:
         self._done.release()
 
 
-_Order = tuple[memoryview, Ticket, bool]
-"""What is to be sent, and whether the beginning of it has left, with the header."""
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A message for the sending thread.
+
+    Attributes:
+        begun: its header, and the beginning of it, have left.
+        copied: the content is complete behind this event of an accelerator.
+    """
+
+    content: memoryview
+    ticket: Ticket
+    begun: bool = False
+    copied: torch.Event | None = None
 
 
 @final
@@ -92,8 +104,11 @@ class Outflow:
         self._error: RuntimeError | None = None
         self._lock = threading.Lock()
 
-    def add(self, content: memoryview) -> Ticket | None:
-        """Another message, behind those that are there; None: it has left.
+    def add(self, content: memoryview, copied: torch.Event | None = None) -> Ticket | None:
+        """Queue a message. Return None if it was sent immediately.
+
+        Args:
+            copied: the content is complete behind this event of an accelerator.
 
         Raises:
             RuntimeError: the connection is closed.
@@ -101,11 +116,13 @@ class Outflow:
         with self._lock:
             if self._error is not None:
                 raise _fresh(self._error)
-            begun = None if self._left else self._begun(content)
+            if copied is not None and copied.query():
+                copied = None
+            begun = None if self._left or copied is not None else self._begun(content)
             if begun == len(content):
                 return None
             ticket = Ticket()
-            self._hand_over((content[begun or 0 :], ticket, begun is not None))
+            self._hand_over(_Order(content[begun or 0 :], ticket, begun is not None, copied))
         return ticket
 
     def _begun(self, content: memoryview) -> int | None:
@@ -115,7 +132,7 @@ class Outflow:
             if len(content) > SMALL_BYTES:
                 return self._channel.send_some(header, content)
             if not self._channel.send_at_once(header + content):
-                self._hand_over((_NOTHING, Ticket(), True))  # the rest, which is a copy
+                self._hand_over(_Order(_NOTHING, Ticket(), begun=True))  # the rest, which is a copy
         except OSError as error:
             self._error = _closed(error)
             self._channel.cut()
@@ -146,11 +163,11 @@ class Outflow:
             try:
                 self._send(orders)
             except (OSError, NotOfThisJob) as error:
-                self._fail([order[1] for order in orders], _closed(error))
+                self._fail([order.ticket for order in orders], _closed(error))
                 return
             with self._lock:
                 self._left -= len(orders)
-            tickets = [order[1] for order in orders]
+            tickets = [order.ticket for order in orders]
             del orders  # the tensors are their owner's again
             for ticket in tickets:
                 ticket.finish()
@@ -159,19 +176,25 @@ class Outflow:
         """The next message, and small ones behind it; none at the end."""
         if (order := self._orders.get()) is None:
             return []
-        orders, size = [order], len(order[0])
+        orders, size = [order], len(order.content)
         while size <= SMALL_BYTES and not self._orders.empty():
             if (order := self._orders.get()) is None:
                 self._orders.put(None)
                 break
             orders.append(order)
-            size += len(order[0])
+            size += len(order.content)
         return orders
 
     def _send(self, orders: Sequence[_Order]) -> None:
         joined = b""
-        for content, _, begun in orders:
-            if begun:  # it is the first: who sends at once has nothing before it
+        for order in orders:
+            content = order.content
+            if order.copied is not None and not order.copied.query():
+                if joined:  # what is complete need not wait for what is not
+                    self._channel.send(joined)
+                    joined = b""
+                order.copied.synchronize()  # without Python's lock: the launching thread needs it
+            if order.begun:  # it is the first: who sends at once has nothing before it
                 self._channel.send(content)
             elif len(content) <= SMALL_BYTES:
                 joined += _HEADER.pack(len(content)) + content
@@ -190,7 +213,7 @@ class Outflow:
             ticket.finish(error)
         while not self._orders.empty():
             if (order := self._orders.get()) is not None:
-                order[1].finish(error)
+                order.ticket.finish(error)
 
 
 @final
@@ -438,13 +461,14 @@ class StreamBackend:
                 place = _bytes_of(self._staging.place_for(message.tensor, work))
                 work.works.append(((peer,), self._in[lane, peer].add(place)))
             contents: dict[int, memoryview] = {}  # one tensor often goes to several
-            tensors = self._staging.in_host([message.tensor for message in sends])
+            tensors = self._staging.in_host([message.tensor for message in sends], work, lane)
             for message, tensor in zip(sends, tensors, strict=True):
                 peer = message.peer
                 if id(tensor) not in contents:
                     contents[id(tensor)] = _bytes_of(tensor.detach())
-                ticket = self._out[lane, peer].add(contents[id(tensor)])
-                if ticket is not None:
+                ticket = self._out[lane, peer].add(contents[id(tensor)], work.copied)
+                # A staged tensor is its owner's again behind `copied`: nothing waits until the copy of it has left.
+                if ticket is not None and work.copied is None:
                     work.works.append(((peer,), ticket))
         except RuntimeError as error:
             raise PeerFailure((peer,), error) from None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from convoy.comm.accelerator import has_sync_batch_norm
 from convoy.errors import InputError
 from convoy.model.graph import Layer
 from convoy.runtime.kernels import Gradients, named
@@ -16,7 +17,8 @@ class GlobalBatchNorm:
     """Batch norm whose batch lies on several devices; the numbers are those of the whole batch.
 
     Each device's mean and variance over its own entries are combined by their counts (Chan, Golub, LeVeque 1979), so
-    devices with few samples or none weigh accordingly. torch's SyncBatchNorm refuses CPU tensors.
+    devices with few samples or none weigh accordingly. torch's SyncBatchNorm refuses CPU tensors; on accelerators that have
+    its kernels those are used, since a split norm there is bound by the number of kernels. What travels is the same.
     """
 
     def __init__(self, module: nn.Module, layer: Layer) -> None:
@@ -27,6 +29,7 @@ class GlobalBatchNorm:
         self._nowhere = torch.empty(0)
         self._samples: Sequence[int] = ()
         self._parts = torch.empty(0)
+        self._counts = torch.empty(0)
 
     def local_statistics(self, x: Tensor) -> Tensor:
         """One row: mean_C and variance_C of the entries here; zeros where there are none."""
@@ -36,7 +39,8 @@ class GlobalBatchNorm:
         # note in running statistics goes nowhere, with momentum 0.
         if self._nowhere.dtype != x.dtype or not len(self._nowhere):
             self._nowhere = x.new_zeros(self.channels)
-        return torch.cat(torch.batch_norm_update_stats(x.contiguous(), self._nowhere, self._nowhere, 0.0))[None]
+        row = torch.cat(torch.batch_norm_update_stats(x.contiguous(), self._nowhere, self._nowhere, 0.0))[None]
+        return row.to(self.dtype)  # CUDA gives float32 for a bf16 model, the CPU bf16: messages have one size
 
     def combine(self, rows: Tensor, samples: Sequence[int], per_sample: int) -> "Normalisation":
         """rows_M(2C) of the M devices that take part, with the samples of each."""
@@ -46,6 +50,8 @@ class GlobalBatchNorm:
                 "batch norm met a global batch with one value per channel: its variance is undefined; "
                 "use a larger batch or drop the last one (drop_last)"
             )
+        if self._fused(rows):
+            return self._combine_fused(rows, samples, per_sample)
         if self._samples != samples or self._parts.dtype != rows.dtype:
             self._parts = torch.tensor(samples, dtype=rows.dtype, device=rows.device).div_(sum(samples))
             self._samples = samples
@@ -56,6 +62,34 @@ class GlobalBatchNorm:
         variance = parts @ torch.addcmul(variances, apart, apart)
         self._remember(mean, variance, total)
         return Normalisation(mean, variance, (variance + self.module.eps).rsqrt_(), total)
+
+    def _fused(self, of: Tensor) -> bool:
+        """Whether kernels of SyncBatchNorm compute this: they want parameters in the dtype of the statistics."""
+        m = self.module
+        same = all(t is None or t.dtype == of.dtype for t in (m.weight, m.bias, m.running_mean))
+        whole = of.dtype in (torch.float32, torch.float64)
+        return of.device.type != "cpu" and whole and same and has_sync_batch_norm(of.device)
+
+    def _combine_fused(self, rows: Tensor, samples: Sequence[int], per_sample: int) -> "Normalisation":
+        m, total = self.module, sum(samples) * per_sample
+        if self._samples != samples or self._parts.dtype != rows.dtype:
+            counts = [n * per_sample for n in samples]
+            self._parts = torch.tensor([n for n in counts if n], dtype=rows.dtype, device=rows.device)
+            self._counts = torch.tensor(counts, dtype=torch.int32, device=rows.device)
+            self._samples = samples
+        if 0 in samples:  # the kernel would divide by such a count
+            rows = rows[[i for i, n in enumerate(samples) if n]]
+        means, variances = rows.view(-1, 2, self.channels).unbind(1)
+        noted = m.training and m.running_mean is not None
+        momentum = 0.0
+        if noted:
+            batches = m.num_batches_tracked.add_(1)
+            momentum = m.momentum if m.momentum is not None else 1.0 / float(batches)
+        mean, inverse = torch.batch_norm_gather_stats_with_counts(
+            rows, means, (variances + m.eps).rsqrt_(), m.running_mean.data if noted else None,
+            m.running_var.data if noted else None, momentum, m.eps, self._parts,
+        )  # fmt: skip
+        return Normalisation(mean, None, inverse, total, self._counts)
 
     def _remember(self, mean: Tensor, variance: Tensor, total: int) -> None:
         m = self.module
@@ -69,6 +103,9 @@ class GlobalBatchNorm:
         m.running_var.data.mul_(1 - momentum).add_(variance, alpha=momentum * total / (total - 1))
 
     def normalise(self, x: Tensor, by: "Normalisation") -> Tensor:
+        if by.variance is None:
+            m = self.module
+            return torch.batch_norm_elemt(x.contiguous(), m.weight, m.bias, by.mean, by.inverse_deviation, m.eps)
         return self._line(x, by, self.module.weight, self.module.bias)
 
     def local_sums(self, x: Tensor | None, g: Tensor, by: "Normalisation") -> Tensor:
@@ -88,7 +125,13 @@ class GlobalBatchNorm:
         weight, bias = self.module.weight, self.module.bias
         gb, gw = row.view(2, self.channels).unbind(0)
         gx = None
-        if wanted:
+        if wanted and by.counts is not None:
+            sum_g, sum_gx = rows.sum(0).view(2, self.channels).unbind(0)
+            gx = torch.batch_norm_backward_elemt(
+                g.contiguous(), x.contiguous(), by.mean, by.inverse_deviation, weight, sum_g, sum_gx / by.inverse_deviation,
+                by.counts,
+            )  # fmt: skip
+        elif wanted:
             # (g - mean g - x' mean(g x')) * scale with x' = (x - mean) / deviation: a multiple of g, and x on a line.
             scale = by.inverse_deviation if weight is None else by.inverse_deviation * weight
             shift, slope = (rows.sum(0) / -by.count).view(2, self.channels).mul_(scale).unbind(0)
@@ -99,6 +142,7 @@ class GlobalBatchNorm:
     def _line(self, x: Tensor, by: "Normalisation", slope_C: Tensor | None, shift_C: Tensor | None) -> Tensor:
         """(x - mean) / deviation * slope + shift, per channel, in one pass over x: torch's kernel for evaluation."""
         eps = self.module.eps
+        assert by.variance is not None
         return torch.batch_norm(
             x, slope_C, shift_C, by.mean, by.variance, False, 0.0, eps, torch.backends.cudnn.enabled
         )
@@ -109,12 +153,18 @@ _BACKWARD = torch.ops.aten.native_batch_norm_backward
 
 @dataclass(frozen=True, slots=True)
 class Normalisation:
-    """mean_C, variance_C, 1/deviation_C and the count of entries per channel, of the global batch."""
+    """mean_C, variance_C, 1/deviation_C and the count of entries per channel, of the global batch.
+
+    Attributes:
+        variance: None where kernels of SyncBatchNorm compute, which read 1/deviation.
+        counts: of each device, for these kernels alone.
+    """
 
     mean: Tensor
-    variance: Tensor
+    variance: Tensor | None
     inverse_deviation: Tensor
     count: int
+    counts: Tensor | None = None
 
 
 def _along(v_C: Tensor, x: Tensor) -> Tensor:

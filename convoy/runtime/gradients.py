@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.accelerator import in_float64
+from convoy.comm.accelerator import in_float64, queued
 from convoy.comm.agreement import share_number
 from convoy.comm.group import Group
 from convoy.model.graph import Graph
@@ -68,6 +68,13 @@ class Worker:
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._works = False
         self._lock = threading.Lock()
+        self._stream: torch.Stream | None = None
+
+    def stream(self, device: torch.device) -> torch.Stream:
+        """Return the stream of an accelerator that the thread works on."""
+        if self._stream is None or self._stream.device != device:
+            self._stream = torch.Stream(device)
+        return self._stream
 
     def add(self, order: Callable[[], None]) -> None:
         """Something to do, behind what is to be done already. It must not raise."""
@@ -104,7 +111,7 @@ class Sums:
     Args:
         lane: of the program.
         slots: where summands arrive, step after step.
-        worker: the thread.
+        worker: the thread, and on an accelerator its stream.
 
     Attributes:
         shares: what this device keeps of sums that come to shares, as buffers.
@@ -116,9 +123,9 @@ class Sums:
         self._lane = Lane(group, 0 if group.lanes == 1 else SUM_LANE, slots)
         self._order = list(lane.sums)
         self._ready: dict[int, Tensor] = {}
-        self._stream = Streams(group.torch_device)
         self._error: BaseException | None = None
         self._done: dict[int, threading.Event] = {}
+        self._ends: dict[int, torch.Event] = {}
         self.shares: Buffers = {}
 
     def begin(self, step: int, flat: Tensor) -> None:
@@ -133,23 +140,36 @@ class Sums:
             self._run(step, flat)
             return
         self._done[step] = threading.Event()
-        self._worker.add(partial(self._in_thread, step, flat))
+        begins = None if flat.device.type == "cpu" else queued(flat.device)
+        self._worker.add(partial(self._in_thread, step, flat, begins))
 
     def _run(self, step: int, flat: Tensor) -> None:
         buffers: Buffers = {f"sum {step}": flat}
         self._lane.run(self._sums[step], buffers, flat.dtype)
         self.shares.update((name, buffer) for name, buffer in buffers.items() if name.startswith("share "))
 
-    def _in_thread(self, step: int, flat: Tensor) -> None:
+    def _in_thread(self, step: int, flat: Tensor, begins: torch.Event | None) -> None:
         try:
-            with self._stream.entered(), torch.no_grad():  # a thread of its own starts with autograd on
-                self._run(step, flat)
+            with torch.no_grad():  # a thread of its own starts with autograd on
+                if begins is None:
+                    self._run(step, flat)
+                else:
+                    self._run_on_stream(step, flat, begins)
         except BaseException as error:
             self._error = self._error or error
         self._done[step].set()
 
+    def _run_on_stream(self, step: int, flat: Tensor, begins: torch.Event) -> None:
+        """Make a sum on the thread's stream, which does not wait for what backward queues on its own stream meanwhile."""
+        stream = self._worker.stream(flat.device)
+        begins.wait(stream)
+        flat.record_stream(stream)
+        with stream:
+            self._run(step, flat)
+            self._ends[step] = queued(flat.device)
+
     def wait(self, step: int) -> None:
-        """Wait for one sum.
+        """Wait for one sum. On an accelerator the current stream waits for it; the host waits for messages only.
 
         Raises:
             DeviceLostError: a device did not send its part.
@@ -158,6 +178,11 @@ class Sums:
             self._done[step].wait()  # every wait in it has the group's own limit
         if self._error is not None:
             raise self._error
+        if (ends := self._ends.get(step)) is not None:
+            current = torch.accelerator.current_stream(self.group.torch_device)
+            ends.wait(current)
+            for share in self.shares.values():
+                share.record_stream(current)
 
     def finish(self) -> None:
         """Wait for all sums.
@@ -241,24 +266,6 @@ class StretchSums:
         if not pack.into:
             self._buffers[pack.buffer] = flat
         self._sums.begin(step, flat)
-
-
-class Streams:
-    """The accelerator stream of the thread that made this, for another thread to go on in.
-
-    A thread starts in its device's default stream. There, what the first thread has queued in a stream of its own may not have
-    run yet: a gradient would be read before it is computed.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.accelerator.current_stream(device) if device.type != "cpu" else None
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """The present thread works in that stream; nothing changes on a CPU."""
-        if self._stream is not None:
-            torch.accelerator.set_stream(self._stream)
-        yield
 
 
 def packed(operation: Pack, found: Found, model: nn.Module, group: Group) -> Tensor:

@@ -1,6 +1,7 @@
 """The contract of a group, on threads and on processes: messages of every kind, counters, agreement, and losses."""
 
 import gc
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -223,6 +224,8 @@ def test_messages_arrive_on_processes(devices: int, staged: bool, network: dict[
 
 
 def send_from_gpu(device: int, own_gpu: bool) -> list[float]:
+    if not own_gpu:
+        os.environ["CONVOY_SHARED_ACCELERATOR"] = "1"
     with join(f"cuda:{device if own_gpu else 0}", timeout_s=30) as group:
         mine = torch.full((1000,), float(device), device=group.torch_device)
         theirs = torch.full((1000,), -1.0, device=group.torch_device)

@@ -32,6 +32,7 @@ using c10::DeviceIndex;
 using c10::IValue;
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
 constexpr int kMost = 8;
+constexpr int kAsked = 8;        // so many queries in vain are a wait
 constexpr uint64_t kBehind = 16;  // so many operations a device is behind the host, for all that a query finds
 
 // --- order --------------------------------------------------------------------------------------------------------------
@@ -86,12 +87,23 @@ auto& blocks = *new std::unordered_map<void*, Block>;
 auto& later = *new std::list<Later>;
 auto& violation = *new std::string;  // found where nothing may be thrown; told by the next operation
 int64_t synchronizations = 0;
-int64_t operations = 0;
+thread_local int64_t own_synchronizations = 0;  // of this thread alone
+thread_local bool may_wait = true;
+int64_t operations = 0;                         // views included
+thread_local int64_t own_operations = 0;
+int64_t launches = 0;                           // kernels and copies
+int64_t copies_to_host = 0, copies_to_device = 0;
 int count = 0;
 size_t memory_bytes[kMost], used_bytes[kMost], peak_bytes[kMost];
 c10::StreamId newest_stream = 0;
 thread_local DeviceIndex current_device = 0;
 thread_local auto& current_streams = *new std::map<DeviceIndex, c10::StreamId>;
+
+void count_synchronization() {
+  TORCH_CHECK(may_wait, "this thread waits for the device, and is not to");
+  ++synchronizations;
+  ++own_synchronizations;
+}
 
 std::string name_of(const StreamKey& stream) {
   return "stream " + std::to_string(stream.second) + " of sim:" + std::to_string(stream.first);
@@ -111,6 +123,7 @@ uint64_t launch(const StreamKey& stream) {  // one operation more; what the host
   auto& own = streams[stream];
   join(own, host);
   ++operations;
+  ++own_operations;
   return ++own[stream];
 }
 
@@ -127,7 +140,7 @@ void host_waits_for(const Moments& done) {
 }
 
 void host_waits_for_stream(const StreamKey& stream) {
-  ++synchronizations;
+  count_synchronization();
   host_waits_for(streams[stream]);
 }
 
@@ -259,6 +272,8 @@ bool is_pinned(const void* memory) {
 
 struct Event {
   Moments done;
+  int asked = 0;      // how often in a row the host found it not done, and did nothing else
+  int64_t moment = 0;  // of the thread that asked last
   std::chrono::steady_clock::time_point at;
 };
 
@@ -307,7 +322,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeDevice(const DeviceIndex device) const override {
     Locked guard;
-    ++synchronizations;
+    count_synchronization();
     for (auto& [each, moments] : streams)
       if (each.first == device) host_waits_for(moments);
     tell_violation();
@@ -317,26 +332,31 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (!*event) *event = new Event;
     StreamKey key{each.device_index(), each.id()};
     launch(key);
-    *static_cast<Event*>(*event) = {streams[key], std::chrono::steady_clock::now()};
+    *static_cast<Event*>(*event) = Event{streams[key], 0, 0, std::chrono::steady_clock::now()};
   }
   void block(void* event, const c10::Stream& each) const override {
     if (!event) return;
     Locked guard;
     join(streams[{each.device_index(), each.id()}], static_cast<Event*>(event)->done);
   }
-  bool queryEvent(void* event) const override {  // a device is kBehind operations behind the host, which may ask for nothing
+  // A device is kBehind operations behind the host. One that only asks, again and again, waits.
+  bool queryEvent(void* event) const override {
     if (!event) return true;
     Locked guard;
-    const auto& done = static_cast<Event*>(event)->done;
-    for (auto& [stream, moment] : done)
-      if (!knows(host, stream, moment) && streams[stream][stream] < moment + kBehind) return false;
-    host_waits_for(done);
+    auto* own = static_cast<Event*>(event);
+    if (own->moment != own_operations) own->asked = 0;
+    own->moment = own_operations;
+    bool waits = own->asked > kAsked;
+    for (auto& [stream, moment] : own->done)
+      if (!waits && !knows(host, stream, moment) && streams[stream][stream] < moment + kBehind) return ++own->asked, false;
+    if (waits) count_synchronization();
+    host_waits_for(own->done);
     return true;
   }
   void synchronizeEvent(void* event) const override {
     if (!event) return;
     Locked guard;
-    ++synchronizations;
+    count_synchronization();
     host_waits_for(static_cast<Event*>(event)->done);
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
@@ -505,6 +525,7 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::St
   {
     Locked guard;
     moment = launch(stream);
+    if (!views.count(name) && !touched.empty()) ++launches;  // a tensor that is only allocated launches nothing
     if (!views.count(name))
       for (const auto& [tensor, writes] : touched) used(stream, moment, tensor.storage().mutable_data(), writes);
     if (tells && !touched.empty()) host_waits_for_stream(stream);
@@ -552,6 +573,8 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   {
     Locked guard;
     moment = launch(stream);
+    ++launches;
+    if (!within) ++(is_sim(from) ? copies_to_host : copies_to_device);
     if (is_sim(from)) used(stream, moment, from.storage().mutable_data(), false);
     if (is_sim(to)) used(stream, moment, to.storage().mutable_data(), true);
     if (waits) host_waits_for_stream(stream);
@@ -601,6 +624,8 @@ const Tensor& resize(const Tensor& self, c10::SymIntArrayRef size, std::optional
   return self;
 }
 
+void record_stream(Tensor& self, c10::Stream stream) { allocator.recordStream(self.storage().data_ptr(), stream); }
+
 template <typename F>
 auto computed(std::initializer_list<Tensor> inputs, F call) {
   Aliases aliases;
@@ -614,6 +639,7 @@ auto computed(std::initializer_list<Tensor> inputs, F call) {
   {
     Locked guard;
     moment = launch(stream);
+    ++launches;
     for (const auto& each : inputs)
       if (is_sim(each)) used(stream, moment, each.storage().mutable_data(), false);
   }
@@ -650,6 +676,49 @@ std::tuple<Tensor, Tensor, Tensor> convolution_backward(
   return {found[0], found[1], found[2]};
 }
 
+// The kernels of SyncBatchNorm, which the CPU does not have, by their formulas.
+
+Tensor along(const Tensor& v_C, const Tensor& x) {
+  std::vector<int64_t> shape(x.dim(), 1);
+  shape[1] = -1;
+  return v_C.view(shape);
+}
+
+std::tuple<Tensor, Tensor> gather_stats(const Tensor& x, const Tensor& mean, const Tensor& inverse, const std::optional<Tensor>& running_mean,
+                                        const std::optional<Tensor>& running_var, double momentum, double eps, const Tensor& counts) {
+  auto found = computed({x, mean, inverse, running_mean.value_or(Tensor()), running_var.value_or(Tensor()), counts},
+                        [&](const std::vector<Tensor>& in) -> std::vector<Tensor> {
+    auto n = in[5].unsqueeze(1), total = in[5].sum();
+    auto whole = (in[1] * n).sum(0) / total;
+    auto variance = ((in[2].pow(-2) - eps + (in[1] - whole).square()) * n).sum(0) / total;
+    if (in[3].defined()) in[3].mul_(1 - momentum).add_(whole, momentum);
+    if (in[4].defined()) in[4].mul_(1 - momentum).add_(variance * total / (total - 1), momentum);
+    return {whole, (variance + eps).rsqrt()};
+  });
+  return {found[0], found[1]};
+}
+
+Tensor norm_elemt(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias, const Tensor& mean,
+                  const Tensor& inverse, double) {
+  return computed({x, weight.value_or(Tensor()), bias.value_or(Tensor()), mean, inverse}, [&](const std::vector<Tensor>& in) -> std::vector<Tensor> {
+    auto y = (in[0] - along(in[3], in[0])) * along(in[4], in[0]);
+    if (in[1].defined()) y = y * along(in[1], in[0]);
+    if (in[2].defined()) y = y + along(in[2], in[0]);
+    return {y.to(in[0].dtype())};
+  })[0];
+}
+
+Tensor norm_backward_elemt(const Tensor& g, const Tensor& x, const Tensor& mean, const Tensor& inverse, const std::optional<Tensor>& weight,
+                           const Tensor& sum_g, const Tensor& sum_g_x, const Tensor& counts) {
+  TORCH_CHECK(counts.scalar_type() == at::kInt, "expected scalar type Int but found ", counts.scalar_type());
+  return computed({g, x, mean, inverse, weight.value_or(Tensor()), sum_g, sum_g_x, counts}, [&](const std::vector<Tensor>& in) -> std::vector<Tensor> {
+    auto total = in[7].sum().to(in[2].dtype());
+    auto mean_g = in[5] / total, slope = in[6] / total * in[3].square(), scale = in[4].defined() ? in[3] * in[4] : in[3];
+    auto y = (in[0] - along(mean_g, in[0]) - (in[1] - along(in[2], in[0])) * along(slope, in[0])) * along(scale, in[0]);
+    return {y.to(in[1].dtype())};
+  })[0];
+}
+
 int64_t attention_choice(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>, bool) {
   return 0;  // by matrix products and softmax
 }
@@ -674,7 +743,11 @@ TORCH_LIBRARY(sim, m) {
   });
   m.def("set_up", &set_up);
   m.def("synchronizations", [] { return synchronizations; });
+  m.def("let_wait", [](bool may) { may_wait = may; });
+  m.def("own_synchronizations", [] { return own_synchronizations; });
   m.def("operations", [] { return operations; });
+  m.def("launches", [] { return launches; });
+  m.def("copies", [](bool to_host) { return to_host ? copies_to_host : copies_to_device; });
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
@@ -684,9 +757,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("resize_", &resize);
+  m.impl("record_stream", &record_stream);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("_fused_sdp_choice", &attention_choice);
+  m.impl("batch_norm_gather_stats_with_counts", &gather_stats);
+  m.impl("batch_norm_elemt", &norm_elemt);
+  m.impl("batch_norm_backward_elemt", &norm_backward_elemt);
 }
 
 TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {

@@ -1,0 +1,96 @@
+"""What a training step may cost on an accelerator: kernels and copies, and waits of the thread that launches them."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from convoy.comm.group import AloneGroup
+from convoy.comm.processes import join
+from convoy.model.nets import build_net
+from convoy.model.tracing import trace
+from convoy.plan.presets import Speeds, named_plan
+from convoy.runtime.module import Distributed
+from tests.support import sim
+from tests.support.processes import on_processes
+
+pytestmark = pytest.mark.skipif(sim.COMPILER is None, reason=sim.NEEDS)
+
+BATCH, WARM_UP = 8, 5
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one step on a simulated accelerator asked for; `waits` of the thread that launches."""
+
+    launches: int
+    to_host: int
+    to_device: int
+    waits: int
+
+
+def _so_far() -> list[int]:
+    ops = torch.ops.sim
+    return [ops.launches(), ops.copies(True), ops.copies(False), ops.own_synchronizations()]
+
+
+def _step_count(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> Count:
+    """Count one step of SGD behind some to warm up."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    for _ in range(WARM_UP + 1):
+        before = _so_far()
+        loss = F.cross_entropy(model(x, **options), y)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return Count(*(b - a for a, b in zip(before, _so_far(), strict=True)))
+
+
+def _net_and_batch(net: str) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return build_net(net, (3, 16, 16), 10), torch.randn(BATCH, 3, 16, 16), torch.randint(0, 10, (BATCH,))
+
+
+def test_one_device_launches_what_plain_pytorch_launches() -> None:
+    sim.load()
+    try:
+        model, x, y = _net_and_batch("resnet18:8")
+        here = [t.to("sim:0") for t in (x, y)]
+        plain = _step_count(copy.deepcopy(model).to("sim:0"), *here)
+        with AloneGroup(torch.device("sim:0")) as group:
+            plan = named_plan("data", trace(model, x[:2]).graph, BATCH, Speeds((1.0,)))
+            ours = _step_count(Distributed(model, plan, group, x[:2]), *here, whole=True)
+        assert ours.launches <= plain.launches + 3
+        assert (ours.to_host, ours.to_device, ours.waits) == (0, 0, 0)
+    finally:
+        sim.load(devices=0)
+
+
+def split_by_samples(device: int, net: str) -> list[int]:
+    """A step of a net whose samples lie on two accelerators, and how many norms and sums it has."""
+    sim.load()
+    with join(f"sim:{device}", timeout_s=60) as group:
+        model, x, y = _net_and_batch(net)
+        plan = named_plan("data", trace(model, x[:2]).graph, BATCH, Speeds((1.0, 1.0)))
+        part = Distributed(model, plan, group, x[:2])
+        found = _step_count(part, x.to(group.torch_device), y.to(group.torch_device), whole=True)
+        norms = sum(isinstance(module, nn.BatchNorm2d) for module in model.modules())
+        return [found.launches, found.to_host, found.to_device, found.waits, norms]
+
+
+@pytest.mark.timeout(120)
+def test_a_split_norm_copies_once_each_way_and_nothing_waits() -> None:
+    """The launching thread waited for 37 copies of a ResNet-18's step, in which 2,175 operations were queued."""
+    sim.library()
+    for launches, to_host, to_device, waits, norms in on_processes(
+        2, "tests.runtime.test_accelerator_budget:split_by_samples", "resnet18:8", joined=False, limit_s=110
+    ):
+        assert waits == 0
+        # Its own statistics and sums, those of the other device, and of each gradient bucket two rounds and the outputs.
+        assert to_host <= 2 * norms + 25
+        assert to_device <= 2 * norms + 25
+        assert launches <= 820
