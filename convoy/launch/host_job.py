@@ -69,8 +69,9 @@ def device_environments(
         kept.setdefault("CONVOY_SHARED_ACCELERATOR", "1")
     on_cpu = sum(name.startswith("cpu") for name in names)
     if on_cpu:
-        # Each would take all cores otherwise, and they would disturb each other.
-        kept.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // on_cpu)))
+        # Each would take all cores otherwise, and they would disturb each other. A core is left to the thread that launches the
+        # kernels of each accelerator: one of many that share out a loop would have to wait for it.
+        kept.setdefault("OMP_NUM_THREADS", str(max(1, (_cores() - len(accelerators)) // on_cpu)))
     return [
         kept
         | rank_variables(rank, local, total, len(ranks), address, port)

@@ -69,6 +69,8 @@ def measure_overheads(
     flatten_s, linear_s = (_layer_s(kind, clock, now, stretch_s) for kind in ("flatten", "linear"))
     # Each Linear brings a round before it, one behind it, and two parameters.
     layer_s = max(0.0, step_each_s - linear_s - 2 * (round_s + peer_s) - 2 * per_tensor_s)
+    if device.type != "cpu":
+        layer_s = 0.0  # a layer's seconds are the host's to queue it, where the device takes less
     step_s = max(0.0, step_none_s - flatten_s - layer_s)
     held_s = message_s * share
     each_message_s = message_s + max(0.0, peer_s) / 2  # each peer is sent a message and sends one
