@@ -79,7 +79,7 @@ _HOW = (
     "by what each rank's computing takes and then searched, both have the bucket size, `static_graph` and "
     "`ZeroRedundancyOptimizer` searched; the searches are not counted. From 25 November 2026 on nothing is encrypted, "
     "which DDP cannot do, and units live ([decision 75](decisions/075-crowded-processors-and-dead-units.md)); before, Convoy's "
-    "bytes were, which costs what stands in [decision 52](decisions/052-small-messages.md). Cells "
+    "bytes were, which costs what stands in [decision 77](decisions/077-the-wire-rests-less.md). Cells "
     "of 26 November and later have no gloo in Convoy ([decision 77](decisions/077-the-wire-rests-less.md)), earlier ones have. "
     "`fsdp` is FSDP2 with even shards of weights, each layer "
     "gathered by itself, and the batch by the speeds of devices alone. Of a U-Net, which has a label for every pixel, "
