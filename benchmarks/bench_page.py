@@ -73,22 +73,18 @@ def bench_page(sources: Sources) -> str:
 
 
 _HOW = (
-    f"`{IN_TURN}` is plain PyTorch on every device, each for itself with the whole batch, one after the other while the others "
-    f"rest. `{ALONE}` is the same all at once: they load this one machine as the fleet does. `ddp-even` and `ddp-tuned` are "
-    "PyTorch's DistributedDataParallel on gloo with the same batches and the same gradient; `ddp-tuned` has shares corrected "
-    "by what each rank's computing takes and then searched, both have the bucket size, `static_graph` and "
-    "`ZeroRedundancyOptimizer` searched; the searches are not counted. From 25 November 2026 on nothing is encrypted, "
-    "which DDP cannot do, and units live ([decision 75](decisions/075-crowded-processors-and-dead-units.md)); before, Convoy's "
-    "bytes were, which costs what stands in [decision 52](decisions/052-small-messages.md). Cells "
-    "of 26 November and later have no gloo in Convoy ([decision 77](decisions/077-the-wire-rests-less.md)), earlier ones have. "
-    "`fsdp` is FSDP2 with even shards of weights, each layer "
-    "gathered by itself, and the batch by the speeds of devices alone. Of a U-Net, which has a label for every pixel, "
-    "outputs stay with their samples by every plan. `auto` is what `convoy train --plan auto` comes to: the "
-    "planner's choice, or another of its plans that was faster in the trial, then rebalanced for 9 to 18 steps; none of them "
-    "is counted, and its prediction is "
-    "that of the plan that goes on. Efficiency: samples/s over the sum of "
-    "what every device reached alone at the same global batch, "
-    f"measured in the same run (`{IN_TURN}`; where there is none, `{ALONE}`). "
+    f"`{IN_TURN}` is plain PyTorch on each device in turn, with the global batch, while the other devices are idle. "
+    f"`{ALONE}` is the same on all devices at once. `ddp-even` and `ddp-tuned` are PyTorch's DistributedDataParallel on "
+    "gloo with the same batches and the same gradient. The shares of `ddp-tuned` are corrected by the measured computing "
+    "time of each rank and then searched. For both, bucket size, `static_graph` and `ZeroRedundancyOptimizer` are "
+    "searched; the searches are not counted. `fsdp` is FSDP2 with even shards, each layer gathered by itself, and the "
+    "batch split by solo speeds. `auto` is the result of `convoy train --plan auto`: the planner's choice, or another plan "
+    "that was faster in the trial, then rebalanced for 9 to 18 steps that are not counted. Its prediction is that of the "
+    "plan that continues. The outputs of a U-Net stay with their samples. Efficiency: samples/s divided by the sum of the "
+    f"devices' solo throughputs in the same run (`{IN_TURN}`, or `{ALONE}` where it is missing).\n\n"
+    "Before 25 November 2026 Convoy's traffic was encrypted ([decision 77](decisions/077-the-wire-rests-less.md)) and most "
+    "units were dead ([decision 75](decisions/075-crowded-processors-and-dead-units.md)). Before 26 November Convoy used "
+    "gloo.\n\n"
 )
 
 
@@ -158,10 +154,9 @@ def _trials_section(rows: Sequence[Row]) -> list[str]:
     head = ["fleet", "net", "batch", "the planner's choice", *(f"plan {i}" for i in range(2, TRIED + 2))]
     return [
         "## The trial of plans",
-        "Where plans are predicted to take nearly as long, `auto` trains some steps by each and goes on with the fastest "
-        "([decision 19](decisions/019-trial-of-plans.md)). Of each plan: a step as predicted, and in the trial, with shares "
-        "that were predicted for it. Last: the fastest against the planner's choice. Cases that are not here had one plan "
-        "only, or were measured before there were trials, with one uncounted step before a turn instead of two.",
+        "Where plans are predicted to be close, `auto` trains some steps with each and continues with the fastest "
+        "([decision 19](decisions/019-trial-of-plans.md)). For each plan: the predicted step, then the step in the trial. "
+        "Last: the fastest over the planner's choice. Cases that are missing had one plan only, or are older.",
         table([*head, "fastest"], body),
     ]
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.bound
 
-Prints the table of docs/decisions/059. Nothing is measured: the same every time, on any machine.
+Prints the table of docs/decisions/040. Nothing is measured: the same every time, on any machine.
 """
 
 import typer

@@ -4,7 +4,7 @@ Linux, root: disks are mounted, and hosts are network namespaces.
 
     python -m benchmarks.chaos_long --minutes 28 --seed 1 --out chaos.md
 
-The table's place is docs/chaos.md, under "Chaos". A form that goes wrong is in it with its seeds; what each has printed
+The table's place is docs/chaos.md, under "Random events". A form that goes wrong is in it with its seeds; what each has printed
 is beside it (chaos.md.1.txt, ...).
 """
 

@@ -38,9 +38,8 @@ def bound_section(rows: Sequence[Row]) -> list[str]:
     ]  # fmt: skip
     return [
         "## Beside the lower bound",
-        "No exact plan, with whatever shares, can be predicted to take less than the bound "
-        "([decision 40](decisions/040-lower-bound.md)); it holds for the measured costs, and what they leave out is in the "
-        "measured step. Cases that are not here were measured before there was a bound.",
+        "No exact plan can be predicted to take less time than the bound ([decision 40](decisions/040-lower-bound.md)). "
+        "It holds for the measured costs; the measured step contains everything else too. Older cases have no bound.",
         table(["fleet", "net", "batch", "lower bound", "predicted", "measured", "above the bound"], body),
     ]
 

@@ -53,8 +53,8 @@ def validation_page(paper: Paper) -> str:
         "# Predicted and measured",
         "## In short",
         "\n".join(f"- {line}" for line in short),
-        "Every prediction was written to the results file before the first run of its net, from measuring the layers and the "
-        "wire of that fleet; nothing was fitted to a run. Machines and commands are at the end of the page.",
+        "Every prediction was written to the results file before the first run of its net, from measured layers and links of "
+        "that fleet. Nothing was fitted to a run. Machines and commands are at the end of the page.",
         "## Error by plan",
         "(predicted - measured) / measured, where measured is the median of the rounds. Steady rows are those where the "
         "middle half of the rounds lies within 5 % of the median. Filter-split are `master`, `model`, and `auto` where it "
@@ -63,9 +63,8 @@ def validation_page(paper: Paper) -> str:
         *_drifted(rows),
         *([f"![Predicted against measured]({paper.figure})"] if paper.figure else []),
         "## What `auto` chose",
-        "Behind: the measured step of `auto` over that of the best of all plans measured there. The best of several noisy "
-        "medians is a little too fast, so 0 is not expected even of a perfect planner. Noise: the standard error of that "
-        "ratio.",
+        "Behind: how much longer the measured step of `auto` is than that of the best measured plan. The best of several "
+        "noisy medians is slightly too fast, so even a perfect planner would not reach 0. Noise: the standard error.",
         _choice_table(choices(rows)),
         "## Every configuration",
         "Spread: (slowest - fastest) / median of the rounds; middle: that of the middle half. " + how_timed(),

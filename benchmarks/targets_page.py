@@ -59,9 +59,9 @@ def _line(verdict: Verdict) -> list[str]:
 
 
 _WHERE = (
-    "Predicted: from the simulator's timeline, with the optimizer, the loss and the handling of messages. Measured: by the "
-    "devices' own clocks, medians of the rounds; the optimizer, the loss and loading are in what is left. Waiting is for "
-    "messages and sums, as far as no computing hides it. At the speed of all devices alone, the efficiency is 1."
+    "Predicted: from the simulator's timeline, with the optimizer, the loss and the processing of messages. Measured: by "
+    "the devices' clocks, medians of the rounds; the rest contains the optimizer, the loss and loading. Waiting is for "
+    "messages and sums that no computing hides."
 )
 
 

@@ -32,19 +32,23 @@ X = torch.zeros(1, 3, 8, 8, dtype=torch.float64)
 # ------------------------------------------------------------------------------------------------------ the example
 
 
+def added_lines(example: Path) -> list[str]:
+    """Return the lines of an example that call Convoy."""
+    return [line for line in example.read_text().splitlines() if re.search(r"= convoy\.\w+\(", line)]
+
+
 def test_the_readme_shows_the_example() -> None:
     readme = (ROOT / "README.md").read_text()
     section = readme.partition("## One line")[2].partition("\n## ")[0]
-    (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    assert block.strip() in ONE.read_text()
+    (block,) = re.findall(r"```diff\n(.*?)```", section, re.DOTALL)
+    assert "\n".join(line[1:] for line in block.splitlines()) in ONE.read_text()
+    assert [line[1:] for line in block.splitlines() if line.startswith("+")] == added_lines(ONE)
 
 
 def test_the_examples_differ_from_an_ordinary_script_by_one_line_and_by_four() -> None:
-    def lines(example: Path) -> list[str]:
-        return [line for line in example.read_text().splitlines() if re.search(r"= convoy\.\w+\(", line)]
-
-    assert (len(lines(ONE)), len(lines(FOUR))) == (1, 4)
-    assert all(f"convoy.{call}(" in "".join(lines(FOUR)) for call in ("join", "make_plan", "distribute", "loader"))
+    assert (len(added_lines(ONE)), len(added_lines(FOUR))) == (1, 4)
+    calls = "".join(added_lines(FOUR))
+    assert all(f"convoy.{call}(" in calls for call in ("join", "make_plan", "distribute", "loader"))
 
 
 def under_torchrun(example: Path) -> tuple[str, str]:

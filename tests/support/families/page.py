@@ -49,36 +49,35 @@ def text(kept: Kept) -> str:
     others = [member for member in kept.members if not member.convolutional]
     shares = ", ".join(f"{speed:g}" for speed in SPEEDS.devices)
     return "\n".join((
-        "# Families of nets that are tried",
+        "# Tested families of nets",
         "",
-        f"The smallest member of every convolutional family of torchvision and timm, untouched, with fresh weights: "
-        f"{len(rows)} families, {len(untried)} of which wait for a larger machine ({kept.versions}; {kept.date}).",
+        "The smallest member of every convolutional family of torchvision and timm, unchanged, with fresh weights: "
+        f"{len(rows)} families, {len(untried)} of which need a larger machine ({kept.versions}; {kept.date}).",
         "",
         f"- **{len(exact)} of {len(rows)}** ({_percent(exact, rows)}) train exactly as on one device: {STEPS} steps in "
-        "float64, every loss, weight and buffer, the gradients of the last step and the outputs in evaluation within 1e-10, "
-        "under both of the plans below.",
+        "float64. Losses, weights, buffers, the gradients of the last step and the outputs in evaluation agree to 1e-10, "
+        "with both plans below.",
         f"- **{len(shared)} of {len(rows)}** ({_percent(shared, rows)}) are exact and have at least 95 % of their "
-        "FLOP shared out.",
+        "FLOP distributed.",
         "",
         *_older(rows),
-        f"Each is traced, planned and trained on three devices with speeds of {shares} and a batch of {BATCH}, in two ways: "
-        "`data-by-speed`, and every layer split by its filters where it can be, the others by samples. The table gives "
-        "the percentages of the forward FLOP under the second; what is on one device there is on one device in both. "
-        "*Whole* counts the layers that no rule takes apart. *Apart* is the largest difference of both plans from one device, "
-        "beside what one device differs from itself by when its images and weights are changed by 1e-15.",
+        f"Each net is trained on three devices with speeds of {shares} and a batch of {BATCH}, with two plans: "
+        "`data-by-speed`, and every layer split by filters where possible, the others by samples. The table shows "
+        "the percentages of the forward FLOP with the second plan. *Whole* counts the layers that no rule splits. *Apart* is "
+        "the largest difference of both plans from one device. *Rounding* is how much one device differs from itself if its "
+        "images and weights change by 1e-15.",
         "",
-        f"A family is a module of the library, and convolutional if its smallest member has at least {CONVOLUTIONS} "
-        "convolutions with kernels larger than their strides (patch embeddings have not). Images are the smallest of 64 pixels "
-        f"and up that the net takes, and at which rounding does not grow past {STABLE:g} on one device; where it does, biases "
-        f"of batch norms begin at {BIAS:g} in place of 0 (*), which calms deep chains. Dropout and stochastic depth are set "
-        f"to 0: what they draw is no part of the promise. {_slow(rows)}VGG's classifier has 64 features for 4,096, which "
-        "would fill 19 GB.",
+        f"A family is a module of the library. It is convolutional if its smallest member has at least {CONVOLUTIONS} "
+        "convolutions with kernels larger than their strides. Images have the smallest size from 64 pixels on that the net "
+        f"accepts, and at which rounding stays below {STABLE:g} on one device. Otherwise biases of batch norms start at "
+        f"{BIAS:g} instead of 0 (*). Dropout and stochastic depth are 0. {_slow(rows)}VGG's classifier has 64 features "
+        "instead of 4,096.",
         "",
-        "`python -m tests.support.families` makes this table, in half an hour:",
+        "`python -m tests.support.families` makes this table in half an hour:",
         "",
-        "| family | smallest member | million parameters | image | layers (whole) | by filter | by samples | one device "
-        "| apart (rounding) |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| family | smallest member | million parameters | image | layers | whole | by filter | by samples | one device "
+        "| apart | rounding | exact |",
+        "| --- " * 12 + "|",
         *map(_line, rows),
         "",
         *_remarks(rows),
@@ -93,23 +92,23 @@ def text(kept: Kept) -> str:
 def _slow(rows: Sequence[Row]) -> str:
     if all(row.rate == RATE for row in rows):
         return ""
-    return f"Where three steps at a rate of {RATE:g} diverge on one device, they are made at {SLOW_RATE:g} (**). "
+    return f"Nets that diverge at a learning rate of {RATE:g} on one device use {SLOW_RATE:g} (**). "
 
 
 def _older(rows: Sequence[Row]) -> list[str]:
     older = [row for row in rows if not row.gradients and not row.error]
-    what = "without gradients, and with rounding of images alone"
-    return [f"{len(older)} of the rows are of an earlier trial: {what}.", ""] if older else []
+    what = "without gradients, and with rounding of images only"
+    return [f"{len(older)} of the rows are from an earlier trial: {what}.", ""] if older else []
 
 
 def _line(row: Row) -> str:
     start = f"| {row.family} | `{row.name}` | {row.parameters / 1e6:.1f} "
     if row.error or row.by_filters is None:
-        return f"{start}| | | | | | not trained |"
+        return f"{start}| | | | | | | | | not trained |"
     shares = " | ".join(f"{row.by_filters[how]:.0f} %" for how in ("filters", "samples", "one"))
-    apart = f"{max(row.apart):.0e} ({row.rounding:.0e})" + ("" if row.exact else " **not exact**")
+    apart = f"{max(row.apart):.0e} | {row.rounding:.0e} | {'yes' if row.exact else '**no**'}"
     image = "x".join(map(str, row.shape[1:])) + (" *" * row.biased + "*" * (row.rate < RATE))
-    return f"{start}| {image} | {row.layers} ({row.whole}) | {shares} | {apart} |"
+    return f"{start}| {image} | {row.layers} | {row.whole} | {shares} | {apart} |"
 
 
 def _remarks(rows: Sequence[Row]) -> list[str]:
@@ -117,7 +116,7 @@ def _remarks(rows: Sequence[Row]) -> list[str]:
     if not odd:
         return []
     lines = [f"- **{row.family}**: {_remark(row)}" for row in odd]
-    return ["## What is not exact or not shared out, and why", "", *lines, ""]
+    return ["## Not exact or not fully distributed", "", *lines, ""]
 
 
 def _remark(row: Row) -> str:
