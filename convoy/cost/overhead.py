@@ -41,6 +41,8 @@ class Overheads:
         fresh_s_per_byte: of memory that the system must provide anew, page by page: for tensors larger than `FRESH_BYTES`.
         update_s_per_tensor: of the optimizer for each parameter, beside its entries.
         loss_s_per_byte: of the loss and its gradient, for each byte of the outputs that it is computed of.
+        queue_s: of an accelerator's host to queue one layer's forward or backward. The host runs ahead of the device, so a
+            segment takes the device's seconds or the host's, whichever are more. 0 on a CPU.
     """
 
     step_s: float = 0.0
@@ -52,6 +54,7 @@ class Overheads:
     fresh_s_per_byte: float = 0.0
     update_s_per_tensor: float = 0.0
     loss_s_per_byte: float = 0.0
+    queue_s: float = 0.0
 
     def calls_s(self, messages: int) -> float:
         """Seconds of a device's part in a round, by the messages that it sends and receives; without one it has no part."""

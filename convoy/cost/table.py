@@ -80,7 +80,8 @@ class DeviceCosts:
             quota leaves it a fifth of a core, these are five times the seconds of a whole core.
         update_s_per_entry: of SGD with momentum, per entry of the parameters it holds.
         step_s, layer_s, round_s, message_s, copy_s_per_byte, add_s_per_byte, fresh_s_per_byte, update_s_per_tensor,
-            loss_s_per_byte: see `convoy.cost.overhead.Overheads`. The last one is 0 in files from before it was measured.
+            loss_s_per_byte, queue_s: see `convoy.cost.overhead.Overheads`. The last two are 0 in files from before they were
+            measured.
         jitter_s, beside_s: see `convoy.cost.network.Network`; beside_s is 0 in files from before it was measured.
         rested_s, burst: seconds that it computes sooner after a rest, and how many times as fast it is until then: of a device
             under a quota of processor time. 0 and 1 in files from before they were measured.
@@ -116,6 +117,7 @@ class DeviceCosts:
     measured_w: Annotated[float, Strict(), Field(ge=0, le=MOST)] | None = None
     measured_by: Text = ""
     loss_s_per_byte: Seconds = 0.0
+    queue_s: Seconds = 0.0
     process_bytes: Annotated[int, Strict(), Field(ge=0, le=2**50)] = 0
 
     @property

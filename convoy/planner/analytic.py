@@ -142,7 +142,9 @@ class CostModel:
             return 0.0
         phases = 2 if layer.name in self.trains else 1
         kind = self.alike[device]
-        seconds = self._arithmetic_s(layer, kind, size) + phases * self.costs.overhead(kind).layer_s / 2
+        overhead = self.costs.overhead(kind)
+        seconds = self._arithmetic_s(layer, kind, size) + phases * overhead.layer_s / 2
+        seconds = max(seconds, phases * overhead.queue_s)
         if layer.name in self.losses and self.outputs == "where-computed":
             seconds += self.loss_s(layer, kind, size.samples)
         return seconds

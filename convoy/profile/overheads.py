@@ -7,7 +7,8 @@ executor calls them. All of it with cold caches: a step does each of these once,
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.size import whole_size
 from convoy.plan.steps import Move, Value
 from convoy.profile.layers import piece
-from convoy.profile.timing import CORE_BYTES, PROCESSOR_BYTES, Cold, Now, time_piece
+from convoy.profile.timing import CORE_BYTES, PROCESSOR_BYTES, Cold, Now, Piece, queued_seconds, time_piece
 from convoy.runtime.clock import Clock, Computing
 from convoy.runtime.exchange import run_move
 from convoy.runtime.module import Distributed
@@ -40,6 +41,8 @@ COPIED_BYTES = 4 << 20
 
 BATCH = 2
 
+
+QUEUED = 100
 
 LOSS_ENTRIES = 1 << 22
 """Of the outputs that a loss is timed of, at most; one sample of each at least."""
@@ -69,8 +72,6 @@ def measure_overheads(
     flatten_s, linear_s = (_layer_s(kind, clock, now, stretch_s) for kind in ("flatten", "linear"))
     # Each Linear brings a round before it, one behind it, and two parameters.
     layer_s = max(0.0, step_each_s - linear_s - 2 * (round_s + peer_s) - 2 * per_tensor_s)
-    if device.type != "cpu":
-        layer_s = 0.0  # a layer's seconds are the host's to queue it, where the device takes less
     step_s = max(0.0, step_none_s - flatten_s - layer_s)
     held_s = message_s * share
     each_message_s = message_s + max(0.0, peer_s) / 2  # each peer is sent a message and sends one
@@ -84,6 +85,7 @@ def measure_overheads(
         fresh_s_per_byte=_fresh_s_per_byte(device, processor, stretch_s),
         update_s_per_tensor=max(0.0, per_tensor_s),
         loss_s_per_byte=_loss_s_per_byte(outputs, device, processor, stretch_s),
+        queue_s=0.0 if device.type == "cpu" else _queue_s(clock),
     )
 
 
@@ -157,15 +159,33 @@ def _training(layers: int, device: torch.device, cold: Cold) -> Callable[[], obj
     return step
 
 
+@contextmanager
+def _chain_piece(kind: str, device: torch.device) -> Iterator[Piece]:
+    """One layer of the chain."""
+    model = _chain(1).to(device)
+    traced = trace(model, torch.zeros(1, 4, 1, 1, device=device))
+    layer = [layer for layer in traced.graph.layers.values() if layer.kind == kind][-1]
+    size = whole_size(layer, BATCH)
+    with torch.no_grad(), piece(model, traced, layer, size, (False,), backward=kind != "flatten") as part:
+        yield part
+
+
 def _layer_s(kind: str, clock: Clock, now: Now, stretch_s: float) -> float:
     """The arithmetic of one layer of the chain, forward and backward."""
-    model = _chain(1).to(clock.device)
-    traced = trace(model, torch.zeros(1, 4, 1, 1, device=clock.device))
-    layer = [layer for layer in traced.graph.layers.values() if layer.kind == kind][-1]
-    wants = (False,)
-    size = whole_size(layer, BATCH)
-    with torch.no_grad(), piece(model, traced, layer, size, wants, backward=kind != "flatten") as part:
+    with _chain_piece(kind, clock.device) as part:
         return time_piece(part, clock, now, stretch_s).both_s
+
+
+def _queue_s(clock: Clock) -> float:
+    """Seconds of the host to queue a layer's forward; autograd takes about as long for its backward."""
+    with _chain_piece("linear", clock.device) as part:
+        rounds = [
+            queued_seconds(clock.device, QUEUED, lambda: part.run.forward(part.inputs, part.samples, True, part.wants))[
+                1
+            ]
+            for _ in range(5)
+        ]
+    return statistics.median(rounds) / QUEUED
 
 
 def _optimizer(tensors: int, device: torch.device) -> Callable[[], object]:

@@ -275,33 +275,36 @@ def run_round(
 
 
 def _run_queued_round(piece: Piece, device: torch.device, calls: int, backward_calls: int) -> tuple[float, float]:
-    """As `run_round` on an accelerator: a call takes the device's seconds or the host's to queue it, whichever are more.
+    """As `run_round` on an accelerator: the seconds of the device alone.
 
-    In a step the host runs ahead of the device. Awaiting a call here would add the time until the device begins, and the
-    host's time to the device's: a ResNet-18 on an H200 was predicted three times too long. So calls are queued behind other
-    work, and the device's seconds are read from events. Queuing a backward alone takes autograd longer than within a step;
-    there it takes at most as long as forward.
+    In a step the host runs ahead of the device. Awaiting a call here would add the host's time to the device's: a ResNet-18 on
+    an H200 was predicted three times too long. So calls are queued behind other work, and the device's seconds are read from
+    events. The host's are `Overheads.queue_s`.
     """
     saved: list[Any] = []
 
     def forward() -> None:
         kept = piece.run.forward(piece.inputs, piece.samples, True, piece.wants)[1]
-        if len(saved) < backward_calls:
+        if len(saved) < backward_count:
             saved.append(kept)
 
     def backward() -> None:
         piece.run.backward(saved.pop(), piece.gradient, piece.wants)
 
-    forward_s, host_s = _queued_seconds(device, calls, forward)
+    count, backward_count = min(calls, MOST_QUEUED), min(backward_calls, MOST_QUEUED)
+    _, host_s = queued_seconds(device, 1, forward)
+    forward_s, host_s = queued_seconds(device, count, forward, 2 * host_s * count)
+    forward_s *= calls / count
     if piece.gradient is None:
-        return max(forward_s, host_s), 0.0
-    while len(saved) < backward_calls:
+        return forward_s, 0.0
+    while len(saved) < backward_count:
         forward()
-    backward_s, _ = _queued_seconds(device, backward_calls, backward, 3 * host_s / calls * backward_calls)
-    return max(forward_s, host_s), max(backward_s, host_s / calls * backward_calls)
+    backward_s, _ = queued_seconds(device, backward_count, backward, 4 * host_s / count * backward_count)
+    return forward_s, backward_s * backward_calls / backward_count
 
 
-PLUG_SIDE = 512
+PLUG_SIDE, MOST_QUEUED = 512, 100
+"""Side of the matrices, and how many calls are queued at once: an accelerator's queue holds about a thousand kernels."""
 
 
 @cache
@@ -316,8 +319,8 @@ def _plug(device: torch.device) -> tuple[torch.Tensor, float]:
     return matrix, (time.perf_counter() - begin_s) / 10
 
 
-def _queued_seconds(
-    device: torch.device, calls: int, work: Callable[[], None], plug_s: float = 0.0
+def queued_seconds(
+    device: torch.device, calls: int, work: Callable[[], object], plug_s: float = 0.0
 ) -> tuple[float, float]:
     """Return the device's seconds of some calls, and the host's to queue them.
 

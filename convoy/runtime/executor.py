@@ -380,9 +380,7 @@ class Executor:
         roots, outputs = tape.fused.pop(fused.number)
         computed = [op for op in fused.operations if isinstance(op, Compute)]
         layers = dict.fromkeys(op.layer for op in computed)
-        parameters = {
-            p.key: self._parameter(p.key) for name in layers for p in self.traced.graph[name].trainable
-        }
+        parameters = {p.key: self._parameter(p.key) for name in layers for p in self.traced.graph[name].trainable}
         pairs = [
             with_gradients(edge, buffers[name])
             for edge, name in zip(outputs, fused.reads, strict=True)

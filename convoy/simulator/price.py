@@ -5,6 +5,7 @@ Computations take the seconds of their sizes. Operations around messages take th
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from convoy.cost.costs import Costs
 from convoy.cost.overhead import NOTHING, Handling, handling_of
@@ -173,16 +174,25 @@ class _Pricer:
                 yield Mark(operation.event)
 
     def _stretch(self, fused: Fused) -> Iterable[Item]:
-        """Its layers one after another; the Python around them is paid once."""
+        """Its layers one after another; the Python around them is paid once.
+
+        Where an accelerator takes less than its host takes to queue them, it waits for the host: counted with the first.
+        """
         called = True
         rest: list[Operation] = []
+        waits_s = 0.0
+        if self.overhead.queue_s:
+            layers = [inner for inner in fused.operations if isinstance(inner, Compute)]
+            device_s = sum(self._computation(inner, called=False).seconds for inner in layers)
+            waits_s = max(0.0, len(layers) * self.overhead.queue_s - device_s)
         for inner in fused.operations:
             if not isinstance(inner, Compute):
                 rest.append(inner)
                 continue
             if rest:
                 yield from self._lane(rest)
-            yield self._computation(inner, called=called)
+            work = self._computation(inner, called=called)
+            yield replace(work, seconds=work.seconds + waits_s) if called else work
             called, rest = False, []
         yield from self._lane(rest)
 
@@ -192,7 +202,7 @@ class _Pricer:
         layer = self.graph[operation.layer]
         part = operation.part if operation.part in ("input", "weight") else "all"
         seconds = self.costs.times.seconds(self.device, layer, operation.phase, operation.size, part)  # type: ignore[arg-type]
-        if called and (operation.rows is None or operation.rows[0] == 0):
+        if called and not self.overhead.queue_s and (operation.rows is None or operation.rows[0] == 0):
             seconds += self.overhead.layer_s / (2 if part == "all" else 4)
         return Work(operation.step, label, seconds, sooner=True)
 
