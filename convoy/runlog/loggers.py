@@ -117,7 +117,7 @@ class Logger(Observer):
             sink, row = self.make(), self._rows.get()
             while row is not None:
                 rows = [row]
-                while not self._rows.empty() and (row := self._rows.get()) is not None:
+                while len(rows) < MAX_ROWS and not self._rows.empty() and (row := self._rows.get()) is not None:
                     rows.append(row)
                 sink.write(rows)
                 row = self._rows.get() if row is not None else None

@@ -113,16 +113,15 @@
   document.addEventListener("focusout", hide);
   document.addEventListener("pointerleave", hide);
   // A page that follows its run loads itself again: what was unfolded and set stays so.
-  const details = () => [...document.querySelectorAll("details")].map((each) => [each, each.querySelector("summary").textContent]);
-  addEventListener("pagehide", () => {
-    const open = details().filter(([each]) => each.open).map(([, name]) => name);
-    try { sessionStorage.setItem(location.pathname, JSON.stringify({open, weight})); } catch { /* storage is blocked */ }
-  });
-  let kept = null;
-  try { kept = JSON.parse(sessionStorage.getItem(location.pathname)); } catch { /* likewise */ }
-  if (kept && document.querySelector("meta[http-equiv=refresh]")) {
-    for (const [each, name] of details()) each.open = kept.open.includes(name);
+  const details = () => [...document.querySelectorAll("details")].map((each) => [each.querySelector("summary").textContent, each]);
+  try {
+    const kept = JSON.parse(sessionStorage.getItem(location.pathname)) ?? {open: {}, weight};
+    for (const [name, each] of details()) each.open = kept.open[name] ?? each.open;
     weight = kept.weight;
-  }
+    addEventListener("pagehide", () => {
+      const open = Object.fromEntries(details().map(([name, each]) => [name, each.open]));
+      sessionStorage.setItem(location.pathname, JSON.stringify({open, weight}));
+    });
+  } catch { /* a browser may forbid storage */ }
   smooth();
 })();
