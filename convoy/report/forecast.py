@@ -32,7 +32,7 @@ def show_forecast(
     console.print(f"{net}, images of {size}, batch {batch * found.passes}{passes}. {_answer(found)}", soft_wrap=True)
     _show_devices(console, found, fleet)
     if found.shared is not None:
-        console.print(f"The best plan with several devices: {_plan(found, found.shared)}", soft_wrap=True)
+        console.print(_plan(found, found.shared), soft_wrap=True)
         least = context.least()
         console.print(least_words(found.shared, least, context.names), soft_wrap=True)
         show_step_parts(console, found.shared, least, context)
@@ -86,13 +86,16 @@ def _plan(found: Forecast, row: PlanPrediction) -> str:
     kinds = Counter(layer.strategy for layer in rows if layer.layer in weighted)
     names = {"one": "on one device", "copies": "copied to every device"}
     layers = ", ".join(f"{count} {names.get(name, f'split by {name}')}" for name, count in kinds.items())
-    return f"convolutions and linear layers: {layers}; {in_bytes(row.traffic_bytes)} sent per step; limited by {row.bound}."
+    what = "Best plan with several devices (convolutions and linear layers)"
+    return f"{what}: {layers}; {in_bytes(row.traffic_bytes)} sent per step; limited by {row.bound}."
 
 
 def _changes(found: Forecast, fleet: Fleet) -> list[str]:
     if found.basis != "described" or len(found.context.names) == 1:
         return []
-    batch = "no size that fits the fastest device" if found.from_batch is None else f"{found.from_batch:,} or more"
+    batch = (
+        "no size that fits the fastest device" if found.from_batch is None else f"{found.from_batch:,} samples or more"
+    )
     lines = [f"Batch: it pays with {batch}."]
     if found.asked_links:
         link = f"no rate up to {_link(LINKS[-1])}" if found.from_link is None else f"{_link(found.from_link)} or more"

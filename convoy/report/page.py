@@ -4,6 +4,7 @@ import base64
 import hashlib
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -86,7 +87,7 @@ class LivePage(Observer):
     reported once; training continues.
     """
 
-    def __init__(self, run: Path, tell: Callable[[str], None]) -> None:
+    def __init__(self, run: Path, tell: Callable[[str], None] = warnings.warn) -> None:
         self.run, self.tell = run, tell
         self._next_s = 0.0
 
