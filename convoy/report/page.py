@@ -20,7 +20,7 @@ from convoy.errors import InputError
 from convoy.files import write_whole
 from convoy.profile.energy import ABSENT
 from convoy.report import timeline
-from convoy.report.chart import Chart, Curve, Level, Tick
+from convoy.report.chart import Chart, Curve, Level
 from convoy.report.numbers import in_bytes, percent, plain, seconds
 from convoy.runlog.reader import InForce, Record, log_of, read_log
 from convoy.runlog.schema import LayerEntry, PlanLine, PredictionLine, ReshareLine
@@ -237,24 +237,16 @@ def _rate(record: Record) -> Chart:
 
 def system_charts(record: Record) -> list[Chart]:
     """Draw what the devices used, a chart per resource and a curve per device, including devices that left."""
-    by_id = [
-        {
-            name: dict(zip(line.ids or range(len(values)), values, strict=True))
-            for name, values in line.per_device.items()
-        }
-        for line in record.system
-    ]
-    now = [record.id_of(place) for place in range(len(device_names(record)))]
-    ids = list(dict.fromkeys([*now, *sorted({d for found in by_id for values in found.values() for d in values})]))
+    lines = [(line.step, line.by_id) for line in record.system]
+    ids = [record.id_of(place) for place in range(len(device_names(record)))]
+    ids += sorted({device for _, found in lines for values in found.values() for device in values} - set(ids))
     charts = []
     for name, (title, shown) in SYSTEM.items():
-        curves = []
-        for place, device in enumerate(ids):
-            found = [
-                (line.step, values.get(name, {}).get(device)) for line, values in zip(record.system, by_id, strict=True)
-            ]
-            points = [(step, value) for step, value in found if value is not None]
-            curves += [Curve(f"device {device}", points, colour(place))] if points else []
+        points = {
+            device: [(step, found[name][device]) for step, found in lines if device in found.get(name, ())]
+            for device in ids
+        }
+        curves = [Curve(f"device {d}", points[d], colour(place)) for place, d in enumerate(ids) if points[d]]
         if curves:
             charts.append(Chart(name, title, "step", curves, _span(record), shown=shown, from_zero=True))
     return charts
@@ -364,33 +356,39 @@ def colour(device: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ShownPlan:
-    """A plan in force, as it is drawn.
-
-    Attributes:
-        when: its steps, in words.
-        segments: the rows of a long plan, joined.
-        ids: of the devices; `idle`: of those with nothing to compute.
-        tracks: the predicted step; empty if there is no prediction.
-    """
+    """A plan in force, as it is drawn: its steps and reason in words, its line and prediction, the ids of its devices."""
 
     when: str
     why: str
     line: PlanLine | ReshareLine
-    rows: Sequence[Band]
-    segments: Sequence[Band]
-    work: Sequence[Box]
-    ids: Sequence[int]
-    idle: Sequence[str]
     prediction: PredictionLine | None
-    tracks: Sequence[timeline.Track]
-    time_axis: tuple[str, Sequence[Tick]]
+    ids: Sequence[int]
+
+    @property
+    def idle(self) -> list[str]:
+        return [str(device) for device, part in zip(self.ids, self.line.work, strict=False) if not part]
+
+    @property
+    def work(self) -> list[Box]:
+        parts = zip(self.ids, self.line.work, strict=False)
+        return [
+            Box(colour(place), part, percent(part) if part >= 2 * MIN_TEXT_PART else "",
+                f"device {device}: {percent(part)} of the arithmetic")
+            for place, (device, part) in enumerate(parts) if part
+        ]  # fmt: skip
 
 
 def shown_plans(record: Record) -> list[ShownPlan]:
     """Return the plans in force in their order; of many, the first and the last."""
-    known = [(each, until) for each, until in _spans(record) if each.line.layers]
-    chosen = known if len(known) <= MAX_PLANS else [known[0], *known[1 - MAX_PLANS :]]
-    return [_shown_plan(record, each, until) for each, until in chosen]
+    known = [
+        ShownPlan(
+            f"from step {each.step:,} on" if until is None else f"steps {each.step:,} to {until - 1:,}",
+            each.line.reason if isinstance(each.line, ReshareLine) else "as the run began", each.line, each.prediction,
+            [record.id_of(place) for place in range(len(each.line.layers[0].parts))],
+        )
+        for each, until in _spans(record) if each.line.layers
+    ]  # fmt: skip
+    return known if len(known) <= MAX_PLANS else [known[0], *known[1 - MAX_PLANS :]]
 
 
 def _spans(record: Record) -> list[tuple[InForce, int | None]]:
@@ -398,24 +396,6 @@ def _spans(record: Record) -> list[tuple[InForce, int | None]]:
     stops: list[int | None] = [each.step for each in record.plans]
     pairs = zip(record.plans, [*stops[1:], None], strict=False)
     return [(each, until) for each, until in pairs if until is None or until > each.step]
-
-
-def _shown_plan(record: Record, each: InForce, until: int | None) -> ShownPlan:
-    line, predicted, rows = each.line, each.prediction, bands(each.line.layers)
-    ids = [record.id_of(place) for place in range(len(line.layers[0].parts))]
-    work = [
-        Box(colour(device), part, percent(part) if part >= 2 * MIN_TEXT_PART else "",
-            f"device {ids[device]}: {percent(part)} of the arithmetic")
-        for device, part in enumerate(line.work) if part
-    ]  # fmt: skip
-    return ShownPlan(
-        f"from step {each.step:,} on" if until is None else f"steps {each.step:,} to {until - 1:,}",
-        line.reason if isinstance(line, ReshareLine) else "as the run began",
-        line, rows, bands(line.layers, segments=True) if len(rows) > MAX_ROWS else (), work, ids,
-        [str(device) for device, part in zip(ids, line.work, strict=False) if not part],
-        predicted, () if predicted is None else timeline.tracks(predicted),
-        ("", ()) if predicted is None else timeline.time_axis(predicted.one_pass.s),
-    )  # fmt: skip
 
 
 # --- templates ----------------------------------------------------------------------------------------------------------------
@@ -429,7 +409,8 @@ def render(template: str, *, reload_s: int = 0, **values: Any) -> str:
     )
     filters = {"plain": plain, "percent": percent, "seconds": seconds, "in_bytes": in_bytes, "colour": colour}
     environment.filters |= filters | {"number": "{:.7g}".format, "place": "{:.2%}".format}
-    environment.globals |= {"kinds": timeline.KINDS, "lanes": timeline.LANES}
+    environment.globals |= {"kinds": timeline.KINDS, "lanes": timeline.LANES, "tracks": timeline.tracks}
+    environment.globals |= {"bands": bands, "max_rows": MAX_ROWS, "time_axis": timeline.time_axis}
     script, _, _ = loader.get_source(environment, "page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template(template).render(

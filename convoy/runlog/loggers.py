@@ -85,9 +85,8 @@ class Logger(Observer):
         """Write what each device uses."""
         numbers = {
             f"device {device}/{name.replace('_', ' ')}": value
-            for name, values in line.per_device.items()
-            for device, value in zip(line.ids or range(len(values)), values, strict=True)
-            if value is not None
+            for name, values in line.by_id.items()
+            for device, value in values.items()
         }
         self.write(line.step, numbers)
 

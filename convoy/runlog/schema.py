@@ -222,6 +222,14 @@ class SystemLine(_Model):
         found = self.model_dump(exclude={"what", "step", "s", "joules", "joules_by", "samples", "strangers", "ids"})
         return {name: values for name, values in found.items() if values}
 
+    @property
+    def by_id(self) -> dict[str, dict[int, float]]:
+        """Known values by field name and device id."""
+        return {
+            name: {d: v for d, v in zip(self.ids or range(len(values)), values, strict=True) if v is not None}
+            for name, values in self.per_device.items()
+        }
+
 
 class ReshareLine(_Model):
     """New shares or another plan, from the step after `step`."""

@@ -475,7 +475,7 @@ def test_each_device_keeps_its_number_when_others_leave_and_join(tmp_path: Path)
     }  # fmt: skip
     names = device_names(record)
     assert [name.rpartition(", ")[2] for name in names] == ["device 0", "device 2", "device 3"]
-    boxes = shown_plans(record)[-1].rows[0].boxes(names, record.ids)
+    boxes = bands(shown_plans(record)[-1].line.layers)[0].boxes(names, record.ids)
     assert [re.findall(r"on device (\d)", box.title) for box in boxes] == [["0"], ["2"], ["3"]]
     page(tmp_path, with_changes())
 
