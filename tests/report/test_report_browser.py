@@ -10,7 +10,7 @@ import pytest
 from convoy.report.compare import write_comparison
 from convoy.report.page import write_report
 from tests.support.browser import Page, browsing, needs_browser
-from tests.support.run_logs import RUN, epoch, layer, whole_run, write
+from tests.support.run_logs import epoch, layer, whole_run, write
 
 pytestmark = needs_browser
 
@@ -211,16 +211,6 @@ def test_names_that_are_long_or_look_like_markup(tmp_path: Path) -> None:
         assert page.tell("document.querySelector('h1').innerText") == f"{evil} on digits"
         for section in ("plan", "devices", "step", "settings"):
             assert evil in text_of(page, section)
-        needs, has = page.tell(OVERFLOW)
-        assert needs <= has == 390
-
-
-def test_a_run_that_has_just_begun_is_a_page_too(tmp_path: Path) -> None:
-    with browsing(tmp_path / "profile") as page:
-        page.resize(390)
-        page.open(write_report(write(tmp_path / "run.jsonl", [RUN])))
-        assert page.told("Runtime.exceptionThrown") == []
-        assert "Not finished: 0 of 40 steps" in page.tell("document.querySelector('header').innerText")
         needs, has = page.tell(OVERFLOW)
         assert needs <= has == 390
 

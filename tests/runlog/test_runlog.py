@@ -143,7 +143,7 @@ def test_a_job_logs_all_that_a_page_needs(tmp_path: Path) -> None:
     fleet, folder = tmp_path / "fleet.toml", tmp_path / "run"
     fleet.write_text(on_processes(2, "tests.app.test_auto:measure_tiny", limit_s=60)[0])
     argv = ["--net", "two-conv:4:6", "--limit", "320", "--batch", "32", "--epochs", "2", "--rebalance"]
-    argv += ["--plan", "auto", "--fleet", str(fleet), "--checkpoint", str(folder)]
+    argv += ["--plan", "auto", "--fleet", str(fleet), "--checkpoint", str(folder), "--page"]
     (printed,), silent = on_processes(2, "tests.support.commands:train_all", [argv], joined=False, limit_s=60)
     assert silent == [""]
     files = {path.name for path in folder.iterdir() if path.is_file()}
@@ -170,25 +170,10 @@ def test_a_job_logs_all_that_a_page_needs(tmp_path: Path) -> None:
     assert len(timed) == 18, "the first step of each epoch is not timed"
     assert all(0 < s < 60 for s in timed)
     assert {row.lr for row in record.steps} == {0.01}
-    text = write_report(folder).read_text()
+    assert f"A page of this run: {folder / 'report.html'}" in printed
+    text = (folder / "report.html").read_text()
     assert f"a micro-batch takes {seconds(predicted.step_s)}" in text
-
-
-def test_a_training_logs_what_it_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = tmp_path / "log"
-    assert train(monkeypatch, *TINY, "--log", str(log), "--epochs", "2") == 0
-    lines = rows_of(log, "system")
-    assert [line["step"] for line in lines] == [1, 3, 6], "the first step, and the ends of the epochs"
-    for line in lines:
-        assert 0.0 <= line["cores"][0] < 4.0 * (os.cpu_count() or 1)
-        # Between two looks at a fast step the kernel may have counted nothing.
-        assert line["host_processor"][0] is None or 0.0 <= line["host_processor"][0] <= 1.0
-        assert 5e7 < line["memory_bytes"][0] < 1e11
-        assert (line["accelerator_bytes"], line["sent_bytes_per_s"], line["received_bytes_per_s"]) == (
-            [None],
-            [0.0],
-            [0.0],
-        )
+    assert 'http-equiv="refresh"' not in text, "the run is over"
 
 
 def test_a_plan_line_has_the_numbers_of_the_plan_table() -> None:
