@@ -1,11 +1,9 @@
 """Observers that measure a training: how long its steps take, where each device's time goes, what each device uses."""
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import psutil  # type: ignore[import-untyped]
 
@@ -123,26 +121,6 @@ class Utilization(Observer):
         self.restart()
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Counters of a process and of its host's CPU at one moment."""
-
-    now_s: float
-    cores_s: float
-    host_busy_s: float
-    host_s: float
-    sent_bytes: tuple[int, ...]
-
-    @staticmethod
-    def of(group: Group) -> "Reading":
-        used, host = os.times(), psutil.cpu_times()
-        idle_s = host.idle + getattr(host, "iowait", 0.0)
-        # Linux counts a guest's time as its host's, too.
-        host_s = sum(host) - getattr(host, "guest", 0.0) - getattr(host, "guest_nice", 0.0)
-        cores_s = used.user + used.system
-        return Reading(time.perf_counter(), cores_s, host_s - idle_s, host_s, tuple(group.sent_bytes))
-
-
 class Meters(Observer):
     """Reports what all devices use, about every `SYSTEM_EVERY_S` and at the end of each epoch. Every device has one.
 
@@ -151,28 +129,27 @@ class Meters(Observer):
     Args:
         tell: called with each line; its `s` counts from the creation of this object.
         done: steps that the run has done before.
-        read: reads the counters.
         energy: None: the device's own meter.
     """
 
     def __init__(
-        self,
-        group: Group,
-        tell: Callable[[SystemLine], None],
-        done: int = 0,
-        read: Callable[[Group], Reading] = Reading.of,
-        energy: EnergyMeter | None = None,
+        self, group: Group, tell: Callable[[SystemLine], None], done: int = 0, energy: EnergyMeter | None = None
     ) -> None:
-        self.group, self.tell, self.read = group, tell, read
+        self.group, self.tell = group, tell
         self.process = psutil.Process()
         self.energy = meter_of(group.torch_device) if energy is None else energy
+        self.start_s = time.perf_counter()
         self.restart(done)
-        self.start_s = self.last.now_s
 
     def restart(self, step: int) -> None:
         """Begin again after `step` steps, with other devices."""
-        self.last = self.read(self.group)
+        self._read_use()
         self.step, self.reported, self.due, self.samples = step, step, step + 1, 0
+
+    def _read_use(self) -> tuple[float, float]:
+        """Return the CPU cores that the process has used on average since the last call, and the load of its host."""
+        self.last_s, self.last_sent = time.perf_counter(), tuple(self.group.sent_bytes)
+        return self.process.cpu_percent() / 100, psutil.cpu_percent() / 100
 
     def on_step_end(self, step: int, samples: int) -> None:
         self.step, self.samples = step + 1, self.samples + samples
@@ -185,31 +162,27 @@ class Meters(Observer):
             self._report()
 
     def _report(self) -> None:
-        now, before = self.read(self.group), self.last
-        passed_s = max(now.now_s - before.now_s, 1e-9)
-        host_s = now.host_s - before.host_s
+        before_s, before_sent = self.last_s, self.last_sent
+        own_cores, own_host = self._read_use()
         # A counter that was reset meanwhile starts from zero.
-        sent = [new - old if new >= old else new for new, old in zip(now.sent_bytes, before.sent_bytes, strict=True)]
+        own_sent = [new - old if new >= old else new for new, old in zip(self.last_sent, before_sent, strict=True)]
         own = [
-            passed_s, (now.cores_s - before.cores_s) / passed_s,
-            min(1.0, max(0.0, (now.host_busy_s - before.host_busy_s) / host_s)) if host_s > 0 else None,
-            self.process.memory_info().rss, allocated_bytes(self.group.torch_device), sent,
+            max(self.last_s - before_s, 1e-9), own_cores, own_host, self.process.memory_info().rss,
+            allocated_bytes(self.group.torch_device), own_sent,
             self.energy.joules(), self.energy.key, self.energy.source, self.group.strangers,
         ]  # fmt: skip
         rows = gather(self.group, f"meters at step {self.step}", own)
         times_s, cores, host, memory, accelerator, sent_by, joules, keys, sources, strangers = zip(*rows, strict=True)
         step_s = times_s[0] / (self.step - self.reported)
-        self.last, self.reported, self.due = now, self.step, self.step + max(1, math.ceil(SYSTEM_EVERY_S / step_s))
+        self.reported, self.due = self.step, self.step + max(1, math.ceil(SYSTEM_EVERY_S / step_s))
         samples, self.samples = self.samples, 0
         used = once_each(keys, sources, joules)
+        rates = [[count / s for count in sent] for sent, s in zip(sent_by, times_s, strict=True)]  # from each, to each
         self.tell(
             SystemLine(
-                step=self.step, s=round(now.now_s - self.start_s, 6), cores=cores, host_processor=host,
-                memory_bytes=memory, accelerator_bytes=accelerator,
-                sent_bytes_per_s=tuple(sum(sent) / s for sent, s in zip(sent_by, times_s, strict=True)),
-                received_bytes_per_s=tuple(
-                    sum(sent[device] / s for sent, s in zip(sent_by, times_s, strict=True)) for device in range(len(rows))
-                ),
+                step=self.step, s=round(self.last_s - self.start_s, 6), cores=cores, host_processor=host,
+                memory_bytes=memory, accelerator_bytes=accelerator, sent_bytes_per_s=tuple(map(sum, rates)),
+                received_bytes_per_s=tuple(map(sum, zip(*rates, strict=True))),
                 power_w=tuple(j if j is None else j / s for (j, _), s in zip(used, times_s, strict=True)),
                 joules=tuple(j for j, _ in used), joules_by=tuple(by for _, by in used),
                 samples=samples, strangers=strangers, ids=tuple(self.group.ids),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from convoy.app.predict import run_predict
 from convoy.cost.costs import Costs
 from convoy.cost.network import network_of
 from convoy.fleet import Card, Device, Fleet, Host
@@ -137,3 +138,16 @@ def test_what_a_further_device_brings_names_what_it_is_compared_with() -> None:
     names = context.names
     expected = f"Adding {names[second]}: from 1.00x to 1.50x the throughput of {names[first]} alone.\n"
     assert console.file.getvalue() == expected
+
+
+def test_a_prediction_groups_what_changes_nothing_and_explains_the_plan_with_several_devices(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It listed eight changes with "1.00x", and the parts of a step on one device where the answer was No."""
+    monkeypatch.setenv("COLUMNS", "200")
+    run_predict("resnet:8:16", (3, 32, 32), 10, 256, on="laptop-cpu,rtx3060,rtx3090")
+    out = capsys.readouterr().out
+    assert "Would it pay? No: rtx3090 alone is the fastest" in out
+    assert re.search(r"^Best plan with several devices \(convolutions and linear layers\): \d+ ", out, re.M)
+    (line,) = re.findall(r"^One device less or more, compared with rtx3090 alone: (.*)\.$", out, re.M)
+    assert line == "without rtx3090 0.49x, any other 1.00x"

@@ -2,14 +2,13 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import torch
 
 from convoy.comm.group import AloneGroup, Group
-from convoy.runlog.observers import Meters, Reading, Utilization
+from convoy.runlog.observers import Meters, Utilization
 from convoy.runlog.schema import SystemLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.clock import Clock
@@ -47,31 +46,36 @@ def test_evaluation_and_the_first_step_after_it_do_not_count(tmp_path: Path, mon
 def test_two_devices_report_what_they_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computed by hand. A line follows the first step, then as many steps as last 5 s."""
     monkeypatch.setattr(psutil.Process, "memory_info", lambda _: type("Info", (), {"rss": 7_000_000})())
+    monkeypatch.setattr(psutil.Process, "cpu_percent", lambda _: 150.0)
+    monkeypatch.setattr(psutil, "cpu_percent", lambda: 25.0)
+
+    class Counted(Meters):
+        """A second per step, in which device 0 sends 1,000 bytes and device 1 twice as many."""
+
+        seconds = 0
+
+        def _read_use(self) -> tuple[float, float]:
+            use = super()._read_use()
+            sent = [0, 0]
+            sent[1 - self.group.device] = 1000 * self.seconds * (1 + self.group.device)
+            self.last_s, self.last_sent = float(self.seconds), tuple(sent)
+            return use
 
     def work(group: Group) -> list[SystemLine]:
-        at: dict[str, Any] = {"s": 0.0, "sent": 0}
-        other = 1 - group.device
-
-        def reading(_: Group) -> Reading:
-            sent = [0, 0]
-            sent[other] = at["sent"] * (1 + group.device)
-            return Reading(at["s"], at["s"] * 0.5 * (1 + group.device), at["s"] * 0.25, at["s"], tuple(sent))
-
         lines: list[SystemLine] = []
-        told = Meters(group, lines.append, 10, reading)
+        meters = Counted(group, lines.append, 10)
         for number in range(10, 22):
-            at["s"] += 1.0
-            at["sent"] += 1000
-            told.on_step_end(number, 8)
-        told.on_epoch(EpochResult(0, 1.0, None, 1.0, 1.0, 0.1))
-        told.on_epoch(EpochResult(1, 1.0, None, 1.0, 1.0, 0.1))
+            meters.seconds += 1
+            meters.on_step_end(number, 8)
+        meters.on_epoch(EpochResult(0, 1.0, None, 1.0, 1.0, 0.1))
+        meters.on_epoch(EpochResult(1, 1.0, None, 1.0, 1.0, 0.1))
         return lines
 
     ours, theirs = run_on_threads(2, work)
     assert [line.step for line in ours] == [11, 16, 21, 22] == [line.step for line in theirs]
     for line in ours:
-        assert line.cores == pytest.approx((0.5, 1.0))
-        assert line.host_processor == pytest.approx((0.25, 0.25))
+        assert line.cores == (1.5, 1.5)
+        assert line.host_processor == (0.25, 0.25)
         assert line.memory_bytes == (7_000_000, 7_000_000)
         assert line.accelerator_bytes == (None, None)
         assert line.sent_bytes_per_s == pytest.approx((1000.0, 2000.0))
