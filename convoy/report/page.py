@@ -16,7 +16,6 @@ from markupsafe import Markup
 
 from convoy._version import __version__
 from convoy.cost.interval import around
-from convoy.errors import InputError
 from convoy.files import write_whole
 from convoy.profile.energy import ABSENT
 from convoy.report import timeline
@@ -99,7 +98,7 @@ class LivePage(Observer):
             write_report(self.run, reload_s=RELOAD_S)
             end_s = time.monotonic()
             self._next_s = end_s + (end_s - start_s) / MAX_WRITING
-        except InputError as error:
+        except Exception as error:  # no error of a page may end the training
             self._next_s = float("inf")
             self.tell(f"WARNING: {error}; training continues without the page")
 
@@ -107,7 +106,8 @@ class LivePage(Observer):
 def page_of(record: Record, reload_s: int = 0) -> str:
     names = device_names(record)
     places = range(len(names))
-    numbered = [f"device {record.id_of(place)}" for place in places]
+    ids = [record.id_of(place) for place in places]
+    numbered = [f"device {device}" for device in ids]
     return render(
         "page.html", reload_s=reload_s, record=record, names=names, title=title_of(record), begun=_date(record.run.date),
         state=state_of(record), cards=_cards(record), curves=_curves(record), rate=_rate(record),
@@ -116,7 +116,7 @@ def page_of(record: Record, reload_s: int = 0) -> str:
             [line.epoch + 1, line.steps, *(percent(s and s[0]) for s in (record.time_shares(d, n) for d in places))]
             for n, line in enumerate(record.utilization)
         ] if any(record.time_shares(place) for place in places) else [],
-        numbered=numbered, devices=list(zip(numbered, names, strict=True)), system=system_charts(record),
+        ids=ids, numbered=numbered, devices=list(zip(numbered, names, strict=True)), system=system_charts(record),
         shares=_shares(record), settings=settings_of(record),
     )  # fmt: skip
 

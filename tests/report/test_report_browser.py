@@ -121,7 +121,7 @@ def test_the_numbers_of_the_log_stand_where_they_belong(page: Page) -> None:
             "Σ 5.12 kB",
             "then elementwise",
             "the first of its kind",
-            "for the loss: whole on device 0 → copies on 3 devices · 5.12 kB",
+            "for the loss function: whole on device 0 → copies on 3 devices · 5.12 kB",
         ],
         "step": [
             "From step 10 on Nothing was predicted for these shares.",

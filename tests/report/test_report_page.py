@@ -477,7 +477,8 @@ def test_each_device_keeps_its_number_when_others_leave_and_join(tmp_path: Path)
     assert [name.rpartition(", ")[2] for name in names] == ["device 0", "device 2", "device 3"]
     boxes = bands(shown_plans(record)[-1].line.layers)[0].boxes(names, record.ids)
     assert [re.findall(r"on device (\d)", box.title) for box in boxes] == [["0"], ["2"], ["3"]]
-    page(tmp_path, with_changes())
+    text = part_of(page(tmp_path, with_changes()), "plan")
+    assert re.findall(r'class="chip d\d">(\d)<', text) == ["0", "2", "3"]
 
 
 def test_lines_of_different_numbers_of_devices_are_refused(tmp_path: Path) -> None:
