@@ -30,6 +30,7 @@ from convoy.train.loader import Loader
 from convoy.train.loop import Recipe, Training, build_optimizer
 from convoy.train.lr import Schedule, build_schedule
 from convoy.train.members import Members
+from convoy.train.observer import Observer
 
 
 def build_loaders(settings: Settings, splits: Splits, part: Distributed | None) -> tuple[Loader, Loader]:
@@ -131,19 +132,25 @@ def build_members(
 
 def build_loggers(
     settings: Settings, directory: RunDirectory | None, done: int, *, screen: Screen, stack: ExitStack
-) -> list[Logger]:
-    """Loggers of other projects, as the settings want them, which last as long as `stack`."""
+) -> list[Observer]:
+    """Return the loggers and the page that the settings want. The loggers are closed with `stack`."""
     folder = None if directory is None else directory.folder
     name = None if folder is None else folder.name
     shown = {key_of(name): value for name, value in settings.model_dump(mode="json").items()}
-    loggers = []
+    loggers: list[Logger] = []
     if settings.tensorboard is not None:
         loggers.append(to_tensorboard(settings.tensorboard, done, screen.line))
     if settings.wandb is not None:
         loggers.append(to_wandb(settings.wandb, name, shown, folder, screen.line))
     if settings.mlflow is not None:
         loggers.append(to_mlflow(settings.mlflow, name, shown, screen.line))
-    return [stack.enter_context(logger) for logger in loggers]
+    for logger in loggers:
+        stack.enter_context(logger)
+    if not settings.page or directory is None:
+        return [*loggers]
+    from convoy.report.page import LivePage  # jinja2, only where a page is written
+
+    return [*loggers, LivePage(directory.run, screen.line)]
 
 
 def build_rebalancer(

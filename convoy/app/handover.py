@@ -9,14 +9,12 @@ from convoy.plan.presets import Speeds
 from convoy.report.screen import Screen
 from convoy.runlog.directory import RunDirectory, RunHeader
 from convoy.runlog.loggers import Logger
-from convoy.runlog.meters import Meters
-from convoy.runlog.observers import StepTimer, Utilization
-from convoy.runlog.rows import fleet_line
+from convoy.runlog.observers import Meters, StepTimer, Utilization
 from convoy.runlog.schema import MembersLine, SystemLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
 from convoy.train.members import Members
-from convoy.train.observer import Observers
+from convoy.train.observer import Observer, Observers
 
 
 @dataclass
@@ -26,7 +24,7 @@ class Handover:
     Attributes:
         directory: where the log is, known to every device.
         log, loggers: on device 0.
-        make_loggers: makes those of other projects for a run that has done so many steps.
+        make_loggers: makes the loggers and the page of a run that has done so many steps.
     """
 
     part: Distributed
@@ -34,11 +32,11 @@ class Handover:
     header: RunHeader
     directory: RunDirectory | None
     log: RunLog | None
-    loggers: Sequence[Logger]
+    loggers: Sequence[Observer]
     observers: Observers
     timer: StepTimer
     stack: ExitStack
-    make_loggers: Callable[[int], list[Logger]]
+    make_loggers: Callable[[int], list[Observer]]
 
     def carry_over(self, members: Members, reason: str) -> None:
         """The devices have changed: go on telling of those that train now."""
@@ -62,14 +60,15 @@ class Handover:
             )
             self.log.write(MembersLine(step=members.steps, devices=ids, reason=reason))
             if len(devices) == len(ids):
-                self.log.write(fleet_line(devices, speeds, ids))
+                self.log.fleet(devices, speeds, ids)
             self.log.plan(self.part.plan, self.part.traced[True].graph)
 
     def tell_meters(self, line: SystemLine) -> None:
         if self.log is not None:
             self.log.write(line)
         for logger in self.loggers:
-            logger.on_system(line, self.part.group.ids)
+            if isinstance(logger, Logger):
+                logger.on_system(line)
 
     def _take_over(self, step: int) -> None:
         """Device 0 is lost, with the log: this device goes on with it, or begins one where that is not on this machine."""
@@ -79,10 +78,7 @@ class Handover:
             self.log = self.stack.enter_context(
                 RunLog(self.directory.log, max(1, step), self.screen.line, from_lost=True)
             )
-            self.log.run(
-                header.run.settings.model_dump(mode="json") | {"rebalance": header.run.settings.rebalances},
-                sources=dict(header.run.sources), images=header.images, epoch_steps=header.steps,
-            )  # fmt: skip
+            header.write_run(self.log)
         except ConvoyError as error:
             self.log = None
             self.screen.line(f"WARNING: {error}; the run goes on without a log")

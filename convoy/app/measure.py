@@ -20,7 +20,7 @@ from convoy.model.tracing import trace
 from convoy.profile.job import measure_job
 from convoy.profile.partial import unfinished
 from convoy.report.measured import show
-from convoy.report.waiting import Wait
+from convoy.report.screen import Wait
 
 
 @dataclass(frozen=True, slots=True)

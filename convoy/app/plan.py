@@ -26,10 +26,9 @@ from convoy.report.plans import (
     show_plan,
     show_predictions,
     show_spare,
+    show_step_parts,
 )
-from convoy.report.screen import Screen
-from convoy.report.step_parts import show_step_parts
-from convoy.report.waiting import Wait
+from convoy.report.screen import Screen, Wait
 from convoy.sharding.comm_dtype import parse_comm_dtype
 
 

@@ -18,8 +18,7 @@ from convoy.model.nets import graph_of
 from convoy.plan.plan import parse_outputs
 from convoy.planner.forecast import forecast
 from convoy.report.forecast import show_classes, show_forecast
-from convoy.report.screen import Screen
-from convoy.report.waiting import Wait
+from convoy.report.screen import Screen, Wait
 
 MOST_DEVICES = 64
 """Of more, `--on` is a slip of the finger."""

@@ -64,8 +64,7 @@ from convoy.profile.auto import Plans, expect_measured
 from convoy.report.measured import remarks
 from convoy.report.screen import Screen
 from convoy.runlog.directory import RunDirectory, RunHeader, check_directory
-from convoy.runlog.meters import Meters
-from convoy.runlog.observers import StepTimer, Utilization
+from convoy.runlog.observers import Meters, StepTimer, Utilization
 from convoy.runlog.schema import DeviceLine, EndLine
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed

@@ -118,43 +118,21 @@ def report(
             **PATH,
         ),
     ] = None,
-    serve: Annotated[
-        bool,
-        typer.Option(
-            "--serve",
-            help="Write nothing: show the page live, to a browser on this machine, at an address with a secret in it. The run "
-            "may not have begun.",
-        ),
-    ] = False,
-    port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="For --serve: the port; default: a free one.")
-    ] = None,
 ) -> None:
     """Make one HTML page of a run: curves, throughput beside prediction and limit, the plan, one step, each device.
 
-    The page needs no network and no program. A run that still goes on, or was ended, gives a page of what there is. Of several
-    runs the page shows them beside each other, with what differs.
+    The page needs no network and no program but a browser. A run that is not finished gives a page of what there is. Several
+    runs are compared on one page.
 
     Example: convoy report runs/2026-11-21-19.37.45-two-conv-50-500
-
-    Example: convoy report --serve
     """  # fmt: skip
-    from convoy.runlog.directory import runs_folder
-
-    if serve and output is not None:
-        raise InputError("--serve with --output: a served page is not written; leave one of them out")
-    if port is not None and not serve:
-        raise InputError("--port without --serve: only a served page has a port; add --serve, or leave it out")
-    if serve:
-        from convoy.report.serve import serve as serve_page
-
-        serve_page(runs or [runs_folder()], port or 0, lambda line: print(line, flush=True))
-    elif runs is not None and len(runs) > 1:
+    if runs is not None and len(runs) > 1:
         from convoy.report.compare import write_comparison
 
         print(f"wrote {write_comparison(runs, output)}")
     else:
         from convoy.report.page import write_report
+        from convoy.runlog.directory import runs_folder
         from convoy.runlog.reader import newest_run
 
         print(f"wrote {write_report(runs[0] if runs else newest_run(runs_folder()), output)}")

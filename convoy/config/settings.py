@@ -267,7 +267,11 @@ class Settings(BaseModel):
         "the folder of --checkpoint, or in a new folder in runs (or $CONVOY_RUNS), with run.toml, plan.json and fleet.toml.",
         here=True,
     )
-    page: bool = _output(False, "Write the page of the run when it ends, as convoy report does.", here=True)
+    page: bool = _output(
+        False,
+        "Write the page of the run after every epoch, as convoy report does; a browser that shows it follows the run.",
+        here=True,
+    )
     tensorboard: Annotated[File, AfterValidator(checked_tensorboard)] | None = _output(
         None,
         "Write loss, accuracy, learning rate and samples/s for TensorBoard into this folder (pip install "

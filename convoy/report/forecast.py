@@ -1,4 +1,4 @@
-"""What `convoy predict` prints: would it pay, by which plan, from where on, what one device more or less brings."""
+"""What `convoy predict` prints: would a fleet pay, with which plan, and what would change the answer."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,141 +11,126 @@ from convoy.fleet.catalogue import DeviceClass, device_class
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.planner.forecast import LINKS, Forecast
+from convoy.planner.predict import PlanPrediction
 from convoy.report.numbers import in_bytes, plain, seconds
-from convoy.report.plans import MADE_FROM, least_words
+from convoy.report.plans import BASIS, between, least_words, show_step_parts
 from convoy.report.screen import new_table
-from convoy.report.step_parts import show_step_parts
 
 
 def show_forecast(
     console: Console, found: Forecast, fleet: Fleet, net: str, image: tuple[int, int, int], took_s: float
 ) -> None:
-    """The answer first, then what it rests on."""
+    """Print the answer first, then what it is based on."""
     context = found.context
-    batch = context.batch
-    size = "x".join(map(str, image))
+    batch, size = context.batch, "x".join(map(str, image))
     passes = ""
     if found.passes > 1:
-        fastest = context.names[found.fastest]
         passes = (
-            f" in {found.passes} passes of {batch} (--accumulate {found.passes}), since {fastest} alone has memory for no "
-            "more; a step is one pass here, in the mean"
+            f" in {found.passes} micro-batches of {batch} (--accumulate {found.passes}): {context.names[found.fastest]} alone "
+            "has no memory for more. Times of a step are those of a micro-batch, on average"
         )
     console.print(f"{net}, images of {size}, batch {batch * found.passes}{passes}. {_answer(found)}", soft_wrap=True)
     _show_devices(console, found, fleet)
-    if found.best.workers > 1:
-        console.print(f"By plan auto: {_plan(found)}", soft_wrap=True)
-    if len(context.names) > 1:
-        least = found.context.least()
-        console.print(least_words(found.best, least, found.context.names), soft_wrap=True)
-        show_step_parts(console, found.best, least, found.context)
-    for line in _around(found, fleet):
+    if found.shared is not None:
+        console.print(_plan(found, found.shared), soft_wrap=True)
+        least = context.least()
+        console.print(least_words(found.shared, least, context.names), soft_wrap=True)
+        show_step_parts(console, found.shared, least, context)
+    for line in _changes(found, fleet):
         console.print(line, soft_wrap=True)
-    console.print(_made_from(found, fleet), soft_wrap=True)
+    console.print(f"Based on {_basis(found, fleet)}.", soft_wrap=True)
     console.print(f"Answered in {took_s:.1f} s.")
 
 
 def _answer(found: Forecast) -> str:
     best, fastest = found.best, found.context.names[found.fastest]
     if len(found.context.names) == 1:
+        within = between(best.within)
         return (
-            f"One device: {_rate(best.samples_per_s)} images/s, a step of {seconds(best.step_s)} "
-            f"({_seconds(best.within)})."
+            f"One device: {_rate(best.samples_per_s)} images/s, {seconds(best.step_s)} a step (nine of ten: {within})."
         )
+    gain = f"{found.gain:.2f} times as fast"
+    gain_within = f"nine of ten: {found.gain_within.low:.2f} - {found.gain_within.high:.2f}"
     if found.verdict in ("no", "probably not"):
-        alone, within = found.context.speeds.devices[found.fastest], found.alone_within[found.fastest]
-        shared = f" Shared out, it is at best {found.gain:.2f} times as fast ({_factor(found.gain_within)})."
+        alone, within_rate = found.context.speeds.devices[found.fastest], found.alone_within[found.fastest]
+        several = f" The best plan with several devices is {gain} ({gain_within})." if found.shared is not None else ""
         return (
             f"Would it pay? {found.verdict.capitalize()}: {fastest} alone is the fastest, {_rate(alone)} images/s "
-            f"(nine of ten: {_rate(within.low)} - {_rate(within.high)}), a step of {seconds(found.context.batch / alone)}."
-            + shared
-            * (found.shared is not None)
+            f"(nine of ten: {_rates(within_rate)}), {seconds(found.context.batch / alone)} a step.{several}"
         )
-    word = "Yes" if found.verdict == "yes" else "Perhaps"
     return (
-        f"Would it pay? {word}: {found.gain:.2f} times as fast as {fastest} alone ({_factor(found.gain_within)}), "
-        f"{_rate(best.samples_per_s)} images/s, a step of {seconds(best.step_s)} ({_seconds(best.within)})."
+        f"Would it pay? {found.verdict.capitalize()}: {gain} as {fastest} alone ({gain_within}), {_rate(best.samples_per_s)} "
+        f"images/s, {seconds(best.step_s)} a step (nine of ten: {between(best.within)})."
     )
 
 
 def _show_devices(console: Console, found: Forecast, fleet: Fleet) -> None:
-    table = new_table(
-        "Each device",
-        ("device", "what it is"),
-        ("alone, images/s", "nine of ten", "its work here", "memory here", "of"),
-    )
+    columns = ("images/s alone", "nine of ten", "share of the work", "memory used", "of")
+    table = new_table("Devices", ("device", "what it is"), columns)
     shares = work_shares(lower(found.best.plan, found.context.graph), found.context.graph)
     for index, device in enumerate(fleet.devices):
-        about = "" if device.class_name is None else device_class(device.class_name).about
-        within = found.alone_within[index]
-        memory = found.best.memory[index].total_bytes
         table.add_row(
-            device.name, about, _rate(found.context.speeds.devices[index]), f"{_rate(within.low)} - {_rate(within.high)}",
-            f"{shares[index]:.0%}" if shares[index] else "none", in_bytes(memory) if shares[index] else "-",
+            device.name, "" if device.class_name is None else device_class(device.class_name).about,
+            _rate(found.context.speeds.devices[index]), _rates(found.alone_within[index]),
+            f"{shares[index]:.0%}" if shares[index] else "none",
+            in_bytes(found.best.memory[index].total_bytes) if shares[index] else "-",
             "-" if device.memory_bytes is None else in_bytes(device.memory_bytes),
         )  # fmt: skip
     console.print(table)
 
 
-def _plan(found: Forecast) -> str:
-    """How the weighted layers are shared out, in few words."""
-    rows = layer_rows(found.best.plan, found.context.graph)
+def _plan(found: Forecast, row: PlanPrediction) -> str:
+    """Summarize how a plan splits the layers with weights."""
     weighted = {layer.name for layer in found.context.graph.weighted}
-    kinds = Counter(row.strategy for row in rows if row.layer in weighted)
-    strategies = ", ".join(f"{count} convolutions and linear layers by {name}" for name, count in kinds.items())
-    traffic = in_bytes(found.best.traffic_bytes)
-    return f"{strategies}; {traffic} on the wire in a step; it waits most for {found.best.bound}."
+    rows = layer_rows(row.plan, found.context.graph)
+    kinds = Counter(layer.strategy for layer in rows if layer.layer in weighted)
+    names = {"one": "on one device", "copies": "copied to every device"}
+    layers = ", ".join(f"{count} {names.get(name, f'split by {name}')}" for name, count in kinds.items())
+    what = "Best plan with several devices (convolutions and linear layers)"
+    return f"{what}: {layers}; {in_bytes(row.traffic_bytes)} sent per step; limited by {row.bound}."
 
 
-def _around(found: Forecast, fleet: Fleet) -> list[str]:
+def _changes(found: Forecast, fleet: Fleet) -> list[str]:
     if found.basis != "described" or len(found.context.names) == 1:
         return []
-    lines = []
-    if found.from_batch is None:
-        lines.append("Batch: it pays at none for which the fastest device has memory.")
-    else:
-        lines.append(f"Batch: it pays from {found.from_batch:,} on.")
+    batch = (
+        "no size that fits the fastest device" if found.from_batch is None else f"{found.from_batch:,} samples or more"
+    )
+    lines = [f"Batch: it pays with {batch}."]
     if found.asked_links:
-        now = "" if fleet.network is None else f" (here {_link(fleet.network.send_bytes_per_s)})"
-        if found.from_link is None:
-            lines.append(f"Link: it pays at none up to {_link(LINKS[-1])}{now}.")
-        else:
-            lines.append(f"Link: it pays from {_link(found.from_link)} on{now}.")
-    changes = [f"{each.words} {_gain(each.gain)}" for each in found.changes]
-    if changes:
+        link = f"no rate up to {_link(LINKS[-1])}" if found.from_link is None else f"{_link(found.from_link)} or more"
+        here = "" if fleet.network is None else f" (here {_link(fleet.network.send_bytes_per_s)})"
+        lines.append(f"Link: it pays with {link}{here}.")
+    gains = [(each.words, "does not fit" if each.gain is None else f"{each.gain:.2f}x") for each in found.changes]
+    told = [f"{words} {gain}" for words, gain in gains if gain != "1.00x"]
+    if len(told) < len(gains):
+        told.append(f"any {'other ' * bool(told)}1.00x")
+    if told:
         fastest = found.context.names[found.fastest]
-        lines.append(f"One device less or more, over {fastest} alone: {', '.join(changes)}.")
+        lines.append(f"One device less or more, compared with {fastest} alone: {', '.join(told)}.")
     return lines
 
 
-def _made_from(found: Forecast, fleet: Fleet) -> str:
+def _basis(found: Forecast, fleet: Fleet) -> str:
     if found.basis != "described":
-        return f"Made from: {MADE_FROM[found.basis]}."
+        return BASIS[found.basis]
     of_catalogue = sum(device.class_name is not None for device in fleet.devices)
-    whence = (
+    source = (
         "the catalogue" if of_catalogue == len(fleet.devices) else f"the catalogue ({of_catalogue}) and the fleet file"
     )
     return (
-        f"Made from: what the devices can do at most ({whence}), the parts of it that convolutions and memory reach on such "
-        "devices, and the link's rate. Intervals are of nine in ten measurements; twice as wide, in "
-        "logarithms, for generations of devices of which none was measured."
+        f"the devices' peaks ({source}), the part of them that convolutions and memory reach on such devices, and the link's "
+        "rate. Nine of ten measurements lie in an interval; intervals are twice as wide, in logarithms, for generations of "
+        "devices of which none was measured"
     )
-
-
-def _gain(value: float | None) -> str:
-    return "does not fit" if value is None else f"{value:.2f}x"
 
 
 def _rate(value: float) -> str:
     return plain(value, 3)
 
 
-def _seconds(within: Interval) -> str:
-    return f"nine of ten: {seconds(within.low)} - {seconds(within.high)}"
-
-
-def _factor(within: Interval) -> str:
-    return f"nine of ten: {within.low:.2f} - {within.high:.2f}"
+def _rates(within: Interval) -> str:
+    return f"{_rate(within.low)} - {_rate(within.high)}"
 
 
 def _link(bytes_per_s: float) -> str:
@@ -154,14 +139,13 @@ def _link(bytes_per_s: float) -> str:
 
 
 def show_classes(console: Console, classes: Sequence[DeviceClass]) -> None:
-    """The catalogue, a row per class."""
+    """Print the catalogue, a row per class."""
     columns = ("float32", "memory/s", "memory", "watts")
     table = new_table(f"{len(classes)} device classes", ("class", "what it is"), columns)
     for each in classes:
-        names = " = ".join((each.name, *each.aliases))
         table.add_row(
-            names, each.about, f"{each.peak_flop_per_s.value / 1e12:.3g} TFLOP/s", in_bytes(int(each.memory_bytes_per_s.value)),
-            in_bytes(int(each.memory_bytes.value)), f"{each.busy_w.value:g}",
+            " = ".join((each.name, *each.aliases)), each.about, f"{each.peak_flop_per_s.value / 1e12:.3g} TFLOP/s",
+            in_bytes(int(each.memory_bytes_per_s.value)), in_bytes(int(each.memory_bytes.value)), f"{each.busy_w.value:g}",
         )  # fmt: skip
     console.print(table)
     console.print("Sources of every figure: convoy/fleet/catalogue.toml.")

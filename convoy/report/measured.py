@@ -1,4 +1,4 @@
-"""What `convoy measure` prints: tables of layers, devices and links, and what to know of them."""
+"""What `convoy measure` prints: tables of layers, devices and links, and remarks."""
 
 from rich.console import Console
 from rich.table import Table
@@ -10,23 +10,25 @@ from convoy.report.screen import new_table
 
 SHOWN_LAYERS = 12
 
+UNSTEADY = 0.5
+"""Layers whose times vary by more than this are reported if they take most of a step."""
+
 
 def show(measured: Measurement, console: Console) -> None:
-    """Print a measurement: seconds of the layers on each device, then what traffic and the wire take."""
     console.print(_layers(measured))
     console.print(_devices(measured))
     if measured.fleet.links:
         console.print(_links(measured))
     if measured.host:
-        console.print(_cards(measured))
+        console.print(_nics(measured))
     for remark in [*energy_lines(measured), *remarks(measured)]:
         console.print(remark, markup=False, soft_wrap=True)
 
 
 def energy_lines(measured: Measurement) -> list[str]:
-    """Joules per image while layers were timed, by the counters of each machine, beside those of the fleet's watts.
+    """Return measured joules per image while layers were timed, next to those from the fleet's watts.
 
-    Counters that several devices share are of all that these did together.
+    Devices that share a counter are counted together.
     """
     seconds_each = [sum(cells[i][0] for cells in _layer_rows(measured).values()) for i in range(len(measured.device))]
     lines: list[str] = []
@@ -42,28 +44,22 @@ def energy_lines(measured: Measurement) -> list[str]:
         if all(device.slowdown == 1 for device in devices):
             rate = sum(measured.batch / max(seconds_each[i], 1e-12) for i in own)
             busy_w = [device.busy_w for device in devices if device.busy_w is not None]
-            predicted = (
-                f"{plain(sum(busy_w) / rate)} predicted" if len(busy_w) == len(own) else "no prediction without busy_w"
-            )
+            known = len(busy_w) == len(own)
+            predicted = f"{plain(sum(busy_w) / rate)} predicted" if known else "no prediction without busy_w"
             line += f", {plain(costs.measured_w / rate)} J/image; {predicted}"
         lines.append(f"{line}.")
     return lines
 
 
-UNSTEADY = 0.5
-"""Layers that take most of the time and vary by so much more or less are told."""
-
-
 def remarks(measured: Measurement) -> list[str]:
-    """What whoever reads predictions made from this must know: other programs, times that did not repeat."""
+    """Return what makes predictions from this measurement less certain: other programs, times that did not repeat."""
     lines = []
     loaded = [(each.other_load, each.device) for each in measured.device if each.other_load]
     if loaded:
         most, names = max(loaded)[0], ", ".join(device for _, device in loaded)
         lines.append(
             f"Measured beside other programs: they made the work of {names} take up to {1 + most:.2g} times as long. "
-            "Predictions are for machines of their own as far as that can be told, and their intervals are wider by it; "
-            "measure again when nothing else runs."
+            "Predictions correct for this as far as possible, with wider intervals; measure again when nothing else runs."
         )
     rows = _layer_rows(measured)
     for index, device in enumerate(measured.fleet.devices):
@@ -71,14 +67,30 @@ def remarks(measured: Measurement) -> list[str]:
         part = sum(s for s, spread in cells if spread / 2 > UNSTEADY) / max(1e-12, sum(s for s, _ in cells))
         if part > 1 / 3:
             lines.append(
-                f"Times of {device.name} did not repeat: layers that make up {part:.0%} of its step varied by more than "
-                f"±{UNSTEADY:.0%}; the intervals are wider by it."
+                f"Times of {device.name} did not repeat: layers that take {part:.0%} of its step varied by more than "
+                f"±{UNSTEADY:.0%}; the intervals are wider by this."
             )
     return lines
 
 
+def _layer_rows(measured: Measurement) -> dict[str, list[tuple[float, float]]]:
+    """Return seconds and median spread of every layer on every device, forward + backward of the global batch."""
+    outputs: dict[str, int] = {}
+    for point in measured.layer:
+        outputs[point.layer] = max(outputs.get(point.layer, 0), point.outputs)
+    result: dict[str, list[tuple[float, float]]] = {name: [] for name in outputs}
+    for device in measured.fleet.devices:
+        for name, points in measured.points_of(device.name).items():
+            times, once = layer_times(points), max(point.samples for point in points) == 1
+            samples = 1 if once else measured.batch
+            both_s = times.forward.at(samples, outputs[name]) + times.backward.at(samples, outputs[name])
+            result[name].append((both_s, sorted(point.spread for point in points)[len(points) // 2]))
+    return result
+
+
 def _layers(measured: Measurement) -> Table:
-    """Forward and backward of a whole layer for the whole batch, the costliest layers first, and the others together."""
+    """The slowest layers one by one, the others together."""
+    places = range(len(measured.fleet.devices))
     names = [device.name for device in measured.fleet.devices]
     table = new_table(f"{measured.net}, batch {measured.batch}", ("forward and backward",), names)
     rows = sorted(_layer_rows(measured).items(), key=lambda item: -max(s for s, _ in item[1]))
@@ -86,35 +98,19 @@ def _layers(measured: Measurement) -> Table:
         table.add_row(name, *(f"{seconds(s)} {_about(spread)}" for s, spread in cells))
     others = [cells for _, cells in rows[SHOWN_LAYERS:]]
     if others:
-        sums = [sum(cells[device][0] for cells in others) for device in range(len(measured.fleet.devices))]
-        table.add_row(f"{len(others)} others", *map(seconds, sums))
+        table.add_row(f"{len(others)} others", *(seconds(sum(cells[place][0] for cells in others)) for place in places))
     table.add_section()
-    totals = [sum(cells[device][0] for _, cells in rows) for device in range(len(measured.fleet.devices))]
+    totals = [sum(cells[place][0] for _, cells in rows) for place in places]
     table.add_row("all", *map(seconds, totals))
     table.add_row("samples/s", *(f"{measured.batch / max(total, 1e-12):,.4g}" for total in totals))
     return table
 
 
-def _layer_rows(measured: Measurement) -> dict[str, list[tuple[float, float]]]:
-    """(seconds, median spread) of every layer on every device."""
-    whole: dict[str, int] = {}
-    for point in measured.layer:
-        whole[point.layer] = max(whole.get(point.layer, 0), point.outputs)
-    result: dict[str, list[tuple[float, float]]] = {name: [] for name in whole}
-    for device in measured.fleet.devices:
-        for name, points in measured.points_of(device.name).items():
-            times, alone = layer_times(points), max(point.samples for point in points) == 1
-            samples = 1 if alone else measured.batch
-            both_s = times.forward.at(samples, whole[name]) + times.backward.at(samples, whole[name])
-            result[name].append((both_s, sorted(point.spread for point in points)[len(points) // 2]))
-    return result
-
-
 def _devices(measured: Measurement) -> Table:
     table = new_table(
-        "Traffic in ns/byte of the processor, optimizer in ns/entry, how late to an exchange and to a round of a sum beside "
-        "computing, how much sooner after a rest", ("device", "host"),
-        ("cores", "slowed", "send", "receive", "update", "late", "beside", "rested"),
+        "CPU time of traffic in ns/byte, of the optimizer in ns/entry; delay of an exchange after computing, of a round of a "
+        "sum during computing; time saved after a pause", ("device", "host"),
+        ("cores", "slowed", "send", "receive", "update", "delay", "during", "saved"),
     )  # fmt: skip
     for device, costs in zip(measured.fleet.devices, measured.device, strict=True):
         table.add_row(
@@ -128,7 +124,7 @@ def _devices(measured: Measurement) -> Table:
 
 
 def _links(measured: Measurement) -> Table:
-    table = new_table("Links, each alone in use", ("from", "to"), ("rate", "latency"))
+    table = new_table("Links, one at a time", ("from", "to"), ("rate", "latency"))
     spread = {(each.source, each.target): each for each in measured.link}
     for link in measured.fleet.links:
         noise = spread.get((link.source, link.target))
@@ -139,14 +135,14 @@ def _links(measured: Measurement) -> Table:
     return table
 
 
-def _cards(measured: Measurement) -> Table:
-    """A ring much slower than the card says that its two directions, or all hosts, share something."""
-    table = new_table("Cards, with all other hosts at once", ("host",), ("send", "receive", "in a ring"))
+def _nics(measured: Measurement) -> Table:
+    """A ring much slower than the NIC means that its two directions, or all hosts, share something."""
+    table = new_table("NICs, with all other hosts at once", ("host",), ("send", "receive", "in a ring"))
     for rates in measured.host:
-        card = measured.fleet.card(rates.host)
+        nic = measured.fleet.card(rates.host)
         table.add_row(
-            rates.host, f"{_rate(card.send_bytes_per_s)} {_about(rates.send_spread)}",
-            f"{_rate(card.receive_bytes_per_s)} {_about(rates.receive_spread)}", _rate(rates.ring_bytes_per_s),
+            rates.host, f"{_rate(nic.send_bytes_per_s)} {_about(rates.send_spread)}",
+            f"{_rate(nic.receive_bytes_per_s)} {_about(rates.receive_spread)}", _rate(rates.ring_bytes_per_s),
         )  # fmt: skip
     return table
 
@@ -156,5 +152,5 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _about(spread: float) -> str:
-    """Half of what lies between the fastest and the slowest repetition."""
+    """Half of the span between the fastest and the slowest repetition."""
     return f"±{spread / 2:.0%}"

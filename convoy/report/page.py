@@ -1,10 +1,11 @@
-"""`convoy report`: one HTML page of a run, made from its log. It needs no network and no program but a browser."""
+"""The page of a run: one HTML file, made from its log. It needs no network and no program but a browser."""
 
 import base64
 import hashlib
-import itertools
 import os
-from collections.abc import Sequence
+import time
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,65 +18,105 @@ from convoy._version import __version__
 from convoy.cost.interval import around
 from convoy.files import write_whole
 from convoy.profile.energy import ABSENT
-from convoy.report import intervals, numbers, plan_picture
-from convoy.report.chart import Axes, Chart, Curve, Drawing, Level, Tick, draw
-from convoy.report.numbers import percent, plain, seconds
-from convoy.report.plan_picture import Band, Box, bands
-from convoy.runlog.metrics import (
-    best_evaluation,
-    limit_samples_per_s,
-    measured_joules_per_image,
-    measured_samples_per_s,
-    measured_step_s,
-    rates,
-    step_range,
-    utilization,
-)
+from convoy.report import timeline
+from convoy.report.chart import Chart, Curve, Level
+from convoy.report.numbers import in_bytes, percent, plain, seconds
 from convoy.runlog.reader import InForce, Record, log_of, read_log
-from convoy.runlog.schema import PlanLine, PredictionLine, ReshareLine, SystemLine
+from convoy.runlog.schema import LayerEntry, PlanLine, PredictionLine, ReshareLine
+from convoy.train.observer import EpochResult, Observer
 
-MOST_PLANS = 12
-"""In force one after the other, that are drawn."""
+MAX_PLANS = 12
+"""Plans in force one after the other that are drawn."""
+
+MAX_ROWS = 20
+"""Rows of a plan; a longer plan is drawn as segments of layers with the same shares, its rows are folded."""
+
+MIN_TEXT_PART = 0.07
+"""Narrower boxes have no text on them, only a tooltip."""
+
+COLOURS = 8
+"""Further devices take the same colours again, hatched."""
+
+RELOAD_S = 5
+
+MAX_WRITING = 0.05
+"""Share of a training's time that goes into writing its page."""
 
 SYSTEM = {
-    "cores": ("Processor of each process, in cores", "plain"),
-    "host_processor": ("Processor of its whole host", "percent"),
+    "cores": ("CPU cores used by each process", "plain"),
+    "host_processor": ("CPU load of its host", "percent"),
     "memory_bytes": ("Memory of each process", "bytes"),
     "accelerator_bytes": ("Tensors in the accelerator's memory", "bytes"),
     "sent_bytes_per_s": ("Sent for the training, per second", "bytes"),
     "received_bytes_per_s": ("Received for the training, per second", "bytes"),
     "power_w": ("Measured power, in watts", "plain"),
 }
-"""Titles of the charts of what devices use, and how their values are written; by the names of the log."""
+"""Title and format of the charts of a device's resources, by field of the log."""
 
-AREA_WIDTH, AREA_HEIGHT = 1000.0, 300.0
-"""Of the drawing of shares."""
+UNITS = {
+    "batch": "samples",
+    "filter": "filters",
+    "channel": "input channels",
+    "copies": "the whole layer on every device",
+    "one": "on one device",
+}
 
 
-def write_report(run: Path, output: Path | None = None) -> Path:
-    """Write the page of a run; where it was written.
+def write_report(run: Path, output: Path | None = None, *, reload_s: int = 0) -> Path:
+    """Write the page of a run and return its path.
 
     Args:
         run: the folder of a run, or its log.
-        output: default: report.html in the folder; for a log that was given, a file of its name that ends in .html.
+        output: default: report.html in the folder; for a log, a file of its name that ends in .html.
+        reload_s: after so many seconds a browser loads the page again; 0: never.
 
     Raises:
         InputError: there is no log, it is not one, or the page cannot be written.
     """
     log = log_of(run)
     target = output or (run / "report.html" if os.path.isdir(run) else log.with_suffix(".html"))
-    write_whole(target, page_of(read_log(log)))
+    write_whole(target, page_of(read_log(log), reload_s))
     return target
 
 
-def page_of(record: Record, served: str = "") -> str:
-    """The whole page as text; `served` as for `render`."""
+class LivePage(Observer):
+    """Writes the page of a run after every epoch, so that a browser that shows it can follow the run.
+
+    Epochs are skipped while writing would take more than `MAX_WRITING` of the time. A page that cannot be written is
+    reported once; training continues.
+    """
+
+    def __init__(self, run: Path, tell: Callable[[str], None] = warnings.warn) -> None:
+        self.run, self.tell = run, tell
+        self._next_s = 0.0
+
+    def on_epoch(self, result: EpochResult) -> None:  # noqa: ARG002
+        start_s = time.monotonic()
+        if start_s < self._next_s:
+            return
+        try:
+            write_report(self.run, reload_s=RELOAD_S)
+            end_s = time.monotonic()
+            self._next_s = end_s + (end_s - start_s) / MAX_WRITING
+        except Exception as error:  # no error of a page may end the training
+            self._next_s = float("inf")
+            self.tell(f"WARNING: {error}; training continues without the page")
+
+
+def page_of(record: Record, reload_s: int = 0) -> str:
     names = device_names(record)
+    places = range(len(names))
+    ids = [record.id_of(place) for place in places]
+    numbered = [f"device {device}" for device in ids]
     return render(
-        "page.html", served, record=record, names=names, title=title_of(record),
-        plan_name=record.plan.plan.name if record.plan is not None else "", begun=_moment(record.run.date),
-        state=state_of(record), cards=_cards(record), limit=limit_samples_per_s(record), curves=_curves(record),
-        rate=_rate(record), plans=shown_plans(record), **_devices(record, names), system=_system(record),
+        "page.html", reload_s=reload_s, record=record, names=names, title=title_of(record), begun=_date(record.run.date),
+        state=state_of(record), cards=_cards(record), curves=_curves(record), rate=_rate(record),
+        plans=shown_plans(record), bars=[_bar(record, place) for place in places],
+        time_shares=[
+            [line.epoch + 1, line.steps, *(percent(s and s[0]) for s in (record.time_shares(d, n) for d in places))]
+            for n, line in enumerate(record.utilization)
+        ] if any(record.time_shares(place) for place in places) else [],
+        ids=ids, numbered=numbered, devices=list(zip(numbered, names, strict=True)), system=system_charts(record),
         shares=_shares(record), settings=settings_of(record),
     )  # fmt: skip
 
@@ -86,8 +127,7 @@ def title_of(record: Record) -> str:
 
 
 def device_names(record: Record) -> list[str]:
-    """Of each device, what it is and where: "cpu (1 thread) on lab1, slowed down 2x". Where devices were lost or came, its
-    number stands behind that."""
+    """Describe each device: "cpu (1 thread) on lab1, slowed down 2x"; with its id if devices left or joined."""
     if record.fleet is None:
         count = max((len(each.line.work) for each in record.plans), default=0)
         return [f"device {record.id_of(place)}" for place in range(count)]
@@ -99,233 +139,25 @@ def device_names(record: Record) -> list[str]:
     ]
 
 
-def _moment(text: str) -> str:
+def _date(text: str) -> str:
     try:
-        moment = datetime.fromisoformat(text)
+        date = datetime.fromisoformat(text)
     except ValueError:
         return text
-    return f"{moment.day} {moment:%B %Y, %H:%M} {moment.tzname() or ''}".strip()
+    return f"{date.day} {date:%B %Y, %H:%M} {date.tzname() or ''}".strip()
 
 
 def state_of(record: Record) -> str:
-    """How far the run is."""
     done = record.steps_done
     epochs, each = record.run.options.get("epochs"), record.run.epoch_steps
     steps = f"{done:,} of {each * epochs:,} steps" if each and isinstance(epochs, int) else f"{done:,} steps"
     if record.end is not None:
         return f"Finished: {steps}."
-    cut = " Its last line is cut off." if record.is_cut else ""
-    return f"Not finished: {steps}; it still goes on, or was ended.{cut}"
-
-
-def _cards(record: Record) -> list[tuple[str, str, str]]:
-    """The numbers that people look for first: name, value, note."""
-    losses = [epoch.loss for epoch in record.epochs if epoch.loss is not None]
-    tests = [row for row in record.evaluations if row.accuracy is not None]
-    best = best_evaluation(record)
-    step_s, rate, limit = measured_step_s(record), measured_samples_per_s(record), limit_samples_per_s(record)
-    predicted, train_s = record.prediction, sum(line.train_s for line in record.epochs)
-    off = f", {predicted.step_s / step_s - 1:+.1%} off" if predicted and step_s else ""
-    return [
-        ("Test accuracy", percent(tests[-1].accuracy if tests else None),
-         f"best {percent(best.accuracy)} after step {best.step:,}" if best else "not tested yet"),
-        ("Training loss", plain(losses[-1] if losses else None, 3),
-         "mean of the last epoch" if losses else "no whole epoch yet"),
-        ("Samples/s", plain(rate), f"{seconds(step_s)} a step, median"),
-        ("Predicted samples/s", plain(predicted.samples_per_s if predicted else None),
-         f"{seconds(predicted.step_s)} a step{_within(predicted)}{off}" if predicted else "only --plan auto predicts"),
-        ("Limit", plain(limit),
-         "samples/s, the devices' own speeds added up" if limit else "the devices' speeds were not measured"),
-        ("Of the limit", percent(rate / limit if rate and limit else None), "what the devices reach together"),
-        ("Training", seconds(train_s or None), f"{len(record.epochs)} epochs, {len(record.steps):,} steps"),
-        *_energy(record),
-    ]  # fmt: skip
-
-
-def _energy(record: Record) -> list[tuple[str, str, str]]:
-    """Joules per image: measured, and predicted. Logs before there were meters have none."""
-    sources = [by for line in record.system for by in line.joules_by]
-    if not sources:
-        return []
-    joules, predicted = measured_joules_per_image(record), record.prediction and record.prediction.joules_per_image
-    absent = [by for by in sources if by.startswith(ABSENT)]
-    by = absent[0] if absent else "; ".join(sorted({by for by in sources if not by.startswith("counted")}))
-    beside = f"{plain(predicted, 4)} predicted" if predicted else "no prediction: the fleet gives no watts"
-    return [("Joules/image", plain(joules, 4), f"measured: {by}; {beside}")]
-
-
-def _within(predicted: PredictionLine) -> str:
-    if predicted.spread == 1:
-        return ""
-    within = around(predicted.step_s, predicted.spread)
-    return f" (nine of ten: {seconds(within.low)} - {seconds(within.high)})"
-
-
-def _curves(record: Record) -> list[Drawing]:
-    """How the training went: loss, accuracy, learning rate."""
-    span = step_range(record)
-    losses = [(row.step, row.loss) for row in record.steps if row.loss is not None]
-    tests = [(row.step, row.accuracy) for row in record.evaluations if row.accuracy is not None]
-    lr = [(row.step, row.lr) for row in record.steps if row.lr is not None]
-    charts = [
-        Chart("loss", "Training loss", "step", [Curve("training loss", losses, is_smooth=True)], span),
-        Chart("accuracy", "Test accuracy", "step", [Curve("accuracy", tests, dots=True)], span, shown="percent"),
-        Chart("lr", "Learning rate", "step", [Curve("learning rate", lr)], span, from_zero=True),
-    ]
-    return [draw(chart) for chart in charts]
-
-
-def _rate(record: Record) -> Drawing:
-    """Throughput beside what was predicted and what is possible."""
-    limit, predicted = limit_samples_per_s(record), record.prediction
-    levels = [Level("predicted", predicted.samples_per_s, "prediction")] if predicted is not None else []
-    levels += [Level("limit", limit, "limit")] if limit is not None else []
-    marks = [line.step + 1 for line in record.reshares]
-    measured = [Curve("measured", rates(record))]
-    return draw(Chart("rate", "Samples/s", "step", measured, step_range(record), levels, marks, from_zero=True))
-
-
-@dataclass(frozen=True, slots=True)
-class ShownPlan:
-    """What the devices did from a change on, as it is drawn.
-
-    Attributes:
-        when: its steps, in words.
-        stretches: the rows, where they are many, as neighbours with the same shares.
-        ids: of the devices; `idle`: of those with nothing to compute.
-        tracks: one step as predicted; empty where there is no prediction.
-    """
-
-    when: str
-    why: str
-    line: PlanLine | ReshareLine
-    rows: Sequence[Band]
-    stretches: Sequence[Band]
-    work: Sequence[Box]
-    ids: Sequence[int]
-    idle: Sequence[str]
-    prediction: PredictionLine | None
-    tracks: Sequence[intervals.Track]
-    time_axis: tuple[str, Sequence[Tick]]
-
-
-def shown_plans(record: Record) -> list[ShownPlan]:
-    """The plans in force, in their order; of very many the first and the last."""
-    known = [(each, until) for each, until in _spans(record) if each.line.layers]
-    return [
-        _shown_plan(record, *each)
-        for each in (known if len(known) <= MOST_PLANS else [known[0], *known[1 - MOST_PLANS :]])
-    ]
-
-
-def _spans(record: Record) -> list[tuple[InForce, int | None]]:
-    """With the step at which each was replaced; the first of two that begin at one step never ran."""
-    stops: list[int | None] = [each.step for each in record.plans]
-    pairs = zip(record.plans, [*stops[1:], None], strict=False)
-    return [(each, until) for each, until in pairs if until is None or until > each.step]
-
-
-def _shown_plan(record: Record, each: InForce, until: int | None) -> ShownPlan:
-    line, predicted, rows = each.line, each.prediction, bands(each.line.layers)
-    ids = [record.id_of(place) for place in range(len(line.layers[0].parts))]
-    return ShownPlan(
-        f"from step {each.step:,} on" if until is None else f"steps {each.step:,} to {until - 1:,}",
-        line.reason if isinstance(line, ReshareLine) else "as the run began",
-        line, rows, bands(line.layers, stretches=True) if len(rows) > plan_picture.SHOWN_ROWS else (),
-        plan_picture.work_boxes(line, ids), ids,
-        [str(device) for device, part in zip(ids, line.work, strict=False) if not part],
-        predicted, () if predicted is None else intervals.tracks(predicted),
-        ("", ()) if predicted is None else intervals.time_axis(predicted.one_pass.s),
-    )  # fmt: skip
-
-
-def _system(record: Record) -> list[Drawing]:
-    """What the devices used: a chart for each kind, a curve for each device, also of those that train no more."""
-    table = [(line.step, _by_id(line)) for line in record.system]
-    now = [record.id_of(place) for place in range(len(device_names(record)))]
-    ids = list(dict.fromkeys([*now, *sorted({d for _, found in table for values in found.values() for d in values})]))
-    span = step_range(record)
-    drawings = []
-    for name, (title, shown) in SYSTEM.items():
-        rows = [(step, values[name]) for step, values in table if name in values]
-        curves = [
-            Curve(
-                f"device {device}",
-                points,
-                plan_picture.colour(place),
-            )
-            for place, device in enumerate(ids)
-            if (points := [(step, value) for step, values in rows if (value := values.get(device)) is not None])
-        ]
-        if curves:
-            drawings.append(draw(Chart(name, title, "step", curves, span, shown=shown, from_zero=True)))
-    return drawings
-
-
-def _by_id(line: SystemLine) -> dict[str, dict[int, float | None]]:
-    """The values of a line by their name and the device's id."""
-    return {
-        name: dict(zip(line.ids or range(len(values)), values, strict=True)) for name, values in line.per_device.items()
-    }
-
-
-def _devices(record: Record, names: Sequence[str]) -> dict[str, Any]:
-    """Where the time of the devices went: a bar for each, a table epoch by epoch."""
-    numbered = [f"device {record.id_of(place)}" for place in range(len(names))]
-    rows = []
-    for place, line in enumerate(record.utilization):
-        parts = [utilization(record, device, place) for device in range(len(names))]
-        rows.append([line.epoch + 1, line.steps, *(percent(part and part[0]) for part in parts)])
-    known = any(utilization(record, device) for device in range(len(names)))
-    return {
-        "bars": [_bar(record, device) for device in range(len(names))], "utilized": rows if known else [],
-        "numbered": numbered, "devices": list(zip(numbered, names, strict=True)),
-    }  # fmt: skip
-
-
-def _bar(record: Record, device: int) -> tuple[list[Box], str]:
-    """Where the time of a device went; what else is known of it, in words."""
-    parts = utilization(record, device) or (0.0, 0.0, 1.0)
-    boxes = [
-        Box(kind, part, f"{part:.0%}" if part >= 0.08 else "", f"device {record.id_of(device)}: {kind} {percent(part)}")
-        for kind, part in zip(("computing", "exchange", "rest"), parts, strict=True)
-        if part > 0.0005
-    ]
-    facts = []
-    speed = record.fleet.devices[device].samples_per_s if record.fleet is not None else None
-    if speed is not None:
-        facts.append(f"{plain(speed)} samples/s alone")
-    if record.plans and record.plans[-1].line.work:
-        facts.append(f"{percent(record.plans[-1].line.work[device])} of the arithmetic")
-    return boxes, ", ".join(facts)
-
-
-def _shares(record: Record) -> dict[str, Any] | None:
-    """How the arithmetic was shared out, from step to step: areas as x, y, width, height, colour and title."""
-    changes = [(each.step, each.line.work) for each in record.plans if each.line.work]
-    if not changes or not record.steps:
-        return None
-    end = record.steps[-1].step + 1
-    starts = [min(step, end) for step, _ in changes]
-    first, reshares = starts[0], [line for line in record.reshares if line.work]
-    scale = 1 / max(1, end - first)
-    areas = []
-    for (start, stop), (_, work) in zip(itertools.pairwise([*starts, end]), changes, strict=True):
-        below = AREA_HEIGHT
-        for device, part in enumerate(work):
-            below -= part * AREA_HEIGHT
-            x, width = (start - first) * scale * AREA_WIDTH, (stop - start) * scale * AREA_WIDTH
-            title = f"steps {start} to {stop}: device {record.id_of(device)} {percent(part)}"
-            areas.append((x, below, width, part * AREA_HEIGHT, plan_picture.colour(device), title))
-    numbered = [((line.step + 1 - first) * scale, str(n)) for n, line in enumerate(reshares, 1)]
-    xs = [((x - first) * scale, plain(x)) for x in (first, (first + end) // 2, end)]
-    ys = [(1 - part / 100, f"{part}%") for part in (0, 50, 100)]
-    cuts = [place * AREA_WIDTH for place, _ in numbered]
-    return {"reshares": reshares, "areas": areas, "cuts": cuts, "axes": Axes(ys, xs, "step", numbered)}
+    return f"Not finished: {steps}; it is running or was stopped." + " Its last line is incomplete." * record.is_cut
 
 
 def settings_of(record: Record) -> list[tuple[str, str, str]]:
-    """Name, value and source of every setting."""
+    """Return name, value and source of every setting."""
     sources = record.run.sources
     return [
         (name.removesuffix("_s").replace("_", "-"), _value(value), sources.get(name, ""))
@@ -346,36 +178,241 @@ def _value(value: object) -> str:
     return str(value)
 
 
-# --- what all pages have in common: templates, style, the one script, and what a browser lets them do ---------------------
+def _cards(record: Record) -> list[tuple[str, str, str]]:
+    """The most important numbers: name, value, note."""
+    losses = [epoch.loss for epoch in record.epochs if epoch.loss is not None]
+    best, predicted, limit = record.best_test, record.prediction, record.limit_samples_per_s
+    error, train_s = record.prediction_error, sum(line.train_s for line in record.epochs)
+    cards = [
+        ("Test accuracy", percent(record.tests[-1][1] if best else None),
+         f"best {percent(best[1])} after step {best[0]:,}" if best else "not evaluated yet"),
+        ("Training loss", plain(losses[-1] if losses else None, 3),
+         "mean of the last epoch" if losses else "no complete epoch yet"),
+        ("Samples/s", plain(record.samples_per_s), f"{seconds(record.step_s)} a step, median"),
+        ("Predicted samples/s", plain(predicted.samples_per_s if predicted else None),
+         f"{seconds(predicted.step_s)} a step{_within(predicted)}" + (f", {error:+.1%} off" if error is not None else "")
+         if predicted else "only --plan auto predicts"),
+        ("Limit", plain(limit), "samples/s, the sum of solo throughputs" if limit else "solo speeds were not measured"),
+        ("Efficiency", percent(record.efficiency), "samples/s divided by the limit"),
+        ("Training", seconds(train_s or None), f"{len(record.epochs)} epochs, {len(record.steps):,} steps"),
+    ]  # fmt: skip
+    sources = [by for line in record.system for by in line.joules_by]
+    if sources:
+        expected = predicted and predicted.joules_per_image
+        beside = f"{plain(expected)} predicted" if expected else "no prediction: the fleet has no watts"
+        absent = [by for by in sources if by.startswith(ABSENT)]
+        by = absent[0] if absent else "; ".join(sorted({by for by in sources if not by.startswith("counted")}))
+        cards.append(("Joules/image", plain(record.joules_per_image), f"measured: {by}; {beside}"))
+    return cards
 
-_LOADER = PackageLoader("convoy.report")
+
+def _within(predicted: PredictionLine) -> str:
+    within = around(predicted.step_s, predicted.spread)
+    return "" if predicted.spread == 1 else f" (nine of ten: {seconds(within.low)} - {seconds(within.high)})"
 
 
-def render(template: str, served: str = "", **values: Any) -> str:
-    """A page as text.
+def _span(record: Record) -> tuple[float, float]:
+    return (record.steps[0].step, record.steps[-1].step + 1) if record.steps else (0, 1)
+
+
+def _curves(record: Record) -> list[Chart]:
+    lr = [(row.step, row.lr) for row in record.steps if row.lr is not None]
+    losses = Curve("training loss", record.losses, is_smooth=True)
+    tests = Curve("accuracy", record.tests, dots=True)
+    return [
+        Chart("loss", "Training loss", "step", [losses], _span(record)),
+        Chart("accuracy", "Test accuracy", "step", [tests], _span(record), shown="percent"),
+        Chart("lr", "Learning rate", "step", [Curve("learning rate", lr)], _span(record), from_zero=True),
+    ]
+
+
+def _rate(record: Record) -> Chart:
+    limit, predicted = record.limit_samples_per_s, record.prediction
+    levels = [Level("predicted", predicted.samples_per_s, "prediction")] if predicted is not None else []
+    levels += [Level("limit", limit, "limit")] if limit is not None else []
+    marks = [line.step + 1 for line in record.reshares]
+    measured = Curve("measured", record.rates())
+    return Chart("rate", "Samples/s", "step", [measured], _span(record), levels, marks, from_zero=True)
+
+
+def system_charts(record: Record) -> list[Chart]:
+    """Draw what the devices used, a chart per resource and a curve per device, including devices that left."""
+    lines = [(line.step, line.by_id) for line in record.system]
+    ids = [record.id_of(place) for place in range(len(device_names(record)))]
+    ids += sorted({device for _, found in lines for values in found.values() for device in values} - set(ids))
+    charts = []
+    for name, (title, shown) in SYSTEM.items():
+        points = {
+            device: [(step, found[name][device]) for step, found in lines if device in found.get(name, ())]
+            for device in ids
+        }
+        curves = [Curve(f"device {d}", points[d], colour(place)) for place, d in enumerate(ids) if points[d]]
+        if curves:
+            charts.append(Chart(name, title, "step", curves, _span(record), shown=shown, from_zero=True))
+    return charts
+
+
+def _shares(record: Record) -> Chart:
+    """Draw each device's share of the arithmetic over the steps."""
+    points: dict[int, list[tuple[float, float]]] = {}
+    end = record.steps_done
+    for each, until in _spans(record):
+        for device, part in enumerate(each.line.work):
+            points.setdefault(device, []).extend([(min(each.step, end), part), (end if until is None else until, part)])
+    curves = [Curve(f"device {record.id_of(device)}", found, colour(device)) for device, found in points.items()]
+    marks = [line.step + 1 for line in record.reshares]
+    title = "Share of the arithmetic"
+    return Chart("share", title, "step", curves, _span(record), (), marks, from_zero=True, shown="percent")
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a bar: classes of the style sheet, width (0 to 1), text, tooltip."""
+
+    look: str
+    part: float
+    text: str
+    title: str
+
+
+def _bar(record: Record, device: int) -> tuple[list[Box], str]:
+    """Where the time of a device went, and what else is known of it."""
+    parts = zip(("computing", "exchange", "rest"), record.time_shares(device) or (0.0, 0.0, 1.0), strict=True)
+    boxes = [
+        Box(kind, part, f"{part:.0%}" if part >= 0.08 else "", f"device {record.id_of(device)}: {kind} {percent(part)}")
+        for kind, part in parts
+        if part > 0.0005
+    ]
+    facts = []
+    speed = record.fleet.devices[device].samples_per_s if record.fleet is not None else None
+    if speed is not None:
+        facts.append(f"{plain(speed)} samples/s solo")
+    if record.plans and record.plans[-1].line.work:
+        facts.append(f"{percent(record.plans[-1].line.work[device])} of the arithmetic")
+    return boxes, ", ".join(facts)
+
+
+# --- the plan as a picture: rows of layers in data flow order, each with a box per device -------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A row of the picture: a layer, and those after it that work on its results where these are."""
+
+    lead: LayerEntry
+    others: tuple[LayerEntry, ...] = ()
+
+    @property
+    def sum_bytes(self) -> int:
+        return sum(layer.sum_bytes for layer in (self.lead, *self.others))
+
+    @property
+    def then(self) -> str:
+        """Name the layers after the first."""
+        if any(layer.flop for layer in self.others):
+            return f"and {len(self.others)} more, up to {self.others[-1].kind} {self.others[-1].layer}"
+        return f"then {', '.join(layer.kind for layer in self.others)}" if self.others else ""
+
+    def boxes(self, names: Sequence[str], ids: Sequence[int]) -> list[Box]:
+        """Return a box for each device that has a part."""
+        lead, result = self.lead, []
+        for device, part in enumerate(_parts(lead)):
+            count, unit = lead.parts[device], UNITS.get(lead.strategy, lead.strategy)
+            words = unit if count == "all" else f"{count} {unit}, {percent(part)}"
+            text = f"all on {ids[device]}" if lead.strategy == "one" else count
+            look = colour(device) + " copy" * (lead.strategy == "copies")
+            title = f"{lead.layer} on device {ids[device]} ({names[device]}): {words}"
+            result.append(Box(look, part, text if part >= MIN_TEXT_PART else "", title))
+        return [box for box in result if box.part]
+
+
+def bands(layers: Sequence[LayerEntry], *, segments: bool = False) -> list[Band]:
+    """Return the rows of the picture.
 
     Args:
-        served: which version of the page this is, where a server will have newer ones; empty: the page is a file.
+        segments: also join layers with work or sums of their own, if they have the same shares.
     """
-    environment = _environment()
-    source, _, _ = _LOADER.get_source(environment, "page.js")
-    return environment.get_template(template).render(
-        version=__version__, served=served, policy=_policy(source, served), script=Markup(source), **values
-    )  # fmt: skip
+    result: list[Band] = []
+    for layer in layers:
+        lead = result[-1].lead if result else None
+        free = not (layer.moves or layer.note) and (segments or not (layer.flop or layer.sum_bytes))
+        if lead is not None and free and (layer.strategy, _parts(layer)) == (lead.strategy, _parts(lead)):
+            result[-1] = Band(lead, (*result[-1].others, layer))
+        else:
+            result.append(Band(layer))
+    return result
 
 
-def _policy(script: str, served: str) -> str:
-    """What a browser may do with the page: show it, and run that script. Where it is served, ask its server."""
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    rules = ["default-src 'none'", "style-src 'unsafe-inline'", "img-src data:", f"script-src 'sha256-{digest}'"]
-    return "; ".join([*rules, "connect-src 'self'"] if served else rules)
+def _parts(layer: LayerEntry) -> list[float]:
+    """Return the widths of the boxes, one per device."""
+    counts = [float(part) if part.isdigit() else float(part == "all") for part in layer.parts]
+    return [round(count / (sum(counts) or 1.0), 4) for count in counts]
 
 
-def _environment() -> Environment:
+def colour(device: int) -> str:
+    """Return the style sheet's classes for the colour of a device."""
+    return f"d{device % COLOURS}" + " again" * (device >= COLOURS)
+
+
+@dataclass(frozen=True, slots=True)
+class ShownPlan:
+    """A plan in force, as it is drawn: its steps and reason in words, its line and prediction, the ids of its devices."""
+
+    when: str
+    why: str
+    line: PlanLine | ReshareLine
+    prediction: PredictionLine | None
+    ids: Sequence[int]
+
+    @property
+    def idle(self) -> list[str]:
+        return [str(device) for device, part in zip(self.ids, self.line.work, strict=False) if not part]
+
+    @property
+    def work(self) -> list[Box]:
+        parts = zip(self.ids, self.line.work, strict=False)
+        return [
+            Box(colour(place), part, percent(part) if part >= 2 * MIN_TEXT_PART else "",
+                f"device {device}: {percent(part)} of the arithmetic")
+            for place, (device, part) in enumerate(parts) if part
+        ]  # fmt: skip
+
+
+def shown_plans(record: Record) -> list[ShownPlan]:
+    """Return the plans in force in their order; of many, the first and the last."""
+    known = [
+        ShownPlan(
+            f"from step {each.step:,} on" if until is None else f"steps {each.step:,} to {until - 1:,}",
+            each.line.reason if isinstance(each.line, ReshareLine) else "as the run began", each.line, each.prediction,
+            [record.id_of(place) for place in range(len(each.line.layers[0].parts))],
+        )
+        for each, until in _spans(record) if each.line.layers
+    ]  # fmt: skip
+    return known if len(known) <= MAX_PLANS else [known[0], *known[1 - MAX_PLANS :]]
+
+
+def _spans(record: Record) -> list[tuple[InForce, int | None]]:
+    """Return each plan with the step at which it was replaced. The first of two that begin at one step never ran."""
+    stops: list[int | None] = [each.step for each in record.plans]
+    pairs = zip(record.plans, [*stops[1:], None], strict=False)
+    return [(each, until) for each, until in pairs if until is None or until > each.step]
+
+
+# --- templates ----------------------------------------------------------------------------------------------------------------
+
+
+def render(template: str, *, reload_s: int = 0, **values: Any) -> str:
+    """Fill in a template. The page's own policy forbids every script but ours, and all requests."""
+    loader = PackageLoader("convoy.report")
     environment = Environment(
-        loader=_LOADER, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    shown = {"plain": plain, "percent": percent, "seconds": seconds, "in_bytes": numbers.in_bytes}
-    environment.filters |= shown | {"number": "{:.7g}".format, "place": "{:.2%}".format, "colour": plan_picture.colour}
-    environment.globals |= {"kinds": intervals.KINDS, "lanes": intervals.LANES}
-    return environment
+    filters = {"plain": plain, "percent": percent, "seconds": seconds, "in_bytes": in_bytes, "colour": colour}
+    environment.filters |= filters | {"number": "{:.7g}".format, "place": "{:.2%}".format}
+    environment.globals |= {"kinds": timeline.KINDS, "lanes": timeline.LANES, "tracks": timeline.tracks}
+    environment.globals |= {"bands": bands, "max_rows": MAX_ROWS, "time_axis": timeline.time_axis}
+    script, _, _ = loader.get_source(environment, "page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return environment.get_template(template).render(
+        version=__version__, digest=digest, script=Markup(script), reload_s=reload_s, **values
+    )

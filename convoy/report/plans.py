@@ -1,39 +1,49 @@
-"""What `convoy plan` prints: a row per plan, the chosen one layer by layer, what fewer devices would bring."""
+"""What `convoy plan` prints: a row per plan; the chosen plan by device, by part of a step and by layer."""
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from rich.console import Console
 
 from convoy.cost.interval import Basis, Interval
 from convoy.cost.memory import passes_words
-from convoy.plan.explain import LayerRow, layer_rows, work_shares
+from convoy.cost.network import Network
+from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.planner.bound import LowerBound
 from convoy.planner.in_passes import InPasses
 from convoy.planner.predict import PlanningContext, PlanPrediction
 from convoy.planner.spare import spare_price
-from convoy.report.numbers import in_bytes
+from convoy.report.numbers import in_bytes, percent, plain, seconds
 from convoy.report.screen import Screen, new_table
-from convoy.simulator.price import layers_s
+from convoy.report.timeline import kind_of
+from convoy.simulator.events import Event, Timeline
+from convoy.simulator.price import LOSS, layers_s
+
+BASIS: Mapping[Basis | None, str] = {
+    None: "given costs",
+    "measured": "times of this net measured on this fleet",
+    "rates": "what these devices reached with another net; links and overheads as measured",
+    "described": "a roofline: the devices' peaks and the part of them that nets reach; nothing was measured here "
+    "(convoy measure)",
+}
 
 
 def show_predictions(console: Console, rows: Sequence[PlanPrediction], context: PlanningContext) -> None:
-    """A row per plan."""
+    """Print a row per plan, and how far the last, chosen one is from the lower bound."""
     speeds, names, least = context.speeds.devices, context.names, context.least()
-    limit = sum(speeds)
     table = new_table(
-        f"Predicted, before anything runs; the limit is {limit:,.4g} samples/s", ("plan",),
-        ("step", "nine of ten", "over least", "samples/s", "of the limit", "traffic", "memory", "J/image", "devices"),
+        f"Predicted; the limit, the sum of solo throughputs, is {plain(sum(speeds))} samples/s", ("plan",),
+        ("step", "nine of ten", "step / bound", "samples/s", "of the limit", "traffic", "memory", "J/image", "devices"),
     )  # fmt: skip
-    table.add_column("bound by")
+    table.add_column("limited by")
     for row in rows:
         memory = in_bytes(max(m.total_bytes for m in row.memory))
         table.add_row(
-            row.plan.name, f"{row.step_s:.3g} s", between(row.within), over_least(row, least), f"{row.samples_per_s:,.4g}",
-            f"{row.efficiency:.1%}", in_bytes(row.traffic_bytes), memory + " !" * bool(row.overfull),
-            "-" if row.energy is None else f"{row.energy.image_j:.4g}", str(row.workers), row.bound,
+            row.plan.name, seconds(row.step_s), between(row.within), _over_bound(row, least), plain(row.samples_per_s),
+            percent(row.efficiency), in_bytes(row.traffic_bytes), memory + " !" * bool(row.overfull),
+            "-" if row.energy is None else plain(row.energy.image_j), str(row.workers), row.bound,
         )  # fmt: skip
     console.print(table)
     for row in rows:
@@ -41,132 +51,203 @@ def show_predictions(console: Console, rows: Sequence[PlanPrediction], context: 
             console.print(f"! {row.plan.name} does not fit: {'; '.join(row.overfull)}", soft_wrap=True)
     console.print(least_words(rows[-1], least, names), soft_wrap=True)
     best, fastest = rows[-1], max(range(len(speeds)), key=lambda d: speeds[d])
-    gain = best.samples_per_s / speeds[fastest]
-    if best.workers == 1:
-        console.print(
-            f"auto leaves the work to one device: {gain:.2f}x the samples/s of {names[fastest]} alone "
-            f"({speeds[fastest]:,.4g}).",
-            soft_wrap=True,
-        )
-    else:
-        console.print(f"auto is {gain:.2f}x as fast as {names[fastest]} alone.")
+    alone = f"{best.samples_per_s / speeds[fastest]:.2f}x the throughput of {names[fastest]} alone"
+    used = "one device" if best.workers == 1 else f"{best.workers} devices"
+    console.print(f"auto uses {used}: {alone} ({plain(speeds[fastest])} samples/s).", soft_wrap=True)
 
 
 def least_words(row: PlanPrediction, least: LowerBound, names: Sequence[str]) -> str:
-    """How near a plan comes to what is possible."""
-    whence = (
-        "by computing alone"
-        if least.device < 0
-        else f"by what must pass the card of {names[least.device]} or wait for it"
-    )
-    floor = f"No exact plan can take less than {least.step_s:.3g} s a step ({whence})"
-    return f"{floor}: {row.plan.name} is within {over_least(row, least)} of that."
+    """Compare a plan with the lower bound."""
+    why = "computing alone" if least.device < 0 else f"traffic through the NIC of {names[least.device]}"
+    ratio = "" if row.plan.mixes else f"; {row.plan.name} takes {_over_bound(row, least)} as long"
+    return f"Lower bound: no exact plan takes less than {seconds(least.step_s)} a step, by {why}{ratio}."
 
 
-def over_least(row: PlanPrediction, least: LowerBound) -> str:
-    """By what part of the bound a plan's step is longer; the bound says nothing of plans that are not exact."""
-    return "-" if row.plan.mixes else f"{row.step_s / least.step_s - 1:.1%}"
-
-
-MADE_FROM: Mapping[Basis | None, str] = {
-    None: "given costs",
-    "measured": "times of this net that were measured on this fleet",
-    "rates": "what these devices reached at another net, and the links and the rest of a step as measured",
-    "described": "a roofline: what the devices can do at most and the part of it that nets reach, since nothing was measured "
-    "here (convoy measure)",
-}
+def _over_bound(row: PlanPrediction, least: LowerBound) -> str:
+    return "-" if row.plan.mixes else f"{row.step_s / least.step_s:.2f}x"  # the bound holds for exact plans only
 
 
 def between(within: Interval) -> str:
-    """An interval of seconds in few words."""
-    return f"{within.low:.3g} - {within.high:.3g} s"
+    return f"{seconds(within.low)} - {seconds(within.high)}"
 
 
 def show_basis(console: Console, row: PlanPrediction, context: PlanningContext) -> None:
-    """The interval of the chosen plan's step, and what the predictions are made from."""
-    within, made_from = row.within, MADE_FROM[context.costs.errors.basis]
+    basis = BASIS[context.costs.errors.basis]
     console.print(
-        f"A step of {row.plan.name}: nine of ten take {within.low:.3g} to {within.high:.3g} s. Made from {made_from}.",
-        soft_wrap=True,
+        f"Plan {row.plan.name}: nine of ten steps take {between(row.within)}. Based on {basis}.", soft_wrap=True
     )
 
 
 def show_counts(console: Console, counts: Sequence[tuple[int, float]], context: PlanningContext) -> None:
-    """What one device less or more brings."""
+    """Print what each further device brings, the fastest first."""
     speeds, names = context.speeds.devices, context.names
     order = sorted(range(len(speeds)), key=lambda d: (-speeds[d], d))
-    alone = speeds[order[0]]
     for (fewer, before), (more, after) in itertools.pairwise(counts):
-        added = " and ".join(names[d] for d in order[fewer:more])
-        console.print(f"without {added}: {before / alone:.2f}x; with {added}: {after / alone:.2f}x")
+        added, alone = " and ".join(names[d] for d in order[fewer:more]), speeds[order[0]]
+        console.print(
+            f"Adding {added}: from {before / alone:.2f}x to {after / alone:.2f}x the throughput of {names[order[0]]} alone.",
+            soft_wrap=True,
+        )
 
 
 def show_devices(console: Console, row: PlanPrediction, context: PlanningContext) -> None:
-    """A row per device: what it computes, sends, receives, keeps and draws in a step of one plan."""
-    columns = ("computes", "sends", "receives", "memory", "of", "idle - busy", "joules")
-    table = new_table(f"Plan {row.plan.name}, device by device, per step", ("device",), columns)
+    """Print what each device computes, sends, receives, stores and draws in a step. A device without work may be busy with
+    messages and the loss function."""
+    columns = ("work", "busy", "sends", "receives", "memory", "of", "idle - busy", "joules")
+    table = new_table(f"Plan {row.plan.name}, per device and step", ("device",), columns)
+    work = work_shares(lower(row.plan, context.graph), context.graph)
     for device, name in enumerate(context.names):
         limit, own = context.room.limits_bytes[device], context.room.own_bytes(device)
-        watts = (
-            "-" if context.power is None else f"{context.power[device].idle_w:g} - {context.power[device].busy_w:g} W"
-        )
+        power = None if context.power is None else context.power[device]
         table.add_row(
-            name, f"{row.timeline.compute_s[device] / row.step_s:.1%}", in_bytes(row.sent_bytes[device]),
-            in_bytes(row.received_bytes[device]), in_bytes(row.memory[device].total_bytes + own),
-            "-" if limit is None else in_bytes(limit), watts,
-            "-" if row.energy is None else f"{row.energy.devices_j[device]:.4g}",
+            name, percent(work[device]) if work[device] else "none", percent(row.timeline.compute_s[device] / row.step_s),
+            in_bytes(row.sent_bytes[device]), in_bytes(row.received_bytes[device]),
+            in_bytes(row.memory[device].total_bytes + own), "-" if limit is None else in_bytes(limit),
+            "-" if power is None else f"{power.idle_w:g} - {power.busy_w:g} W",
+            "-" if row.energy is None else plain(row.energy.devices_j[device]),
         )  # fmt: skip
     console.print(table)
 
 
 def show_spare(console: Console, row: PlanPrediction, context: PlanningContext) -> None:
-    """What it costs to keep the state for the loss of a device, as `convoy train` does."""
+    """Print the cost of the snapshots that `convoy train` keeps for a device that is lost."""
     if len(context.names) == 1:
         return
     chosen, each = spare_price(row, context), spare_price(row, context, 1)
     often = "each step" if chosen.every == 1 else f"every {chosen.every} steps"
-    sent = f"{in_bytes(chosen.sent_bytes)} sent a step" if chosen.sent_bytes else "nothing sent"
-    words = (
-        f"Kept for the loss of a device (--spare auto): the state after {often}, {chosen.part:.1%} of a step's time, {sent}, "
-        f"at most {in_bytes(max(chosen.memory_bytes))} of a device's memory"
-    )
-    if chosen.every > 1:
-        words += f"; after each step (--spare every-step) it would be {each.part:.1%}"
-    console.print(f"{words}.", soft_wrap=True)
+    sent = f"{in_bytes(chosen.sent_bytes)} sent per step" if chosen.sent_bytes else "nothing sent"
+    otherwise = f"; after each step (--spare every-step) {each.part:.1%}" if chosen.every > 1 else ""
+    console.print(
+        f"Snapshots for recovery from a lost device (--spare auto): after {often}, {chosen.part:.1%} of a step's time, "
+        f"{sent}, at most {in_bytes(max(chosen.memory_bytes))} of memory per device{otherwise}.", soft_wrap=True,
+    )  # fmt: skip
     if chosen.overfull:
-        console.print(f"! With that there is no room: {'; '.join(chosen.overfull)}. --spare none", soft_wrap=True)
+        console.print(f"! The snapshots do not fit: {'; '.join(chosen.overfull)}. Give --spare none.", soft_wrap=True)
 
 
 def show_plan(console: Console, row: PlanPrediction, context: PlanningContext) -> None:
-    """The plan layer by layer; of what stays whole, also what it costs."""
-    graph = context.graph
+    """Print the plan layer by layer, with the cost of layers that are not split."""
+    graph, rows = context.graph, []
     steps = lower(row.plan, graph)
-    seconds = layers_s(steps, graph, context.costs)
-
-    def priced(layer: LayerRow) -> LayerRow:
-        if graph[layer.layer].kind != "opaque" or layer.layer not in seconds:
-            return layer
-        s, device = seconds[layer.layer]
-        cost = f"{s:.3g} s of a step's {row.step_s:.3g} s on {context.names[device]}"
-        return replace(layer, note="; ".join(filter(None, (layer.note, cost))))
-
-    rows = [priced(layer) for layer in layer_rows(row.plan, graph)]
+    costs = layers_s(steps, graph, context.costs)
+    for layer in layer_rows(row.plan, graph):
+        if graph[layer.layer].kind == "opaque" and layer.layer in costs:
+            layer_s, device = costs[layer.layer]
+            cost = f"{seconds(layer_s)} of a step's {seconds(row.step_s)} on {context.names[device]}"
+            layer = replace(layer, note="; ".join(filter(None, (layer.note, cost))))
+        rows.append(layer)
     Screen(visible=True, console=console).plan(row.plan, rows, work_shares(steps, graph))
 
 
 def show_passes(console: Console, row: PlanPrediction, context: PlanningContext, other: InPasses | None) -> None:
-    """Of how many passes a step is, and whether several would be better.
-
-    Args:
-        other: a step of several passes that is much shorter, where there is one.
-    """
+    """Print how many micro-batches a step has, and whether `other`, a step of several, would be much shorter."""
     if context.passes > 1:
-        words = f"A step of {context.batch * context.passes} samples is {passes_words(context.graph, context.passes)}; what is"
         console.print(
-            f"{words} said here is of one of them, with {context.batch} samples, in the mean. A step by {row.plan.name} takes "
-            f"{context.passes * row.step_s:.3g} s.",
+            f"A step of {context.batch * context.passes} samples is {passes_words(context.graph, context.passes)}. The tables "
+            f"are per micro-batch of {context.batch} samples, on average; a step of plan {row.plan.name} takes "
+            f"{seconds(context.passes * row.step_s)}.",
             soft_wrap=True,
         )
     if other is not None:
         words = passes_words(context.graph, other.passes, other.step_s)
         console.print(f"Memory makes this slow. A step could be made in {words}.", soft_wrap=True)
+
+
+# --- the parts of a step --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """Seconds of one device. Each second counts once, for the first part that applies.
+
+    Attributes:
+        handling_s: copying, adding or starting messages, fetching a batch.
+        wire_s: idle, while a message that it sends or receives is on the wire.
+        latency_s: idle, while such a message has left but not begun to arrive.
+        others_s: idle, waiting for other devices.
+    """
+
+    device: int
+    layers_s: float
+    optimizer_s: float
+    loss_s: float
+    handling_s: float
+    wire_s: float
+    latency_s: float
+    others_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.layers_s + self.optimizer_s + self.loss_s + self.handling_s + self.waits_s
+
+    @property
+    def waits_s(self) -> float:
+        return self.wire_s + self.latency_s + self.others_s
+
+
+Span = tuple[float, float]
+
+
+def step_parts(timeline: Timeline, network: Network) -> StepParts:
+    """Divide the step of the device that finishes last; if several do, of the one that computes longest."""
+    ends_s = [0.0] * len(timeline.compute_s)
+    for event in timeline.events:
+        ends_s[event.device] = max(ends_s[event.device], event.end_s)
+    last = max(range(len(ends_s)), key=lambda d: (ends_s[d], timeline.compute_s[d]))
+    own = [event for event in timeline.events if event.device == last]
+    spans: dict[str, list[Span]] = {}
+    for event in own:
+        if event.activity != "wait":
+            kind = LOSS if event.label == LOSS else kind_of(event.activity, event.label)
+            spans.setdefault(kind, []).append((event.start_s, event.end_s))
+    in_flight = [_latency(event, network) for event in own if event.peer >= 0]
+    found, covered, before_s = [], list[Span](), 0.0
+    for kinds in (("forward", "backward"), ("optimizer",), (LOSS,), ("handling",), ("send", "receive"), ()):
+        covered = _merged(
+            [*covered, *(span for kind in kinds for span in spans.get(kind, ())), *(() if kinds else in_flight)]
+        )
+        total_s = sum(end - start for start, end in covered)
+        found.append(total_s - before_s)
+        before_s = total_s
+    found.append(max(0.0, timeline.step_s - before_s))
+    return StepParts(last, *found)
+
+
+def _latency(event: Event, network: Network) -> Span:
+    source, target = (event.device, event.peer) if event.activity == "send" else (event.peer, event.device)
+    return max(0.0, event.start_s - network.latency_s[source][target]), event.start_s
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    """Return the same time without overlaps, in order."""
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((start, end))
+    return found
+
+
+def show_step_parts(console: Console, row: PlanPrediction, least: LowerBound, context: PlanningContext) -> None:
+    """Print a row for each part of the step, with the same part of the lower bound and the difference."""
+    parts = step_parts(row.timeline, context.costs.network)
+    step = "Step" if context.passes == 1 else "Last micro-batch of a step"
+    title = f"{step} of plan {row.plan.name} on {context.names[parts.device]}, which finishes last"
+    table = new_table(title, ("part",), ("predicted", "of the step", "lower bound", "difference"))
+    rows: Sequence[tuple[str, float, float | None]] = (
+        ("layers", parts.layers_s, least.layers_s),
+        ("optimizer", parts.optimizer_s, least.updates_s),
+        ("loss function", parts.loss_s, least.loss_s),
+        ("copies, calls, loading data", parts.handling_s, least.apart_s),
+        ("waiting", parts.waits_s, least.step_s - least.compute_s),
+        ("  messages on the wire", parts.wire_s, None),
+        ("  their latency", parts.latency_s, None),
+        ("  other devices", parts.others_s, None),
+        ("all", parts.step_s, least.step_s),
+    )
+    for name, part_s, bound_s in rows:
+        beyond_s = 0.0 if bound_s is None else part_s - bound_s
+        bound = ("", "") if bound_s is None else (seconds(bound_s), "-+"[beyond_s >= 0] + seconds(abs(beyond_s)))
+        table.add_row(name, seconds(part_s), percent(part_s / parts.step_s), *bound)
+    console.print(table)

@@ -1,32 +1,34 @@
-"""What `convoy train` prints: the fleet, the plan, progress, where the time went. Plain lines where there is no terminal."""
+"""What `convoy train` prints: the fleet, the plan, progress, where the time went. Plain lines if there is no terminal."""
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 from convoy.plan.explain import LayerRow
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
-from convoy.report.numbers import in_bytes
-from convoy.report.waiting import LINE_EVERY_S, Wait
+from convoy.report.numbers import in_bytes, seconds
 from convoy.runlog.schema import DeviceLine
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 from convoy.train.record import History
 
 FILE_WIDTH = 250
-"""A table in a file or a pipe may be this wide, in characters: nothing in it is cut off."""
+"""Characters of a table's line in a file or a pipe, so that nothing is cut off."""
+
+LINE_EVERY_S = 10.0
+"""Seconds between lines of progress if there is no terminal."""
 
 
 def new_table(
     title: str, words: Sequence[str], numbers: Sequence[str] = (), overflow: Literal["fold", "ellipsis"] = "ellipsis"
 ) -> Table:
-    """A table with columns of words, and of numbers right of them."""
+    """Return a table with columns of words, and columns of numbers to their right."""
     table = Table(title=title, title_justify="left")
     for name in words:
         table.add_column(name, overflow=overflow)
@@ -35,30 +37,85 @@ def new_table(
     return table
 
 
+class Wait:
+    """Tells a waiting user what happens: a spinner on a terminal; elsewhere a line at once, then one every ten seconds.
+
+    Call it with the current task, and how much of how much is done.
+
+    Args:
+        about_s: expected seconds; None: unknown.
+        first_s: without a terminal, nothing is printed before this time.
+        now: reads a clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        text: str,
+        about_s: float | None = None,
+        first_s: float = 0.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.console, self.now, self.next_s = console, now, first_s
+        self.text = text if about_s is None else f"{text}, about {seconds(about_s)}"
+        columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
+        live = console.is_terminal and not console.quiet
+        self.progress = Progress(*columns, console=console, transient=True) if live else None
+        self.task = TaskID(0)
+        self.start_s, self.is_introduced = 0.0, False
+
+    def __call__(self, what: str, done: int = 0, total: int = 0) -> None:
+        told = what if not total else f"{what} ({done} of {total})"
+        if self.progress is not None:
+            self.progress.update(self.task, description=f"{self.text}: {told}")
+        elif (waited_s := self.now() - self.start_s) >= self.next_s:
+            self.next_s = waited_s + LINE_EVERY_S
+            self._line(f"  {seconds(waited_s)}: {told}" if self.is_introduced else f"{self.text}: {told} ...")
+            self.is_introduced = True
+
+    def __enter__(self) -> Self:
+        self.start_s, self.is_introduced = self.now(), False
+        if self.progress is not None:
+            self.task = self.progress.add_task(self.text)
+            self.progress.start()
+        elif not self.next_s:
+            self.next_s, self.is_introduced = LINE_EVERY_S, True
+            self._line(f"{self.text} ...")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+
+    def _line(self, line: str) -> None:
+        self.console.print(line, markup=False, soft_wrap=True)
+
+
 class Screen:
-    """Prints for one of the devices; the others have an invisible one."""
+    """Prints for one of the devices; the screens of the others are invisible."""
 
     def __init__(self, visible: bool, console: Console | None = None) -> None:
         self.visible = visible
-        self.console = console or _console(visible)
+        # Names come from models and files: a bracket or a colon in them is not markup.
+        self.console = console or Console(quiet=not visible, highlight=False, markup=False, emoji=False)
+        if console is None and not self.console.is_terminal and "COLUMNS" not in os.environ:
+            self.console.width = FILE_WIDTH
 
     def show(self, visible: bool) -> None:
-        """From now on this one prints, or does not."""
         self.visible, self.console.quiet = visible, not visible
 
     def fleet(self, devices: Sequence[tuple[str, str, float]], speeds: Speeds) -> None:
-        """A row per device: what it is, how fast it is at this model, its part of the fleet's speed."""
+        """Print a row per device: kind, host, slowdown, speed with this model."""
         if len(devices) == 1 and not speeds.measured:
             ((kind, host, _),) = devices
-            self.console.print(f"One device, {kind} on {host}: nothing to share, and no speed to measure.")
+            self.console.print(f"One device, {kind} on {host}: nothing to split, and no speed to measure.")
             return
         how = "measured on the model's own layers" if speeds.measured else "given by --speeds"
         title, speed_name = f"Fleet: {len(devices)} devices, speeds {how}", "samples/s" if speeds.measured else "speed"
         table = new_table(title, ("device", "on", "host"), ("slowed down", speed_name, "of the fleet"))
         total = sum(speeds.devices)
         for index, ((kind, host, slowdown), speed) in enumerate(zip(devices, speeds.devices, strict=True)):
-            slowed = f"{slowdown:g}x" if slowdown != 1 else "-"
-            table.add_row(str(index), kind, host, slowed, f"{speed:,.4g}", f"{speed / total:.1%}")
+            table.add_row(str(index), kind, host, _slowed(slowdown), f"{speed:,.4g}", f"{speed / total:.1%}")
         table.add_section()
         table.add_row("", "", "", "", f"{total:,.4g}", "100.0%")
         self.console.print(table)
@@ -66,7 +123,7 @@ class Screen:
     def plan(
         self, plan: Plan, rows: Sequence[LayerRow], shares: Sequence[float], ids: Sequence[int] | None = None
     ) -> None:
-        """A row per layer: who gets which filters and samples, and what travels for it.
+        """Print a row per layer: how it is split, and the traffic for it.
 
         Args:
             ids: of the devices; None: 0, 1, ...
@@ -74,28 +131,22 @@ class Screen:
         wire = "" if plan.wire == "exact" else f", wire {plan.wire}"
         outputs = "" if plan.outputs == "everywhere" else ", outputs stay where they are computed"
         title = f"Plan {plan.name}: batch {plan.batch}, sums by {plan.reduce}{wire}{outputs}"
-        table = new_table(title, ("layer", "kind", "split by"))
-        for device in ids or range(plan.devices):
-            table.add_column(f"dev {device}", justify="right")
-        table.add_column("per step", justify="right")
-        notes = []
+        devices = [f"dev {device}" for device in ids or range(plan.devices)]
+        table = new_table(title, ("layer", "kind", "split by"), (*devices, "per step"))
         for row in rows:
-            mark = ""
-            if row.note:
-                notes.append(f"{row.layer}: {row.note}")
-                mark = " *"
-            table.add_row(row.layer + mark, row.kind, row.strategy, *row.parts, in_bytes(row.bytes_))
+            table.add_row(row.layer + " *" * bool(row.note), row.kind, row.strategy, *row.parts, in_bytes(row.bytes_))
         table.add_section()
         total = sum(row.bytes_ for row in rows)
         table.add_row("arithmetic", "", "", *(f"{share:.1%}" for share in shares), in_bytes(total))
         self.console.print(table)
-        for note in notes:
-            self.console.print(f"* {note}", soft_wrap=True)
+        for row in rows:
+            if row.note:
+                self.console.print(f"* {row.layer}: {row.note}", soft_wrap=True)
         if plan.inexact:
             self.console.print(f"INEXACT: {plan.inexact}.", soft_wrap=True)
 
     def settings(self, rows: Sequence[tuple[str, str, str]]) -> None:
-        """A row per setting: what it is, and where that comes from."""
+        """Print name, value and source of each setting."""
         table = new_table("Settings in force", ("setting", "value", "from"), overflow="fold")
         for row in rows:
             table.add_row(*row)
@@ -108,17 +159,16 @@ class Screen:
         self.lines([line])
 
     def working(self, text: str, about_s: float | None = None) -> Wait:
-        """Says what takes a few seconds."""
         return Wait(self.console, text, about_s)
 
     @contextmanager
     def progress(self, title: str, epochs: int, samples: int, seen: int = 0, tests: int = 0) -> Iterator["Bar"]:
-        """A progress bar with loss, samples/s and time left; lines where there is no terminal.
+        """Show a progress bar with training loss, samples/s and time left; lines if there is no terminal.
 
         Args:
-            samples: of an epoch.
-            tests: images of a test.
-            seen: samples that were trained on before, where a run goes on.
+            samples: per epoch.
+            seen: samples trained on before, if the run is resumed.
+            tests: images of an evaluation.
         """
         columns = (
             TextColumn("{task.description}", markup=False),
@@ -128,32 +178,35 @@ class Screen:
         )
         live = self.visible and self.console.is_terminal
         with Progress(*columns, console=self.console, disable=not live, transient=True) as progress:
-            yield Bar(self, progress, title, epochs, samples, seen, tests)
+            tested = f", tested on {tests:,}" if tests else ""
+            self.line(f"Training on {title}: {epochs} epoch{'s' * (epochs > 1)} of {samples:,} images{tested}")
+            yield Bar(self, progress, title, epochs, samples, seen)
 
     def usage(self, uses: Sequence[DeviceLine], history: History) -> None:
-        """A row per device: its share, and where its seconds went; they add up to those in the title."""
+        """Print a row per device: its share, and where its seconds went; they add up to those in the title."""
         train_s, wall_s = sum(epoch.train_s for epoch in history.epochs), max(use.wall_s or 0.0 for use in uses)
         rest_s = max(0.0, wall_s - train_s)
         table = new_table(
-            f"Devices over {wall_s:.1f} s: {train_s:.1f} s of training, {rest_s:.1f} s of tests and of saving", (),
+            f"Devices over {wall_s:.1f} s: {train_s:.1f} s of training, {rest_s:.1f} s of evaluation and saving", (),
             ("device", "slowed down", "of the speed", "of the arithmetic", "busy", "exchange and wait", "all else", "sent"),
         )  # fmt: skip
         for use in uses:
-            slowed = f"{use.slowdown:g}x" if use.slowdown != 1 else "-"
             else_s = max(0.0, (use.wall_s or 0.0) - use.compute_s - use.exchange_s)
             table.add_row(
-                str(use.device), slowed, f"{use.speed_share:.1%}", f"{use.work_share:.1%}", f"{use.compute_s:.1f} s",
-                f"{use.exchange_s:.1f} s", f"{else_s:.1f} s", in_bytes(use.sent_bytes),
+                str(use.device), _slowed(use.slowdown), f"{use.speed_share:.1%}", f"{use.work_share:.1%}",
+                f"{use.compute_s:.1f} s", f"{use.exchange_s:.1f} s", f"{else_s:.1f} s", in_bytes(use.sent_bytes),
             )  # fmt: skip
         self.console.print(table)
 
     def best(self, history: History) -> None:
-        """The highest test accuracy, where there were several tests; and whether the training diverged."""
+        """Print the best test accuracy if there were several evaluations, and whether the training diverged."""
         if history.best is not None and len(history.evaluations) > 1:
             at = f"step {history.best.step}, in epoch {history.best.epoch + 1}"
             self.console.print(f"Best test accuracy: {history.best.accuracy:.2%} after {at}")
         if history.diverged is not None:
-            self.line(f"WARNING: the training has diverged: its loss is no number since step {history.diverged}")
+            self.line(
+                f"WARNING: the training has diverged: its loss is not a finite number since step {history.diverged}"
+            )
 
     def comparison(
         self,
@@ -165,16 +218,17 @@ class Screen:
         inexact: str = "",
         precision: str = "float32",
     ) -> None:
-        """The two trainings beside each other: they must agree, unless `inexact` says why they do not.
+        """Compare two trainings, which must agree unless `inexact` says why they do not.
 
         Args:
-            devices: kind, host and slow-down of each.
+            devices: kind, host and slowdown of each.
         """
         pairs = (f"{name}\n{who}" for name in ("loss", "accuracy", "samples/s") for who in ("all", "one"))
         table = new_table("The same training on one device (plain PyTorch)", (), ("epoch", *pairs))
         for index, (a, b) in enumerate(zip(together.epochs, alone.epochs, strict=True)):
             table.add_row(
-                str(index + 1), f"{a.loss:.5f}", f"{b.loss:.5f}", in_percent(a.accuracy), in_percent(b.accuracy),
+                str(index + 1), f"{a.loss:.5f}", f"{b.loss:.5f}",
+                *("-" if each.accuracy is None else f"{each.accuracy:.2%}" for each in (a, b)),
                 f"{a.samples_per_s:,.0f}", f"{b.samples_per_s:,.0f}",
             )  # fmt: skip
         self.console.print(table)
@@ -191,45 +245,42 @@ class Screen:
             self.console.print(f"{verdict}.", soft_wrap=True)
 
 
+def _slowed(slowdown: float) -> str:
+    return f"{slowdown:g}x" if slowdown != 1 else "-"
+
+
 def _faster(times: float, devices: Sequence[tuple[str, str, float]]) -> str:
-    """How many times as fast as one, and what part that is of the possible, where all differ by their slow-down alone."""
-    one_of_them = len({(kind, host) for kind, host, _ in devices}) == 1 and devices[0][0].startswith("cpu")
     said = f"{len(devices)} devices trained {times:.1f} times as fast as"
-    if not one_of_them:
-        return f"{said} one CPU alone"
+    if len({(kind, host) for kind, host, _ in devices}) > 1 or not devices[0][0].startswith("cpu"):
+        return f"{said} one CPU alone"  # what each of them would reach alone is not known
     slowdowns = [slowdown for _, _, slowdown in devices]
     possible = sum(min(slowdowns) / slowdown for slowdown in slowdowns)
     return f"{said} the fastest of them alone: {times / possible:.0%} of the {possible:.1f} that their speeds add up to"
 
 
 def _slower(uses: Sequence[DeviceLine]) -> str:
-    """Why several devices are no faster than one."""
     compute_s, exchange_s = sum(use.compute_s for use in uses), sum(use.exchange_s for use in uses)
     if exchange_s > compute_s:
         return (
-            "One device alone was faster here: on so little arithmetic per step the devices wait for each other longer than "
-            f"they compute ({exchange_s:.1f} s beside {compute_s:.1f} s, all devices together). convoy measure and convoy "
+            "One device alone was faster here: with so little arithmetic per step the devices wait for each other longer than "
+            f"they compute ({exchange_s:.1f} s against {compute_s:.1f} s, all devices together). convoy measure and convoy "
             "plan say so before anything runs"
         )
     return (
-        f"One device alone was faster here: computing took longer than alone, since the {len(uses)} processes share "
-        f"{os.cpu_count()} cores with each other and with whatever else runs on this machine"
+        f"One device alone was faster here: computing took longer than alone, because the {len(uses)} processes share "
+        f"{os.cpu_count()} cores with each other and with other programs on this machine"
     )
 
 
 class Bar(Observer):
     """Progress of one training."""
 
-    def __init__(
-        self, screen: Screen, progress: Progress, title: str, epochs: int, samples: int, seen: int, tests: int
-    ) -> None:
+    def __init__(self, screen: Screen, progress: Progress, title: str, epochs: int, samples: int, seen: int) -> None:
         self.screen, self.progress, self.title = screen, progress, title
         self.epochs, self.samples, self.seen = epochs, samples, seen
         self.task = progress.add_task(title, total=epochs * samples, completed=seen, loss="-", rate="-")
         self.start = self.shown = self.last = time.monotonic()
         self.done, self.train_s = 0, 0.0
-        tested = f", tested on {tests:,}" if tests else ""
-        screen.line(f"Training on {title}: {epochs} epoch{'s' * (epochs > 1)} of {samples:,} images{tested}")
 
     def on_step(self, result: StepResult) -> None:
         self.done += result.samples
@@ -246,9 +297,8 @@ class Bar(Observer):
             )
 
     def on_evaluation(self, result: Evaluation) -> None:
-        self.last = time.monotonic()  # samples/s are those of training, as in the line of an epoch
-        # One at the end of an epoch stands in that epoch's line.
-        if not result.ends_epoch:
+        self.last = time.monotonic()  # evaluation does not count for samples/s
+        if not result.ends_epoch:  # otherwise the line of the epoch has it
             best = ", the best so far" if result.is_best else ""
             self.screen.console.print(f"  step {result.step}: test accuracy {result.accuracy:.2%}{best}")
 
@@ -259,15 +309,3 @@ class Bar(Observer):
             f"  epoch {result.epoch + 1}/{self.epochs}: loss {result.loss:.4f}, {tested}"
             f"{result.samples_per_s:,.0f} samples/s, {result.train_s:.1f} s"
         )
-
-
-def in_percent(part: float | None) -> str:
-    return "-" if part is None else f"{part:.2%}"
-
-
-def _console(visible: bool) -> Console:
-    # Names come from models and files: a bracket or a colon in them is no markup.
-    console = Console(quiet=not visible, highlight=False, markup=False, emoji=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = FILE_WIDTH
-    return console

@@ -1,7 +1,7 @@
-"""The folder of a run: its log, its settings, its plan, its fleet and its page.
+"""The folder of a run, with its log, settings, plan and fleet.
 
-Every training writes a log. Without `--log` it lies in the folder of the run's checkpoints, so that a resumed run
-appends to its log; or else in a folder of its own, made in `runs`, or in the folder that CONVOY_RUNS names.
+Every training writes a log: with `--checkpoint` into that folder, so that a resumed run appends to its log; otherwise
+into a new folder in `runs`, or in the folder that CONVOY_RUNS names.
 """
 
 import datetime
@@ -24,47 +24,35 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds
 from convoy.planner.predict import PlanningContext, predict_plan
 from convoy.runlog.reader import LOG_NAME
-from convoy.runlog.rows import fleet_line, prediction_line
 from convoy.runlog.writer import RunLog
-
-RUNS = "runs"
 
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """Where a run is logged.
-
-    Attributes:
-        folder: None where a person named a file for the log: then nothing else is written.
-    """
+    """Where a run is logged. `folder` is None if the user named a log file: then nothing else is written."""
 
     log: Path
     folder: Path | None = None
 
     @property
     def run(self) -> Path:
-        """What `convoy report` is to be given."""
+        """The argument for `convoy report`."""
         return self.folder or self.log
 
 
 def check_directory(settings: Settings) -> None:
-    """Refuse a folder that could not be made, before the training that it is for.
-
-    Raises:
-        InputError: the folder cannot be written.
-    """
-    if settings.log is not None:
-        return
-    folder = runs_folder() if settings.checkpoint is None else run_folder(settings.checkpoint)
-    if why := unwritable(folder):
-        raise _unwritable(folder, why)
+    """Raise InputError if :func:`make_directory` would fail."""
+    if settings.log is None:
+        folder = runs_folder() if settings.checkpoint is None else run_folder(settings.checkpoint)
+        if why := unwritable(folder):
+            raise _unwritable(folder, why)
 
 
 def make_directory(settings: Settings) -> RunDirectory | None:
-    """Make the folder of a run that begins now; None where its settings want no log.
+    """Create the folder of a new run; return None if its settings want no log.
 
     Raises:
-        InputError: the folder cannot be made.
+        InputError: the folder cannot be created.
     """
     if settings.log is not None:
         return None if settings.log == NO_LOG else RunDirectory(settings.log)
@@ -79,15 +67,35 @@ def make_directory(settings: Settings) -> RunDirectory | None:
     return RunDirectory(folder / LOG_NAME, folder)
 
 
+def _unwritable(folder: Path, why: str) -> InputError:
+    return InputError(f"cannot make the folder {folder} for the log: {why}; give --log FILE, or --log none")
+
+
+def runs_folder() -> Path:
+    return Path(os.environ.get("CONVOY_RUNS") or "runs")
+
+
+def new_folder(net: str) -> Path:
+    """Create a folder named for the time and the net, with a number if that name is taken. Raises OSError."""
+    time = datetime.datetime.now().strftime("%Y-%m-%d-%H.%M.%S")
+    name = f"{time}-{re.sub('[^A-Za-z0-9]+', '-', net).strip('-')}"
+    for number in itertools.count(1):
+        folder = runs_folder() / (name if number == 1 else f"{name}-{number}")
+        with suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise AssertionError("unreachable")
+
+
 @dataclass(frozen=True, slots=True)
 class RunHeader:
     """What is known of a run before its first step.
 
     Attributes:
-        devices: of each, what it is, its host, its slow-down.
-        measured: the times that the planner planned with, where it did.
-        images, steps: of an epoch.
-        done: steps that were done before, where the run is resumed.
+        devices: kind, host and slowdown of each.
+        measured: the times that the planner used; None if it did not measure.
+        images, steps: per epoch.
+        done: steps done before, if the run is resumed.
     """
 
     run: RunSettings
@@ -101,55 +109,34 @@ class RunHeader:
     done: int = 0
 
     def open_log(self, directory: RunDirectory, tell: Callable[[str], None], stack: ExitStack) -> RunLog:
-        """The log with its first lines; run.toml, plan.json, fleet.toml where the run has a folder.
+        """Open the log and write its first lines; if the run has a folder, also run.toml, plan.json and fleet.toml.
 
         Raises:
-            InputError: something cannot be written.
+            InputError: a file cannot be written.
         """
-        settings = self.run.settings
         log = stack.enter_context(RunLog(directory.log, self.done, tell))
-        log.run(
-            settings.model_dump(mode="json") | {"rebalance": settings.rebalances}, sources=dict(self.run.sources),
-            images=self.images, epoch_steps=self.steps,
-        )  # fmt: skip
-        log.write(fleet_line(self.devices, self.speeds))
+        self.write_run(log)
+        log.fleet(self.devices, self.speeds)
         log.plan(self.plan, self.graph)
         self.predict(self.plan, log)
         if directory.folder is not None:
-            write_whole(directory.folder / "run.toml", to_toml(settings))
+            write_whole(directory.folder / "run.toml", to_toml(self.run.settings))
             write_whole(directory.folder / "plan.json", self.plan.to_json())
             if self.measured is not None:
                 write_whole(directory.folder / "fleet.toml", self.measured.to_toml())
         return log
 
+    def write_run(self, log: RunLog) -> None:
+        settings = self.run.settings
+        options = settings.model_dump(mode="json") | {"rebalance": settings.rebalances}
+        log.run(options, sources=dict(self.run.sources), images=self.images, epoch_steps=self.steps)
+
     def predict(self, plan: Plan, log: RunLog, shares_only: bool = False) -> None:
-        """Log what is predicted for a plan, where the times for that are known; `shares_only` as in the line."""
+        """Log the prediction for a plan if the devices were measured; `shares_only` as in `PredictionLine`."""
         if self.measured is not None:
             settings = self.run.settings
             context = PlanningContext.of(
                 self.graph, plan.batch, self.measured.costs(self.graph), self.measured.fleet,
                 settings.optimizer_state, plan.wire, passes=settings.passes,
             )  # fmt: skip
-            log.write(prediction_line(predict_plan(plan, context), context, settings.passes, shares_only))
-
-
-def runs_folder() -> Path:
-    """Where runs make their folders."""
-    return Path(os.environ.get("CONVOY_RUNS") or RUNS)
-
-
-def new_folder(net: str) -> Path:
-    """A new folder for a run, named for the moment and the net; of several at one moment each gets a number. OSError."""
-    runs = runs_folder()
-    moment = datetime.datetime.now().strftime("%Y-%m-%d-%H.%M.%S")
-    name = f"{moment}-{re.sub('[^A-Za-z0-9]+', '-', net).strip('-')}"
-    for number in itertools.count(1):
-        folder = runs / (name if number == 1 else f"{name}-{number}")
-        with suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
-    raise AssertionError("there are numbers enough")
-
-
-def _unwritable(folder: Path, why: str) -> InputError:
-    return InputError(f"cannot make the folder {folder} for the log: {why}; give --log FILE, or --log none")
+            log.prediction(predict_plan(plan, context), context, settings.passes, shares_only)

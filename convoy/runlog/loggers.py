@@ -1,37 +1,39 @@
-"""Loggers of other projects: TensorBoard, Weights & Biases, MLflow, and whatever else takes named numbers.
+"""Loggers for TensorBoard, Weights & Biases, MLflow, and anything else that takes named numbers.
 
-A logger is an observer that hands the numbers of a training to a *sink*, on a thread of its own. However slow the sink is, or
-broken, training neither waits nor ends: that is told once.
+`Logger` is an observer that hands the numbers of a training to a `Sink` on a thread of its own. A sink that is slow or
+broken neither delays nor ends the training: it is reported once.
 """
 
 import os
+import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from convoy.runlog.schema import SystemLine
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 
-MOST_ROWS = 10_000
-"""That wait for a slow sink; later ones are left out."""
+MAX_ROWS = 10_000
+"""Rows that wait for a slow sink; later ones are dropped."""
 
 CLOSE_S = 10.0
-"""How long the end of a training waits for a sink to take what is left, and to close."""
+"""How long the end of a training waits for a sink."""
 
 EXPERIMENT = "convoy"
-"""Of MLflow, where MLFLOW_EXPERIMENT_NAME names none."""
+"""Experiment in MLflow unless MLFLOW_EXPERIMENT_NAME names one."""
 
-MOST_ENTRIES = 100
-"""That MLflow takes in one call, of parameters."""
+MLFLOW_PARAMS, MLFLOW_METRICS = 100, 1000
+"""Entries that MLflow takes in one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Numbers of one step, by their names; `time_s` since 1970."""
+    """Named numbers of one step; `time_s` since 1970."""
 
     step: int
     time_s: float
@@ -39,7 +41,7 @@ class Row:
 
 
 class Sink(Protocol):
-    """Where numbers go. It is made, used and closed on one thread, may take its time, and may raise what it likes."""
+    """Where numbers go. Created, used and closed on one thread; may block and raise anything."""
 
     def write(self, rows: Sequence[Row]) -> None: ...
 
@@ -47,19 +49,19 @@ class Sink(Protocol):
 
 
 class Logger(Observer):
-    """Hands loss, learning rate and samples/s of every step and the accuracy of every test to a sink. A context: it ends it.
+    """Hands loss, learning rate and samples/s of every step and every test accuracy to a sink. Leaving its context closes it.
 
     Args:
         name: of the sink, for messages.
-        make: makes the sink.
-        tell: is called with a line of text when numbers are lost, once.
+        make: creates the sink.
+        tell: called with a line of text when numbers are lost, once.
     """
 
     def __init__(self, name: str, make: Callable[[], Sink], tell: Callable[[str], None] = warnings.warn) -> None:
         self.name, self.make, self.tell = name, make, tell
-        self._rows: list[Row] = []
-        self._changed = threading.Condition()
-        self._closing = self._told = self._failed = self._ended_badly = False
+        self._rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
+        self._reported = threading.Lock()
+        self._run_failed = False
         self._last_s: float | None = None
         self._thread = threading.Thread(target=self._serve, name=f"convoy {name}", daemon=True)
         self._thread.start()
@@ -79,34 +81,29 @@ class Logger(Observer):
     def on_epoch(self, result: EpochResult) -> None:  # noqa: ARG002
         self._last_s = None
 
-    def on_system(self, line: SystemLine, ids: Sequence[int] | None = None) -> None:
-        """What the devices used: seven numbers each, where all are known. `ids` name them; None: 0, 1, ..."""
+    def on_system(self, line: SystemLine) -> None:
+        """Write what each device uses."""
         numbers = {
-            f"device {device if ids is None else ids[device]}/{name.replace('_', ' ')}": value
-            for name, values in line.per_device.items()
-            for device, value in enumerate(values)
-            if value is not None
+            f"device {device}/{name.replace('_', ' ')}": value
+            for name, values in line.by_id.items()
+            for device, value in values.items()
         }
         self.write(line.step, numbers)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Any other numbers of a step. Returns at once."""
-        with self._changed:
-            full = len(self._rows) >= MOST_ROWS
-            if not (full or self._failed):
-                self._rows.append(Row(step, time.time(), numbers))
-                self._changed.notify()
-        if full:
-            self._tell_once(f"{self.name} is slower than the training: some of its numbers are left out")
+        """Queue any other numbers of a step. Returns at once."""
+        if self._rows.qsize() < MAX_ROWS:
+            self._rows.put(Row(step, time.time(), numbers))
+        else:
+            self._report(f"{self.name} is slower than the training: some of its numbers are left out")
 
     def close(self, *, failed: bool = False) -> None:
-        """Let the sink take what is left, and close it; at most `CLOSE_S`."""
-        with self._changed:
-            self._closing, self._ended_badly = True, failed
-            self._changed.notify()
+        """Wait at most `CLOSE_S` until the sink has taken all rows and is closed; `failed`: the training failed."""
+        self._run_failed = failed
+        self._rows.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            self._tell_once(f"{self.name} did not take its last numbers within {CLOSE_S:g} s")
+            self._report(f"{self.name} did not take its last numbers within {CLOSE_S:g} s")
 
     def __enter__(self) -> Self:
         return self
@@ -116,56 +113,46 @@ class Logger(Observer):
 
     def _serve(self) -> None:
         try:
-            sink = self.make()
-            for rows in self._batches():
+            sink, row = self.make(), self._rows.get()
+            while row is not None:
+                rows = [row]
+                while len(rows) < MAX_ROWS and not self._rows.empty() and (row := self._rows.get()) is not None:
+                    rows.append(row)
                 sink.write(rows)
-            sink.close(failed=self._ended_badly)
-        except Exception as error:  # whatever another project raises is not worth the training
-            with self._changed:
-                self._failed = True
-                self._rows.clear()
+                row = self._rows.get() if row is not None else None
+            sink.close(failed=self._run_failed)
+        except Exception as error:  # no error of another project's package may end the training
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            self._tell_once(f"{self.name} takes no numbers ({lines[0]}): the training goes on without it")
+            self._report(f"{self.name} takes no numbers ({lines[0]}): training continues without it")
 
-    def _batches(self) -> Iterator[list[Row]]:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._rows or self._closing)
-                rows, self._rows = self._rows, []
-            if not rows:
-                return
-            yield rows
-
-    def _tell_once(self, words: str) -> None:
-        with self._changed:
-            told, self._told = self._told, True
-        if not told:
-            self.tell(f"WARNING: {words}")
+    def _report(self, message: str) -> None:
+        if self._reported.acquire(blocking=False):
+            self.tell(f"WARNING: {message}")
 
 
 def to_tensorboard(folder: Path, step: int = 0, tell: Callable[[str], None] = warnings.warn) -> Logger:
-    """Into TensorBoard's events.
+    """Return a logger that writes TensorBoard's event files.
 
     Args:
-        folder: is made where it does not exist.
-        step: the steps that the run has done before; what TensorBoard has of later ones is dropped.
+        folder: created if missing.
+        step: steps that the run has done before; TensorBoard drops its events of later ones.
     """
+    return Logger(f"TensorBoard in {folder}", partial(_TensorBoard, folder, step), tell)
 
-    class Events:
-        def __init__(self) -> None:
-            from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(folder, purge_step=step or None)
+class _TensorBoard:
+    def __init__(self, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-        def write(self, rows: Sequence[Row]) -> None:
-            for row in rows:
-                for name, number in row.numbers.items():
-                    self.writer.add_scalar(name, number, row.step, row.time_s)
+        self.writer = SummaryWriter(folder, purge_step=step or None)
 
-        def close(self, *, failed: bool) -> None:  # noqa: ARG002
-            self.writer.close()
+    def write(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            for name, number in row.numbers.items():
+                self.writer.add_scalar(name, number, row.step, row.time_s)
 
-    return Logger(f"TensorBoard in {folder}", Events, tell)
+    def close(self, *, failed: bool) -> None:  # noqa: ARG002
+        self.writer.close()
 
 
 def to_wandb(
@@ -175,30 +162,29 @@ def to_wandb(
     folder: Path | None = None,
     tell: Callable[[str], None] = warnings.warn,
 ) -> Logger:
-    """Into a run of Weights & Biases. Its own variables count: WANDB_MODE=offline, WANDB_ENTITY and others.
+    """Return a logger to a run of Weights & Biases, which reads its own variables: WANDB_MODE=offline, WANDB_ENTITY, ...
 
     Args:
         name: of the run; None: W&B chooses.
-        settings: what the run was made with.
-        folder: where W&B keeps its files; None: as it chooses.
+        settings: configuration of the run.
+        folder: for the files of W&B; None: W&B chooses.
     """
+    return Logger("W&B", partial(_Wandb, project, name, dict(settings or {}), folder), tell)
 
-    class Run:
-        def __init__(self) -> None:
-            import wandb
 
-            self.run = wandb.init(
-                project=project, name=name, config=dict(settings or {}), dir=None if folder is None else str(folder)
-            )
+class _Wandb:
+    def __init__(self, project: str, name: str | None, settings: dict[str, Any], folder: Path | None) -> None:
+        import wandb
 
-        def write(self, rows: Sequence[Row]) -> None:
-            for row in rows:
-                self.run.log(dict(row.numbers), step=row.step)
+        place = None if folder is None else str(folder)
+        self.run = wandb.init(project=project, name=name, config=settings, dir=place)
 
-        def close(self, *, failed: bool) -> None:
-            self.run.finish(exit_code=int(failed))
+    def write(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self.run.log(dict(row.numbers), step=row.step)
 
-    return Logger("W&B", Run, tell)
+    def close(self, *, failed: bool) -> None:
+        self.run.finish(exit_code=int(failed))
 
 
 def to_mlflow(
@@ -207,38 +193,38 @@ def to_mlflow(
     settings: Mapping[str, Any] | None = None,
     tell: Callable[[str], None] = warnings.warn,
 ) -> Logger:
-    """Into a run of MLflow's, in the experiment that MLFLOW_EXPERIMENT_NAME names, or else in "convoy".
+    """Return a logger to a run of MLflow, in the experiment that MLFLOW_EXPERIMENT_NAME names, or else in "convoy".
 
     Args:
         uri: of the tracking store: http://host:5000, sqlite:///mlflow.db.
         name: of the run; None: MLflow chooses.
-        settings: what the run was made with; its parameters.
+        settings: parameters of the run.
     """
+    return Logger("MLflow", partial(_MLflow, uri, name, settings or {}), tell)
 
-    class Run:
-        def __init__(self) -> None:
-            from mlflow import MlflowClient
-            from mlflow.entities import Metric, Param
 
-            self.client, self.metric = MlflowClient(tracking_uri=uri), Metric
-            experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
-            found = self.client.get_experiment_by_name(experiment)
-            place = self.client.create_experiment(experiment) if found is None else found.experiment_id
-            self.run_id = self.client.create_run(place, run_name=name).info.run_id
-            params = [Param(key, str(value)) for key, value in (settings or {}).items() if value is not None]
-            for start in range(0, len(params), MOST_ENTRIES):
-                self.client.log_batch(self.run_id, params=params[start : start + MOST_ENTRIES])
+class _MLflow:
+    def __init__(self, uri: str, name: str | None, settings: Mapping[str, Any]) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
 
-        def write(self, rows: Sequence[Row]) -> None:
-            metrics = [
-                self.metric(key, number, int(row.time_s * 1000), row.step)
-                for row in rows
-                for key, number in row.numbers.items()
-            ]
-            for start in range(0, len(metrics), 10 * MOST_ENTRIES):
-                self.client.log_batch(self.run_id, metrics=metrics[start : start + 10 * MOST_ENTRIES])
+        self.client, self.metric = MlflowClient(tracking_uri=uri), Metric
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", EXPERIMENT)
+        found = self.client.get_experiment_by_name(experiment)
+        place = self.client.create_experiment(experiment) if found is None else found.experiment_id
+        self.run_id = self.client.create_run(place, run_name=name).info.run_id
+        params = [Param(key, str(value)) for key, value in settings.items() if value is not None]
+        for start in range(0, len(params), MLFLOW_PARAMS):
+            self.client.log_batch(self.run_id, params=params[start : start + MLFLOW_PARAMS])
 
-        def close(self, *, failed: bool) -> None:
-            self.client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
+    def write(self, rows: Sequence[Row]) -> None:
+        metrics = [
+            self.metric(key, number, int(row.time_s * 1000), row.step)
+            for row in rows
+            for key, number in row.numbers.items()
+        ]
+        for start in range(0, len(metrics), MLFLOW_METRICS):
+            self.client.log_batch(self.run_id, metrics=metrics[start : start + MLFLOW_METRICS])
 
-    return Logger("MLflow", Run, tell)
+    def close(self, *, failed: bool) -> None:
+        self.client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")

@@ -1,23 +1,32 @@
-"""Observers of a training: how long its steps take, where each device's time goes."""
+"""Observers that measure a training: how long its steps take, where each device's time goes, what each device uses."""
 
+import math
 import statistics
 import time
+from collections.abc import Callable
 
+import psutil  # type: ignore[import-untyped]
+
+from convoy.comm.accelerator import allocated_bytes
 from convoy.comm.agreement import gather
 from convoy.comm.group import Group
 from convoy.cost.interval import Interval
-from convoy.runlog.metrics import LEAST_STEPS
-from convoy.runlog.schema import UtilizationLine
+from convoy.profile.energy import EnergyMeter, meter_of, once_each
+from convoy.runlog.reader import MIN_STEPS
+from convoy.runlog.schema import SystemLine, UtilizationLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.clock import Clock
 from convoy.train.observer import EpochResult, Evaluation, Observer
 
+SYSTEM_EVERY_S = 5.0
+"""Seconds between two system lines; collecting one takes the devices some milliseconds."""
+
 
 class StepTimer(Observer):
-    """Times each step of a whole batch, from the end of the one before. The first after a test does not count.
+    """Times each step of a full batch, from the end of the step before. The first step after an evaluation does not count.
 
     Args:
-        batch: samples of a whole batch.
+        batch: samples of a full batch.
     """
 
     def __init__(self, batch: int) -> None:
@@ -28,13 +37,13 @@ class StepTimer(Observer):
 
     @property
     def counted_s(self) -> list[float]:
-        """Seconds of the steps since the plan last changed, where enough came after that; else of all."""
+        """Seconds of the steps since the plan last changed, if there are enough of them; otherwise of all."""
         late = self.seconds[self._since :]
-        return late if len(late) >= LEAST_STEPS else self.seconds
+        return late if len(late) >= MIN_STEPS else self.seconds
 
     @property
     def step_s(self) -> float | None:
-        """Median seconds of a step; None where there were too few."""
+        """Median seconds of a step; None before the second step."""
         return statistics.median(self.counted_s) if self.seconds else None
 
     def on_step_end(self, step: int, samples: int) -> None:  # noqa: ARG002
@@ -44,7 +53,7 @@ class StepTimer(Observer):
         self.last_s = now_s
 
     def restart(self) -> None:
-        """From here on it is another plan, or other shares; the step in which they arrive does not count."""
+        """The plan or its shares change; the step of the change does not count."""
         self._since = len(self.seconds)
         self.last_s = None
 
@@ -55,44 +64,43 @@ class StepTimer(Observer):
         self.last_s = None
 
     def beside(self, pass_s: float, within: Interval, passes: int = 1) -> str:
-        """Predicted and measured, in words.
+        """Compare the prediction with the measurement, as text.
 
         Args:
-            pass_s: predicted, of one pass of the batch.
-            within: what nine of ten passes lie between.
+            pass_s: predicted seconds of a micro-batch, of which nine of ten take `within`.
         """
         low_s, step_s, high_s = (passes * s for s in (within.low, pass_s, within.high))
         predicted = f"Predicted: {step_s:.3g} s a step (nine of ten: {low_s:.3g} - {high_s:.3g} s)"
         if self.step_s is None:
             return f"{predicted}; too few steps of {self.batch} samples to compare."
-        off, held = step_s / self.step_s - 1, "inside" if low_s <= self.step_s <= high_s else "outside"
+        error, held = step_s / self.step_s - 1, "inside" if low_s <= self.step_s <= high_s else "outside"
         return (
             f"{predicted}; measured: {self.step_s:.3g} s, the median of {len(self.counted_s)} steps, {held} the interval; "
-            f"the prediction is {off:+.1%} off."
+            f"the prediction is {error:+.1%} off."
         )
 
 
 class Utilization(Observer):
-    """Sums where this device's time goes; at the end of an epoch the devices exchange their sums, and one logs them.
+    """Adds up where this device's time goes. At the end of an epoch the devices exchange their sums, and device 0 logs them.
 
-    Seconds count from the end of one step to the end of the next; tests are left out, and so is the first step after each.
+    Seconds count from the end of one step to the end of the next, without evaluation and the first step after it.
     """
 
     def __init__(self, group: Group, clock: Clock, log: RunLog | None) -> None:
         self.group, self.clock, self.log = group, clock, log
-        self.last: tuple[float, float, float] | None = None
-        self.steps, self.sums_s = 0, [0.0, 0.0, 0.0]
+        self.restart()
 
     def restart(self) -> None:
-        """Begin anew, on other devices."""
-        self.last, self.steps, self.sums_s = None, 0, [0.0, 0.0, 0.0]
+        self.last: tuple[float, float, float] | None = None
+        self.steps, self.sums_s = 0, [0.0, 0.0, 0.0]
 
     def on_step_end(self, step: int, samples: int) -> None:  # noqa: ARG002
         now = (time.perf_counter(), self.clock.compute_s, self.clock.exchange_s)
         if self.last is not None:
             self.steps += 1
             wall_s, compute_s, exchange_s = (new - old for new, old in zip(now, self.last, strict=True))
-            if self.group.torch_device.type != "cpu":  # an exchange waits for kernels, too, which are computing
+            if self.group.torch_device.type != "cpu":
+                # There an exchange also waits for kernels, which counts as computing.
                 exchange_s = max(0.0, min(exchange_s, wall_s - compute_s))
             self.sums_s = [a + b for a, b in zip(self.sums_s, (wall_s, compute_s, exchange_s), strict=True)]
         self.last = now
@@ -106,12 +114,77 @@ class Utilization(Observer):
             wall_s, compute_s, exchange_s = zip(*rows, strict=True)
             self.log.write(
                 UtilizationLine(
-                    epoch=result.epoch,
-                    steps=self.steps,
-                    wall_s=wall_s,
-                    compute_s=compute_s,
-                    exchange_s=exchange_s,
+                    epoch=result.epoch, steps=self.steps, wall_s=wall_s, compute_s=compute_s, exchange_s=exchange_s,
                     ids=tuple(self.group.ids),
                 )
+            )  # fmt: skip
+        self.restart()
+
+
+class Meters(Observer):
+    """Reports what all devices use, about every `SYSTEM_EVERY_S` and at the end of each epoch. Every device has one.
+
+    Which steps are followed by a report depends on the pace of device 0 only, so that all devices agree.
+
+    Args:
+        tell: called with each line; its `s` counts from the creation of this object.
+        done: steps that the run has done before.
+        energy: None: the device's own meter.
+    """
+
+    def __init__(
+        self, group: Group, tell: Callable[[SystemLine], None], done: int = 0, energy: EnergyMeter | None = None
+    ) -> None:
+        self.group, self.tell = group, tell
+        self.process = psutil.Process()
+        self.energy = meter_of(group.torch_device) if energy is None else energy
+        self.start_s = time.perf_counter()
+        self.restart(done)
+
+    def restart(self, step: int) -> None:
+        """Begin again after `step` steps, with other devices."""
+        self._read_use()
+        self.step, self.reported, self.due, self.samples = step, step, step + 1, 0
+
+    def _read_use(self) -> tuple[float, float]:
+        """Return the CPU cores that the process has used on average since the last call, and the load of its host."""
+        self.last_s, self.last_sent = time.perf_counter(), tuple(self.group.sent_bytes)
+        return self.process.cpu_percent() / 100, psutil.cpu_percent() / 100
+
+    def on_step_end(self, step: int, samples: int) -> None:
+        self.step, self.samples = step + 1, self.samples + samples
+        self.energy.sample()
+        if self.step >= self.due:
+            self._report()
+
+    def on_epoch(self, result: EpochResult) -> None:  # noqa: ARG002
+        if self.step > self.reported:
+            self._report()
+
+    def _report(self) -> None:
+        before_s, before_sent = self.last_s, self.last_sent
+        own_cores, own_host = self._read_use()
+        # A counter that was reset meanwhile starts from zero.
+        own_sent = [new - old if new >= old else new for new, old in zip(self.last_sent, before_sent, strict=True)]
+        own = [
+            max(self.last_s - before_s, 1e-9), own_cores, own_host, self.process.memory_info().rss,
+            allocated_bytes(self.group.torch_device), own_sent,
+            self.energy.joules(), self.energy.key, self.energy.source, self.group.strangers,
+        ]  # fmt: skip
+        rows = gather(self.group, f"meters at step {self.step}", own)
+        times_s, cores, host, memory, accelerator, sent_by, joules, keys, sources, strangers = zip(*rows, strict=True)
+        step_s = times_s[0] / (self.step - self.reported)
+        self.reported, self.due = self.step, self.step + max(1, math.ceil(SYSTEM_EVERY_S / step_s))
+        samples, self.samples = self.samples, 0
+        used = once_each(keys, sources, joules)
+        rates = [[count / s for count in sent] for sent, s in zip(sent_by, times_s, strict=True)]  # from each, to each
+        self.tell(
+            SystemLine(
+                step=self.step, s=round(self.last_s - self.start_s, 6), cores=cores, host_processor=host,
+                memory_bytes=memory, accelerator_bytes=accelerator, sent_bytes_per_s=tuple(map(sum, rates)),
+                received_bytes_per_s=tuple(map(sum, zip(*rates, strict=True))),
+                power_w=tuple(j if j is None else j / s for (j, _), s in zip(used, times_s, strict=True)),
+                joules=tuple(j for j, _ in used), joules_by=tuple(by for _, by in used),
+                samples=samples, strangers=strangers, ids=tuple(self.group.ids),
             )
-        self.last, self.steps, self.sums_s = None, 0, [0.0, 0.0, 0.0]
+        )  # fmt: skip

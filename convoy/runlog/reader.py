@@ -1,11 +1,13 @@
-"""Reads the log of a run, whatever happened to the run."""
+"""Reads the log of a run, however the run ended, and computes what reports show of it."""
 
+import bisect
 import codecs
 import errno
 import os
+import statistics
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,305 +15,313 @@ from pydantic import ValidationError
 
 from convoy.errors import InputError, shown
 from convoy.files import open_regular, parse_json
-from convoy.runlog.schema import (
-    KINDS,
-    LINE,
-    EndLine,
-    EpochLine,
-    EvaluationLine,
-    FleetLine,
-    Line,
-    MembersLine,
-    PlanLine,
-    PredictionLine,
-    ReshareLine,
-    RunLine,
-    StepLine,
-    SystemLine,
-    UtilizationLine,
-)
+from convoy.profile.energy import ABSENT
+from convoy.runlog import schema
 
 LOG_NAME = "log.jsonl"
 
-LEAST_STEP_S = 1e-9
-"""Less is no step: its clock was set, or the log was changed."""
+MIN_STEP_S = 1e-9
+"""A shorter step means that the clock was set or the log was edited."""
 
-MOST_LOG_BYTES = 1 << 30
+MAX_LOG_BYTES = 1 << 30
 """A step takes about 100 bytes."""
 
-COMPARED_BYTES = 512
-"""Of the end of what was read, which must still stand there when a log is read on."""
+MIN_STEPS = 5
+"""Steps that the current shares need before their median is reported."""
+
+_REMEDY = "give the folder of a run, or the log that it wrote"
 
 
 @dataclass(frozen=True, slots=True)
 class InForce:
-    """What the devices do from a step on.
-
-    Attributes:
-        prediction: of these shares of this plan; None where there is none.
-    """
+    """The plan or shares from `step` on, and what was predicted for them."""
 
     step: int
-    line: PlanLine | ReshareLine
-    prediction: PredictionLine | None = None
+    line: schema.PlanLine | schema.ReshareLine
+    prediction: schema.PredictionLine | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a log tells of a run. A resumed run is one: a step that was done twice counts as it was done last.
+    """A run as its log tells it. Parts of a resumed run are one run: of a repeated step the last line counts.
 
     Attributes:
         prediction: of the last plan that the planner chose.
-        seconds: of each of `steps`, from the end of the one before; None of the first, and of the first after a test.
-        times_s: the end of each of `steps`, from the beginning of the run, without the time between its parts.
-        plans: what the devices did, from the first step and from each change on.
-        end: None where the run still goes on, or was ended.
-        is_cut: the last line is not whole.
-        ids: of the devices that train at its end, in the order of what is told by device. Empty: none was lost or came.
+        seconds: of each of `steps`; None for the first step, and for the first after an evaluation.
+        times_s: end of each of `steps` since the run began, without the time between its parts.
+        plans: in force from the first step and from each change on.
+        end: None while the run goes on, or if it was killed.
+        is_cut: the last line is incomplete.
+        ids: of the devices that train at the end; empty if no device left or joined.
     """
 
     path: Path
-    run: RunLine
-    fleet: FleetLine | None
-    plan: PlanLine | None
-    prediction: PredictionLine | None
-    steps: tuple[StepLine, ...]
+    run: schema.RunLine
+    fleet: schema.FleetLine | None
+    plan: schema.PlanLine | None
+    prediction: schema.PredictionLine | None
+    steps: tuple[schema.StepLine, ...]
     seconds: tuple[float | None, ...]
     times_s: tuple[float, ...]
-    evaluations: tuple[EvaluationLine, ...]
-    epochs: tuple[EpochLine, ...]
-    utilization: tuple[UtilizationLine, ...]
-    system: tuple[SystemLine, ...]
+    evaluations: tuple[schema.EvaluationLine, ...]
+    epochs: tuple[schema.EpochLine, ...]
+    utilization: tuple[schema.UtilizationLine, ...]
+    system: tuple[schema.SystemLine, ...]
     plans: tuple[InForce, ...]
-    end: EndLine | None
+    end: schema.EndLine | None
     is_cut: bool
     ids: tuple[int, ...] = ()
 
     def id_of(self, place: int) -> int:
-        """The id of a device by its place among those that train at the end."""
+        """Return the id of a device by its place among those that train at the end."""
         return self.ids[place] if place < len(self.ids) else place
 
     @property
-    def reshares(self) -> tuple[ReshareLine, ...]:
-        return tuple(each.line for each in self.plans if isinstance(each.line, ReshareLine))
+    def reshares(self) -> tuple[schema.ReshareLine, ...]:
+        return tuple(each.line for each in self.plans if isinstance(each.line, schema.ReshareLine))
 
     @property
     def steps_done(self) -> int:
         return self.steps[-1].step + 1 if self.steps else self.run.from_step
 
+    @property
+    def step_s(self) -> float | None:
+        """Median seconds of a full step, with the current shares if enough steps had them."""
+        batch = max((row.samples for row in self.steps), default=0)
+        start = self.plans[-1].step if self.plans else 0
+        timed = [
+            (row.step, s)
+            for row, s in zip(self.steps, self.seconds, strict=True)
+            if s is not None and row.samples == batch
+        ]
+        late = [s for step, s in timed if step >= start]
+        chosen = late if len(late) >= MIN_STEPS else [s for _, s in timed]
+        return statistics.median(chosen) if chosen else None
+
+    @property
+    def samples_per_s(self) -> float | None:
+        step_s = self.step_s
+        return max(row.samples for row in self.steps) / step_s if step_s else None
+
+    @property
+    def limit_samples_per_s(self) -> float | None:
+        """Sum of the devices' solo throughputs; None if they were not measured."""
+        speeds = [None] if self.fleet is None else [row.samples_per_s for row in self.fleet.devices]
+        return None if None in speeds else sum(speed for speed in speeds if speed is not None)
+
+    @property
+    def efficiency(self) -> float | None:
+        rate, limit = self.samples_per_s, self.limit_samples_per_s
+        return rate / limit if rate and limit else None
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Predicted step divided by the measured one, minus 1."""
+        step_s = self.step_s
+        return self.prediction.step_s / step_s - 1 if self.prediction and step_s else None
+
+    @property
+    def joules_per_image(self) -> float | None:
+        """Measured on all devices together, evaluation included; None if one of them is not measured."""
+        lines = [line for line in self.system if line.joules_by and line.samples]
+        if not lines or any(by.startswith(ABSENT) for line in lines for by in line.joules_by):
+            return None
+        return sum(j for line in lines for j in line.joules if j is not None) / sum(line.samples for line in lines)
+
+    @property
+    def tests(self) -> list[tuple[int, float]]:
+        """Step and accuracy of every evaluation with a finite accuracy."""
+        return [(row.step, row.accuracy) for row in self.evaluations if row.accuracy is not None]
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        """Step and training loss of every step with a finite loss."""
+        return [(row.step, row.loss) for row in self.steps if row.loss is not None]
+
+    @property
+    def best_test(self) -> tuple[int, float] | None:
+        """The first evaluation with the highest accuracy."""
+        return max(self.tests, key=lambda test: test[1], default=None)
+
+    def time_of(self, steps: int) -> float | None:
+        """Return the seconds from the start of the run until `steps` steps were done; None if the log does not tell."""
+        place = bisect.bisect_left(self.steps, steps - 1, key=lambda row: row.step)
+        return self.times_s[place] if place < len(self.steps) else None
+
+    def time_shares(self, device: int, epoch: int | None = None) -> tuple[float, float, float] | None:
+        """Return the shares of a device's time spent computing, exchanging or waiting, and on all else.
+
+        Args:
+            epoch: index into `utilization`; None: all epochs together.
+        """
+        rows = self.utilization if epoch is None else self.utilization[epoch : epoch + 1]
+        wall_s = sum(row.wall_s[device] for row in rows)
+        if wall_s <= 0:
+            return None
+        compute = min(1.0, sum(row.compute_s[device] for row in rows) / wall_s)
+        exchange = min(1.0 - compute, sum(row.exchange_s[device] for row in rows) / wall_s)
+        return compute, exchange, 1.0 - compute - exchange
+
+    def rates(self) -> list[tuple[int, float]]:
+        """Return step and samples/s of every timed step, averaged over about a twentieth of the run."""
+        timed = [(row.step, row.samples, s) for row, s in zip(self.steps, self.seconds, strict=True) if s]
+        reach = min(100, len(timed) // 40)
+        samples = [0, *accumulate(count for _, count, _ in timed)]
+        times_s = [0.0, *accumulate(s for _, _, s in timed)]
+        spans = [(max(0, place - reach), min(len(timed), place + reach + 1)) for place in range(len(timed))]
+        return [
+            (step, (samples[stop] - samples[start]) / max(MIN_STEP_S, times_s[stop] - times_s[start]))
+            for (step, _, _), (start, stop) in zip(timed, spans, strict=True)
+        ]
+
 
 def log_of(run: Path) -> Path:
-    """The log of a run, which is given as a folder or as the log itself.
+    """Return the log of a run that is given as a folder or as the log itself.
 
     Raises:
-        InputError: there is none; where the folder holds runs, the latest is named.
+        InputError: there is none; if the folder holds runs, the message names the latest.
     """
-    if (log := _own_log(run)) is not None:
-        return log
+    if not os.path.isdir(run):
+        return run
+    if os.path.exists(run / LOG_NAME):
+        return run / LOG_NAME
     inner = sorted(path.parent for path in run.glob(f"*/{LOG_NAME}"))
     remedy = f"the latest run in it is {inner[-1]}" if inner else "give the folder of a run, or its log"
     raise InputError(f"there is no {LOG_NAME} in {run}: {remedy}")
 
 
-def _own_log(run: Path) -> Path | None:
-    """What is no folder is a log itself; the log in a folder, if there is one."""
-    return run if not os.path.isdir(run) else run / LOG_NAME if os.path.exists(run / LOG_NAME) else None
-
-
-def newest_log(run: Path) -> Path:
-    """The log of a run, or of the latest run in a folder of runs; where there is none yet, where it would be."""
-    if (log := _own_log(run)) is not None:
-        return log
-    known = []
-    for path in run.glob(f"*/{LOG_NAME}"):
-        with suppress(OSError):
-            known.append((path.stat().st_mtime_ns, path))
-    return max(known)[1] if known else run / LOG_NAME
-
-
 def newest_run(runs: Path) -> Path:
-    """The latest run in a folder of runs.
+    """Return the run in this folder whose log was written last.
 
     Raises:
         InputError: there is none.
     """
-    log = newest_log(runs)
-    if log.parent.parent != runs:
+    logs = [path for path in runs.glob(f"*/{LOG_NAME}") if path.is_file()]
+    if not logs:
         raise InputError(f"there is no run in {runs} yet: give the folder of a run, or its log")
-    return log.parent
+    return max(logs, key=lambda path: path.stat().st_mtime_ns).parent
 
 
 def read_log(path: Path) -> Record:
-    """Read a log. Its last line may be cut off.
+    """Read a log, whose last line may be incomplete.
 
     Raises:
-        InputError: the file cannot be read, is empty or no log of a run; names the line.
+        InputError: the file cannot be read, is empty or is not the log of a run; the message names the line.
     """
-    return GrowingLog(path).read()
+    try:
+        with open_regular(path) as file:
+            content = file.read(MAX_LOG_BYTES + 1)
+        if len(content) > MAX_LOG_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {MAX_LOG_BYTES:,} bytes")
+        # Incremental: a killed run may have written half a character.
+        *rows, rest = codecs.getincrementaldecoder("utf-8")().decode(content).split("\n")
+    except UnicodeDecodeError as error:
+        why = f"it is not UTF-8 text ({error.reason} at byte {error.start})"
+        raise InputError(f"cannot read the log {shown(path)}: {why}; {_REMEDY}") from None
+    except OSError as error:
+        raise InputError(f"cannot read the log {shown(path)}: {error.strerror or error}; {_REMEDY}") from None
+    lines = list(_lines(path, rows))
+    if not lines or not isinstance(lines[0], schema.RunLine):
+        raise _not_a_log(path, 'its first line is not {"what": "run", ...}' if lines else "it is empty")
+    record = _record(path, lines, bool(rest))
+    if len(set(map(len, _per_device(record)))) > 1:
+        raise _not_a_log(path, "its lines have different numbers of devices")
+    return record
 
 
-class GrowingLog:
-    """A log that may still be written: each reading reads what was added since the one before.
-
-    A file that was replaced, cut off or written anew in between is read from its beginning.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._forget()
-
-    def _forget(self) -> None:
-        self._lines: list[Line] = []
-        self._rows = self._offset = 0
-        self._file: tuple[int, int] | None = None
-        self._end = b""
-
-    def read(self) -> Record:
-        """The log as it is now; errors as of :func:`read_log`."""
-        try:
-            rest = self._read_on()
-        except InputError:
-            self._forget()
-            raise
-        if not self._lines or not isinstance(self._lines[0], RunLine):
-            why = 'its first line is not that of a run, {"what": "run", ...}' if self._lines else "it is empty"
-            raise _foreign(self.path, why)
-        record = _record(self.path, self._lines, bool(rest))
-        if len(_device_counts(record)) > 1:
-            raise _foreign(self.path, "its lines are of different numbers of devices")
-        return record
-
-    def _read_on(self) -> bytes:
-        """Take the whole lines that were added; what stands behind the last of them."""
-        try:
-            with open_regular(self.path) as file:
-                state = os.fstat(file.fileno())
-                file.seek(self._offset - len(self._end))
-                # What was read stands there still, and in the same file; else all of it is read anew.
-                if self._file != (state.st_dev, state.st_ino) or file.read(len(self._end)) != self._end:
-                    self._forget()
-                self._file = state.st_dev, state.st_ino
-                file.seek(self._offset)
-                content = file.read(MOST_LOG_BYTES - self._offset + 1)
-            if self._offset + len(content) > MOST_LOG_BYTES:
-                raise OSError(errno.EFBIG, f"it has more than {MOST_LOG_BYTES:,} bytes")
-            whole, newline, rest = content.rpartition(b"\n")
-            rows = whole.decode("utf-8").split("\n") if newline else []
-            codecs.getincrementaldecoder("utf-8")().decode(rest)
-        except UnicodeDecodeError as error:
-            raise _unreadable(self.path, f"it is no text in UTF-8 ({error.reason} at byte {error.start})") from None
-        except OSError as error:
-            raise _unreadable(self.path, error.strerror or str(error)) from None
-        self._lines += _lines(self.path, rows, self._rows)
-        self._rows += len(rows)
-        self._offset += len(content) - len(rest)
-        if newline:
-            self._end = (self._end + whole + newline)[-COMPARED_BYTES:]
-        return rest
-
-
-def _lines(path: Path, rows: list[str], before: int) -> Iterator[Line]:
-    for number, row in enumerate(rows, before + 1):
+def _lines(path: Path, rows: list[str]) -> Iterator[schema.Line]:
+    for number, row in enumerate(rows, 1):
         try:
             raw = parse_json(row)
         except ValueError:
-            raise _foreign(path, f"line {number} is no JSON") from None
+            raise _not_a_log(path, f"line {number} is not JSON") from None
         if not isinstance(raw, dict) or "what" not in raw:
-            raise _foreign(path, f'line {number} has no "what"')
-        if isinstance(raw["what"], str) and raw["what"] in KINDS:
+            raise _not_a_log(path, f'line {number} has no "what"')
+        if isinstance(raw["what"], str) and raw["what"] in schema.KINDS:
             try:
-                yield LINE.validate_python(raw)
+                yield schema.LINE.validate_python(raw)
             except ValidationError as error:
                 fault = error.errors()[0]
-                raise _foreign(path, f"line {number}: {fault['loc'][-1]}: {fault['msg'].lower()}") from None
+                raise _not_a_log(path, f"line {number}: {fault['loc'][-1]}: {fault['msg'].lower()}") from None
 
 
-_REMEDY = "give the folder of a run, or the log that it wrote"
+def _not_a_log(path: Path, why: str) -> InputError:
+    return InputError(f"{path} is not the log of a training: {why}; {_REMEDY}")
 
 
-def _foreign(path: Path, why: str) -> InputError:
-    return InputError(f"{path} is no log of a training: {why}; {_REMEDY}")
-
-
-def _unreadable(path: Path, why: str) -> InputError:
-    return InputError(f"cannot read the log {shown(path)}: {why}; {_REMEDY}")
-
-
-def _record(path: Path, lines: list[Line], is_cut: bool) -> Record:
-    latest: dict[type[Line], Any] = {}
-    steps: dict[int, tuple[StepLine, float | None, float]] = {}
-    tests: dict[int, EvaluationLine] = {}
-    epochs: dict[int, EpochLine] = {}
-    utilization: dict[int, UtilizationLine] = {}
-    system: dict[int, SystemLine] = {}
+def _record(path: Path, lines: list[schema.Line], is_cut: bool) -> Record:
+    latest: dict[type[schema.Line], Any] = {}
+    steps: dict[int, tuple[schema.StepLine, float | None, float]] = {}
+    tests: dict[int, schema.EvaluationLine] = {}
+    epochs: dict[int, schema.EpochLine] = {}
+    utilization: dict[int, schema.UtilizationLine] = {}
+    system: dict[int, schema.SystemLine] = {}
     plans: list[InForce] = []
-    prediction: PredictionLine | None = None
-    begun, begun_s = 0, 0.0
+    prediction: schema.PredictionLine | None = None
+    start, start_s = 0, 0.0
     last_s: float | None = None
     for line in lines:
         latest[type(line)] = line
         match line:
-            case RunLine():
-                begun, last_s, prediction = line.from_step, None, None
-                latest.pop(EndLine, None)
-                latest.pop(MembersLine, None)
-                steps = {n: row for n, row in steps.items() if n < begun}
-                tests = {n: row for n, row in tests.items() if n <= begun}
-                system = {n: row for n, row in system.items() if n <= begun}
-                plans = [each for each in plans if each.step < begun]
-                begun_s = max((time_s for _, _, time_s in steps.values()), default=0.0)
-            case MembersLine():
-                begun, last_s, prediction = line.step, None, None
-                latest.pop(FleetLine, None)
+            case schema.RunLine():
+                start, last_s, prediction = line.from_step, None, None
+                latest.pop(schema.EndLine, None)
+                latest.pop(schema.MembersLine, None)
+                steps = {n: row for n, row in steps.items() if n < start}
+                tests = {n: row for n, row in tests.items() if n <= start}
+                system = {n: row for n, row in system.items() if n <= start}
+                plans = [each for each in plans if each.step < start]
+                start_s = max((time_s for _, _, time_s in steps.values()), default=0.0)
+            case schema.MembersLine():
+                start, last_s, prediction = line.step, None, None
+                latest.pop(schema.FleetLine, None)
                 utilization, plans = {}, []
-                # Lines that say whose values they have are read on.
-                system = {n: row for n, row in system.items() if n <= begun and row.ids}
-            case PredictionLine():
+                # Lines with ids say whose values they have; those of old logs do not.
+                system = {n: row for n, row in system.items() if n <= start and row.ids}
+            case schema.PredictionLine():
                 prediction = prediction if line.shares_only else line
                 if plans:
                     plans[-1] = replace(plans[-1], prediction=line)
-            case StepLine():
-                passed_s = None if last_s is None else line.s - last_s
-                known_s = passed_s if passed_s is not None and passed_s > LEAST_STEP_S else None
-                steps[line.step] = line, known_s, begun_s + line.s
+            case schema.StepLine():
+                step_s = None if last_s is None or line.s - last_s <= MIN_STEP_S else line.s - last_s
+                steps[line.step] = line, step_s, start_s + line.s
                 last_s = line.s
-            case EvaluationLine():
+            case schema.EvaluationLine():
                 tests[line.step], last_s = line, None
-            case EpochLine():
+            case schema.EpochLine():
                 epochs[line.epoch], last_s = line, None
-            case UtilizationLine():
+            case schema.UtilizationLine():
                 utilization[line.epoch] = line
-            case SystemLine():
+            case schema.SystemLine():
                 system[line.step] = line
-            case PlanLine():
-                plans.append(InForce(begun, line))
-            case ReshareLine():
+            case schema.PlanLine():
+                plans.append(InForce(start, line))
+            case schema.ReshareLine():
                 plans.append(InForce(line.step + 1, line))
     done = [steps[number] for number in sorted(steps)]
     return Record(
-        path, latest[RunLine], latest.get(FleetLine), latest.get(PlanLine), prediction,
+        path, latest[schema.RunLine], latest.get(schema.FleetLine), latest.get(schema.PlanLine), prediction,
         tuple(line for line, _, _ in done), tuple(s for _, s, _ in done), tuple(time_s for _, _, time_s in done),
         tuple(tests.values()), tuple(epochs[n] for n in sorted(epochs)),
         tuple(utilization[n] for n in sorted(utilization)), tuple(system[n] for n in sorted(system)), tuple(plans),
-        latest.get(EndLine), is_cut, latest[MembersLine].devices if MembersLine in latest else (),
+        latest.get(schema.EndLine), is_cut, latest[schema.MembersLine].devices if schema.MembersLine in latest else (),
     )  # fmt: skip
 
 
-def _device_counts(record: Record) -> set[int]:
-    """The numbers of devices that its lines are of."""
-    per_device: list[tuple[Any, ...]] = []
+def _per_device(record: Record) -> Iterator[tuple[Any, ...]]:
+    """Yield all tuples of the record with a value per device."""
     for line in record.utilization:
-        per_device += [line.wall_s, line.compute_s, line.exchange_s]
+        yield from (line.wall_s, line.compute_s, line.exchange_s)
     for each in record.system:
-        own = [*each.per_device.values(), *([each.ids] if each.ids else [])]
-        # Lines of devices that were lost since are whole in themselves.
-        per_device += own if each.ids in ((), record.ids) or len({len(values) for values in own}) > 1 else []
+        values = [*each.per_device.values(), *([each.ids] if each.ids else [])]
+        # Lines of an earlier fleet must agree within themselves only.
+        if each.ids in ((), record.ids) or len(set(map(len, values))) > 1:
+            yield from values
     for plan in record.plans:
-        per_device += [layer.parts for layer in plan.line.layers]
-        per_device += [plan.line.work] if plan.line.work else []
+        yield from (layer.parts for layer in plan.line.layers)
+        yield from [plan.line.work] if plan.line.work else []
     if record.fleet is not None:
-        per_device.append(record.fleet.devices)
+        yield record.fleet.devices
     for predicted in (record.prediction, *(plan.prediction for plan in record.plans)):
         if predicted is not None:
-            per_device += [predicted.names, predicted.one_pass.compute_s, predicted.one_pass.exchange_s]
-    return {len(each) for each in per_device}
+            yield from (predicted.names, predicted.one_pass.compute_s, predicted.one_pass.exchange_s)

@@ -1,27 +1,27 @@
-"""The lines of a run log: one model per kind of line, which the writer fills and the reader validates.
+"""Lines of a run log, one model per kind: the writer fills them, the reader validates them.
 
-A log is a file of JSON objects, one per line. The first four kinds stand at its beginning, "device" and "end" at its end.
-A run that is resumed appends to its log, from another "run" line on. A reader skips kinds and fields that it does not know.
+A log is a file of JSON objects, one per line. A resumed run appends another "run" line and continues.
+Readers skip kinds and fields they do not know. docs/reference/files.md lists the fields.
 """
 
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 
-MOST_NUMBER = 1e150
-"""Of what is drawn: differences and squares of larger numbers are no numbers."""
+MAX_NUMBER = 1e150
+"""Largest number that is drawn: squares and differences of larger ones overflow."""
 
 
 def _finite(value: Any) -> Any:
-    return None if isinstance(value, int | float) and not abs(value) <= MOST_NUMBER else value
+    return None if isinstance(value, int | float) and not abs(value) <= MAX_NUMBER else value
 
 
 Number = Annotated[float | None, BeforeValidator(_finite), AfterValidator(_finite)]
-"""None where it is not known or not finite, such as the loss of a training that diverged: JSON has no NaN."""
+"""None if unknown or not finite, such as the loss of a diverged training: JSON has no NaN."""
 
 Seconds = Annotated[float, Field(ge=-1e12, le=1e12)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
-Rate = Annotated[float, Field(ge=0, le=MOST_NUMBER)]
+Rate = Annotated[float, Field(ge=0, le=MAX_NUMBER)]
 
 
 class _Model(BaseModel):
@@ -29,11 +29,7 @@ class _Model(BaseModel):
 
 
 class RunLine(_Model):
-    """What runs, where, with which versions; `from_step` is above 0 where the run was resumed.
-
-    Attributes:
-        modes: how torch computes, by the name of each setting; the same on every device.
-    """
+    """Settings and versions of a run; `from_step` is above 0 if it was resumed, `modes` are torch's global settings."""
 
     what: Literal["run"] = "run"
     date: str
@@ -51,7 +47,7 @@ class RunLine(_Model):
 
 
 class DeviceEntry(_Model):
-    """A device of the fleet; `samples_per_s` alone with the whole batch, None where that was not measured."""
+    """A device; `samples_per_s` is its measured solo throughput."""
 
     name: str
     host: str
@@ -60,11 +56,7 @@ class DeviceEntry(_Model):
 
 
 class FleetLine(_Model):
-    """The devices, in order.
-
-    Attributes:
-        ids: their numbers for as long as the job lasts; empty in old logs.
-    """
+    """The devices in order. `ids` stay the same while the job lasts; old logs have none, here and below."""
 
     what: Literal["fleet"] = "fleet"
     devices: tuple[DeviceEntry, ...]
@@ -72,7 +64,7 @@ class FleetLine(_Model):
 
 
 class MoveEntry(_Model):
-    """A value that changes its layout: bytes of it and, on the way back, of its gradient, in one pass."""
+    """A tensor that changes its layout. `bytes` counts the tensor and its gradient, per micro-batch."""
 
     value: str
     source: str = Field(alias="from")
@@ -81,11 +73,9 @@ class MoveEntry(_Model):
 
 
 class LayerEntry(_Model):
-    """Who computes what of a layer; `parts` and `strategy` as in `convoy.plan.explain.LayerRow`.
+    """How a layer is split, as in `convoy.plan.explain.LayerRow`, with the moves of tensors that it is the first to read.
 
-    Attributes:
-        moves: of the values that this layer is the first to read.
-        sum_bytes: of gradient sums and batch norm statistics, in one pass.
+    `sum_bytes` counts gradient sums and batch norm statistics, per micro-batch.
     """
 
     layer: str
@@ -99,7 +89,7 @@ class LayerEntry(_Model):
 
 
 class PlanEntry(_Model):
-    """What a page tells of a plan; the log holds all of the plan file."""
+    """The head of a plan; the log keeps every field of the plan file."""
 
     model_config = ConfigDict(extra="allow")
     name: str
@@ -110,12 +100,12 @@ class PlanEntry(_Model):
 
 
 class PlanLine(_Model):
-    """The plan at the beginning.
+    """The plan of a run from its start or resume.
 
     Attributes:
-        outputs: moves of the model's outputs, for the loss.
-        work: the part of the forward FLOP that each device computes.
-        inexact: why the plan does not follow the training of one device; empty where it does.
+        inexact: why the plan does not give the numbers of one device; empty if it does.
+        outputs: moves of the model's outputs, for the loss function.
+        work: each device's share of the forward FLOP.
     """
 
     what: Literal["plan"] = "plan"
@@ -127,7 +117,7 @@ class PlanLine(_Model):
 
 
 class PassEntry(_Model):
-    """One pass of the batch as the simulator predicts it; seconds of each device."""
+    """Predicted seconds of one micro-batch, and each device's part of them."""
 
     s: Annotated[float, Field(gt=1e-12, le=1e12)]
     compute_s: tuple[Seconds, ...]
@@ -135,16 +125,16 @@ class PassEntry(_Model):
 
 
 Event = tuple[Count, str, str, Seconds, Seconds, Annotated[int, Field(ge=-1, le=2**53)], Count]
-"""Device, activity, label, start and end in seconds, peer (-1: none), bytes; of `convoy.simulator.events.Event`."""
+"""Device, activity, label, start and end in seconds, peer (-1: none), bytes; see `convoy.simulator.events.Event`."""
 
 
 class PredictionLine(_Model):
-    """What the plan that now runs is predicted to reach, with the times that were measured before the training.
+    """The predicted step of the current plan.
 
     Attributes:
-        spread: nine of ten measured steps lie between step_s / spread and step_s * spread; 1 in logs that do not say.
-        shares_only: of other shares that rebalancing chose; else of a plan that the planner chose.
-        joules_per_image: None where the fleet gives no watts.
+        spread: nine of ten measured steps lie between step_s / spread and step_s * spread; 1 if the log does not say.
+        shares_only: rebalancing changed the shares; otherwise the planner chose the plan.
+        joules_per_image: None if the fleet has no watts.
     """
 
     what: Literal["prediction"] = "prediction"
@@ -161,7 +151,7 @@ class PredictionLine(_Model):
 
 
 class StepLine(_Model):
-    """One step: its loss over the whole batch, the seconds since the log was opened, its learning rate."""
+    """One step: training loss of the global batch, seconds since the log was opened, learning rate."""
 
     what: Literal["step"] = "step"
     step: Count
@@ -173,8 +163,6 @@ class StepLine(_Model):
 
 
 class EvaluationLine(_Model):
-    """A test after so many steps; accuracy from 0 to 1."""
-
     what: Literal["evaluation"] = "evaluation"
     step: Count
     epoch: Count
@@ -183,8 +171,6 @@ class EvaluationLine(_Model):
 
 
 class EpochLine(_Model):
-    """An epoch, as `convoy.train.observer.EpochResult`."""
-
     what: Literal["epoch"] = "epoch"
     epoch: Count
     loss: Number
@@ -195,11 +181,7 @@ class EpochLine(_Model):
 
 
 class UtilizationLine(_Model):
-    """Seconds of each device in so many steps of an epoch. Logs call it "busy".
-
-    Attributes:
-        ids: of the devices; empty in old logs.
-    """
+    """Each device's seconds in the timed steps of an epoch."""
 
     what: Literal["busy"] = "busy"
     epoch: Count
@@ -211,19 +193,11 @@ class UtilizationLine(_Model):
 
 
 class SystemLine(_Model):
-    """What each device's process used since the line before this one, after so many steps.
+    """What each device's process used since the line before, after `step` steps.
 
     Attributes:
-        s: seconds since the training began.
-        cores: of the processor, on average.
-        host_processor: how busy the whole host was, from 0 to 1.
-        memory_bytes: of the process, now; `accelerator_bytes`: of its tensors on an accelerator.
-        sent_bytes_per_s, received_bytes_per_s: messages of the training.
-        power_w: measured, on average; `joules`: the same as energy. None where `joules_by` says why: what measures, or why
-            nothing does. Empty in old logs. Of tests, too, where there were any.
-        samples: of the steps since the line before.
-        strangers: connections without the job's key that each device has turned away since it joined; empty in old logs.
-        ids: of the devices, in the order of all values; empty in old logs.
+        power_w, joules: measured, evaluation included; None if `joules_by` says that nothing measures them.
+        strangers: connections without the job's key that the device has rejected so far.
     """
 
     what: Literal["system"] = "system"
@@ -244,13 +218,21 @@ class SystemLine(_Model):
 
     @property
     def per_device(self) -> dict[str, tuple[float | None, ...]]:
-        """What is known of the devices, by its name."""
+        """Values of the devices by field name, without empty fields."""
         found = self.model_dump(exclude={"what", "step", "s", "joules", "joules_by", "samples", "strangers", "ids"})
         return {name: values for name, values in found.items() if values}
 
+    @property
+    def by_id(self) -> dict[str, dict[int, float]]:
+        """Known values by field name and device id."""
+        return {
+            name: {d: v for d, v in zip(self.ids or range(len(values)), values, strict=True) if v is not None}
+            for name, values in self.per_device.items()
+        }
+
 
 class ReshareLine(_Model):
-    """Other shares, or another plan, from the step after this one on."""
+    """New shares or another plan, from the step after `step`."""
 
     what: Literal["reshare"] = "reshare"
     step: Count
@@ -262,8 +244,7 @@ class ReshareLine(_Model):
 
 
 class MembersLine(_Model):
-    """Devices were lost or came: these train from the step after this one on, by the numbers that they had or got when they
-    came. What is told by device begins anew; the steps after this one are repeated."""
+    """Devices left or joined: these train after `step` steps. Later steps in the log are repeated."""
 
     what: Literal["members"] = "members"
     step: Count
@@ -272,8 +253,7 @@ class MembersLine(_Model):
 
 
 class DeviceLine(_Model):
-    """What one device did in the whole training: its part of the fleet's speed and of the arithmetic, its seconds, the
-    bytes that it sent. `wall_s`: from the first step to the end, tests and all; None in old logs."""
+    """Totals of one device; `wall_s`, evaluation included, is None in old logs."""
 
     what: Literal["device"] = "device"
     device: Count
@@ -287,26 +267,15 @@ class DeviceLine(_Model):
 
 
 class EndLine(_Model):
-    """The training is over; `step_s` is the median of a step."""
+    """The training is over; `step_s` is the median step."""
 
     what: Literal["end"] = "end"
     step_s: Number
 
 
 Line = (
-    RunLine
-    | FleetLine
-    | PlanLine
-    | PredictionLine
-    | StepLine
-    | EvaluationLine
-    | EpochLine
-    | UtilizationLine
-    | SystemLine
-    | ReshareLine
-    | MembersLine
-    | DeviceLine
-    | EndLine
-)
+    RunLine | FleetLine | PlanLine | PredictionLine | StepLine | EvaluationLine | EpochLine | UtilizationLine | SystemLine
+    | ReshareLine | MembersLine | DeviceLine | EndLine
+)  # fmt: skip
 KINDS = {line.model_fields["what"].default for line in Line.__args__}
 LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="what")])

@@ -1,4 +1,4 @@
-"""Writes the log of a run line by line as it happens, so that a run that is killed keeps what it had."""
+"""Writes the log of a run line by line, so that a killed run keeps what it had."""
 
 import datetime
 import errno
@@ -10,7 +10,8 @@ import shutil
 import stat
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -22,35 +23,36 @@ from convoy.adapt.rebalance import Reshare
 from convoy.comm.accelerator import modes
 from convoy.errors import InputError
 from convoy.model.graph import Graph
+from convoy.plan.explain import layer_rows, work_shares
+from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.runlog.rows import plan_line, plan_parts
-from convoy.runlog.schema import EpochLine, EvaluationLine, Line, ReshareLine, RunLine, StepLine
+from convoy.plan.presets import Speeds
+from convoy.plan.steps import Move, StepList, traffic
+from convoy.planner.predict import PlanningContext, PlanPrediction
+from convoy.runlog import schema
+from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What the system says where there is no room, until somebody makes some."""
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
-MOST_WAITING_BYTES = 4 << 20
-"""Of lines that wait for room."""
+MAX_PENDING_BYTES = 4 << 20
+"""Lines that wait in memory while the disk is full."""
 
-AT_ONCE_BYTES = 64 << 10
-
-COPY_PAUSE_S = 10.0
-"""From one attempt to copy the log of a device that is lost to the next, where there was no room for it."""
+WRITE_BYTES = 64 << 10
 
 
 class RunLog(Observer):
-    """Appends lines to a JSONL file; observes the training.
+    """A JSONL file with one line per event; it observes the training.
 
-    Where the disk is full, lines wait in memory until there is room; those that are too many are left out, and counted. A disk
-    that is gone ends the log and not the training. Both are told once.
+    While the disk is full, lines wait in memory; the log counts those it must drop. A disk that is gone ends the log, not
+    the training. Both are reported once.
 
     Args:
-        path: the file; its folder must exist. An older file of that name is replaced, unless the run is resumed.
-        step: the steps that the run has done before.
-        tell: is called with a line of text when the log ends early.
-        from_lost: who wrote it until now is lost, and may be stopped with the file open: a copy takes its place, as soon as
-            there is room for it. Where the folder is not here, it is made.
+        path: the file, in a folder that exists. An older file is replaced, unless the run is resumed.
+        step: steps that the run has done before.
+        tell: called with a line of text when the log ends early.
+        from_lost: the process that wrote this log is lost, and may be suspended with the file open: a copy replaces the
+            file. Missing folders are created.
 
     Raises:
         InputError: the file cannot be written, or another run writes it.
@@ -64,127 +66,135 @@ class RunLog(Observer):
         *,
         from_lost: bool = False,
     ) -> None:
-        self.path, self.tell, self.ended = path, tell, False
-        self.done = step
+        self.path, self.done, self.tell, self.ended = path, step, tell, False
         self.graph: Graph | None = None
-        self._from_lost, self._next_s = from_lost, 0.0
-        self._file: int | None = None
         self._start_s = time.perf_counter()
-        self._waiting = bytearray()
-        self._is_full, self._left_out = False, 0
+        self._pending = bytearray()
+        self._is_full, self._dropped = False, 0
         try:
-            self._file = self._open()
+            if from_lost:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if path.is_file():
+                    _replace_by_copy(path)
+            self._file = _open(path, resumed=step > 0)
         except (OSError, ValueError) as error:
-            if from_lost and isinstance(error, OSError) and error.errno in FULL:
-                self._wait_for_room(error)
-                return
             why = getattr(error, "strerror", None) or str(error)
             raise InputError(f"cannot write the log {path}: {why}; give a path in a folder that exists") from None
 
-    def _open(self) -> int:
-        if self._from_lost:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.path.is_file():
-                _copied(self.path)
-        return _opened(self.path, going_on=self.done > 0)
-
-    def write(self, line: Line) -> None:
+    def write(self, line: schema.Line) -> None:
         if self.ended:
             return
         row = line.model_dump_json(by_alias=True).encode("utf-8", "backslashreplace") + b"\n"
-        if self._waiting and len(self._waiting) + len(row) > MOST_WAITING_BYTES:
-            self._left_out += 1
+        if self._pending and len(self._pending) + len(row) > MAX_PENDING_BYTES:
+            self._dropped += 1
         else:
-            self._waiting += row
-        self._write_waiting()
+            self._pending += row
+        self._flush()
 
-    def _write_waiting(self) -> None:
+    def _flush(self) -> None:
         try:
-            if self._file is None:
-                if time.monotonic() < self._next_s:
-                    return
-                self._file = self._open()
-            while self._waiting:
-                # What is written of a line stays: its rest is the first that follows.
-                del self._waiting[: os.write(self._file, bytes(self._waiting[:AT_ONCE_BYTES]))]
+            while self._pending:
+                # A line may be written in part: its rest is then the first of what is pending.
+                del self._pending[: os.write(self._file, bytes(self._pending[:WRITE_BYTES]))]
         except OSError as error:
-            self._wait_for_room(error)
-            return
-        except InputError as error:  # of opening
-            self._end(str(error))
+            why = error.strerror or str(error)
+            if error.errno not in DISK_FULL:
+                self.ended = True
+                self.tell(f"WARNING: cannot write the log {self.path} any more ({why}): training continues without it")
+            elif not self._is_full:
+                self._is_full = True
+                self.tell(
+                    f"WARNING: cannot write the log {self.path} ({why}): free some space; training continues, and up to "
+                    f"{MAX_PENDING_BYTES:,} bytes of lines wait in memory"
+                )
             return
         if self._is_full:
-            missing = f"{self._left_out} lines are missing" if self._left_out else "no line is missing"
-            self.tell(f"the log {self.path} goes on: {missing}")
-            self._is_full, self._left_out = False, 0
-
-    def _wait_for_room(self, error: OSError) -> None:
-        """A line cannot be written now, or not any more."""
-        why = error.strerror or str(error)
-        if error.errno not in FULL:
-            self._end(f"the log {self.path} cannot be written any more ({why})")
-            return
-        self._next_s = time.monotonic() + COPY_PAUSE_S
-        if not self._is_full:
-            self._is_full = True
-            self.tell(
-                f"WARNING: the log {self.path} cannot be written ({why}): make room there; the training goes on, and up to "
-                f"{MOST_WAITING_BYTES:,} bytes of lines wait until then"
-            )
-
-    def _end(self, why: str) -> None:
-        self.ended = True
-        self.tell(f"WARNING: {why}: the training goes on without it")
+            missing = f"{self._dropped} lines are missing" if self._dropped else "no line is missing"
+            self.tell(f"the log {self.path} continues: {missing}")
+            self._is_full, self._dropped = False, 0
 
     def run(self, options: Mapping[str, Any], **more: Any) -> None:
-        """The first line: what runs, where, with which versions, when, from which step on.
-
-        Args:
-            more: other fields of `RunLine`.
-        """
+        """Write the first line: settings, versions, date and first step; `more` are other fields of `RunLine`."""
         self.write(
-            RunLine(
+            schema.RunLine(
                 date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), convoy=__version__,
                 torch=torch.__version__, python=platform.python_version(), machine=platform.machine(),
                 system=platform.platform(), from_step=self.done, options=dict(options), modes=modes(), **more,
             )
         )  # fmt: skip
 
+    def fleet(
+        self, devices: Sequence[tuple[str, str, float]], speeds: Speeds, ids: Sequence[int] | None = None
+    ) -> None:
+        """Write the devices (kind, host, slowdown), their speeds if these were measured, and their ids (None: 0, 1, ...)."""
+        entries = [
+            schema.DeviceEntry(
+                name=name, host=host, slowdown=slowdown, samples_per_s=speed if speeds.measured else None
+            )
+            for (name, host, slowdown), speed in zip(devices, speeds.devices, strict=True)
+        ]
+        self.write(schema.FleetLine(devices=tuple(entries), ids=tuple(range(len(devices)) if ids is None else ids)))
+
     def plan(self, plan: Plan, graph: Graph) -> None:
         self.graph = graph
         self.write(plan_line(plan, graph))
 
+    def prediction(
+        self, predicted: PlanPrediction, context: PlanningContext, passes: int, shares_only: bool = False
+    ) -> None:
+        """Write what a plan is predicted to reach with `passes` micro-batches per step."""
+        timeline = predicted.timeline
+        events = [
+            (e.device, e.activity, e.label, e.start_s, e.end_s, e.peer, e.size_bytes)
+            for e in timeline.events
+            if e.activity != "wait" and e.end_s > e.start_s
+        ]
+        self.write(
+            schema.PredictionLine(
+                step_s=predicted.step_s * passes, samples_per_s=predicted.samples_per_s,
+                limit_samples_per_s=sum(context.speeds.devices), bound=predicted.bound, names=context.names,
+                one_pass=schema.PassEntry(s=timeline.step_s, compute_s=timeline.compute_s, exchange_s=timeline.exchange_s),
+                events=tuple(events), spread=min(predicted.spread, 1e12), shares_only=shares_only,
+                joules_per_image=None if predicted.energy is None else predicted.energy.image_j,
+            )
+        )  # fmt: skip
+
     def reshare(self, step: int, decision: Reshare) -> None:
-        """Other shares, or another plan, after a step, and why."""
-        parts = {} if self.graph is None else plan_parts(decision.plan, self.graph)
+        """Write new shares, or another plan, after a step, and why; :meth:`plan` comes first."""
+        assert self.graph is not None
+        now = plan_line(decision.plan, self.graph)
         plan = json.loads(decision.plan.to_json())
-        self.write(ReshareLine(step=step, reason=decision.reason, plan=plan, **parts))
+        self.write(
+            schema.ReshareLine(
+                step=step, reason=decision.reason, plan=plan, layers=now.layers, outputs=now.outputs, work=now.work
+            )
+        )
 
     def on_step(self, result: StepResult) -> None:
         fields = asdict(result)
-        self.write(StepLine(s=round(max(0.0, fields.pop("ended_s") - self._start_s), 6), **fields))
+        self.write(schema.StepLine(s=round(max(0.0, fields.pop("ended_s") - self._start_s), 6), **fields))
 
     def on_evaluation(self, result: Evaluation) -> None:
-        self.write(EvaluationLine(step=result.step, epoch=result.epoch, accuracy=result.accuracy, best=result.is_best))
+        self.write(
+            schema.EvaluationLine(step=result.step, epoch=result.epoch, accuracy=result.accuracy, best=result.is_best)
+        )
 
     def on_epoch(self, result: EpochResult) -> None:
-        self.write(EpochLine(**asdict(result)))
+        self.write(schema.EpochLine(**asdict(result)))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         if not self.ended:
-            self._next_s = 0.0
-            self._write_waiting()
-            if missing := self._waiting.count(b"\n") + self._left_out:
-                self.tell(f"WARNING: the log {self.path} lacks its last {missing} lines: there was no room for them")
-        if self._file is not None:
-            os.close(self._file)
+            self._flush()
+            if missing := self._pending.count(b"\n") + self._dropped:
+                self.tell(f"WARNING: the log {self.path} lacks its last {missing} lines: the disk is full")
+        os.close(self._file)
 
 
-def _copied(path: Path) -> None:
-    """Put a copy in the place of a file, so that whoever has it open writes no more into what others read."""
+def _replace_by_copy(path: Path) -> None:
+    """Put a copy in the place of a file, so that a process which has it open cannot write into what others read."""
     copy = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         shutil.copyfile(path, copy)
@@ -194,8 +204,8 @@ def _copied(path: Path) -> None:
         raise
 
 
-def _opened(path: Path, *, going_on: bool) -> int:
-    """A log to append to: empty, or with the whole lines that it has. OSError; InputError where another run writes it."""
+def _open(path: Path, *, resumed: bool) -> int:
+    """Open a log for appending: empty, or with its complete lines if the run is resumed."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     try:
         os.set_blocking(handle, True)
@@ -208,15 +218,15 @@ def _opened(path: Path, *, going_on: bool) -> int:
                 ) from None
             except OSError:
                 pass  # a file system without locks
-            # What a killed run left of its last line: the next one must not be joined to it.
-            os.ftruncate(handle, _whole_lines_bytes(handle) if going_on else 0)
+            # A killed run may have left half a line: the next one must not be joined to it.
+            os.ftruncate(handle, _complete_lines_bytes(handle) if resumed else 0)
         return handle
     except BaseException:
         os.close(handle)
         raise
 
 
-def _whole_lines_bytes(handle: int) -> int:
+def _complete_lines_bytes(handle: int) -> int:
     stop = os.fstat(handle).st_size
     while stop:
         start = max(0, stop - 65_536)
@@ -224,3 +234,61 @@ def _whole_lines_bytes(handle: int) -> int:
             return start + place + 1
         stop = start
     return 0
+
+
+def plan_line(plan: Plan, graph: Graph) -> schema.PlanLine:
+    """Describe a plan: each device's part of each layer, the traffic of a micro-batch, the shares of the arithmetic."""
+    steps = lower(plan, graph)
+    moves, outputs = _moves(steps)
+    layers = []
+    for row in layer_rows(plan, graph):
+        own = moves.get(row.layer, [])
+        # A row counts all its traffic: what is not a move is a sum of gradients or batch norm statistics.
+        moved = sum(move.bytes for move in own) + sum(move.bytes for move in outputs if move.value == row.layer)
+        layers.append(
+            schema.LayerEntry(
+                layer=row.layer, kind=row.kind, strategy=row.strategy, parts=row.parts, note=row.note,
+                flop=graph[row.layer].flop, moves=tuple(own), sum_bytes=row.bytes_ - moved,
+            )
+        )  # fmt: skip
+    return schema.PlanLine(
+        plan=schema.PlanEntry.model_validate_json(plan.to_json()), inexact=plan.inexact, layers=tuple(layers),
+        outputs=tuple(outputs), work=work_shares(steps, graph),
+    )  # fmt: skip
+
+
+def _moves(steps: StepList) -> tuple[dict[str, list[schema.MoveEntry]], list[schema.MoveEntry]]:
+    """Return the moves of a micro-batch by the layer that reads the tensor first, and those for the loss function."""
+    readers, size = steps.first_readers(), Counter[str]()
+    for step in steps.steps:
+        if isinstance(step, Move):
+            later = step.writes if step.phase == "forward" else step.reads
+            size[later.key] += sum(traffic(step, 4).values())
+    layers: dict[str, list[schema.MoveEntry]] = {}
+    outputs: list[schema.MoveEntry] = []
+    for step in steps.phase("forward"):
+        if isinstance(step, Move):
+            reader = readers.get(step.writes.key)
+            (outputs if reader is None else layers.setdefault(reader, [])).append(
+                schema.MoveEntry(
+                    value=step.reads.layer, source=_layout_name(step.reads.layout),
+                    target=_layout_name(step.writes.layout), bytes=size[step.writes.key],
+                )
+            )  # fmt: skip
+    return layers, outputs
+
+
+def _layout_name(layout: Layout) -> str:
+    match layout:
+        case Split(0, _):
+            return "split by samples"
+        case Split(1, _):
+            return "split by channels"
+        case Split(axis, _):
+            return f"split along axis {axis}"
+        case Replicated((device,)) | OnOne(device):
+            return f"whole on device {device}"
+        case Replicated(devices):
+            return f"copies on {len(devices)} devices"
+        case Partial():
+            return "partial sums"

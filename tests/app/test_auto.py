@@ -373,7 +373,7 @@ def test_the_forecast_marks_what_does_not_fit(
     said = capsys.readouterr().out
     assert f"! data does not fit: {first.name} needs" in said
     assert "! auto" not in said
-    assert "Plan auto, device by device" in said
+    assert "Plan auto, per device and step" in said
     assert "J/image" in said
     saved = Plan.load(plan)
     graph = trace(build_net("two-conv:4:6", (1, 8, 8), 10), torch.zeros(1, 1, 8, 8)).graph

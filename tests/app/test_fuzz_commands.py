@@ -116,7 +116,6 @@ VERBS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
         },
     ),
     "report": (["LOG"], {"--output": ["OUT", "FLEET"]}),
-    "report --serve": (["LOG"], {"--port": ["FREE"], "--output": ["OUT"]}),
     "setup": (
         ["--fleet", "ADDRESSES"],
         {
@@ -178,7 +177,6 @@ def command(
     monkeypatch.setattr("convoy.setup.command._all", lambda *_: {})
     monkeypatch.setattr("convoy.setup.packages.own_wheel", lambda scratch, _: written(scratch / "own.whl", ""))
     monkeypatch.setattr("convoy.doctor.command.run_doctor", lambda *_: 0)
-    monkeypatch.setattr("convoy.report.serve.PageServer.serve_forever", lambda self: self.page.newer("", self.closing))
     monkeypatch.setattr("convoy.launch.survey.ask", lambda hosts: [read_answer(ANSWER)] * len(hosts))
     monkeypatch.chdir(tmp_path)
 
@@ -222,9 +220,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def places(good: dict[str, Path], folder: Path) -> dict[str, str]:
     """The good files, copied anew: a command may have written over them."""
     copies = {name: str(shutil.copyfile(path, folder / path.name)) for name, path in good.items()}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    return copies | {"FOLDER": str(folder), "OUT": str(folder / "out"), "FREE": str(port)}
+    return copies | {"FOLDER": str(folder), "OUT": str(folder / "out")}
 
 
 Command = Callable[[list[str]], int]

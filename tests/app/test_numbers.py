@@ -45,7 +45,7 @@ def test_the_seconds_of_a_device_add_up_to_those_in_the_title() -> None:
     ]  # fmt: skip
     shown.usage(uses, History(epochs=[EpochResult(0, 1.0, 0.5, 18.4, 54.0, 0.1)]))
     text = file.getvalue()
-    assert "Devices over 85.0 s: 18.4 s of training, 66.6 s of tests" in text
+    assert "Devices over 85.0 s: 18.4 s of training, 66.6 s of evaluation" in text
     for row in cells(text):
         assert sum(float(cell.removesuffix(" s")) for cell in row[4:7]) == pytest.approx(85.0)
 
@@ -87,7 +87,7 @@ def test_a_run_prints_what_it_logs(
     (use,) = [DeviceLine(**row) for row in map(json.loads, log.read_text().splitlines()) if row["what"] == "device"]
     assert use.wall_s is not None
     wall_s, train_s, rest_s = map(
-        float, re.findall(r"over ([\d.]+) s: ([\d.]+) s of training, ([\d.]+) s of tests", out)[0]
+        float, re.findall(r"over ([\d.]+) s: ([\d.]+) s of training, ([\d.]+) s of evaluation", out)[0]
     )
     assert train_s == pytest.approx(sum(float(seconds) for _, seconds in epochs), abs=0.11)
     assert train_s + rest_s == pytest.approx(wall_s, abs=0.11)

@@ -33,6 +33,7 @@ from convoy.planner.bound_wire import Kinds, path_of, wire_s
 from convoy.planner.planner import candidates
 from convoy.planner.predict import PlanningContext, predict_plan
 from convoy.planner.share_places import STEPS, square
+from convoy.report.numbers import seconds
 from convoy.report.plans import least_words, show_predictions
 from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, holders
 from convoy.sharding.shares import Shares, apportion
@@ -492,9 +493,9 @@ def test_the_bound_stands_in_words_beside_a_plan() -> None:
     row = predict_plan(context.candidates()[0].plan.named("auto"), context)
     least = context.least()
     words = least_words(row, least, context.names)
-    assert f"less than {least.step_s:.3g} s a step (by computing alone): auto is within " in words
-    assert f"{row.step_s / least.step_s - 1:.1%}" in words
-    assert "the card of d1" in least_words(row, LowerBound(1.0, wire_s=2.0, device=1), context.names)
+    assert f"less than {seconds(least.step_s)} a step, by computing alone; auto takes " in words
+    assert f"{row.step_s / least.step_s:.2f}x as long" in words
+    assert "the NIC of d1" in least_words(row, LowerBound(1.0, wire_s=2.0, device=1), context.names)
 
 
 def test_every_plan_of_the_table_says_how_far_above_the_bound_it_is() -> None:
@@ -506,7 +507,7 @@ def test_every_plan_of_the_table_says_how_far_above_the_bound_it_is() -> None:
     cells = [re.findall(r"[^\s│|]+", line) for line in printed.getvalue().splitlines()]
     for row in rows:
         (found,) = (line for line in cells if line[:1] == [row.plan.name])
-        assert ("-" if row is rows[-1] else f"{row.step_s / context.least().step_s - 1:.1%}") in found
+        assert ("-" if row is rows[-1] else f"{row.step_s / context.least().step_s:.2f}x") in found
 
 
 def test_a_size_that_was_timed_beside_a_grid_makes_only_sizes_near_it_faster() -> None:

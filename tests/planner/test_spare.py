@@ -100,12 +100,12 @@ def test_no_room_is_said_and_one_device_keeps_nothing(graph: Graph) -> None:
     assert [each.partition(" needs")[0] for each in spare_price(row, context).overfull] == ["d1"]
     out = StringIO()
     show_spare(Console(file=out, width=200), row, context)
-    assert "no room: d1 needs" in out.getvalue()
+    assert "snapshots do not fit: d1 needs" in out.getvalue()
     row, context = case(graph, "data", copy_s_per_byte=0.07 / (8 * entries(graph)))
     out = StringIO()
     show_spare(Console(file=out, width=200), row, context)
-    assert "(--spare auto): the state after every 4 steps, 1.8% of a step's time, nothing sent" in out.getvalue()
-    assert "after each step (--spare every-step) it would be 7.0%" in out.getvalue()
+    assert "(--spare auto): after every 4 steps, 1.8% of a step's time, nothing sent" in out.getvalue()
+    assert "after each step (--spare every-step) 7.0%" in out.getvalue()
     row, context = case(graph, "data", devices=1)
     assert spare_price(row, context).memory_bytes == (0,)
 

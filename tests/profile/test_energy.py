@@ -10,7 +10,7 @@ import torch
 from convoy.comm.group import Group
 from convoy.profile import energy
 from convoy.profile.energy import Counter, EnergyMeter, counted_with, meter_of, once_each
-from convoy.runlog.meters import Meters
+from convoy.runlog.observers import Meters
 from convoy.runlog.schema import SystemLine
 from tests.support.threads import run_on_threads
 

@@ -9,9 +9,8 @@ import pytest
 
 from convoy.report.compare import write_comparison
 from convoy.report.page import write_report
-from tests.report.test_serve import serving
 from tests.support.browser import Page, browsing, needs_browser
-from tests.support.run_logs import RESHARE, RUN, layer, whole_run, write
+from tests.support.run_logs import epoch, layer, whole_run, write
 
 pytestmark = needs_browser
 
@@ -100,7 +99,7 @@ def test_the_numbers_of_the_log_stand_where_they_belong(page: Page) -> None:
     page.tell(UNFOLD)
     header = page.tell("document.querySelector('header').innerText")
     assert "two-conv:32:128 on digits" in header
-    assert "Plan auto on 3 devices, begun 21 November 2026, 19:47 UTC. Finished: 40 of 40 steps." in header
+    assert "Plan auto on 3 devices, started 21 November 2026, 19:47 UTC. Finished: 40 of 40 steps." in header
     expected = {
         "numbers": [
             "Test accuracy 87.5% best 87.5% after step 40",
@@ -108,30 +107,30 @@ def test_the_numbers_of_the_log_stand_where_they_belong(page: Page) -> None:
             "Samples/s 3,200 20 ms a step, median",
             "Predicted samples/s 4,000 16 ms a step, -20.0% off",
             "Limit 7,000",
-            "Of the limit 45.7%",
+            "Efficiency 45.7%",
             "Training 800 ms 2 epochs, 40 steps",
         ],
         "curves": ["Smoothing 0.60", "training loss", "1 1.5 62.5% 3,200 0.4 0.01", "2 0.5 87.5% 3,200 0.4 0.01"],
         "rate": ["predicted 4,000", "limit 7,000", "bound by computing on lab1-cpu0"],
         "plan": [
-            "Plan auto: 64 samples in one pass, sums by ring.",
-            "what is in force stands first",
+            "Plan auto: 64 samples per micro-batch, sums by ring.",
+            "the current plan is first",
             "From step 10 on: conv2 64/48/16 -> 96/24/8 filters",
             "Steps 0 to 9: as the run began",
             "↓ split by samples → copies on 3 devices · 262 kB",
             "Σ 5.12 kB",
             "then elementwise",
             "the first of its kind",
-            "for the loss: whole on device 0 → copies on 3 devices · 5.12 kB",
+            "for the loss function: whole on device 0 → copies on 3 devices · 5.12 kB",
         ],
         "step": [
-            "From step 10 on For these shares nothing was predicted.",
+            "From step 10 on Nothing was predicted for these shares.",
             "Steps 0 to 9",
             "takes 16 ms",
-            "lab1-cpu0 computes 75.0%, waits for messages 25.0%",
+            "lab1-cpu0 busy 75.0%, waits for messages 25.0%",
             "time (ms)",
         ],
-        "devices": ["4,000 samples/s alone, 75.0% of the arithmetic", "cpu (2 threads) on lab2, slowed down 4x"],
+        "devices": ["4,000 samples/s solo, 75.0% of the arithmetic", "cpu (2 threads) on lab2, slowed down 4x"],
         "shares": ["changed once", "after step 9: conv2 64/48/16 -> 96/24/8 filters"],
         "settings": ["net two-conv:32:128 command line", "plan auto run.toml line 3", "timeout 60", "slowdown 1, 2, 4"],
         "versions": ["torch 2.13.0+cpu", "device 2 cpu (2 threads) on lab2, slowed down 4x"],
@@ -181,9 +180,11 @@ def test_pictures_show_what_they_tell(page: Page) -> None:
     (left, right, *_), _, (last, end, *_) = places(page, "#step .track:nth-of-type(1) .span:not(.send)")
     assert (left, right) == pytest.approx((0.0, 4 / 16), abs=0.01)
     assert (last, end) == pytest.approx((14 / 16, 1.0), abs=0.01)
-    areas = places(page, "#shares .area")
-    assert [area[:2] for area in areas] == [pytest.approx([0, 0.25], abs=0.01)] * 3 + [pytest.approx([0.25, 1])] * 3
-    assert [area[3] - area[2] for area in areas] == pytest.approx([0.5, 0.375, 0.125, 0.75, 0.1875, 0.0625], abs=0.01)
+    shares = places(page, "#shares polyline")
+    assert [share[:2] for share in shares] == [pytest.approx([0, 1], abs=0.01)] * 3
+    assert page.tell("document.getElementById('share-desc').textContent").startswith(
+        "device 0: 50% at 0, 75% at 40 (step); device 1: 37.5% at 0, 18.75% at 40 (step); device 2: "
+    )
     top = {name: places(page, f"#rate svg .{name}")[0][2] for name in ("limit", "prediction", "main")}
     assert 0 <= top["limit"] < top["prediction"] < top["main"] < 1, "7,000 above 4,000 above 3,200"
     (curve,) = places(page, "#loss-desc ~ polyline.faint")
@@ -210,16 +211,6 @@ def test_names_that_are_long_or_look_like_markup(tmp_path: Path) -> None:
         assert page.tell("document.querySelector('h1').innerText") == f"{evil} on digits"
         for section in ("plan", "devices", "step", "settings"):
             assert evil in text_of(page, section)
-        needs, has = page.tell(OVERFLOW)
-        assert needs <= has == 390
-
-
-def test_a_run_that_has_just_begun_is_a_page_too(tmp_path: Path) -> None:
-    with browsing(tmp_path / "profile") as page:
-        page.resize(390)
-        page.open(write_report(write(tmp_path / "run.jsonl", [RUN])))
-        assert page.told("Runtime.exceptionThrown") == []
-        assert "Not finished: 0 of 40 steps" in page.tell("document.querySelector('header').innerText")
         needs, has = page.tell(OVERFLOW)
         assert needs <= has == 390
 
@@ -270,35 +261,26 @@ def test_smoothing_is_the_exponential_mean(page: Page) -> None:
         assert page.tell("document.querySelector('.smoothing output').innerText") == f"{weight:.2f}"
 
 
-def test_a_page_that_is_served_follows_its_run(tmp_path: Path) -> None:
-    """What a person unfolded and set stays so; a server that ends is told; nothing complains."""
-    rows, log = whole_run(), tmp_path / "log.jsonl"
+def test_a_live_page_loads_itself_and_keeps_what_was_unfolded(tmp_path: Path) -> None:
+    """Nothing but the file is requested. The page that is written at the end stays."""
+    log = write(tmp_path / "log.jsonl", [*whole_run()[:4], *epoch(0)])
     with browsing(tmp_path / "profile") as page:
         page.resize(1200)
-        with serving(tmp_path) as server:
-            page.open(server.address)
-            assert "Nothing to show yet" in page.tell("document.body.innerText")
-            write(log, rows[: rows.index(RESHARE) + 1])
-            page.wait_for("document.body.innerText.includes('Not finished: 10 of 40 steps')")
-            page.tell(f"{SLIDE}(0.3)")
-            page.tell("document.querySelector('#plan details:last-of-type').open = true")
-            page.tell("document.querySelector('#settings').dataset.mine = 'untouched'")
-            write(log, rows)
-            page.wait_for("document.body.innerText.includes('Finished: 40 of 40 steps')")
-            assert page.tell("document.querySelector('.smoothing input').value") == "0.3"
-            assert page.tell("[...document.querySelectorAll('#plan details')].map(each => each.open)") == [True, True]
-            assert page.tell("document.querySelector('#settings').dataset.mine") == "untouched", (
-                "what is as it was stays"
-            )
-            assert page.tell("document.querySelector('.live').innerText").startswith("live, as of ")
-            needs, has = page.tell(OVERFLOW)
-            assert needs <= has
-            hosts = {event["request"]["url"].partition("?")[0] for event in page.told("Network.requestWillBeSent")}
-            assert {url for url in hosts if not url.startswith("data:")} == {server.address, f"{server.address}update"}
-            complaints = [page.told(kind) for kind in ("Log.entryAdded", "Runtime.exceptionThrown")]
-            assert complaints == [[], []]
-        page.wait_for("document.querySelector('.live').innerText.includes('does not answer')")
-        assert "Finished: 40 of 40 steps" in page.tell("document.body.innerText"), "the page stays"
+        page.open(write_report(log, reload_s=1))
+        page.wait_for("document.body?.innerText.includes('Not finished: 20 of 40 steps')")
+        page.tell(f"{SLIDE}(0.3)")
+        page.tell("document.querySelector('#plan details:last-of-type').open = true")
+        page.tell("scrollTo(0, 700)")
+        write_report(write(log, whole_run()))
+        page.wait_for("document.body?.innerText.includes('Finished: 40 of 40 steps')")
+        page.wait_for("document.readyState == 'complete'")
+        assert page.tell("document.querySelector('.smoothing input').value") == "0.3"
+        assert page.tell("[...document.querySelectorAll('#plan details')].map(each => each.open)") == [True, True]
+        assert page.tell("scrollY") > 300, "it does not jump to its start"
+        asked = {event["request"]["url"] for event in page.told("Network.requestWillBeSent")}
+        assert {url for url in asked if not url.startswith("data:")} == {(tmp_path / "log.html").as_uri()}
+        complaints = [page.told(kind) for kind in ("Log.entryAdded", "Runtime.exceptionThrown")]
+        assert complaints == [[], []]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

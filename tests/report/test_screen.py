@@ -1,19 +1,16 @@
-"""What a terminal shows of a training, and that its log is JSON."""
+"""What a terminal shows of a training, and while the user waits."""
 
 import io
-import json
 import os
-from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from convoy.errors import InputError
 from convoy.plan.explain import LayerRow
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch
-from convoy.report.screen import Screen
+from convoy.report.screen import LINE_EVERY_S, Screen, Wait
 from convoy.runlog.schema import DeviceLine
-from convoy.runlog.writer import RunLog
 from convoy.train.observer import EpochResult, Evaluation, StepResult
 from convoy.train.record import History
 
@@ -34,7 +31,7 @@ def uses(compute_s: float, exchange_s: float) -> list[DeviceLine]:
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_names_are_printed_as_they_are_and_nothing_is_cut_off(terminal: bool) -> None:
+def test_names_are_printed_unchanged_and_nothing_is_cut_off(terminal: bool) -> None:
     """A bracket in a plan's name is no markup; the widest numbers fit into 80 columns."""
     file = io.StringIO()
     screen = Screen(visible=True)
@@ -93,10 +90,10 @@ def test_a_comparison_ends_with_how_many_times_faster(
 
 
 @pytest.mark.parametrize(("compute_s", "exchange_s", "why"), [
-    (1.0, 2.5, "the devices wait for each other longer than they compute (10.0 s beside 4.0 s"),
+    (1.0, 2.5, "the devices wait for each other longer than they compute (10.0 s against 4.0 s"),
     (2.5, 1.0, f"the 4 processes share {os.cpu_count()} cores"),
 ])  # fmt: skip
-def test_a_fleet_that_one_device_beats_is_told_so_and_why(compute_s: float, exchange_s: float, why: str) -> None:
+def test_a_fleet_slower_than_one_device_is_told_why(compute_s: float, exchange_s: float, why: str) -> None:
     file = io.StringIO()
     screen = Screen(visible=True)
     screen.console.file = file
@@ -115,25 +112,34 @@ def test_an_invisible_screen_says_nothing(capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_training_that_diverges_still_writes_json(tmp_path: Path) -> None:
-    """NaN is no JSON: most readers refuse a line that holds one."""
-    with RunLog(tmp_path / "log") as log:
-        log.on_step(StepResult(0, 0, float("nan"), 5, 0.5))
-        log.on_evaluation(Evaluation(0, 1, 0.1, ends_epoch=True, is_best=True))
-        log.on_epoch(EpochResult(0, float("inf"), 0.1, 1.0, 5.0, 0.5))
-        log.run({"times": [1.0, float("nan")]}, images=5)
-    lines = (tmp_path / "log").read_text().splitlines()
-    rows = [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in lines]
-    assert rows[0].pop("s") >= 0
-    run = rows.pop()
-    assert rows == [
-        {"what": "step", "step": 0, "epoch": 0, "loss": None, "samples": 5, "lr": 0.5},
-        {"what": "evaluation", "step": 1, "epoch": 0, "accuracy": 0.1, "best": True},
-        {"what": "epoch", "epoch": 0, "loss": None, "accuracy": 0.1, "train_s": 1.0, "samples_per_s": 5.0, "lr": 0.5},
-    ]
-    assert run["options"] == {"times": [1.0, None]}
+def test_without_a_terminal_a_wait_prints_a_line_every_ten_seconds() -> None:
+    now, file = [100.0], io.StringIO()
+    with Wait(Console(file=file), "measuring", 60.0, now=lambda: now[0]) as tell:
+        assert file.getvalue() == "measuring, about 1 min 0 s ...\n"
+        for second in range(25):
+            tell("layer [conv1]", second, 25)
+            now[0] += 1.0
+    lines = file.getvalue().splitlines()[1:]
+    assert lines == ["  10 s: layer [conv1] (10 of 25)", "  20 s: layer [conv1] (20 of 25)"]
+    assert LINE_EVERY_S == 10
 
 
-def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"cannot write the log .*: No such file or directory; give a path"):
-        RunLog(tmp_path / "nowhere" / "log")
+def test_a_short_wait_prints_nothing() -> None:
+    now, file = [0.0], io.StringIO()
+    with Wait(Console(file=file), "planning", first_s=1.0, now=lambda: now[0]) as tell:
+        for second in (0.1, 0.9, 2.0, 3.0, 12.5):
+            now[0] = second
+            tell(f"part {second}")
+    assert file.getvalue().splitlines() == ["planning: part 2.0 ...", "  12.5 s: part 12.5"]
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_on_a_terminal_a_wait_is_a_line_that_disappears(quiet: bool) -> None:
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, quiet=quiet, width=100)
+    with Wait(console, "planning") as tell:
+        tell("the [plans]")
+        if not quiet:
+            assert tell.progress is not None
+            tell.progress.refresh()
+    assert ("planning: the [plans]" in file.getvalue()) is not quiet

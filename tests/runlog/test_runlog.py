@@ -1,24 +1,21 @@
-"""Every training tells what it did: where, in which lines, and what a page makes of them."""
+"""The log of a run: where it is, which lines it has, how it is written and continued."""
 
 import errno
 import io
 import json
 import os
 import re
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 import convoy.app.train  # noqa: F401 - before the first look at open files
 from convoy import cli
 from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
 from convoy.app.telling import teller
-from convoy.comm.group import AloneGroup
 from convoy.config.run_file import resolve_settings
 from convoy.config.settings import Settings
 from convoy.data import load
@@ -29,14 +26,11 @@ from convoy.report.numbers import seconds
 from convoy.report.page import write_report
 from convoy.report.screen import Screen
 from convoy.runlog.directory import make_directory
-from convoy.runlog.metrics import measured_step_s
-from convoy.runlog.observers import StepTimer, Utilization
+from convoy.runlog.observers import StepTimer
 from convoy.runlog.reader import read_log
-from convoy.runlog.rows import plan_line
 from convoy.runlog.schema import LINE, EvaluationLine, PlanLine, ReshareLine
-from convoy.runlog.writer import RunLog
-from convoy.runtime.clock import Clock
-from convoy.train.observer import EpochResult, Evaluation
+from convoy.runlog.writer import RunLog, plan_line
+from convoy.train.observer import EpochResult, Evaluation, StepResult
 from tests.support.one_device import by_name, graph_of
 from tests.support.processes import PLACE, on_processes
 
@@ -71,10 +65,10 @@ def rows_of(log: Path, what: str = "") -> list[dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------------- where
 
 
-def test_a_training_keeps_a_folder_without_being_asked(
+def test_a_training_makes_a_folder_by_default(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its last words are the command that makes a page of it; its settings and its plan can be run again."""
+    """It ends with the command that makes a page; its settings and its plan can be run again."""
     assert train(monkeypatch, *TINY, "--plan", "master", "--seed", "7") == 0
     (folder,) = runs.iterdir()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-\d\d\.\d\d\.\d\d-two-conv-4-6", folder.name)
@@ -111,7 +105,7 @@ def test_no_log_where_none_is_wanted(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_told_before_the_training(
+def test_a_folder_that_cannot_be_written_is_refused_before_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -121,9 +115,7 @@ def test_a_place_that_cannot_be_written_is_told_before_the_training(
     assert re.search(r"cannot make the folder .*file is no folder; give --log FILE, or", capsys.readouterr().err)
 
 
-def test_a_run_that_goes_on_goes_on_in_the_log_beside_its_checkpoints(
-    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_continues_its_log(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed within a line, behind its last checkpoint: half a line is dropped, steps done twice count once."""
     folder = tmp_path / "run"
     keeping = [*TINY, "--checkpoint", str(folder), "--checkpoint-steps", "2"]
@@ -146,12 +138,12 @@ def test_a_run_that_goes_on_goes_on_in_the_log_beside_its_checkpoints(
 # ------------------------------------------------------------------------------------------------------- which lines
 
 
-def test_a_job_tells_all_that_a_page_needs(tmp_path: Path) -> None:
+def test_a_job_logs_all_that_a_page_needs(tmp_path: Path) -> None:
     """On two processes, with a plan that the planner chose: a prediction, its timeline, the fleet it was made for."""
     fleet, folder = tmp_path / "fleet.toml", tmp_path / "run"
     fleet.write_text(on_processes(2, "tests.app.test_auto:measure_tiny", limit_s=60)[0])
     argv = ["--net", "two-conv:4:6", "--limit", "320", "--batch", "32", "--epochs", "2", "--rebalance"]
-    argv += ["--plan", "auto", "--fleet", str(fleet), "--checkpoint", str(folder)]
+    argv += ["--plan", "auto", "--fleet", str(fleet), "--checkpoint", str(folder), "--page"]
     (printed,), silent = on_processes(2, "tests.support.commands:train_all", [argv], joined=False, limit_s=60)
     assert silent == [""]
     files = {path.name for path in folder.iterdir() if path.is_file()}
@@ -178,11 +170,13 @@ def test_a_job_tells_all_that_a_page_needs(tmp_path: Path) -> None:
     assert len(timed) == 18, "the first step of each epoch is not timed"
     assert all(0 < s < 60 for s in timed)
     assert {row.lr for row in record.steps} == {0.01}
-    text = write_report(folder).read_text()
-    assert f"one pass of the batch takes {seconds(predicted.step_s)}" in text
+    assert f"A page of this run: {folder / 'report.html'}" in printed
+    text = (folder / "report.html").read_text()
+    assert f"a micro-batch takes {seconds(predicted.step_s)}" in text
+    assert 'http-equiv="refresh"' not in text, "the run is over"
 
 
-def test_what_a_plan_line_tells_is_what_the_table_shows() -> None:
+def test_a_plan_line_has_the_numbers_of_the_plan_table() -> None:
     """Moves and sums together are the bytes of the table, layer by layer."""
     for name in ("master", "hybrid", "data", "model"):
         plan, graph = by_name(name, "two-conv"), graph_of("two-conv")
@@ -201,7 +195,7 @@ def test_what_a_plan_line_tells_is_what_the_table_shows() -> None:
     assert [(move.source, move.target) for move in moves["conv2"]] == [("whole on device 0", "copies on 3 devices")]
 
 
-def test_a_change_of_shares_is_told_with_what_follows_from_it(tmp_path: Path) -> None:
+def test_a_change_of_shares_is_logged_with_the_new_plan(tmp_path: Path) -> None:
     graph, plan = graph_of("two-conv"), by_name("data", "two-conv")
     state = Balancer.start(plan, graph)
     decision: Decision = Keep("nothing yet")
@@ -219,33 +213,6 @@ def test_a_change_of_shares_is_told_with_what_follows_from_it(tmp_path: Path) ->
     assert before.work == pytest.approx(work_shares(lower(plan, graph), graph))
     assert after.work == pytest.approx(work_shares(lower(decision.plan, graph), graph))
     assert after.work[0] < before.work[0]
-
-
-def test_tests_and_the_first_step_after_them_count_for_no_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Worked out by hand: a clock that is set, two steps of 2 s, a test of 100 s, two of which one counts."""
-    now_s = 0.0
-    monkeypatch.setattr("convoy.runlog.observers.time.perf_counter", lambda: now_s)
-    clock = Clock(torch.device("cpu"))
-    with RunLog(tmp_path / "log") as log:
-        busy = Utilization(AloneGroup(torch.device("cpu")), clock, log)
-        for kind, wall_s, compute_s, exchange_s in (
-            ("step", 5.0, 5.0, 0.0), ("step", 2.0, 1.0, 0.5), ("step", 2.0, 1.5, 0.25), ("test", 100.0, 90.0, 5.0),
-            ("step", 7.0, 3.0, 3.0), ("step", 2.0, 0.5, 1.0),
-        ):  # fmt: skip
-            now_s += wall_s
-            clock.add(compute_s, {"layer": 1.0}, "forward")
-            clock.exchange_s += exchange_s
-            if kind == "step":
-                busy.on_step_end(0, 10)
-            else:
-                busy.on_evaluation(Evaluation(0, 3, 0.5, ends_epoch=False, is_best=True))
-        busy.on_epoch(EpochResult(0, 1.0, None, 1.0, 1.0, 0.1))
-        busy.on_epoch(EpochResult(1, 1.0, None, 1.0, 1.0, 0.1))
-    first, second = rows_of(tmp_path / "log", "busy")
-    assert (first["steps"], first["wall_s"], first["compute_s"], first["exchange_s"]) == (3, [6.0], [3.0], [1.75])
-    assert (second["steps"], second["wall_s"]) == (0, [0.0]), "an epoch counts by itself"
 
 
 # ---------------------------------------------------------------------------------------------------- logs of before
@@ -266,9 +233,7 @@ def test_a_log_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert record.prediction.step_s == pytest.approx(0.013981265862885587)
     assert record.end is not None
     assert record.end.step_s == pytest.approx(0.0246, abs=1e-4)
-    assert measured_step_s(record) == pytest.approx(record.end.step_s, rel=1e-3), (
-        "the steps of the plan before do not count"
-    )
+    assert record.step_s == pytest.approx(record.end.step_s, rel=1e-3), "the steps of the plan before do not count"
     assert "Finished: 40 of 40 steps." in write_report(path, tmp_path / "page.html").read_text()
 
 
@@ -290,8 +255,8 @@ def test_a_line_is_read_as_it_was_written(tmp_path: Path) -> None:
         }
 
 
-def test_the_log_of_a_stopped_device_goes_on_without_it(tmp_path: Path) -> None:
-    """It holds the file's lock as long as it is stopped: steps of those that went on were in no log."""
+def test_the_log_of_a_suspended_device_is_continued_by_another(tmp_path: Path) -> None:
+    """It holds the file's lock while it is suspended: steps of the others were in no log."""
     path = tmp_path / "log"
     with RunLog(path) as stopped:
         stopped.write(EvaluationLine(step=0, epoch=0, accuracy=0.1, best=True))
@@ -304,50 +269,14 @@ def test_the_log_of_a_stopped_device_goes_on_without_it(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["log"]
 
 
-def test_a_log_is_taken_over_as_soon_as_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk was full when its device was lost: who went on never tried again, and the log ended there."""
-    path, told, full = tmp_path / "log", list[str](), [True]
-    lines = [EvaluationLine(step=step, epoch=0, accuracy=0.1, best=True) for step in range(4)]
-    copy = shutil.copyfile
-
-    def no_room(source: Path, target: Path) -> None:
-        copy(source, target)
-        if full[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("convoy.runlog.writer.shutil.copyfile", no_room)
-    with RunLog(path) as stopped:
-        stopped.write(lines[0])
-        with RunLog(path, 1, told.append, from_lost=True) as log:
-            log.write(lines[1])
-            full[0] = False
-            log.write(lines[2])
-            assert len(rows_of(path)) == 1, "a long log is not copied at every line"
-            monkeypatch.setattr(log, "_next_s", 0.0)
-            log.write(lines[3])
-            assert [row["step"] for row in rows_of(path)] == [0, 1, 2, 3]
-    assert told[0].startswith(f"WARNING: the log {path} cannot be written (No space left on device): make room there; ")
-    assert told[1:] == [f"the log {path} goes on: no line is missing"]
-    assert [each.name for each in tmp_path.iterdir()] == ["log"]
-
-
-def test_a_log_that_is_never_taken_over_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, told = tmp_path / "log", list[str]()
-    path.touch()
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("convoy.runlog.writer._copied", lambda _: (_ for _ in ()).throw(full))
-    with RunLog(path, 1, told.append, from_lost=True) as log:
-        log.write(EvaluationLine(step=1, epoch=0, accuracy=0.1, best=True))
-    assert told[1:] == [f"WARNING: the log {path} lacks its last 1 lines: there was no room for them"]
-
-
-def test_a_log_that_cannot_be_made_names_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"cannot write the log .*: Is a directory"):
-        RunLog(tmp_path)
+@pytest.mark.parametrize(("place", "why"), [(".", "Is a directory"), ("nowhere/log", "No such file or directory")])
+def test_a_log_that_cannot_be_written_names_the_remedy(place: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=rf"cannot write the log .*: {why}; give a path in a folder that exists"):
+        RunLog(tmp_path / place)
 
 
 class SmallDisk:
-    """Takes so many bytes of what the log writes, in whatever pieces, and then has no room."""
+    """Takes so many bytes of what the log writes, then has no room."""
 
     def __init__(self, room_bytes: int) -> None:
         self.room_bytes, self.write = room_bytes, os.write
@@ -364,7 +293,7 @@ class SmallDisk:
 def test_lines_wait_while_the_disk_is_full(most_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first line that found no room ended the log, and in the middle of the line."""
     path, disk, told = tmp_path / "log", SmallDisk(130), list[str]()
-    monkeypatch.setattr("convoy.runlog.writer.MOST_WAITING_BYTES", most_bytes)
+    monkeypatch.setattr("convoy.runlog.writer.MAX_PENDING_BYTES", most_bytes)
     monkeypatch.setattr("convoy.runlog.writer.os.write", disk)
     lines = [EvaluationLine(step=step, epoch=0, accuracy=0.1, best=True) for step in range(7)]
     with RunLog(path, tell=told.append) as log:
@@ -374,20 +303,36 @@ def test_lines_wait_while_the_disk_is_full(most_bytes: int, tmp_path: Path, monk
         disk.room_bytes = 10_000
         log.write(lines[6])
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
-    left_out = 0 if most_bytes > 200 else 7 - len(steps)
-    assert steps == [*range(6 - left_out), 6] if most_bytes > 200 else steps == [*range(len(steps))]
-    assert bool(left_out) == (most_bytes == 200)
-    assert re.fullmatch(
-        r"WARNING: the log .*log cannot be written \(No space left on device\): make room there; .*", told[0]
-    )
-    missing = f"{left_out} lines are missing" if left_out else "no line is missing"
-    assert told[1:] == [f"the log {path} goes on: {missing}"]
+    dropped = 7 - len(steps)
+    assert steps == list(range(len(steps)))
+    assert bool(dropped) == (most_bytes == 200)
+    assert told[0].startswith(f"WARNING: cannot write the log {path} (No space left on device): free some space; ")
+    missing = f"{dropped} lines are missing" if dropped else "no line is missing"
+    assert told[1:] == [f"the log {path} continues: {missing}"]
 
 
-def test_what_a_log_lacks_in_the_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_ends_on_a_full_disk_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, told = tmp_path / "log", list[str]()
     with RunLog(path, tell=told.append) as log:
         monkeypatch.setattr("convoy.runlog.writer.os.write", SmallDisk(0))
         for step in range(3):
             log.write(EvaluationLine(step=step, epoch=0, accuracy=0.1, best=True))
-    assert told[1:] == [f"WARNING: the log {path} lacks its last 3 lines: there was no room for them"]
+    assert told[1:] == [f"WARNING: the log {path} lacks its last 3 lines: the disk is full"]
+
+
+def test_a_diverged_training_still_writes_json(tmp_path: Path) -> None:
+    """NaN is not JSON: most readers refuse a line that holds one."""
+    with RunLog(tmp_path / "log") as log:
+        log.on_step(StepResult(0, 0, float("nan"), 5, 0.5))
+        log.on_evaluation(Evaluation(0, 1, 0.1, ends_epoch=True, is_best=True))
+        log.on_epoch(EpochResult(0, float("inf"), 0.1, 1.0, 5.0, 0.5))
+        log.run({"times": [1.0, float("nan")]}, images=5)
+    lines = (tmp_path / "log").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=lambda name: pytest.fail(name)) for line in lines]
+    assert rows[0].pop("s") >= 0
+    assert rows[:3] == [
+        {"what": "step", "step": 0, "epoch": 0, "loss": None, "samples": 5, "lr": 0.5},
+        {"what": "evaluation", "step": 1, "epoch": 0, "accuracy": 0.1, "best": True},
+        {"what": "epoch", "epoch": 0, "loss": None, "accuracy": 0.1, "train_s": 1.0, "samples_per_s": 5.0, "lr": 0.5},
+    ]
+    assert rows[3]["options"] == {"times": [1.0, None]}

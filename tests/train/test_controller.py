@@ -311,6 +311,7 @@ def test_what_was_done_and_why_stands_on_the_screen_and_in_the_log(tmp_path: Pat
         state, decision = observe(state, {"conv1": [0.3, 0.1]})
     screen = Screen(visible=True, console=Console(file=io.StringIO(), width=200))
     with RunLog(tmp_path / "run.jsonl") as log:
+        log.plan(by_samples((10, 10)), graph_of("two-conv"))
         timer, predicted = StepTimer(20), []
         tell = teller(screen, timer, lambda: log, lambda plan, _, shares_only: predicted.append((plan, shares_only)))
         tell(37, decision)
@@ -324,7 +325,7 @@ def test_what_was_done_and_why_stands_on_the_screen_and_in_the_log(tmp_path: Pat
     assert isinstance(screen.console.file, io.StringIO)
     others = "  step 38: the trial has ended as it began\n  step 39: another plan\n"
     assert screen.console.file.getvalue() == f"  step 37: {words}\n{others}  step 40: {words}\n"
-    row, another = (json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines())
+    _, row, another = (json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines())
     assert (another["step"], another["reason"]) == (39, "another plan")
     assert (row["what"], row["step"], row["reason"]) == ("reshare", 37, words)
     assert Plan.from_json(json.dumps(row["plan"])) == decision.plan

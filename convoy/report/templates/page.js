@@ -1,5 +1,5 @@
 "use strict";
-// What a page does beside showing: values under the pointer, smoothing, and, where it is served, following the run.
+// Values under the pointer, smoothing, and what was unfolded.
 (() => {
   const WIDTH = 1000, HEIGHT = 400, NEAR = 20;
   const originals = new WeakMap();
@@ -24,8 +24,8 @@
   const pointsOf = (line) => line.getAttribute("points").split(" ").map((pair) => pair.split(",").map(Number));
 
   // The exponential mean of each point and those before it, as TensorBoard makes it: the first counts for itself.
-  function smooth(root) {
-    for (const line of root.querySelectorAll("polyline.smooth")) {
+  function smooth() {
+    for (const line of document.querySelectorAll("polyline.smooth")) {
       if (!originals.has(line)) originals.set(line, pointsOf(line));
       let sum = 0, weights = 0;
       const points = originals.get(line).map(([x, y]) => {
@@ -35,7 +35,7 @@
       });
       line.setAttribute("points", points.join(" "));
     }
-    for (const slider of root.querySelectorAll(".smoothing input")) {
+    for (const slider of document.querySelectorAll(".smoothing input")) {
       slider.value = weight;
       slider.parentElement.querySelector("output").textContent = weight.toFixed(2);
     }
@@ -43,7 +43,7 @@
   document.addEventListener("input", (event) => {
     if (event.target.matches(".smoothing input")) {
       weight = Number(event.target.value);
-      smooth(document);
+      smooth();
     }
   });
 
@@ -112,56 +112,16 @@
   });
   document.addEventListener("focusout", hide);
   document.addEventListener("pointerleave", hide);
-  smooth(document);
-
-  // A page that is served says which version it is, and asks for the next. Only what has changed is replaced.
-  if (!document.body.dataset.version) return;
-  const status = document.querySelector(".live"), seen = new Map();
-  const sections = () => [...document.querySelectorAll("header > div, main > section, footer")];
-  const remember = (list, source) => list.forEach((each, place) => seen.set(place, source[place]));
-  const sleep = (ms) => new Promise((done) => setTimeout(done, ms));
-  remember(sections(), sections().map((each) => each.outerHTML));
-
-  function replace(old, fresh) {
-    const open = new Map([...old.querySelectorAll("details")].map((each) => [each.querySelector("summary").textContent, each.open]));
-    for (const each of fresh.querySelectorAll("details")) each.open = open.get(each.querySelector("summary").textContent) ?? each.open;
-    if (old.contains(tip?.[0])) hide();
-    old.replaceWith(fresh);
-    smooth(fresh);
-  }
-  function update(text) {
-    const page = new DOMParser().parseFromString(text, "text/html");
-    const fresh = [...page.querySelectorAll("header > div, main > section, footer")], now = sections();
-    const sources = fresh.map((each) => each.outerHTML);
-    document.title = page.title;
-    document.body.dataset.version = page.body.dataset.version;
-    if (fresh.map((each) => each.id).join() === now.map((each) => each.id).join()) {
-      fresh.forEach((each, place) => { if (seen.get(place) !== sources[place]) replace(now[place], each); });
-    } else {
-      hide();
-      document.querySelector("header > div").replaceWith(fresh[0]);
-      document.querySelector("main").replaceWith(page.querySelector("main"));
-      document.querySelector("footer").replaceWith(fresh.at(-1));
-      smooth(document);
-    }
-    seen.clear();
-    remember(fresh, sources);
-  }
-  async function follow() {
-    for (;;) {
-      if (document.hidden) await new Promise((done) => document.addEventListener("visibilitychange", done, {once: true}));
-      try {
-        const answer = await fetch(`update?after=${encodeURIComponent(document.body.dataset.version)}`);
-        if (answer.status === 200) update(await answer.text());
-        else if (answer.status !== 204) throw new Error(answer.status);
-        status.textContent = `live, as of ${new Date().toLocaleTimeString()}`;
-        status.classList.remove("lost");
-      } catch {
-        status.textContent = "convoy report --serve does not answer: this is what was there last";
-        status.classList.add("lost");
-        await sleep(2000);
-      }
-    }
-  }
-  follow();
+  // A page that follows its run loads itself again: what was unfolded and set stays so.
+  const details = () => [...document.querySelectorAll("details")].map((each) => [each.querySelector("summary").textContent, each]);
+  try {
+    const kept = JSON.parse(sessionStorage.getItem(location.pathname)) ?? {open: {}, weight};
+    for (const [name, each] of details()) each.open = kept.open[name] ?? each.open;
+    weight = kept.weight;
+    addEventListener("pagehide", () => {
+      const open = Object.fromEntries(details().map(([name, each]) => [name, each.open]));
+      sessionStorage.setItem(location.pathname, JSON.stringify({open, weight}));
+    });
+  } catch { /* a browser may forbid storage */ }
+  smooth();
 })();

@@ -1,0 +1,153 @@
+"""What `convoy plan` prints: parts of a step, its lower bound, devices without work, layers that are not split."""
+
+import io
+import re
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from convoy.app.predict import run_predict
+from convoy.cost.costs import Costs
+from convoy.cost.network import network_of
+from convoy.fleet import Card, Device, Fleet, Host
+from convoy.model.graph import Layer
+from convoy.model.tracing import trace
+from convoy.plan.plan import Plan
+from convoy.plan.size import LocalSize, whole_size
+from convoy.plan.steps import Part, Phase
+from convoy.plan.strategy import Batch
+from convoy.planner.bound import LowerBound
+from convoy.planner.predict import PlanningContext, predict_plan
+from convoy.report.plans import show_counts, show_devices, show_plan, show_step_parts, step_parts
+from convoy.simulator.events import Event, Timeline
+from tests.planner.test_bound import two_devices
+from tests.simulator.test_simulate import hosts
+from tests.support import nets
+
+SAMPLE_S = (0.25, 2.0)
+"""Forward seconds of a sample in a layer that is not split, by device. Backward takes three times as long."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Every other layer takes next to nothing."""
+
+    def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:
+        times = (1.0 if phase == "forward" else 3.0) * (1.0 if part == "all" else 0.5)
+        return SAMPLE_S[device] * size.samples * times * (1.0 if layer.kind == "opaque" else 1e-6)
+
+    def alike(self, device: int) -> int:
+        return device
+
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int, shared: bool = False) -> float:  # noqa: ARG002
+        return self.seconds(device, layer, phase, whole_size(layer, batch))
+
+
+@pytest.mark.parametrize(
+    ("net", "shares", "seconds", "device"),
+    [
+        ("opaque-per-sample", (6, 2), 16, "slow"),  # 2 x (2 + 6), where the other takes 6 x (0.25 + 0.75)
+        ("opaque-per-sample", (7, 1), 8, "slow"),  # 1 x (2 + 6) and 7 x (0.25 + 0.75)
+        ("dependent-samples", (6, 2), 8, "quick"),  # all 8 samples on one device: that with the most
+    ],
+)
+def test_a_layer_that_is_not_split_is_listed_with_its_seconds_and_device(
+    net: str, shares: tuple[int, ...], seconds: float, device: str
+) -> None:
+    devices = (Device("quick", "a", "cpu"), Device("slow", "b", "cpu"))
+    fleet = Fleet((Host("a"), Host("b")), devices, Card(1e9, 1e9, 1e-6))
+    graph = trace(nets.build(net), torch.zeros(2, 3, 8, 8, dtype=torch.float64)).graph
+    context = PlanningContext.of(graph, 8, Costs(Table(), network_of(fleet)), fleet)
+    row = predict_plan(Plan("hand", graph.fingerprint, 2, 8, {}, Batch(shares)), context)
+    console = Console(file=io.StringIO(), width=300)
+    show_plan(console, row, context)
+    told = re.findall(r"^\* .*?([\d.]+) s of a step's ([\d.]+) s on (\w+)$", console.file.getvalue(), re.MULTILINE)
+    assert told == [(f"{seconds:.3g}", f"{row.step_s:.3g}", device)]
+    assert row.step_s == pytest.approx(seconds, rel=0.01)
+
+
+BY_HAND = (
+    Event(0, "compute", "a forward", 0.0, 2.0, 0),
+    Event(1, "compute", "a forward", 0.0, 3.0, 0),
+    Event(1, "compute", "Move 1 copies", 3.0, 3.5, 1),
+    Event(0, "wait", "Move 1", 2.0, 6.0, 1),
+    Event(1, "send", "Move 1", 4.0, 6.0, 1, 0, 8),
+    Event(0, "receive", "Move 1", 4.0, 6.0, 1, 1, 8),
+    Event(0, "compute", "SumGradients 2 copies", 5.0, 5.25, 2),  # on the second lane
+    Event(0, "compute", "a backward", 6.0, 10.0, 3),
+    Event(0, "receive", "SumGradients 2", 9.0, 11.0, 2, 1, 8),
+    Event(0, "compute", "optimizer", 11.0, 12.0, 4),
+)
+
+
+def test_each_second_of_a_step_counts_once() -> None:
+    """Half a second of latency: from 2 to 3.5 it waits for the other device, until 4 for the first byte."""
+    network = hosts(2, latency_s=0.5)
+    parts = step_parts(Timeline(BY_HAND, 12.0, (6.0, 3.0), (4.0, 0.0)), network)
+    assert (parts.device, parts.layers_s, parts.optimizer_s, parts.handling_s) == (0, 6.0, 1.0, 0.25)
+    assert (parts.wire_s, parts.latency_s, parts.others_s) == (2.75, 0.5, 1.5)
+    assert parts.step_s == 12.0
+    loss = Event(0, "compute", "loss", 5.25, 5.5, 5)
+    with_loss = step_parts(Timeline((*BY_HAND, loss), 12.0, (6.0, 3.0), (4.0, 0.0)), network)
+    assert (with_loss.loss_s, with_loss.wire_s, with_loss.step_s) == (0.25, 2.5, 12.0)
+
+
+def test_the_parts_of_a_simulated_step_sum_to_it() -> None:
+    _, context = two_devices()
+    for name in ("data", "model", "master"):
+        row = predict_plan(context.named(name), context)
+        parts = step_parts(row.timeline, context.costs.network)
+        assert parts.step_s == pytest.approx(row.step_s)
+        assert min(parts.wire_s, parts.layers_s) > 0
+
+
+def test_the_table_of_parts_has_the_lower_bound_and_the_difference() -> None:
+    _, context = two_devices()
+    row = predict_plan(context.named("data"), context)
+    row = replace(row, timeline=Timeline(BY_HAND, 12.0, (6.0, 3.0), (4.0, 0.0)))
+    console = Console(file=io.StringIO(), width=200)
+    show_step_parts(console, row, LowerBound(5.0, 2.0, wire_s=8.0, device=1), context)
+    told = [re.findall(r"[-+]?[\d.]+ (?:s|ms|µs)|[\d.]+%", line) for line in console.file.getvalue().splitlines()]
+    assert ["6 s", "50.0%", "5 s", "+1 s"] in told
+    assert ["1 s", "8.3%", "2 s", "-1 s"] in told
+    assert ["12 s", "100.0%", "8 s", "+4 s"] in told
+    assert "on d0, which finishes last" in console.file.getvalue()
+
+
+def test_a_device_without_work_is_busy_with_messages_only() -> None:
+    """It was said to compute 10.7 % of a step."""
+    graph, context = two_devices()
+    row = predict_plan(Plan("hand", graph.fingerprint, 2, 16, {}, Batch((16, 0))), context)
+    console = Console(file=io.StringIO(), width=200)
+    show_devices(console, row, context)
+    cells = {
+        line[0]: line[1:] for line in (re.findall(r"[^\s│]+", each) for each in console.file.getvalue().splitlines())
+    }
+    assert (cells["d0"][0], cells["d1"][0]) == ("100.0%", "none")
+
+
+def test_what_a_further_device_brings_names_what_it_is_compared_with() -> None:
+    """ "without d1: 0.96x" did not say of what."""
+    _, context = two_devices()
+    speeds = context.speeds.devices
+    console = Console(file=io.StringIO(), width=200)
+    first, second = sorted(range(2), key=lambda device: -speeds[device])
+    show_counts(console, [(1, speeds[first]), (2, 1.5 * speeds[first])], context)
+    names = context.names
+    expected = f"Adding {names[second]}: from 1.00x to 1.50x the throughput of {names[first]} alone.\n"
+    assert console.file.getvalue() == expected
+
+
+def test_a_prediction_groups_what_changes_nothing_and_explains_the_plan_with_several_devices(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It listed eight changes with "1.00x", and the parts of a step on one device where the answer was No."""
+    monkeypatch.setenv("COLUMNS", "200")
+    run_predict("resnet:8:16", (3, 32, 32), 10, 256, on="laptop-cpu,rtx3060,rtx3090")
+    out = capsys.readouterr().out
+    assert "Would it pay? No: rtx3090 alone is the fastest" in out
+    assert re.search(r"^Best plan with several devices \(convolutions and linear layers\): \d+ ", out, re.M)
+    (line,) = re.findall(r"^One device less or more, compared with rtx3090 alone: (.*)\.$", out, re.M)
+    assert line == "without rtx3090 0.49x, any other 1.00x"
