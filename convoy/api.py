@@ -69,9 +69,10 @@ def prepare(
             and works on this device's pieces from now on; schedules that hold it go on. None: it is made afterwards.
         loader: an ordinary DataLoader; its batch is the whole batch, of all devices. Or a data set, with `batch_size`.
         more: DataLoaders for tests; they are prepared alike.
-        parts: every device loads its own part of each batch alone, and the loaders hand out that part: for loops that do
-            nothing with inputs but give them to the model. Otherwise every device loads all of it, so that mixing samples,
-            counting them, or a loader that was not prepared is as on one device.
+        parts: the loaders hand out only this device's part of the inputs, for loops that do nothing with inputs but give
+            them to the model. With outputs="where-computed" the labels are those of that part, and no other sample is loaded.
+            Otherwise every device loads the whole batch, so that mixing samples, counting them, or a loader that was not
+            prepared is as on one device.
         plan: a name, a plan as from a file, or "auto": the devices are measured, and the planner chooses.
         group: the devices, from `convoy.join`; None: joined here, once per process, and left at its end.
         speeds, fleet, budget_s, precision, slowdown, compile, outputs: as for `make_plan` and `distribute`.

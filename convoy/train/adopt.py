@@ -110,8 +110,9 @@ class AdoptedLoader(Loader):
     Args:
         source: made as for one device.
         model: the distributed model the batches are for.
-        parts: of the inputs this device's part alone is handed out. With the default `collate_fn` it loads its own samples
-            only; with another one it loads and collates the whole batch, since that may join samples, and keeps its part.
+        parts: hand out only this device's part of the inputs. It loads only the samples of which it hands out inputs or
+            labels; with a `collate_fn` other than the default it loads and collates the whole batch, because that may join
+            samples, and keeps its part.
 
     Raises:
         InputError: an iterable-style data set, no batches, or a DistributedSampler, which shares samples out itself.
