@@ -339,7 +339,7 @@ def test_batches_that_are_no_pairs_are_refused_when_they_come() -> None:
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     with pytest.raises(
-        InputError, match=r"works on none of the 8 parameters of Sequential: make it from model.parameters\(\)"
+        InputError, match=r"works on none of the 8 parameters of the model: make it from model.parameters\(\)"
     ):
         convoy.prepare(net(), adam(net()), shuffled(), plan="data", speeds=(1.0,), group=ALONE)
 
