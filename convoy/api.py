@@ -27,9 +27,9 @@ from convoy.profile.auto import BUDGET_S, Passes, Plans, plan_together
 from convoy.profile.progress import Progress, to_stderr
 from convoy.profile.speeds import given_speeds, measure_speeds, timing_s
 from convoy.runtime.clock import Clock
-from convoy.runtime.marks import check_not_distributed
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import compute_in, dtype_named
+from convoy.runtime.shard_guards import check_not_distributed
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Sum
 from convoy.train.adopt import AdoptedLoader, batch_size_of, check_loader, first_samples, rebind, remembered

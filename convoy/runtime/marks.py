@@ -2,7 +2,6 @@
 which may have changed."""
 
 from collections.abc import Iterable
-from typing import NoReturn
 
 from torch import nn
 
@@ -25,50 +24,6 @@ def mark_originals(parameters: Iterable[nn.Parameter]) -> None:
 
 def is_piece(parameter: object) -> bool:
     return getattr(parameter, PIECE, False)
-
-
-def check_not_distributed(model: nn.Module) -> None:
-    """
-    Raises:
-        InputError: parameters of this model are those of a distributed one.
-    """
-    if any(hasattr(parameter, PIECE) for parameter in model.parameters()):
-        raise InputError(
-            f"this {type(model).__name__} is distributed already, or shares parameters with a model that is: prepare takes "
-            "over the model that it is given. Go on with what prepare returned; to begin anew (a cell of a notebook that runs "
-            "twice), make model, optimizer and loader anew before"
-        )
-
-
-class CallGuard:
-    """A forward-pre hook that refuses calls of a module outside of a step, where this device has only shards of its parameters.
-
-    Attributes:
-        working: steps that are being computed now, forward or backward.
-    """
-
-    def __init__(self) -> None:
-        self.working = 0
-
-    def __call__(self, module: nn.Module, _inputs: object) -> None:
-        if not self.working and any(map(is_piece, module._parameters.values())):
-            raise InputError(
-                f"a {type(module).__name__} of a distributed model was called by itself, and this device has only shards of "
-                "its parameters: call the model that prepare or distribute returned, or use a plan that copies parameters, "
-                "such as 'data-by-speed'"
-            )
-
-    def __deepcopy__(self, _memo: object) -> NoReturn:
-        raise InputError(
-            "a module of a distributed model was copied, and this device has only shards of its parameters: copy the "
-            "distributed model itself, on every device, or load its full_state_dict() into a model made anew"
-        )
-
-    def watch(self, model: nn.Module) -> None:
-        """Guard the modules of which this device has shards now."""
-        for module in model.modules():
-            if any(map(is_piece, module._parameters.values())) and self not in module._forward_pre_hooks.values():
-                module.register_forward_pre_hook(self)
 
 
 def mark_unsummed(parameter: nn.Parameter, unsummed: bool) -> None:

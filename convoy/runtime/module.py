@@ -28,13 +28,14 @@ from convoy.runtime.clock import Clock
 from convoy.runtime.compiled import Compiler, check_compiler
 from convoy.runtime.executor import Executor, Expected
 from convoy.runtime.inputs import Inputs, parts_of, read_inputs
-from convoy.runtime.marks import CallGuard, check_not_distributed, mark_originals, mark_unsummed
+from convoy.runtime.marks import mark_originals, mark_unsummed
 from convoy.runtime.module_of_pieces import ModuleOfPieces
 from convoy.runtime.outputs import Outputs, rows_of
 from convoy.runtime.passes import Passes
 from convoy.runtime.plan_in_use import plan_in_use
 from convoy.runtime.program import Program
 from convoy.runtime.program_cache import Noting, ProgramCache
+from convoy.runtime.shard_guards import CallGuard, check_not_distributed
 from convoy.runtime.step_node import StepCall
 from convoy.runtime.torch_guards import guard, guard_module
 from convoy.runtime.watch import Watch

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.runtime.alike import check_copies
-from convoy.runtime.marks import CallGuard, mark_changed, mark_pieces
+from convoy.runtime.marks import mark_changed, mark_pieces
 from convoy.runtime.plan_in_use import PlanInUse
+from convoy.runtime.shard_guards import CallGuard
 from convoy.runtime.weights import Weights
 
 
@@ -142,10 +143,16 @@ class ModuleOfPieces(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         inner = self.__dict__.get("_modules", {}).get("module")
-        here = name in self.__dict__ or hasattr(type(self), name)
-        if inner is not None and not here and hasattr(inner, name):
+        if inner is None or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        elif hasattr(inner, name):
             # Its forward reads it there, or what has read it once refuses the next step.
             setattr(inner, name, value)
+        elif isinstance(value, nn.Module | nn.Parameter):
+            raise InputError(
+                f"{name!r} would be added to a distributed model, whose parameters() would not have it: add it to the model "
+                "before, or keep it beside the distributed model, with its parameters in the optimizer"
+            )
         else:
             super().__setattr__(name, value)
 

@@ -18,7 +18,7 @@ from convoy.runtime.exchange import gather_whole, redistribute
 from convoy.runtime.gradients import global_norm
 from convoy.runtime.marks import check_summed, mark_changed
 from convoy.runtime.plan_in_use import PlanInUse
-from convoy.runtime.retired import retire
+from convoy.runtime.shard_guards import retire
 from convoy.runtime.torch_guards import reading_pieces
 from convoy.runtime.watch import carry_over
 from convoy.sharding.layout import OnOne, Shape, box, everywhere, local_shape

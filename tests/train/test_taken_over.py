@@ -89,9 +89,7 @@ def test_what_is_kept_from_before_acts_where_every_device_has_all_parameters_who
     [*((act, plan) for act in (*LOSSES, *GRADIENTS) for plan in ("model", "sharded")), *((a, "data") for a in NEVER)],
 )
 def test_what_would_act_on_shards_or_not_at_all_is_refused(act: str, plan: str) -> None:
-    with pytest.raises(
-        InputError, match=r"shards|pieces|parameter '0\.weight'|was frozen|became|submodules' of module"
-    ):
+    with pytest.raises(InputError, match=r"shards|pieces|'0\.weight'|was frozen|became|submodules' of module"):
         run_on_threads(3, lambda group: trained(group, act, plan))
 
 
@@ -100,7 +98,7 @@ def test_a_retired_parameter_names_itself_and_the_remedy() -> None:
         model = net()
         old = model.get_parameter("6.weight")
         convoy.prepare(model, None, shuffled(), plan="model", speeds=SPEEDS, group=group)
-        with pytest.raises(InputError, match=r"norm on parameter '6\.weight' .* model\.full_state_dict\(\) whole ones"):
+        with pytest.raises(InputError, match=r"norm on '6\.weight' .* model\.full_state_dict\(\) whole ones"):
             old.norm()
 
     run_on_threads(3, work)
@@ -179,6 +177,15 @@ def test_an_attribute_set_on_the_prepared_model_acts_or_is_refused(opaque: bool)
     else:
         with pytest.raises(InputError, match="'shared' of module 'the model itself' changed"):
             losses(ALONE)
+
+
+def test_a_layer_added_to_the_prepared_model_is_refused() -> None:
+    """An optimizer made from its parameters() would not have trained the layer."""
+    part, *_ = convoy.prepare(net(), None, shuffled(), plan="data", speeds=(1.0,), group=ALONE)
+    with pytest.raises(InputError, match="'head' would be added to a distributed model"):
+        part.head = nn.Linear(3, 3)
+    part.best_loss = 0.5
+    assert part.best_loss == 0.5
 
 
 def test_a_model_that_was_taken_over_cannot_be_distributed_again() -> None:
