@@ -20,7 +20,7 @@ from convoy.comm.group import Group
 from convoy.comm.processes import join
 from convoy.data.augment import read_augment
 from convoy.errors import InputError, PlanError
-from convoy.model.tracing import TracedModel, trace
+from convoy.model.tracing import TracedModel, trace, unwrapped
 from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan
 from convoy.planner.known import Known
@@ -29,10 +29,11 @@ from convoy.profile.progress import Progress, to_stderr
 from convoy.profile.speeds import given_speeds, measure_speeds, timing_s
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
-from convoy.runtime.precision import compute_in
+from convoy.runtime.precision import compute_in, dtype_named
+from convoy.runtime.shard_guards import check_not_distributed
 from convoy.sharding.comm_dtype import CommDtype
 from convoy.sharding.redistribute import Sum
-from convoy.train.adopt import AdoptedLoader, batch_size_of, check_loader, first_samples, rebind
+from convoy.train.adopt import AdoptedLoader, batch_size_of, check_loader, first_samples, rebind, remembered
 from convoy.train.loader import Loader
 
 _group: Group | None = None
@@ -65,14 +66,17 @@ def prepare(
     The training loop stays as it is. Where there is no job, the script trains on one device, with the same numbers.
 
     Args:
-        model: an ordinary module. It is copied; device 0's weights count.
+        model: an ordinary module; device 0's weights count. It is taken over, as by DistributedDataParallel: its modules and
+            whatever they share with the script stay the same objects. So do its parameters where the plan copies them to every
+            device; where the plan splits them, old references to parameters raise when they are used.
         optimizer: made from `model.parameters()`. It stays the same object, with its groups, settings and what it remembers,
-            and works on this device's pieces from now on; schedules that hold it go on. None: it is made afterwards.
+            and works on this device's shards from now on; schedules that hold it go on. None: it is made afterwards.
         loader: an ordinary DataLoader; its batch is the whole batch, of all devices. Or a data set, with `batch_size`.
         more: DataLoaders for tests; they are prepared alike.
-        parts: every device loads its own part of each batch alone, and the loaders hand out that part: for loops that do
-            nothing with inputs but give them to the model. Otherwise every device loads all of it, so that mixing samples,
-            counting them, or a loader that was not prepared is as on one device.
+        parts: the loaders hand out only this device's part of the inputs, for loops that do nothing with inputs but give
+            them to the model. With outputs="where-computed" the labels are those of that part, and no other sample is loaded.
+            Otherwise every device loads the whole batch, so that mixing samples, counting them, or a loader that was not
+            prepared is as on one device.
         plan: a name, a plan as from a file, or "auto": the devices are measured, and the planner chooses.
         group: the devices, from `convoy.join`; None: joined here, once per process, and left at its end.
         speeds, fleet, budget_s, precision, slowdown, compile, outputs: as for `make_plan` and `distribute`.
@@ -88,6 +92,7 @@ def prepare(
     """
     global _group
     _check_kinds(model, optimizer, loader)
+    dtype_named(precision)
     loader = _in_batches(loader, batch_size)
     for each in (loader, *more):
         check_loader(each)
@@ -98,19 +103,19 @@ def prepare(
         model, example, batch_size_of(loader), group, plan=plan, speeds=speeds, fleet=fleet, budget_s=budget_s,
         precision=precision, slowdown=slowdown, optimizer=_kind_of_optimizer(optimizer), outputs=outputs,
     )[0]  # fmt: skip
-    part = distribute(model, made, group, example, slowdown=slowdown, precision=precision, compile=compile)
+    names: dict[Tensor, str] = {parameter: name for name, parameter in unwrapped(model).named_parameters()}
+    before = {} if optimizer is None else remembered(optimizer, names)
+    part = Distributed(model, made, group, example, slowdown=slowdown, compile=compile, takes_over=True)
+    compute_in(part, precision)
     part.takes_whole = not parts
     if optimizer is not None:
-        rebind(optimizer, model, part)
+        rebind(optimizer, names, before, part)
     return (part, optimizer, *(AdoptedLoader(each, part, parts=parts) for each in (loader, *more)))
 
 
 def _check_kinds(model: object, optimizer: object, loader: Any) -> None:
-    if isinstance(model, Distributed):
-        raise InputError(
-            "prepare was given a model that is distributed already: go on with it; to begin anew (a cell of a notebook that "
-            "runs twice), make model, optimizer and loader anew before"
-        )
+    if isinstance(model, nn.Module):
+        check_not_distributed(model)
     wanted = (("model", model, nn.Module), ("optimizer", optimizer, Optimizer | None))
     for name, given, kind in wanted:
         if not isinstance(given, kind):

@@ -1,7 +1,7 @@
 """Adapts any map-style `torch.utils.data.Dataset` whose items are (tensor or PIL image, class number).
 
-PIL images and uint8 tensors are normalised as all other images; floating numbers stay as they are. Labels are read from
-`targets` where the data set offers them (as torchvision's do), else once from every item.
+PIL images and uint8 tensors are normalised like all other images; floating numbers stay as they are. Every item is read once
+for its label, because attributes such as `targets` may hold other labels than `__getitem__` returns.
 """
 
 import hashlib
@@ -86,7 +86,7 @@ class Items:
         if label != self.source.labels[row]:
             raise DataError(
                 f"{what} has label {label} now and had {self.source.labels[row]} before: a label stays the same; correct "
-                "__getitem__ or targets"
+                "__getitem__"
             )
         return x
 
@@ -163,18 +163,6 @@ def naming(what: str) -> Iterator[None]:
         raise
 
 
-def targets_of(dataset: Any) -> Any:
-    """The labels that a data set offers, or None where a transform may change them, or it offers none."""
-    transforms = getattr(dataset, "transforms", None)
-    changed = (
-        getattr(dataset, "target_transform", None) is not None
-        or getattr(transforms, "target_transform", None) is not None
-        # A function of image and label together may change either.
-        or (transforms is not None and not hasattr(transforms, "target_transform"))
-    )
-    return None if changed else getattr(dataset, "targets", None)
-
-
 def _source(name: str, dataset: Any) -> _Source:
     """The data set with its labels, checked.
 
@@ -189,14 +177,8 @@ def _source(name: str, dataset: Any) -> _Source:
         )
     if len(dataset) < 1:
         raise DataError(f"{name} is empty, its length is {len(dataset)}: give a data set with samples")
-    targets = targets_of(dataset)
-    if targets is None:
-        unlabelled = _Source(name, dataset, ())
-        return _Source(name, dataset, [unlabelled.item(row)[1] for row in range(len(dataset))])
-    if len(targets) != len(dataset):
-        raise DataError(f"{name} has {len(dataset)} items and {len(targets)} targets: give one for each item")
-    plain = targets.tolist() if hasattr(targets, "tolist") else targets
-    return _Source(name, dataset, [_whole(f"{name}.targets[{row}]", label) for row, label in enumerate(plain)])
+    unlabelled = _Source(name, dataset, ())
+    return _Source(name, dataset, [unlabelled.item(row)[1] for row in range(len(dataset))])
 
 
 def _whole(what: str, label: Any) -> int:

@@ -1,4 +1,4 @@
-"""A moving average of the weights, kept piece by piece."""
+"""A moving average of the weights, kept shard by shard."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +14,15 @@ from convoy.runtime.marks import mark_changed
 
 
 class WeightAverage:
-    """The exponential moving average of weights: after every step, average = decay * average + (1 - decay) * weight.
+    """An exponential moving average of weights: after every step, average = decay * average + (1 - decay) * weight.
 
-    The arithmetic is that of torch's AveragedModel, which itself cannot be used here: it copies the whole model, and with it
-    the connections to the other devices. Here the averages are part of the optimizer's state of each parameter. So they go
-    where that goes: to other devices with the shares, into `convoy.train.full_optimizer_state`, into checkpoints and back. The
-    average of a parameter starts with its weights after its first step. Buffers (batch norm's statistics) are the model's.
+    The numbers are those of torch's `AveragedModel`. The averages are part of the optimizer's state of each parameter, so they
+    follow it: to other devices when shares change, into `convoy.train.full_optimizer_state`, into checkpoints and back. The
+    average of a parameter starts with its weights after its first step.
+
+    Buffers are not averaged: batch norm keeps the statistics of the weights that train, as with torch's default. Compute those
+    of the averages with `torch.optim.swa_utils.update_bn`, or use `AveragedModel(model, use_buffers=True)` while shares do not
+    change. Both are exact under every plan.
 
     ::
 
@@ -27,6 +30,7 @@ class WeightAverage:
         average = convoy.WeightAverage(optimizer, 0.999)  # from now on it follows every optimizer.step()
         ...
         with average.as_weights():
+            update_bn(loader, model)
             weights = model.full_state_dict()
 
     Args:

@@ -35,6 +35,7 @@ from convoy.runtime.passes import Passes
 from convoy.runtime.plan_in_use import plan_in_use
 from convoy.runtime.program import Program
 from convoy.runtime.program_cache import Noting, ProgramCache
+from convoy.runtime.shard_guards import CallGuard, check_not_distributed
 from convoy.runtime.step_node import StepCall
 from convoy.runtime.torch_guards import guard, guard_module
 from convoy.runtime.watch import Watch
@@ -56,8 +57,8 @@ class Distributed(ModuleOfPieces):
     ordinary names, are this device's pieces; optimizers work on them as they are.
 
     Args:
-        model: an ordinary module. It is copied, piece by piece; device 0's weights count. It may be on the meta device: on
-            others than device 0, or everywhere, and then `load_state_dict` has to bring the weights before the first step.
+        model: an ordinary module; device 0's weights count. It may be on the meta device: on others than device 0, or
+            everywhere, and then `load_state_dict` has to bring the weights before the first step.
         plan: who computes what.
         group: the devices.
         example: one batch of each input, for the shapes.
@@ -65,6 +66,8 @@ class Distributed(ModuleOfPieces):
         fuse: layers between two exchanges go to autograd as one graph (see `convoy.plan.fusion`); False: each by itself.
         compile: rows of such layers go through torch.compile where that is faster (see `convoy.runtime.compiled`): equal up to
             rounding.
+        takes_over: use the model's own modules, and its own parameters where every device has them whole. Parameters that
+            the plan splits are replaced, and the old ones raise when they are used. False: work on a copy.
 
     Attributes:
         plan: the present one.
@@ -95,9 +98,11 @@ class Distributed(ModuleOfPieces):
         slowdown: float = 1.0,
         fuse: bool = True,
         compile: bool = False,
+        takes_over: bool = False,
     ) -> None:
         super().__init__()
         model = unwrapped(model)
+        check_not_distributed(model)
         trained = trace(model, example, training=True)
         self.traced = {True: trained, False: trace(model, example, training=False, like=trained)}
         _agree(group, trained, plan, compile=compile)
@@ -110,8 +115,10 @@ class Distributed(ModuleOfPieces):
         self.reshares = -1
         self._noting: Noting = {}
         self._set_plan(plan)
-        self.module = disable_in_place(copied(model, placeholders(model, group.torch_device)))
+        own = model if takes_over else copied(model, placeholders(model, group.torch_device))
+        self.module = disable_in_place(own)
         self.weights = Weights(group, self.module, self.parameters_by_key, self._in_use)
+        self.calls = CallGuard()
         self.weights.cut(model)
         give_back_freed()  # what tracing took
         guard_module(self.module)
@@ -125,7 +132,8 @@ class Distributed(ModuleOfPieces):
         self.guard: Callable[[Any], Any] | None = None
         self.stale = False
         self.training = model.training
-        mark_originals(model.parameters())
+        if not takes_over:
+            mark_originals(model.parameters())
         guard(Distributed)
 
     # --- one call: a step --------------------------------------------------------------------------------------------
@@ -282,7 +290,7 @@ class Distributed(ModuleOfPieces):
     def _make_ready(self) -> None:
         """Executors without programs, and whatever counts passes and steps, from the beginning."""
         shapes = {key: p.shape for key, p in self.parameters_by_key.items()}
-        self._whole_weights = whole = WholeWeights(self.module, shapes)
+        self._whole_weights = whole = WholeWeights(self.module, shapes, self.calls)
         self._executors = {
             m: Executor(self.group, self.module, t, self.clock, fuse=self._fuse, whole=whole)
             for m, t in self.traced.items()
@@ -299,7 +307,7 @@ class Distributed(ModuleOfPieces):
         memo[id(self)] = made
         of_torch = vars(nn.Module()).keys()
         vars(made).update({name: copy.copy(v) if name in of_torch else v for name, v in vars(self).items()})
-        made._modules = {"module": copied(self.module)}
+        made._modules = {"module": copied(self.module, {id(self.calls): self.calls})}
         made.weights = Weights(self.group, made.module, self.parameters_by_key, self._in_use)
         made.weights.to_come = set(self.weights.to_come)
         made._bind(self.module)

@@ -10,6 +10,7 @@ from convoy.errors import InputError
 from convoy.runtime.alike import check_copies
 from convoy.runtime.marks import mark_changed, mark_pieces
 from convoy.runtime.plan_in_use import PlanInUse
+from convoy.runtime.shard_guards import CallGuard
 from convoy.runtime.weights import Weights
 
 
@@ -22,6 +23,7 @@ class ModuleOfPieces(nn.Module):
     module: nn.Module
     group: Group
     weights: Weights
+    calls: CallGuard
     _in_use: PlanInUse
 
     def named_parameters(
@@ -83,8 +85,9 @@ class ModuleOfPieces(nn.Module):
         return self.weights.gather(key, piece)
 
     def mark_pieces(self) -> None:
-        """From now on, an optimizer that is not exact on this device's pieces is refused at its step."""
+        """From now on, refuse what is not exact on this device's shards: steps of some optimizers, calls of modules."""
         mark_pieces((parameter, not self._in_use.is_copied(key)) for key, parameter in self.named_parameters())
+        self.calls.watch(self.module)
 
     def check_copies(self) -> None:
         """Whether parameters that every device has whole are still the same on all of them. Every device must call it.
@@ -137,6 +140,21 @@ class ModuleOfPieces(nn.Module):
             f"a distributed model has no attribute {name!r}; the model that was given has. model.module.{name} is that of "
             "this device, whose parameters are pieces; whole ones are in full_state_dict(). Only forward runs on all devices"
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = self.__dict__.get("_modules", {}).get("module")
+        if inner is None or name in self.__dict__ or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        elif hasattr(inner, name):
+            # Its forward reads it there, or what has read it once refuses the next step.
+            setattr(inner, name, value)
+        elif isinstance(value, nn.Module | nn.Parameter):
+            raise InputError(
+                f"{name!r} would be added to a distributed model, whose parameters() would not have it: add it to the model "
+                "before, or keep it beside the distributed model, with its parameters in the optimizer"
+            )
+        else:
+            super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for tensor in {(t.dtype, t.device): t for t in (*self.parameters(), *self.buffers())}.values():

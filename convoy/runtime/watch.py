@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from convoy.errors import InputError
 from convoy.model.tracing import TracedModel
 from convoy.model.tracing.hooks import KINDS, ON_PARAMETERS, on_weights, table
+from convoy.runtime.shard_guards import CallGuard
 
 _GLOBAL = tuple(getattr(modules_of_torch, f"_global{kind}") for kind in KINDS)
 
@@ -33,6 +34,7 @@ class Watch:
     def __init__(self, model: nn.Module, original: nn.Module, traced: Mapping[bool, TracedModel], devices: int) -> None:
         self._model = model
         held = dict(model.named_parameters())
+        self._dtypes = {key: p.dtype for key, p in held.items()}
         self.trained = {key: p for key, p in held.items() if p.requires_grad}
         self._parameters = [(_holder(model, key), key.rpartition(".")[2], key, p) for key, p in held.items()]
         self.follow(traced, devices)
@@ -65,6 +67,11 @@ class Watch:
                 raise InputError(
                     f"parameter {key!r} was replaced after distribute(): change its numbers, by load_state_dict() or "
                     "parameter.data, or change the model before and distribute it again"
+                )
+            if parameter.dtype is not self._dtypes[key]:
+                raise InputError(
+                    f"parameter {key!r} became {parameter.dtype} after distribute(), and was {self._dtypes[key]}: change the "
+                    "model before, or give prepare a precision"
                 )
             if parameter.requires_grad != (key in self.trained):
                 raise InputError(
@@ -116,7 +123,9 @@ class _Tables:
 
     def check(self, model: nn.Module) -> None:
         if any(self.never):
-            _refuse_on_module(model, next(hooks for hooks in self.never if hooks))
+            for hooks in self.never:
+                if not all(isinstance(hook, CallGuard) for hook in list(hooks.values())):
+                    _refuse_on_module(model, hooks)
         for hooks in filter(None, self.of_torch):
             if not all(map(on_weights, list(hooks.values()))):
                 _refuse_on_module(model, hooks)

@@ -18,6 +18,7 @@ from convoy.runtime.exchange import gather_whole, redistribute
 from convoy.runtime.gradients import global_norm
 from convoy.runtime.marks import check_summed, mark_changed
 from convoy.runtime.plan_in_use import PlanInUse
+from convoy.runtime.shard_guards import retire
 from convoy.runtime.torch_guards import reading_pieces
 from convoy.runtime.watch import carry_over
 from convoy.sharding.layout import OnOne, Shape, box, everywhere, local_shape
@@ -66,7 +67,10 @@ class Weights:
     # --- whole ones become pieces ------------------------------------------------------------------------------------
 
     def cut(self, original: nn.Module) -> None:
-        """Shard device 0's weights: every device gets its pieces, parameter by parameter. Hooks stay on their parameters."""
+        """Shard device 0's weights: every device gets its shards, parameter by parameter. Hooks stay on their parameters.
+
+        Where `original` is the module itself, its whole parameters stay the same objects, and split ones are retired.
+        """
         rows = [(key, _tensor(original, key)) for key in self.known]
         self.to_come = set(gather(self.group, "weights to come", [key for key, t in rows if t.is_meta])[0])
         for key, old in rows:
@@ -76,10 +80,15 @@ class Weights:
                     "last axis of 2, and use torch.view_as_complex in forward"
                 )
             piece = self._piece_of(key, old)
+            if original is self.module and self.in_use.is_copied(key) and not old.is_meta:
+                self.put(key, piece)
+                continue
             if not self.known[key].buffer:
                 piece = nn.Parameter(piece, requires_grad=old.requires_grad)
                 carry_over(piece, old)
             _replace(self.module, self.own(key), piece)
+            if original is self.module:
+                retire(old, key)
 
     def _piece_of(self, key: str, old: Tensor) -> Tensor:
         here = self.group.torch_device
@@ -133,19 +142,15 @@ class Weights:
         self.to_come.discard(parameter)
 
     def put(self, key: str, piece: Tensor) -> None:
-        """Let this device hold another piece, of whatever shape; a gradient of the one before is dropped. Parameters stay the
-        same objects."""
-        if self.known[key].buffer:
-            holder, _, name = key.rpartition(".")
-            self.module.get_submodule(holder)._buffers[name] = piece
-            return
-        parameter = self.module.get_parameter(key)
+        """Let this device hold another shard, of any shape, and drop the gradient of the one before. Tensors stay the same
+        objects."""
+        tensor = self.own(key)
         # A gradient has the shape of its parameter at any time; the old one has been read, or is under way.
-        parameter.grad = None
+        tensor.grad = None
         # A loss of the last step may still be held, and with it autograd's node of this parameter, which knows its old shape.
         # With another type, autograd makes a new one.
-        parameter.data = piece.new_empty(0, dtype=torch.float32 if piece.dtype == torch.float16 else torch.float16)
-        parameter.data = piece
+        tensor.data = piece.new_empty(0, dtype=torch.float32 if piece.dtype == torch.float16 else torch.float16)
+        tensor.data = piece
 
     # --- pieces become whole -----------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from convoy.plan.device_program import FreeWeights, HaveWeights, PackWeights, Un
 from convoy.runtime.exchange import Buffers
 from convoy.runtime.gradients import by_device
 from convoy.runtime.marks import has_changed, mark_changed
+from convoy.runtime.shard_guards import CallGuard
 from convoy.sharding.layout import Shape
 
 
@@ -23,13 +24,14 @@ class WholeWeights:
     Args:
         model: holds this device's shares; while a step computes, the whole parameters.
         shapes: of the whole parameters, by key.
+        calls: allows calls of the model's modules while a step computes.
 
     Attributes:
         held: the whole parameters are those of the present step, for its next pass.
     """
 
-    def __init__(self, model: nn.Module, shapes: Mapping[str, Shape]) -> None:
-        self._model, self._shapes = model, shapes
+    def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], calls: CallGuard | None = None) -> None:
+        self._model, self._shapes, self._calls = model, shapes, calls or CallGuard()
         self._whole: dict[str, nn.Parameter] = {}
         self._shares: dict[str, nn.Parameter] = {}  # that are out of the model meanwhile
         self._sent: dict[str, Tensor] = {}  # shares as the others were given them, where none of it is whole here
@@ -40,10 +42,12 @@ class WholeWeights:
         """Within it, the model's modules have these parameters whole."""
         self._shares = {key: self._model.get_parameter(key) for key in keys}
         whole = {key: self._of(key, share) for key, share in self._shares.items()}
+        self._calls.working += 1
         try:
             self._put(whole)
             yield
         finally:
+            self._calls.working -= 1
             self._put(self._shares)
             self._shares = {}
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
@@ -13,7 +13,6 @@ from convoy.checkpoint.tensors import Parts
 from convoy.comm.agreement import agree_on, from_first
 from convoy.data.datasets import own_random_numbers
 from convoy.errors import InputError
-from convoy.model.tracing import unwrapped
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
 from convoy.train.loader import Loader
@@ -21,31 +20,48 @@ from convoy.train.loader import Loader
 # --- the optimizer ---------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def rebind(optimizer: Optimizer, model: nn.Module, part: Distributed) -> None:
-    """Let an optimizer that was made from a model's parameters work on a device's pieces of them. Every device calls it.
+Remembered = Mapping[str, Mapping[str, dict[str, Any]]]
+"""What an optimizer remembers of each parameter, as `described` has it: by the parameter's name and its own."""
 
-    It stays the same object, with its groups and settings, so that schedules that hold it go on. What it remembers already
-    (momentum) is cut as the parameters are; device 0's counts. Parameters of its own that are not the model's (those of a
-    loss, say) stay.
+
+def remembered(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Remembered:
+    """Describe what an optimizer remembers of a model's whole parameters, given by `names`.
 
     Raises:
-        InputError: it works on none of the model's parameters, or remembers something that cannot be cut.
-        MismatchError: the devices' optimizers have other settings, or other parameters beside the model's.
+        InputError: it works on none of them, or remembers something that cannot be split.
     """
-    parts, model = Parts.of(part), unwrapped(model)
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    pieces = dict(part.named_parameters())
-    worked_on = [p for group in optimizer.param_groups for p in group["params"]]
-    if all(p in parts.names for p in worked_on):
-        return  # made from the part's own parameters already
-    if not any(p in names for p in worked_on):
+    if not any(p in names for group in optimizer.param_groups for p in group["params"]):
         raise InputError(
-            f"{type(optimizer).__name__} works on none of the {len(names)} parameters of {type(model).__name__}: make it from "
+            f"{type(optimizer).__name__} works on none of the {len(names)} parameters of the model: make it from "
             "model.parameters(), of the same model that you give to prepare"
         )
+    rows = {names[p]: (p, state) for p, state in optimizer.state.items() if p in names and state}
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for key, (p, state) in sorted(rows.items()):
+        found[key] = {name: described(name, value, p) for name, value in sorted(state.items())}
+        for row in found[key].values():
+            row["near"] = row.get("near", False) and p.device.type != "cpu"
+    return found
+
+
+@torch.no_grad()
+def rebind(optimizer: Optimizer, names: Mapping[Tensor, str], before: Remembered, part: Distributed) -> None:
+    """Let an optimizer that was made from a model's parameters work on this device's shards of them. Every device calls it.
+
+    It stays the same object, with its groups and settings, so that schedules that hold it continue. What it remembers
+    (momentum) is split like the parameters; device 0's counts. Parameters that are not the model's (those of a loss, say)
+    stay.
+
+    Args:
+        names: the model's parameters as they were before it was distributed.
+        before: from `remembered`.
+
+    Raises:
+        MismatchError: the devices' optimizers have other settings, or other parameters beside the model's.
+    """
+    parts, pieces = Parts.of(part), dict(part.named_parameters())
     agree_on(part.group, "prepare: optimizer", _described(optimizer, names), "started with another optimizer")
-    state = _moved_state(optimizer, names, parts)
+    state = _moved_state(optimizer, names, before, parts)
     for group in optimizer.param_groups:
         # In place: LBFGS, for one, holds the list itself.
         group["params"][:] = [pieces[names[p]] if p in names else p for p in group["params"]]
@@ -65,18 +81,12 @@ def _described(optimizer: Optimizer, names: Mapping[Tensor, str]) -> str:
     return f"{type(optimizer).__name__} {groups}"
 
 
-def _moved_state(optimizer: Optimizer, names: Mapping[Tensor, str], parts: Parts) -> dict[str, dict[str, Any]]:
+def _moved_state(
+    optimizer: Optimizer, names: Mapping[Tensor, str], before: Remembered, parts: Parts
+) -> dict[str, dict[str, Any]]:
     """What device 0's optimizer remembers of each parameter, as far as this device holds it, by the parameter's name."""
-    own = {names[p]: state for p, state in optimizer.state.items() if p in names and state}
-    whole = {name: p for p, name in names.items()}
-    rows = from_first(
-        parts.group,
-        "prepare: optimizer state",
-        lambda: {
-            key: {n: described(n, value, whole[key]) for n, value in sorted(s.items())}
-            for key, s in sorted(own.items())
-        },
-    )
+    own = {names[p]: state for p, state in optimizer.state.items() if p in names}
+    rows: Remembered = from_first(parts.group, "prepare: optimizer state", lambda: before)
     result: dict[str, dict[str, Any]] = {}
     for key, named in rows.items():
         state: dict[str, Any] = {}
@@ -87,9 +97,7 @@ def _moved_state(optimizer: Optimizer, names: Mapping[Tensor, str], parts: Parts
                 piece = parts.scatter(key, given)
                 state[name] = None if piece is None else piece.clone()
             elif row["kind"] == "number":
-                near = (
-                    parts.group.torch_device if row["near"] and whole[key].device.type != "cpu" else torch.device("cpu")
-                )
+                near = parts.group.torch_device if row["near"] else torch.device("cpu")
                 state[name] = torch.tensor(row["value"], dtype=dtype, device=near)
             else:
                 state[name] = row["value"]
@@ -110,8 +118,9 @@ class AdoptedLoader(Loader):
     Args:
         source: made as for one device.
         model: the distributed model the batches are for.
-        parts: of the inputs this device's part alone is handed out. With the default `collate_fn` it loads its own samples
-            only; with another one it loads and collates the whole batch, since that may join samples, and keeps its part.
+        parts: hand out only this device's part of the inputs. It loads only the samples of which it hands out inputs or
+            labels; with a `collate_fn` other than the default it loads and collates the whole batch, because that may join
+            samples, and keeps its part.
 
     Raises:
         InputError: an iterable-style data set, no batches, or a DistributedSampler, which shares samples out itself.

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from convoy.comm.accelerator import bring
 from convoy.comm.agreement import difference, gather
 from convoy.data.augment import Augment
-from convoy.data.datasets import naming, own_random_numbers, reseed, targets_of
-from convoy.data.images import Images
+from convoy.data.datasets import naming, own_random_numbers, reseed
+from convoy.data.images import Images, Samples
 from convoy.errors import ConvoyError, DataError, InputError, MismatchError, shown
 from convoy.runtime.inputs import mark_part
 from convoy.runtime.module import Distributed, not_distributed
@@ -27,10 +29,10 @@ class Loader:
     outputs with their samples, y holds the labels of those samples, and no others are loaded.
 
     Args:
-        dataset: map-style; items are (tensor, label). Where it offers `targets` (as torchvision's do), labels are read
-            there, unless it also has a `target_transform`; else a device loads every sample of the batch for its
-            label's sake. What it draws at random while it loads a sample (crops, flips) depends on the seed, the epoch
-            and the sample alone; where it offers `__getitems__`, on the seed, the epoch and the samples loaded at once.
+        dataset: map-style; items are (tensor, label). A label is what `__getitem__` returns, never an attribute such as
+            `targets`, so each device loads every sample whose label it hands out. Random numbers drawn while a sample
+            loads (crops, flips) depend on the seed, the epoch, the sample and its position in the epoch alone; where the
+            data set offers `__getitems__`, on those of the samples loaded at once.
         batch_size: global batch, in samples.
         model: the distributed model the batches are for; None: whole batches, for one device.
         shuffle: a new order in every epoch; False: the order of the data set.
@@ -116,7 +118,7 @@ class Loader:
         self.place = first
         while done < len(batches):
             reshares, steps, repeats = self._changes
-            prepared = iter(self._prepared(batches[done:], epoch))
+            prepared = iter(self._prepared(batches[done:], epoch, sum(map(len, rows[: first + done]))))
             self.playing = True
             try:
                 for batch, loaded in zip(batches[done:], prepared, strict=True):
@@ -184,11 +186,14 @@ class Loader:
         m = self.model
         return (m.reshares, m.finished_steps, m.repeats) if m is not None else (0, 0, 0)
 
-    def _prepared(self, batches: list[list[int]], epoch: int) -> DataLoader[Any]:
+    def _prepared(self, batches: list[list[int]], epoch: int, position: int) -> DataLoader[Any]:
+        """Load these batches ahead; `position` counts the samples of the epoch before them."""
         ranges = [(self._part(len(batch)), self._labelled(len(batch))) for batch in batches]
-        parts = _Parts(self.dataset, batches, ranges, self._nothing, self.augment, self.seed, epoch, self.collate)
-        # Where only labels are needed that are at hand, workers would have nothing to do.
-        workers = self.workers if parts.targets is None or any(start < stop for (start, stop), _ in ranges) else 0
+        key = f"{self.seed}/{epoch}"
+        augment = None if self.augment is None else partial(self.augment, seed=self.seed, epoch=epoch)
+        parts = _Parts(self.dataset, batches, ranges, self._nothing, augment, key, position, self.collate)
+        # Where only labels are needed, and they are in memory, workers would have nothing to do.
+        workers = self.workers if parts.labels is None or any(start < stop for (start, stop), _ in ranges) else 0
         # A generator of its own: torch draws the seeds of workers, and dropout after it is not to depend on that.
         options = {k: v for k, v in self.options.items() if workers or k == "pin_memory"}
         return DataLoader(
@@ -227,17 +232,20 @@ class _Parts(Dataset[Any]):
         batches: list[list[int]],
         parts: list[tuple[tuple[int, int], tuple[int, int]]],
         nothing: Tensor,
-        augment: Augment | None,
-        seed: int,
-        epoch: int,
-        collate: "Collate | None" = None,
+        augment: Callable[[Tensor, Sequence[int]], Tensor] | None,
+        key: str,
+        position: int,
+        collate: "Collate | None",
     ) -> None:
         self.dataset, self.batches, self.parts, self.nothing = dataset, batches, parts, nothing
-        self.augment, self.seed, self.epoch, self.collate = augment, seed, epoch, collate
+        self.augment, self.key, self.collate = augment, key, collate
+        self.positions = list(accumulate(map(len, batches), initial=position))
         # Images in memory draw no random numbers: to keep the streams of others takes longer than to load them.
         self.draws = type(dataset) is not Images or augment is not None or collate is not None
-        # What puts samples together may change labels too.
-        self.targets = targets_of(dataset) if collate is None else None
+        # Convoy's own classes return these labels with their images. Any other class may return others than it has as
+        # attributes (a subclass that relabels, a wrapper), and collate_fn may change them.
+        own = type(dataset) in (Images, Samples) and collate is None
+        self.labels: Tensor | None = dataset.targets if own else None  # type: ignore[attr-defined]
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -246,45 +254,47 @@ class _Parts(Dataset[Any]):
         """The part, or what is wrong with it: raised in a worker, it would come wrapped in the worker's traceback."""
         try:
             with own_random_numbers() if self.draws else nullcontext():
-                return self._load(self.batches[k], *self.parts[k])
+                return self._load(k, *self.parts[k])
         except ConvoyError as error:
             return error
 
-    def _load(self, indices: list[int], here: tuple[int, int], labelled: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        (start, stop), (first, last) = here, labelled
-        if self.targets is None:
-            # What puts samples together may look at all of them.
+    def _load(self, k: int, here: tuple[int, int], labelled: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        (start, stop), (first, last), indices = here, labelled, self.batches[k]
+        if self.labels is None:
+            # collate_fn may look at all samples of the batch.
             low, high = (0, len(indices)) if self.collate is not None else _around(here, labelled)
-            x, y = self._fetch(indices[low:high])
+            x, y = self._fetch(k, low, high)
             x, y = x[start - low : stop - low], y[first - low : last - low]
         else:
-            y = _chosen(self.targets, indices)[first:last]
-            x = self._fetch(indices[start:stop])[0] if start < stop else self.nothing
-        return (x if self.augment is None else self.augment(x, indices[start:stop], self.seed, self.epoch)), y
+            y = self.labels[indices[first:last]]
+            x = self._fetch(k, start, stop)[0] if start < stop else self.nothing
+        return (x if self.augment is None else self.augment(x, indices[start:stop])), y
 
-    def _fetch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+    def _fetch(self, k: int, low: int, high: int) -> tuple[Tensor, Tensor]:
+        indices, position = self.batches[k][low:high], self.positions[k] + low
         many = getattr(self.dataset, "__getitems__", None)
         if many is None:
-            rows: Any = [self._sample(index) for index in indices]
+            rows: Any = [self._sample(index, position + i) for i, index in enumerate(indices)]
         else:
-            self._reseed(indices)
+            self._reseed(indices, position)
             with naming(f"samples {shown(list(indices))}"):
                 rows = many(indices)
         # torch's protocol lets __getitems__ return a list of items; ours return the batch at once.
         if self.collate is not None:
-            self._reseed(indices)
+            self._reseed(indices, position)
             return _by_collate(self.collate, rows, indices)
         x, y = rows if isinstance(rows, tuple) else _collated(rows, indices)
         return x, torch.as_tensor(y)
 
-    def _sample(self, index: int) -> Any:
-        self._reseed(index)
+    def _sample(self, index: int, position: int) -> Any:
+        self._reseed(index, position)
         with naming(f"sample {index}"):
             return self.dataset[index]
 
-    def _reseed(self, what: object) -> None:
+    def _reseed(self, what: int | list[int], position: int) -> None:
+        # By position too: a sampler that repeats a sample wants another crop of it each time.
         if self.draws:
-            reseed(f"{self.seed}/{self.epoch}/{what}")
+            reseed(f"{self.key}/{position}/{what}")
 
 
 def _around(*ranges: tuple[int, int]) -> tuple[int, int]:
@@ -348,12 +358,6 @@ def _told(batch: Any) -> str:
 
 def _has_shape(row: Any) -> bool:
     return isinstance(row, Sequence) and len(row) > 0 and isinstance(row[0], Tensor)
-
-
-def _chosen(targets: Any, indices: list[int]) -> Tensor:
-    if isinstance(targets, Tensor):
-        return targets[indices]
-    return torch.as_tensor(default_collate([targets[i] for i in indices]))
 
 
 def _as_it_is(item: Any) -> Any:

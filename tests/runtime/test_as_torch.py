@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,8 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.utils.data import DataLoader, TensorDataset
 
+import convoy
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.model.tracing import trace
@@ -21,6 +24,7 @@ from convoy.runtime.module import Distributed
 from convoy.train import GradScaler, clip_grad_norm_
 from tests.support import nets
 from tests.support.one_device import EXACT, UNEVEN, Training, by_name, loss_of, mixed, one_trace, part
+from tests.support.small_script import SPEEDS, images, net, shuffled
 from tests.support.threads import run_on_threads
 
 EVEN = Speeds((4.0, 3.0, 2.0, 1.0))
@@ -341,3 +345,53 @@ def test_copies_on_every_device_may_be_saved_as_ever() -> None:
         torch.save({"optimizer": optimizer.state_dict(), "model": here.module.state_dict()}, io.BytesIO())
 
     after_a_step("data", save)
+
+
+# --- batch norm -------------------------------------------------------------------------------------------------------
+
+
+def averaged(group: Group | None, plan: str, buffers: bool) -> Tensor:
+    """The outputs of averaged weights, with batch norm's statistics averaged (`buffers`) or computed anew."""
+    model: Any = net()
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), shuffled()
+    if group is not None:
+        model, optimizer, loader = convoy.prepare(model, optimizer, loader, plan=plan, speeds=SPEEDS, group=group)
+    ours = group is not None and not buffers
+    average = convoy.WeightAverage(optimizer, 0.5) if ours else None
+    copied = None if ours else AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=buffers)
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        if copied is not None:
+            copied.update_parameters(model)
+    with nullcontext() if average is None else average.as_weights(), torch.no_grad():
+        tested = model if copied is None else copied
+        if not buffers:
+            update_bn(DataLoader(images(), 5), tested)
+        return tested.eval()(images()[:][0])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("plan", ["data", "model"])
+@pytest.mark.parametrize("buffers", [False, True])
+def test_averaged_weights_get_the_statistics_that_torch_gives_them(plan: str, buffers: bool) -> None:
+    expected = averaged(None, plan, buffers)
+    for found in run_on_threads(3, lambda group: averaged(group, plan, buffers)):
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("plan", ["data", "data-by-speed", "model"])
+def test_a_last_batch_of_one_before_batch_norm_raises_as_with_torch(plan: str, devices: int) -> None:
+    data = TensorDataset(torch.randn(9, 4, dtype=torch.float64), torch.arange(9) % 3)
+
+    def train(group: Group) -> None:
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+        part, _, loader = convoy.prepare(
+            model, None, DataLoader(data, 4), plan=plan, speeds=SPEEDS[:devices], group=group
+        )
+        for x, y in loader:
+            F.cross_entropy(part(x), y).backward()
+
+    with pytest.raises((ValueError, InputError), match=r"more than 1 value per channel|one value per channel"):
+        run_on_threads(devices, train)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
@@ -46,23 +45,11 @@ class Plain(Dataset[tuple[Tensor, int]]):
 
 
 class WithTargets(Plain):
-    """As torchvision's: labels can be had without loading."""
+    """Has labels as an attribute, like torchvision's data sets, and returns others, as a subclass that relabels does."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         super().__init__(samples)
-        self.targets: Any = list(range(samples))
-
-
-class WithTensor(WithTargets):
-    def __init__(self, samples: int = SAMPLES) -> None:
-        super().__init__(samples)
-        self.targets = torch.arange(samples)
-
-
-class WithArray(WithTargets):
-    def __init__(self, samples: int = SAMPLES) -> None:
-        super().__init__(samples)
-        self.targets = np.arange(samples)
+        self.targets: Any = [label + 100 for label in range(samples)]
 
 
 class InLists(Plain):
@@ -80,8 +67,6 @@ def images() -> Images:
 DATASETS = {
     "plain": Plain,
     "targets": WithTargets,
-    "tensor": WithTensor,
-    "array": WithArray,
     "lists": InLists,
     "images": images,
     "subset": lambda: Subset(images(), list(range(SAMPLES))),

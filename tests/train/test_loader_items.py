@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader
 
 import convoy
 from convoy.comm.group import Group
 from convoy.data.images import Images
 from convoy.errors import DataError
 from convoy.plan.plan import Plan
+from convoy.train.adopt import AdoptedLoader
 from convoy.train.loader import Loader
 from tests.support.data_files import plain_image
-from tests.support.loader_data import DATASETS, SHAPE, Plain, WithTargets, image, net, part_of, plan_of, read
+from tests.support.loader_data import DATASETS, SHAPE, Plain, image, net, part_of, plan_of, read
 from tests.support.threads import run_on_threads
 
 _TURN = threading.Lock()
@@ -41,13 +42,6 @@ def test_every_kind_of_data_set_gives_the_same(name: str, workers: int) -> None:
         assert [round(float(v)) for v in x[:, 0, 0, 0]] == batch[start : start + share[device]]
         assert y.dtype == torch.int64
         assert y.tolist() == batch
-
-
-def test_labels_are_read_without_loading_where_that_is_possible() -> None:
-    part = part_of(plan_of("data-by-speed"), 2)
-    for dataset, expected in ((WithTargets(10), 4), (Plain(10), 10)):
-        read(convoy.loader(dataset, 5, part, shuffle=False))
-        assert len(dataset.loaded) == expected
 
 
 @pytest.mark.parametrize("name", [*DATASETS])
@@ -74,54 +68,6 @@ def test_no_label_of_another_device_is_loaded_for_outputs_that_stay() -> None:
         part = part_of(replace(plan_of("data-by-speed"), outputs="where-computed"), device)
         assert len(read(convoy.loader(dataset, 5, part, shuffle=False))) == 2
         assert len(dataset.loaded) == expected
-
-
-class Relabelled(WithTargets):
-    """As torchvision's with a target_transform: the items have labels that `targets` has not."""
-
-    def __init__(self) -> None:
-        super().__init__(10)
-        self.target_transform = lambda label: 100 + label
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return image(index), self.target_transform(index)
-
-
-class Together(WithTargets):
-    """As torchvision's with a function of image and label together."""
-
-    def __init__(self) -> None:
-        super().__init__(10)
-        self.transforms = lambda image, label: (image, 100 + label)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.transforms(image(index), index)
-
-
-@pytest.mark.parametrize("make", [Relabelled, Together])
-def test_labels_that_are_changed_on_the_way_are_not_taken_from_targets(make: type[WithTargets]) -> None:
-    part = part_of(plan_of("data-by-speed"), 1)
-    assert [y for _, y in read(convoy.loader(make(), 5, part, shuffle=False))] == [
-        [100, 101, 102, 103, 104],
-        [105, 106, 107, 108, 109],
-    ]
-
-
-class Measurements(Dataset[tuple[Tensor, float]]):
-    """Numbers in place of classes."""
-
-    targets = (0.25, 0.5, 0.75)
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> tuple[Tensor, float]:
-        return image(index), self.targets[index]
-
-
-def test_targets_need_not_be_whole_numbers() -> None:
-    ((_, y),) = Loader(Measurements(), 3, shuffle=False)
-    assert y.tolist() == [0.25, 0.5, 0.75]
 
 
 class Augmented(Plain):
@@ -164,6 +110,16 @@ def test_random_images_are_the_same_on_every_fleet() -> None:
         assert torch.equal(torch.cat([device[step] for device in pieces]), whole)
 
 
+@pytest.mark.parametrize("make", [Augmented, AugmentedInLists])
+def test_a_sample_that_repeats_within_an_epoch_is_augmented_anew(make: type[Augmented]) -> None:
+    """As with a plain DataLoader, where no two of them are alike."""
+    order = [0] * 12
+    loader = AdoptedLoader(DataLoader(make(10), 5, sampler=order), None)  # type: ignore[arg-type]
+    assert len({float(v) for x, _ in loader for v in x[:, 0, 0, 0]}) == len(order)
+    loader.set_epoch(7, start=1)
+    assert sum(len(x) for x, _ in loader) == 7
+
+
 def test_random_images_that_come_many_at_a_time_are_the_same_on_devices_that_split_filters() -> None:
     first, *others = augmented(plan_of("model"), AugmentedInLists)
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
@@ -201,13 +157,11 @@ def test_images_of_ones_own_kind_may_draw_random_numbers() -> None:
     assert numbers(Noisy(*made), 2)[0] == noisy[0], "they follow from the loader's seed"
 
 
-@pytest.mark.parametrize("targets", [False, True])
-def test_a_device_without_samples_loads_nothing(targets: bool) -> None:
-    """Unless it must for the labels; and what it gets has the shape and dtype of the others'."""
-    dataset = WithTargets(10) if targets else Plain(10)
-    for x, y in convoy.loader(dataset, 5, part_of(plan_of("data-by-speed"), 1), shuffle=False):
-        assert (x.shape, x.dtype, len(y)) == ((0, *SHAPE), torch.float32, 5)
-    assert len(dataset.loaded) == (0 if targets else 10)
+def test_a_device_without_samples_loads_only_for_the_labels() -> None:
+    """It gets as many labels as the others, and images of the same shape and dtype."""
+    for dataset in (Plain(10), DATASETS["images"]()):
+        for x, y in convoy.loader(dataset, 5, part_of(plan_of("data-by-speed"), 1), shuffle=False, drop_last=True):
+            assert (x.shape, x.dtype, len(y)) == ((0, *SHAPE), torch.float32, 5)
 
 
 class Odd(Plain):

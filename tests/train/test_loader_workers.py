@@ -12,7 +12,7 @@ from torch import Tensor
 import convoy
 from convoy.errors import DataError
 from convoy.train.loader import Loader
-from tests.support.loader_data import Plain, image, part_of, plan_of, read
+from tests.support.loader_data import Plain, image, images, part_of, plan_of, read
 
 WAIT_S = 20.0
 
@@ -118,9 +118,7 @@ def test_a_slip_in_a_data_set_ends_the_workers() -> None:
 
 def test_a_device_without_samples_starts_no_workers() -> None:
     before = len(workers())
-    dataset = Plain()
-    dataset.targets = list(range(23))
-    for x, _ in convoy.loader(dataset, 5, part_of(plan_of("data-by-speed"), 1), workers=2):
+    for x, _ in convoy.loader(images(), 5, part_of(plan_of("data-by-speed"), 1), workers=2):
         assert len(x) == 0
         assert len(workers()) == before
 

@@ -193,22 +193,38 @@ def test_parts_load_only_what_a_device_computes() -> None:
             self.met += 1
             return super().__getitem__(index)
 
-        @property
-        def targets(self) -> list[int]:
-            return [int(y) for _, y in images()]
-
     def work(group: Group) -> tuple[int, list[int]]:
         model, dataset = net(), Counted()
         part, _, loader = convoy.prepare(
-            model, adam(model), DataLoader(dataset, 10), plan="data-by-speed", speeds=SPEEDS, group=group, parts=True
-        )
+            model, adam(model), DataLoader(dataset, 10), plan="data-by-speed", speeds=SPEEDS, group=group, parts=True,
+            outputs="where-computed",
+        )  # fmt: skip
         dataset.met, seen = 0, []
         for x, y in loader:
-            assert part(x).shape == (len(y), 3)
+            assert len(part(x).own) == len(y) == len(x)
             seen.append(len(x))
         return dataset.met, seen
 
-    assert run_on_threads(3, work) == [(14, [6, 6, 2]), (0, [0, 0, 0]), (9, [4, 4, 1])]
+    # A device without samples loads one of each batch, which tells the type of labels.
+    assert run_on_threads(3, work) == [(14, [6, 6, 2]), (3, [0, 0, 0]), (9, [4, 4, 1])]
+
+
+class Superclasses(Dataset[Any]):
+    """Labels as many data sets of torchvision's kind give them after a change: `targets` still has the old ones."""
+
+    def __init__(self) -> None:
+        self.targets = [int(y) for _, y in images()]
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Any]:
+        return images()[index][0], F.one_hot(torch.tensor(self.targets[index] // 2), 3).double()
+
+
+@pytest.mark.parametrize("plan", ["data-by-speed", "master"])
+def test_labels_are_those_that_items_have_not_those_of_an_attribute(plan: str) -> None:
+    assert_as_alone(lambda: shuffled(Superclasses()), plan=plan)
 
 
 def test_a_loader_that_was_not_prepared_is_right_too() -> None:
@@ -323,7 +339,7 @@ def test_batches_that_are_no_pairs_are_refused_when_they_come() -> None:
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     with pytest.raises(
-        InputError, match=r"works on none of the 8 parameters of Sequential: make it from model.parameters\(\)"
+        InputError, match=r"works on none of the 8 parameters of the model: make it from model.parameters\(\)"
     ):
         convoy.prepare(net(), adam(net()), shuffled(), plan="data", speeds=(1.0,), group=ALONE)
 

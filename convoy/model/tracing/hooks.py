@@ -31,8 +31,8 @@ def table(module: nn.Module, kind: str) -> dict[int, Any]:
 
 
 def on_weights(hook: Any) -> bool:
-    """Whether a hook is one of torch's own that compute a weight from others: they look at no sample."""
-    return type(hook).__module__.startswith("torch.nn.utils")
+    """Whether a hook is one of torch's own that compute a weight from others, or of Convoy's: they look at no sample."""
+    return type(hook).__module__.startswith(("torch.nn.utils", "convoy.runtime"))
 
 
 def hooked(module: nn.Module) -> list[str]:
