@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from convoy.data import Images, load
-from convoy.data.images import Labelled, Scale
+from convoy.data.images import Labelled, normalise
 from convoy.model.nets import ImageShape
 from convoy.model.nets.builtin import PER_PIXEL
 from convoy.plan.plan import OutputPlace
@@ -71,10 +70,6 @@ class PixelImages(Dataset[tuple[Tensor, Tensor]]):
     targets: Tensor
     classes: int
 
-    @cached_property
-    def _scale(self) -> Scale:
-        return Scale(MEAN, STD)
-
     @property
     def image_shape(self) -> ImageShape:
         """Channels, height and width."""
@@ -85,12 +80,12 @@ class PixelImages(Dataset[tuple[Tensor, Tensor]]):
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._scale(self.x_NCHW[index]), self.targets[index]
+        return normalise(self.x_NCHW[index], MEAN, STD), self.targets[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Labelled:
         """A batch in one go: `(x_NCHW normalised, y_NHW int64)`."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        return self._scale(self.x_NCHW.index_select(0, chosen)), self.targets.index_select(0, chosen)
+        return normalise(self.x_NCHW.index_select(0, chosen), MEAN, STD), self.targets.index_select(0, chosen)
 
 
 Data = Images | PixelImages

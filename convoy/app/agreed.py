@@ -64,7 +64,7 @@ def agree_on_data(splits: Splits, group: Group) -> None:
     if found := difference(group.agree("data", splits.fingerprint)):
         raise MismatchError(
             f"the devices were given different data: {found}; copy the same files to every machine, and use one version of "
-            "Pillow"
+            "torchvision and Pillow"
         )
 
 

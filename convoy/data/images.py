@@ -1,140 +1,89 @@
-"""Labelled images, in memory or read when they are wanted, and their scaling from bytes to numbers around 0.
+"""Labelled images, in memory or loaded when needed, and their split into training and test images.
 
 Letters: N images, C channels, H height, W width, B values of a byte.
 """
 
+import hashlib
+import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
+import operator
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
-from convoy.errors import DataError, InputError
+from convoy.errors import ConvoyError, DataError, InputError
 
-Labelled = tuple[torch.Tensor, torch.Tensor]
-"""`(x_NCHW uint8, y_N int64)`: pixels as stored, and their labels."""
-
-LOOKED_AT = 256
-"""Training images that are read to determine channels, mean and deviation of a data set."""
-
-WHITE = 255
-_DTYPES = (torch.float32, torch.float64)
+Labelled = tuple[Tensor, Tensor]
+"""`(x_NCHW, y_N int64)`: images and their labels."""
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Normalises stored pixels: `((x / 255) - mean) / std`, channel by channel.
-
-    Attributes:
-        mean, std: per channel, in units of white = 1; both empty: the values are used as they are, in this dtype.
-        dtype: of the numbers, float32 or float64.
-
-    Raises:
-        InputError: another dtype, a deviation that is not above 0.
-    """
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self) -> None:
-        if self.dtype not in _DTYPES:
-            raise InputError(f"images of {self.dtype}: choose one of {', '.join(map(str, _DTYPES))}")
-        if not all(std > 0 for std in self.std):
-            raise InputError(f"standard deviations {self.std}: each must be above 0; give 1 for a constant channel")
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """A new tensor of the same shape, `(..., C, H, W)`."""
-        if not self.mean:
-            return x.to(self.dtype, copy=True)
-        return x.to(self.dtype).sub_(self._black_C11).mul_(self._scale_C11)
-
-    # In units of the stored bytes, so that a batch costs one subtraction and one product. Each of the two is rounded by
-    # itself: the numbers of an image do not depend on what else is in the batch.
-    @cached_property
-    def _black_C11(self) -> torch.Tensor:
-        return torch.tensor([WHITE * mean for mean in self.mean], dtype=self.dtype).reshape(-1, 1, 1)
-
-    @cached_property
-    def _scale_C11(self) -> torch.Tensor:
-        return torch.tensor([1 / (WHITE * std) for std in self.std], dtype=self.dtype).reshape(-1, 1, 1)
+def normalise(x: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return `((x / 255) - mean) / std`, channel by channel, as a new tensor; without a mean only the dtype changes."""
+    if not mean:
+        return x.to(dtype, copy=True)
+    # One subtraction and one product, each rounded by itself: an image does not depend on what else is in the batch.
+    black_C11 = torch.tensor([255 * each for each in mean], dtype=dtype).reshape(-1, 1, 1)
+    scale_C11 = torch.tensor([1 / (255 * each) for each in std], dtype=dtype).reshape(-1, 1, 1)
+    return x.to(dtype).sub_(black_C11).mul_(scale_C11)
 
 
-def byte_counts(x_NCHW: torch.Tensor) -> torch.Tensor:
-    """Histogram of each channel of uint8 images, int64 of shape `(C, 256)`. Histograms of parts add up."""
-    return torch.stack([torch.bincount(x_NHW.reshape(-1), minlength=WHITE + 1) for x_NHW in x_NCHW.unbind(dim=1)])
+def byte_counts(x_NCHW: Tensor) -> Tensor:
+    """Return the histogram of each channel of uint8 images, int64 of shape `(C, 256)`."""
+    return torch.stack([torch.bincount(x_NHW.flatten(), minlength=256) for x_NHW in x_NCHW.unbind(dim=1)])
 
 
-def statistics(counts_CB: torch.Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel, in units of white = 1, from `byte_counts`.
+def statistics(counts_CB: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation of each channel, in units of white = 1, from `byte_counts`.
 
-    In integers, so that every machine gets the same bits whatever its threads. The deviation is that of the population
-    (divided by the count); a constant channel gets 1, so that it becomes 0 and not NaN.
+    A constant channel gets the deviation 1, so that it becomes 0 and not NaN.
     """
     means, stds = [], []
     for counts in counts_CB.tolist():
-        total = sum(counts)
-        first = sum(value * count for value, count in enumerate(counts))
-        second = sum(value * value * count for value, count in enumerate(counts))
-        scatter = total * second - first * first
-        means.append(first / (total * WHITE))
-        stds.append(math.sqrt(scatter / total**2) / WHITE if scatter else 1.0)
+        # In whole numbers, so that every machine gets the same bits whatever its threads.
+        total, first, second = (sum(value**power * n for value, n in enumerate(counts)) for power in (0, 1, 2))
+        means.append(first / (total * 255))
+        stds.append(math.sqrt((total * second - first**2) / total**2) / 255 or 1.0)
     return tuple(means), tuple(stds)
 
 
-def measured_scale(read: Callable[[int], torch.Tensor], count: int, dtype: torch.dtype) -> Scale:
-    """Scale by mean and deviation of the first `count` images, exactly; one image is in memory at a time."""
-    counts_CB = byte_counts(read(0)[None])
-    for index in range(1, count):
-        counts_CB += byte_counts(read(index)[None])
-    return Scale(*statistics(counts_CB), dtype)
-
-
-# ------------------------------------------------------------------------------------------------ images
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class Images(Dataset[tuple[torch.Tensor, int]]):
-    """Labelled images, kept as bytes: a quarter of the memory of floats.
+class Images(Dataset[tuple[Tensor, int]]):
+    """Labelled images in memory, kept as bytes: a quarter of the memory of floats.
 
     A sample is `((x / 255) - mean) / std`, channel by channel. `__getitems__` gives a whole batch, already
     stacked; a `torch.utils.data.DataLoader` over these images therefore wants `collate_fn=lambda batch: batch`.
 
     Attributes:
         x_NCHW: the pixels, uint8.
-        targets: the labels y_N, int64, each in `range(classes)`; here to be read without loading any image.
-        classes: how many classes there are.
-        mean: per channel, in units of white = 1.
-        std: per channel, in units of white = 1.
+        targets: the labels y_N, int64, each in `range(classes)`.
+        mean, std: per channel, in units of white = 1.
         dtype: of the normalised images, float32 or float64.
-
-    Raises:
-        InputError: a dtype or shape that is none of the above.
-        DataError: a label outside `range(classes)`.
     """
 
-    x_NCHW: torch.Tensor
-    targets: torch.Tensor
+    x_NCHW: Tensor
+    targets: Tensor
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     dtype: torch.dtype = torch.float32
-    _scale: Scale = field(init=False)
 
     def __post_init__(self) -> None:
-        check_tensors(self.x_NCHW, self.targets)
-        channels = self.x_NCHW.shape[1]
-        if (len(self.mean), len(self.std)) != (channels, channels):
-            raise InputError(
-                f"{len(self.mean)} means and {len(self.std)} deviations for {channels} channels: give one per channel"
-            )
-        check_range(self.targets, self.classes)
-        object.__setattr__(self, "_scale", Scale(self.mean, self.std, self.dtype))
+        x, y = self.x_NCHW, self.targets
+        if x.dtype != torch.uint8 or x.dim() != 4 or y.dtype != torch.int64 or y.shape != x.shape[:1]:
+            met = f"images are {x.dtype} {tuple(x.shape)} and labels {y.dtype} {tuple(y.shape)}"
+            raise InputError(f"{met}: give uint8 of shape (N, C, H, W) and int64 of shape (N,)")
+        if not len(self.mean) == len(self.std) == x.shape[1] or min(self.std) <= 0:
+            raise InputError(f"means {self.mean}, deviations {self.std}: give one, above 0, per channel ({x.shape[1]})")
+        check_labels(y, self.classes, self.dtype)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -145,127 +94,209 @@ class Images(Dataset[tuple[torch.Tensor, int]]):
     def __len__(self) -> int:
         return len(self.targets)
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        """One sample: `(x_CHW normalised, label)`.
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Return `(x_CHW normalised, label)`."""
+        return normalise(self.x_NCHW[index], self.mean, self.std, self.dtype), int(self.targets[index])
 
-        Raises:
-            IndexError: no such image.
-        """
-        return self._scale(self.x_NCHW[index]), int(self.targets[index])
-
-    def __getitems__(self, indices: Sequence[int] | torch.Tensor) -> Labelled:
-        """A batch in one go: `(x_NCHW normalised, y_N int64)`, equal bit for bit to the samples stacked.
-
-        Indices run from 0; none at all gives tensors of shape `(0, C, H, W)` and `(0,)`.
-
-        Raises:
-            IndexError: no such image.
-        """
+    def __getitems__(self, indices: Sequence[int] | Tensor) -> Labelled:
+        """Return a batch, `(x_NCHW normalised, y_N int64)`: equal bit for bit to the samples stacked."""
         index_N = torch.as_tensor(indices, dtype=torch.int64)
-        # index_select copies whole images: here ten times as fast as x_NCHW[index_N], which goes byte by byte.
-        return self._scale(self.x_NCHW.index_select(0, index_N)), self.targets.index_select(0, index_N)
+        # Ten times as fast as x_NCHW[index_N], which copies byte by byte.
+        x_NCHW = self.x_NCHW.index_select(0, index_N)
+        return normalise(x_NCHW, self.mean, self.std, self.dtype), self.targets.index_select(0, index_N)
 
-    def first(self, count: int) -> "Images":
-        """Only the first `count` images, normalised as before."""
+    def first(self, count: int) -> Self:
+        """Return the first `count` images, normalised as before."""
         return replace(self, x_NCHW=self.x_NCHW[:count], targets=self.targets[:count])
-
-    def __repr__(self) -> str:
-        shape = "x".join(map(str, self.image_shape))
-        return f"Images({len(self)} of {shape}, {self.classes} classes, {self.dtype})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Samples(Dataset[tuple[torch.Tensor, int]]):
-    """Labelled images that a function reads one by one, for data too large for memory or made on demand.
+class Samples(Dataset[tuple[Tensor, int]]):
+    """Labelled images that are loaded when needed from any map-style data set.
 
     Attributes:
-        read: gives image `index`, of `image_shape`: uint8, or normalised already where `scale` has no mean.
+        dataset: its items are (PIL image or tensor `(C, H, W)` of bytes or floating numbers, class number).
+        rows: the item of each sample.
         targets: the labels y_N, int64, each in `range(classes)`; here to be read without loading any image.
-        classes: how many classes there are.
-        image_shape: `(C, H, W)` of every image.
-        scale: how pixels become numbers.
-
-    Raises:
-        DataError: a label outside `range(classes)`; while reading, whatever `read` raises.
+        name: of the data set, for messages.
+        image_shape: `(C, H, W)` of every image; grey ones among colours get three equal channels.
+        stored: uint8 for pixels, else the dtype of the data set's numbers.
+        mean, std: per channel, in units of white = 1; empty where images come normalised.
+        dtype: of the normalised images, float32 or float64.
     """
 
-    read: Callable[[int], torch.Tensor]
-    targets: torch.Tensor
+    dataset: Any
+    rows: Sequence[int]
+    targets: Tensor
     classes: int
-    image_shape: tuple[int, int, int]
-    scale: Scale
+    name: str
+    image_shape: tuple[int, int, int] = (0, 0, 0)
+    stored: torch.dtype = torch.uint8
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        check_range(self.targets, self.classes)
-
-    @property
-    def mean(self) -> tuple[float, ...]:
-        """Per channel, in units of white = 1; empty where images come normalised."""
-        return self.scale.mean
-
-    @property
-    def std(self) -> tuple[float, ...]:
-        """Per channel, in units of white = 1; empty where images come normalised."""
-        return self.scale.std
+        check_labels(self.targets, self.classes, self.dtype)
 
     def __len__(self) -> int:
         return len(self.targets)
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        """One sample: `(x_CHW normalised, label)`.
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """Return `(x_CHW normalised, label)`. DataError names an item that cannot be used."""
+        return normalise(self.read(index), self.mean, self.std, self.dtype), int(self.targets[index])
 
-        Raises:
-            IndexError: no such image.
-        """
+    def read(self, index: int) -> Tensor:
+        """Return one image as it is stored."""
+        x, label = self.item(index)
+        if len(x) == 1 and self.image_shape[0] == 3:
+            x = x.expand(3, *x.shape[1:])
+        if (x.shape, x.dtype) != (self.image_shape, self.stored) or label != self.targets[index]:
+            met = f"{self.name}[{self.rows[index]}] is {x.dtype} {tuple(x.shape)} with label {label}"
+            expected = f"{self.stored} {self.image_shape} with label {int(self.targets[index])}"
+            raise DataError(f"{met}, expected is {expected}: correct __getitem__, or resize a folder by --image-size")
+        return x
+
+    def item(self, index: int) -> tuple[Tensor, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"no image {index}: they run from 0 to {len(self) - 1}")
-        return self.scale(self.read(index)), int(self.targets[index])
+        return read_item(self.dataset, self.rows[index], self.name)
 
-    def first(self, count: int) -> "Samples":
-        """Only the first `count` images, normalised as before."""
-        return replace(self, targets=self.targets[:count])
+    def select(self, positions: Sequence[int]) -> Self:
+        return replace(self, rows=[self.rows[each] for each in positions], targets=self.targets[list(positions)])
 
-    def __repr__(self) -> str:
-        shape = "x".join(map(str, self.image_shape))
-        return f"Samples({len(self)} of {shape}, {self.classes} classes, {self.scale.dtype})"
+    def first(self, count: int) -> Self:
+        """Return the first `count` images, normalised as before."""
+        return replace(self, rows=self.rows[:count], targets=self.targets[:count])
 
 
-def check_range(targets: torch.Tensor, classes: int) -> None:
-    """Refuse a label outside `range(classes)`.
+def check_labels(y_N: Tensor, classes: int, dtype: torch.dtype) -> None:
+    """Refuse a label outside `range(classes)` (DataError), and images that are not float32 or float64 (InputError)."""
+    if dtype not in (torch.float32, torch.float64):
+        raise InputError(f"images of {dtype}: choose one of torch.float32, torch.float64")
+    wrong = ((y_N < 0) | (y_N >= classes)).nonzero().flatten().tolist()
+    if wrong:
+        met = f"sample {wrong[0]} has label {int(y_N[wrong[0]])}, and {len(wrong)} of {len(y_N)} labels are"
+        raise DataError(f"{met} outside 0 to {classes - 1}: correct the labels, or the number of classes")
 
-    Raises:
-        DataError: gives the smallest and the largest label.
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Add to an error of somebody else's code which sample it was about."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, ConvoyError):
+            error.add_note(f"The data set raised this for {what}.")
+        raise
+
+
+def read_item(dataset: Any, row: int, name: str) -> tuple[Tensor, int]:
+    """Return an item of a data set as a tensor `(C, H, W)` and a class number. DataError names one of another kind."""
+    what = f"{name}[{row}]"
+    with naming(what):
+        item = dataset[row]
+    if not isinstance(item, Sequence) or len(item) != 2:
+        raise DataError(f"{what} is a {type(item).__name__}: items are pairs, (tensor or PIL image, class number)")
+    x, label = item
+    pillow: Any = sys.modules.get("PIL.Image")
+    if pillow is not None and isinstance(x, pillow.Image):
+        x = torch.from_numpy(np.atleast_3d(np.array(grey_or_rgb(x, what)))).permute(2, 0, 1).contiguous()
+    if not isinstance(x, Tensor) or x.dim() != 3 or not (x.dtype == torch.uint8 or x.is_floating_point()):
+        met = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise DataError(f"{what} begins with {met}: give a PIL image, or uint8 or floating numbers (C, H, W)")
+    try:
+        number = operator.index(label)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise DataError(f"{what} has the label {label!r}: labels are class numbers, whole, from 0")
+    return x, number
+
+
+def grey_or_rgb(image: Any, what: str) -> Any:
+    """Return a PIL image in mode L if it is grey, else RGB. DataError: more than 8 bits, which Pillow would cut off."""
+    if image.mode[0] in "IF":
+        raise DataError(f"{what} has more than 8 bits per channel (mode {image.mode}): convert it to 8")
+    return image.convert("L" if image.mode in ("1", "L", "LA", "La") else "RGB")
+
+
+@dataclass(frozen=True, eq=False)
+class Splits:
+    """Training and test images of a data set, both normalised by the training images.
+
+    Attributes:
+        name: as given to `convoy.data.load`.
+        train, test: the images, in the order of the data set.
+        class_names: by label.
+        notes: what was found and decided while reading, one line each.
     """
-    if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < classes:
-        raise DataError(
-            f"labels from {int(targets.min())} to {int(targets.max())} with {classes} classes: "
-            "labels run from 0 to classes - 1; are these the labels of this dataset?"
-        )
+
+    name: str
+    train: Images | Samples
+    test: Images | Samples
+    class_names: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fingerprint(self) -> str:
+        """What must be the same on every device, as JSON (counts, shape, classes, labels in order, mean, deviation)."""
+        labels = b"".join(images.targets.numpy().tobytes() for images in (self.train, self.test))
+        facts = {
+            "train": len(self.train), "test": len(self.test), "shape": self.train.image_shape, "classes": self.class_names,
+            "labels": hashlib.blake2b(labels, digest_size=8).hexdigest(), "mean": self.train.mean, "std": self.train.std,
+        }  # fmt: skip
+        return json.dumps(facts)
+
+    def first(self, count: int) -> "Splits":
+        """Return the first `count` training images, normalised as before, and all test images."""
+        return replace(self, train=self.train.first(count))
 
 
-def check_labels(path: Path, labels_N: npt.NDArray[np.uint8], classes: int) -> None:
-    """Refuse a file with a label outside `range(classes)`.
+def in_memory(name: str, train: Labelled, test: Labelled, dtype: torch.dtype, class_names: Sequence[str]) -> Splits:
+    """Return splits of uint8 images in memory, normalised by all training images."""
+    mean, std = statistics(byte_counts(train[0]))
+    images, test_images = (Images(*each, len(class_names), mean, std, dtype) for each in (train, test))
+    return Splits(name, images, test_images, tuple(class_names))
 
-    Raises:
-        DataError: names the file and the first such label.
+
+def when_needed(
+    train: Samples, test: Samples | None, order: Sequence[int], class_names: Sequence[str], fraction: float | None
+) -> Splits:
+    """Return splits of samples that are loaded when needed; channels, mean and deviation are those of 256 training samples.
+
+    Args:
+        test: None: `fraction` (None: 0.2) of each class of `train` is held out, rounded; one sample at least stays.
+        order: positions in `train`, such that the first of them are a fair sample. The first of each class are held out.
     """
-    outside = np.flatnonzero(labels_N >= classes)
-    if len(outside):
-        raise DataError(
-            f"{path}: image {outside[0]} has label {labels_N[outside[0]]}, and {len(outside)} of {len(labels_N)} "
-            f"labels are above {classes - 1}: the file is damaged or of another dataset; fetch it again"
-        )
+    rows, how = list(order), "test samples of their own"
+    if test is None:
+        fraction = 0.2 if fraction is None else fraction
+        labels, rows, test_rows = train.targets.tolist(), list[int](), list[int]()
+        wanted = {label: min(n - 1, math.floor(fraction * n + 0.5)) for label, n in Counter(labels).items()}
+        for position in order:
+            (test_rows if wanted[labels[position]] > 0 else rows).append(position)
+            wanted[labels[position]] -= 1
+        if not test_rows:
+            raise DataError(
+                f"{train.name}: {fraction:g} of each class leaves none for the test; give a larger fraction"
+            )
+        test, how = train.select(sorted(test_rows)), f"{fraction:.0%} of each class held out for the test"
+    looked_at = rows[:256]
+    first, _ = train.item(looked_at[0])
+    colours = any(len(train.item(each)[0]) == 3 for each in looked_at)
+    known = replace(train, image_shape=(3 if colours else len(first), *first.shape[1:]), stored=first.dtype)
+    notes = [f"{len(class_names)} classes; {len(rows)} samples to train on, {len(test)} to test on; {how}"]
+    if first.dtype == torch.uint8:
+        # One image at a time: those of a folder may be too large for memory together.
+        mean, std = statistics(torch.stack([byte_counts(known.read(each)[None]) for each in looked_at]).sum(0))
+        known = replace(known, mean=mean, std=std)
+        notes.append(f"mean and deviation of {len(looked_at)} training images")
+    test = replace(known, dataset=test.dataset, rows=test.rows, targets=test.targets, name=test.name)
+    return Splits(train.name, known.select(sorted(rows)), test, tuple(class_names), tuple(notes))
 
 
-def check_tensors(x_NCHW: torch.Tensor, y_N: torch.Tensor) -> None:
-    """Refuse what are not uint8 images of shape `(N, C, H, W)` with int64 labels of shape `(N,)`.
-
-    Raises:
-        InputError: gives dtype and shape.
-    """
-    if x_NCHW.dtype != torch.uint8 or x_NCHW.dim() != 4:
-        raise InputError(f"images are {x_NCHW.dtype} {tuple(x_NCHW.shape)}: give uint8 of shape (N, C, H, W)")
-    if y_N.dtype != torch.int64 or y_N.shape != x_NCHW.shape[:1]:
-        raise InputError(
-            f"labels are {y_N.dtype} {tuple(y_N.shape)} for {len(x_NCHW)} images: give int64, one for each image"
-        )
+def fair_order(names: Sequence[str]) -> list[int]:
+    """Return positions of names by the hash of each: the first are a fair sample, a name more or less moves no others."""
+    hashes = [hashlib.blake2b(os.fsencode(name), digest_size=8).digest() for name in names]
+    return sorted(range(len(names)), key=hashes.__getitem__)

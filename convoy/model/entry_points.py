@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import importlib.metadata
 import os
 import sys
 import traceback
@@ -46,6 +47,32 @@ def find_callable(text: str, wanted: str) -> Callable[..., Any]:
         )
     function: Callable[..., Any] = found
     return function
+
+
+def import_package(name: str, extra: str, purpose: str) -> Any:
+    """Import an optional package, or a module of it.
+
+    Args:
+        extra: of this package, which installs it; purpose: what needs it, for the message.
+
+    Raises:
+        InputError: it is not installed, or does not import.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = (error.name or name).partition(".")[0]
+        raise InputError(
+            f"{missing} is not installed, and {purpose} needs it: pip install 'convoy-train[{extra}]'"
+        ) from error
+    except Exception as error:
+        package, torch_version = name.partition(".")[0], importlib.metadata.version("torch")
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"{package} does not import beside torch {torch_version} ({why}), and {purpose} needs it: "
+            "torch and torchvision must be builds that belong together; install both at once and from one place, e.g. pip "
+            "install torch torchvision --index-url https://download.pytorch.org/whl/cpu"
+        ) from error
 
 
 def call(text: str, function: Callable[..., Any], **arguments: Any) -> Any:

@@ -22,7 +22,20 @@ from convoy.train.loop import Training, fit
 from tests.support.processes import PLACE, ROOT
 
 HOW = [
-    *("--data", "digits", "--limit", "120", "--net", "two-conv:4:6", "--batch", "12", "--epochs", "3", "--lr", "0.05"),
+    *(
+        "--data",
+        "tests.support.augmented_digits:build",
+        "--limit",
+        "120",
+        "--net",
+        "two-conv:4:6",
+        "--batch",
+        "12",
+        "--epochs",
+        "3",
+        "--lr",
+        "0.05",
+    ),
     *("--schedule", "cosine", "--warmup-epochs", "1", "--ema", "0.9", "--clip-norm", "1", "--augment", "crop,flip"),
     *("--seed", "3"),
 ]

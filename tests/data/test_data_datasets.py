@@ -1,4 +1,4 @@
-"""Data sets of anybody's: tensors and PIL images, labels with and without loading, and what cannot be used."""
+"""Data sets of anybody's: tensors and PIL images, labels, held-out samples, seeds, and what cannot be used."""
 
 import random
 from collections.abc import Sequence
@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from convoy.data import from_datasets
+from convoy.data.datasets import own_random_numbers, reseed
 from convoy.errors import DataError, InputError
-from tests.support.data_files import assert_says, plain_image
+from tests.support.data_files import plain_image
 
 SHAPE = (3, 2, 4)
 
@@ -46,17 +48,13 @@ def pixels(count: int = 40, classes: int = 4) -> list[tuple[Tensor, int]]:
 def test_pixels_are_normalised_by_those_of_the_training_samples() -> None:
     both = from_datasets(Listed(pixels(40)), Listed(pixels(8)), dtype=torch.float64)
     x_NCHW = torch.stack([x for x, _ in pixels(40)]).double() / 255
-    np.testing.assert_allclose(both.train.mean, x_NCHW.mean((0, 2, 3)), rtol=1e-12)
-    np.testing.assert_allclose(both.train.std, x_NCHW.std((0, 2, 3), correction=0), rtol=1e-12)
-    assert (len(both.train), len(both.test), both.classes, both.image_shape) == (40, 8, 4, SHAPE)
-    mean_C11, std_C11 = (
-        torch.tensor(v, dtype=torch.float64).reshape(3, 1, 1) for v in (both.train.mean, both.train.std)
-    )
+    mean_C11, std_C11 = x_NCHW.mean((0, 2, 3)).reshape(3, 1, 1), x_NCHW.std((0, 2, 3), correction=0).reshape(3, 1, 1)
+    assert (len(both.train), len(both.test), both.train.classes, both.train.image_shape) == (40, 8, 4, SHAPE)
     for split, items in ((both.train, pixels(40)), (both.test, pixels(8))):
         for (x, y), (stored, label) in zip(split, items, strict=True):
             torch.testing.assert_close(x, (stored.double() / 255 - mean_C11) / std_C11)
             assert y == label
-    assert "4 classes; 40 samples to train on, 8 to test on" in both.notes[0]
+    assert both.notes[0] == "4 classes; 40 samples to train on, 8 to test on; test samples of their own"
 
 
 def test_the_numbers_of_many_samples_are_those_of_a_stated_few() -> None:
@@ -81,27 +79,29 @@ def test_floating_numbers_stay_as_they_are() -> None:
     assert items[9][0].equal(torch.full(SHAPE, 5.5)), "what is done to a sample leaves the data set alone"
 
 
-def test_pil_images_are_read_as_files_are() -> None:
-    colours = [((index, 0, 200), index % 2) for index in range(10)]
-    both = from_datasets(Listed([(plain_image(colour), label) for colour, label in colours]), test_fraction=0.2)
-    assert both.image_shape == (3, 4, 6)
-    assert (len(both.train), len(both.test)) == (8, 2)
-    grey = from_datasets(Listed([(plain_image(index), index % 2) for index in range(10)]))
-    assert grey.image_shape == (1, 4, 6)
-    mixed = [(plain_image(colour if index else 7), label) for index, (colour, label) in enumerate(colours)]
-    both = from_datasets(Listed(mixed), Listed(mixed))
-    assert both.image_shape == (3, 4, 6)
-    assert both.notes[-1] == (
-        "1 of 10 training images looked at are grey, first dataset[0]: read as RGB of equal channels"
-    )
+def test_pil_images_are_grey_where_all_are_and_else_colours() -> None:
+    grey: list[Any] = [(plain_image(index), index % 2) for index in range(10)]
+    assert from_datasets(Listed(grey)).train.image_shape == (1, 4, 6)
+    grey[0] = (plain_image((9, 8, 7)), 0)
+    both = from_datasets(Listed(grey), Listed(grey))
+    assert both.train.image_shape == (3, 4, 6)
+    assert both.train.read(0)[:, 0, 0].tolist() == [9, 8, 7]
+    assert both.train.read(5)[:, 0, 0].tolist() == [5, 5, 5]
 
 
-def test_samples_are_held_out_where_there_are_no_others() -> None:
-    dataset = Listed(pixels(40))
-    both = from_datasets(dataset, test_fraction=0.25)
-    assert torch.bincount(both.test.targets).tolist() == [3] * 4  # 2.5 of 10, rounded up
-    seen = [tuple(split.read(i).flatten().tolist()) for split in (both.train, both.test) for i in range(len(split))]
-    assert sorted(seen) == sorted(tuple(x.flatten().tolist()) for x, _ in pixels(40)), "each sample once"
+def test_samples_are_held_out_of_each_class_where_there_are_no_others() -> None:
+    items = [
+        (torch.full((1, 1, 1), index, dtype=torch.uint8), label) for index, label in enumerate([0] * 10 + [1] * 4 + [2])
+    ]
+    both = from_datasets(Listed(items), test_fraction=0.3)
+    assert torch.bincount(both.test.targets, minlength=3).tolist() == [3, 1, 0]  # 3 of 10, 1.2 of 4, none of 1
+    values = [[int(split.read(i)) for i in range(len(split))] for split in (both.train, both.test)]
+    assert sorted(values[0] + values[1]) == list(range(15)), "each sample once"
+    assert values == [sorted(each) for each in values], "in the order of the data set"
+    more = from_datasets(Listed(items), test_fraction=0.5)
+    assert set(values[1]) < {int(more.test.read(i)) for i in range(len(more.test))}, "more, but the same first"
+    assert "50% of each class held out" in more.notes[0]
+    assert torch.bincount(from_datasets(Listed(items), test_fraction=0.99).train.targets).tolist() == [1, 1, 1]
 
 
 # --------------------------------------------------------------------------------------------------------- labels
@@ -115,9 +115,7 @@ def test_labels_are_those_of_the_items_not_those_of_an_attribute() -> None:
 
 @pytest.mark.parametrize("label", [1, np.int64(1), torch.tensor(1), torch.tensor(1, dtype=torch.uint8)])
 def test_whole_numbers_of_any_kind_are_labels(label: Any) -> None:
-    both = from_datasets(Listed([(torch.zeros(SHAPE), 0), (torch.zeros(SHAPE), label)] * 4))
-    assert both.classes == 2
-    assert both.train[0][1] in (0, 1)
+    assert from_datasets(Listed([(torch.zeros(SHAPE), 0), (torch.zeros(SHAPE), label)] * 4)).train.classes == 2
 
 
 def test_class_names_are_those_of_the_data_set() -> None:
@@ -127,19 +125,41 @@ def test_class_names_are_those_of_the_data_set() -> None:
     assert from_datasets(Listed(pixels())).class_names == ("0", "1", "2", "3")
 
 
-def test_looking_leaves_the_random_numbers_of_the_program_alone_and_always_sees_the_same() -> None:
-    class Drawn(Listed):
-        def __getitem__(self, index: int) -> Any:
-            return (torch.rand(SHAPE) * 255 * random.random()).to(torch.uint8), index % 2
+# ------------------------------------------------------------------------------------------------- random numbers
 
-    random.seed(1)
-    torch.manual_seed(1)
-    expected = torch.rand(2).tolist(), random.random()
-    random.seed(1)
-    torch.manual_seed(1)
+
+class Drawn(Listed):
+    """Draws from all three sources of random numbers."""
+
+    def __getitem__(self, index: int) -> Any:
+        return (torch.rand(SHAPE) * 255 * random.random() * float(np.random.rand())).to(torch.uint8), index % 2
+
+
+def numbers() -> tuple[float, float, float]:
+    return float(torch.rand(())), random.random(), float(np.random.rand())
+
+
+def test_looking_leaves_the_random_numbers_of_the_program_alone_and_always_sees_the_same() -> None:
+    def seeded() -> None:
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+
+    seeded()
+    expected = numbers()
+    seeded()
     first = from_datasets(Drawn(pixels(20)))
-    assert (torch.rand(2).tolist(), random.random()) == expected
+    assert numbers() == expected
     assert from_datasets(Drawn(pixels(20))).train.mean == first.train.mean
+
+
+def test_a_key_decides_what_is_drawn() -> None:
+    drawn = {}
+    with own_random_numbers():
+        for key in ("0/0/0/7", "0/0/1/7", "0/1/0/7", "1/0/0/7", "0/0/0/8"):
+            reseed(key)
+            drawn[key] = numbers()
+        reseed("0/0/0/7")
+        assert numbers() == drawn["0/0/0/7"]
+    assert len({number for three in drawn.values() for number in three}) == 15
 
 
 # ----------------------------------------------------------------------------------------------------- wrong data
@@ -153,63 +173,62 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize("dataset", [Stream(), iter(pixels()), 7])
 def test_what_is_not_map_style_is_refused(dataset: Any) -> None:
     with pytest.raises(
-        InputError, match=f"mine is a {type(dataset).__name__}: give a map-style data set, one with __len__"
+        InputError, match=f"mine is a {type(dataset).__name__}: give a map-style data set, with __len__"
     ):
         from_datasets(dataset, name="mine")
 
 
-def test_an_empty_data_set_is_refused() -> None:
+def test_samples_to_train_and_to_test_on_are_needed() -> None:
     with pytest.raises(DataError, match="mine is empty, its length is 0: give a data set with samples"):
         from_datasets(Listed([]), name="mine")
     with pytest.raises(DataError, match="mine for the test is empty"):
         from_datasets(Listed(pixels()), Listed([]), name="mine")
-
-
-def test_a_fraction_beside_test_samples_is_refused() -> None:
+    with pytest.raises(DataError, match=r"mine: 0\.01 of each class leaves none for the test; give a larger"):
+        from_datasets(Listed(pixels()), name="mine", test_fraction=0.01)
     with pytest.raises(InputError, match=r"a test fraction of 0\.5 beside test samples: leave one of them out"):
         from_datasets(Listed(pixels()), Listed(pixels()), test_fraction=0.5)
+
+
+BYTES = torch.zeros(SHAPE, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize(
     ("item", "says"),
     [
-        ((torch.zeros(SHAPE),), "mine[5] is a tuple: items are pairs, (tensor or PIL image, class number)"),
-        (torch.zeros(SHAPE), "mine[5] is a Tensor: items are pairs"),
-        ((np.zeros(SHAPE), 0), "mine[5] begins with a ndarray: give a tensor (C, H, W) or a PIL image"),
-        ((torch.zeros(2, 4), 0), "mine[5] is torch.float32 of shape (2, 4): give (C, H, W), uint8 from 0 to 255 or floating"),
-        ((torch.zeros(SHAPE, dtype=torch.int64), 0), "mine[5] is torch.int64 of shape (3, 2, 4): give"),
-        ((torch.zeros(SHAPE, dtype=torch.uint8), 0.5), "mine[5] has the label 0.5: labels are class numbers, whole, from 0"),
-        ((torch.zeros(SHAPE, dtype=torch.uint8), -1), "mine[5] has the label -1"),
-        ((torch.zeros(SHAPE, dtype=torch.uint8), "cat"), "mine[5] has the label 'cat'"),
-        ((torch.zeros(3, 2, 5, dtype=torch.uint8), 0), "mine[5] is torch.uint8 of shape (3, 2, 5), others are torch.uint8"),
-        ((torch.zeros(SHAPE), 0), "mine[5] is torch.float32 of shape (3, 2, 4), others are torch.uint8"),
+        (torch.zeros(SHAPE), r"mine\[5\] is a Tensor: items are pairs, \(tensor or PIL image, class number\)"),
+        ((np.zeros(SHAPE), 0), r"mine\[5\] begins with a ndarray: give a PIL image, or uint8 or floating numbers \(C, H, W\)"),
+        ((torch.zeros(2, 4), 0), r"mine\[5\] begins with torch.float32 of shape \(2, 4\): give"),
+        ((torch.zeros(SHAPE, dtype=torch.int64), 0), r"mine\[5\] begins with torch.int64 of shape \(3, 2, 4\): give"),
+        ((BYTES, 0.5), r"mine\[5\] has the label 0.5: labels are class numbers, whole, from 0"),
+        ((BYTES, torch.tensor(0.5)), r"mine\[5\] has the label tensor\(0.5"),
+        ((BYTES, -1), r"mine\[5\] has the label -1"),
+        ((BYTES, "cat"), r"mine\[5\] has the label 'cat'"),
+        ((torch.zeros(3, 2, 5, dtype=torch.uint8), 1), r"mine\[5\] is torch.uint8 \(3, 2, 5\) .*, expected is .* \(3, 2, 4\)"),
+        ((torch.zeros(SHAPE), 1), r"mine\[5\] is torch.float32 .*, expected is torch.uint8"),
+        ((Image.new("I;16", (4, 2)), 1), r"mine\[5\] has more than 8 bits per channel \(mode I;16\): convert it to 8"),
     ],
 )  # fmt: skip
 def test_an_item_that_cannot_be_used_is_named(item: Any, says: str) -> None:
     items: list[Any] = pixels(30)
     items[5] = item
-    with pytest.raises(DataError) as error:
+    with pytest.raises(DataError, match=says):
         from_datasets(Listed(items), Listed(pixels(4)), name="mine")
-    assert_says(error, says)
 
 
 def test_a_label_out_of_range_is_named() -> None:
-    with pytest.raises(DataError) as error:
-        from_datasets(Listed(pixels(), classes=["ant", "bee", "cat"]), name="mine")
-    assert_says(error, "mine[3] has label 3, and mine.classes names 3: labels run from 0 to 2; correct one of them")
+    with pytest.raises(DataError, match="sample 3 has label 3, and 10 of 40 labels are outside 0 to 2: correct"):
+        from_datasets(Listed(pixels(), classes=["ant", "bee", "cat"]))
+    with pytest.raises(DataError, match="sample 3 has label 3"):
+        from_datasets(Listed(pixels(classes=3)), Listed(pixels()))
 
 
-def test_a_class_that_is_only_tested_is_named() -> None:
-    with pytest.raises(DataError) as error:
-        from_datasets(Listed(pixels(40, classes=3)), Listed(pixels(40)), name="mine")
-    assert_says(error, "mine for the test[3] has label 3, which no sample of mine has", "must be trained")
-
-
-def test_a_label_that_changes_is_told_when_it_is_met() -> None:
+def test_a_label_that_changes_is_refused_when_it_is_met() -> None:
     items = pixels(40)
     both = from_datasets(Listed(items), Listed(items), name="mine")
     items[7] = (items[7][0], 0)
-    with pytest.raises(DataError, match=r"mine\[7\] has label 0 now and had 3 before: a label stays the same"):
+    with pytest.raises(
+        DataError, match=r"mine\[7\] is .* with label 0, expected is .* with label 3: correct __getitem__"
+    ):
         both.train[7]
 
 
@@ -217,3 +236,5 @@ def test_a_data_set_of_torchs_will_do() -> None:
     x_NCHW, y_N = torch.stack([x for x, _ in pixels()]), torch.tensor([label for _, label in pixels()])
     both = from_datasets(TensorDataset(x_NCHW, y_N))
     assert (len(both.train), len(both.test)) == (32, 8)
+    with pytest.raises(IndexError):
+        both.train[32]

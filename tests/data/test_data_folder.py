@@ -1,15 +1,16 @@
-"""Folders of images: how they may be laid out, what is held out, and what is said of those that cannot be used."""
+"""Folders of images: how they may be laid out, what is held out, how files are read, and which are refused."""
 
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from convoy.app.inputs import load_images
 from convoy.config.run_file import resolve_settings
 from convoy.data import Samples, load
-from convoy.data.folder import Files, list_folder
 from convoy.errors import DataError, InputError
 from tests.support.data_files import assert_says, plain_image, write_images
 
@@ -27,18 +28,18 @@ def write_class(root: Path, label: int, count: int) -> None:
 
 @pytest.fixture
 def pets(tmp_path: Path) -> Path:
-    """Ten images of each of three classes, in one folder."""
+    """Ten images of each of three classes, in one folder below a hidden one."""
     for label in range(3):
-        write_class(tmp_path / "pets", label, 10)
-    return tmp_path / "pets"
+        write_class(tmp_path / ".here" / "pets", label, 10)
+    return tmp_path / ".here" / "pets"
 
 
 @pytest.fixture
 def apart(tmp_path: Path) -> Path:
-    """Training and validation images apart; one class is not validated."""
+    """Training and validation images apart; the first class is not validated."""
     for label, count in enumerate((4, 5, 6)):
         write_class(tmp_path / "apart" / "train", label, count)
-    for label, count in enumerate((2, 1)):
+    for label, count in ((1, 2), (2, 1)):
         write_class(tmp_path / "apart" / "val", label, count)
     return tmp_path / "apart"
 
@@ -48,140 +49,109 @@ def values(samples: Samples) -> list[tuple[int, int]]:
     return [(int(samples.read(i)[0, 0, 0]), int(samples.targets[i])) for i in range(len(samples))]
 
 
+def read_all(folder: Path) -> list[torch.Tensor]:
+    """Every image as it is stored."""
+    both = load(str(folder))
+    return [split.read(i) for split in (both.train, both.test) for i in range(len(split))]
+
+
 # -------------------------------------------------------------------------------------------------------- layouts
 
 
 def test_training_and_validation_folders_are_taken_as_they_are(apart: Path) -> None:
     both = load(f"folder:{apart}")
     assert both.class_names == CLASSES
-    assert (len(both.train), len(both.test), both.classes, both.image_shape) == (15, 3, 3, (3, 4, 6))
+    assert (len(both.train), len(both.test), both.train.classes, both.train.image_shape) == (15, 3, 3, (3, 4, 6))
     expected = [(value_of(label, n), label) for label, count in enumerate((4, 5, 6)) for n in range(count)]
     assert sorted(values(both.train)) == expected
-    assert sorted(values(both.test)) == [(0, 0), (1, 0), (50, 1)]
-    assert "tested on val" in both.notes[0]
-    assert "3 classes (ant 6, bee 6, cat 6); 15 images to train on, 3 to test on" in both.notes[0]
-
-
-def test_a_test_folder_will_do_and_val_goes_before_it(apart: Path) -> None:
-    shutil.copytree(apart / "val", apart / "test")
-    (apart / "test" / "ant" / "00.png").unlink()
-    assert len(load(str(apart)).test) == 3
+    assert sorted(values(both.test)) == [(50, 1), (51, 1), (100, 2)]
+    assert both.notes[0] == "3 classes; 15 samples to train on, 3 to test on; test samples of their own"
+    write_class(apart / "test", 0, 1)
+    assert len(load(str(apart)).test) == 3, "val goes before test"
     shutil.rmtree(apart / "val")
-    assert len(load(str(apart)).test) == 2
+    assert len(load(str(apart)).test) == 1
 
 
-def test_one_folder_gives_a_fifth_of_each_class_to_the_test(pets: Path) -> None:
+def test_one_folder_gives_a_fifth_of_each_class_to_the_test_by_names_alone(pets: Path, tmp_path: Path) -> None:
     both = load(str(pets))
     assert torch.bincount(both.train.targets).tolist() == [8, 8, 8]
     assert torch.bincount(both.test.targets).tolist() == [2, 2, 2]
     assert sorted(values(both.train) + values(both.test)) == [(value_of(c, n), c) for c in range(3) for n in range(10)]
-    assert "20% of each class held out for the test" in both.notes[0]
     half = load(str(pets), test_fraction=0.5)
-    assert torch.bincount(half.test.targets).tolist() == [5, 5, 5]
     assert set(values(both.test)) < set(values(half.test)), "more are held out, but the same first"
+    shutil.copytree(pets, tmp_path / "elsewhere")
+    copy = load(str(tmp_path / "elsewhere"))
+    assert (values(copy.train), values(copy.test)) == (values(both.train), values(both.test))
+    assert copy.fingerprint == both.fingerprint
+    assert len(set(both.first(8).train.targets.tolist())) == 3, "the first images are of all classes"
 
 
-def test_which_images_are_held_out_depends_on_their_names_alone(pets: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "elsewhere"
-    shutil.copytree(pets, copy)
-    assert list_folder(copy).test == list_folder(pets).test
-    assert load(str(copy)).fingerprint == load(str(pets)).fingerprint
-
-
-def test_the_first_images_are_of_all_classes(pets: Path) -> None:
-    assert len(set(load(str(pets)).first(8).train.targets.tolist())) == 3
-
-
-def test_what_is_no_image_is_passed_over(pets: Path) -> None:
+def test_hidden_files_and_files_of_other_kinds_are_passed_over(pets: Path) -> None:
     for name in ("Thumbs.db", ".hidden.png", "notes.txt"):
         (pets / "ant" / name).write_bytes(b"!")
-    (pets / ".ipynb_checkpoints").mkdir()
     (pets / "README").touch()
     (pets / "bee" / "00.png").rename(pets / "bee" / "00.PNG")
-    listing = list_folder(pets)
-    assert len(listing.train + listing.test) == 30
-    assert listing.class_names == CLASSES
+    both = load(str(pets))
+    assert len(both.train) + len(both.test) == 30
 
 
-def test_grey_images_have_one_channel_and_the_numbers_of_all(tmp_path: Path) -> None:
+# ---------------------------------------------------------------------------------------------------------- files
+
+
+def test_grey_images_have_one_channel_and_the_statistics_of_all(tmp_path: Path) -> None:
     write_images(tmp_path, {f"{name}/{n}.png": plain_image(51 * n) for name in "ab" for n in range(6)})
     both = load(str(tmp_path), test_fraction=0.5, dtype=torch.float64)
-    assert both.image_shape == (1, 4, 6)
+    assert both.train.image_shape == (1, 4, 6)
     stored = torch.tensor([grey for grey, _ in values(both.train)], dtype=torch.float64) / 255
-    assert both.train.mean == pytest.approx((float(stored.mean()),), rel=1e-12)
-    assert both.train.std == pytest.approx((float(stored.std(correction=0)),), rel=1e-12)
     x_CHW, label = both.test[0]
     grey, expected = values(both.test)[0]
-    assert (x_CHW.dtype, label) == (torch.float64, expected)
-    torch.testing.assert_close(
-        x_CHW, torch.full((1, 4, 6), (grey / 255 - both.train.mean[0]) / both.train.std[0]).double()
-    )
+    assert label == expected
+    normalised = (grey / 255 - stored.mean()) / stored.std(correction=0)
+    torch.testing.assert_close(x_CHW, normalised.expand(1, 4, 6), check_stride=False)
 
 
-def test_grey_among_colour_becomes_colour_and_is_told(pets: Path) -> None:
-    for name in ("ant/00.png", "ant/01.png", "bee/00.png"):
-        write_images(pets, {name: plain_image(9)})
-    both = load(str(pets))
-    assert both.image_shape == (3, 4, 6)
-    (told,) = [note for note in both.notes if "grey" in note]
-    assert "of 24 training images looked at are grey, first" in told
-    assert "read as RGB of equal channels" in told
+def test_files_of_all_kinds_become_the_colours_that_they_show(pets: Path) -> None:
+    """Grey among colours, a palette, a photograph on its side (EXIF 6: turned right), and a JPEG."""
+    shutil.rmtree(pets / "cat")
+    upright = Image.fromarray(np.arange(72, dtype=np.uint8).reshape(4, 6, 3))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    upright.transpose(Image.Transpose.ROTATE_90).save(pets / "ant" / "turned.png", exif=exif)
+    write_images(pets, {"ant/grey.png": plain_image(9), "bee/palette.png": plain_image((250, 120, 10)).quantize(4)})
+    plain_image((200, 100, 50)).save(pets / "bee" / "photo.jpg", quality=95)
+    x_NCHW = read_all(pets)
+    assert any(x.equal(torch.from_numpy(np.array(upright)).permute(2, 0, 1)) for x in x_NCHW)
+    for colour in ([9, 9, 9], [250, 120, 10], [200, 100, 50]):
+        assert any((x[:, 0, 0] - torch.tensor(colour)).abs().max() <= 6 for x in x_NCHW), colour
 
 
-# ---------------------------------------------------------------------------------------------------------- sizes
-
-
-def both_lists(folder: Path) -> None:
-    both = load(str(folder))
-    list(both.train), list(both.test)
-
-
-def test_images_of_different_sizes_want_one(pets: Path) -> None:
-    write_images(pets, {"bee/03.png": plain_image((1, 2, 3), width=9, height=5)})
-    with pytest.raises(DataError) as error:
-        both_lists(pets)
-    assert_says(error, pets / "bee" / "03.png", "9 pixels wide and 5 high", "6 and 4", "--image-size 4")
+def test_images_of_different_sizes_are_resized_or_refused(pets: Path) -> None:
+    wide = np.full((5, 9, 3), 255, dtype=np.uint8)
+    wide[:, 2:7] = 60
+    Image.fromarray(wide).save(pets / "bee" / "03.png")
+    with pytest.raises(
+        DataError, match=r"pets\[\d+\] is torch.uint8 \(3, 5, 9\) .*\(3, 4, 6\) .*resize a folder by --image-size"
+    ):
+        read_all(pets)
     both = load(str(pets), image_size=4)
-    assert both.image_shape == (3, 4, 4)
-    assert {x_CHW.shape for split in (both.train, both.test) for x_CHW, _ in split} == {(3, 4, 4)}
+    x_NCHW = [split.read(i) for split in (both.train, both.test) for i in range(len(split))]
+    assert {x_CHW.shape for x_CHW in x_NCHW} == {(3, 4, 4)}
+    assert sum(x_CHW[:, :, 1:3].eq(60).all().item() for x_CHW in x_NCHW) == 1, "the middle of it is kept"
     # Measuring takes them, too.
     settings = resolve_settings(None, {"data": str(pets), "image_size": 4}).settings
-    assert load_images(settings).image_shape == (3, 4, 4)
+    assert load_images(settings).train.image_shape == (3, 4, 4)
 
 
 # --------------------------------------------------------------------------------------------------------- damage
 
 
-def test_a_damaged_image_is_named_when_it_is_read(pets: Path) -> None:
+@pytest.mark.parametrize("damage", [lambda whole: whole[:40], lambda _: b"GIF of nothing"])
+def test_a_damaged_image_is_named_when_it_is_read(pets: Path, damage: object) -> None:
     path = pets / "cat" / "05.png"
-    path.write_bytes(path.read_bytes()[:40])
-    files = Files(pets, ("cat/04.png", "cat/05.png"), (3, 4, 6), resized=False)
-    assert files(0).shape == (3, 4, 6)
-    with pytest.raises(DataError) as error:
-        files(1)
-    assert_says(error, path, "cannot be read as an image", "replace it by a whole JPEG or PNG")
-
-
-def test_an_index_past_the_end_is_an_index_error(pets: Path) -> None:
-    train = load(str(pets)).first(5).train
-    assert len(list(train)) == 5
-    with pytest.raises(IndexError):
-        train[5]
-
-
-def test_a_class_without_images_is_named(pets: Path) -> None:
-    (pets / "dog").mkdir()
-    (pets / "dog" / "photo.webp").touch()
-    with pytest.raises(DataError) as error:
-        load(str(pets))
-    assert_says(error, pets / "dog", "holds no image (.jpg, .jpeg, .png)", "add some, or remove the folder")
-
-
-def test_a_class_that_is_only_tested_is_named(apart: Path) -> None:
-    write_images(apart / "val", {"dog/1.png": plain_image((0, 0, 0))})
-    with pytest.raises(DataError) as error:
-        load(str(apart))
-    assert_says(error, apart / "val", "holds dog, which", apart / "train", "must be trained", "add training images")
+    path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
+    with pytest.raises(DataError, match=r"cannot be read as an image .*: replace or remove it") as error:
+        read_all(pets)
+    assert_says(error, path)
 
 
 def test_other_layouts_are_refused(pets: Path, apart: Path, tmp_path: Path) -> None:
@@ -189,12 +159,18 @@ def test_other_layouts_are_refused(pets: Path, apart: Path, tmp_path: Path) -> N
     shutil.copytree(apart / "val", tmp_path / "half" / "val")
     shutil.copytree(apart / "train", tmp_path / "empty" / "train")
     (tmp_path / "empty" / "test").mkdir()
+    shutil.copytree(apart, tmp_path / "untrained")
+    write_images(tmp_path / "untrained" / "val", {"dog/1.png": plain_image((0, 0, 0))})
+    (pets / "dog").mkdir()
+    (pets / "dog" / "photo.txt").touch()
     for path, says in (
-        (tmp_path / "nowhere", "cannot be read"),
-        (pets / "ant", "holds no folders: a classifier wants two classes"),
-        (tmp_path / "one", "holds 1 folder (only): a classifier wants two classes"),
+        (tmp_path / "nowhere", "No such file or directory"),
+        (pets / "ant", "give a folder of images for each class"),
+        (pets, "dog"),
+        (tmp_path / "one", "has the classes only, trained are only: train two or more"),
         (tmp_path / "half", "holds val but no train"),
-        (tmp_path / "empty", "holds no class folders: give it those of"),
+        (tmp_path / "empty", "give a folder of images for each class"),
+        (tmp_path / "untrained", "has the classes bee, cat, dog, trained are ant, bee, cat"),
     ):
         with pytest.raises(DataError) as error:
             load(f"folder:{path}")
@@ -202,7 +178,7 @@ def test_other_layouts_are_refused(pets: Path, apart: Path, tmp_path: Path) -> N
 
 
 def test_a_fraction_must_leave_something_to_test_on(pets: Path, apart: Path) -> None:
-    with pytest.raises(DataError, match=r"0\.01 of each class leaves no images for the test; give a larger"):
+    with pytest.raises(DataError, match=r"0\.01 of each class leaves none for the test; give a larger"):
         load(str(pets), test_fraction=0.01)
     with pytest.raises(
         InputError, match=r"--test-fraction 0.3, but .*val holds the test images: leave the fraction out"

@@ -25,10 +25,9 @@ from PIL import Image
 import convoy
 from convoy.cli import app, main
 from convoy.config.settings import FIELDS, key_of
-from convoy.data.cifar import CIFAR10
 from docs import figures_plans, figures_rooms, figures_step
 from docs.from_code import commands_markdown, settings_markdown
-from tests.support.data_files import write_cifar, write_images
+from tests.support.data_files import write_cifar10, write_images
 from tests.support.doc_snippets import Block, PageError, blocks_of
 from tests.support.processes import PLACE, ROOT
 from tests.support.scripts import launch_on_forks
@@ -69,7 +68,7 @@ def title(page: Path) -> str:
 def cifar(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the pages call D: CIFAR-10's files in full size, with made-up images."""
     folder = tmp_path_factory.mktemp("cifar10")
-    write_cifar(CIFAR10, folder)
+    write_cifar10(folder)
     return folder
 
 

@@ -1,5 +1,6 @@
 """Augmented images on fleets: the same sample gets the same picture, whoever loads it, with whom, and when."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,14 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.train.loader import Loader
 from tests.support.data_files import plain_image, write_images
 from tests.support.loader_data import Plain
+from tests.support.model_zoo import make_importable
 from tests.support.threads import run_on_threads
 
 SHAPE, SAMPLES, BATCH, SEED = (3, 8, 8), 22, 6, 5
 STEPS = "crop,flip,resized-crop,jitter,cutout,erase"
+
+_TURN = threading.Lock()
+"""Threads share torch's stream of random numbers, where processes have their own."""
 
 Pictures = dict[tuple[int, int], Tensor]
 """By epoch and label; every sample has a label of its own."""
@@ -33,6 +38,7 @@ def images() -> Images:
 
 @pytest.fixture(scope="module")
 def augment(images: Images) -> Augment:
+    make_importable()
     return read_augment(STEPS, images.mean, images.std)
 
 
@@ -84,7 +90,9 @@ def test_fleets_see_what_one_device_sees(
     def work(group: Group) -> list[tuple[Tensor, Tensor]]:
         part = convoy.distribute(net(), plan, group, torch.zeros(1, *SHAPE))
         loader = Loader(images, BATCH, part, seed=SEED, augment=augment, workers=workers if group.device else 0)
-        return [batch for _ in range(2) for batch in loader]
+        part.group.agree = lambda _, text: (text,) * plan.devices  # type: ignore[method-assign]  # one after the other
+        with _TURN:
+            return [batch for _ in range(2) for batch in loader]
 
     devices = run_on_threads(plan.devices, work)
     for step, batches in enumerate(zip(*devices, strict=True)):

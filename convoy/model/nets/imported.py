@@ -10,7 +10,6 @@
 """
 
 import difflib
-import importlib
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import InputError
-from convoy.model.entry_points import call, find_callable, names_callable
+from convoy.model.entry_points import call, find_callable, import_package, names_callable
 from convoy.model.nets.builtin import ImageShape
 from convoy.model.tracing.nodes import first_line
 from convoy.model.tracing.per_sample import run_on_random, tensors_of
@@ -88,13 +87,13 @@ def _outputs(model: nn.Module, images: Tensor) -> list[Tensor]:
 
 
 def _find_in_torchvision(name: str, _image: ImageShape, classes: int) -> Callable[[], Any]:
-    models = _import_package("torchvision").models
+    models = import_package("torchvision", "models", f"--net torchvision:{name}").models
     _check_name("torchvision", name, models.list_models(module=models))
     return _quietly(lambda: models.get_model(name, weights=None, num_classes=classes))
 
 
 def _find_in_timm(name: str, image: ImageShape, classes: int) -> Callable[[], Any]:
-    timm = _import_package("timm")
+    timm = import_package("timm", "models", f"--net timm:{name}")
     _check_name(
         "timm", name.partition(".")[0], timm.list_models()
     )  # behind the dot: which weights, of which we take none
@@ -105,19 +104,6 @@ _PACKAGES: Mapping[str, Callable[[str, ImageShape, int], Callable[[], Any]]] = {
     "torchvision": _find_in_torchvision,
     "timm": _find_in_timm,
 }
-
-
-def _import_package(package: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        raise InputError(f"{error.name} is not installed: pip install 'convoy-train[models]'") from error
-    except Exception as error:
-        raise InputError(
-            f"{package} does not import beside torch {torch.__version__} ({first_line(error)}): torch and torchvision must be "
-            "builds that belong together; install both at once and from one place, e.g. pip install torch torchvision "
-            "--index-url https://download.pytorch.org/whl/cpu"
-        ) from error
 
 
 def _check_name(package: str, name: str, known: Collection[str]) -> None:

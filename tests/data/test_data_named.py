@@ -1,0 +1,206 @@
+"""Data sets by name: the digits, CIFAR's binary files, and what torchvision reads and downloads."""
+
+import gzip
+import hashlib
+import shutil
+import socket
+import tarfile
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from convoy.data import Splits, load, named
+from convoy.errors import DataError, InputError
+from tests.support.cifar10_images import REASON, cifar10_folder
+from tests.support.data_files import assert_says, write_cifar10, write_idx
+
+# --------------------------------------------------------------------------------------------------------- digits
+
+
+def test_the_digits_are_those_that_scikit_learn_gives() -> None:
+    from sklearn.datasets import load_digits
+
+    bunch, ours = load_digits(), load("digits", dtype=torch.float64)
+    assert (len(ours.train), len(ours.test), ours.train.classes, ours.train.image_shape) == (1437, 360, 10, (1, 8, 8))
+    ink = np.concatenate([s.x_NCHW.numpy()[:, 0] for s in (ours.train, ours.test)])
+    assert np.array_equal(ink, np.rint(bunch.images * 255 / 16))
+    assert [*ours.train.targets.tolist(), *ours.test.targets.tolist()] == bunch.target.tolist()
+
+
+def test_digits_without_scikit_learn_give_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(named.importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(InputError, match=r"scikit-learn, which is not installed: pip install 'convoy-train\[digits\]'"):
+        load("digits")
+
+
+@pytest.mark.parametrize("content", [None, b"not gzip", gzip.compress(b"1,2,3\n4,5,6\n", mtime=0)])
+def test_damaged_digits_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes | None) -> None:
+    folder = tmp_path / "datasets" / "data"
+    folder.mkdir(parents=True)
+    if content is not None:
+        (folder / "digits.csv.gz").write_bytes(content)
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(named.importlib.util, "find_spec", lambda _name: found)
+    with pytest.raises(DataError, match=r"digits.csv.gz.*; run pip install --force-reinstall scikit-learn"):
+        load("digits")
+
+
+# ------------------------------------------------------------------------------------------------ CIFAR-10, binary
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("cifar10") / "cifar-10-batches-bin"
+    folder.mkdir()
+    write_cifar10(folder)
+    yield folder
+    shutil.rmtree(folder.parent)
+
+
+def assert_is_made_up_cifar10(both: Splits) -> None:
+    assert (len(both.train), len(both.test), both.train.classes, both.train.image_shape) == (
+        50_000,
+        10_000,
+        10,
+        (3, 32, 32),
+    )
+    x_NCHW = both.train.x_NCHW
+    assert x_NCHW[::10_000, 0, 0, 0].tolist() == x_NCHW[9_999::10_000, 0, 0, 0].tolist() == [1, 2, 3, 4, 5]
+    assert both.test.x_NCHW[[0, -1], 0, 0, 0].tolist() == [6, 6]
+    assert x_NCHW[12_345].nonzero().tolist() == [[0, 0, 0], [1, 0, 5], [2, 1, 0]]
+    assert both.train.targets[:11].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0]
+    np.testing.assert_allclose(both.train.mean, [3 / 1024 / 255, 100 / 1024 / 255, 200 / 1024 / 255], rtol=1e-13)
+
+
+def test_cifar10_is_read_from_binary_files_here_above_or_in_the_cache(
+    batches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_is_made_up_cifar10(load("cifar10", batches))
+    assert_is_made_up_cifar10(load("cifar10", batches.parent))
+    (tmp_path / "convoy").mkdir()
+    (tmp_path / "convoy" / "cifar10").symlink_to(batches.parent)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert len(load("cifar10").train) == 50_000
+    (tmp_path / ".cache").symlink_to(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/path")
+    assert len(load("cifar10").train) == 50_000
+
+
+def test_cifar100_has_the_fine_labels(tmp_path: Path) -> None:
+    for name, images in (("train.bin", 50_000), ("test.bin", 10_000)):
+        rows = np.zeros((images, 3074), dtype=np.uint8)
+        rows[:, 0] = 17  # the coarse label
+        rows[:, 1] = np.arange(images) % 100
+        rows[:, 2 + 1024 + 5] = 7  # green, row 0, column 5
+        rows.tofile(tmp_path / name)
+    both = load("cifar100", tmp_path)
+    assert (len(both.train), len(both.test), both.train.classes) == (50_000, 10_000, 100)
+    assert both.train.x_NCHW[99].nonzero().tolist() == [[1, 0, 5]]
+    assert both.test.targets[98:101].tolist() == [98, 99, 0]
+    assert both.class_names[:2] == ("0", "1")
+    (tmp_path / "fine_label_names.txt").write_text("\n".join(f"kind{n}" for n in range(100)) + "\n\n")
+    assert load("cifar100", tmp_path).class_names[99] == "kind99"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read"),
+        (b"cut short", "holds 9 bytes, not 10000 rows of 3073"),
+        (bytes(30_730_001), "holds 30730001 bytes"),
+        (b"\x0a" + bytes(30_729_999), "labels below 10"),
+    ],
+)
+def test_a_damaged_binary_file_is_named(batches: Path, tmp_path: Path, content: bytes | None, says: str) -> None:
+    for path in batches.iterdir():
+        if path.name != "data_batch_2.bin":
+            (tmp_path / path.name).symlink_to(path)
+    if content is not None:
+        (tmp_path / "data_batch_2.bin").write_bytes(content)
+    with pytest.raises(DataError) as error:
+        load("cifar10", tmp_path)
+    assert_says(error, tmp_path / "data_batch_2.bin", says)
+
+
+def test_the_real_cifar10() -> None:
+    """Its 60,000 images are JPEGs here: they take long to unpack. Of made-up files, the tests above ask the same."""
+    folder = cifar10_folder()
+    if folder is None:
+        pytest.skip(REASON)
+    both = load("cifar10", folder)
+    assert torch.bincount(both.train.targets).tolist() == [5000] * 10
+    # The first labels of the original: frog, truck, truck, deer, automobile; cat, ship, ship, airplane, frog.
+    assert both.train.targets[:5].tolist() == [6, 9, 9, 4, 1]
+    assert both.test.targets[:5].tolist() == [3, 8, 8, 0, 6]
+    # Published many times over; one pass through JPEG moves them by less than 0.005.
+    assert both.train.mean == pytest.approx((0.4914, 0.4822, 0.4465), abs=5e-3)
+    assert both.train.std == pytest.approx((0.2470, 0.2435, 0.2616), abs=5e-3)
+
+
+# ---------------------------------------------------------------------------------------------------- torchvision
+
+
+def test_fashion_mnist_is_read_by_torchvision(tmp_path: Path) -> None:
+    folder = tmp_path / "FashionMNIST" / "raw"
+    folder.mkdir(parents=True)
+    for part, images in (("train", 60), ("t10k", 10)):
+        x_NHW = np.zeros((images, 28, 28), dtype=np.uint8)
+        x_NHW[:, 0, 3] = np.arange(images)
+        write_idx(folder / f"{part}-images-idx3-ubyte", x_NHW)
+        write_idx(folder / f"{part}-labels-idx1-ubyte", (np.arange(images) % 10).astype(np.uint8))
+    both = load("fashion-mnist", tmp_path)
+    assert (len(both.train), len(both.test), both.train.image_shape, len(both.class_names)) == (60, 10, (1, 28, 28), 10)
+    assert both.train.x_NCHW[:, 0, 0, 3].tolist() == list(range(60))
+    assert both.test.targets.tolist() == list(range(10))
+    (folder / "t10k-labels-idx1-ubyte").write_bytes(b"cut short")
+    with pytest.raises(DataError, match=r"cannot load fashion-mnist from .*FashionMNIST/raw .*--data-dir"):
+        load("fashion-mnist", tmp_path)
+
+
+def test_a_folder_without_the_files_is_refused_at_once(tmp_path: Path) -> None:
+    for name, there in (("fashion-mnist", "FashionMNIST/raw"), ("cifar10", "cifar-10-batches-bin")):
+        with pytest.raises(DataError) as error:
+            load(name, tmp_path)
+        assert_says(
+            error,
+            f"--data-dir {tmp_path} holds no {there}: unpack https://",
+            "or leave it out to download",
+        )
+    with pytest.raises(DataError, match="nowhere is no folder"):
+        load("cifar100", tmp_path / "nowhere")
+
+
+def test_a_download_is_checked_unpacked_and_has_a_time_limit(
+    batches: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchvision's own downloader, with a server of this machine in place of the page."""
+    archive = tmp_path / "cifar-10-binary.tar.gz"
+    with tarfile.open(archive, "w:gz", compresslevel=1) as tar:
+        tar.add(batches, arcname=batches.name)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=tmp_path))
+    monkeypatch.setitem(named._URLS, "cifar10", f"http://127.0.0.1:{server.server_port}/{archive.name}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    limits = []
+    monkeypatch.setattr(socket, "setdefaulttimeout", limits.append)
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # torchvision's progress bar would leave a thread
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        with pytest.raises(DataError, match=r"cannot load cifar10 .*\(File not found or corrupted.*--data-dir"):
+            load("cifar10")
+        monkeypatch.setitem(named._MD5, "cifar10", hashlib.md5(archive.read_bytes()).hexdigest())
+        assert_is_made_up_cifar10(load("cifar10"))
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert limits == [60, None] * 2
+    assert len(load("cifar10").train) == 50_000, "the second time nothing is downloaded"
