@@ -91,25 +91,22 @@ def setup(
             envvar="CONVOY_INDEX",
         ),
     ] = None,
-    print_lines: Annotated[
-        bool, typer.Option("--print", help="Look, change nothing, and print what would be done.")
-    ] = False,
+    print_lines: Annotated[bool, typer.Option("--print", help="Print the commands, and run none of them.")] = False,
     doctor: Annotated[
         bool | None, typer.Option(help="Examine the fleet at the end; by itself where packages were installed.")
     ] = None,
 ) -> None:
-    """Bring the hosts of a fleet to the state of this machine over ssh: Python packages, the files of this folder, named data.
+    """Bring the hosts of a fleet to the state of this machine: Python packages, the files of this folder, named data.
 
-    Each host gets an environment with the versions that are installed here, torch in the build for its devices, made by uv or
-    pip; and the files of the project that differ. All of it lies in one folder there, which the fleet file then names. A second
-    run does nothing where nothing has changed.
+    ssh, rsync and uv do the work; rsync and uv must be installed here and on each host. Each host gets an environment with the
+    versions that are installed here, torch in the build for its devices, and the files of the project that differ. All of it
+    lies in one folder there, which the fleet file then names. A second run sends and installs what has changed.
 
     Example: convoy setup --fleet lab.toml --data data/cifar10
     """
-    from convoy.setup.command import Options, setup_fleet
+    from convoy.setup.command import setup_fleet
 
-    options = Options(into.rstrip("/"), tuple(data or ()), requirements, wheels, index, print_lines, doctor)
-    raise typer.Exit(setup_fleet(fleet, options))
+    raise typer.Exit(setup_fleet(fleet, into.rstrip("/"), data or (), requirements, wheels, index, print_lines, doctor))
 
 
 @app.command()

@@ -211,10 +211,10 @@ def doctor(
         str | None, typer.Option(hidden=True, help="The context of an examination that was started over ssh (JSON).")
     ] = None,
 ) -> None:
-    """Examine this machine, or all machines of a job, before any training: in seconds, in words, with the cure.
+    """Examine this machine, or all machines of a job, before any training; print each finding with its cure.
 
-    Alone it looks at this machine. Started on every host (convoy rehearse, torchrun, srun, mpirun), or with a fleet file whose
-    hosts have addresses (by ssh), it also tries every pair of hosts: unreachable ones, slow links, clocks, versions.
+    Alone it examines this machine. Started on every host (convoy rehearse, torchrun, srun, mpirun), or with a fleet file whose
+    hosts have addresses (by ssh), it also tries every pair of hosts: closed ports, slow links, other versions.
     Exit status: 0 ready to train, 1 there are errors.
 
     Example: convoy rehearse fleet.toml -- convoy doctor

@@ -2,13 +2,10 @@
 
 ::
 
-    schema.py      facts and findings: frozen values, to and from JSON
-    probes.py      the facts of this machine, its speed, one connection
-    exchange.py    key-value exchange between the devices, with deadlines
-    links.py       the link scan: reachability, round trips, clocks, bytes/s
-    examine.py     one examination: alone, as a job, over ssh
-    conditions.py  conditions over the facts, pure
-    findings.py    the table: condition, severity, words, cure
-    report.py      tables, findings, the last line
-    command.py     the command
+    facts.py      what a device reports of itself and its machine; findings; an examination. Frozen values, to and from JSON
+    links.py      which hosts reach each other; their links, measured as `convoy measure` does
+    examine.py    one examination: alone, as a job, over ssh
+    findings.py   from facts to findings, pure
+    report.py     tables, findings, the last line
+    exchange.py   texts that the devices leave for each other, with deadlines
 """

@@ -1,237 +1,203 @@
-"""The table of findings: of each condition over the facts, how bad it is, what to say and what to do about it. Pure."""
+"""From the facts of an examination to its findings: what is wrong, with the values, and what to do about it. Pure."""
 
-import string
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import combinations
 
-from convoy.comm.accelerator import MODES
 from convoy.comm.environment import is_loopback
-from convoy.doctor import conditions as on
-from convoy.doctor.conditions import Condition, each_device, each_host, listed, only
-from convoy.doctor.schema import Checkup, Examination, Finding, Reach, Severity
+from convoy.doctor.facts import DeviceFacts, Examination, Finding, Reach, Severity, Way
 
-ABOUT = "{about}"
-"""Stands in a finding for the names of those it is about, so that several can share it."""
+MIN_FREE = 0.1  # of a host's memory; of a GPU's half, since what is taken there belongs to another program
+MIN_SHM_BYTES = 256 << 20  # Docker gives containers 64 MiB
+MIN_OPEN_FILES, OPEN_FILES_PER_DEVICE = 256, 16
+REFUSED_OPEN_FILES = 64  # a process that may open fewer fails while it starts or meets the others
+MAX_BUSY = 0.25  # of a machine's cores: more is felt in every step, since all wait for the slowest
+MIN_OF_LINK = 0.5  # of the rate that the fleet file gives a link, or that the other links reach
+FAST_ETHERNET_BYTES_PER_S = 12.5e6  # 100 Mbit/s: the sign of a bad cable, or of an old switch
+MAX_LATENCY_S = 2.5e-3  # one way; a cabled network of one site takes a tenth of it
+MAX_UNEQUAL = 1.5  # how many times slower than the fastest the slowest device is before it is reported
 
-
-UNITS = {
-    "ms": (1e-3, ".3g"),
-    "GB": (1e9, ".1f"),
-    "MiB": (1 << 20, ".0f"),
-    "MB/s": (1e6, ".3g"),
-    "Gbit/s": (0.125e9, "g"),
-}
-"""Name -> (size in s, bytes or bytes/s, format of the number)."""
+Trouble = tuple[Severity, str, str]  # severity, what and cure, without the name of the host or device
+Pair = tuple[str, str]  # the hosts at the ends of a link: source, target
 
 
-class _Words(string.Formatter):
-    """Format strings that also know units: ``{free_bytes:GB}``."""
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        size, digits = UNITS.get(format_spec, (None, format_spec))
-        return format(value, digits) if size is None else f"{value / size:{digits}} {format_spec}"
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A row of the table.
-
-    Attributes:
-        what, cure: format strings over the values that the condition gives. Findings with `{about}` in `what` that are
-            otherwise equal become one.
-    """
-
-    severity: Severity
-    condition: Condition
-    what: str
-    cure: str
-
-    def findings(self, facts: Examination) -> Iterator[Finding]:
-        """One finding per occurrence."""
-        words = _Words()
-        for values in self.condition(facts):
-            what, cure = (words.vformat(text, (), {**values, "about": ABOUT}) for text in (self.what, self.cure))
-            yield Finding(self.severity, what, cure, tuple(values["about"]))
+def diagnose(found: Examination) -> tuple[Finding, ...]:
+    """Return all findings that the facts give: errors first, then warnings, then notes."""
+    by_device = {found.name(each.device): _device_troubles(found, each) for each in found.facts}
+    by_host = {host: _host_troubles(found, each) for host, each in found.hosts.items()}
+    findings = [
+        *found.reports, *_same_address(found), *_closed(found), *_slow(found), *_late(found),
+        *_merged(by_device), *_merged(by_host), *_slowest(found),
+    ]  # fmt: skip
+    return tuple(sorted(findings, key=lambda finding: ("error", "warning", "note").index(finding.severity)))
 
 
-def _mode(own: Checkup, name: str) -> str:
-    return own.modes.get(name, "unknown")
+def _merged(troubles: Mapping[str, Iterable[Trouble]]) -> Iterator[Finding]:
+    """Make one finding of equal troubles of several hosts or devices."""
+    names: dict[Trouble, list[str]] = {}
+    for name, those in troubles.items():
+        for trouble in those:
+            names.setdefault(trouble, []).append(name)
+    for (severity, what, cure), about in names.items():
+        listed = " and ".join(filter(None, (", ".join(about[:-1]), about[-1])))
+        yield Finding(severity, f"{listed}: {what}", cure, tuple(about))
 
 
-def diagnose(examination: Examination) -> tuple[Finding, ...]:
-    """All findings that the facts give: errors first, then warnings, then notes."""
-    found = [*examination.reports, *(finding for rule in RULES for finding in rule.findings(examination))]
-    return tuple(sorted(merged(found), key=lambda finding: ("error", "warning", "note").index(finding.severity)))
+def _same_address(found: Examination) -> Iterator[Finding]:
+    for (a, one), (b, other) in combinations(found.hosts.items(), 2):
+        if one.info.address == other.info.address != "" and not is_loopback(one.info.address):
+            cure = "Give one of them another address; containers the network of their host (docker run --network=host)"
+            yield Finding("error", f"{a} and {b} both have the address {one.info.address}", cure, (a, b))
 
 
-def merged(findings: Iterable[Finding]) -> list[Finding]:
-    """Join findings that say the same of several hosts or devices; the one that is left lists them in place of `ABOUT`."""
-    groups: dict[Finding, list[str]] = {}
-    for finding in findings:
-        shared = ABOUT in finding.what
-        groups.setdefault(replace(finding, about=()) if shared else finding, []).extend(finding.about)
-    return [
-        replace(finding, what=finding.what.replace(ABOUT, listed(about)), about=tuple(about))
-        for finding, about in groups.items()
-    ]
+def _closed(found: Examination) -> Iterator[Finding]:
+    """Report closed ways. A host that none of several others reaches, or that reaches none, is one finding."""
+    shut = {(found.host[way.source], found.host[way.target]): way for way in found.ways if way.reach is not Reach.OPEN}
+    for host in found.hosts:
+        for end, whom in ((1, f"no host reaches {host}"), (0, f"{host} reaches no host")):
+            those = [pair for pair in shut if pair[end] == host]
+            if len(those) == len(found.hosts) - 1 > 1:
+                yield _closed_finding(whom, those[0], shut[those[0]], (host,))
+                shut = {pair: way for pair, way in shut.items() if pair not in those}
+    for (a, b), way in shut.items():
+        if (back := shut.get((b, a))) is None or back.reach is not way.reach:
+            yield _closed_finding(f"{a} does not reach {b}", (a, b), way, (a, b))
+        elif way.source < way.target:
+            yield _closed_finding(f"{a} and {b} do not reach each other", (a, b), way, (a, b))
 
 
-_ABSENT = "{missing} of {facts.devices} devices did not come within {facts.waited_s:g} s: {who}"
-_PORTS = "training connects to any port from 1024 up; open them between the hosts (sudo ufw allow from {allowed}, on {target})"
-_SLOW = "{what}: {most}{rate:MB/s} of the {expected:MB/s} {of}"
-_NO_GPU = "on {about} there is an NVIDIA driver, but "
+def _closed_finding(whom: str, pair: Pair, way: Way, about: tuple[str, ...]) -> Finding:
+    a, b = pair
+    if way.reach is Reach.NO_ROUTE:
+        what = "cannot be reached (no route to host)"
+        cure = (
+            f"See on {a}: ip route get {way.address}. The hosts must be on one network, or have routes to each other; "
+            "GLOO_SOCKET_IFNAME chooses the interface. A firewall (firewalld) may answer like that too"
+        )
+    else:
+        what = "refuses the connection" if way.reach is Reach.REFUSED else "does not answer"
+        what += f", though {b} listens there"
+        cure = (
+            "A firewall rejects or drops it: training connects to any port from 1024 up; open them on "
+            f"{b} (sudo ufw allow from ADDRESS, that of {a})"
+        )
+    return Finding("error", f"{whom}: {way.address} port {way.port} {what}", cure, about)
 
-# fmt: off
-RULES: tuple[Rule, ...] = (
-    # the job as a whole
-    Rule("error", only(True, on.absent), _ABSENT,
-         "The meeting point {at} is {address} on {host}, which leads to itself only: set MASTER_ADDR to its address in the "
-         "network{own.example}"),
-    Rule("error", only(False, on.absent), _ABSENT,
-         "Look at their own output: if they run, it says why they cannot reach {at}. If there is none, start them with "
-         "MASTER_ADDR and MASTER_PORT of that point, or a job of {came} devices"),
-    Rule("error", each_device(lambda facts, own: own.device not in facts.paces),
-         "{name} came, then fell silent while it was examined",
-         "Its process has died or froze, or its machine is overloaded: its own output or system log says more"),
-    Rule("error", on.other_fleet,
-         "the fleet file has {described} devices, this job has {devices}",
-         "Start one process for each device of the file; until then its names and rates are not used"),
-    Rule("error", each_device(on.other_kind),
-         "{name} is of kind {described.kind} in the fleet file, but computes on {own.on}",
-         "Start the processes in the order of the file; set CONVOY_DEVICE={described.kind} there if it is the default"),
-    Rule("error", on.other_hosts,
-         "{a} and {b} are on {hosts} in the fleet file, but not in this job",
-         "Start the processes in the order of the file, each on its host"),
-    Rule("error", on.differing(lambda own: own.convoy),
-         "not the same convoy everywhere: {usual} on most, but {others}",
-         "A job refuses to start. Install the same on every host"),
-    Rule("error", on.differing(lambda own: ".".join(own.torch.split(".")[:2])),
-         "not the same torch everywhere: {usual} on most, but {others}",
-         "A job refuses to start. Install the same torch on every host (patch releases may differ)"),
-    Rule("error", on.differing(lambda own: str(own.devices)),
-         "not the same number of devices (WORLD_SIZE) everywhere: {usual} on most, but {others}",
-         "They wait for different jobs. Start all with the same number"),
-    *(Rule("error", on.differing(partial(_mode, name=f"torch.{name}")),
-           f"torch computes in other modes: torch.{name} is {{usual}} on most, but {{others}}",
-           "A job refuses to start. Look for an environment variable (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), and for what sets it "
-           "when Python starts")
-      for name in MODES),
-    Rule("note", on.differing(lambda own: own.python),
-         "the hosts run Python {all}",
-         "Nothing to do: no Python objects travel between them"),
-    Rule("error", each_host(lambda facts, own: len(facts.hosts) > 1 and is_loopback(own.address)),
-         "{name} would tell the others to reach it at {own.address}, which leads to themselves",
-         "Set GLOO_SOCKET_IFNAME there to its interface in the network{own.example}"),
-    Rule("error", on.same_address,
-         "{a} and {b} both say that their address is {address}",
-         "Containers on separate bridges do: start them with the network of their host (docker run --network=host). Else give "
-         "one of the machines another address"),
 
-    # links
-    Rule("error", only(Reach.REFUSED, on.closed),
-         "{whom}: {at} refuses the connection, though {target} listens there",
-         f"A firewall rejects it: {_PORTS}"),
-    Rule("error", only(Reach.SILENT, on.closed),
-         "{whom}: {at} does not answer",
-         f"A firewall drops it, or {{target}} cannot answer: {_PORTS}{{one_way}}"),
-    Rule("error", only(Reach.NO_ROUTE, on.closed),
-         "{whom}: there is no way to {at} (no route to host)",
-         "See on {source}: ip route get {address}. The hosts must be on one network, or have routes to each other; "
-         "GLOO_SOCKET_IFNAME chooses the interface. A firewall (firewalld) may answer like that too{one_way}"),
-    Rule("error", only(Reach.STRANGER, on.closed),
-         "{whom}: at {at} answers another program than the doctor of {target}",
-         "Two machines may have that address, or port {port} is forwarded elsewhere (NAT, a container): give each host an "
-         "address that the others reach directly"),
-    Rule("error", on.swallowing,
-         "small messages pass from {pair[0]} to {pair[1]}, but data does not",
-         "Packets of full size are lost on the way: the MTU must be the same on both hosts and the switch (ip link shows it; "
-         "1500 is safe, in tunnels less)"),
-    Rule("warning", only(True, on.slow), _SLOW,
-         "This is what 100 Mbit/s carry: a bad cable, or an old switch or port; ethtool on {host} says at what it runs. "
-         "{then}"),
-    Rule("warning", only(False, on.slow), _SLOW,
-         "Look at its cable, switch port and other traffic; ethtool on {host} says at what its card runs. {then}"),
-    Rule("warning", on.late,
-         "messages between {pair[0]} and {pair[1]} take long: {trip:ms} there and back",
-         "Every move and every sum waits so long: use a cable in place of radio or a tunnel, or hosts of one site; larger "
-         "batches wait less often"),
-    Rule("warning", on.clocks,
-         "the clock of {host} is {off} {side} the others'",
-         "Training does not mind, but logs and files tell wrong times: sudo timedatectl set-ntp true, on {host}"),
+def _slow(found: Examination) -> Iterator[Finding]:
+    """Report links that carry little. A host whose links are all slow is one finding."""
+    links = () if found.measured is None else found.measured.links
+    rates = {(link.source, link.target): link.bandwidth_bytes_per_s for link in links if link.source != link.target}
+    expected, usual = dict.fromkeys(rates, usual_rate(rates)), "that others carry"
+    if found.file is not None:
+        expected = {pair: found.file.path(*pair).bandwidth_bytes_per_s for pair in rates}
+        usual = "of the fleet file"
+    slow = [pair for pair, rate in rates.items() if rate < MIN_OF_LINK * expected[pair]]
+    groups: list[tuple[str, tuple[str, ...], list[Pair]]] = []
+    for host in found.hosts:
+        those = [pair for pair in rates if host in pair]
+        # With a single other host, either of the two may be the cause.
+        if len(those) > 2 and all(pair in slow for pair in those):
+            groups.append((f"{host} sends and receives slowly, on all its links", (host,), those))
+            slow = [pair for pair in slow if pair not in those]
+    groups += [(f"the link from {pair[0]} to {pair[1]} is slow", pair, [pair]) for pair in slow]
+    for what, about, those in groups:
+        best = max(those, key=lambda pair: rates[pair])
+        cure = "Look at the cable, the switch port and other traffic; ethtool on the host says at what its NIC runs"
+        if 0.7 < rates[best] / FAST_ETHERNET_BYTES_PER_S <= 1.05:
+            cure = "This is what 100 Mbit/s carry: a bad cable, or an old switch or port; ethtool on the host tells"
+        cure += ". If it is to stay so: convoy measure, then --plan auto sends less over it"
+        rate = f"{'at most ' * (len(those) > 1)}{rates[best] / 1e6:.3g} MB/s of the {expected[best] / 1e6:.3g} MB/s"
+        yield Finding("warning", f"{what}: {rate} {usual}", cure, about)
 
-    # each device and each machine
-    Rule("error", each_device(lambda _, own: own.on_problem != ""),
-         "{name}: {own.on_problem}",
-         "Set CONVOY_DEVICE, or leave it unset"),
-    Rule("error", each_device(lambda _, own: own.address_problem != ""),
-         "{name} has no address: {own.address_problem}",
-         "Until then no other host can reach it"),
-    Rule("warning", only("many", each_device(on.threads)),
-         "{about}: {compute}, where {share:.3g} cores may be used",
-         "They stand in each other's way: set OMP_NUM_THREADS={advised} there"),
-    Rule("warning", only("few", each_device(on.threads)),
-         "{about}: {compute}{why}, though there are {share:.3g} cores",
-         "Set OMP_NUM_THREADS={advised} there"),
-    Rule("error", each_host(lambda _, own: not own.loopback_works),
-         "{name} cannot connect to itself at 127.0.0.1",
-         "Bring its loopback interface up (ip link set lo up), and let its firewall accept what comes from lo"),
-    Rule("warning", each_host(on.leads_to_itself),
-         "on {about} the machine's own name leads to itself only ({own.resolves_to[0]})",
-         "Convoy does not use it, but as MASTER_ADDR it would keep all others waiting: give its address in the network there "
-         "(ip -br address shows it), or put that before the name in /etc/hosts"),
-    Rule("warning", only("faster", each_host(on.interface)),
-         "{name} talks through {used.name} ({used.bytes_per_s:Gbit/s}), though {best.name} ({best.bytes_per_s:Gbit/s}, "
-         "{best.addresses[0]}) is up",
-         "If all hosts are on that network: GLOO_SOCKET_IFNAME={best.name}, and MASTER_ADDR with an address of it"),
-    Rule("warning", only("radio", each_host(on.interface)),
-         "{name} talks through {used.name}, a radio: slow, and slower at times",
-         "Use a cable{wired}"),
-    Rule("note", only("others", each_host(on.interface)),
-         "{name} talks through {used.name} ({own.address}), where its route leads; it also has {others}",
-         "If another is the one to use, name it in GLOO_SOCKET_IFNAME on that host"),
-    Rule("error", each_host(on.nccl_interface),
-         "NCCL_SOCKET_IFNAME={chosen} on {name}: no interface of that name is up",
-         "Unset it, or name one of {present}"),
-    Rule("warning", each_host(on.nccl_slow),
-         "{variable}=1 on {name}: its {count} GPUs talk the slow way",
-         "Unset {variable} unless they hang without it"),
-    Rule("note", only("hidden", each_host(on.without_gpus)),
-         _NO_GPU + "CUDA_VISIBLE_DEVICES={own.environment[CUDA_VISIBLE_DEVICES]!r} hides the GPUs",
-         "Unset it to train on them"),
-    Rule("warning", only("cpu", each_host(on.without_gpus)),
-         _NO_GPU + "torch {own.torch} is a build for processors only",
-         "Install torch with CUDA there (pytorch.org has the command), on every host"),
-    Rule("warning", only("no reason", each_host(on.without_gpus)),
-         _NO_GPU + "torch {own.torch} (CUDA {own.cuda}) finds no GPU",
-         "Look at nvidia-smi: the driver may be too old for this CUDA, or a container started without --gpus all"),
-    Rule("warning", each_host(lambda _, own: own.free_bytes < on.MIN_FREE * own.memory_bytes),
-         "{name} has {own.free_bytes:GB} of {own.memory_bytes:GB} memory free",
-         "End what fills it (look with top, sorted by M), or give it a smaller share"),
-    Rule("warning", each_host(on.taken_gpus),
-         "other programs hold {taken:GB} of the {gpu.total_bytes:GB} of cuda:{index} on {name}",
-         "nvidia-smi names them; end them, or leave this GPU out"),
-    Rule("warning", each_host(lambda _, own: own.shared_bytes is not None and own.shared_bytes < on.MIN_SHARED_BYTES),
-         "/dev/shm on {about} holds {own.shared_bytes:MiB}, as Docker's default",
-         "Workers that read images crash there (bus error): start the container with --ipc=host or --shm-size=2g"),
-    Rule("warning", each_host(on.few_files),
-         "on {about} a process may open {own.open_files} files, connections included",
-         "{least} are wanted: ulimit -n 4096 before the start"),
-    Rule("warning", each_host(on.busy),
-         "other programs keep {pace.busy_cores:.1f} of the {own.cores} cores of {about} busy",
-         "Look with top and end them, or wait: every step waits for the slowest device"),
 
-    # speeds
-    Rule("warning", on.slower_than_equals,
-         "{name} computes at {part:.0%} of the speed of devices just like it",
-         "Something holds it back: other programs (top, nvidia-smi), heat or a power limit (cpupower frequency-info, "
-         "nvidia-smi -q -d PERFORMANCE), missing memory modules"),
-    Rule("warning", on.slower_than_past,
-         "{name} computes at {part:.0%} of what it did, beside the others, when the fleet was measured",
-         "Something holds it back (other programs, heat, fewer cores); if it is to stay so: convoy measure again"),
-    Rule("note", on.slowest,
-         "{slow} is the slowest: {factor:.1f} times slower than {fast}",
-         "Nothing to do: --plan auto or data-by-speed give it about {share:.0%} of the work. Even shares (data, model, or "
-         "PyTorch DDP) would run all {count} devices at its pace"),
-)
+def usual_rate(rates: Mapping[Pair, float]) -> float:
+    """Return the rate of a healthy host in bytes/s: the median over hosts of each host's best link, the higher of two."""
+    # With one slow host of three, four of six links are slow: their median would call the slow ones usual.
+    hosts = {host for pair in rates for host in pair}
+    best = [max(rate for pair, rate in rates.items() if host in pair) for host in hosts]
+    return statistics.median_high(best) if best else 0.0
+
+
+def _late(found: Examination) -> Iterator[Finding]:
+    for link in () if found.measured is None else found.measured.links:
+        # Both directions have the same latency: half of a round trip.
+        if link.latency_s > MAX_LATENCY_S and link.source < link.target:
+            what = f"a message between {link.source} and {link.target} takes {link.latency_s * 1e3:.3g} ms"
+            cure = (
+                "Every exchange waits that long: use a cable in place of radio or a tunnel, or hosts of one site; larger "
+                "batches wait less often"
+            )
+            yield Finding("warning", what, cure, (link.source, link.target))
+
+
+def _device_troubles(found: Examination, each: DeviceFacts) -> Iterator[Trouble]:
+    for what, cure in each.problems:
+        yield "error", what, cure
+    if each.device not in found.paces:
+        cure = "Its process has died or froze, or its machine is overloaded: see its own output or the system's log"
+        yield "error", "it came, then fell silent while it was examined", cure
+    free, total = each.free_bytes / 1e9, each.memory_bytes / 1e9
+    if each.own.kind != "cpu":
+        if free < total / 2:
+            what = f"other programs hold {total - free:.1f} GB of the {total:.1f} GB of {each.info.device}"
+            yield "warning", what, "nvidia-smi names them; end them, or leave this GPU out"
+        return
+    if free < MIN_FREE * total:
+        cure = "End what fills it (look with top, sorted by M), or give it a smaller share"
+        yield "warning", f"{free:.1f} GB of {total:.1f} GB memory are free", cure
+    on_cpu = [found.host[other.device] for other in found.facts if other.own.kind == "cpu"]
+    cores = each.cores / max(1, on_cpu.count(found.host[each.device]))
+    if found.file is not None and (described := found.row[each.device].cores) is not None:
+        # A quota that the fleet file states is the device's own; any other is shared by all on the host.
+        cores = min(each.cores, described)
+    threads = each.own.cores or 1
+    if threads > max(1.0, 1.5 * cores) or threads * 2 < cores:
+        what = f"threads: {threads}, cores for them: {cores:.3g}"
+        cure = f"Set OMP_NUM_THREADS={max(1, round(cores))} there (torchrun sets 1 by itself)"
+        yield "warning", what, cure
+
+
+def _host_troubles(found: Examination, own: DeviceFacts) -> Iterator[Trouble]:
+    """Report the troubles of one machine, from the facts of its first device."""
+    inventory = own.inventory
+    if inventory is not None and inventory.gpus and not own.accelerators:
+        build = f"built for CUDA {own.cuda}" if own.cuda else "built for processors only"
+        yield (
+            "warning",
+            f"nvidia-smi shows {inventory.gpus[0]}, but torch {own.info.torch}, {build}, finds no GPU",
+            "Install torch with CUDA there (pytorch.org has the command) or a driver that is new enough for it, unset "
+            "CUDA_VISIBLE_DEVICES, or start the container with --gpus all",
+        )
+    if own.shm_bytes is not None and own.shm_bytes[0] < MIN_SHM_BYTES:
+        free, total = (each / (1 << 20) for each in own.shm_bytes)
+        yield (
+            "warning",
+            f"/dev/shm has {free:,.0f} MiB free of {total:,.0f} MiB, and loader workers (--workers) pass batches through it",
+            'They hang, or end with a bus error or "No space left on device": start the container with --ipc=host or '
+            "--shm-size=2g, remove what fills /dev/shm, or train with --workers 0",
+        )
+    least = MIN_OPEN_FILES + OPEN_FILES_PER_DEVICE * found.devices
+    if own.open_files is not None and own.open_files < least:
+        yield (
+            "error" if own.open_files < REFUSED_OPEN_FILES else "warning",
+            f"a process may open {own.open_files} files, connections included, and this job needs up to {least}",
+            "Run ulimit -n 4096 before the start; in a service LimitNOFILE=4096, in Docker --ulimit nofile=4096",
+        )
+    pace, cores = found.paces.get(own.device), inventory.cores if inventory is not None else own.cores
+    if pace is not None and pace.busy_cores > MAX_BUSY * cores:
+        what = f"other programs keep {pace.busy_cores:.1f} of the {cores:g} cores busy"
+        yield "warning", what, "Look with top and end them, or wait: every step waits for the slowest device"
+
+
+def _slowest(found: Examination) -> Iterator[Finding]:
+    speeds = {device: pace.samples_per_s for device, pace in found.paces.items()}
+    slow, fast = (pick(speeds, key=lambda device: speeds[device], default=0) for pick in (min, max))
+    if speeds and speeds[fast] > MAX_UNEQUAL * speeds[slow]:
+        name, share = found.name(slow), speeds[slow] / sum(speeds.values())
+        what = f"{name} is the slowest: {speeds[fast] / speeds[slow]:.1f} times slower than {found.name(fast)}"
+        cure = (
+            f"Nothing to do: --plan auto or data-by-speed give it about {share:.0%} of the work; with even shares (data, DDP) "
+            "all devices wait for it. If its equals are faster, look for heat, a power limit or other programs"
+        )
+        yield Finding("note", what, cure, (name,))

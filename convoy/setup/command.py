@@ -1,267 +1,209 @@
-"""`convoy setup`: all hosts of a fleet at a time, their places in the fleet file, and the doctor at the end."""
+"""`convoy setup`: a shell script for each host, all of them at a time; their places in the fleet file; the doctor."""
 
+import os
+import shlex
+import subprocess
 import sys
 import tempfile
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
+import psutil  # type: ignore[import-untyped]
 import tomlkit
 
 from convoy.comm.environment import is_own
-from convoy.errors import ConvoyError, InputError
+from convoy.errors import InputError
 from convoy.files import read_text, write_whole
 from convoy.fleet import Fleet, Host
 from convoy.launch.fleet import startable
-from convoy.launch.ssh import by_hand
-from convoy.launch.supervisor import POLL_S, Interrupted, Interrupts, Supervisor
-from convoy.setup.actions import Action, Command, Own, actions, amount, shell_lines
-from convoy.setup.packages import packages_here
-from convoy.setup.session import There
-from convoy.setup.state import Found, Piece, Wish
-from convoy.setup.tree import data_files, piece, pieces, project_files
+from convoy.launch.ssh import remedy, ssh_call, ssh_program, ssh_words
+from convoy.launch.supervisor import Interrupted, Interrupts, Supervisor, by_line
+from convoy.setup.parcel import pack, project_files
 
-MOST_HOSTS = 32
-"""That are set up at a time."""
-
+LIMIT_S = 6 * 3600.0  # for all hosts: gigabytes of CUDA and of data over a slow line
 DOCTOR_S = 60.0
+PYTHON = "../venv/bin/python"  # of a host, seen from the project's folder there
 
-T = TypeVar("T")
+_PATH = "PATH=$PATH:$HOME/.local/bin:$HOME/.cargo/bin:/usr/local/bin:/opt/homebrew/bin"
 
+BEGIN = f"""{_PATH}
+for need in "rsync: apt install rsync" "uv: https://docs.astral.sh/uv"; do
+  command -v "${{need%%:*}}" >/dev/null || {{ echo "there is no ${{need%%:*}} (${{need#*: }})"; exit 1; }}
+done
+mkdir -p "$1" && cd "$1" || exit 1
+if [ ! -e convoy-setup.json ] && [ -n "$(ls -A)" ]; then
+  echo "$1 is not empty, and not setup's own: give another folder with --into, or remove it there"; exit 1
+fi
+touch convoy-setup.json && mkdir -p packages project
+"""
+"""Runs first on a host; $1: the folder."""
 
-@dataclass(frozen=True)
-class Options:
-    """Of the command.
+INSTALL = f"""{_PATH}
+cd "$1/packages" || exit 1
+exec 3<&0
+(
+  have=$(../venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+  [ "$have" = "$2" ] || uv venv --quiet --clear --python "$2" ../venv || exit
+  shift 2
+  exec uv pip install --python {PYTHON} "$@" -r requirements.txt -c constraints.txt
+) 3<&- </dev/null 2>&1 & child=$!
+(cat <&3; kill $child) >/dev/null 2>&1 & watch=$!
+wait $child; status=$?
+kill $watch; exit $status
+"""
+"""Runs between; $1: the folder, $2: Python's version, then options of uv. It ends with its input: when ssh does."""
 
-    Attributes:
-        into: the folder on the hosts in which setup makes one for the project; without a leading / in the user's home.
-        data: files and folders of the project that are sent though git ignores them.
-        requirements: a file that names packages; None: all of this environment.
-        wheels: a folder of wheels that packages are taken from before any index.
-        index: the package index; "none": only `wheels`; None: as each host is configured.
-        print_lines: change nothing, print what would be done.
-        doctor: examine the fleet at the end; None: where packages were installed.
-    """
-
-    into: str = "convoy"
-    data: tuple[Path, ...] = ()
-    requirements: Path | None = None
-    wheels: Path | None = None
-    index: str | None = None
-    print_lines: bool = False
-    doctor: bool | None = None
-
-
-class _Stop(Interrupts):
-    """Tells the threads of the hosts to stop."""
-
-    asked = False
-
-    def check(self) -> None:
-        if self.asked:
-            raise InputError("interrupted")
-
-
-class _Told:
-    """Prints lines of several threads, each with the time since the beginning."""
-
-    def __init__(self) -> None:
-        self._begin_s, self._lock = time.monotonic(), threading.Lock()
-
-    def __call__(self, text: str) -> None:
-        with self._lock:
-            print(f"{time.monotonic() - self._begin_s:6.1f} s  {text}", flush=True)
+REMEDY = (
+    "mend that and run setup again. Another disk: --into. Another package index: --index, or wheels of all packages with "
+    "--wheels FOLDER --index none. Fewer packages: --requirements"
+)
 
 
-def setup_fleet(path: Path, options: Options) -> int:
-    """Bring the hosts of a fleet file to the state of this machine; the exit status.
+def setup_fleet(
+    path: Path, into: str = "convoy", data: Sequence[Path] = (), requirements: Path | None = None,
+    wheels: Path | None = None, index: str | None = None, print_lines: bool = False, doctor: bool | None = None,
+) -> int:  # fmt: skip
+    """Bring the hosts of a fleet file to the state of this machine; return the exit status.
 
     The project is the current folder. Hosts whose `python` or `folder` a person has named in the file are left as they are.
+
+    Args:
+        into: the folder on the hosts in which setup makes one for the project; without a leading / in the user's home.
+        data: files and folders of the project that are sent though git ignores them.
+        requirements, wheels, index: see `convoy.setup.parcel.pack`.
+        print_lines: change nothing, print what would be done.
+        doctor: examine the fleet at the end; None: where packages were installed.
 
     Raises:
         InputError: an option, file or package that cannot be used; or hosts that failed: names all of them, each with the
             remedy. The others were set up.
     """
-    fleet = startable(path)
+    fleet, begin_s = startable(path), time.monotonic()
     if fleet is None:
         raise InputError(f"--fleet {path}: its hosts have no address; give each the `address` by which ssh reaches it")
-    project, told = Path.cwd(), _Told()
-    hosts = _to_set_up(fleet, project.name, told)
+
+    def tell(text: str) -> None:
+        print(f"{time.monotonic() - begin_s:6.1f} s  {text}", flush=True)
+
+    project, ssh = Path.cwd(), ssh_program(os.environ)
+    hosts = _to_set_up(fleet, project.name, tell)
+    root = {host.name: f"{into}/{project.name}-{host.name}" for host in hosts}
     with tempfile.TemporaryDirectory(prefix="convoy-setup-") as scratch, Interrupts() as interrupts:
+        pack(Path(scratch), project, data, requirements, wheels, index)
+        # PyTorch's own index has a build of torch for each GPU and driver.
+        options = ["--torch-backend", "auto"] if index is None else []
+        scripts = {host: host_script(host, root[host.name], Path(scratch), project, options, ssh) for host in hosts}
+        if print_lines:
+            print("\n".join(f"# host {host.name}\n{script}" for host, script in scripts.items()))
+            return 0
         try:
-            wish, here = _wish(options, Path(scratch), told)
-            jobs = {
-                host.name: _Job(host, f"{options.into}/{project.name}-{host.name}", kinds, told)
-                for host, kinds in hosts
-            }
-            found = _all(jobs, lambda job, stop: job.look(wish, stop), interrupts)
-            if not options.print_lines:
-                _name_places(path, found, told)
-            wish, files = _with_project(wish, project, options.data, told)
-            here["project"] = files
-            done = _all(jobs, lambda job, stop: job.bring(wish, here, options.print_lines, stop), interrupts)
+            said = _run(scripts, interrupts, tell)
         except Interrupted as interrupted:
             print("interrupted: what was begun is finished by the next `convoy setup`", file=sys.stderr)
             return interrupted.status
-    if options.print_lines:
+    _name_places(path, {name: f"{root[name]}/project" for name, (status, _) in said.items() if status == 0}, tell)
+    troubles = [_trouble(host, *said[host.name]) for host in hosts if said[host.name][0] != 0]
+    if troubles:
+        raise InputError("\n".join(troubles))
+    installed = any(line.startswith("Installed ") for _, lines in said.values() for line in lines)
+    if not (installed if doctor is None else doctor):
         return 0
-    if not any(done.values()):
-        told("every host has all of it already")
-    installed = any(isinstance(action, Command) for todo in done.values() for action in todo)
-    if not (installed if options.doctor is None else options.doctor):
-        return 0
-    from convoy.doctor.command import run_doctor
+    from convoy.doctor.command import (
+        run_doctor,
+    )  # it loads torch, which `convoy run` needs not do to ask for `sent_modules`
 
-    told("the doctor looks at all hosts together")
+    tell("the doctor examines all hosts together")
     return run_doctor(path, None, DOCTOR_S)
 
 
 def sent_modules(fleet: Fleet, project: Path) -> list[Path]:
-    """Python files of a project that setup has sent to all hosts of a fleet: they must be the same there when a script runs."""
+    """Return the Python files of a project that setup has sent to all hosts: they must be the same when a script runs."""
     others = [host for host in fleet.hosts if not is_own(str(host.address))]
     if not others or not all((host.folder or "").endswith(f"/{project.name}-{host.name}/project") for host in others):
         return []
     return [Path(path) for path in project_files(project) if path.endswith(".py")]
 
 
-def _to_set_up(fleet: Fleet, project: str, told: _Told) -> list[tuple[Host, list[str]]]:
-    """The hosts that setup makes ready, with the kinds of their devices."""
+def host_script(host: Host, root: str, scratch: Path, project: Path, options: Sequence[str], ssh: Sequence[str]) -> str:
+    """Return the lines for a shell here that bring a host to the state of this machine. Pure.
+
+    `root` is setup's folder there, `scratch` as `pack` has filled it; `options` are of `uv pip install`.
+    """
+    address = f"[{host.address}]" if ":" in str(host.address) else str(host.address)
+    rsync = ["rsync", "--protect-args", "-e", shlex.join(ssh_words(ssh, host))]
+
+    def there(script: str, *words: str) -> list[str]:
+        return ssh_call(ssh, host, shlex.join(["sh", "-c", script, "sh", root, *words]))
+
+    # Packages by content: a project's wheel is built anew each time, and uv installs again what has another date.
+    commands = [
+        there(BEGIN),
+        [*rsync, "-rLcp", f"{scratch}/packages/", f"{address}:{root}/packages/"],
+        there(INSTALL, "{}.{}".format(*sys.version_info), *options),
+        [*rsync, "-rLpt", "--from0", f"--files-from={scratch}/listing", f"{project}/", f"{address}:{root}/project/"],
+    ]
+    return "\n".join(["set -e", *map(shlex.join, commands)])
+
+
+def _to_set_up(fleet: Fleet, project: str, tell: Callable[[str], None]) -> list[Host]:
     chosen = []
     for host in fleet.hosts:
-        own = f"/{project}-{host.name}"
         if is_own(str(host.address)):
-            told(f"{host.name}: this machine, as it is")
-        elif (host.python and not host.python.endswith(f"{own}/venv/bin/python")) or (
-            host.folder and not host.folder.endswith(f"{own}/project")
-        ):
-            told(f"{host.name}: left as it is, since its [[host]] names a python or folder that is not setup's")
+            tell(f"{host.name}: this machine, as it is")
+        elif (host.python or host.folder) and not (host.folder or "").endswith(f"/{project}-{host.name}/project"):
+            tell(f"{host.name}: left as it is, since its [[host]] names a python or folder that is not setup's")
         else:
-            chosen.append((host, [fleet.devices[rank].kind for rank in fleet.devices_on(host.name)]))
+            chosen.append(host)
     return chosen
 
 
-def _wish(options: Options, scratch: Path, told: _Told) -> tuple[Wish, dict[str, dict[str, Path]]]:
-    """What the hosts shall have, but for the project; and the files to send of it."""
-    packages = packages_here(scratch, options.requirements)
-    extra = sorted(options.wheels.glob("*.whl")) if options.wheels is not None else []
-    if options.wheels is not None and not extra:
-        raise InputError(
-            f"--wheels {options.wheels}: there are no wheels; make some, e.g. pip wheel -w {options.wheels} torch"
-        )
-    if options.index == "none" and not extra:
-        raise InputError(
-            "--index none without --wheels: the packages must come from somewhere; give a folder of wheels"
-        )
-    made = {name: piece(path.parent, path.name) for name, path in packages.wheels.items()}
-    wish = Wish(
-        python="{}.{}".format(*sys.version_info), packages=packages.pinned, torch=packages.torch, direct=packages.direct,
-        wheels=made, extra=tuple(piece(path.parent, path.name) for path in extra), index=options.index,
-    )  # fmt: skip
-    count = len(wish.packages) + len(wish.torch) + len(wish.wheels)
-    told(f"this machine: Python {wish.python}, torch {wish.torch.get('torch', 'none')}, {count} packages")
-    if packages.left_out:
-        few = ", ".join(packages.left_out[:3])
-        told(
-            f"left out: {len(packages.left_out)} packages of this system, such as {few}; --requirements names what is needed"
-        )
-    return wish, {"wheels": {path.name: path for path in (*packages.wheels.values(), *extra)}}
+def _run(
+    scripts: Mapping[Host, str], interrupts: Interrupts, tell: Callable[[str], None]
+) -> dict[str, tuple[int, deque[str]]]:
+    """Run the scripts of all hosts at a time; return the exit status and the last lines of each host, by name."""
+    said = {host.name: deque[str](maxlen=200) for host in scripts}
+
+    def sink(name: str) -> Callable[[bytes], None]:
+        def take(line: bytes) -> None:
+            said[name].append(text := line.decode(errors="replace").strip())
+            if text and text[0] not in "+-~":  # uv's line for each package
+                tell(f"{name}: {text}")
+
+        return by_line(take)
+
+    def descendants() -> list[int]:
+        return [child.pid for child in psutil.Process().children(recursive=True)]
+
+    with Supervisor(interrupts) as processes:
+        for number, (host, script) in enumerate(scripts.items()):
+            # The input stays open: what runs on the host ends with it.
+            processes.start(
+                number, host.name, ["sh", "-c", script], stdin=subprocess.PIPE, stdout=sink(host.name),
+                stderr=sink(host.name), own_session=True, members=descendants,
+            )  # fmt: skip
+        if not processes.listen(lambda: not processes.running, LIMIT_S):
+            names = ", ".join(process.name for process in processes.running)
+            raise InputError(f"hosts not ready after {LIMIT_S:g} s: {names}; run setup again, it continues from there")
+        return {ending.name: (ending.status, said[ending.name]) for ending in processes.endings}
 
 
-def _with_project(wish: Wish, project: Path, data: Sequence[Path], told: _Told) -> tuple[Wish, dict[str, Path]]:
-    """With the project's files as they are now."""
-    own, named = project_files(project), data_files(project, data)
-    found: tuple[Piece, ...] = pieces(project, [*own, *named])
-    size = amount(sum(each.size_bytes for each in found))
-    told(f"project {project.name}: {len(found):,} files, {size}{', data included' if named else ''}")
-    return replace(wish, project=found), {each.path: project / each.path for each in found}
+def _trouble(host: Host, status: int, lines: Sequence[str]) -> str:
+    cure = remedy(host, "\n".join(lines), "sh", ".") if status == 255 else REMEDY
+    last = " | ".join([line for line in lines if line][-3:]) or "no message"
+    return f"host {host.name} ({host.address}): setup failed with status {status}: {last}; {cure}"
 
 
-class _Job:
-    """One host."""
-
-    def __init__(self, host: Host, root: str, kinds: Sequence[str], told: _Told) -> None:
-        self.host, self._root, self._kinds = host, root, kinds
-        self._tell: Callable[[str], None] = lambda text: told(f"{host.name}: {text}")
-
-    def look(self, wish: Wish, stop: Interrupts) -> Found:
-        """What the host has; refuses at once what cannot be set up."""
-        with Supervisor(stop) as processes:
-            found = There(processes, stop, self.host, self._root, self._tell).look(wish.python)
-        actions(wish, found, self._kinds)
-        return found
-
-    def bring(
-        self, wish: Wish, here: Mapping[str, Mapping[str, Path]], print_lines: bool, stop: Interrupts
-    ) -> tuple[Action, ...]:
-        """Do all that is to be done there, or print it; all that."""
-        with Supervisor(stop) as processes:
-            there = There(processes, stop, self.host, self._root, self._tell)
-            found = there.compared(there.look(wish.python), wish)
-            todo = actions(wish, found, self._kinds)
-            if print_lines:
-                lines = [line for action in todo for line in shell_lines(action, by_hand(self.host))]
-                print(
-                    "\n".join([f"# on host {self.host.name}: {'nothing to do' if not lines else found.root}", *lines])
-                )
-                return todo
-            if not todo:
-                self._tell("has all of it")
-                return ()
-            there.own(found)
-            for action in todo:
-                if not isinstance(action, Own):
-                    self._tell(action.title)
-                there.do(action, found, here)
-            left = actions(wish, there.look(wish.python), self._kinds)
-            if left:
-                raise InputError(f"after all that, {left[0].title} was still to be done; see what its index gave")
-            self._tell(f"ready: {found.python}")
-            return todo
-
-
-def _all(jobs: Mapping[str, _Job], do: Callable[[_Job, Interrupts], T], interrupts: Interrupts) -> dict[str, T]:
-    """Do it for all hosts at a time; what came of it.
-
-    Raises:
-        Interrupted: this process was asked to end. Nothing of it runs any more.
-        InputError: some failed. The others are done.
-    """
-    stop = _Stop()
-    results: dict[str, Future[T]] = {}
-    with ThreadPoolExecutor(min(MOST_HOSTS, len(jobs) or 1), thread_name_prefix="convoy-setup") as threads:
-        try:
-            for name, job in jobs.items():
-                results[name] = threads.submit(do, job, stop)
-            while wait(results.values(), POLL_S).not_done:
-                interrupts.check()
-        except BaseException:
-            stop.asked = True
-            raise
-    troubles = []
-    for name, result in results.items():
-        error = result.exception()
-        if error is not None and not isinstance(error, ConvoyError | OSError):
-            raise error
-        if error is not None:
-            troubles.append(f"host {name} ({jobs[name].host.address}): {error}")
-    if troubles:
-        raise InputError("\n".join(troubles))
-    return {name: result.result() for name, result in results.items()}
-
-
-def _name_places(path: Path, found: Mapping[str, Found], told: _Told) -> None:
-    """Write each host's python and folder into the fleet file, where they do not stand there."""
+def _name_places(path: Path, folders: Mapping[str, str], tell: Callable[[str], None]) -> None:
+    """Write python and folder of hosts into the fleet file, where they are not there yet."""
     document = tomlkit.parse(read_text(path, "fleet file", "give a fleet file"))
     changed = []
     for table in document.get("host", []):
-        there = found.get(str(table.get("name")))
-        if there is not None and (table.get("python"), table.get("folder")) != (there.python, there.project):
-            table["python"], table["folder"] = there.python, there.project
+        folder = folders.get(str(table.get("name")))
+        if folder is not None and (table.get("python"), table.get("folder")) != (PYTHON, folder):
+            table["python"], table["folder"] = PYTHON, folder
             changed.append(str(table["name"]))
     if changed:
         write_whole(path, tomlkit.dumps(document))
-        told(f"wrote python and folder of {', '.join(changed)} into {path}")
+        tell(f"wrote python and folder of {', '.join(changed)} into {path}")

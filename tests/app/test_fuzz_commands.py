@@ -174,8 +174,8 @@ def command(
         monkeypatch.setattr(target, lambda *_, **__: 0)
     for target in ("convoy.app.train.make_plans", "convoy.app.measure.measure_job", "os.execv", "os.execve"):
         monkeypatch.setattr(target, begins)
-    monkeypatch.setattr("convoy.setup.command._all", lambda *_: {})
-    monkeypatch.setattr("convoy.setup.packages.own_wheel", lambda scratch, _: written(scratch / "own.whl", ""))
+    monkeypatch.setattr("convoy.setup.command._run", lambda scripts, *_: {host.name: (0, ()) for host in scripts})
+    monkeypatch.setattr("convoy.setup.parcel.requirements_here", lambda _: ["numpy==2.4.6"])
     monkeypatch.setattr("convoy.doctor.command.run_doctor", lambda *_: 0)
     monkeypatch.setattr("convoy.launch.survey.ask", lambda hosts: [read_answer(ANSWER)] * len(hosts))
     monkeypatch.chdir(tmp_path)

@@ -415,7 +415,7 @@ def test_a_fleet_is_measured_and_planned_for(hosts: Lab, tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_doctor_visits_every_host_over_ssh_and_names_the_one_that_is_gone(hosts: Lab, tmp_path: Path) -> None:
-    """First all are there: versions, clocks, links and speeds of both. Then nothing comes from cellar, and nobody is told."""
+    """First all are there: versions, links and speeds of both. Then nothing comes from cellar, and no host is told."""
     fleet, found = fleet_file(tmp_path, "", f'folder = "{tmp_path}"'), tmp_path / "found.json"
     examine = convoy("doctor", "--fleet", str(fleet), "--json", str(found), "--wait", "20")
     status, output, errors = hosts.run("attic", examine, limit_s=110)

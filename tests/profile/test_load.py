@@ -2,14 +2,15 @@
 0.74 s, because each device took what it had of a processor for what it has of one."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
 import torch
 
 from convoy.comm.group import AloneGroup
 from convoy.profile import load
-from convoy.profile.load import Use, measure_share, slowed
+from convoy.profile.load import Use, measure_share, quota_cores, slowed
 
 CPU = torch.device("cpu")
 
@@ -112,3 +113,23 @@ def test_a_described_share_is_taken_where_the_measured_one_is_near(
     Machine([0.0], monkeypatch)
     monkeypatch.setattr(load, "processor_share", lambda _: 0.28)
     assert measure_share(AloneGroup(CPU), 1.0, 0.3, cores=cores)[0] == pytest.approx(share)
+
+
+def control_groups(folder: Path, lines: str, mounts: str, files: Mapping[str, str]) -> float | None:
+    for name, text in ({"self/cgroup": lines, "mounts": mounts} | dict(files)).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return quota_cores(folder / "self", folder / "mounts")
+
+
+def test_quotas_of_both_versions_are_found(tmp_path: Path) -> None:
+    v2 = f"cgroup2 {tmp_path}/v2 cgroup2 rw 0 0\n"
+    job_group = {"v2/jobs/7/cpu.max": "max 100000\n", "v2/jobs/cpu.max": "150000 100000\n"}
+    assert control_groups(tmp_path, "0::/jobs/7\n", v2, job_group) == 1.5, "the tightest on the way up counts"
+    in_container = control_groups(tmp_path, "0::/elsewhere\n", v2, {"v2/cpu.max": "50000 100000\n"})
+    assert in_container == 0.5
+    v1 = f"cgroup {tmp_path}/cpu cgroup rw,cpu,cpuacct 0 0\ncgroup {tmp_path}/set cgroup rw,cpuset 0 0\n"
+    files = {"cpu/d/cpu.cfs_quota_us": "2000\n", "cpu/d/cpu.cfs_period_us": "10000\n"}
+    assert control_groups(tmp_path, "4:cpuset:/d\n3:cpu,cpuacct:/d\n", v1, files) == 0.2
+    assert control_groups(tmp_path, "3:cpu,cpuacct:/d\n", v1, {"cpu/d/cpu.cfs_quota_us": "-1\n"}) is None
+    assert quota_cores(tmp_path / "none", tmp_path / "none") is None

@@ -1,43 +1,61 @@
-"""A stand-in for uv: makes an environment without pip and unpacks wheels into it, in half a second where pip takes ten.
+"""A stand-in for uv: lists packages, makes wheels and environments, unpacks wheels; in a fraction of a second, offline.
 
 It runs as a program of its own, with the standard library only, and knows no more than what `convoy setup` asks of uv.
+QUICK_UV_FREEZE is what it lists. QUICK_UV_SLOW: seconds that an installation takes.
 """
 
+import os
 import re
 import sys
+import time
 import venv
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 
-def wanted(requirements: Path) -> Iterator[Path]:
-    """The wheels that a file of requirements names, by their paths or as name==version in its --find-links."""
-    links: list[Path] = []
-    for line in requirements.read_text().splitlines():
-        if line.startswith("--find-links "):
-            links += Path(line.removeprefix("--find-links ")).glob("*.whl")
-        elif line.endswith(".whl"):
-            yield Path(line)
-        elif "==" in line:
-            name, version = line.split("==")
-            stem = f"{re.sub('[-.]+', '_', name)}-{version}-".lower()
-            yield next(path for path in links if path.name.lower().startswith(stem))
+def build(folder: Path, into: Path) -> None:
+    """Make a wheel of a folder's Python files, under its name and version 1."""
+    with zipfile.ZipFile(into / f"{folder.name.replace('-', '_')}-1-py3-none-any.whl", "w") as archive:
+        for path in sorted(folder.rglob("*.py")):
+            archive.writestr(zipfile.ZipInfo(str(path.relative_to(folder))), path.read_bytes())
 
 
-def main(verb: str, *words: str) -> None:
-    if verb == "venv":
-        assert words[:2] == ("--clear", "--python")
-        venv.create(words[-1], clear=True, symlinks=True)
-        return
-    given = words[words.index("--python") + 2 :]
-    assert (verb, words[0], given[0]) == ("pip", "install", "-r"), words
-    python = Path(words[words.index("--python") + 1])
+def install(python: Path) -> None:
+    """Unpack the wheels that requirements.txt names, by their paths or as name==version in this folder, unless unchanged."""
     (site,) = python.parents[1].glob("lib/python*/site-packages")
-    for wheel in wanted(Path(given[1])):
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(site)
-        print(f" + {wheel.name}")
+    count = 0
+    for line in Path("requirements.txt").read_text().splitlines():
+        name, _, version = line.partition("==")
+        stem = f"{re.sub('[-.]+', '_', name)}-{version or '*'}-*.whl"
+        wheels = [Path(line)] if line.startswith("./") else [] if line.startswith("-") else sorted(Path().glob(stem))
+        if not wheels and line and not line.startswith("-"):
+            sys.exit(f"error: No solution found: {line} is in no index")
+        for wheel in wheels:
+            mark = site / f"{wheel.name}.{wheel.stat().st_mtime_ns}"
+            if not mark.exists():
+                with zipfile.ZipFile(wheel) as archive:
+                    archive.extractall(site)
+                mark.touch()
+                print(f" + {wheel.name}")
+                count += 1
+    print(f"Installed {count} packages in 1ms" if count else "Audited packages in 1ms")
+
+
+def main(*words: str) -> None:
+    match words:
+        case "pip", "freeze", *_:
+            print(os.environ["QUICK_UV_FREEZE"])
+        case "build", *_:
+            build(Path(words[-1]), Path(words[words.index("--out-dir") + 1]))
+        case "venv", *_:
+            assert words[1:4] == ("--quiet", "--clear", "--python")
+            venv.create(words[-1], clear=True, symlinks=True)
+        case "pip", "install", "--python", python, *_:
+            assert words[-4:] == ("-r", "requirements.txt", "-c", "constraints.txt")
+            time.sleep(float(os.environ.get("QUICK_UV_SLOW", "0")))
+            install(Path(python))
+        case _:
+            sys.exit(f"error: {words} is nothing that setup asks")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,276 @@
+"""What each device reports of itself and its machine, and what an examination of all of them found."""
+
+import os
+import pwd
+import resource
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from pydantic import TypeAdapter, ValidationError
+from torch.nn.functional import conv2d
+
+from convoy.comm.accelerator import finish, local_devices, memory_of, pick_device
+from convoy.comm.environment import ProcessEnv, own_address, route_to
+from convoy.comm.rendezvous import ProcessInfo, check_infos, own_info
+from convoy.errors import InputError, MismatchError
+from convoy.fleet import Device, Fleet, Host
+from convoy.launch.survey import Answer, ask_one
+from convoy.profile.describe import Own, describe, fit, fleet_of
+from convoy.profile.load import quota_cores
+
+Severity = Literal["error", "warning", "note"]
+
+SOMEWHERE = "192.0.2.1"  # an address for examples (RFC 5737): the route to it is the default route; nothing is sent
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One problem or remark with its remedy, and the names of the hosts or devices that it is about.
+
+    "error": training will not run, or not right; "warning": it will be slower, or fail later.
+    """
+
+    severity: Severity
+    what: str
+    cure: str
+    about: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What one process reports of its device and its machine, before any other machine is asked.
+
+    Attributes:
+        device: its index in the job.
+        info, own: what it would report when joining a job, and to `convoy measure`.
+        inventory: what `convoy fleet init` would write of the machine; None if its shell did not answer.
+        problems: (what, cure) of what is wrong with the device that was asked for, its address, its home.
+        cuda: version of CUDA that torch was built for; empty for a CPU build.
+        accelerators: GPUs that torch sees.
+        cores: that this process may use; a fraction under a processor quota.
+        free_bytes, memory_bytes: of the memory that the device computes in.
+        shm_bytes: (free, total) of /dev/shm, if there is one.
+        open_files: how many files and sockets the process may open; None: any number.
+    """
+
+    device: int
+    info: ProcessInfo
+    own: Own
+    inventory: Answer | None = None
+    problems: tuple[tuple[str, str], ...] = ()
+    cuda: str = ""
+    accelerators: int = 0
+    cores: float = 1.0
+    free_bytes: int = 0
+    memory_bytes: int = 0
+    shm_bytes: tuple[int, int] | None = None
+    open_files: int | None = None
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a device computes a fixed convolution, and how many cores other programs kept busy just before."""
+
+    samples_per_s: float
+    busy_cores: float = 0.0
+
+
+class Reach(Enum):
+    """How an attempt to connect ended."""
+
+    OPEN = "open"
+    REFUSED = "refused"
+    SILENT = "no answer"
+    NO_ROUTE = "no route"
+
+
+@dataclass(frozen=True)
+class Way:
+    """The attempt of one host to reach another; `source` and `target` are the first device of each."""
+
+    source: int
+    target: int
+    address: str
+    port: int
+    reach: Reach
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is known before any device is asked: the fleet file, and hosts that ssh does not reach."""
+
+    fleet: Fleet | None = None
+    reports: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
+class Examination:
+    """All facts of one examination.
+
+    Attributes:
+        devices: how many the job should have.
+        facts: of the devices that came, in order.
+        file: the fleet file, if it has as many devices as the job.
+        paces: by device.
+        ways: attempts between hosts.
+        measured: the fleet of those that came with its links as measured; None where that was not possible.
+    """
+
+    devices: int
+    facts: tuple[DeviceFacts, ...]
+    file: Fleet | None = None
+    paces: Mapping[int, Pace] = field(default_factory=dict)
+    ways: tuple[Way, ...] = ()
+    measured: Fleet | None = None
+    reports: tuple[Finding, ...] = ()
+
+    @cached_property
+    def fleet(self) -> Fleet:
+        """A fleet of the devices that came: as the file says, else as they describe themselves."""
+        if self.file is not None:
+            return self.file.with_only([each.device for each in self.facts])
+        return fleet_of([each.own for each in self.facts])
+
+    @cached_property
+    def host(self) -> dict[int, str]:
+        """The host of each device that came."""
+        return {each.device: self.row[each.device].host for each in self.facts}
+
+    @cached_property
+    def hosts(self) -> dict[str, DeviceFacts]:
+        """The facts of the first device of each host, by the host's name."""
+        first: dict[str, DeviceFacts] = {}
+        for each in self.facts:
+            first.setdefault(self.host[each.device], each)
+        return first
+
+    @cached_property
+    def row(self) -> dict[int, Device]:
+        """Each device as the fleet file, or else it itself, describes it; absent ones only with a file."""
+        present = zip((each.device for each in self.facts), self.fleet.devices, strict=True)
+        return dict(present) if self.file is None else dict(enumerate(self.file.devices))
+
+    def name(self, device: int) -> str:
+        """A device as messages name it."""
+        row = self.row.get(device)
+        return f"device {device}" if row is None else f"device {device} ({row.name})"
+
+
+def assemble(devices: int, facts: Sequence[DeviceFacts], context: Context) -> Examination:
+    """Begin an examination; what a job of these devices would refuse becomes a report."""
+    fleet, reports = context.fleet, context.reports
+    came, absent = {each.device: each.info for each in facts}, replace(facts[0].info, accelerator="")
+    try:
+        if fleet is not None and len(fleet.devices) != devices:
+            raise InputError(
+                f"the fleet file has {len(fleet.devices)} devices, this job has {devices}: start one for each"
+            )
+        if fleet is not None:
+            fit(fleet.with_only([each.device for each in facts]), [each.own for each in facts])
+        check_infos([came.get(device, absent) for device in range(devices)])
+    except (InputError, MismatchError) as error:
+        cure = "Until then a job refuses to start. The names and rates of a fleet file are not used here"
+        fleet, reports = None, (*reports, Finding("error", str(error), cure))
+    return Examination(devices, tuple(facts), fleet, reports=reports)
+
+
+T = TypeVar("T")
+FACTS, PACE = TypeAdapter(DeviceFacts), TypeAdapter(Pace)
+WAYS, CONTEXT = TypeAdapter(list[Way]), TypeAdapter(Context)
+
+
+def from_text(kind: TypeAdapter[T], text: str, sender: str) -> T:
+    """Parse a value that another process sent, ignoring unknown keys. MismatchError if it is not such a value."""
+    try:
+        return kind.validate_json(text)
+    except ValidationError as error:
+        reason = str(error).splitlines()[0]
+        raise MismatchError(
+            f"{sender} answered what this convoy doctor cannot read ({reason}): run the same version everywhere"
+        ) from None
+
+
+def collect_facts(env: ProcessEnv | None, on: str | None = None) -> DeviceFacts:
+    """Collect what this process can say without asking another machine. It computes on `on`, or what training would take."""
+    device, address, problems = torch.device("cpu"), "", []
+    try:
+        device = pick_device(on, env.local if env else 0)
+    except InputError as error:
+        problems.append((str(error), "Set CONVOY_DEVICE, or leave it unset"))
+    try:
+        address = _own_address(env)
+    except InputError as error:
+        problems.append((f"it has no address: {error}", "Until then no other host can reach it"))
+    if reason := home_problem(os.environ):
+        cure = "Set HOME or XDG_CACHE_HOME to a folder that can be written"
+        problems.append((f"there is no folder for keys, data sets and downloaded weights: {reason}", cure))
+    inventory = ask_one(Host("here", "127.0.0.1"))
+    usable = float(len(os.sched_getaffinity(0)))
+    shm = shutil.disk_usage("/dev/shm") if Path("/dev/shm").exists() else None
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return DeviceFacts(
+        env.device if env else 0,
+        own_info(device, env.devices if env else 1, address),
+        describe(device, slowdown=1.0),
+        inventory if isinstance(inventory, Answer) else None,
+        tuple(problems),
+        torch.version.cuda or "",
+        len(local_devices()) - 1,
+        min(usable, quota_cores() or usable),
+        *memory_of(device),
+        shm_bytes=None if shm is None else (shm.free, shm.total),
+        open_files=None if open_files == resource.RLIM_INFINITY else open_files,
+    )
+
+
+def home_problem(environment: Mapping[str, str]) -> str:
+    """Return why keys and data sets have no folder to be kept in; empty if they have one."""
+    root = Path(environment.get("XDG_CACHE_HOME", ""))
+    if not root.is_absolute():
+        try:
+            root = Path(environment.get("HOME") or pwd.getpwuid(os.getuid()).pw_dir, ".cache")
+        except KeyError:
+            return f"HOME is not set, and user {os.getuid()} has no home directory in /etc/passwd"
+    nearest = next(folder for folder in (root, *root.parents) if folder.exists())
+    return "" if os.access(nearest, os.W_OK) else f"user {os.getuid()} cannot write to {nearest}, where {root} would be"
+
+
+def _own_address(env: ProcessEnv | None) -> str:
+    """Return where other machines reach this one. InputError if they cannot."""
+    if env is not None or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return own_address(env.host if env else SOMEWHERE, env.port if env else 9)
+    with suppress(InputError):
+        return route_to(SOMEWHERE, 9)
+    return "127.0.0.1"  # a machine without a network can train alone
+
+
+def measure_pace(device: torch.device, slowdown: float = 1.0, seconds: float = 0.3) -> Pace:
+    """Measure the busy cores, then the samples/s of a convolution, 64 to 64 channels, 3x3, on 32x32, forward and backward.
+
+    All calls and all seconds count, so that the pauses of a processor quota do. An emulated slowdown divides the result.
+    """
+    busy = float(psutil.cpu_percent(interval=0.2)) / 100 * (psutil.cpu_count() or 1)
+    batch = 2 if device.type == "cpu" else 256  # few enough for a tenth of a core; enough to fill a GPU
+    x_NCHW = torch.randn(batch, 64, 32, 32, device=device, requires_grad=True)
+    w_KCRS = torch.randn(64, 64, 3, 3, device=device, requires_grad=True)
+
+    def once() -> None:
+        y_NKHW = conv2d(x_NCHW, w_KCRS, padding=1)
+        torch.autograd.grad(y_NKHW, (x_NCHW, w_KCRS), torch.ones_like(y_NKHW))
+        finish(device)
+
+    once()  # chooses kernels
+    start_s, calls = time.perf_counter(), 0
+    while calls < 2 or time.perf_counter() - start_s < seconds:
+        once()
+        calls += 1
+    return Pace(batch * calls / (time.perf_counter() - start_s) / slowdown, busy)

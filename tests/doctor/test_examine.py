@@ -1,0 +1,292 @@
+"""Examinations of this machine, of jobs of threads and processes, over ssh, and the command."""
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from convoy.comm.environment import ProcessEnv
+from convoy.doctor import command, examine, exchange
+from convoy.doctor.examine import examine_fleet, examine_job
+from convoy.doctor.exchange import Exchange
+from convoy.doctor.facts import (
+    CONTEXT,
+    Context,
+    Examination,
+    Finding,
+    Reach,
+    collect_facts,
+    from_text,
+    home_problem,
+    measure_pace,
+)
+from convoy.doctor.findings import diagnose
+from convoy.doctor.links import reach, try_ways
+from convoy.errors import DeviceLostError, InputError
+from convoy.fleet import Fleet, Host
+from convoy.launch.survey import Answer
+from tests.doctor.test_findings import described, facts
+from tests.support.processes import free_port, on_processes
+
+HANG_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "CONVOY_FLEET", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
+
+
+def test_this_machine_reports_what_it_is() -> None:
+    found = collect_facts(None)
+    assert found.info.torch == ".".join(torch.__version__.split(".")[:2])
+    assert found.own.cores == torch.get_num_threads()
+    assert found.inventory is not None
+    assert found.inventory.cores == os.cpu_count()
+    assert 0 < found.cores <= found.inventory.cores
+    assert 0 < found.free_bytes <= found.memory_bytes
+    assert found.problems == ()
+
+
+def test_what_cannot_be_used_is_a_fact_not_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's `^lo` means "not lo", which is no interface."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "^lo")
+    found = collect_facts(None, "cuda:99")
+    assert found.info.device == "cpu"
+    problems = " ".join(what for what, _ in found.problems)
+    assert "'cuda:99' cannot be used" in problems
+    assert "no such interface" in problems
+
+
+def test_a_missing_home_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """docker run --user 12345: no HOME, and no line in /etc/passwd."""
+    assert home_problem({"HOME": str(tmp_path / "later")}) == ""
+    assert home_problem({"XDG_CACHE_HOME": str(tmp_path)}) == ""
+    monkeypatch.setattr(os, "getuid", lambda: 1_234_567)
+    assert "HOME is not set, and user 1234567 has no home directory" in home_problem({"XDG_CACHE_HOME": "relative"})
+    monkeypatch.setattr(os, "access", lambda folder, _: str(folder) != "/")
+    assert "cannot write to /, where /nowhere/.cache would be" in home_problem({"HOME": "/nowhere"})
+
+
+def test_an_emulated_slowdown_slows_the_pace() -> None:
+    cpu = torch.device("cpu")
+    once = measure_pace(cpu, seconds=0.02).samples_per_s
+    assert once > 0
+    assert measure_pace(cpu, slowdown=1000.0, seconds=0.02).samples_per_s < once / 10
+
+
+# --- ways and the exchange --------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def deaf_server() -> Iterator[int]:
+    """A port whose queue is full: the kernel drops further attempts, as a firewall does."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        waiting = [socket.socket() for _ in range(4)]
+        try:
+            for each in waiting:
+                each.setblocking(False)
+                each.connect_ex(server.getsockname())
+            yield int(server.getsockname()[1])
+        finally:
+            for each in waiting:
+                each.close()
+
+
+def test_closed_ways_are_told_apart() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert reach("127.0.0.1", listener.getsockname()[1], 0.3) is Reach.OPEN
+    assert reach("127.0.0.1", free_port(), 0.3) is Reach.REFUSED
+    with deaf_server() as port:
+        assert reach("127.0.0.1", port, 0.3) is Reach.SILENT
+    assert reach("255.255.255.255", 1, 0.3) is Reach.NO_ROUTE
+
+
+def side_by_side(devices: Sequence[int], of: int, work: Callable[[Exchange], Any]) -> list[Any]:
+    """What each of some devices of a job gets, or the error it meets."""
+    store = HashStore()
+
+    def run(device: int) -> Any:
+        try:
+            return work(Exchange(store, device, tuple(range(of))))
+        except (InputError, DeviceLostError) as error:
+            return error
+
+    with ThreadPoolExecutor(len(devices)) as pool:
+        return list(pool.map(run, devices, timeout=HANG_S))
+
+
+def test_absent_devices_are_waited_for_once() -> None:
+    def two_rounds(exchange: Exchange) -> dict[int, str]:
+        exchange.gather("first", "", 0.3)
+        return exchange.gather("second", f"by {exchange.device}", 10 * HANG_S)
+
+    assert side_by_side([0, 2], 3, two_rounds) == [{0: "by 0", 2: "by 2"}] * 2
+
+
+def test_errors_of_the_exchange_name_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "SLACK_S", 0.2)
+
+    def come_late(exchange: Exchange) -> Any:
+        if exchange.device == 1:
+            exchange.wait(["x/came"], HANG_S)
+        return exchange.gather("x", "y" * (70_000 if exchange.device == 2 else 1), 0.1)
+
+    first, late, too_long = side_by_side([0, 1, 2], 3, come_late)
+    assert first == {0: "y"}
+    assert "device 1 came too late" in str(late)
+    assert "device 2 came too late" in str(too_long)
+    [alone] = side_by_side([1], 2, lambda exchange: exchange.gather("x", "", 0.1))
+    assert "device 0, which leads the examination, did not answer" in str(alone)
+    outcomes = side_by_side([0, 1, 1], 2, lambda exchange: exchange.gather("x", "", 1.0))
+    assert sum("two processes claim to be device 1" in str(each) for each in outcomes) == 1
+
+
+def test_the_first_device_of_each_host_tries_every_way() -> None:
+    """One host has an address that is none of this machine, so it cannot listen: it holds up no other."""
+    addresses = ("127.0.0.1", "127.0.0.1", "127.0.0.1", "192.0.2.7")
+    machines = ("m", "m", "n", "o")
+    here = [
+        replace(facts(d, 4, info={"address": addresses[d]}), own=replace(facts(d).own, machine=machines[d]))
+        for d in range(4)
+    ]
+    ways = side_by_side(range(4), 4, lambda exchange: try_ways(exchange, here))
+    assert ways[0] == ways[3]
+    assert {(way.source, way.target) for way in ways[0]} == {(0, 2), (2, 0), (3, 0), (3, 2)}
+    assert all(way.reach is Reach.OPEN for way in ways[0])
+
+
+# --- jobs of processes ------------------------------------------------------------------------------------------------
+
+
+def examine_as(device: int, devices: int, port: int, changed: dict[str, dict[str, str]]) -> Any:
+    """Examine as one device of a job on as many machines."""
+    env = ProcessEnv(device, devices, device, devices, "127.0.0.1", port, False, 0)
+    own = collect_facts(env, "cpu")
+    info = replace(own.info, **changed.get(str(device), {}))
+    own = replace(own, info=info, own=replace(own.own, name="abcd"[device], machine=f"machine {device}"))
+    found = examine_job(env, own, Context(), 2.0)
+    if isinstance(found, Examination):
+        links = len(found.measured.links) if found.measured else 0
+        errors = [finding.what for finding in diagnose(found) if finding.severity == "error"]
+        return {"came": [each.device for each in found.facts], "links": links, "errors": errors}
+    return None if found is None else found.what
+
+
+def test_processes_examine_each_other_and_measure_their_links() -> None:
+    first, *others = on_processes(3, "tests.doctor.test_examine:examine_as", 3, free_port(), {}, joined=False)
+    assert others == [None, None]
+    assert first == {"came": [0, 1, 2], "links": 6, "errors": []}
+
+
+def test_another_version_is_named_before_a_group_would_refuse_it() -> None:
+    skewed = {"1": {"torch": "1.13"}}
+    first, *others = on_processes(3, "tests.doctor.test_examine:examine_as", 3, free_port(), skewed, joined=False)
+    assert others == [None, None]
+    assert "but 1.13 on device 1" in first["errors"][0]
+    assert first["links"] == 0
+
+
+def test_the_devices_that_came_are_measured_without_the_absent_ones() -> None:
+    first, other = on_processes(2, "tests.doctor.test_examine:examine_as", 4, free_port(), {}, joined=False)
+    assert other is None
+    assert (first["came"], first["links"]) == ([0, 1], 2)
+    assert first["errors"] == ["2 of 4 devices did not come within 2 s: device 2, device 3"]
+
+
+def test_a_device_that_cannot_meet_the_others_says_why() -> None:
+    def come(host: str, port: int, device: int = 1) -> str:
+        found = examine_job(ProcessEnv(device, 2, 0, 2, host, port, False, 0), facts(device), Context(), 0.2)
+        assert isinstance(found, Finding)
+        return found.what
+
+    port = free_port()
+    assert come("127.0.0.1", port).startswith(
+        f"device 1 cannot come to the meeting point 127.0.0.1 port {port} (this machine itself): device 0 was not found"
+    )
+    assert "'no-such-name.invalid' cannot be resolved" in come("no-such-name.invalid", 1)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert "Address already in use" in come("127.0.0.1", other.getsockname()[1], device=0)
+
+
+# --- over ssh ---------------------------------------------------------------------------------------------------------
+
+
+def test_hosts_that_ssh_does_not_reach_are_reported_and_the_others_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[Fleet, Sequence[str]]] = []
+
+    def ask(host: Host) -> Answer | str:
+        return "ssh ended with status 255; ssh-copy-id b" if host.name == "b" else Answer("Linux", 1, 1, "", ())
+
+    monkeypatch.setattr(examine, "ask_one", ask)
+    monkeypatch.setattr(examine, "run_on_fleet", lambda *order: started.append(order) or 0)
+    fleet = described()
+    fleet = replace(fleet, hosts=tuple(replace(host, address=f"192.0.2.{n}") for n, host in enumerate(fleet.hosts, 71)))
+    assert examine_fleet(fleet, None, 5.0) == (0, ())
+    [(smaller, argv)] = started
+    assert [host.name for host in smaller.hosts] == ["a", "c"]
+    context = from_text(CONTEXT, argv[argv.index("--case") + 1], "--case")
+    assert context.fleet == smaller
+    [report] = context.reports
+    assert report.what == "b at 192.0.2.72 cannot be used: ssh ended with status 255; ssh-copy-id b"
+    assert report.about == ("b",)
+    only_b = fleet.with_only([1])
+    assert examine_fleet(only_b, None, 5.0) == (1, context.reports)
+
+    def refuse(*_: object) -> int:
+        raise InputError("host a: python there has no Convoy")
+
+    monkeypatch.setattr(examine, "run_on_fleet", refuse)
+    status, findings = examine_fleet(fleet.with_only([0]), None, 5.0)
+    assert (status, [finding.what for finding in findings]) == (1, ["host a: python there has no Convoy"])
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_alone_it_prints_and_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "facts.json"
+    assert command.run_doctor(None, file, 5.0) == 0
+    assert "Ready to train" in capsys.readouterr().out.splitlines()[-1]
+    written = json.loads(file.read_text())
+    assert written["examination"]["facts"][0]["info"]["host"]
+    assert written["examination"]["paces"]["0"]["samples_per_s"] > 0
+
+
+def test_an_error_is_status_1_and_2_for_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "^lo")
+    assert command.run_doctor(None, None, 5.0) == 1
+    assert "Not ready to train: 1 error" in capsys.readouterr().out
+    assert command.run_doctor(None, None, 5.0, CONTEXT.dump_json(Context()).decode()) == 2
+
+
+def test_a_stranded_device_prints_why(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(command, "LINGER_S", 0.0)
+    assert command.run_doctor(None, None, 0.2) == 1
+    assert "ERROR: device 1 cannot come to the meeting point 127.0.0.1" in capfd.readouterr().err
+
+
+def test_options_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--wait 0: give a number of seconds above 0"):
+        command.run_doctor(None, None, 0.0)
+    path = tmp_path / "fleet.toml"
+    path.write_text(described().to_toml())
+    with pytest.raises(InputError, match="its hosts have no address"):
+        command.run_doctor(path, None, 5.0)

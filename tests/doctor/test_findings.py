@@ -1,0 +1,304 @@
+"""The findings for hand-made facts, and none for a healthy fleet."""
+
+import io
+from dataclasses import replace
+from itertools import permutations
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from convoy.comm.rendezvous import ProcessInfo
+from convoy.doctor.examine import absent
+from convoy.doctor.facts import (
+    CONTEXT,
+    FACTS,
+    Context,
+    DeviceFacts,
+    Examination,
+    Finding,
+    Pace,
+    Reach,
+    Way,
+    assemble,
+    from_text,
+)
+from convoy.doctor.findings import diagnose, usual_rate
+from convoy.doctor.report import show
+from convoy.errors import MismatchError
+from convoy.fleet import Card, Device, Fleet, Host, Link
+from convoy.launch.survey import Answer
+from convoy.profile.describe import Own
+
+GB = 10**9
+
+
+def facts(device: int, devices: int = 3, *, info: dict[str, Any] | None = None, **changed: Any) -> DeviceFacts:
+    """A healthy machine, a, b, c, ...; `info` changes what it would report when joining a job."""
+    name = "abcdefghij"[device]
+    own = Own(name, f"machine {name}", "cpu", 4, 12 * GB, 1.0)
+    reported = ProcessInfo("cpu", "x86_64", name, f"10.0.0.{device + 1}", str(devices), "0.1.0", "2.13", accelerator="")
+    healthy: dict[str, Any] = {
+        "own": own, "inventory": Answer("Linux", 4, 16 * GB, "Xeon", ()), "cores": 4.0, "free_bytes": 12 * GB,
+        "memory_bytes": 16 * GB, "shm_bytes": (8 << 30, 8 << 30), "open_files": 4096,
+    }  # fmt: skip
+    return DeviceFacts(device, replace(reported, **(info or {})), **{**healthy, **changed})
+
+
+def described(hosts: str = "abc", rate: float = 125e6, cores: float | None = None) -> Fleet:
+    devices = tuple(Device(f"{name}-cpu", name, "cpu", cores) for name in hosts)
+    return Fleet(tuple(Host(name) for name in hosts), devices, Card(rate, rate, 1e-4))
+
+
+def job(
+    *changed: DeviceFacts, devices: int = 3, rates: dict[tuple[int, int], float] | None = None,
+    closed: dict[tuple[int, int], Reach] | None = None, latency_s: float = 1e-4, file: Fleet | None = None,
+    missing: tuple[int, ...] = (),
+) -> Examination:  # fmt: skip
+    """A healthy job of one device for each host, but for what is given: rates of links in bytes/s, closed ways."""
+    new = {each.device: each for each in changed}
+    came = [new.get(device, facts(device, devices)) for device in range(devices) if device not in missing]
+    found = replace(
+        assemble(devices, came, Context(file)), paces={each.device: Pace(100.0) for each in came},
+        ways=tuple(
+            Way(a.device, b.device, b.info.address, 4242, (closed or {}).get((a.device, b.device), Reach.OPEN))
+            for a, b in permutations(came, 2)
+        ),
+    )  # fmt: skip
+    links = tuple(
+        Link(found.host[a], found.host[b], (rates or {}).get((a, b), 118e6), latency_s)
+        for a, b in permutations(sorted(found.host), 2)
+        if found.host[a] != found.host[b]
+    )
+    return found if closed else replace(found, measured=replace(found.fleet, links=links))
+
+
+def only(found: Examination) -> Finding:
+    findings = diagnose(found)
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+def test_a_healthy_fleet_has_no_findings(devices: int) -> None:
+    assert diagnose(job(devices=devices)) == ()
+
+
+def test_errors_come_first_then_warnings_then_notes() -> None:
+    found = job(facts(0, info={"convoy": "0.2.0"}), facts(1, free_bytes=GB))
+    found = replace(found, paces={**found.paces, 2: Pace(20.0)})
+    assert [finding.severity for finding in diagnose(found)] == ["error", "warning", "note"]
+
+
+# --- the job ----------------------------------------------------------------------------------------------------------
+
+
+def test_absent_devices_are_named() -> None:
+    [finding] = absent(job(missing=(2,)), "10.0.0.1 port 29500", 30.0)
+    assert finding.what == "1 of 3 devices did not come within 30 s: device 2"
+    assert "cannot reach 10.0.0.1 port 29500" in finding.cure
+    [finding] = absent(job(missing=(2,), file=described()), "10.0.0.1 port 29500", 30.0)
+    assert finding.about == ("device 2 (c-cpu)",)
+    assert absent(job(), "", 30.0) == []
+
+
+def test_a_meeting_point_on_loopback_explains_why_no_device_came() -> None:
+    """MASTER_ADDR=lab1, and Debian's /etc/hosts on lab1 says 127.0.1.1: device 0 listens where no other device can come."""
+    found = job(facts(0, 2, info={"address": "127.0.1.1"}), devices=2, missing=(1,))
+    [finding] = absent(found, "lab1 port 29500", 30.0)
+    assert "lab1 port 29500 leads to 127.0.1.1 on device 0's machine, to itself only" in finding.cure
+
+
+def test_a_silent_device_is_named() -> None:
+    found = job()
+    finding = only(replace(found, paces={0: Pace(100.0), 2: Pace(100.0)}))
+    assert finding.what == "device 1 (b-cpu0): it came, then fell silent while it was examined"
+
+
+@pytest.mark.parametrize(
+    ("info", "what"),
+    [
+        ({"torch": "2.11"}, "do not run the same torch: 2.13 on most, but 2.11 on device 1 (host b, cpu)"),
+        ({"convoy": "0.0.9"}, "do not run the same convoy: 0.1.0 on most, but 0.0.9 on device 1"),
+        ({"devices": "2"}, "number of devices (WORLD_SIZE): 4 on most, but 2 on device 1"),
+    ],
+)
+def test_a_job_that_would_refuse_to_start_is_an_error(info: dict[str, str], what: str) -> None:
+    finding = only(job(facts(1, 4, info=info), devices=4))
+    assert what in finding.what
+    assert finding.severity == "error"
+    assert what in only(job(facts(1, 4, info=info), devices=4, missing=(3,))).what, "numbered as in the whole job"
+
+
+def test_a_fleet_file_of_another_job_is_an_error() -> None:
+    assert "the fleet file has 3 devices, this job has 2" in only(job(devices=2, file=described())).what
+    gpu = replace(described(), devices=(*described().devices[:2], Device("c-gpu", "c", "cuda")))
+    assert "device 2 (c-gpu) is cuda in the fleet file, but computes on cpu" in only(job(file=gpu)).what
+    together = facts(1, 2, own=replace(facts(1).own, machine="machine a"))
+    first = diagnose(job(together, devices=2, file=described("ab")))[0]
+    assert "a-cpu and b-cpu are on two hosts in the fleet file" in first.what
+
+
+def test_one_address_on_two_machines_is_an_error() -> None:
+    """Docker gives the first container of every machine 172.17.0.2."""
+    bridged = [facts(device, info={"address": "172.17.0.2"}) for device in (0, 1)]
+    finding = only(job(*bridged))
+    assert finding.what == "a and b both have the address 172.17.0.2"
+    assert "--network=host" in finding.cure
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reach", "what", "cure"),
+    [
+        (Reach.NO_ROUTE, "b does not reach c: 10.0.0.3 port 4242 cannot be reached (no route", "ip route get 10.0.0.3"),
+        (Reach.SILENT, "b does not reach c: 10.0.0.3 port 4242 does not answer, though c listens", "firewall"),
+        (Reach.REFUSED, "b does not reach c: 10.0.0.3 port 4242 refuses the connection", "any port from 1024 up"),
+    ],
+)
+def test_a_closed_way_is_an_error(reach: Reach, what: str, cure: str) -> None:
+    finding = only(job(closed={(1, 2): reach}))
+    assert finding.severity == "error"
+    assert finding.what.startswith(what)
+    assert cure in finding.cure
+    both = only(job(devices=4, closed={(1, 2): reach, (2, 1): reach}))
+    assert both.what.startswith("b and c do not reach each other: 10.0.0.3")
+
+
+def test_a_host_that_no_other_reaches_is_one_finding() -> None:
+    into = {(device, 2): Reach.SILENT for device in (0, 1, 3)}
+    assert only(job(devices=4, closed=into)).what.startswith("no host reaches c: 10.0.0.3 port 4242 does not answer")
+    out = {(2, device): Reach.NO_ROUTE for device in (0, 1, 3)}
+    assert only(job(devices=4, closed=out)).what.startswith("c reaches no host: 10.0.0.1 port 4242 cannot be reached")
+
+
+def test_a_slow_link_is_compared_with_the_others() -> None:
+    finding = only(job(rates={(0, 2): 30e6}))
+    assert finding.severity == "warning"
+    assert finding.what == "the link from a to c is slow: 30 MB/s of the 118 MB/s that others carry"
+
+
+@pytest.mark.parametrize("devices", [3, 4, 6])
+def test_a_slow_host_is_one_finding(devices: int) -> None:
+    finding = only(job(devices=devices, rates={pair: 11.8e6 for pair in permutations(range(devices), 2) if 1 in pair}))
+    assert finding.what == (
+        "b sends and receives slowly, on all its links: at most 11.8 MB/s of the 118 MB/s that others carry"
+    )
+    assert finding.cure.startswith("This is what 100 Mbit/s carry: a bad cable")
+
+
+def test_a_slow_link_is_compared_with_the_fleet_file() -> None:
+    rates = dict.fromkeys(permutations(range(2), 2), 50e6)
+    assert diagnose(job(devices=2, rates=rates)) == ()
+    finding = diagnose(job(devices=2, rates=rates, file=described("ab")))[0]
+    assert finding.what == "the link from a to b is slow: 50 MB/s of the 125 MB/s of the fleet file"
+    assert diagnose(job(devices=2, rates=rates, file=described("ab", rate=60e6))) == ()
+
+
+def test_the_usual_rate_is_that_of_a_healthy_host() -> None:
+    assert usual_rate({}) == 0.0
+    assert usual_rate({("a", "b"): 10.0, ("b", "a"): 100.0}) == 100.0
+    assert usual_rate({("a", "b"): 10.0, ("a", "c"): 10.0, ("b", "c"): 90.0, ("c", "b"): 100.0}) == 100.0
+
+
+def test_late_messages_are_a_warning() -> None:
+    finding = only(job(devices=2, latency_s=0.0123))
+    assert finding.what == "a message between a and b takes 12.3 ms"
+
+
+# --- devices and hosts ------------------------------------------------------------------------------------------------
+
+
+def alone(**changed: Any) -> Examination:
+    return job(facts(0, 1, **changed), devices=1)
+
+
+def gpu(**changed: Any) -> Examination:
+    return alone(own=replace(facts(0).own, kind="cuda", cores=None), info={"device": "cuda:0"}, **changed)
+
+
+@pytest.mark.parametrize(
+    ("found", "severity", "what", "cure"),
+    [
+        (alone(problems=(("no CUDA", "Set CONVOY_DEVICE"),)), "error", "device 0 (a-cpu0): no CUDA", "CONVOY_DEVICE"),
+        (alone(free_bytes=GB), "warning", "device 0 (a-cpu0): 1.0 GB of 16.0 GB memory are free", "smaller share"),
+        (gpu(free_bytes=4 * GB), "warning", "other programs hold 12.0 GB of the 16.0 GB of cuda:0", "nvidia-smi"),
+        (alone(shm_bytes=(60 << 20, 1 << 30)), "warning", "a: /dev/shm has 60 MiB free of 1,024 MiB", "--shm-size=2g"),
+        (alone(open_files=256), "warning", "a: a process may open 256 files", "ulimit -n 4096"),
+        (alone(open_files=24), "error", "a: a process may open 24 files", "ulimit -n 4096"),
+        (alone(cores=2.0, own=replace(facts(0).own, cores=16)), "warning", "threads: 16, cores for them: 2", "=2 there"),
+        (alone(cores=16.0, own=replace(facts(0).own, cores=1)), "warning", "threads: 1, cores for them: 16", "=16 there"),
+    ],
+)  # fmt: skip
+def test_limits_of_a_machine_are_findings_with_the_cure(
+    found: Examination, severity: str, what: str, cure: str
+) -> None:
+    finding = only(found)
+    assert (finding.severity, what in finding.what, cure in finding.cure) == (severity, True, True), finding
+
+
+def test_gpus_that_torch_does_not_find_are_a_warning() -> None:
+    inventory = Answer("Linux", 4, 16 * GB, "Xeon", ("RTX 3090",))
+    assert "torch 2.13, built for processors only, finds no GPU" in only(alone(inventory=inventory)).what
+    assert "torch 2.13, built for CUDA 12.8, finds no GPU" in only(alone(inventory=inventory, cuda="12.8")).what
+    assert diagnose(alone(inventory=inventory, cuda="12.8", accelerators=1)) == ()
+
+
+def test_equal_troubles_of_several_hosts_are_one_finding() -> None:
+    finding = only(job(*(facts(device, shm_bytes=(1 << 20, 64 << 20)) for device in (0, 2))))
+    assert finding.about == ("a", "c")
+    assert finding.what.startswith("a and c: /dev/shm")
+
+
+def test_processes_of_one_host_share_its_cores() -> None:
+    own = replace(facts(0).own, cores=8)
+    finding = only(job(*(facts(device, 2, own=own, cores=8.0) for device in (0, 1)), devices=2))
+    assert finding.what == "device 0 (a-cpu0) and device 1 (a-cpu1): threads: 8, cores for them: 4"
+
+
+def test_cores_of_the_fleet_file_are_the_devices_own() -> None:
+    own = [facts(device, cores=16.0, own=replace(facts(device).own, cores=1)) for device in range(3)]
+    assert diagnose(job(*own, file=described(cores=0.8))) == ()
+
+
+def test_a_machine_that_other_programs_use_is_a_warning() -> None:
+    found = job()
+    finding = only(replace(found, paces={**found.paces, 1: Pace(100.0, busy_cores=3.1)}))
+    assert finding.what == "b: other programs keep 3.1 of the 4 cores busy"
+
+
+def test_the_slowest_device_is_a_note_with_its_share() -> None:
+    found = job()
+    finding = only(replace(found, paces={**found.paces, 2: Pace(25.0)}))
+    assert finding.what == "device 2 (c-cpu0) is the slowest: 4.0 times slower than device 0 (a-cpu0)"
+    assert "11% of the work" in finding.cure
+
+
+# --- texts and the report ---------------------------------------------------------------------------------------------
+
+
+def test_facts_travel_as_json() -> None:
+    full = facts(1, problems=(("a", "b"),), cuda="12.8")
+    assert from_text(FACTS, FACTS.dump_json(full).decode(), "device 1") == full
+    context = Context(described(), (Finding("error", "b", "c", ("a",)),))
+    assert from_text(CONTEXT, CONTEXT.dump_json(context).decode(), "--case") == context
+    for text in ("", "no JSON", '{"device": "first"}', "[" * 10_000):
+        with pytest.raises(MismatchError, match="device 3 answered what this convoy doctor cannot read"):
+            from_text(FACTS, text, "device 3")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_report_fits_the_terminal(width: int) -> None:
+    console = Console(width=width, record=True, highlight=False, markup=False, emoji=False, file=io.StringIO())
+    named = facts(1, inventory=Answer("Linux", 4, 16 * GB, "Intel(R) Core(TM) i7-10700K CPU @ 3.80GHz", ()))
+    for found in (job(named, closed={(0, 1): Reach.SILENT}), job(rates={(2, 0): 5e6})):
+        show(found, diagnose(found), 2.34, console)
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    for words in ("10.0.0.3", "i7-10700K", "a to b: no answer", "c to a: 5 MB/s, 0.1 ms one way", "torch 2.13"):
+        assert words in text
+    assert "\n    A firewall rejects or drops it" in text
+    assert "Not ready to train: 1 error. Examined in 2.3 s." in text
+    assert text.splitlines()[-1] == "Ready to train: 1 warning. Examined in 2.3 s."
