@@ -22,7 +22,7 @@ from convoy.fleet import Host
 from convoy.launch.agent import BEAT_S, Message, from_line, to_line
 from convoy.launch.exit_status import Ending
 from convoy.launch.ssh import remedy, ssh_call, ssh_program, ssh_words
-from convoy.launch.supervisor import Interrupts, Supervisor, by_line
+from convoy.launch.supervisor import Interrupts, Start, Supervisor, by_line
 from convoy.setup import there
 from convoy.setup.actions import Action, Command, Own, Remove, Send
 from convoy.setup.state import OWNED, Found, Gpu, Interpreter, Piece, Wish
@@ -77,7 +77,14 @@ class There:
 
         try:
             self._process = processes.start(
-                0, host.name, call, stdin=subprocess.PIPE, stdout=by_line(take), own_session=True
+                Start(
+                    device=0,
+                    name=host.name,
+                    command=call,
+                    stdin=subprocess.PIPE,
+                    stdout=by_line(take),
+                    own_session=True,
+                )
             )
         except OSError as error:
             raise InputError(
@@ -187,7 +194,7 @@ class There:
         ended: list[Ending] = []
         with Supervisor(self._interrupts, ended.append) as processes:
             read_end, write_end = os.pipe()
-            process = processes.start(0, "rsync", words, stdin=read_end, own_session=True)
+            process = processes.start(Start(device=0, name="rsync", command=words, stdin=read_end, own_session=True))
             os.close(read_end)
             with os.fdopen(write_end, "wb") as names, suppress(BrokenPipeError):
                 names.write(b"\0".join(os.fsencode(piece.path) for piece in action.pieces))

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from convoy.launch.again import FIRST_PAUSE_S, LONGEST_PAUSE_S, MOST_DEATHS, MOST_SILENCES, Again
+
 from convoy.launch.exit_status import Ending
 from convoy.launch.local import launch_local
 

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import psutil
 import pytest
+from convoy.launch.detach import detached_text, this_host
 
 from convoy.errors import InputError
-from convoy.launch.detach import detached_text, this_host
 from convoy.launch.fleet import HostSession, _Hosts
 from convoy.launch.host_job import HostJob
 from convoy.launch.supervisor import Interrupts

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from convoy.launch.kubernetes import jobset
+from convoy.launch.slurm import sbatch_file
 
 from convoy import cli
 from convoy.comm.environment import read_process_env
@@ -17,8 +19,6 @@ from convoy.comm.launch_env import hidden
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.launch.host_job import host_jobs
-from convoy.launch.kubernetes import jobset
-from convoy.launch.slurm import sbatch_file
 from tests.support.json_schema import breaches
 from tests.support.processes import PLACE, ROOT
 
