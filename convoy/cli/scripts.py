@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from convoy.cli.options import PATH, JobKeyFile, Port, TrustNetwork, app, in_job
+from convoy.comm.environment import JOIN
 from convoy.comm.job_key import KEY_FILE, choose
 from convoy.comm.launch_env import hidden
-from convoy.comm.launcher import JOIN
 from convoy.errors import InputError
 
 if TYPE_CHECKING:
