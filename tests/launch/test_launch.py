@@ -15,6 +15,7 @@ import pytest
 
 from convoy.errors import DeviceLostError, InputError
 from convoy.launch.exit_status import Ending, judge
+from convoy.launch.host_job import JobOptions
 from convoy.launch.local import launch_local
 from tests.support.processes import ROOT
 from tests.support.slow import most_slow
@@ -31,7 +32,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def launch(script: str, devices: Sequence[str] = ("cpu", "cpu"), **options: float) -> int:
-    return launch_local([PRELUDE + script], devices, command=QUICK, **options)  # type: ignore[arg-type]
+    return launch_local([PRELUDE + script], devices, JobOptions(**options), command=QUICK)  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------------------- devices that end well
@@ -124,7 +125,7 @@ def test_a_killed_device_is_named_and_the_others_end() -> None:
             "if RANK == 0: time.sleep(60)\n"
             "print('short of breath', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)",
             ["cpu", "cpu:0"],
-            timeout_s=0.3,
+            grace_s=0.3,
         )
     assert caught.value.device == 1
     assert time.monotonic() - begin_s < 30
@@ -134,7 +135,7 @@ def test_a_device_that_ignores_the_polite_signal_ends_too() -> None:
     with pytest.raises(DeviceLostError, match=r"device 0 \(cpu\) ended with exit status 7. Its own output is above"):
         launch(
             "if RANK == 0: time.sleep(0.5); sys.exit(7)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)",
-            timeout_s=0.2,
+            grace_s=0.2,
         )
 
 
@@ -146,7 +147,7 @@ def test_a_stopped_device_ends_too(capfd: pytest.CaptureFixture[str]) -> None:
         "if RANK == 0: time.sleep(60)\n"
         "print('error: device 2 (host a, cpu) was lost: frozen', file=sys.stderr); sys.exit(2)",
         ["cpu"] * 4,
-        timeout_s=0.5,
+        grace_s=0.5,
     )
     assert status == 2
     assert capfd.readouterr().err == "error: device 2 (host a, cpu) was lost: frozen\n"
@@ -155,7 +156,7 @@ def test_a_stopped_device_ends_too(capfd: pytest.CaptureFixture[str]) -> None:
 def test_only_the_last_lines_of_a_crash_are_kept() -> None:
     with pytest.raises(DeviceLostError) as caught:
         launch(
-            "if RANK == 0: time.sleep(60)\nfor n in range(5000): print('line', n, file=sys.stderr)\n1 / 0", timeout_s=0
+            "if RANK == 0: time.sleep(60)\nfor n in range(5000): print('line', n, file=sys.stderr)\n1 / 0", grace_s=0
         )
     text = str(caught.value)
     assert caught.value.device == 1
@@ -257,8 +258,9 @@ def test_a_job_that_goes_on_ends_as_its_last_devices_say_and_quietly_where_nobod
 
 LAUNCHER = """
 import sys
+from convoy.launch.host_job import JobOptions
 from convoy.launch.local import launch_local
-status = launch_local([sys.argv[1]], ["cpu"] * 2, command=(sys.executable, "-c"), timeout_s=1)
+status = launch_local([sys.argv[1]], ["cpu"] * 2, JobOptions(grace_s=1), command=(sys.executable, "-c"))
 print("status", status, flush=True)
 """
 
