@@ -148,7 +148,7 @@ def test_devices_of_a_host_keep_their_index() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('["attic"]', '["attik"]', r"segment\[0\]\.hosts: unknown host 'attik': choose one of attic, cellar"),
+        ('["attic"]', '["attik"]', r"segment\[0\]\.hosts\[0\]: unknown host 'attik': choose one of attic, cellar"),
         ('["attic"]', "[]", r"segment 'upstairs' has no hosts: name at least one"),
         ("1e-3 }", "1e-3, ratte = 1 }", r"segment\[0\]\.uplink\.ratte = 1: unknown key"),
         (
@@ -156,7 +156,7 @@ def test_devices_of_a_host_keep_their_index() -> None:
             '"attic", "attic"]\nuplink',
             r"'attic' is in segment\[0\], too: a host is in one segment at most",
         ),
-        ("5e6,", "-1,", r"send_bytes_per_s = -1.* of a card: must be a finite number above 0"),
+        ("5e6,", "-1,", r"send_bytes_per_s = -1.* of a card: must be a finite number, at least 1e-12"),
     ],
 )
 def test_segments_that_cannot_be_are_refused(old: str, new: str, message: str) -> None:
@@ -172,7 +172,7 @@ def test_segments_that_cannot_be_are_refused(old: str, new: str, message: str) -
         ("[network]", "[netwrok]", r"my\.toml: netwrok = .*unknown key; the keys known here are host, device, network"),
         ("25e6, lat", "25e6, rate = 1, lat", r"host\[1\]\.card\.rate = 1: unknown key; .* are send_bytes_per_s"),
         ('kind = "cpu"\n', "", r"device\[0\]\.kind is missing: add it"),
-        ("cores = 0.45", "cores = 0", r"device\[0\]\.cores = 0(\.0)? of device 'attic-cpu': must be .* above 0"),
+        ("cores = 0.45", "cores = 0", r"device\[0\]\.cores = 0(\.0)? of device 'attic-cpu': must be .* at least 1e-12"),
         ("cores = 0.45", "cores = inf", r"device\[0\]\.cores = inf of .* finite"),
         ("cores = 0.45", "cores = true", r"device\[0\]\.cores = True: "),
         ("cores = 0.45", 'cores = "half"', r"device\[0\]\.cores = 'half': "),

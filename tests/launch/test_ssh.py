@@ -288,7 +288,7 @@ def test_a_host_leaves_a_fleet_and_convoy_stop_ends_it(hosts: Lab, tmp_path: Pat
         status, output, errors = hosts.run("attic", convoy("leave"))
         assert (status, output) == (2, "")
         assert re.search("nobody of job .* would be left: its devices are 0, 2", errors)
-        status, output, errors = hosts.run("attic", convoy("stop", str(tmp_path / "run")))
+        status, output, errors = hosts.run("attic", convoy("stop"))
         assert (status, errors) == (0, "")
         printed, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == 2
