@@ -19,7 +19,7 @@ from convoy.emulate.machine import RunName
 from convoy.errors import InputError
 from convoy.fleet import Fleet
 from convoy.launch.host_job import memory_environment, rank_variables
-from convoy.launch.supervisor import Interrupted, Interrupts, Output, Start, Supervisor, decoded, once_first
+from convoy.launch.supervisor import Interrupted, Interrupts, Output, Start, Supervisor, decoded, once_first, to_stdout
 
 TIMED_OUT = 124  # the status that timeout(1) gives
 
@@ -199,11 +199,14 @@ class _Devices:
         """Start a device. Only the first of those that are left prints."""
         stdout: Output = "keep" if start.device else self._first
         if start.device and self._goes_on:
-            stdout = once_first(self._processes, start.device, self._first)
+            stdout = once_first(self._processes, start.device, self._first or to_stdout)
         self._processes.start(replace(start, stdout=stdout, stderr=None if stdout is None else subprocess.STDOUT))
 
     def _over(self) -> bool:
-        return (self._processes.failed and not self._goes_on) or not self._processes.running
+        return (self._failed() and not self._goes_on) or not self._processes.running
+
+    def _failed(self) -> bool:
+        return any(ending.status != 0 for ending in self._processes.endings)
 
     def _title(self, index: int) -> str:
         device = self._fleet.devices[index]
@@ -215,7 +218,7 @@ class _Devices:
         try:
             if not processes.listen(self._over, timeout_s):
                 late = processes.running
-            processes.end(_GRACE_S if processes.failed else 0.0)
+            processes.end(_GRACE_S if self._failed() else 0.0)
         except Interrupted as caught:
             interrupted = caught
             with suppress(Interrupted):  # a second one: no more waiting

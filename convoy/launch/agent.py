@@ -25,7 +25,17 @@ from convoy.comm.job_key import KEY_FILE, TRUST, JobKey
 from convoy.errors import ConvoyError, InputError
 from convoy.launch.exit_status import Ending
 from convoy.launch.host_job import CONVOY_COMMAND, device_environments, log_of
-from convoy.launch.supervisor import Interrupted, Interrupts, Output, Sink, Start, Supervisor, by_line, decoded, speaker
+from convoy.launch.supervisor import (
+    Interrupted,
+    Interrupts,
+    Output,
+    Sink,
+    Start,
+    Supervisor,
+    by_line,
+    decoded,
+    first_of_members,
+)
 
 BEAT_S = 5.0
 """Seconds between two signs of life of the launcher."""
@@ -122,9 +132,7 @@ class Agent:
         """Wait until all devices have ended. End them if one has failed, or the launcher says so or is gone."""
 
         def over() -> bool:
-            if order["goes_on"]:
-                devices.kill_stopped(order["silence_s"])
-            return (devices.failed and not order["goes_on"]) or not devices.running
+            return devices.over(order["goes_on"], order["silence_s"])
 
         end = self._next(devices, over)
         if end is not None and end["after_step"]:
@@ -159,13 +167,13 @@ class Agent:
         return sink
 
     def _forward(self, devices: Supervisor, stream: str, rank: int) -> Sink:
-        is_first = speaker(devices, rank)
+        is_first = first_of_members(devices, rank)
         return decoded(lambda text: self._send("text", stream=stream, text=text, device=rank, is_first=is_first()))
 
     def _report_end(self, ending: Ending) -> None:
         self._send(
             "ended", device=ending.device, name=ending.name, status=ending.status, stopped=ending.stopped_by_us,
-            lines=ending.lines,
+            lines=ending.lines, in_startup=ending.in_startup,
         )  # fmt: skip
 
     def _send(self, kind: str, **fields: object) -> None:

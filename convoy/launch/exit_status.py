@@ -25,6 +25,7 @@ class Ending:
         name: what it computed on, such as "cuda:0".
         status: its exit status, or minus the number of the signal that ended it.
         stopped_by_us: the launcher ended it, because of another device.
+        in_startup: it was killed before it trained. The others would wait for it.
         lines: the last lines of its error output. Empty for device 0, which writes to the terminal.
     """
 
@@ -33,6 +34,7 @@ class Ending:
     status: int
     stopped_by_us: bool = False
     lines: tuple[str, ...] = ()
+    in_startup: bool = False
 
     @property
     def exit_status(self) -> int:
@@ -83,7 +85,7 @@ def judge(endings: Sequence[Ending], goes_on: bool = False) -> Outcome:
         return Outcome(0)
     if any(ending.device == 0 and ending.status == PIPE_STATUS for ending in bad):
         return Outcome(PIPE_STATUS)
-    if goes_on and bad[-1].status == ERROR_STATUS:
+    if goes_on and bad[-1].status == ERROR_STATUS and not any(ending.in_startup for ending in bad):
         bad = [ending for ending in bad if ending.status == ERROR_STATUS]
     killed = [ending for ending in bad if ending.status < 0]
     crashed = [ending for ending in bad if ending.status not in (0, ERROR_STATUS)]

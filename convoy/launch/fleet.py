@@ -294,16 +294,17 @@ class _Hosts:
                 stream.flush()
         elif message["convoy"] == "ended":
             ending = Ending(
-                message["device"], message["name"], message["status"], message["stopped"], tuple(message["lines"])
-            )
+                message["device"], message["name"], message["status"], message["stopped"], tuple(message["lines"]),
+                message["in_startup"],
+            )  # fmt: skip
             self.endings.append(ending)
             self.running.discard(ending.device)
-            failed = ending.status != 0
-        if failed and not self._goes_on and self._deadline_s == math.inf:
+            failed = ending.in_startup or (ending.status != 0 and not self._goes_on)
+        if failed and self._deadline_s == math.inf:
             self.end()
 
     def _lose_host(self, session: _Session, why: str) -> bool:
-        """Note the devices that were lost with a host. Return whether there were any."""
+        """Note the devices that were lost with a host. Return whether the others must end."""
         left = self.running.intersection(session.job.ranks)
         self.running -= left
         if left and self.lost is None and self._deadline_s == math.inf:
@@ -311,7 +312,7 @@ class _Hosts:
             self.lost = DeviceLostError(
                 rank, f"device {rank} ({session.job.title(rank)}) was lost with its host: {why}"
             )
-        return bool(left)
+        return bool(left) and not self._goes_on
 
     def _next(self, deadline_s: float) -> tuple[_Session, Message | None] | None:
         """Return the next message of any host, or None at the deadline. Meanwhile send all hosts signs of life."""

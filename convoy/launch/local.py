@@ -12,7 +12,7 @@ from convoy.comm.launch_env import hidden
 from convoy.errors import InputError
 from convoy.launch.exit_status import conclude
 from convoy.launch.host_job import CONVOY_COMMAND, DEFAULTS, JobOptions, device_environments, log_of
-from convoy.launch.supervisor import Interrupted, Interrupts, Output, Start, Supervisor, note, once_first
+from convoy.launch.supervisor import Interrupted, Interrupts, Output, Start, Supervisor, note, once_first, to_stdout
 
 KILLED_GRACE_S = 0.5
 """Seconds that the others get to end by themselves once a device was killed."""
@@ -62,16 +62,11 @@ def launch_local(
     key = key_to_start(environments[0]) if len(devices) > 1 else None
     store: object = None
 
-    def over() -> bool:
-        if options.goes_on:
-            processes.kill_stopped(options.silence_s)
-        return (processes.failed and not options.goes_on) or not processes.running
-
     with listener, Interrupts() as interrupts, Supervisor(interrupts) as processes:
         try:
             for rank, (device, variables) in enumerate(zip(devices, environments, strict=True)):
                 terminal = None if rank == 0 else subprocess.DEVNULL
-                stdout: Output = once_first(processes, rank) if options.goes_on and rank else terminal
+                stdout: Output = once_first(processes, rank, to_stdout) if options.goes_on and rank else terminal
                 start = Start(
                     device=rank, name=device, command=[*command, *argv], environment=hidden(variables) if script else variables,
                     stdin=terminal, stdout=stdout, stderr="keep" if rank else None, lifeline=True, key=key,
@@ -84,7 +79,7 @@ def launch_local(
                 store = store_on(listener)
             else:
                 listener.close()
-            processes.listen(over)
+            processes.listen(lambda: processes.over(options.goes_on, options.silence_s))
             # A signal says which device was the cause: errors of the others would add nothing.
             killed = any(ending.status < 0 for ending in processes.endings)
             processes.end(min(KILLED_GRACE_S, options.grace_s) if killed else options.grace_s)

@@ -1,7 +1,4 @@
-"""Start processes, read what they print, and end all of them. One thread; every wait is bounded.
-
-It runs the devices of this machine, of a host over ssh and of an emulated fleet, and the ssh sessions with hosts.
-"""
+"""Start processes, read what they print, and end all of them. One thread; every wait is bounded."""
 
 import codecs
 import os
@@ -33,16 +30,15 @@ KILL_S = 5.0
 """Seconds that the kernel may take to end a killed process."""
 
 LEAVE_S = 60.0
-"""Seconds that devices have to finish their step after SIGTERM. (Whoever sends it often allows less, then kills.)"""
+"""Seconds that devices have to finish their step after SIGTERM."""
 
 LOOK_S = 2.0
 """Seconds between two searches for stopped devices."""
 
 POLL_S = 0.1
-"""Seconds until a signal to this process is noticed (and, without pidfd, the end of a process)."""
+"""Seconds until the end of a process, or a signal to this one, is noticed."""
 
-TAIL_BYTES = 65_536
-CHUNK_BYTES = 65_536
+TAIL_BYTES = CHUNK_BYTES = 65_536
 LAST_CHUNKS = 16
 """Chunks read from a pipe after its process has ended: more than a pipe holds. A grandchild may write to it for ever."""
 
@@ -75,7 +71,7 @@ class Interrupted(Exception):  # noqa: N818 - it is a request, not an error
 class Interrupts:
     """Notes SIGINT, SIGTERM and SIGHUP while the context lasts; `check` raises them where nothing is left half done.
 
-    A signal that this process ignores stays ignored. Python handles signals in the main thread only; in other threads the
+    A signal that this process ignores stays ignored. Python handles signals in the main thread only; in another one the
     context does nothing.
     """
 
@@ -160,29 +156,21 @@ def both(first: Sink, second: Sink) -> Sink:
     return sink
 
 
-def once_first(processes: "Supervisor", rank: int, show: Sink | None = None) -> Sink:
-    """Return a sink that shows a device's output while it is the first of the devices that are left.
-
-    Args:
-        show: None: this process's standard output.
-    """
-    is_first = speaker(processes, rank)
-
-    def to_stdout(chunk: bytes) -> None:
-        sys.stdout.buffer.write(chunk)
-        sys.stdout.flush()
+def once_first(processes: "Supervisor", rank: int, show: Sink) -> Sink:
+    """Return a sink that shows a device's output while it is the first of the devices that are left."""
+    is_first = first_of_members(processes, rank)
 
     def sink(chunk: bytes) -> None:
         if is_first() or not any(process.device < rank for process in processes.running):
-            (show or to_stdout)(chunk)
+            show(chunk)
 
     return sink
 
 
-def speaker(processes: "Supervisor", rank: int) -> Callable[[], bool]:
+def first_of_members(processes: "Supervisor", rank: int) -> Callable[[], bool]:
     """Return a function that says whether a device is, or was, the first of those that train.
 
-    The process before it may be only stopped or cut off: it still runs, but it is no longer one of those that train.
+    A device before it may be stopped or cut off: it still runs, but the others train without it.
     """
     found = False
 
@@ -192,6 +180,11 @@ def speaker(processes: "Supervisor", rank: int) -> Callable[[], bool]:
         return found
 
     return is_first
+
+
+def to_stdout(chunk: bytes) -> None:
+    sys.stdout.buffer.write(chunk)
+    sys.stdout.flush()
 
 
 def _log_sink(path: Path) -> Sink:
@@ -221,11 +214,9 @@ class Start:
     """How to start a process.
 
     Attributes:
-        device: its number.
-        name: as its Ending names it.
         environment: all its variables; None: those of this process.
         lifeline: it can notice the end of this process, however that ends, by `convoy.comm.processes.watch_parent`.
-        key: of the job, handed over through a pipe: it stands in no argument and no variable.
+        key: of the job, handed over through a pipe: no argument or variable holds it.
         own_session: Ctrl-C in the terminal reaches this process alone, which then ends the others in order.
         log: a file that gets a copy of its output, except of what goes to the terminal.
         members: ids of further processes that get the same signals, such as its children.
@@ -252,20 +243,20 @@ class Process:
     """A started process.
 
     Attributes:
-        tail: the end of its output.
         pipes: its output that is read here, and the sinks.
-        stopped: this process ended it.
+        stopped: the supervisor ended it.
     """
 
-    device: int
-    name: str
+    start: Start
     popen: subprocess.Popen[bytes]
-    members: Callable[[], Iterable[int]]
     tail: Tail = field(default_factory=Tail)
     pipes: dict[IO[bytes], Sink] = field(default_factory=dict)
-    pidfd: int | None = None
     stopped: bool = False
     ended: bool = False
+
+    @property
+    def device(self) -> int:
+        return self.start.device
 
 
 class Supervisor:
@@ -298,19 +289,13 @@ class Supervisor:
                 if pipe is not None:
                     pipe.close()
         self._selector.close()
-        for file in (*(process.pidfd for process in self.running), *(self._lifeline or ())):
-            if file is not None:
-                os.close(file)
+        for file in self._lifeline or ():
+            os.close(file)
 
     @property
     def running(self) -> list[Process]:
         """Processes whose end was not noticed yet, in the order of their start."""
         return [process for process in self._processes if not process.ended]
-
-    @property
-    def failed(self) -> bool:
-        """Whether a process has ended with an error."""
-        return any(ending.status != 0 for ending in self.endings)
 
     def start(self, start: Start) -> Process:
         """Start a process.
@@ -346,7 +331,7 @@ class Supervisor:
         finally:
             if key_pipe is not None:
                 os.close(key_pipe)
-        process = Process(start.device, start.name, popen, start.members)
+        process = Process(start, popen)
         self._processes.append(process)
         keep = process.tail if copy is None else both(process.tail, copy)
         for pipe, out in ((popen.stdout, stdout), (popen.stderr, stderr)):
@@ -354,10 +339,6 @@ class Supervisor:
                 process.pipes[pipe] = out if callable(out) else keep
                 os.set_blocking(pipe.fileno(), False)
                 self._selector.register(pipe, selectors.EVENT_READ, lambda pipe=pipe: self._read(process, pipe))
-        if hasattr(os, "pidfd_open"):
-            with suppress(OSError):  # an older kernel
-                process.pidfd = os.pidfd_open(popen.pid)
-                self._selector.register(process.pidfd, selectors.EVENT_READ, lambda: None)
         return process
 
     def watch(self, file: int, sink: Sink) -> None:
@@ -394,7 +375,7 @@ class Supervisor:
     def send_signal(self, signum: signal.Signals) -> None:
         """Send a signal to all processes that run, and to the members of all."""
         for process in self._processes:
-            pids = set(process.members())
+            pids = set(process.start.members())
             if process.popen.poll() is None:
                 process.stopped |= signum is not signal.SIGINT
                 pids.add(process.popen.pid)
@@ -429,8 +410,7 @@ class Supervisor:
         """
         self._kill_suspended()
         running = self.running
-        rows = roster.of_processes([process.popen.pid for process in running])
-        members = [() if row is None else row.members for row in rows]
+        members = _members(*running)
         if any(members):
             for process, those in zip(running, members, strict=True):
                 signum = signal.SIGTERM if not those else END if len(those) <= started else LEAVE_TOO
@@ -440,22 +420,30 @@ class Supervisor:
             self.listen(lambda: not self.running or over(), LEAVE_S)
         self.end(0.0)
 
-    def kill_stopped(self, limit_s: float) -> None:
-        """Kill devices that are stopped (SIGSTOP, a debugger) for `limit_s`: the others have lost them by then."""
-        now_s = time.monotonic()
-        passed_s, last_s = now_s - self._looked_s, self._looked_s
-        if passed_s < LOOK_S:
-            return
-        # After a longer pause this process was stopped too (Ctrl-Z): it has not seen since when the devices are.
-        before = self._stopped_since_s if passed_s < 2 * LOOK_S else {}
-        self._looked_s = now_s
-        self._stopped_since_s = {each: before.get(each, now_s) for each in self._suspended()}
-        for process, since_s in self._stopped_since_s.items():
-            if last_s - since_s >= limit_s - LOOK_S:
-                process.popen.kill()
+    def over(self, goes_on: bool, silence_s: float) -> bool:
+        """Return whether all devices have ended, or must end because one has failed.
+
+        Where the others go on without a lost device, kill those that are stopped (SIGSTOP, a debugger) for `silence_s`.
+        """
+        now_s, last_s = time.monotonic(), self._looked_s
+        if goes_on and now_s - last_s >= LOOK_S:
+            # After a longer pause this process was stopped too (Ctrl-Z) and cannot know since when the devices are.
+            before = self._stopped_since_s if now_s - last_s < 2 * LOOK_S else {}
+            self._looked_s = now_s
+            self._stopped_since_s = {each: before.get(each, now_s) for each in self._suspended()}
+            for process, since_s in self._stopped_since_s.items():
+                if last_s - since_s >= silence_s - LOOK_S:
+                    process.popen.kill()
+        failed = any(ending.in_startup or (ending.status != 0 and not goes_on) for ending in self.endings)
+        return failed or not self.running
 
     def _suspended(self) -> list[Process]:
-        return [process for process in self.running if _is_stopped(process.popen.pid)]
+        found = []
+        for process in self.running:
+            with suppress(psutil.Error):
+                if psutil.Process(process.popen.pid).status() == psutil.STATUS_STOPPED:
+                    found.append(process)
+        return found
 
     def _kill_suspended(self) -> None:
         """Kill stopped processes: they react to SIGKILL only."""
@@ -473,10 +461,9 @@ class Supervisor:
                     if not self._read(process, pipe):
                         break
             process.ended = True
-            if process.pidfd is not None:
-                self._selector.unregister(process.pidfd)
-                os.close(process.pidfd)
-            ending = Ending(process.device, process.name, status, process.stopped, process.tail.lines())
+            killed, lines = status < 0 and not process.stopped, process.tail.lines()
+            in_startup = killed and not _members(process)[0]
+            ending = Ending(process.device, process.start.name, status, process.stopped, lines, in_startup)
             self.endings.append(ending)
             self._on_end(ending)
 
@@ -496,7 +483,7 @@ class Supervisor:
         return bool(chunk)
 
 
-def _is_stopped(pid: int) -> bool:
-    with suppress(psutil.Error):
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    return False
+def _members(*processes: Process) -> list[tuple[int, ...]]:
+    """Return, for each process, the devices that train with it; none before it trains."""
+    rows = roster.of_processes([process.popen.pid for process in processes])
+    return [() if row is None else row.members for row in rows]

@@ -131,6 +131,13 @@ def test_a_killed_device_is_named_and_the_others_end() -> None:
     assert time.monotonic() - begin_s < 30
 
 
+def test_a_device_that_is_killed_in_start_up_is_named_at_once() -> None:
+    """Where others go on without lost devices, they waited at the meeting point for the whole time limit, and blamed the
+    network."""
+    with pytest.raises(DeviceLostError, match=r"device 1 \(cpu\) was killed by SIGKILL"):
+        launch("if RANK == 0: time.sleep(100)\nos.kill(os.getpid(), 9)", goes_on=True)
+
+
 def test_a_device_that_ignores_the_polite_signal_ends_too() -> None:
     with pytest.raises(DeviceLostError, match=r"device 0 \(cpu\) ended with exit status 7. Its own output is above"):
         launch(
