@@ -10,9 +10,7 @@ from typing import Any
 
 from convoy.errors import InputError, shown
 
-IDLE = 0.1
-"""Idle watts of a class without a figure of its own, as a part of `busy_w`: an estimate."""
-
+IDLE = 0.1  # idle watts of a class without a figure of its own, as a part of `busy_w`: an estimate
 CORES_FOR_MEMORY = 4
 """So many cores of a processor use its whole memory bandwidth; with more than sixteen cores, a quarter of them."""
 

@@ -28,13 +28,11 @@ CLOSED = ConfigDict(extra="forbid")
 LEAST, MOST = 1e-12, 1e21
 """Range of a fleet's numbers, in SI units: sums and quotients of numbers beyond it may overflow."""
 
-MAX_SLOWDOWN = 10_000.0
-"""A device that is slower than this would not finish its first step."""
+MAX_SLOWDOWN = 10_000.0  # a device that is slower than this would not finish its first step
 
 MAX_LATENCY_S = 1e6
 
-MOST_LINES = 20
-"""Findings of one file that are shown."""
+MOST_LINES = 20  # findings of one file that are shown
 
 
 def _in(dimension: Dimension, *, whole: bool = False) -> BeforeValidator:

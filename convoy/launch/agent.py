@@ -37,11 +37,8 @@ from convoy.launch.supervisor import (
     first_of_members,
 )
 
-BEAT_S = 5.0
-"""Seconds between two signs of life of the launcher."""
-
-SILENCE_S = 60.0
-"""A host that receives nothing for so long ends its devices: the network may be gone without a sign."""
+BEAT_S = 5.0  # seconds between two signs of life of the launcher
+SILENCE_S = 60.0  # a host that receives nothing for so long ends its devices: the network may be gone without a sign
 
 Message = dict[str, Any]
 

@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from convoy.comm.job_key import KEY_FILE
@@ -15,77 +15,69 @@ SECRET = "convoy-job-key"
 """A secret of the cluster with one file, job.key: `kubectl create secret generic convoy-job-key --from-file=job.key`."""
 
 _KEY_FOLDER = "/etc/convoy"
-_NONE: Mapping[str, str] = MappingProxyType({})
 
 
-def line_to_paste(
-    job: HostJob,
-    argv: Sequence[str],
-    *,
-    total: int,
-    address: str,
-    port: int,
-    python: str,
-    folder: str,
-    further: Mapping[str, str] = _NONE,
-) -> str:
+@dataclass(frozen=True)
+class Command:
+    """What all devices run, where somebody else starts them.
+
+    Attributes:
+        argv: what follows `python -m convoy`; it begins with a verb.
+        port: where the devices meet: device 0 listens there.
+        python, folder: for hosts that name none.
+        further: variables of all devices.
+    """
+
+    argv: Sequence[str]
+    port: int | None
+    python: str = "python"
+    folder: str = "."
+    further: Mapping[str, str] = field(default_factory=dict)
+
+
+def line_to_paste(job: HostJob, command: Command, total: int, address: str) -> str:
     """Return a line for a shell on this host (sh, bash, zsh) that starts its devices and waits for them.
 
     Args:
-        argv: what follows `python -m convoy`.
         total: devices of the whole fleet.
-        address, port: where all meet: device 0 listens there.
-        python, folder: for a host that names none.
-        further: variables of all devices.
+        address: where all of them meet.
     """
-    shared = rank_variables(0, 0, total, len(job.ranks), address, port) | {"TORCH_CPP_LOG_LEVEL": "ERROR", **further}
+    assert command.port is not None
+    shared = rank_variables(0, 0, total, len(job.ranks), address, command.port)
+    shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR", **command.further}
     words = [f"{name}={shlex.quote(value)}" for name, value in shared.items() if name not in ("RANK", "LOCAL_RANK")]
     words += [f"{name}=${{{name}:-{value}}}" for name, value in memory_environment({}).items()]
     on_cpu = job.names.count("cpu")
     if on_cpu > 1:  # divide the cores of that machine
         words.append(f"OMP_NUM_THREADS=$(( ($(getconf _NPROCESSORS_ONLN) + {on_cpu - 1}) / {on_cpu} ))")
-    command = shlex.join([job.host.python or python, "-m", "convoy", *argv])
+    call = shlex.join([job.host.python or command.python, "-m", "convoy", *command.argv])
     starts = []
     for local, (rank, name, own) in enumerate(zip(job.ranks, job.names, job.own, strict=True)):
         variables = {"RANK": str(rank), "LOCAL_RANK": str(local), "CONVOY_DEVICE": name, **own}
-        starts.append(" ".join([*(f"{key}={value}" for key, value in variables.items()), command]))
+        starts.append(" ".join([*(f"{key}={value}" for key, value in variables.items()), call]))
     # The first device keeps the terminal; the others run in the background and end with it.
     behind = "".join(f"{start} & " for start in starts[1:])
     run = f"{{ {behind}{starts[0]}; s=$?; wait; exit $s; }}"
-    return f"( cd {shlex.quote(job.host.folder or folder)} && export {' '.join(words)} && {run} )"
+    return f"( cd {shlex.quote(job.host.folder or command.folder)} && export {' '.join(words)} && {run} )"
 
 
 # ------------------------------------------------------------------------------------------------------------- Slurm
 
 
-def sbatch_file(
-    jobs: Sequence[HostJob],
-    argv: Sequence[str],
-    *,
-    port: int | None,
-    python: str,
-    folder: str,
-    further: Mapping[str, str] = _NONE,
-) -> str:
-    """Return a batch file that runs `python -m convoy argv` on every device of a fleet.
+def sbatch_file(jobs: Sequence[HostJob], command: Command) -> str:
+    """Return a batch file that runs a command on every device of a fleet.
 
     The names of the hosts are those of Slurm's nodes. Hosts may have different numbers of devices:
     `--distribution=arbitrary` places each task on the node in its line of SLURM_HOSTFILE, and a task takes the device of its
     number (https://slurm.schedmd.com/srun.html). The job gets whole nodes with all their memory and GPUs. `convoy run` takes
     the task's place (SLURM_PROCID and its like) out of the script's environment; SLURM_JOB_ID and the others stay.
-
-    Args:
-        jobs: of all hosts, that of device 0 first.
-        argv: what follows `python -m convoy`; it begins with a verb.
-        port: where the devices meet; None: one that follows from the job's number.
-        python, folder: for hosts that name none; all nodes must agree on them.
-        further: variables of all devices.
+    Without a port, one follows from the job's number.
 
     Raises:
-        InputError: hosts that name different Pythons or folders.
+        InputError: hosts that name different Pythons or folders; all nodes must have the same.
     """
-    pythons = {job.host.python or python for job in jobs}
-    folders = {job.host.folder or folder for job in jobs}
+    pythons = {job.host.python or command.python for job in jobs}
+    folders = {job.host.folder or command.folder for job in jobs}
     if len(pythons) > 1 or len(folders) > 1:
         raise InputError(
             f"the hosts name several places ({', '.join(sorted(pythons | folders))}): a Slurm job has one program and one "
@@ -93,14 +85,16 @@ def sbatch_file(
         )
     nodes = [job.host.name for job in jobs]
     rows = sorted((rank, job, local) for job in jobs for local, rank in enumerate(job.ranks))
+    argv = list(command.argv)
     if len(rows) == 1:  # a job step of one task is no job for Convoy: name its device
-        argv = [argv[0], "--devices", jobs[0].names[0], *argv[1:]]
+        argv[1:1] = ["--devices", jobs[0].names[0]]
     cases = [f"  {rank}) export {_task_variables(job, local)} ;;" for rank, job, local in rows]
     memory = " ".join(f"{name}={value}" for name, value in memory_environment({}).items())
-    meeting = [f"export MASTER_ADDR={shlex.quote(nodes[0])}", *([] if port is None else [f"export MASTER_PORT={port}"])]
+    port = {} if command.port is None else {"MASTER_PORT": str(command.port)}
+    shared = {"MASTER_ADDR": nodes[0], **port, **command.further}
     placed = " ".join(shlex.quote(job.host.name) for _, job, _ in rows)
-    command = shlex.join([pythons.pop(), "-m", "convoy", *argv])
-    task = "\n".join(["case $SLURM_PROCID in", *cases, "esac", f"exec {command}"])
+    call = shlex.join([pythons.pop(), "-m", "convoy", *argv])
+    task = "\n".join(["case $SLURM_PROCID in", *cases, "esac", f"exec {call}"])
     # One number holds for all nodes. What a node has beyond it comes with --exclusive.
     gpus = min(_gpus(job) for job in jobs)
     return "\n".join(
@@ -115,8 +109,7 @@ def sbatch_file(
             *([f"#SBATCH --gres=gpu:{gpus}"] if gpus else []),
             f"cd {shlex.quote(folders.pop())} || exit 1",
             f"export {memory} TORCH_CPP_LOG_LEVEL=ERROR",
-            *meeting,
-            *(f"export {name}={shlex.quote(value)}" for name, value in further.items()),
+            *(f"export {name}={shlex.quote(value)}" for name, value in shared.items()),
             "SLURM_HOSTFILE=$(mktemp) && export SLURM_HOSTFILE && trap 'rm -f \"$SLURM_HOSTFILE\"' EXIT",
             f"printf '%s\\n' {placed} > \"$SLURM_HOSTFILE\"  # the node of each task",
             f"srun --distribution=arbitrary --cpu-bind=none --kill-on-bad-exit=1 bash -c {shlex.quote(task)}",
@@ -141,28 +134,16 @@ def _gpus(job: HostJob) -> int:
 # -------------------------------------------------------------------------------------------------------- Kubernetes
 
 
-def jobset(
-    jobs: Sequence[HostJob],
-    argv: Sequence[str],
-    *,
-    name: str,
-    image: str,
-    port: int,
-    further: Mapping[str, str] = _NONE,
-) -> str:
-    """Return a manifest (YAML) that runs `python -m convoy argv` on every device of a fleet.
+def jobset(jobs: Sequence[HostJob], command: Command, name: str, image: str) -> str:
+    """Return a manifest (YAML) that runs a command on every device of a fleet.
 
     It has one replicated job per host, since hosts may have different devices; all workers of Kubeflow's PyTorchJob are
-    alike (https://jobset.sigs.k8s.io). A pod starts the devices of its host. All meet at the pod of device 0 by its name.
-    A failed job is not restarted: the devices end together.
+    alike (https://jobset.sigs.k8s.io). Hosts have the names of the cluster's nodes. A pod starts the devices of its host. All
+    meet at the pod of device 0 by its name. A failed job is not restarted: the devices end together.
 
     Args:
-        jobs: of all hosts, that of device 0 first. Their names are those of the cluster's nodes.
-        argv: what follows `python -m convoy`.
         name: of the JobSet, at most 20 characters: Kubernetes builds names of up to 63 characters from it.
-        image: of the containers: it has Convoy, and what `argv` names.
-        port: where the devices meet.
-        further: variables of all devices. A key's file is that of the secret `SECRET`.
+        image: of the containers: it has Convoy, and what the command names.
 
     Raises:
         InputError: a host's name that cannot be part of a DNS name.
@@ -178,20 +159,17 @@ def jobset(
     mounts: list[dict[str, Any]] = [
         {"name": "shm", "mountPath": "/dev/shm"}
     ]  # 64 MB by default: loader workers need more
-    if KEY_FILE in further:
-        further = {**further, KEY_FILE: f"{_KEY_FOLDER}/job.key"}
+    if KEY_FILE in command.further:
+        command = replace(command, further={**command.further, KEY_FILE: f"{_KEY_FOLDER}/job.key"})
         volumes.append({"name": "key", "secret": {"secretName": SECRET, "defaultMode": 0o400}})
         mounts.append({"name": "key", "mountPath": _KEY_FOLDER, "readOnly": True})
     replicated = []
     for job in jobs:
-        line = line_to_paste(
-            job, argv, total=total, address=address, port=port, python="python", folder=".", further=further
-        )
         container = {
             "name": "devices",
             "image": image,
-            "command": ["sh", "-c", line],
-            "ports": [{"containerPort": port}] if 0 in job.ranks else [],
+            "command": ["sh", "-c", line_to_paste(job, command, total, address)],
+            "ports": [{"containerPort": command.port}] if 0 in job.ranks else [],
             "resources": _resources(job),
             "volumeMounts": mounts,
         }

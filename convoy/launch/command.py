@@ -14,16 +14,14 @@ from convoy.config.run_file import RunSettings
 from convoy.config.settings import key_of
 from convoy.errors import InputError, unknown_name
 from convoy.fleet import Fleet
-from convoy.launch.batch_files import jobset, line_to_paste, sbatch_file
+from convoy.launch.batch_files import Command, jobset, line_to_paste, sbatch_file
 from convoy.launch.fleet import run_on_fleet, startable
 from convoy.launch.host_job import DEFAULTS, JobOptions, host_jobs
 from convoy.plan.presets import AUTO, PLANS
 
-PASTED_PORT = 29_500
-"""Where pasted lines meet without --port: nobody can look for a free one beforehand."""
+PASTED_PORT = 29_500  # where pasted lines meet without --port: nobody can look for a free one beforehand
 
-PRINTED = ("shell", "slurm", "kubernetes")
-"""What `convoy run --print` can write."""
+PRINTED = ("shell", "slurm", "kubernetes")  # what `convoy run --print` can write
 
 
 def fleet_to_start(path: Path | None, print_lines: bool) -> Fleet | None:
@@ -119,17 +117,14 @@ def script_on_fleet(
             "--image registry.lab/convoy:1"
         )
     argv = ["run", *([] if listen is None else ["--listen", listen]), *([] if words[0] == "-m" else ["--"]), *words]
-    jobs = host_jobs(fleet)
     if print_for == "slurm":
-        text = sbatch_file(
-            jobs, argv, port=options.port, python=sys.executable, folder=os.getcwd(), further=_further(fleet)
-        )
-        print(text, end="")
+        command = Command(argv, options.port, sys.executable, os.getcwd(), _further(fleet))
+        print(sbatch_file(host_jobs(fleet), command), end="")
         return 0
     if image is not None:
         name = f"convoy-{secrets.token_hex(3)}"  # two jobs of one cluster have two names
-        port = options.port or PASTED_PORT
-        print(jobset(jobs, argv, name=name, image=image, port=port, further=_further(fleet)), end="")
+        command = Command(argv, options.port or PASTED_PORT, further=_further(fleet))
+        print(jobset(host_jobs(fleet), command, name, image), end="")
         return 0
     files = [*([] if words[0] == "-m" else [Path(words[0])]), *(path for path in files if path != Path(words[0]))]
     return _start(fleet, argv, options, files, print_for == "shell")
@@ -150,12 +145,10 @@ def _start(fleet: Fleet, argv: Sequence[str], options: JobOptions, files: Sequen
         if not is_own(str(first.address)):
             print(f"Device 0 is on host {first.name}: files that the job writes lie there.", flush=True)
         return run_on_fleet(fleet, argv, options, files=files)
-    address, port, further = _meeting_address(fleet), options.port or PASTED_PORT, _further(fleet)
+    address = _meeting_address(fleet)
+    command = Command(argv, options.port or PASTED_PORT, sys.executable, os.getcwd(), _further(fleet))
     for job in jobs:
-        line = line_to_paste(
-            job, argv, total=len(fleet.devices), address=address, port=port, python=sys.executable, folder=os.getcwd(),
-            further=further,
-        )  # fmt: skip
+        line = line_to_paste(job, command, len(fleet.devices), address)
         print(f"# on host {job.host.name} ({job.host.address})\n{line}")
     return 0
 

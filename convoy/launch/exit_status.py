@@ -42,60 +42,39 @@ class Ending:
         return self.status if self.status >= 0 else 128 - self.status
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a job's endings mean: the exit status and lines to print, or the device that was lost and why."""
-
-    status: int
-    lines: tuple[str, ...] = ()
-    lost: DeviceLostError | None = None
-
-
 def conclude(endings: Sequence[Ending], host_lost: DeviceLostError | None = None, *, goes_on: bool = False) -> int:
     """Print the errors that the terminal has not shown yet. Return the exit status of the job.
-
-    Args:
-        host_lost: a host was lost with its devices.
-
-    Raises:
-        DeviceLostError: a device crashed or was killed; otherwise `host_lost`, unless the others went on to their own end.
-    """
-    outcome = judge(endings, goes_on)
-    if goes_on and any(not ending.stopped_by_us for ending in endings):
-        host_lost = None
-    # A killed device explains more than the silence of its host.
-    if (lost := outcome.lost or host_lost) is not None:
-        raise lost
-    for line in outcome.lines:
-        print(line, file=sys.stderr)
-    return outcome.status
-
-
-def judge(endings: Sequence[Ending], goes_on: bool = False) -> Outcome:
-    """Find the first cause among the endings, which are in the order of time.
 
     A signal outranks a crash, and a crash outranks a printed error: when one device is gone, the others end with errors of
     their own, sometimes sooner than the first.
 
     Args:
+        endings: in the order of time.
+        host_lost: a host was lost with its devices. A killed device explains more.
         goes_on: the devices continue without a lost one. The job ended well if one device did, else as the last ones say.
+
+    Raises:
+        DeviceLostError: a device crashed or was killed, or a host was lost.
     """
     bad = [ending for ending in endings if ending.status != 0 and not ending.stopped_by_us]
-    if not bad or (goes_on and any(ending.status == 0 for ending in endings)):
-        return Outcome(0)
+    if goes_on and any(ending.status == 0 for ending in endings):
+        return 0
     if any(ending.device == 0 and ending.status == PIPE_STATUS for ending in bad):
-        return Outcome(PIPE_STATUS)
-    if goes_on and bad[-1].status == ERROR_STATUS and not any(ending.in_startup for ending in bad):
-        bad = [ending for ending in bad if ending.status == ERROR_STATUS]
+        return PIPE_STATUS
+    if goes_on and bad and bad[-1].status == ERROR_STATUS and not any(ending.in_startup for ending in bad):
+        bad, host_lost = [ending for ending in bad if ending.status == ERROR_STATUS], None
     killed = [ending for ending in bad if ending.status < 0]
     crashed = [ending for ending in bad if ending.status not in (0, ERROR_STATUS)]
     # A traceback that names another lost device is not the cause. The traceback of device 0 is not known here.
     crashed.sort(key=lambda ending: 2 if _lost_peer(ending) is not None else ending.device == 0)
-    if not (causes := [*killed, *crashed]):
-        return Outcome(ERROR_STATUS, lines=_unprinted(bad))
-    cause = causes[0]
-    peer = _lost_peer(cause) if cause.status > 0 else None
-    return Outcome(ERROR_STATUS, lost=peer or DeviceLostError(cause.device, _obituary(cause)))
+    for cause in (*killed, *crashed):
+        peer = _lost_peer(cause) if cause.status > 0 else None
+        raise peer or DeviceLostError(cause.device, _obituary(cause))
+    if host_lost is not None:
+        raise host_lost
+    for line in _unprinted(bad):
+        print(line, file=sys.stderr)
+    return ERROR_STATUS if bad else 0
 
 
 def _lost_peer(ending: Ending) -> DeviceLostError | None:

@@ -21,11 +21,8 @@ from convoy.launch.host_job import DEFAULTS, HostJob, JobOptions, host_jobs
 from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
 from convoy.launch.supervisor import LEAVE_S, TERMINATE_S, Interrupted, Interrupts, Start, Supervisor, by_line, note
 
-ANSWER_S = 60.0
-"""A host that has not answered by then is not used. ssh itself gives up earlier, where it can."""
-
-_TRAVEL_S = 5.0
-"""Seconds for the last messages of a host, beside the time that it takes to end its devices."""
+ANSWER_S = 60.0  # a host that has not answered by then is not used. ssh itself gives up earlier, where it can
+_TRAVEL_S = 5.0  # seconds for the last messages of a host, beside the time that it takes to end its devices
 
 _KEPT_LINES = 20
 

@@ -14,8 +14,7 @@ from convoy.launch.exit_status import conclude
 from convoy.launch.host_job import CONVOY_COMMAND, DEFAULTS, JobOptions, device_environments, log_of
 from convoy.launch.supervisor import Interrupted, Interrupts, Output, Start, Supervisor, note, once_first, to_stdout
 
-KILLED_GRACE_S = 0.5
-"""Seconds that the others get to end by themselves once a device was killed."""
+KILLED_GRACE_S = 0.5  # seconds that the others get to end by themselves once a device was killed
 
 
 def launch_local(

@@ -11,8 +11,7 @@ from typing import Any
 
 from convoy.errors import ConvoyError
 
-GRACE_S = 10.0
-"""Seconds that the devices get to end by themselves after an interrupt."""
+GRACE_S = 10.0  # seconds that the devices get to end by themselves after an interrupt
 
 
 def notebook(source: str, options: str = "") -> None:

@@ -23,20 +23,11 @@ from convoy.comm.signals import END, LEAVE_TOO
 from convoy.errors import InputError
 from convoy.launch.exit_status import Ending
 
-TERMINATE_S = 2.0
-"""Seconds between SIGTERM and SIGKILL."""
-
-KILL_S = 5.0
-"""Seconds that the kernel may take to end a killed process."""
-
-LEAVE_S = 60.0
-"""Seconds that devices have to finish their step after SIGTERM."""
-
-LOOK_S = 2.0
-"""Seconds between two searches for stopped devices."""
-
-POLL_S = 0.1
-"""Seconds until the end of a process, or a signal to this one, is noticed."""
+TERMINATE_S = 2.0  # seconds between SIGTERM and SIGKILL
+KILL_S = 5.0  # seconds that the kernel may take to end a killed process
+LEAVE_S = 60.0  # seconds that devices have to finish their step after SIGTERM
+LOOK_S = 2.0  # seconds between two searches for stopped devices
+POLL_S = 0.1  # seconds until the end of a process, or a signal to this one, is noticed
 
 TAIL_BYTES = CHUNK_BYTES = 65_536
 LAST_CHUNKS = 16

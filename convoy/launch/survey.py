@@ -16,16 +16,12 @@ from convoy.fleet import Card, Device, Fleet, Host
 from convoy.fleet.catalogue import DeviceClass, names, plain_name
 from convoy.launch.ssh import remedy, ssh_call, ssh_program
 
-ANSWER_S = 30.0
-"""A host that has not answered by then is reported as silent."""
-
-ASSUMED_BYTES_PER_S = 125e6
-"""1 Gbit/s, for a card that does not tell its speed."""
+ANSWER_S = 30.0  # a host that has not answered by then is reported as silent
+ASSUMED_BYTES_PER_S = 125e6  # 1 Gbit/s, for a card that does not tell its speed
 
 ASSUMED_LATENCY_S = 1e-4
 
-USED = 0.8
-"""Part of a host's memory that plans may fill, where the catalogue does not say."""
+USED = 0.8  # part of a host's memory that plans may fill, where the catalogue does not say
 
 # For any POSIX shell; one fact per line. A system leaves out what it does not have.
 QUESTIONS = r"""

@@ -14,7 +14,7 @@ import yaml
 
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host
-from convoy.launch.batch_files import jobset, line_to_paste, sbatch_file
+from convoy.launch.batch_files import Command, jobset, line_to_paste, sbatch_file
 from convoy.launch.host_job import host_jobs
 from tests.support.json_schema import breaches
 from tests.support.processes import PLACE, ROOT
@@ -79,9 +79,8 @@ sys.exit(3 * (os.environ["RANK"] == "0"))
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {program} "$@"\n')
     python.chmod(0o755)
     words = ["train", "--data", "folder:it's $HOME", "--net", "two-conv:4:6"]
-    line = line_to_paste(
-        host_jobs(FLEET)[0], words, total=4, address="10.0.0.1", port=4000, python=str(python), folder=str(folder)
-    )
+    command = Command(words, 4000, str(python), str(folder))
+    line = line_to_paste(host_jobs(FLEET)[0], command, total=4, address="10.0.0.1")
     assert "\n" not in line
     assert subprocess.run(["sh", "-c", line], cwd="/", timeout=60, check=False).returncode == 3, (
         "that of its first device"
@@ -115,8 +114,8 @@ sys.exit(max(process.wait() for process in started))
 """
 
 
-def sbatch(fleet: Fleet, folder: Path, **more: Any) -> str:
-    return sbatch_file(host_jobs(fleet), RUN, port=None, python=sys.executable, folder=str(folder), **more)
+def sbatch(fleet: Fleet, folder: Path, **further: str) -> str:
+    return sbatch_file(host_jobs(fleet), Command(RUN, None, sys.executable, str(folder), further))
 
 
 def test_a_file_for_slurm_starts_each_device_on_its_node(folder: Path) -> None:
@@ -165,8 +164,8 @@ SCHEMA = json.loads(Path(__file__).with_name("jobset_schema.json").read_text())[
 """Of the JobSets that Kubernetes takes, with the parts that our manifests have."""
 
 
-def manifest(fleet: Fleet = FLEET, **more: Any) -> dict[str, Any]:
-    text = jobset(host_jobs(fleet), RUN, name="convoy-1a2b3c", image="lab/convoy:1", port=4000, **more)
+def manifest(fleet: Fleet = FLEET, **further: str) -> dict[str, Any]:
+    text = jobset(host_jobs(fleet), Command(RUN, 4000, further=further), "convoy-1a2b3c", "lab/convoy:1")
     return yaml.safe_load(text)  # type: ignore[no-any-return]
 
 
@@ -207,8 +206,8 @@ def test_a_jobset_has_a_job_for_each_host_and_its_pod_starts_its_devices(folder:
 def test_what_others_start_is_told_where_the_key_is(folder: Path) -> None:
     """The file's name, never its content. In Kubernetes the file is a secret's, which only the pods get."""
     further = {"CONVOY_JOB_KEY": "/home/ann/job.key"}
-    assert "\nexport CONVOY_JOB_KEY=/home/ann/job.key\n" in sbatch(FLEET, folder, further=further)
-    made = manifest(further=further)
+    assert "\nexport CONVOY_JOB_KEY=/home/ann/job.key\n" in sbatch(FLEET, folder, **further)
+    made = manifest(**further)
     assert not list(breaches(SCHEMA, made))
     for pod in pods(made).values():
         (_, volume), (_, mount) = pod["volumes"], pod["containers"][0]["volumeMounts"]

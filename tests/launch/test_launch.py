@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from convoy.errors import DeviceLostError, InputError
-from convoy.launch.exit_status import Ending, judge
+from convoy.launch.exit_status import Ending, conclude
 from convoy.launch.host_job import JobOptions
 from convoy.launch.local import launch_local
 from tests.support.processes import ROOT
@@ -217,10 +217,9 @@ TRACE_2 = "convoy.errors.DeviceLostError: device 2 (host a, cpu) was lost: it is
     ],
 )
 def test_the_first_cause_is_found_among_the_endings(endings: list[Ending], lost: int, words: str) -> None:
-    outcome = judge(endings)
-    assert outcome.lost is not None
-    assert outcome.lost.device == lost
-    assert words in str(outcome.lost)
+    with pytest.raises(DeviceLostError, match=f"(?s).*{words}") as caught:
+        conclude(endings)
+    assert caught.value.device == lost
 
 
 @pytest.mark.parametrize(
@@ -233,7 +232,7 @@ def test_the_first_cause_is_found_among_the_endings(endings: list[Ending], lost:
         (
             [ending(2, 2, "error: no such image"), ending(1, 2, LOST_2), ending(0, 2)],
             2,
-            ["device 2 (cpu): no such image"],
+            ["error on device 2 (cpu): no such image"],
         ),
         # Device 0 was ended, or ended well.
         ([ending(2, 2, "error: no image"), ending(0, -15, stopped=True)], 2, ["error on device 2 (cpu): no image"]),
@@ -241,24 +240,25 @@ def test_the_first_cause_is_found_among_the_endings(endings: list[Ending], lost:
         ([ending(1, 2, "Usage: convoy")], 2, ["error on device 1 (cpu): Usage: convoy"]),
     ],
 )
-def test_errors_that_the_terminal_has_not_seen_are_told(endings: list[Ending], status: int, lines: list[str]) -> None:
-    outcome = judge(endings)
-    assert outcome.lost is None
-    assert outcome.status == status
-    assert len(outcome.lines) == len(lines)
-    for line, words in zip(outcome.lines, lines, strict=True):
-        assert words in line
+def test_errors_that_the_terminal_has_not_seen_are_printed(
+    endings: list[Ending], status: int, lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert conclude(endings) == status
+    assert capsys.readouterr().err == "".join(f"{line}\n" for line in lines)
 
 
-def test_a_job_that_goes_on_ends_as_its_last_devices_say_and_quietly_where_nobody_reads() -> None:
+def test_a_job_that_goes_on_ends_as_its_last_devices_say(capsys: pytest.CaptureFixture[str]) -> None:
     refused = [ending(1, -9), ending(2, 2, "error: asked to stop"), ending(0, 2)]
-    assert judge(refused, goes_on=True).lost is None
-    assert judge(refused).lost is not None
-    assert judge([*refused[:2], ending(0, 0)], goes_on=True).status == 0
+    lost = DeviceLostError(3, "device 3 was lost with its host")
+    assert conclude(refused, lost, goes_on=True) == 2
+    assert conclude([*refused[:2], ending(0, 0)], lost, goes_on=True) == 0
+    with pytest.raises(DeviceLostError, match="device 1"):
+        conclude(refused)
+    with pytest.raises(DeviceLostError, match="device 3 was lost with its host"):
+        conclude([], lost, goes_on=True)
     reader_gone = [ending(0, 141), ending(1, 2, "error: device 0 left because of its own error: SystemExit: 1")]
-    for goes_on in False, True:
-        outcome = judge(reader_gone, goes_on=goes_on)
-        assert (outcome.status, outcome.lines, outcome.lost) == (141, (), None)
+    assert [conclude(reader_gone, goes_on=goes_on) for goes_on in (False, True)] == [141, 141]
+    assert capsys.readouterr().err == ""
 
 
 # ------------------------------------------------------------------------------- the end of the launcher itself
