@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,7 @@ class Agent:
 
     def _wait(self, devices: Supervisor, order: Message) -> None:
         """Wait until all devices have ended. End them if one has failed, or the launcher says so or is gone."""
-
-        def over() -> bool:
-            return devices.over(order["goes_on"], order["silence_s"])
-
+        over = partial(devices.over, order["goes_on"], order["silence_s"])
         end = self._next(devices, over)
         if end is not None and end["after_step"]:
             devices.end_after_step(end["started"], lambda: bool(self._orders))
@@ -174,12 +172,11 @@ class Agent:
         )  # fmt: skip
 
     def _send(self, kind: str, **fields: object) -> None:
-        """Write a message. Where nobody reads any more, no more orders come either."""
         text, answers = to_line(kind, **fields), self._files[1]
         with suppress(OSError):  # the reader is gone; the end of the orders says so too
             while text:
                 if not select.select([], [answers], [], SILENCE_S)[1]:
-                    self._orders.append(None)
+                    self._orders.append(None)  # nobody reads any more, so no orders come either
                     return
                 text = text[os.write(answers, text[: select.PIPE_BUF]) :]
 
@@ -202,12 +199,7 @@ def digest(path: Path) -> str | None:
 def meeting_point(peers: Sequence[str], port: int | None) -> tuple[str, int]:
     """Return where devices can meet on this machine: its address on the route to the other hosts, and a free port.
 
-    Args:
-        peers: addresses of the other hosts.
-        port: None: any.
-
-    Raises:
-        InputError: no route, or the port is taken.
+    InputError if there is no route, or the given port is taken.
     """
     host = route_to(peers[0], 9) if peers else "127.0.0.1"
     family, target = resolve(host, port or 0, socket.SOCK_STREAM)[0]

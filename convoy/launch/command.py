@@ -1,4 +1,7 @@
-"""`--fleet` of convoy run, train and measure: turn options into what every host is told."""
+"""`--fleet` of convoy run, train and measure: turn options into what every host is told. Each returns the exit status.
+
+Errors are those of the settings and of :func:`run_on_fleet`.
+"""
 
 import os
 import secrets
@@ -25,11 +28,7 @@ PRINTED = ("shell", "slurm", "kubernetes")  # what `convoy run --print` can writ
 
 
 def fleet_to_start(path: Path | None, print_lines: bool) -> Fleet | None:
-    """Return the fleet of `--fleet` if its hosts have addresses; None: start this machine's devices.
-
-    Raises:
-        InputError: as :func:`startable`; or `--print` without such a fleet.
-    """
+    """Return the fleet of `--fleet` if its hosts have addresses; None: start this machine's devices."""
     fleet = startable(path)
     if fleet is None and print_lines:
         raise InputError(
@@ -40,13 +39,7 @@ def fleet_to_start(path: Path | None, print_lines: bool) -> Fleet | None:
 
 
 def train_on_fleet(run: RunSettings, fleet: Fleet, print_lines: bool) -> int:
-    """Run `convoy train` on every device of a fleet. Return its exit status.
-
-    The hosts get the settings as options, so none of them needs the run file.
-
-    Raises:
-        InputError, MismatchError, DeviceLostError: as the settings and :func:`run_on_fleet` say.
-    """
+    """Run `convoy train` on every device of a fleet. The hosts get the settings as options: none needs the run file."""
     settings = run.settings
     _refuse_devices(run.sources["devices"] != "default", fleet)
     names = ",".join(name for job in host_jobs(fleet) for name in job.names)
@@ -71,15 +64,7 @@ def train_on_fleet(run: RunSettings, fleet: Fleet, print_lines: bool) -> int:
 def measure_on_fleet(
     fleet: Fleet, path: Path | None, argv: Sequence[str], devices_given: bool, print_lines: bool, *, port: int | None
 ) -> int:
-    """Run `convoy measure` on every device of a fleet. Return its exit status.
-
-    Args:
-        path: the fleet's file.
-        argv: the command line, from the verb on.
-
-    Raises:
-        InputError, MismatchError, DeviceLostError: as :func:`run_on_fleet` says.
-    """
+    """Run `convoy measure` on every device of a fleet. `argv` is the command line, from the verb on."""
     _refuse_devices(devices_given, fleet)
     argv = [word for word in argv if word != "--print"]
     return _start(fleet, argv, JobOptions(port=port), [] if path is None else [path], print_lines)
@@ -95,7 +80,7 @@ def script_on_fleet(
     files: Sequence[Path] = (),
     listen: str | None = None,
 ) -> int:
-    """Run `convoy run` on every device of a fleet. Return its exit status.
+    """Run `convoy run` on every device of a fleet.
 
     Args:
         words: what follows `python`: a script, or -m and a module, and its own arguments.
@@ -103,9 +88,6 @@ def script_on_fleet(
         image: of the containers in Kubernetes.
         files: must be the same on every host, beside the script.
         listen: HOST:PORT, of the host of device 0, where joining devices ask.
-
-    Raises:
-        InputError, MismatchError, DeviceLostError: as :func:`run_on_fleet` says; an unknown `print_for`, no image.
     """
     if os.path.isabs(words[0]) and Path.cwd() in Path(words[0]).parents:
         words = [os.path.relpath(words[0]), *words[1:]]  # hosts may have the folder elsewhere

@@ -19,7 +19,7 @@ from convoy.launch.agent import BEAT_S, Message, digest, from_line, to_line
 from convoy.launch.exit_status import Ending, conclude
 from convoy.launch.host_job import DEFAULTS, HostJob, JobOptions, host_jobs
 from convoy.launch.ssh import agent_command, remedy, ssh_call, ssh_program
-from convoy.launch.supervisor import LEAVE_S, TERMINATE_S, Interrupted, Interrupts, Start, Supervisor, by_line, note
+from convoy.launch.supervisor import LEAVE_S, TERMINATE_S, Interrupted, Interrupts, Start, Supervisor, by_line
 
 ANSWER_S = 60.0  # a host that has not answered by then is not used. ssh itself gives up earlier, where it can
 _TRAVEL_S = 5.0  # seconds for the last messages of a host, beside the time that it takes to end its devices
@@ -71,8 +71,7 @@ def run_on_fleet(
     key = key_to_start(os.environ)
     with Interrupts() as interrupts, _Hosts(host_jobs(fleet), options, interrupts) as hosts:
         try:
-            answers = hosts.check(files)
-            address, port = hosts.meet(answers, options.port)
+            address, port = hosts.prepare(files, options.port)
             hosts.start(
                 argv=list(argv), total=len(fleet.devices), address=address, port=port, grace_s=options.grace_s,
                 logs=None if options.logs is None else str(options.logs), key=None if key is None else key.pem.decode(),
@@ -83,7 +82,7 @@ def run_on_fleet(
             with suppress(Interrupted):  # a second one: no more waiting
                 after_step = options.goes_on and interrupted.after_step
                 if after_step:
-                    note(interrupted.text(len(hosts.running)))
+                    print(interrupted.text(len(hosts.running)), file=sys.stderr, flush=True)
                 hosts.end(interrupt=not after_step, after_step=after_step)
                 hosts.follow()
             return interrupted.status
@@ -98,11 +97,7 @@ class _Session:
     """
 
     def __init__(self, processes: Supervisor, job: HostJob, take: Callable[["_Session", Message | None], None]) -> None:
-        """Start the process. `take` receives every message.
-
-        Raises:
-            InputError: there is no such program.
-        """
+        """Start the process. `take` receives every message. InputError if there is no such program."""
         self.job, host = job, job.host
         self.local = is_own(str(host.address))
         self.terminal = (os.dup(1), os.dup(2)) if self.local and 0 in job.ranks else None
@@ -151,13 +146,12 @@ class _Session:
         return f"ssh ended with status {status}{last}; {cure}"
 
     def send(self, kind: str, **fields: object) -> None:
-        """Send a message. If the agent is gone, its messages end too, which is noticed elsewhere."""
         assert self._process.popen.stdin is not None
-        with suppress(OSError):
+        with suppress(OSError):  # the agent is gone: its messages end too, which is noticed elsewhere
             os.write(self._process.popen.stdin.fileno(), to_line(kind, **fields))
 
     def hang_up(self) -> None:
-        """Close the agent's input; it then ends its devices, and itself."""
+        """Close the agent's input: it ends its devices, and itself."""
         assert self._process.popen.stdin is not None
         self._process.popen.stdin.close()
 
@@ -197,8 +191,11 @@ class _Hosts:
     def _note_gone(self, ending: Ending) -> None:
         self._inbox.append((next(each for each in self._sessions if each.job.ranks[0] == ending.device), None))
 
-    def check(self, files: Sequence[Path]) -> dict[_Session, Message]:
-        """Compare versions and files on all hosts, before any of them starts a device. Return their answers."""
+    def prepare(self, files: Sequence[Path], port: int | None) -> tuple[str, int]:
+        """Compare versions and files on all hosts, before any of them starts a device.
+
+        Return where the devices meet: the address of device 0's host on its route to the others, and a free port.
+        """
         answers = self._ask(self._sessions, "check", "here", files=[str(path) for path in files])
         versions = {session: told["version"] for session, told in answers.items() if told["version"] != __version__}
         if versions:
@@ -219,10 +216,6 @@ class _Hosts:
                     )
         if troubles:
             raise InputError("\n".join(troubles))
-        return answers
-
-    def meet(self, answers: dict[_Session, Message], port: int | None) -> tuple[str, int]:
-        """Return where the devices meet: the address of device 0's host on its route to the others, and a port."""
         first, *others = self._sessions
         # A host's address is the one at which its ssh server was reached; this machine's, where that connection came from.
         known = [answers[first]["client"] if session.local else answers[session]["server"] for session in others]
@@ -233,11 +226,7 @@ class _Hosts:
     def _ask(
         self, sessions: Sequence[_Session], question: str, answer: str, **fields: object
     ) -> dict[_Session, Message]:
-        """Return the answers of some hosts to a question.
-
-        Raises:
-            InputError: some could not or did not answer; names all of them and the reasons.
-        """
+        """Return the answers of some hosts to a question. InputError names all hosts that did not answer, and why."""
         for session in sessions:
             session.send(question, **fields)
         answers: dict[_Session, Message] = {}
@@ -263,7 +252,6 @@ class _Hosts:
         return {session: answers[session] for session in sessions}
 
     def start(self, **order: object) -> None:
-        """Start all devices."""
         for session in self._sessions:
             job = session.job
             own = {"ranks": job.ranks, "names": job.names, "own": job.own, "titles": [*map(job.title, job.ranks)]}

@@ -106,11 +106,9 @@ def device_environments(
 
     Args:
         base: variables of the process that starts them.
-        ranks: the index of each in the job.
-        names: what each computes on, such as "cpu" or "cuda:0".
+        ranks, names: index of each in the job, and what it computes on, such as "cpu" or "cuda:0".
         total: devices of the whole job, on all machines.
-        address, port: where all of them meet.
-        hosted: the launcher keeps the store there; otherwise device 0 does.
+        hosted: the launcher keeps the store where all meet; otherwise device 0 does.
         own: further variables of each.
     """
     kept = {name: value for name, value in base.items() if name not in (*RANK_VARIABLES, "TORCHELASTIC_RESTART_COUNT")}
@@ -135,7 +133,6 @@ def device_environments(
 
 
 def rank_variables(rank: int, local: int, total: int, local_total: int, address: str, port: int) -> dict[str, str]:
-    """Return torchrun's variables for one process of a job."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(local),
@@ -160,5 +157,4 @@ def memory_environment(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def log_of(folder: Path | None, rank: int) -> Path | None:
-    """Return the file for a device's output. Device 0 has the terminal."""
-    return None if folder is None or rank == 0 else folder / f"device-{rank}.log"
+    return None if folder is None or rank == 0 else folder / f"device-{rank}.log"  # device 0 has the terminal

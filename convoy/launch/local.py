@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -12,7 +13,7 @@ from convoy.comm.launch_env import hidden
 from convoy.errors import InputError
 from convoy.launch.exit_status import conclude
 from convoy.launch.host_job import CONVOY_COMMAND, DEFAULTS, JobOptions, device_environments, log_of
-from convoy.launch.supervisor import Interrupted, Interrupts, Output, Start, Supervisor, note, once_first, to_stdout
+from convoy.launch.supervisor import Interrupted, Interrupts, Output, Start, Supervisor, once_first, to_stdout
 
 KILLED_GRACE_S = 0.5  # seconds that the others get to end by themselves once a device was killed
 
@@ -38,8 +39,7 @@ def launch_local(
         environment: further variables for every device.
         command: what to start instead of this Python's convoy. The store at which the devices meet is then kept here, since
             a program may need one before it joins; else by device 0, and this process needs no torch.
-        script: it is the user's own, and must not see that it is one of several processes: the ranks are in Convoy's own
-            variables.
+        script: it is the user's own: the ranks are in Convoy's own variables, so that it sees one device.
 
     Returns:
         0 if all ended well, 2 if devices ended with an error that has been printed, 128 + n after signal n: 130 after Ctrl-C.
@@ -85,7 +85,7 @@ def launch_local(
         except OSError as error:
             raise InputError(f"cannot start {command[0]!r}: {error.strerror}; give a program that exists") from None
         except Interrupted as interrupted:
-            note(interrupted.text(len(processes.running)))
+            print(interrupted.text(len(processes.running)), file=sys.stderr, flush=True)
             with suppress(Interrupted):  # a second one: no more waiting
                 if interrupted.after_step:
                     processes.end_after_step(len(processes.running))

@@ -91,11 +91,6 @@ class Interrupts:
         self._noted.append(signal.Signals(signum))
 
 
-def note(line: str) -> None:
-    """Tell a person something beside the output of devices."""
-    print(line, file=sys.stderr, flush=True)
-
-
 # ------------------------------------------------------------------------------------------------------------- sinks
 
 
@@ -179,11 +174,7 @@ def to_stdout(chunk: bytes) -> None:
 
 
 def _log_sink(path: Path) -> Sink:
-    """Return a sink that writes a new file. It reopens the file for each chunk, so that nothing is lost however all ends.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
+    """Return a sink that writes a new file. InputError if that cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("wb").close()
@@ -191,7 +182,8 @@ def _log_sink(path: Path) -> Sink:
         raise InputError(f"cannot write {path}: {error.strerror}; give another folder for the logs, or none") from None
 
     def write(chunk: bytes) -> None:
-        with suppress(OSError), path.open("ab") as file:  # a full disk ends the log, not the job
+        # Open it for each chunk: nothing is lost however this process ends. A full disk ends the log, not the job.
+        with suppress(OSError), path.open("ab") as file:
             file.write(chunk)
 
     return write
@@ -253,13 +245,14 @@ class Process:
 class Supervisor:
     """Running processes. Leaving the context kills what still runs; no process, pipe or file of it is left.
 
+    Methods that wait raise Interrupted when this process is asked to end.
+
     Args:
         on_end: called with each Ending.
     """
 
     def __init__(self, interrupts: Interrupts, on_end: Callable[[Ending], None] = lambda _: None) -> None:
         self.endings: list[Ending] = []
-        """How processes ended, in the order of time."""
         self._interrupts = interrupts
         self._on_end = on_end
         self._processes: list[Process] = []
@@ -289,12 +282,7 @@ class Supervisor:
         return [process for process in self._processes if not process.ended]
 
     def start(self, start: Start) -> Process:
-        """Start a process.
-
-        Raises:
-            OSError: there is no such program, or folder.
-            InputError: the log cannot be written.
-        """
+        """Start a process. OSError: no such program or folder. InputError: the log cannot be written."""
         variables = dict(os.environ if start.environment is None else start.environment)
         variables.pop(KEY_PIPE, None)
         pass_fds = list(start.pass_fds)
@@ -347,11 +335,7 @@ class Supervisor:
         self._selector.register(file, selectors.EVENT_READ, read)
 
     def listen(self, until: Callable[[], object], limit_s: float = float("inf")) -> bool:
-        """Read output and note ends until `until` is true, for at most `limit_s`. Return whether it is true.
-
-        Raises:
-            Interrupted: this process was asked to end.
-        """
+        """Read output and note ends until `until` is true, for at most `limit_s`. Return whether it is true."""
         deadline_s = time.monotonic() + limit_s
         while True:
             self._interrupts.check()
@@ -364,7 +348,6 @@ class Supervisor:
                 key.data()
 
     def send_signal(self, signum: signal.Signals) -> None:
-        """Send a signal to all processes that run, and to the members of all."""
         for process in self._processes:
             pids = set(process.start.members())
             if process.popen.poll() is None:
@@ -375,11 +358,7 @@ class Supervisor:
                     os.kill(pid, signum)
 
     def end(self, grace_s: float) -> None:
-        """Wait `grace_s` for the processes to end, then send SIGTERM, and after `TERMINATE_S` SIGKILL.
-
-        Raises:
-            Interrupted: this process was asked to end, perhaps once more. Leaving the context ends what still runs.
-        """
+        """Wait `grace_s` for the processes to end, then send SIGTERM, and after `TERMINATE_S` SIGKILL."""
         self._kill_suspended()
         for signum, limit_s in ((None, grace_s), (signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, KILL_S)):
             if signum is not None and self.running:
@@ -395,9 +374,6 @@ class Supervisor:
         Args:
             started: how many training devices were started together with these.
             over: whether to end all of them now.
-
-        Raises:
-            Interrupted: as in `end`.
         """
         self._kill_suspended()
         running = self.running
@@ -437,8 +413,7 @@ class Supervisor:
         return found
 
     def _kill_suspended(self) -> None:
-        """Kill stopped processes: they react to SIGKILL only."""
-        for process in self._suspended():
+        for process in self._suspended():  # they react to SIGKILL only
             process.stopped = True
             process.popen.kill()
 
@@ -459,7 +434,6 @@ class Supervisor:
             self._on_end(ending)
 
     def _read(self, process: Process, pipe: IO[bytes]) -> bool:
-        """Pass one chunk on. Return whether there may be more."""
         if pipe not in process.pipes:
             return False
         try:

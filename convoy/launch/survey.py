@@ -103,11 +103,7 @@ def _name(address: str) -> str:
 
 
 def ask(hosts: Sequence[Host]) -> list[Answer]:
-    """Ask all hosts at once.
-
-    Raises:
-        InputError: some could not be asked; names all of them, each with the remedy.
-    """
+    """Ask all hosts at once. InputError names all that could not be asked, each with the remedy."""
     with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as threads:
         found = list(threads.map(_ask_one, hosts))
     troubles = [f"host {host.name}: {told}" for host, told in zip(hosts, found, strict=True) if isinstance(told, str)]
