@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from convoy import cli
-from convoy.comm.environment import is_own
 from convoy.config.run_file import resolve_settings
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host, read_fleet
@@ -103,21 +102,17 @@ def test_ssh_is_called_so_that_it_cannot_wait_or_ask() -> None:
 @pytest.mark.parametrize(
     ("words", "cure"),
     [
-        ("ann@a: Permission denied (publickey).", "ssh-copy-id ann@10.0.0.1"),
         ("No RSA host key is known for 10.0.0.1\nHost key verification failed.", "connect once by hand"),
         (
             "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
             "ssh-keygen -R 10.0.0.1",
         ),
         ("ssh: Could not resolve hostname a: Name or service not known", "add a Host to ~/.ssh/config"),
-        ("ssh: connect to host a port 2222: Connection timed out", "whether the machine is on"),
         ("ssh: connect to host a port 2222: No route to host", "ssh -p 2222 ann@10.0.0.1"),
         ("Timeout, server 10.0.0.1 not responding.\nConnection closed", "whether the machine is on"),
-        ("bash: line 1: /opt/python: No such file or directory", "/opt/python cannot be run there"),
         ("sh: 1: exec: /opt/python: not found", "/opt/python cannot be run there"),
         ("bash: line 1: /opt/python: Permission denied", "/opt/python cannot be run there"),
         ("/opt/python: Error while finding module specification (ModuleNotFoundError: No module named 'convoy')", "no Convoy"),
-        ("bash: line 1: cd: /srv/x: No such file or directory", "the folder /home/me is not there"),
         ("sh: 1: cd: can't cd to /srv/x", "the folder /home/me is not there"),
         ("zsh:cd:1: no such file or directory: /srv/x", "the folder /home/me is not there"),
         ("something that nobody has seen", "try it by hand: ssh -p 2222 ann@10.0.0.1"),
@@ -149,13 +144,6 @@ def test_lines_arrive_as_they_were_sent(texts: list[str], cut: int) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- addresses
-
-
-def test_which_addresses_are_this_machines() -> None:
-    assert is_own("127.0.0.1")
-    assert is_own("localhost")
-    assert not is_own("192.0.2.1"), "an address for examples"
-    assert not is_own("no-such-name.invalid"), "perhaps a name that only ssh knows"
 
 
 def test_the_meeting_point_is_on_the_route_and_free() -> None:
