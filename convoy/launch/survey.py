@@ -105,15 +105,15 @@ def _name(address: str) -> str:
 def ask(hosts: Sequence[Host]) -> list[Answer]:
     """Ask all hosts at once. InputError names all that could not be asked, each with the remedy."""
     with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as threads:
-        found = list(threads.map(_ask_one, hosts))
+        found = list(threads.map(ask_one, hosts))
     troubles = [f"host {host.name}: {told}" for host, told in zip(hosts, found, strict=True) if isinstance(told, str)]
     if troubles:
         raise InputError("\n".join(troubles))
     return [each for each in found if isinstance(each, Answer)]
 
 
-def _ask_one(host: Host) -> Answer | str:
-    """Return its answer, or what went wrong."""
+def ask_one(host: Host) -> Answer | str:
+    """Return the answer of a host, or what went wrong and the remedy."""
     here = host.address == "127.0.0.1"
     command = ["sh", "-s"] if here else ssh_call(ssh_program(os.environ), host, "sh -s")
     try:
