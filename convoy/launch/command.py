@@ -1,4 +1,4 @@
-"""`--fleet` of convoy run, train and measure: turn options into what every host is told. Each returns the exit status.
+"""`--fleet` of convoy run, train and measure: turn options into one command for every host. Each returns the exit status.
 
 Errors are those of the settings and of :func:`run_on_fleet`.
 """
@@ -72,7 +72,7 @@ def measure_on_fleet(
 
 def script_on_fleet(
     fleet: Fleet,
-    words: Sequence[str],
+    script: Sequence[str],
     options: JobOptions = DEFAULTS,
     *,
     print_for: str | None = None,
@@ -83,14 +83,14 @@ def script_on_fleet(
     """Run `convoy run` on every device of a fleet.
 
     Args:
-        words: what follows `python`: a script, or -m and a module, and its own arguments.
+        script: what follows `python`: a script, or -m and a module, and its own arguments.
         print_for: start nothing, and print what starts the fleet: one of PRINTED.
         image: of the containers in Kubernetes.
         files: must be the same on every host, beside the script.
         listen: HOST:PORT, of the host of device 0, where joining devices ask.
     """
-    if os.path.isabs(words[0]) and Path.cwd() in Path(words[0]).parents:
-        words = [os.path.relpath(words[0]), *words[1:]]  # hosts may have the folder elsewhere
+    if os.path.isabs(script[0]) and Path.cwd() in Path(script[0]).parents:
+        script = [os.path.relpath(script[0]), *script[1:]]  # hosts may have the folder elsewhere
     if print_for not in (None, *PRINTED):
         raise unknown_name("--print", print_for, PRINTED)
     if (image is None) == (print_for == "kubernetes"):
@@ -98,7 +98,7 @@ def script_on_fleet(
             "--print kubernetes and --image go together: give the container image that has Convoy and the script, e.g. "
             "--image registry.lab/convoy:1"
         )
-    argv = ["run", *([] if listen is None else ["--listen", listen]), *([] if words[0] == "-m" else ["--"]), *words]
+    argv = ["run", *([] if listen is None else ["--listen", listen]), *([] if script[0] == "-m" else ["--"]), *script]
     if print_for == "slurm":
         command = Command(argv, options.port, sys.executable, os.getcwd(), _further(fleet))
         print(sbatch_file(host_jobs(fleet), command), end="")
@@ -108,7 +108,7 @@ def script_on_fleet(
         command = Command(argv, options.port or PASTED_PORT, further=_further(fleet))
         print(jobset(host_jobs(fleet), command, name, image), end="")
         return 0
-    files = [*([] if words[0] == "-m" else [Path(words[0])]), *(path for path in files if path != Path(words[0]))]
+    files = [*([] if script[0] == "-m" else [Path(script[0])]), *(path for path in files if path != Path(script[0]))]
     return _start(fleet, argv, options, files, print_for == "shell")
 
 

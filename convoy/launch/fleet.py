@@ -197,9 +197,8 @@ class _Hosts:
         Return where the devices meet: the address of device 0's host on its route to the others, and a free port.
         """
         answers = self._ask(self._sessions, "check", "here", files=[str(path) for path in files])
-        versions = {session: told["version"] for session, told in answers.items() if told["version"] != __version__}
-        if versions:
-            found = ", ".join(f"{version} on {session.title}" for session, version in versions.items())
+        versions = {session.title: answer["version"] for session, answer in answers.items()}
+        if found := ", ".join(f"{each} on {title}" for title, each in versions.items() if each != __version__):
             raise MismatchError(
                 f"the hosts do not have the same Convoy: {__version__} here, but {found}. Install the same version "
                 "everywhere, as `convoy setup` does"

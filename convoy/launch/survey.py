@@ -106,7 +106,9 @@ def ask(hosts: Sequence[Host]) -> list[Answer]:
     """Ask all hosts at once. InputError names all that could not be asked, each with the remedy."""
     with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as threads:
         found = list(threads.map(ask_one, hosts))
-    troubles = [f"host {host.name}: {told}" for host, told in zip(hosts, found, strict=True) if isinstance(told, str)]
+    troubles = [
+        f"host {host.name}: {answer}" for host, answer in zip(hosts, found, strict=True) if isinstance(answer, str)
+    ]
     if troubles:
         raise InputError("\n".join(troubles))
     return [each for each in found if isinstance(each, Answer)]

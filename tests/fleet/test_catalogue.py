@@ -25,7 +25,21 @@ RANGES = {
 def test_there_are_classes_of_every_kind():
     assert len(CLASSES) >= 40
     assert {each.kind for each in CLASSES} == {"cpu", "cuda", "mps", "xpu"}
-    for family in ["gtx", "rtx", "a100", "h100", "rx", "mi", "arc", "apple", "jetson", "raspberry", "core-", "ryzen", "epyc"]:
+    for family in [
+        "gtx",
+        "rtx",
+        "a100",
+        "h100",
+        "rx",
+        "mi",
+        "arc",
+        "apple",
+        "jetson",
+        "raspberry",
+        "core-",
+        "ryzen",
+        "epyc",
+    ]:
         assert any(each.name.startswith(family) for each in CLASSES), family
     names = [name for each in CLASSES for name in (each.name, *each.aliases)]
     assert len({name.replace("-", "") for name in names}) == len(names)
