@@ -55,13 +55,7 @@ def shortened(text: str, most: int = MOST_SHOWN) -> str:
 
 
 class ConvoyError(Exception):
-    """Everything that Convoy raises on purpose. The command line prints it without a traceback.
-
-    Attributes:
-        ends: what the launcher of a device that ends by it is told (see `convoy.comm.launcher`); empty: nothing.
-    """
-
-    ends = ""
+    """Everything that Convoy raises on purpose. The command line prints it without a traceback."""
 
     def __init__(self, message: str = "") -> None:
         super().__init__(bounded(message))
@@ -101,8 +95,6 @@ class DeviceLostError(ConvoyError):
     Attributes:
         device: index of the lost device, as in the fleet.
     """
-
-    ends = "lost"
 
     def __init__(self, device: int, message: str) -> None:
         super().__init__(message)

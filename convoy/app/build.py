@@ -104,9 +104,8 @@ def build_members(
 
     def changed(reason: str) -> None:
         waits = members.generation is None  # to be let in
-        if entrance is not None and not here.screen.visible and (waits or not opening.launcher.listens):
-            title = f"{entrance[1]['title']}: " if opening.launcher.listens else ""
-            print(f"{title}{reason}", flush=True)
+        if entrance is not None and not here.screen.visible:
+            print(reason, flush=True)
         if waits:
             return
         here.carry_over(members, reason)

@@ -63,11 +63,6 @@ def check(settings: Settings) -> None:
     check_data(settings.data, settings.data_dir, settings.image_size, settings.test_fraction)
     count, slowdowns, speeds = len(settings.device_names), settings.slowdowns, settings.speeds
     imposed_slowdown()
-    if settings.try_again and not settings.goes_on:
-        raise InputError(
-            "--try-again with --spare none (or inexact mixing): a loss ends such a training, and nobody can come into it; "
-            "leave one out"
-        )
     if settings.listen is not None:
         listening(settings)
         if not settings.goes_on:

@@ -16,7 +16,6 @@ from convoy.comm import roster
 from convoy.comm.accelerator import modes, random_state_kept
 from convoy.comm.channel import Words
 from convoy.comm.group import Group
-from convoy.comm.launcher import Launcher
 from convoy.comm.newcomer import Entrance
 from convoy.comm.regroup import Home
 from convoy.config.run_file import RunSettings, resolve_settings, to_toml
@@ -85,15 +84,15 @@ def run_of(offer: Words, own: Mapping[str, Any]) -> RunSettings:
 
 
 class Opening:
-    """Lets others come in, where they may, and tells where they can ask: a person, and the launcher.
+    """Admits joining devices, and prints where they can ask.
 
     Args:
         came: this device has come in itself.
     """
 
-    def __init__(self, settings: Settings, launcher: Launcher, *, came: bool) -> None:
-        self.settings, self.launcher = settings, launcher
-        self.opens = settings.listen is not None or launcher.listens or came
+    def __init__(self, settings: Settings, *, came: bool) -> None:
+        self.settings = settings
+        self.opens = settings.listen is not None or came
         self._shown: list[tuple[str, int]] = []
 
     def tell(self, members: Members, known: Known, here: Handover) -> None:
@@ -102,7 +101,6 @@ class Opening:
         if membership is None or not self.opens:
             return
         membership.offer = offer_of(self.settings, known, here.directory)
-        self.launcher.tell_members(membership.generation.number, membership.doors)
         doors = told_doors(membership.doors)
         if self.settings.listen is not None and here.screen.visible and doors != self._shown:
             here.screen.line(f"Others may join: convoy join {doors_text(doors)} --job-key FILE")

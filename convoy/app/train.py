@@ -1,7 +1,6 @@
 """What each device of `convoy train` does, from joining to leaving: the public API, with what a person sees and keeps of it."""
 
 import math
-import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +45,6 @@ from convoy.comm.agreement import from_first
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.environment import ProcessEnv, imposed_slowdown
 from convoy.comm.group import AloneGroup, Group
-from convoy.comm.launcher import Launcher
 from convoy.comm.newcomer import Entrance
 from convoy.comm.processes import join, own_device, watch_parent
 from convoy.comm.rendezvous import credentials_of
@@ -96,8 +94,7 @@ def run_device(run: RunSettings) -> None:
     check(settings)
     set_modes(settings.tf32, settings.deterministic)
     torch.manual_seed(settings.seed)
-    launcher = Launcher.of_process(os.environ)
-    with launcher.telling_why(), ExitStack() as stack:
+    with ExitStack() as stack:
         group = stack.enter_context(join(device_named(settings.device_names), timeout_s=settings.timeout_s))
         if settings.listen is not None and group.devices == 1:
             group = ChangingGroup(group)
@@ -112,7 +109,7 @@ def run_device(run: RunSettings) -> None:
             if settings.explain:
                 screen.settings(run.rows())
         from_first(group, "checkpoint: to resume", lambda: check_resume(settings))
-        done = _train(_Job(run, group, screen, stack, launcher))
+        done = _train(_Job(run, group, screen, stack))
     # The others are free to go while device 0 trains alone beside them.
     if settings.compare and screen.visible:
         _train_alone(settings, done, screen)
@@ -136,12 +133,6 @@ def run_newcomer(doors: Sequence[tuple[str, int]], device: str | None, here: Map
     """
     leave_compiler_out()
     watch_parent()
-    launcher = Launcher.of_process(os.environ)
-    with launcher.telling_why():
-        _come_in(doors, device, here, launcher)
-
-
-def _come_in(doors: Sequence[tuple[str, int]], device: str | None, here: Mapping[str, Any], launcher: Launcher) -> None:
     env = ProcessEnv(0, 2, 0, None, *doors[0], hosted=False, attempt=0)
     entrance = Entrance(doors, credentials_of(env))
     offer = entrance.hello(HELLO_S)
@@ -158,7 +149,7 @@ def _come_in(doors: Sequence[tuple[str, int]], device: str | None, here: Mapping
     roster.enter(str(offer["job"]), 0, str(torch_device))
     with ExitStack() as stack:
         group = stack.enter_context(ChangingGroup(AloneGroup(torch_device, settings.timeout_s)))
-        _train(_Job(run, group, Screen(visible=False), stack, launcher, Coming(entrance, offer)))
+        _train(_Job(run, group, Screen(visible=False), stack, Coming(entrance, offer)))
 
 
 HELLO_S = 10.0
@@ -173,7 +164,6 @@ class _Job:
     group: Group
     screen: Screen
     stack: ExitStack
-    launcher: Launcher
     coming: Coming | None = None
 
     @property
@@ -268,7 +258,7 @@ def _handover(
     """What tells of the training: the log and its directory, loggers, meters."""
     settings, screen = job.settings, job.screen
     directory = directory_of(settings, job.group, job.coming)
-    roster.tell(trains=True, run="" if directory is None else str(directory.run.absolute()))
+    roster.tell(run="" if directory is None else str(directory.run.absolute()))
     header = RunHeader(
         job.run, devices, plans.speeds, plans[0], part.traced[True].graph, plans.measured, train.samples,
         math.ceil(len(train) / settings.passes), done.step,
@@ -304,8 +294,7 @@ def _members(
     settings, part, coming, entrance = job.settings, here.part, job.coming, None
     joining = JoiningDevices(part, splits.fingerprint, replan, here)
     if coming is not None:
-        if not job.launcher.listens:
-            print("measures itself while the others train", flush=True)
+        print("measures itself while the others train", flush=True)
         device = here.header.devices[0]
         known = measured(coming.offer)
         facts = facts_of(part, splits.fingerprint, known, f"host {device[1]}, {device[0]}", device)
@@ -313,7 +302,7 @@ def _members(
     elif job.group.devices == 1 and settings.listen is not None:
         known = measured({"timed": True, "measured": settings.plan == AUTO})
         replan.known = replace(replan.known, speeds=known.speeds, measured=known.measured)
-    opening = Opening(settings, job.launcher, came=coming is not None)
+    opening = Opening(settings, came=coming is not None)
     members = build_members(settings, training, here, plans, replan, joining, opening, entrance)
     if members is not None:
         opening.tell(members, replan.known, here)

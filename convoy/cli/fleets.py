@@ -91,10 +91,11 @@ def measure(
     if one_of_job or len(known) == 1:
         run_measure(job)
         return
+    from convoy.launch.host_job import JobOptions
     from convoy.launch.local import launch_local
 
     job.check_inputs()
-    raise typer.Exit(launch_local(sys.argv[1:], known, port=port))
+    raise typer.Exit(launch_local(sys.argv[1:], known, options=JobOptions(port=port)))
 
 
 @app.command()
@@ -166,12 +167,6 @@ def rehearse(
     goes_on: Annotated[
         bool, typer.Option("--goes-on", help="Let the others go on when a device is lost, as convoy train can.")
     ] = False,
-    try_again: Annotated[
-        bool,
-        typer.Option(
-            "--try-again", help="With --goes-on: start lost devices again on their hosts, with growing pauses."
-        ),
-    ] = False,
 ) -> None:
     """Run a command on every device of a fleet that is emulated on this machine (Linux, root).
 
@@ -186,11 +181,7 @@ def rehearse(
     program = command[1:] if command[0] == "--" else command
     if not program:
         raise InputError("nothing to run: write a command after --, e.g. convoy rehearse fleet.toml -- convoy train")
-    if try_again and not goes_on:
-        raise InputError("--try-again without --goes-on: a loss ends the command everywhere; add --goes-on")
-    raise typer.Exit(
-        run(read_fleet(fleet), program, timeout_s=limit_s, fleet_path=fleet, goes_on=goes_on, tries_again=try_again)
-    )
+    raise typer.Exit(run(read_fleet(fleet), program, timeout_s=limit_s, fleet_path=fleet, goes_on=goes_on))
 
 
 @app.command()

@@ -2,17 +2,19 @@
 
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from convoy.cli.options import PATH, JobKeyFile, Port, TrustNetwork, app, in_job
+from convoy.comm.environment import JOIN
 from convoy.comm.job_key import KEY_FILE, choose
 from convoy.comm.launch_env import hidden
-from convoy.comm.launcher import JOIN
 from convoy.errors import InputError
+
+if TYPE_CHECKING:
+    from convoy.launch.host_job import JobOptions
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
@@ -59,21 +61,6 @@ def run(
             "--goes-on", help="Let the others go on when a device is lost: for a script with convoy.train.Members."
         ),
     ] = False,
-    try_again: Annotated[
-        bool | None,
-        typer.Option(
-            help="With --goes-on: start lost devices again, with growing pauses; they come in where the others are. With "
-            "--fleet this is so unless it is switched off."
-        ),
-    ] = None,
-    detach: Annotated[
-        bool,
-        typer.Option(
-            "--detach",
-            help="Come back once all devices compute: they go on without this command, its terminal and its machine. Watch "
-            "their files, which are named then; end them with `convoy stop`.",
-        ),
-    ] = False,
     listen: Annotated[
         str | None,
         typer.Option(
@@ -104,62 +91,31 @@ def run(
     """
     argv = _python_words(words or [], module)
     choose(job_key, trust_network, os.environ)
-    if os.environ.get(JOIN) and join is None:  # a launcher has lost this device, and starts it again
-        _become(argv, hidden(os.environ))
-    how = _Ways(goes_on or listen is not None, try_again, detach)
-    if detach and (in_job() or print_for is not None or image is not None or join is not None):
-        raise InputError(
-            "--detach with --join or --print, or under torchrun, srun or mpirun: only what Convoy starts can it leave alone"
-        )
-    if try_again and not how.goes_on:
-        raise InputError(
-            "--try-again without --goes-on: a loss ends the job, and nobody can come into it; add --goes-on"
-        )
     if listen is not None or join is not None:
         others = print_for is not None or (join is not None and (fleet is not None or in_job()))
         _note_door(listen, join, others=others, told=in_job())
     if in_job():
         _become(argv, hidden(os.environ))
     if fleet is not None or print_for is not None or image is not None:
-        raise typer.Exit(_on_fleet(argv, devices, fleet, print_for, image, port, logs, doctor, how, listen))
+        from convoy.launch.host_job import JobOptions
+
+        options = JobOptions(port=port, logs=logs, goes_on=goes_on or listen is not None)
+        raise typer.Exit(_on_fleet(argv, options, devices, fleet, print_for, image, doctor, listen))
     _examine(doctor, None)
     from convoy.app.joining_address import read_door
     from convoy.config.option_types import device_names
-    from convoy.launch.host_job import memory_environment
+    from convoy.launch.host_job import JobOptions, memory_environment
     from convoy.launch.local import launch_local
 
     names = device_names(devices)
     if join is not None and len(names) > 1:
         raise InputError(f"--devices {devices} with --join: one device comes at a time; give the command once for each")
-    if len(names) == 1 and try_again:
-        raise InputError("--try-again with one device: it has no others that go on; leave it out")
-    if len(names) == 1 and not detach:
+    if len(names) == 1:
         device = {} if names == ("auto",) else {"CONVOY_DEVICE": names[0]}
         _become(argv, os.environ | memory_environment(os.environ) | device)
     host = read_door(listen)[0] if listen is not None else "127.0.0.1"
-    if detach:
-        from convoy.launch.command import script_here_detached
-
-        raise typer.Exit(
-            script_here_detached(
-                argv, names, host=host, port=port, logs=logs, goes_on=how.goes_on, tries_again=bool(try_again)
-            )
-        )
-    raise typer.Exit(
-        launch_local(
-            argv, names, host=host, port=port, command=(sys.executable,), script=True, logs=logs, goes_on=how.goes_on,
-            tries_again=bool(try_again),
-        )
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _Ways:
-    """How a job is to go on, as the options say."""
-
-    goes_on: bool
-    try_again: bool | None
-    detach: bool
+    options = JobOptions(port=port, logs=logs, goes_on=goes_on or listen is not None)
+    raise typer.Exit(launch_local(argv, names, options=options, host=host, command=(sys.executable,), script=True))
 
 
 def _note_door(listen: str | None, join: str | None, *, others: bool, told: bool) -> None:
@@ -194,8 +150,8 @@ def _note_door(listen: str | None, join: str | None, *, others: bool, told: bool
 
 
 def _on_fleet(
-    argv: list[str], devices: str, fleet: Path | None, print_for: str | None, image: str | None, port: int | None,
-    logs: Path | None, doctor: bool, how: _Ways, listen: str | None,
+    argv: list[str], options: "JobOptions", devices: str, fleet: Path | None, print_for: str | None, image: str | None,
+    doctor: bool, listen: str | None,
 ) -> int:  # fmt: skip
     """On every device of the hosts of a fleet file, or what starts it there; the exit status."""
     from convoy.launch.command import fleet_to_start, script_on_fleet
@@ -211,11 +167,7 @@ def _on_fleet(
         raise InputError(f"--devices {devices} with --fleet: the file names the devices; leave --devices out")
     files = sent_modules(started, Path.cwd())
     _examine(doctor, fleet)
-    return script_on_fleet(
-        started, argv, port=port, print_for=print_for, image=image, logs=logs, files=files, goes_on=how.goes_on,
-        detach=how.detach, tries_again=how.goes_on and how.try_again is not False,
-        listen=listen,
-    )  # fmt: skip
+    return script_on_fleet(started, argv, options, print_for=print_for, image=image, files=files, listen=listen)
 
 
 def _examine(wanted: bool, fleet: Path | None) -> None:

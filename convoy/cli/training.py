@@ -9,7 +9,6 @@ import typer
 
 from convoy.cli.options import PATH, SECONDS, JobKeyFile, PlanName, Print, app, in_job, loading, path_of, with_settings
 from convoy.comm.job_key import KEY_FILE, choose
-from convoy.comm.launcher import JOIN
 from convoy.errors import InputError
 
 
@@ -25,14 +24,6 @@ def train(
         ),
     ] = None,
     print_lines: Print = False,
-    detach: Annotated[
-        bool,
-        typer.Option(
-            "--detach",
-            help="Come back once all devices train: they go on without this command, its terminal and its machine. Watch their "
-            "files, which are named then; end them with `convoy stop`.",
-        ),
-    ] = False,
     **given: Any,
 ) -> None:
     """Train a network on images: over this machine's devices, over the hosts of a fleet file by ssh, or as one process of a
@@ -46,29 +37,18 @@ def train(
     """
     from convoy.config.run_file import resolve_settings
 
-    if doors := os.environ.pop(JOIN, ""):  # a launcher has lost this device, and starts it again
-        _come_in(doors, None, {})
-        return
     one_of_job = in_job()
-    if detach and (one_of_job or print_lines):
-        raise InputError(
-            "--detach with --print, or under torchrun, srun or mpirun: only what Convoy starts can it leave alone"
-        )
     resolved = resolve_settings(run, {name: value for name, value in given.items() if value is not None})
     choose(resolved.settings.job_key, resolved.settings.trust_network, os.environ)
     if not one_of_job and (resolved.settings.fleet is not None or print_lines):
         from convoy.launch.command import fleet_to_start, train_on_fleet
 
         if (fleet := fleet_to_start(resolved.settings.fleet, print_lines)) is not None:
-            raise typer.Exit(train_on_fleet(resolved, fleet, print_lines, detach))
+            raise typer.Exit(train_on_fleet(resolved, fleet, print_lines))
     devices = resolved.settings.device_names
     if resolved.settings.listen is not None and not one_of_job and not os.environ.get(KEY_FILE):
         raise InputError(
             "--listen without --job-key: who joins proves himself by it; make one with `convoy key FILE`, and give it"
-        )
-    if resolved.settings.try_again and not one_of_job and len(devices) == 1:
-        raise InputError(
-            "--try-again with one device: it has no others that go on and that it could join; leave it out"
         )
     if not one_of_job:
         with loading():
@@ -76,7 +56,7 @@ def train(
 
         check_at_once(resolved.settings)
         print(f"Starting {len(devices)} device{'s' * (len(devices) > 1)} ...", flush=True)
-    if one_of_job or (len(devices) == 1 and not detach):
+    if one_of_job or len(devices) == 1:
         with loading():
             from convoy.app.train import run_device
 
@@ -87,20 +67,13 @@ def train(
 
         load_images(resolved.settings)
     from convoy.app.joining_address import listening
+    from convoy.launch.host_job import JobOptions
     from convoy.launch.local import launch_local
 
     settings = resolved.settings
     host = "127.0.0.1" if settings.listen is None else listening(settings)[0]
-    if detach:
-        from convoy.launch.command import train_here_detached
-
-        raise typer.Exit(train_here_detached(resolved, host))
-    raise typer.Exit(
-        launch_local(
-            sys.argv[1:], devices, host=host, port=settings.port, goes_on=settings.goes_on, silence_s=settings.timeout_s,
-            tries_again=bool(settings.try_again),
-        )
-    )  # fmt: skip
+    options = JobOptions(port=settings.port, goes_on=settings.goes_on, silence_s=settings.timeout_s)
+    raise typer.Exit(launch_local(sys.argv[1:], devices, options=options, host=host))
 
 
 @app.command()
@@ -135,14 +108,11 @@ def join(
     """
     choose(job_key, False, os.environ)
     own = {"data_dir": data_dir, "checkpoint": checkpoint}
-    _come_in(job, device, {name: value for name, value in own.items() if value is not None})
-
-
-def _come_in(job: str, device: str | None, own: dict[str, Any]) -> None:
     from convoy.app.joining_address import read_door
     from convoy.app.train import run_newcomer
 
-    run_newcomer([read_door(text) for text in job.split(",")], device, own)
+    doors = [read_door(text) for text in job.split(",")]
+    run_newcomer(doors, device, {name: value for name, value in own.items() if value is not None})
 
 
 JobName = Annotated[

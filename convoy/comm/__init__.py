@@ -15,7 +15,6 @@ door.py         where a process listens, and strangers are turned away
 meeting.py      a store of texts behind such a door
 newcomer.py     the way of a process into a job that trains already
 applicants.py   who asks to be let in, and what was decided
-launcher.py     what a device tells the launcher that started it
 rendezvous.py   how processes find each other at a store
 streams.py      how tensors travel over connections of the job's own
 backends.py     what carries tensors, staged through host memory where that is needed; NCCL

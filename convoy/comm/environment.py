@@ -137,6 +137,12 @@ def own_address(host: str, port: int, environment: Mapping[str, str] = os.enviro
 LISTENER = "CONVOY_LISTENER"
 """Of device 0, whose launcher has chosen where all meet: the number of the socket that listens there."""
 
+JOIN = "CONVOY_JOIN"
+"""HOST:PORT,... of a running job that this process is to join."""
+
+LISTEN = "CONVOY_LISTEN"
+"""HOST:PORT where the first device of a script answers join requests, as given to `convoy run --listen`."""
+
 
 def listen_at(host: str, port: int) -> socket.socket:
     """A socket that listens at an address of this machine. Port 0: a free one.

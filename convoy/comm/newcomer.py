@@ -30,8 +30,6 @@ REFUSED_S = 3.0
 class NoJobError(InputError):
     """Nobody of a job answers."""
 
-    ends = "nobody"
-
 
 @final
 class Entrance:

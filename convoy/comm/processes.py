@@ -23,7 +23,15 @@ from convoy.comm.backends import Backend, NcclBackend, PeerFailure, PendingWork,
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Credentials
 from convoy.comm.door import Door
-from convoy.comm.environment import ProcessEnv, listen_at, own_address, reachable_address, read_process_env
+from convoy.comm.environment import (
+    JOIN,
+    LISTEN,
+    ProcessEnv,
+    listen_at,
+    own_address,
+    reachable_address,
+    read_process_env,
+)
 from convoy.comm.failure import (
     DONE_CAUSE,
     REPORT_S,
@@ -36,7 +44,6 @@ from convoy.comm.failure import (
     told,
 )
 from convoy.comm.group import AloneGroup, CountedGroup, Group, Message, Pending, closed_error
-from convoy.comm.launcher import JOIN, LISTEN, Launcher
 from convoy.comm.place import own_place
 from convoy.comm.rendezvous import (
     ProcessInfo,
@@ -126,17 +133,13 @@ def coming_alone(doors: str, torch_device: torch.device, timeout_s: float) -> Gr
     Raises:
         InputError, MismatchError: there is no such training, or it was started by another version.
     """
-    from convoy.comm.newcomer import Entrance, NoJobError  # which stand upon this file
+    from convoy.comm.newcomer import Entrance  # which stand upon this file
 
     places = [text.rpartition(":") for text in doors.split(",")]
     first = places[0]
     env = ProcessEnv(0, 2, 0, None, first[0].strip("[]"), int(first[2]), hosted=False, attempt=0)
     entrance = Entrance([(host.strip("[]"), int(port)) for host, _, port in places], credentials_of(env))
-    try:
-        told = entrance.hello(HELLO_S)
-    except NoJobError as error:
-        Launcher.of_process(os.environ).tell_end(error)
-        raise
+    told = entrance.hello(HELLO_S)
     if told["version"] != __version__:
         raise MismatchError(
             f"the job runs Convoy {told['version']}, this is {__version__}: install the same version on every machine"

@@ -36,7 +36,6 @@ class Row:
         network: of the machine's networks the one that it is in: a rehearsed host is told from the next by it.
         device: its id in the job.
         kind: what it computes on.
-        trains: whether nothing can refuse it any more: it has begun, or is just about to.
         members: ids of all devices that train, once it hears what it is told after a step; else empty.
         run: where the run is logged; empty: nowhere, or not known yet.
     """
@@ -47,7 +46,6 @@ class Row:
     network: int
     device: int
     kind: str
-    trains: bool = False
     members: tuple[int, ...] = ()
     run: str = ""
 
@@ -59,7 +57,7 @@ class Row:
 
 
 def enter(job: str, device: int, kind: str) -> None:
-    """This process is a device of a job from now on, until it ends. It trains, too, where that cannot be noted."""
+    """Note that this process is a device of a job until it ends. Where that cannot be noted, it trains without a row."""
     global _mine
     pid = os.getpid()
     with suppress(OSError, InputError, psutil.Error):
@@ -77,12 +75,6 @@ def tell(**changes: Any) -> None:
         _mine = replace(_mine, **changes)
         with suppress(OSError, InputError):
             _write(_mine)
-
-
-def note_training() -> None:
-    """This process computes what a step does, if it has a row."""
-    if _mine is not None and not _mine.trains:
-        tell(trains=True)
 
 
 def refresh() -> None:

@@ -76,6 +76,11 @@ def _read(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The values of a run file, by name of the setting, and where each stands."""
     text = read_text(file, "the run file", "give a TOML file, or settings as options: --net NET")
     table = parse_toml(text, str(file), 'write lines such as net = "two-conv:50:500"')
+    if table.pop("try-again", False):  # of older files
+        raise InputError(
+            f"{_place(file, text, 'try-again')}: try-again = true: lost devices are not restarted any more; remove the line, "
+            "and let systemd run `convoy join` where a device shall come back"
+        )
     places = {key: _place(file, text, key) for key in table}
     for key, place in places.items():
         if key not in _NAMES:

@@ -190,12 +190,6 @@ class Settings(BaseModel):
         "at which they ask, e.g. 192.168.1.5:7000 or 192.168.1.5. Default: nobody comes in.",
         here=True,
     )
-    try_again: bool | None = _fleet(
-        None,
-        "Start a device again that was killed, or lost with its host, after 5 s and then more and more seldom, while the "
-        "others train; it joins them. Default: for a fleet of hosts, where a loss does not end the training.",
-        here=True,
-    )
     port: int | None = _fleet(None, "Port where the processes meet; default: a free one.", here=True, ge=0, le=65535)
     timeout_s: Seconds = _fleet(60.0, "Seconds after which a silent device counts as lost.", here=True, gt=0)
 

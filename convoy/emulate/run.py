@@ -8,18 +8,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-from convoy.comm.job_key import JobKey, key_to_start
+from convoy.comm.job_key import key_to_start
 from convoy.emulate import cgroups, machine, namespaces, orphans
 from convoy.emulate.machine import RunName
 from convoy.errors import InputError
 from convoy.fleet import Fleet
-from convoy.launch.again import Address, Again
-from convoy.launch.host_job import joining_environment, memory_environment, rank_variables
-from convoy.launch.supervisor import Interrupted, Interrupts, Output, Sink, Supervisor, by_line, decoded, once_first
+from convoy.launch.host_job import memory_environment, rank_variables
+from convoy.launch.supervisor import Interrupted, Interrupts, Output, Start, Supervisor, decoded, once_first, to_stdout
 
 TIMED_OUT = 124  # the status that timeout(1) gives
 
@@ -38,7 +38,6 @@ def rehearse(
     output: TextIO | None = None,
     fleet_path: Path | None = None,
     goes_on: bool = False,
-    tries_again: bool = False,
 ) -> int:
     """Run a command on every device of a fleet, emulated on this machine.
 
@@ -56,7 +55,6 @@ def rehearse(
             stdout and stderr, notes go to stderr. What other devices print is shown if they fail.
         fleet_path: the fleet's file, for the command.
         goes_on: the others go on without the devices that are lost. What the first prints that is left is shown then.
-        tries_again: a device that was lost is started again on its host, by the same command (see `joining_environment`).
 
     Returns:
         0 if every process ended with 0, or one of them where the others go on; else the status of the first that did not
@@ -84,9 +82,9 @@ def rehearse(
             key = key_to_start(os.environ)
             with _hosts(fleet, command, fleet_path) as starts:
                 interrupts.check()
-                with _Devices(fleet, starts, key, output, interrupts, note, goes_on, tries_again) as devices:
-                    for index in range(len(starts)):
-                        devices.start(index, index)
+                with _Devices(fleet, output, interrupts, note, goes_on) as devices:
+                    for start in starts:
+                        devices.start(replace(start, key=key))
                     return devices.watch(timeout_s)
         except Interrupted as interrupted:
             return interrupted.status
@@ -150,7 +148,7 @@ def environment(fleet: Fleet, index: int, wiring: namespaces.Wiring, fleet_path:
 
 
 @contextmanager
-def _hosts(fleet: Fleet, command: Sequence[str], fleet_path: Path | None) -> Iterator[list[dict[str, Any]]]:
+def _hosts(fleet: Fleet, command: Sequence[str], fleet_path: Path | None) -> Iterator[list[Start]]:
     """The emulated hosts, for as long as the context lasts; how each device's process starts on its host.
 
     It joins its control group, enters its network namespace, and becomes the command.
@@ -164,16 +162,19 @@ def _hosts(fleet: Fleet, command: Sequence[str], fleet_path: Path | None) -> Ite
         if len(fleet.hosts) > 1:
             namespaces.shape(wiring, fleet.card)
         groups = stack.enter_context(cgroups.groups(controller, run, [device.cores for device in fleet.devices]))
-        starts: list[dict[str, Any]] = []
+        starts: list[Start] = []
         for index, (device, group) in enumerate(zip(fleet.devices, groups, strict=True)):
             enter = [machine.find("ip"), "netns", "exec", wiring.port(device.host).namespace]
             starts.append(
-                {
-                    "name": device.name,
-                    "command": [*join, str(cgroups.entrance(group)), *enter, *command],
-                    "environment": os.environ | environment(fleet, index, wiring, fleet_path),
-                    "members": partial(cgroups.members, group),
-                }
+                Start(
+                    device=index,
+                    name=device.name,
+                    command=[*join, str(cgroups.entrance(group)), *enter, *command],
+                    environment=os.environ | environment(fleet, index, wiring, fleet_path),
+                    members=partial(cgroups.members, group),
+                    lifeline=True,
+                    own_session=True,
+                )
             )
         yield starts
 
@@ -182,15 +183,11 @@ class _Devices:
     """The processes of an emulated fleet's devices. Leaving the context ends what still runs."""
 
     def __init__(
-        self, fleet: Fleet, starts: Sequence[dict[str, Any]], key: JobKey | None, output: TextIO | None, interrupts: Interrupts,
-        note: Callable[[str], None], goes_on: bool, tries_again: bool,
-    ) -> None:  # fmt: skip
-        self._fleet, self._starts, self._key, self._note, self._goes_on = fleet, starts, key, note, goes_on
+        self, fleet: Fleet, output: TextIO | None, interrupts: Interrupts, note: Callable[[str], None], goes_on: bool
+    ) -> None:
+        self._fleet, self._note, self._goes_on = fleet, note, goes_on
         self._first = None if output is None else decoded(partial(print, end="", file=output, flush=True))
-        titles = {index: self._title(index) for index in range(len(starts))}
-        self._again = Again(titles, self._start_again if tries_again else None, note)
-        self._tries_again = tries_again
-        self._processes = Supervisor(interrupts, self._again.note)
+        self._processes = Supervisor(interrupts)
 
     def __enter__(self) -> "_Devices":
         return self
@@ -198,28 +195,18 @@ class _Devices:
     def __exit__(self, *_: object) -> None:
         self._processes.__exit__()
 
-    def start(self, index: int, number: int, doors: Sequence[Address] | None = None) -> None:
-        """Start a device as a process of this number: by its own, or by another that asks at these doors."""
-        start = dict(self._starts[index])
-        if doors is not None:
-            start["environment"] = joining_environment(start["environment"], doors)
-        stdout: Output = "keep" if number else self._first
-        if number and self._goes_on:
-            stdout = once_first(self._processes, number, self._first)
-        told: Sink | None = by_line(partial(self._again.hear, number)) if self._tries_again else None
-        stderr = None if stdout is None else subprocess.STDOUT
-        self._processes.start(
-            number, **start, stdout=stdout, stderr=stderr, lifeline=True, key=self._key, own_session=True, told=told
-        )
-
-    def _start_again(self, index: int, number: int, doors: Sequence[Address]) -> None:
-        self._processes.forget_ended()
-        self.start(index, number, doors)
+    def start(self, start: Start) -> None:
+        """Start a device. Only the first of those that are left prints."""
+        stdout: Output = "keep" if start.device else self._first
+        if start.device and self._goes_on:
+            stdout = once_first(self._processes, start.device, self._first or to_stdout)
+        self._processes.start(replace(start, stdout=stdout, stderr=None if stdout is None else subprocess.STDOUT))
 
     def _over(self) -> bool:
-        self._again.tend()
-        left = self._again.members if self._tries_again else self._processes.running
-        return (self._processes.failed and not self._goes_on) or not left
+        return (self._failed() and not self._goes_on) or not self._processes.running
+
+    def _failed(self) -> bool:
+        return any(ending.status != 0 for ending in self._processes.endings)
 
     def _title(self, index: int) -> str:
         device = self._fleet.devices[index]
@@ -231,13 +218,12 @@ class _Devices:
         try:
             if not processes.listen(self._over, timeout_s):
                 late = processes.running
-            self._again.stop()
-            processes.end(_GRACE_S if processes.failed and not self._tries_again else 0.0)
+            processes.end(_GRACE_S if self._failed() else 0.0)
         except Interrupted as caught:
             interrupted = caught
             with suppress(Interrupted):  # a second one: no more waiting
                 processes.end(0.0)
-        endings = [ending for ending in processes.endings if ending.device in self._again.came]
+        endings = processes.endings
         failed = [ending for ending in endings if ending.status != 0 and not ending.stopped_by_us]
         for ending in failed:
             self._show(ending.device, ending.lines, f"ended with status {ending.exit_status}")
@@ -251,12 +237,10 @@ class _Devices:
         return TIMED_OUT if late else 0
 
     def _show(self, number: int, lines: Sequence[str], what: str) -> None:
-        """The last lines of a process: those of one that was started again carry its number."""
-        title = self._title(number) if number < len(self._starts) else f"process {number}, a device started again,"
-        host = self._fleet.devices[number].host if number < len(self._starts) else f"process {number}"
-        self._note(f"{title} {what}")
+        """Print the last lines of a process."""
+        self._note(f"{self._title(number)} {what}")
         for line in lines[-_LINES:]:
-            self._note(f"{host}: {line}")
+            self._note(f"{self._fleet.devices[number].host}: {line}")
 
 
 def _check_call(command: Sequence[str], timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What devices of a kind can do, by name (`rtx3060`, `laptop-cpu`); every figure with its source, in `catalogue.toml`."""
+"""What classes of devices can do, by name (`rtx3060`, `laptop-cpu`). `catalogue.toml` gives the source of every figure."""
 
 import difflib
 import tomllib
@@ -10,36 +10,36 @@ from typing import Any
 
 from convoy.errors import InputError, shown
 
-IDLE = 0.1
-"""Part of `busy_w` that a class without a figure of its own draws when it has nothing to do: an estimate."""
-
+IDLE = 0.1  # idle watts of a class without a figure of its own, as a part of `busy_w`: an estimate
 CORES_FOR_MEMORY = 4
-"""So many cores of a processor fill its memory bandwidth; of one with more than sixteen, a quarter of them."""
-
+"""So many cores of a processor use its whole memory bandwidth; with more than sixteen cores, a quarter of them."""
 
 _USUAL = ("rtx3060", "a100", "laptop-cpu", "desktop-cpu", "apple-m2", "raspberry-pi-5")
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number with where it is from; `estimate` marks what the source does not say."""
+    """A number with its source; `estimate` marks what the source does not say."""
 
     value: float
     source: str
     estimate: bool = False
 
+    def times(self, factor: float) -> "Figure":
+        return replace(self, value=self.value * factor)
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceClass:
-    """One kind of device, in SI units.
+    """One class of devices, in SI units.
 
     Attributes:
-        kind: cpu, cuda (ROCm too, as torch calls it), mps or xpu.
-        architecture: the generation: devices of one reach about the same part of what they can do at most.
+        kind: its type in torch: cpu, cuda (ROCm too), mps or xpu.
+        architecture: the generation: devices of one reach about the same part of their peak.
         cores: of a processor.
         peak_flop_per_s: float32 arithmetic without tensor cores.
-        tf32_flop_per_s: of tensor cores, where it differs; torch computes convolutions in it.
-        memory_bytes_per_s, memory_bytes: of the memory that tensors lie in.
+        tf32_flop_per_s: of tensor cores, where it differs; torch uses it for convolutions.
+        memory_bytes_per_s, memory_bytes: of the memory that holds tensors.
         idle_w, busy_w: of the device alone.
     """
 
@@ -56,78 +56,57 @@ class DeviceClass:
     cores: int | None = None
     tf32_flop_per_s: Figure | None = None
 
-    @property
-    def figures(self) -> Mapping[str, Figure]:
-        """All figures, by the name of their field."""
-        named = ((name, getattr(self, name)) for name in self.__slots__)
-        return {name: value for name, value in named if isinstance(value, Figure)}
-
     def with_cores(self, cores: float) -> "DeviceClass":
-        """A part of a processor: arithmetic and watts in proportion, memory bandwidth until a few cores fill it."""
+        """Return some cores of a processor: arithmetic and watts in proportion, memory bandwidth until a few cores use it."""
         if self.cores is None or cores >= self.cores:
             return self
         part = cores / self.cores
         of_memory = min(1.0, cores / min(self.cores, max(CORES_FOR_MEMORY, self.cores / 4)))
-
-        def scaled(figure: Figure, factor: float) -> Figure:
-            return replace(figure, value=figure.value * factor)
-
         return replace(
             self,
-            peak_flop_per_s=scaled(self.peak_flop_per_s, part),
-            memory_bytes_per_s=scaled(self.memory_bytes_per_s, of_memory),
-            idle_w=scaled(self.idle_w, part),
-            busy_w=scaled(self.busy_w, part),
+            peak_flop_per_s=self.peak_flop_per_s.times(part),
+            memory_bytes_per_s=self.memory_bytes_per_s.times(of_memory),
+            idle_w=self.idle_w.times(part),
+            busy_w=self.busy_w.times(part),
         )
 
 
 @cache
 def device_classes() -> Mapping[str, DeviceClass]:
-    """All classes by name, in the order of the file."""
-    return {row["name"]: _class(**row) for row in _file()["class"]}
+    """Return all classes by name, in the order of the file."""
+    text = resources.files("convoy.fleet").joinpath("catalogue.toml").read_text(encoding="utf-8")
+    return {row["name"]: _class(**row) for row in tomllib.loads(text)["class"]}
+
+
+def _class(name: str, aliases: list[str] | None = None, **fields: Any) -> DeviceClass:
+    figures = {key: Figure(**value) if isinstance(value, dict) else value for key, value in fields.items()}
+    idle = Figure(figures["busy_w"].value * IDLE, "a tenth of busy_w", estimate=True)
+    return DeviceClass(name, **({"idle_w": idle} | figures), aliases=tuple(aliases or ()))
 
 
 def device_class(name: str) -> DeviceClass:
-    """A class by its name or another name of it; `RTX 3060` is `rtx3060`.
+    """Return a class by one of its names; `RTX 3060` is `rtx3060`.
 
     Raises:
-        InputError: there is none; near names are told.
+        InputError: there is none; the message has near names.
     """
-    known = _names()
-    plain = _plain(name)
+    known, plain = names(), plain_name(name)
     if plain not in known:
-        near = difflib.get_close_matches(plain[:80], known, n=5, cutoff=0.5) or [_plain(each) for each in _USUAL]
+        near = difflib.get_close_matches(plain[:80], known, n=5, cutoff=0.5) or [plain_name(each) for each in _USUAL]
         raise InputError(
             f"unknown device class {shown(name)}: did you mean {', '.join(dict.fromkeys(known[each][1] for each in near))}? "
             "`convoy predict --list` shows all"
         )
-    return device_classes()[known[plain][0]]
-
-
-def sources() -> Mapping[str, str]:
-    """What the sources of the figures begin with, in full."""
-    found: Mapping[str, str] = _file()["source"]
-    return found
+    return known[plain][0]
 
 
 @cache
-def _names() -> Mapping[str, tuple[str, str]]:
-    """The class, and the name as it is written, by all that a class may be called, without case, blanks and dashes."""
-    every = ((each.name, text) for each in device_classes().values() for text in (each.name, *each.aliases))
-    return {_plain(text): (name, text) for name, text in every}
+def names() -> Mapping[str, tuple[DeviceClass, str]]:
+    """Return classes by all their plain names, each with the name as it is written."""
+    every = ((each, text) for each in device_classes().values() for text in (each.name, *each.aliases))
+    return {plain_name(text): (known, text) for known, text in every}
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Return a name without case, blanks and dashes."""
     return "".join(letter for letter in name.lower() if letter.isalnum())
-
-
-def _class(name: str, **fields: Any) -> DeviceClass:
-    figures = {key: Figure(**value) if isinstance(value, dict) else value for key, value in fields.items()}
-    busy = figures["busy_w"]
-    idle = Figure(busy.value * IDLE, "a tenth of busy_w", estimate=True)
-    return DeviceClass(name, **({"idle_w": idle} | figures | {"aliases": tuple(fields.get("aliases", ()))}))
-
-
-@cache
-def _file() -> Mapping[str, Any]:
-    return tomllib.loads(resources.files("convoy.fleet").joinpath("catalogue.toml").read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""A fleet as values: devices, hosts, cards, links; and its file, read and written."""
+"""A fleet as values: devices, hosts, NICs and links; reading and writing its file."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -17,9 +17,7 @@ from convoy.fleet.catalogue import DeviceClass, device_class
 from convoy.fleet.units import Dimension, quantity
 
 KINDS = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "npu")
-"""What torch calls devices. Others go by torch's name for them, too, unless it looks like a slip in one of these."""
-
-_WORD = re.compile("[a-z]{2,16}")
+"""Device types of torch. Other words are accepted too, unless they look like a misspelt one of these."""
 
 Text = Annotated[str, Strict()]
 Truth = Annotated[bool, Strict()]
@@ -28,20 +26,21 @@ _Whole = Annotated[int, Strict()]
 CLOSED = ConfigDict(extra="forbid")
 
 LEAST, MOST = 1e-12, 1e21
-"""What numbers of a fleet may be, in SI units: beyond them sums and quotients of them are no numbers."""
+"""Range of a fleet's numbers, in SI units: sums and quotients of numbers beyond it may overflow."""
 
-MAX_SLOWDOWN = 10_000.0
-"""A device that is slower than this would not end its first step."""
+MAX_SLOWDOWN = 10_000.0  # a device that is slower than this would not finish its first step
 
 MAX_LATENCY_S = 1e6
 
+MOST_LINES = 20  # findings of one file that are shown
+
 
 def _in(dimension: Dimension, *, whole: bool = False) -> BeforeValidator:
-    """Reads a number with or without a unit."""
+    """Read a number with or without a unit."""
 
     def read(value: object) -> float | int:
         if whole and isinstance(value, int) and not isinstance(value, bool):
-            return value  # as a float it would lose what is beyond 53 bits
+            return value  # a float would lose bits beyond the 53rd
         try:
             number = quantity(value, dimension)
         except InputError as error:
@@ -66,30 +65,21 @@ def _plain_name(name: str, owner: str) -> None:
         )
 
 
-def _above_zero(owner: str, row: object, *names: str) -> None:
+def _in_range(owner: str, row: object, *names: str, least: float = LEAST, most: float = MOST) -> None:
     for name in names:
         value = getattr(row, name)
-        if value is not None and not LEAST <= value <= MOST:
+        if value is not None and not least <= value <= most:
             raise InputError(
-                f"{name} = {shown(value)} of {owner}: must be a finite number above 0, from {LEAST:g} to {MOST:g}; correct it"
+                f"{name} = {shown(value)} of {owner}: must be a finite number, at least {least:g} and at most {most:g}; "
+                "correct it"
             )
-
-
-def _at_least(least: float, owner: str, row: object, name: str, most: float = MOST) -> None:
-    value = getattr(row, name)
-    if value is not None and not least <= value <= most:
-        raise InputError(
-            f"{name} = {shown(value)} of {owner}: must be a finite number, at least {least:g} and at most {most:g}; correct it"
-        )
 
 
 @dataclass(frozen=True)
 class Card:
-    """The network card of a host: what all its transfers in one direction share.
+    """The network interface of a host, shared by all its transfers in one direction.
 
     Attributes:
-        send_bytes_per_s: bytes/s out of the host.
-        receive_bytes_per_s: bytes/s into the host.
         latency_s: seconds that the first byte takes to another host, one way.
     """
 
@@ -99,11 +89,11 @@ class Card:
     latency_s: _Seconds
 
     def __post_init__(self) -> None:
-        _above_zero("a card", self, "send_bytes_per_s", "receive_bytes_per_s")
-        _at_least(0, "a card", self, "latency_s", MAX_LATENCY_S)
+        _in_range("a card", self, "send_bytes_per_s", "receive_bytes_per_s")
+        _in_range("a card", self, "latency_s", least=0, most=MAX_LATENCY_S)
 
 
-#: Between two devices of one host, where no link was measured: a stated round figure for memory and loopback.
+#: Between two devices of one host, where no link was measured: a round figure for memory and loopback.
 WITHIN_HOST = Card(send_bytes_per_s=2e9, receive_bytes_per_s=2e9, latency_s=2e-5)
 
 
@@ -112,12 +102,11 @@ class Host:
     """A machine.
 
     Attributes:
-        address: the name or number that ssh reaches it by: a host name, an IP address, or a Host of ~/.ssh/config.
+        address: a host name, an IP address, or a Host of ~/.ssh/config.
         card: overrides the fleet's network.
         user, ssh_port: for ssh. None: as ssh chooses.
-        python: the Python there that has Convoy. None: the path of the Python that starts the fleet.
-        folder: where commands run there; one without a leading / begins at the user's home. None: the folder in which the
-            fleet is started.
+        python: the Python there that has Convoy. None: the same path as the Python that starts the fleet.
+        folder: where commands run; a relative one starts at the user's home. None: the folder in which the fleet is started.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -132,13 +121,12 @@ class Host:
     def __post_init__(self) -> None:
         _plain_name(self.name, "a host")
         owner = f"host {self.name!r}"
-        for field, word, rule in (
-            ("address", self.address, "an address is a host name or an IP address without blanks"),
-            ("user", self.user, "a user's name has no blanks"),
-        ):
+        for field, word in (("address", self.address), ("user", self.user)):
             # What begins with a dash would be an option of ssh.
             if word is not None and not re.fullmatch(r"(?!-)[!-~]+", word):
-                raise InputError(f"{field} = {shown(word)} of {owner}: {rule}; write one, or leave it out")
+                raise InputError(
+                    f"{field} = {shown(word)} of {owner}: it has no blanks and no dash in front; correct it, or leave it out"
+                )
         if self.ssh_port is not None and not 1 <= self.ssh_port <= 65535:
             raise InputError(f"ssh_port = {shown(self.ssh_port)} of {owner}: a port is from 1 to 65535; correct it")
         for field, path in (("python", self.python), ("folder", self.folder)):
@@ -151,15 +139,14 @@ class Device:
     """One compute device; one process each.
 
     Attributes:
-        name: unique in the fleet.
-        host: name of the host it sits in.
-        kind: what torch calls it, such as one of `KINDS`.
-        cores: processor cores it may use; a rehearsal imposes them as a quota. None: no limit.
-        slowdown: how many times slower than its kind it is made to run (1: as it is).
-        memory_bytes: what plans may fill.
-        peak_flop_per_s, memory_bytes_per_s: float32 arithmetic and memory bandwidth at most, where nothing was measured.
-        idle_w, busy_w: watts, for energy.
-        class_name: of the catalogue; `class` in a file, where it gives what does not stand beside it.
+        host: name of its host.
+        kind: its type in torch, such as one of `KINDS`.
+        cores: processor cores it may use; an emulation imposes them as a quota. None: no limit.
+        slowdown: run it this many times slower (1: as it is).
+        memory_bytes: how much plans may fill.
+        peak_flop_per_s, memory_bytes_per_s: upper limits of float32 arithmetic and memory bandwidth, for devices that were
+            not measured.
+        class_name: its class in the catalogue; `class` in a file, where it supplies what is not given beside it.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -178,22 +165,23 @@ class Device:
     def __post_init__(self) -> None:
         _plain_name(self.name, "a device")
         owner = f"device {self.name!r}"
-        if self.kind not in KINDS and (not _WORD.fullmatch(self.kind) or get_close_matches(self.kind, KINDS)):
+        plain = re.fullmatch("[a-z]{2,16}", self.kind) is not None
+        if self.kind not in KINDS and (not plain or get_close_matches(self.kind, KINDS)):
             raise InputError(f"kind = {shown(self.kind)} of {owner}: {unknown_name('kind', self.kind, KINDS)}")
-        _above_zero(owner, self, "cores", "memory_bytes", "peak_flop_per_s", "memory_bytes_per_s")
-        _at_least(1, owner, self, "slowdown", MAX_SLOWDOWN)
-        _at_least(0, owner, self, "idle_w")
-        _at_least(self.idle_w or 0, owner, self, "busy_w")
+        _in_range(owner, self, "cores", "memory_bytes", "peak_flop_per_s", "memory_bytes_per_s")
+        _in_range(owner, self, "slowdown", least=1, most=MAX_SLOWDOWN)
+        _in_range(owner, self, "idle_w", least=0)
+        _in_range(owner, self, "busy_w", least=self.idle_w or 0)
 
     @classmethod
     def of_class(cls, known: DeviceClass, name: str, host: str) -> Self:
-        """A device with the figures of its class."""
+        """Return a device with the figures of its class."""
         return cls(name=name, host=host, kind=known.kind, class_name=known.name, **_figures(known))
 
 
 @dataclass(frozen=True)
 class Link:
-    """The way from one host to another, one direction, alone in use. Source and target may be the same host."""
+    """The path from one host to another, one direction, unshared. Source and target may be the same host."""
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
     source: Text
@@ -203,18 +191,17 @@ class Link:
 
     def __post_init__(self) -> None:
         owner = f"the link {shown(self.source)} to {shown(self.target)}"
-        _above_zero(owner, self, "bandwidth_bytes_per_s")
-        _at_least(0, owner, self, "latency_s", MAX_LATENCY_S)
+        _in_range(owner, self, "bandwidth_bytes_per_s")
+        _in_range(owner, self, "latency_s", least=0, most=MAX_LATENCY_S)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Hosts on one switch, and the cable that leads from it to all other hosts.
+    """Hosts on one switch, and the cable from it to all other hosts.
 
     Attributes:
-        hosts: their names. A host that is in no segment sits where the cables of all segments meet.
-        uplink: the cable's rates out of the segment and into it, shared by all messages that cross it, and what it adds to
-            their latency.
+        hosts: their names. A host in no segment sits where the cables of all segments meet.
+        uplink: rates out of the segment and into it, shared by all messages that cross it, and its additional latency.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
@@ -230,16 +217,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Devices, hosts and the network between them.
+    """Devices, hosts and the network between them. The order of the devices is their index in plans and shares.
 
     Attributes:
-        network: the card of every host that has none of its own; may be None where no host needs it.
-        links: pairs that were measured; all others follow from the cards.
-        segments: hosts whose messages to all others share a cable; none where all sit on one switch.
+        network: the card of every host that has none of its own; None where no host needs it.
+        links: measured pairs; all others follow from the cards.
+        segments: hosts whose messages to all others share a cable; empty where all sit on one switch.
 
     Raises:
-        InputError: no device, a name twice, a host nobody declared, a host without a device, a host without a card, a host in
-            two segments.
+        InputError: no device, a name twice, an unknown host, a host without a device or card, a host in two segments.
     """
 
     hosts: tuple[Host, ...]
@@ -251,15 +237,15 @@ class Fleet:
     def __post_init__(self) -> None:
         if not self.devices:
             raise InputError("0 devices: a fleet has at least one; add a [[device]] section")
-        _unique("host", (host.name for host in self.hosts))
-        _unique("device", (device.name for device in self.devices))
-        _unique("link", (f"{link.source} to {link.target}" for link in self.links))
-        _unique("segment", (segment.name for segment in self.segments))
+        _unique("host", [host.name for host in self.hosts])
+        _unique("device", [device.name for device in self.devices])
+        _unique("link", [f"{link.source} to {link.target}" for link in self.links])
+        _unique("segment", [segment.name for segment in self.segments])
         _check_hosts(self)
 
     @classmethod
     def from_toml(cls, text: str, source: str = "fleet.toml") -> "Fleet":
-        """The fleet of a file's text. `source` names the file in errors.
+        """Read the text of a file. `source` names the file in errors.
 
         Raises:
             InputError: not TOML, an unknown key, a value of the wrong type or out of range, sections that contradict
@@ -269,8 +255,8 @@ class Fleet:
 
     @classmethod
     def from_sections(cls, sections: Mapping[str, Any], source: str) -> "Fleet":
-        """The fleet of a file that has been parsed. InputError as in `from_toml`."""
-        # What `convoy measure` adds for predictions is left to convoy.cost.table.
+        """Read the sections of a parsed file. Raises InputError as `from_toml`."""
+        # `convoy.cost.table` reads what `convoy measure` adds for predictions.
         own = {name: value for name, value in sections.items() if name != "measured"}
         try:
             file = _FILE.validate_python(_as_now(own))
@@ -285,13 +271,13 @@ class Fleet:
             raise InputError(f"{source}: {error}") from error
 
     def to_toml(self) -> str:
-        """The text of this fleet's file; `Fleet.from_toml` gives an equal fleet back."""
+        """Return the text of this fleet's file."""
         document = tomlkit.document()
         if self.network is not None:
             document.add("network", _table(self.network))
-        sections: tuple[tuple[str, tuple[Host, ...] | tuple[Segment, ...] | tuple[Device, ...] | tuple[Link, ...]], ...]
-        sections = (("host", self.hosts), ("segment", self.segments), ("device", self.devices), ("link", self.links))
-        for section, values in sections:
+        sections: Mapping[str, Sequence[Host | Segment | Device | Link]]
+        sections = {"host": self.hosts, "segment": self.segments, "device": self.devices, "link": self.links}
+        for section, values in sections.items():
             if values:
                 tables = tomlkit.aot()
                 for value in values:
@@ -300,45 +286,42 @@ class Fleet:
         return tomlkit.dumps(document)
 
     def card(self, host: str) -> Card:
-        """The card of a host: its own, or the fleet's. InputError if the host is unknown or has none."""
+        """Return the card of a host: its own, or the fleet's. InputError if the host is unknown or has none."""
         card = self._host(host).card or self.network
         if card is None:
             raise InputError(f"host {host!r} has no card: add a [network] section or a card to the host")
         return card
 
     def path(self, source: str, target: str) -> Link:
-        """The way from host to host: as measured, or the narrowest of the cards and uplinks, the longer latency and theirs."""
+        """Return the path from host to host: as measured, or the narrowest of the cards and uplinks, with the longer
+        latency of the cards and that of the uplinks."""
         self._host(source), self._host(target)
         for link in self.links:
             if (link.source, link.target) == (source, target):
                 return link
         sender, receiver = (WITHIN_HOST,) * 2 if source == target else (self.card(source), self.card(target))
         out, into = self.uplinks(source, target)
-        return Link(
-            source,
-            target,
-            bandwidth_bytes_per_s=min(
-                sender.send_bytes_per_s,
-                *(uplink.send_bytes_per_s for uplink in out),
-                *(uplink.receive_bytes_per_s for uplink in into),
-                receiver.receive_bytes_per_s,
-            ),
-            latency_s=max(sender.latency_s, receiver.latency_s) + sum(uplink.latency_s for uplink in (*out, *into)),
-        )
+        rates = [
+            sender.send_bytes_per_s,
+            *(uplink.send_bytes_per_s for uplink in out),
+            *(uplink.receive_bytes_per_s for uplink in into),
+            receiver.receive_bytes_per_s,
+        ]
+        late_s = max(sender.latency_s, receiver.latency_s) + sum(uplink.latency_s for uplink in (*out, *into))
+        return Link(source, target, bandwidth_bytes_per_s=min(rates), latency_s=late_s)
 
     def uplinks(self, source: str, target: str) -> tuple[tuple[Card, ...], tuple[Card, ...]]:
-        """The uplinks that messages between two hosts cross: out of one's segment, and into the other's; none within one."""
+        """Return the uplinks that messages between two hosts cross: out of one segment, and into the other."""
         sender, receiver = self.segment_of(source), self.segment_of(target)
         if sender == receiver:
             return (), ()
         return tuple(s.uplink for s in (sender,) if s), tuple(s.uplink for s in (receiver,) if s)
 
     def segment_of(self, host: str) -> Segment | None:
-        """The segment that a host is in."""
         return next((segment for segment in self.segments if host in segment.hosts), None)
 
     def with_only(self, devices: Collection[int]) -> "Fleet":
-        """This fleet with some of its devices, by index; hosts without any are gone, and so are their links."""
+        """Return this fleet with only these devices, by index, and without the hosts and links that have none."""
         kept = tuple(device for index, device in enumerate(self.devices) if index in devices)
         used = {device.host for device in kept}
         hosts = tuple(host for host in self.hosts if host.name in used)
@@ -347,16 +330,11 @@ class Fleet:
             for s in self.segments
             if {*s.hosts} & used
         )
-        return replace(
-            self,
-            hosts=hosts,
-            devices=kept,
-            links=tuple(e for e in self.links if {e.source, e.target} <= used),
-            segments=tuple(segments),
-        )
+        links = tuple(link for link in self.links if {link.source, link.target} <= used)
+        return replace(self, hosts=hosts, devices=kept, links=links, segments=tuple(segments))
 
     def devices_on(self, host: str) -> tuple[int, ...]:
-        """Indices of the devices that sit in a host, in order."""
+        """Return the indices of the devices of a host, in order."""
         return tuple(index for index, device in enumerate(self.devices) if device.host == self._host(host).name)
 
     def _host(self, name: str) -> Host:
@@ -367,20 +345,18 @@ class Fleet:
 
 
 def read_fleet(path: Path) -> Fleet:
-    """The fleet in a TOML file. InputError if the file cannot be read or used; see `Fleet.from_toml`."""
+    """Read a fleet file. Raises InputError as `Fleet.from_toml`."""
     return Fleet.from_toml(read_text(path, "the fleet", "give the path of a TOML file"), source=str(path))
 
 
 def _figures(known: DeviceClass) -> dict[str, Any]:
-    """What a class says of a device, under the names of its fields."""
-    return {
-        "memory_bytes": int(known.memory_bytes.value),
-        **{name: getattr(known, name).value for name in ("peak_flop_per_s", "memory_bytes_per_s", "idle_w", "busy_w")},
-    }
+    """Return what a class says of a device, by the names of the fields."""
+    names = ("peak_flop_per_s", "memory_bytes_per_s", "idle_w", "busy_w")
+    return {"memory_bytes": int(known.memory_bytes.value), **{name: getattr(known, name).value for name in names}}
 
 
 def _as_now(sections: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The sections of a file with the keys of today, and with what the catalogue says of devices that name a class."""
+    """Return the sections of a file with the keys of today, and with the catalogue's figures of devices that name a class."""
     rows = sections.get("device")
     if not isinstance(rows, list):
         return sections
@@ -389,7 +365,7 @@ def _as_now(sections: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _device_as_now(row: Mapping[str, Any], place: str) -> dict[str, Any]:
-    # Older files have the longer name; where both stand there, the old one is an unknown key.
+    # Older files have the longer name. In a file with both, the old one is an unknown key.
     if "memory_bytes_per_s" in row:
         row = dict(row)
     else:
@@ -409,7 +385,7 @@ def _device_as_now(row: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _File:
-    """The sections of the file, under the names that stand in it."""
+    """The sections of the file, under their names there."""
 
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
     host: tuple[Host, ...]
@@ -425,12 +401,8 @@ _SECTIONS: Mapping[str, type[Any]] = {
 }  # fmt: skip
 
 
-MOST_LINES = 20
-"""Of what is wrong in a file so many are told."""
-
-
 def first_of(lines: Sequence[str], source: str) -> str:
-    """What is wrong in a file, a line for each, and how much more there is."""
+    """Join the findings of a file, a line each, and say how many more there are."""
     more = [f"and {len(lines) - MOST_LINES} more like these"] * (len(lines) > MOST_LINES)
     return "\n".join(f"{source}: {line}" for line in [*lines[:MOST_LINES], *more])
 
@@ -438,7 +410,7 @@ def first_of(lines: Sequence[str], source: str) -> str:
 def explain(
     error: ErrorDetails, top: type[Any], sections: Mapping[str, type[Any]], remedy: str, prefix: str = ""
 ) -> str:
-    """One line for one finding of pydantic in a file: path, value, rule, remedy.
+    """Return one line for one finding of pydantic in a file: path, value, rule, remedy.
 
     Args:
         top: the class of the whole file.
@@ -448,8 +420,7 @@ def explain(
     if error["type"] == "value_error":  # our own checks name the field, the rule and the remedy
         return f"{place}.{error['ctx']['error']}" if error["loc"] else str(error["ctx"]["error"])
     parents = [part for part in error["loc"][:-1] if isinstance(part, str)]
-    keys = (_key(field.name) for field in fields(sections[parents[-1]] if parents else top))
-    known = ", ".join(keys)
+    known = ", ".join(_key(field.name) for field in fields(sections[parents[-1]] if parents else top))
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):  # the name differs between versions
         return f"{place} = {shown(error['input'])}: unknown key; the keys known here are {known}"
     if error["type"] == "missing":
@@ -458,7 +429,6 @@ def explain(
 
 
 def _key(field: str) -> str:
-    """How a field is called in a file."""
     return "class" if field == "class_name" else field
 
 
@@ -475,46 +445,40 @@ def _table(value: Card | Host | Segment | Device | Link) -> tomlkit.items.Table:
     return table
 
 
+def _unique(section: str, names: Sequence[str]) -> None:
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise InputError(
+                f"{section}[{index}] {name!r} is there twice: each {section} has a name of its own; rename"
+            )
+
+
 def _check_hosts(fleet: Fleet) -> None:
     names = [host.name for host in fleet.hosts]
-    for index, device in enumerate(fleet.devices):
-        if device.host not in names:
-            raise InputError(f"device[{index}].host: {unknown_name('host', device.host, names)}, or add a [[host]]")
-    for index, link in enumerate(fleet.links):
-        for field, name in (("source", link.source), ("target", link.target)):
-            if name not in names:
-                raise InputError(f"link[{index}].{field}: {unknown_name('host', name, names)}, or add a [[host]]")
-    _check_segments(fleet.segments, names)
-    used = {device.host for device in fleet.devices}
+    used = {
+        **{f"device[{n}].host": device.host for n, device in enumerate(fleet.devices)},
+        **{f"link[{n}].source": link.source for n, link in enumerate(fleet.links)},
+        **{f"link[{n}].target": link.target for n, link in enumerate(fleet.links)},
+        **{f"segment[{n}].hosts[{k}]": h for n, each in enumerate(fleet.segments) for k, h in enumerate(each.hosts)},
+    }
+    for place, name in used.items():
+        if name not in names:
+            raise InputError(f"{place}: {unknown_name('host', name, names)}, or add a [[host]]")
+    of_segment: dict[str, int] = {}
+    for index, segment in enumerate(fleet.segments):
+        for name in segment.hosts:
+            if name in of_segment:
+                raise InputError(
+                    f"segment[{index}].hosts: {name!r} is in segment[{of_segment[name]}], too: a host is in one segment at "
+                    "most; take it out of one of them"
+                )
+            of_segment[name] = index
+    with_device = {device.host for device in fleet.devices}
     for index, host in enumerate(fleet.hosts):
-        if host.name not in used:
+        if host.name not in with_device:
             raise InputError(f"host[{index}] {host.name!r} has no device: add a [[device]] to it, or remove the host")
         if len(fleet.hosts) > 1 and fleet.network is None and host.card is None:
             raise InputError(
                 f"host[{index}] {host.name!r} has no card: with {len(fleet.hosts)} hosts each needs one; "
                 "add a [network] section for all, or a card to this host"
             )
-
-
-def _check_segments(segments: Sequence[Segment], hosts: Sequence[str]) -> None:
-    place: dict[str, int] = {}
-    for index, segment in enumerate(segments):
-        for name in segment.hosts:
-            if name not in hosts:
-                raise InputError(f"segment[{index}].hosts: {unknown_name('host', name, hosts)}, or add a [[host]]")
-            if name in place:
-                raise InputError(
-                    f"segment[{index}].hosts: {name!r} is in segment[{place[name]}], too: a host is in one segment at most; "
-                    "take it out of one of them"
-                )
-            place[name] = index
-
-
-def _unique(section: str, names: Iterable[str]) -> None:
-    seen: set[str] = set()
-    for index, name in enumerate(names):
-        if name in seen:
-            raise InputError(
-                f"{section}[{index}] {name!r} is there twice: each {section} has a name of its own; rename"
-            )
-        seen.add(name)

@@ -1,17 +1,18 @@
-"""How the devices of a job ended, and which of them was the cause. Pure: the launcher acts on it."""
+"""Find the cause among the exit statuses of a job's devices."""
 
 import re
 import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convoy.errors import DeviceLostError
 
 ERROR_STATUS = 2
-"""The exit status of a device that has printed ``error: <message>``: a ConvoyError, which needs no traceback."""
+"""Exit status of a device that has printed ``error: <message>``: a ConvoyError, which needs no traceback."""
 
 PIPE_STATUS = 128 + signal.SIGPIPE
-"""That of a device whose reader of its output is gone: as after `| head -1`, which is no failure that is to be told."""
+"""Exit status of a device whose output nobody reads any more, as after `| head -1`. That is no failure."""
 
 SHOWN_LINES = 30
 
@@ -23,8 +24,9 @@ class Ending:
     Attributes:
         name: what it computed on, such as "cuda:0".
         status: its exit status, or minus the number of the signal that ended it.
-        stopped_by_us: the launcher ended it, because of another.
-        lines: the last lines of its error output; device 0 writes its own to the terminal.
+        stopped_by_us: the launcher ended it, because of another device.
+        in_startup: it was killed before it trained. The others would wait for it.
+        lines: the last lines of its error output. Empty for device 0, which writes to the terminal.
     """
 
     device: int
@@ -32,68 +34,64 @@ class Ending:
     status: int
     stopped_by_us: bool = False
     lines: tuple[str, ...] = ()
+    in_startup: bool = False
 
     @property
     def exit_status(self) -> int:
-        """As a shell gives it: 128 + n after signal n."""
+        """The status as a shell gives it: 128 + n after signal n."""
         return self.status if self.status >= 0 else 128 - self.status
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What to tell: lines to print and the exit status, or the device that was lost and why."""
+def conclude(endings: Sequence[Ending], host_lost: DeviceLostError | None = None, *, goes_on: bool = False) -> int:
+    """Print the errors that the terminal has not shown yet. Return the exit status of the job.
 
-    status: int
-    lines: tuple[str, ...] = ()
-    lost: DeviceLostError | None = None
-
-
-def judge(endings: Sequence[Ending], goes_on: bool = False) -> Outcome:
-    """Find the first cause among the endings, given in order of time.
+    A signal outranks a crash, and a crash outranks a printed error: when one device is gone, the others end with errors of
+    their own, sometimes sooner than the first.
 
     Args:
-        goes_on: the job was one that goes on without the devices that are lost: it ended well if one of them did, and else as
-            the last say that were there.
+        endings: in the order of time.
+        host_lost: a host was lost with its devices. A killed device explains more.
+        goes_on: the devices continue without a lost one. The job ended well if one device did, else as the last ones say.
 
-    A signal outranks a crash, and a crash outranks an error that a device printed: when one is gone the others leave
-    with errors of their own, some of them sooner than it takes the first to end.
+    Raises:
+        DeviceLostError: a device crashed or was killed, or a host was lost.
     """
     bad = [ending for ending in endings if ending.status != 0 and not ending.stopped_by_us]
     if goes_on and any(ending.status == 0 for ending in endings):
-        return Outcome(0)
+        return 0
     if any(ending.device == 0 and ending.status == PIPE_STATUS for ending in bad):
-        return Outcome(PIPE_STATUS)
-    if goes_on and bad and bad[-1].status == ERROR_STATUS:
-        bad = [ending for ending in bad if ending.status == ERROR_STATUS]
+        return PIPE_STATUS
+    if goes_on and bad and bad[-1].status == ERROR_STATUS and not any(ending.in_startup for ending in bad):
+        bad, host_lost = [ending for ending in bad if ending.status == ERROR_STATUS], None
     killed = [ending for ending in bad if ending.status < 0]
     crashed = [ending for ending in bad if ending.status not in (0, ERROR_STATUS)]
-    # Whoever tells of another's loss is no cause. What device 0 told is not known here.
-    crashed.sort(key=lambda ending: 2 if _blamed(ending) is not None else ending.device == 0)
-    for ending in (*killed, *crashed):
-        if ending.status > 0 and (blamed := _blamed(ending)) is not None:
-            return Outcome(ERROR_STATUS, lost=blamed)
-        return Outcome(ERROR_STATUS, lost=DeviceLostError(ending.device, _obituary(ending)))
-    if not bad:
-        return Outcome(0)
-    return Outcome(ERROR_STATUS, lines=_untold(bad))
+    # A traceback that names another lost device is not the cause. The traceback of device 0 is not known here.
+    crashed.sort(key=lambda ending: 2 if _lost_peer(ending) is not None else ending.device == 0)
+    for cause in (*killed, *crashed):
+        peer = _lost_peer(cause) if cause.status > 0 else None
+        raise peer or DeviceLostError(cause.device, _obituary(cause))
+    if host_lost is not None:
+        raise host_lost
+    for line in _unprinted(bad):
+        print(line, file=sys.stderr)
+    return ERROR_STATUS if bad else 0
 
 
-def _blamed(ending: Ending) -> DeviceLostError | None:
-    """The loss with which a script's traceback ends, if it does."""
+def _lost_peer(ending: Ending) -> DeviceLostError | None:
+    """Return the loss that the last line of a script's traceback names."""
     if ending.lines and (found := re.match(r"\S*DeviceLostError: (device (\d+) .*)", ending.lines[-1])):
         return DeviceLostError(int(found[2]), found[1])
     return None
 
 
 def _obituary(ending: Ending) -> str:
-    who = f"device {ending.device} ({ending.name})"
+    how = f"device {ending.device} ({ending.name})"
     if ending.status < 0:
-        name = signal_name(-ending.status)
-        how = f"{who} was killed by {name}"
+        how += f" was killed by {_signal_name(-ending.status)}"
         if -ending.status == signal.SIGKILL:
             how += ". Unless somebody did that, its machine ran out of memory: give this device a smaller share"
     else:
-        how = f"{who} ended with exit status {ending.status}"
+        how += f" ended with exit status {ending.status}"
     if ending.device == 0:
         return f"{how}. Its own output is above"
     if not ending.lines:
@@ -102,38 +100,36 @@ def _obituary(ending: Ending) -> str:
     return f"{how}. The end of its error output:\n{last}"
 
 
-def signal_name(number: int) -> str:
+def _signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
 
 
-def _untold(bad: Sequence[Ending]) -> tuple[str, ...]:
-    """The printed errors that the terminal has not seen, each once.
+def _unprinted(bad: Sequence[Ending]) -> tuple[str, ...]:
+    """Return each printed error that the terminal has not shown, once.
 
-    Device 0 has printed its own. It is the same if all have met the same error, and tells the cause if one was lost.
+    Device 0 printed its own error. It is the same one if all devices met it; if a device was lost, it names the cause.
     """
-    devices: dict[str, list[Ending]] = {}
+    devices: dict[str, list[str]] = {}
     for ending in bad:
         if ending.device != 0:
-            devices.setdefault(_message(ending.lines), []).append(ending)
+            devices.setdefault(_message(ending.lines), []).append(f"device {ending.device} ({ending.name})")
     if any(ending.device == 0 for ending in bad):
         if len(devices) == 1:
             return ()
-        # Messages that begin with a device's name tell of another's loss, and device 0 has said it already.
-        devices = {text: those for text, those in devices.items() if not text.startswith("device ")}
-    if len(devices) > 1:
-        return tuple(f"error on {_names(those)}: {text}" for text, those in devices.items())
-    return tuple(f"error{'' if len(those) > 1 else f' on {_names(those)}'}: {text}" for text, those in devices.items())
-
-
-def _names(endings: Sequence[Ending]) -> str:
-    return " and ".join(f"device {each.device} ({each.name})" for each in endings)
+        # A message that begins with a device's name reports a loss, which device 0 has printed already.
+        devices = {text: names for text, names in devices.items() if not text.startswith("device ")}
+    only = len(devices) == 1
+    return tuple(
+        f"error: {text}" if only and len(names) > 1 else f"error on {' and '.join(names)}: {text}"
+        for text, names in devices.items()
+    )
 
 
 def _message(lines: Sequence[str]) -> str:
-    """What follows ``error:`` in a device's output, to the end; all of its last lines where it printed none."""
+    """Return the text after the last ``error:``; all kept lines if there is none."""
     for start in range(len(lines) - 1, -1, -1):
         if lines[start].startswith("error: "):
             return "\n".join([lines[start].removeprefix("error: "), *lines[start + 1 :]])

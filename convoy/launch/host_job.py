@@ -1,20 +1,16 @@
-"""What each host of a fleet has to start, the environment of each device, and the same as a line for a shell. Pure."""
+"""What each host of a fleet starts, and the environment of each device. Pure."""
 
 import math
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from convoy.comm.environment import LISTENER
 from convoy.comm.launch_env import RANK_VARIABLES
-from convoy.comm.launcher import JOIN, LISTEN
 
-if TYPE_CHECKING:  # the agent on a host knows no fleet, and should not wait for what reads its file
+if TYPE_CHECKING:  # the agent on a host knows no fleet, and should not load what reads its file
     from convoy.fleet import Device, Fleet, Host
 
 CONVOY_COMMAND = (sys.executable, "-m", "convoy")
@@ -24,18 +20,75 @@ _CHOSEN = (*MALLOC_NAMES, "GLIBC_TUNABLES", "LD_PRELOAD")
 _LARGEST_BYTES = str(2**31 - 1)
 
 
-def memory_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Variables by which a device uses the memory that its tensors free again; none that `base` has chosen otherwise.
+@dataclass(frozen=True)
+class JobOptions:
+    """How the devices of a job meet and end, here or on the hosts of a fleet.
 
-    By itself glibc's malloc gives tensors of 32 MB or more back to the kernel when they are freed, and those of the next
-    step take fresh pages, which the kernel fills with zeros first: a tenth of a step of two-conv 150:800 with 52
-    samples. With thresholds that large the process holds the most memory that it ever needed. PyTorch asks for huge
-    pages (2 MB in place of 4 KB) for large tensors; without, the gradients of a wide Linear alone took a third of a step.
-    Both read their variables once, so they are a matter of who starts a process.
+    Attributes:
+        port: where they meet, on the host of device 0; None: a free one.
+        logs: a folder on each host for what its devices print, except device 0.
+        goes_on: the devices continue without those that are lost. The first remaining one prints.
+        silence_s: with `goes_on`, kill a device that is stopped for so long: the others have lost it by then.
+        grace_s: once one has failed, or after Ctrl-C, the others get so long to end by themselves.
     """
-    chosen = any(base.get(name) for name in _CHOSEN)
-    malloc = {} if chosen else dict.fromkeys(MALLOC_NAMES, _LARGEST_BYTES)
-    return {"THP_MEM_ALLOC_ENABLE": base.get("THP_MEM_ALLOC_ENABLE", "1"), **malloc}
+
+    port: int | None = None
+    logs: Path | None = None
+    goes_on: bool = False
+    silence_s: float = 60.0
+    grace_s: float = 5.0
+
+
+DEFAULTS = JobOptions()
+
+
+@dataclass(frozen=True)
+class HostJob:
+    """One host of a fleet and its devices.
+
+    Attributes:
+        ranks: indices of its devices in the fleet.
+        names: what each computes on, as PyTorch calls it.
+        own: variables of each, beside those of its rank.
+        memory_bytes: what plans may fill of the memory of its CPU devices; 0: unknown.
+    """
+
+    host: "Host"
+    ranks: tuple[int, ...]
+    names: tuple[str, ...]
+    own: tuple[Mapping[str, str], ...]
+    memory_bytes: int = 0
+
+    def title(self, rank: int) -> str:
+        """Name a device in messages, after its index."""
+        return f"host {self.host.name}, {self.names[self.ranks.index(rank)]}"
+
+
+def host_jobs(fleet: "Fleet") -> list[HostJob]:
+    """Return the hosts, that of device 0 first.
+
+    The accelerators of a host are its cuda:0, cuda:1, ... (or as torch calls them) in the order of the file.
+    """
+    made = []
+    for host in fleet.hosts:
+        ranks = fleet.devices_on(host.name)
+        devices = [fleet.devices[rank] for rank in ranks]
+        kinds = [device.kind for device in devices]
+        names = tuple(f"{kind}:{kinds[:n].count(kind)}" if kind != "cpu" else kind for n, kind in enumerate(kinds))
+        memory = sum(int(device.memory_bytes or 0) for device in devices if device.kind == "cpu")
+        made.append(HostJob(host, ranks, names, tuple(map(_own_variables, devices)), memory))
+    return sorted(made, key=lambda job: job.ranks)
+
+
+def _own_variables(device: "Device") -> dict[str, str]:
+    own = {}
+    if device.cores is not None:
+        own["OMP_NUM_THREADS"] = str(math.ceil(device.cores))
+    if device.slowdown != 1:
+        own["CONVOY_SLOWDOWN"] = repr(device.slowdown)
+    if device.memory_bytes is not None and device.kind != "cpu":  # torch cannot limit the memory of a CPU device
+        own["CONVOY_MEMORY"] = str(int(device.memory_bytes))
+    return own
 
 
 def device_environments(
@@ -49,29 +102,27 @@ def device_environments(
     hosted: bool = False,
     own: Sequence[Mapping[str, str]] = (),
 ) -> list[dict[str, str]]:
-    """All variables of each device that one machine starts.
+    """Return all variables of each device that one machine starts.
 
     Args:
         base: variables of the process that starts them.
-        ranks: the index of each in the job.
-        names: what each computes on, such as "cpu" or "cuda:0".
+        ranks, names: index of each in the job, and what it computes on, such as "cpu" or "cuda:0".
         total: devices of the whole job, on all machines.
-        address, port: where all of them meet.
-        hosted: the launcher keeps the store there; otherwise device 0 does.
+        hosted: the launcher keeps the store where all meet; otherwise device 0 does.
         own: further variables of each.
     """
     kept = {name: value for name, value in base.items() if name not in (*RANK_VARIABLES, "TORCHELASTIC_RESTART_COUNT")}
     kept |= memory_environment(base)
-    # Torch warns of names and connections that Convoy needs not, or tells of itself.
+    # Torch warns of names and connections that Convoy does not need or reports itself.
     kept.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     accelerators = [name for name in names if not name.startswith(("cpu", "auto"))]
-    if len(set(accelerators)) < len(accelerators):  # whoever names one twice wants it
+    if len(set(accelerators)) < len(accelerators):  # named twice on purpose
         kept.setdefault("CONVOY_SHARED_ACCELERATOR", "1")
-    on_cpu = sum(name.startswith("cpu") for name in names)
-    if on_cpu:
-        # Each would take all cores otherwise, and they would disturb each other. A core is left to the thread that launches the
-        # kernels of each accelerator: one of many that share out a loop would have to wait for it.
-        kept.setdefault("OMP_NUM_THREADS", str(max(1, (_cores() - len(accelerators)) // on_cpu)))
+    if on_cpu := sum(name.startswith("cpu") for name in names):
+        # Each process would take all cores otherwise. A core is left to the thread that launches the kernels of each
+        # accelerator: OpenMP splits loops evenly, so all threads would wait for the one that shares its core.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        kept.setdefault("OMP_NUM_THREADS", str(max(1, (cores - len(accelerators)) // on_cpu)))
     return [
         kept
         | rank_variables(rank, local, total, len(ranks), address, port)
@@ -82,17 +133,7 @@ def device_environments(
     ]
 
 
-def joining_environment(variables: Mapping[str, str], doors: Sequence[tuple[str, int]]) -> dict[str, str]:
-    """The environment of a device that is started again by the same command: it has no place among those that began, and asks
-    at these doors to be let in."""
-    place = (*RANK_VARIABLES, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
-    gone = {LISTENER, LISTEN, *place, *(f"CONVOY_{name}" for name in place)}
-    kept = {name: value for name, value in variables.items() if name not in gone}
-    return kept | {JOIN: ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in doors)}
-
-
 def rank_variables(rank: int, local: int, total: int, local_total: int, address: str, port: int) -> dict[str, str]:
-    """Which process of a job one is, as torchrun says it."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(local),
@@ -103,95 +144,18 @@ def rank_variables(rank: int, local: int, total: int, local_total: int, address:
     }
 
 
+def memory_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """Return variables by which a device reuses the memory of freed tensors, except where `base` chose otherwise.
+
+    glibc's malloc returns freed blocks of 32 MB or more to the kernel, which zeroes new pages for the next step: a tenth of
+    a step of two-conv 150:800 with 52 samples. Large thresholds keep them. PyTorch asks for huge pages (2 MB instead of
+    4 KB) for large tensors; without, the gradients of a wide Linear alone took a third of a step. Both read their variables
+    once, so whoever starts the process has to set them.
+    """
+    chosen = any(base.get(name) for name in _CHOSEN)
+    malloc = {} if chosen else dict.fromkeys(MALLOC_NAMES, _LARGEST_BYTES)
+    return {"THP_MEM_ALLOC_ENABLE": base.get("THP_MEM_ALLOC_ENABLE", "1"), **malloc}
+
+
 def log_of(folder: Path | None, rank: int) -> Path | None:
-    """Where a device's output is kept; device 0 has the terminal."""
-    return None if folder is None or rank == 0 else folder / f"device-{rank}.log"
-
-
-def _cores() -> int:
-    """Processor cores that this process may use. Only Linux can be asked for that."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-@dataclass(frozen=True)
-class HostJob:
-    """One host of a fleet and its devices.
-
-    Attributes:
-        ranks: indices of its devices in the fleet.
-        names: what each computes on, as PyTorch calls it.
-        own: variables of each, beside those of its rank.
-    """
-
-    host: "Host"
-    ranks: tuple[int, ...]
-    names: tuple[str, ...]
-    own: tuple[Mapping[str, str], ...]
-
-    def title(self, rank: int) -> str:
-        """A device as messages name it, after its index."""
-        return f"host {self.host.name}, {self.names[self.ranks.index(rank)]}"
-
-
-def host_jobs(fleet: "Fleet") -> list[HostJob]:
-    """The hosts, that of device 0 first.
-
-    The accelerators of a host are its cuda:0, cuda:1, ... (or as torch calls them) in the order of the file.
-    """
-    made = []
-    for host in fleet.hosts:
-        ranks = fleet.devices_on(host.name)
-        devices = [fleet.devices[rank] for rank in ranks]
-        kinds = [device.kind for device in devices]
-        names = tuple(f"{kind}:{kinds[:n].count(kind)}" if kind != "cpu" else kind for n, kind in enumerate(kinds))
-        made.append(HostJob(host, ranks, names, tuple(map(_own_variables, devices))))
-    return sorted(made, key=lambda job: job.ranks)
-
-
-def _own_variables(device: "Device") -> dict[str, str]:
-    """What the file says of a device, as its process reads it; the same as in a rehearsal."""
-    own = {}
-    if device.cores is not None:
-        own["OMP_NUM_THREADS"] = str(math.ceil(device.cores))
-    if device.slowdown != 1:
-        own["CONVOY_SLOWDOWN"] = repr(device.slowdown)
-    if device.memory_bytes is not None and device.kind != "cpu":  # torch limits none of a CPU's
-        own["CONVOY_MEMORY"] = str(int(device.memory_bytes))
-    return own
-
-
-def line_to_paste(
-    job: HostJob,
-    argv: Sequence[str],
-    *,
-    total: int,
-    address: str,
-    port: int,
-    python: str,
-    folder: str,
-    further: Mapping[str, str] = MappingProxyType({}),
-) -> str:
-    """A line for a shell on this host (sh, bash, zsh) that starts its devices and waits for them.
-
-    Args:
-        argv: what follows `python -m convoy`.
-        total: devices of the whole fleet.
-        address, port: where all meet: device 0 listens there.
-        python, folder: for a host that names none.
-        further: variables of all devices.
-    """
-    shared = rank_variables(0, 0, total, len(job.ranks), address, port) | {"TORCH_CPP_LOG_LEVEL": "ERROR", **further}
-    words = [f"{name}={shlex.quote(value)}" for name, value in shared.items() if name not in ("RANK", "LOCAL_RANK")]
-    words += [f"{name}=${{{name}:-{value}}}" for name, value in memory_environment({}).items()]
-    on_cpu = job.names.count("cpu")
-    if on_cpu > 1:  # as many threads as this machine has cores, shared out
-        words.append(f"OMP_NUM_THREADS=$(( ($(getconf _NPROCESSORS_ONLN) + {on_cpu - 1}) / {on_cpu} ))")
-    command = shlex.join([job.host.python or python, "-m", "convoy", *argv])
-    starts = []
-    for local, (rank, name, own) in enumerate(zip(job.ranks, job.names, job.own, strict=True)):
-        variables = {"RANK": str(rank), "LOCAL_RANK": str(local), "CONVOY_DEVICE": name, **own}
-        starts.append(" ".join([*(f"{key}={value}" for key, value in variables.items()), command]))
-    # Device 0, the first, keeps the terminal: the others run behind it and end with it.
-    behind = "".join(f"{start} & " for start in starts[1:])
-    run = f"{{ {behind}{starts[0]}; s=$?; wait; exit $s; }}"
-    return f"( cd {shlex.quote(job.host.folder or folder)} && export {' '.join(words)} && {run} )"
+    return None if folder is None or rank == 0 else folder / f"device-{rank}.log"  # device 0 has the terminal

@@ -1,7 +1,7 @@
-"""The call of ssh, and what its complaints mean. Pure.
+"""The call of ssh, and the remedies for its error messages. Pure.
 
-How to get to a host is ssh's own business: keys, agents, jump hosts and further names stand in ~/.ssh/config. Another
-program or other options: the variable CONVOY_SSH, e.g. `CONVOY_SSH="ssh -F lab.config"`.
+Keys, agents, jump hosts and further names are in ~/.ssh/config. CONVOY_SSH gives another program or other options, e.g.
+`CONVOY_SSH="ssh -F lab.config"`.
 """
 
 import re
@@ -13,7 +13,7 @@ from convoy.fleet import Host
 
 CONNECT_S = 10
 ALIVE_S, ALIVE_TIMES = 5, 3
-"""ssh asks a silent host for a sign every so many seconds, and gives up after so many times."""
+"""Seconds after which ssh asks a silent host for a sign of life, and how often before it gives up."""
 
 _OPTIONS = (
     "BatchMode=yes",  # nobody is there to type a password for every host
@@ -21,7 +21,7 @@ _OPTIONS = (
     f"ServerAliveInterval={ALIVE_S}",
     f"ServerAliveCountMax={ALIVE_TIMES}",
     "ForwardX11=no",
-    "ControlMaster=no",  # a master would outlive the job, and hold its files
+    "ControlMaster=no",  # a master would outlive the job, and keep its files open
 )
 
 _REMEDIES = (
@@ -56,24 +56,23 @@ _REMEDIES = (
 
 
 def ssh_program(environment: Mapping[str, str]) -> list[str]:
-    """ssh, or what CONVOY_SSH names. InputError if that is no command line."""
+    """Return ssh, or the command line in CONVOY_SSH. InputError if that is none."""
     text = environment.get("CONVOY_SSH") or "ssh"
     try:
-        words = shlex.split(text)
+        return shlex.split(text)
     except ValueError as error:
         raise InputError(
             f"CONVOY_SSH={text!r}: no command line ({error}); give a program and options, e.g. 'ssh -F FILE'"
         ) from None
-    return words
 
 
 def ssh_call(program: Sequence[str], host: Host, command: str) -> list[str]:
-    """The command line that runs `command` in the login shell of a host."""
+    """Return the command line that runs `command` in the login shell of a host."""
     return [*ssh_words(program, host), "--", str(host.address), command]
 
 
 def ssh_words(program: Sequence[str], host: Host) -> list[str]:
-    """The call of ssh without the address: for programs that start ssh themselves."""
+    """Return the call of ssh without the address, for programs that start ssh themselves."""
     options = [word for option in _OPTIONS for word in ("-o", option)]
     user = [] if host.user is None else ["-l", host.user]
     port = [] if host.ssh_port is None else ["-p", str(host.ssh_port)]
@@ -81,24 +80,24 @@ def ssh_words(program: Sequence[str], host: Host) -> list[str]:
 
 
 def by_hand(host: Host) -> str:
-    """How a person gets to a host."""
-    target = host.address if host.user is None else f"{host.user}@{host.address}"
-    return shlex.join(["ssh", *([] if host.ssh_port is None else ["-p", str(host.ssh_port)]), str(target)])
+    """Return the call that a person types."""
+    return shlex.join(["ssh", *([] if host.ssh_port is None else ["-p", str(host.ssh_port)]), _target(host)])
+
+
+def _target(host: Host) -> str:
+    return str(host.address) if host.user is None else f"{host.user}@{host.address}"
 
 
 def agent_command(host: Host, python: str, folder: str) -> str:
-    """What a host's login shell has to run. It may be any common one: words in quotes, && and exec are all it needs."""
+    """Return the command for a host's login shell. It uses quotes, && and exec only, which all common shells know."""
     start = shlex.join([host.python or python, "-m", "convoy.launch.agent"])
     return f"cd {shlex.quote(host.folder or folder)} && exec {start}"
 
 
-def remedy(host: Host, words: str, python: str, folder: str) -> str:
-    """What to do when a host could not be started on, from what ssh and the host's shell said."""
-    target = host.address if host.user is None else f"{host.user}@{host.address}"
-    call = by_hand(host)
-    facts = {"address": host.address, "target": target, "call": call}
-    facts |= {"python": host.python or python, "folder": host.folder or folder}
-    for pattern, text in _REMEDIES:
-        if re.search(pattern, words):
-            return text.format(**facts)
-    return f"try it by hand: {call}"
+def remedy(host: Host, printed: str, python: str, folder: str) -> str:
+    """Return what to do about a host that cannot be used, given the output of ssh and the host's shell."""
+    text = next((text for pattern, text in _REMEDIES if re.search(pattern, printed)), "try it by hand: {call}")
+    return text.format(
+        address=host.address, target=_target(host), call=by_hand(host), python=host.python or python,
+        folder=host.folder or folder,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Asks hosts over ssh what they are made of, and writes it down as a fleet. Nothing needs to be installed there."""
+"""Ask hosts over ssh for their hardware, and make a fleet of the answers. Nothing needs to be installed there."""
 
 import os
 import re
@@ -13,21 +13,17 @@ from dataclasses import dataclass, replace
 
 from convoy.errors import InputError, shown
 from convoy.fleet import Card, Device, Fleet, Host
-from convoy.fleet.catalogue import DeviceClass, device_classes
+from convoy.fleet.catalogue import DeviceClass, names, plain_name
 from convoy.launch.ssh import remedy, ssh_call, ssh_program
 
-ANSWER_S = 30.0
-"""A host that has not answered by then is reported."""
-
-ASSUMED_BYTES_PER_S = 125e6
-"""1 Gbit/s: for a card that does not tell its speed."""
+ANSWER_S = 30.0  # a host that has not answered by then is reported as silent
+ASSUMED_BYTES_PER_S = 125e6  # 1 Gbit/s, for a card that does not tell its speed
 
 ASSUMED_LATENCY_S = 1e-4
 
-USED = 0.8
-"""Part of a host's memory that plans may fill, where the catalogue does not say."""
+USED = 0.8  # part of a host's memory that plans may fill, where the catalogue does not say
 
-# For any POSIX shell; one fact a line. What a system does not have is left out.
+# For any POSIX shell; one fact per line. A system leaves out what it does not have.
 QUESTIONS = r"""
 echo survey 1
 echo system "$(uname -s)"
@@ -46,11 +42,11 @@ echo mbit_per_s "$(cat "/sys/class/net/$card/speed" 2>/dev/null)"
 
 @dataclass(frozen=True)
 class Answer:
-    """What a host says of itself.
+    """The hardware of a host.
 
     Attributes:
         server: the address and port at which its ssh server was reached; None for this machine.
-        bytes_per_s, latency_s: of its network card, and of the way there; None where that is not known.
+        bytes_per_s, latency_s: of its network card, and of the path there; None where unknown.
     """
 
     system: str
@@ -64,7 +60,7 @@ class Answer:
 
 
 def read_answer(text: str) -> Answer | None:
-    """The answers to QUESTIONS; None if the text holds none. What a login shell prints beside them does not matter."""
+    """Read the answers to QUESTIONS; None if there are none. Ignore what a login shell prints beside them."""
     facts: dict[str, list[str]] = {}
     for line in text.splitlines():
         key, _, value = line.strip().partition(" ")
@@ -85,16 +81,11 @@ def read_answer(text: str) -> Answer | None:
 
 
 def _number(text: str | None) -> int | None:
-    """A whole number, none of which a system tells has more than 18 digits."""
     return int(text) if text and re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def host_of(text: str) -> Host:
-    """A host as people write it: name, user@name, name:port. `.` is this machine.
-
-    Raises:
-        InputError: something else.
-    """
+    """Read a host as people write it: name, user@name, name:port; `.` is this machine. InputError for anything else."""
     found = re.fullmatch(r"(?:(?P<user>[^@\s]+)@)?(?P<address>\[[^\]]+\]|[^@:\s]+)(?::(?P<port>[0-9]{1,5}))?", text)
     if found is None:
         raise InputError(f"host {shown(text)}: write a name or address, user@name or name:port; . is this machine")
@@ -106,20 +97,18 @@ def host_of(text: str) -> Host:
 
 
 def _name(address: str) -> str:
-    """A host's name in the file: the first part of a host name, or the whole of a number."""
+    """Return a host's name for the file: the first part of a host name, or a whole IP address."""
     plain = address if re.fullmatch(r"[\d.:a-fA-F]*[.:][\d.:a-fA-F]*", address) else address.partition(".")[0]
     return re.sub(r"[^A-Za-z0-9-]", "-", plain)
 
 
 def ask(hosts: Sequence[Host]) -> list[Answer]:
-    """The answer of each host; all are asked at once.
-
-    Raises:
-        InputError: some could not be asked: names all of them, each with the cure.
-    """
+    """Ask all hosts at once. InputError names all that could not be asked, each with the remedy."""
     with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as threads:
         found = list(threads.map(ask_one, hosts))
-    troubles = [f"host {host.name}: {told}" for host, told in zip(hosts, found, strict=True) if isinstance(told, str)]
+    troubles = [
+        f"host {host.name}: {answer}" for host, answer in zip(hosts, found, strict=True) if isinstance(answer, str)
+    ]
     if troubles:
         raise InputError("\n".join(troubles))
     return [each for each in found if isinstance(each, Answer)]
@@ -131,15 +120,9 @@ def ask_one(host: Host) -> Answer | str:
     command = ["sh", "-s"] if here else ssh_call(ssh_program(os.environ), host, "sh -s")
     try:
         done = subprocess.run(
-            command,
-            input=QUESTIONS,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=ANSWER_S,
-            check=False,
+            command, input=QUESTIONS, capture_output=True, encoding="utf-8", errors="replace", timeout=ANSWER_S, check=False,
             start_new_session=True,
-        )
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"did not answer within {ANSWER_S:g} s: {remedy(host, 'timed out', 'python', '.')}"
     except OSError as error:
@@ -152,7 +135,7 @@ def ask_one(host: Host) -> Answer | str:
 
 
 def latency_to(server: tuple[str, int]) -> float | None:
-    """Seconds of one way to a server: half of the shortest time in which a connection is made; None if none is."""
+    """Return the one-way seconds to a server: half of the shortest time to connect; None if nobody answers."""
     times = []
     for _ in range(5):
         begin_s = time.perf_counter()
@@ -162,12 +145,9 @@ def latency_to(server: tuple[str, int]) -> float | None:
 
 
 def fleet_of(hosts: Sequence[Host], answers: Sequence[Answer]) -> tuple[Fleet, list[str]]:
-    """The hosts with their devices, and what had to be assumed, one line each. Pure.
+    """Return the hosts with their devices, and notes on what had to be assumed. InputError for two hosts of one name.
 
-    A GPU is a device, and so are the cores of a host together. Where the catalogue knows them, their figures are its.
-
-    Raises:
-        InputError: two hosts of one name.
+    Each GPU is a device, and so are the cores of a host together. Known devices get the figures of the catalogue.
     """
     notes: list[str] = []
     devices: list[Device] = []
@@ -205,21 +185,16 @@ _NOISE = re.compile(
     r"\((r|tm|c)\)|@.*|\b(nvidia|geforce|tesla|amd|radeon|intel|graphics|gpu|cpu|processor|generation|\d+-core)\b"
     r"|\b(\d+th gen|hbm\de?|sxm\d?)\b"
 )
-"""What product names carry beside the name of the class."""
+"""Words of product names that are not part of a class's name."""
 
 
 def class_of(product: str) -> DeviceClass | None:
-    """The class of the catalogue that a product's name means: "NVIDIA GeForce RTX 3060" is `rtx3060`; None if there is none.
+    """Return the catalogue's class of a product: `rtx3060` for "NVIDIA GeForce RTX 3060"; None if there is none.
 
-    The whole name must be that of the class, so that no 3060 Ti is taken for a 3060; only the size of the memory and the
-    kind of slot may be left out.
+    The whole name must match, so that no 3060 Ti is taken for a 3060. Only the memory size and the slot may be left out.
     """
-    names = {_plain(name): known for known in device_classes().values() for name in (known.name, *known.aliases)}
     words = _NOISE.sub(" ", product.lower())
     without_slot = re.sub(r"\bpcie\b", " ", words)
     without_size = re.sub(r"\b\d+ ?gb\b", " ", without_slot)
-    return next((names[_plain(w)] for w in (words, without_slot, without_size) if _plain(w) in names), None)
-
-
-def _plain(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum())
+    found = (names().get(plain_name(each)) for each in (words, without_slot, without_size))
+    return next((row[0] for row in found if row is not None), None)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from convoy._version import __version__
-from convoy.comm import roster
 from convoy.comm.agreement import agree_on, agree_on_modes
 from convoy.comm.group import Group
 from convoy.errors import ConvoyError, InputError
@@ -166,8 +165,6 @@ class Distributed(ModuleOfPieces):
         self._watch.check(training, self._in_use.whole)
         self._states[training].check()
         outputs = self._compute(given, program, parts, compares)
-        if training:
-            roster.note_training()
         self._whole_weights.held = training and not self._passes.sums
         returned = self._outputs.returned(outputs, program, graph)
         return self._watch.returned(fill_result(self.traced[training], returned), inputs, training)

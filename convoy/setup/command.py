@@ -19,7 +19,7 @@ from convoy.files import read_text, write_whole
 from convoy.fleet import Fleet, Host
 from convoy.launch.fleet import startable
 from convoy.launch.ssh import remedy, ssh_call, ssh_program, ssh_words
-from convoy.launch.supervisor import Interrupted, Interrupts, Supervisor, by_line
+from convoy.launch.supervisor import Interrupted, Interrupts, Start, Supervisor, by_line
 from convoy.setup.parcel import pack, project_files
 
 LIMIT_S = 6 * 3600.0  # for all hosts: gigabytes of CUDA and of data over a slow line
@@ -180,11 +180,13 @@ def _run(
         for number, (host, script) in enumerate(scripts.items()):
             # The input stays open: what runs on the host ends with it.
             processes.start(
-                number, host.name, ["sh", "-c", script], stdin=subprocess.PIPE, stdout=sink(host.name),
-                stderr=sink(host.name), own_session=True, members=descendants,
+                Start(
+                    number, host.name, ["sh", "-c", script], stdin=subprocess.PIPE, stdout=sink(host.name),
+                    stderr=sink(host.name), own_session=True, members=descendants,
+                )
             )  # fmt: skip
         if not processes.listen(lambda: not processes.running, LIMIT_S):
-            names = ", ".join(process.name for process in processes.running)
+            names = ", ".join(process.start.name for process in processes.running)
             raise InputError(f"hosts not ready after {LIMIT_S:g} s: {names}; run setup again, it continues from there")
         return {ending.name: (ending.status, said[ending.name]) for ending in processes.endings}
 

@@ -16,13 +16,9 @@ class StateLostError(DeviceLostError):
 class LeftError(DeviceLostError):
     """This device has left the job, as it was asked to."""
 
-    ends = "left"
-
 
 class StoppedError(ConvoyError):
     """The whole training has ended after a step, as it was asked to."""
-
-    ends = "stopped"
 
 
 class GrownError(DeviceLostError):

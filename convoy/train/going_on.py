@@ -11,7 +11,6 @@ from convoy.comm import roster
 from convoy.comm.agreement import from_first, share_number, share_tensor
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Words
-from convoy.comm.launcher import Launcher
 from convoy.comm.newcomer import Entrance
 from convoy.comm.regroup import Membership
 from convoy.errors import ConvoyError, DeviceLostError
@@ -52,7 +51,6 @@ class GoingOn:
         self.replan, self.membership, self.newcomers, self.entrance = replan, membership, newcomers, entrance
         self.steps = 0
         self.place: Any = None
-        self.launcher = Launcher()
         self.story: Story | None = None
         self.fall_back: Callable[[], tuple[int, Any]] | None = None
         """Brings back a state that was saved, where with the lost devices went what nobody else has: its step and place. Every
@@ -268,7 +266,6 @@ class GoingOn:
         self._keep()
         forget_moves()
         roster.tell(device=self.membership.me, members=now.members)
-        self._tell_launcher()
         if self.tell is not None:
             there, joins = self.membership, done == 0 and self._facts is not None
             self.tell(Changed(
@@ -276,11 +273,6 @@ class GoingOn:
                 saved=step is None, joins=joins,
             ).line())  # fmt: skip
         return self.place
-
-    def _tell_launcher(self) -> None:
-        """Where a device may ask that the launcher starts again."""
-        if self.membership is not None:
-            self.launcher.tell_members(self.membership.generation.number, self.membership.doors)
 
     def _hear_of_newcomers(self, step: int | None, told: Sequence[Words]) -> tuple[list[str], Any]:
         """Who has come, in words; and what every device knows of the state, for who kept nothing of that step."""

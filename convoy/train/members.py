@@ -1,10 +1,11 @@
 """Lets a training go on when devices are lost or come: what a script's loop uses around its steps and between them."""
 
-import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +15,6 @@ from torch.optim.optimizer import Optimizer
 from convoy.comm.agreement import share_number
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Words
-from convoy.comm.launcher import Launcher
 from convoy.comm.newcomer import Entrance
 from convoy.comm.processes import JoinedGroup
 from convoy.comm.regroup import Home, Membership
@@ -42,6 +42,9 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+ASKED_STATUS = 2
+"""Exit status of a script that was asked to end; that of `convoy train` is the same."""
 
 
 @dataclass
@@ -111,13 +114,11 @@ class Members(GoingOn):
         if entrance is None and isinstance(group, ChangingGroup) and group.entrance is not None:
             entrance, group.entrance = (group.entrance, facts_of(model)), None
         home = home_here(group) if home is None else home
-        launcher = Launcher.of_process(os.environ) if newcomers is None else Launcher()  # else the caller tells it
-        if newcomers is None and (entrance is not None or listens() or launcher.listens):
+        if newcomers is None and (entrance is not None or listens()):
             newcomers = Welcome(model, replan, lambda: between.loader is not None)
         changes = isinstance(group, ChangingGroup) and (isinstance(group.present, JoinedGroup) or home is not None)
         membership = Membership(group, home) if changes and isinstance(group, ChangingGroup) else None
         super().__init__(model, optimizers, others, every, spares, replan, tell, membership, newcomers, entrance)
-        self.launcher = launcher
         model.guard = self._begin_epoch
 
     @contextmanager
@@ -176,7 +177,7 @@ class Members(GoingOn):
         self.story = self._tell_story, self._between.told.update
         self._signals.enter_context(hearing_signals(self))
         if threading.current_thread() is threading.main_thread():
-            self._signals.callback(self.launcher.hear_of_script())
+            self._signals.callback(_print_asked_end())
         # Where the group has broken, the next message says it again.
         with suppress(DeviceLostError) if self.entrance is None else nullcontext():
             self.begin()
@@ -185,7 +186,6 @@ class Members(GoingOn):
                 optimizer._opt_called = True  # type: ignore[attr-defined]  # the others have: schedules ask for it
         if self.membership is not None and self.newcomers is not None:
             self.membership.offer = offer()
-            self._tell_launcher()
 
     def _grow_now(self) -> None:
         """Let newcomers in before a step, whose batch has been handed out already."""
@@ -275,3 +275,21 @@ class Members(GoingOn):
         """At the end of all: be no member any more. Every device calls it."""
         self._signals.close()
         super().close()
+
+
+def _print_asked_end() -> Callable[[], None]:
+    """Print one line instead of a traceback where a script ends because somebody asked it to. Return what undoes this."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, LeftError | StoppedError):
+            before(kind, error, trace)
+            return
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(ASKED_STATUS)
+
+    def undo() -> None:
+        sys.excepthook = before
+
+    sys.excepthook = hook
+    return undo

@@ -13,9 +13,8 @@ from convoy.comm import roster
 from convoy.comm.accelerator import modes
 from convoy.comm.changing import present
 from convoy.comm.channel import Words
-from convoy.comm.environment import ProcessEnv, is_loopback, read_process_env, resolve
+from convoy.comm.environment import LISTEN, ProcessEnv, is_loopback, read_process_env, resolve
 from convoy.comm.group import Group
-from convoy.comm.launcher import LISTEN
 from convoy.comm.processes import JoinedGroup
 from convoy.comm.regroup import Home
 from convoy.comm.rendezvous import credentials_of

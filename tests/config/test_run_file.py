@@ -133,6 +133,7 @@ REFUSED: list[tuple[str, str]] = [
     ("weight_decay = 0.1", "run.toml line 2: unknown key 'weight_decay': did you mean 'weight-decay'?"),
     ("Epochs = 3", "run.toml line 2: unknown key 'Epochs': did you mean 'epochs'?"),
     ("timeout-s = 3", "did you mean 'timeout'?"),
+    ("try-again = true", "run.toml line 2: try-again = true: lost devices are not restarted any more; remove the line"),
     ("colour = 1", "unknown key 'colour': convoy train --help lists them"),
     ("[training]\nlr = 0.1", "run.toml line 2: unknown key 'training'"),
     ('batch = "64"', "run.toml line 2: batch = '64': give a whole number of 1 or more"),

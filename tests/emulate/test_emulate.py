@@ -367,47 +367,6 @@ sleep 0.$RANK
     assert rehearse(fleet_of([0.4] * 2), command, timeout_s=HANG_S, output=io.StringIO(), goes_on=True) == 3
 
 
-COMES_BACK = """
-import json, os, signal, sys, time
-def tell(**words):
-    os.write(int(os.environ["CONVOY_LAUNCHER_PIPE"]), json.dumps(words).encode() + b"\\n")
-def is_there(name):
-    return os.path.exists(f"{sys.argv[1]}/{name}")
-def place():
-    return [os.stat("/proc/self/ns/net").st_ino, open("/proc/self/cgroup").read(), os.environ["CONVOY_DEVICE"]]
-rank = os.environ.get("RANK")
-if rank is None:
-    told = [os.environ["CONVOY_JOIN"], json.load(open(f"{sys.argv[1]}/1")) == place()]
-    tell(generation=1, doors=[])
-    open(f"{sys.argv[1]}/again", "w").close()
-    time.sleep(0.5)
-    print("the last", *told, flush=True)
-    sys.exit()
-tell(generation=0, doors=[["10.42.0.1", 7]])
-if rank == "1":
-    json.dump(place(), open(f"{sys.argv[1]}/1", "w"))
-    os.kill(os.getpid(), signal.SIGKILL)
-while not is_there("again"):
-    time.sleep(0.02)
-"""
-
-
-@needs_root
-def test_a_lost_device_is_started_again_on_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the same command, without a place among those that began. What it prints as the first that is left is shown."""
-    monkeypatch.setattr("convoy.launch.again.FIRST_PAUSE_S", 0.1)
-    output, command = io.StringIO(), [sys.executable, "-S", "-c", COMES_BACK, str(tmp_path)]
-    fleet = fleet_of([0.4] * 3)
-    assert rehearse(fleet, command, timeout_s=HANG_S, output=output, goes_on=True, tries_again=True) == 0
-    lines = output.getvalue().splitlines()
-    assert "the last 10.42.0.1:7 True" in lines
-    title = "device 1 (b-cpu on host b)"
-    assert [line for line in lines if title in line] == [
-        f"rehearse: {title} was killed by SIGKILL; it is started again",
-        f"rehearse: {title} ended with status 137",
-    ]
-
-
 @needs_root
 @pytest.mark.usefixtures("short_grace")
 def test_time_runs_out_even_for_processes_that_will_not_go(tmp_path: Path) -> None:

@@ -47,23 +47,24 @@ sys.exit(2)
 
 HERE = """
 import sys
-from convoy.launch import leaving, local
+from convoy.launch import local, supervisor
+from convoy.launch.host_job import JobOptions
 limit_s, *argv = sys.argv[1:]
-leaving.LEAVE_S = float(limit_s)
+supervisor.LEAVE_S = float(limit_s)
 local.CONVOY_COMMAND = (sys.executable, "-S", "-c")  # device 0 hosts the store, so that no torch is loaded here
-sys.exit(local.launch_local(argv, ["cpu", "cpu"], command=local.CONVOY_COMMAND, goes_on=True))
+sys.exit(local.launch_local(argv, ["cpu", "cpu"], JobOptions(goes_on=True), command=local.CONVOY_COMMAND))
 """
 
 FLEET = """
 import sys
-from dataclasses import replace
-from convoy.launch import fleet, leaving
-from convoy.launch.detach import this_host
+from convoy.fleet import Device, Fleet, Host
+from convoy.launch import fleet, supervisor
+from convoy.launch.host_job import JobOptions
 limit_s, *argv = sys.argv[1:]
-leaving.LEAVE_S = fleet.LEAVE_S = float(limit_s)
-job = this_host(("cpu", "cpu"))
-job = replace(job, host=replace(job.host, python=argv[1] + "/quick"))
-sys.exit(fleet.run_on_fleet([job], argv, grace_s=1.0, goes_on=True))
+supervisor.LEAVE_S = fleet.LEAVE_S = float(limit_s)
+host = Host("this", "127.0.0.1", python=argv[1] + "/quick")
+devices = Fleet((host,), tuple(Device(f"cpu{n}", "this", "cpu") for n in range(2)))
+sys.exit(fleet.run_on_fleet(devices, argv, JobOptions(grace_s=1.0, goes_on=True)))
 """
 
 
@@ -74,7 +75,9 @@ def started(
     """A launcher in a session of its own, and its two devices, which train; nothing of them is left."""
     quick = folder / "quick"
     quick.write_text(
-        QUICK.format(python=sys.executable, more=f"from convoy.launch import leaving; leaving.LEAVE_S = {limit_s}")
+        QUICK.format(
+            python=sys.executable, more=f"from convoy.launch import supervisor; supervisor.LEAVE_S = {limit_s}"
+        )
     )
     quick.chmod(0o755)
     command = [sys.executable, "-c", launcher, str(limit_s), DEVICE, str(folder), how, str(members)]

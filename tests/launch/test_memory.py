@@ -53,14 +53,6 @@ def test_a_process_that_joins_is_left_as_it_is(tmp_path: Path) -> None:
     assert (tmp_path / "alone").read_text() == "False None"
 
 
-@glibc
-@pytest.mark.slow
-def test_who_has_chosen_otherwise_gets_that(tmp_path: Path) -> None:
-    chosen = {"MALLOC_MMAP_THRESHOLD_": "131072", THP: "0"}
-    assert launch_local([WHERE, str(tmp_path)], ["cpu"], command=(sys.executable, "-c"), environment=chosen) == 0
-    assert (tmp_path / "0").read_text() == "False 0"
-
-
 def test_what_is_set_depends_on_what_was() -> None:
     assert memory_environment({}).keys() == {THP, *MALLOC_NAMES}
     for other in (*MALLOC_NAMES, "GLIBC_TUNABLES", "LD_PRELOAD"):

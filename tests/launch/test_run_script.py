@@ -14,12 +14,7 @@ import pytest
 from convoy import cli
 from convoy.comm.environment import read_process_env
 from convoy.comm.launch_env import hidden
-from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host
-from convoy.launch.host_job import host_jobs
-from convoy.launch.kubernetes import jobset
-from convoy.launch.slurm import sbatch_file
-from tests.support.json_schema import breaches
 from tests.support.processes import PLACE, ROOT
 
 NAMES = (
@@ -35,6 +30,16 @@ seen = [name for name in os.environ if name in {PLACE!r} or name.startswith(("SL
 print("device", os.environ.get("CONVOY_RANK"), *seen)
 sys.exit(5 * ("fail" in sys.argv))
 """
+
+
+FLEET = Fleet(
+    (Host("attic", "10.0.0.1"), Host("cellar", "10.0.0.2")),
+    (
+        Device("a0", "attic", "cuda"), Device("c0", "cellar", "cpu", cores=2.5, slowdown=2.0), Device("a1", "attic", "cpu"),
+        Device("a2", "attic", "cpu"),
+    ),
+    Card(125e6, 125e6, 1e-4),
+)  # fmt: skip
 
 
 def run(argv: Sequence[str], folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -166,145 +171,3 @@ def test_what_cannot_be_run(
     assert (ended.value.code, told.out) == (2, "")
     assert words in told.err
     assert "Traceback" not in told.err
-
-
-# ------------------------------------------------------------------------------------------------------- Slurm
-
-FLEET = Fleet(
-    (Host("attic", "10.0.0.1"), Host("cellar", "10.0.0.2")),
-    (
-        Device("a0", "attic", "cuda"), Device("c0", "cellar", "cpu", cores=2.5, slowdown=2.0), Device("a1", "attic", "cpu"),
-        Device("a2", "attic", "cpu"),
-    ),
-    Card(125e6, 125e6, 1e-4),
-)  # fmt: skip
-
-SCHEMA = json.loads(Path(__file__).with_name("jobset_schema.json").read_text())["schema"]
-"""Of the JobSets that Kubernetes takes, with the parts that our manifests have."""
-
-SRUN = """#!/usr/bin/env python3
-# Does what srun documents for --distribution=arbitrary: task k runs on the node of line k of SLURM_HOSTFILE.
-import os, subprocess, sys
-options = [word for word in sys.argv[1:] if word.startswith("--")]
-assert options == ["--distribution=arbitrary", "--cpu-bind=none", "--kill-on-bad-exit=1"], options
-nodes = open(os.environ["SLURM_HOSTFILE"]).read().split()
-names = sorted(set(nodes))
-per_node = ",".join(str(nodes.count(name)) for name in names)
-started = []
-for k, node in enumerate(nodes):
-    own = dict(SLURM_PROCID=k, SLURM_LOCALID=nodes[:k].count(node), SLURM_NODEID=names.index(node), NODE=node)
-    own |= dict(SLURM_STEP_NUM_TASKS=len(nodes), SLURM_STEP_TASKS_PER_NODE=per_node, SLURM_JOB_ID=7, SLURM_STEP_ID=0)
-    words = [word for word in sys.argv[1:] if not word.startswith("--")]
-    started.append(subprocess.Popen(words, env=os.environ | {name: str(value) for name, value in own.items()}))
-sys.exit(max(process.wait() for process in started))
-"""
-
-
-def test_a_file_for_slurm_starts_each_device_on_its_node(folder: Path) -> None:
-    """Slurm is not to be had here: a shell runs the file, with an srun that does what its manual says."""
-    (folder / "srun").write_text(SRUN)
-    (folder / "srun").chmod(0o755)
-    (folder / "note.py").write_text(
-        "import json, os, sys\n"
-        "from convoy.comm.launch_env import as_torchrun\n"
-        "told = as_torchrun(os.environ)\n"
-        "names = ('RANK', 'LOCAL_RANK', 'MASTER_ADDR', 'NODE', 'CONVOY_DEVICE', 'OMP_NUM_THREADS', 'CONVOY_SLOWDOWN')\n"
-        "with open('told.' + told['RANK'], 'w') as file:\n"
-        "    json.dump([*(told.get(name) for name in names), sys.argv[1:]], file)\n"
-    )
-    text = sbatch_file(
-        host_jobs(FLEET), ["note.py", "it's $HOME"], port=None, python=sys.executable, folder=str(folder)
-    )
-    assert re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE) == [
-        "--job-name=convoy", "--nodelist=attic,cellar", "--nodes=2", "--ntasks=4", "--exclusive",
-    ]  # fmt: skip
-    outside = {name: value for name, value in os.environ.items() if name not in (*PLACE, "OMP_NUM_THREADS")}
-    path = f"{folder}:{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", text], cwd="/", env={**outside, "PATH": path, "PYTHONPATH": str(ROOT)}, timeout=60, check=False
-    )
-    assert done.returncode == 0
-    half = str((len(os.sched_getaffinity(0)) + 1) // 2)
-    words = ["it's $HOME"]
-    assert [told(folder, rank) for rank in range(4)] == [
-        ["0", "0", "attic", "attic", "cuda:0", half, None, words],
-        ["1", "0", "attic", "cellar", "cpu", "3", "2.0", words],
-        ["2", "1", "attic", "attic", "cpu", half, None, words],
-        ["3", "2", "attic", "attic", "cpu", half, None, words],
-    ]
-
-
-def test_slurm_has_one_folder_for_all_nodes() -> None:
-    hosts = (Host("a", "10.0.0.1", folder="x"), Host("b", "10.0.0.2"))
-    fleet = Fleet(hosts, (Device("a0", "a", "cpu"), Device("b0", "b", "cpu")), FLEET.network)
-    with pytest.raises(InputError, match="one folder on all nodes"):
-        sbatch_file(host_jobs(fleet), ["train.py"], port=None, python="python", folder="/home/ann")
-
-
-# ------------------------------------------------------------------------------------------------------- Kubernetes
-
-
-def test_a_jobset_has_a_job_for_each_host_and_its_pod_starts_its_devices(folder: Path) -> None:
-    """It follows the schema; and here the commands of the pods are run."""
-    made = json.loads(jobset(host_jobs(FLEET), ["run", "--", "tell.py", "it's $HOME"], image="lab/convoy:1", port=4000))
-    assert not list(breaches(SCHEMA, made))
-    assert (made["apiVersion"], made["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    assert made["spec"]["failurePolicy"] == {"maxRestarts": 0}
-    assert made["spec"]["network"]["subdomain"] == made["metadata"]["name"] == "convoy"
-    pods = {job["name"]: job["template"]["spec"]["template"]["spec"] for job in made["spec"]["replicatedJobs"]}
-    assert list(pods) == ["attic", "cellar"]
-    containers = {name: pod["containers"][0] for name, pod in pods.items()}
-    assert [pod["nodeSelector"]["kubernetes.io/hostname"] for pod in pods.values()] == ["attic", "cellar"]
-    assert containers["attic"]["resources"] == {"limits": {"nvidia.com/gpu": "1"}}
-    assert containers["cellar"]["resources"] == {"requests": {"cpu": "3"}}
-    python = folder / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    outside = {name: value for name, value in os.environ.items() if name not in (*PLACE, "OMP_NUM_THREADS")}
-    variables = {**outside, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    for container in containers.values():
-        assert subprocess.run(container["command"], cwd=folder, env=variables, timeout=60, check=False).returncode == 0
-    assert [told(folder, rank)[:5] for rank in range(4)] == [
-        ["0", "4", "0", "3", "cuda:0"], ["1", "4", "0", "1", "cpu"], ["2", "4", "1", "3", "cpu"], ["3", "4", "2", "3", "cpu"],
-    ]  # fmt: skip
-    assert told(folder, 3)[6] == ["it's $HOME"]
-
-
-def test_what_others_start_is_told_where_the_key_is() -> None:
-    """The file's name, never its content. In Kubernetes the file is a secret's, which only the pods get."""
-    further = {"CONVOY_JOB_KEY": "/home/ann/job.key"}
-    text = sbatch_file(host_jobs(FLEET), ["x.py"], port=None, python="python", folder="/home/ann", further=further)
-    assert "\nexport CONVOY_JOB_KEY=/home/ann/job.key\n" in text
-    words = ["run", "--", "x.py"]
-    made = json.loads(jobset(host_jobs(FLEET), words, image="lab/convoy:1", port=4000, further=further))
-    assert not list(breaches(SCHEMA, made))
-    for job in made["spec"]["replicatedJobs"]:
-        pod = job["template"]["spec"]["template"]["spec"]
-        (volume,), (mount,) = pod["volumes"], pod["containers"][0]["volumeMounts"]
-        assert volume == {"name": mount["name"], "secret": {"secretName": "convoy-job-key", "defaultMode": 0o400}}
-        assert f"CONVOY_JOB_KEY={mount['mountPath']}/job.key" in pod["containers"][0]["command"][2]
-
-
-def test_a_host_is_named_as_kubernetes_names_jobs() -> None:
-    fleet = Fleet((Host("Attic_1", "10.0.0.1"),), (Device("a0", "Attic_1", "cpu"),), FLEET.network)
-    with pytest.raises(InputError, match=r"host 'Attic_1'.*small letters, digits and dashes; rename the host"):
-        jobset(host_jobs(fleet), ["run", "--", "train.py"], image="lab/convoy:1", port=4000)
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "words"),
-    [
-        (("spec", "replicated_jobs"), [], "spec: unknown field replicated_jobs"),
-        (("spec", "network", "subdomain"), 7, "spec.network.subdomain: 7 is no string"),
-        (("spec", "replicatedJobs", 0, "replicas"), -1, "replicas: -1 is below 0"),
-        (("spec", "replicatedJobs", 0, "template", "spec", "template", "spec", "containers"), None, "is no array"),
-        (("spec", "coordinator"), {}, "spec.coordinator: take its part of the schema over"),
-    ],
-)
-def test_the_schema_finds_what_kubernetes_would_refuse(path: tuple[str | int, ...], value: object, words: str) -> None:
-    made = json.loads(jobset(host_jobs(FLEET), ["run", "--", "x.py"], image="lab/convoy:1", port=4000))
-    place = made
-    for step in path[:-1]:
-        place = place[step]
-    place[path[-1]] = value
-    assert any(words in told for told in breaches(SCHEMA, made)), list(breaches(SCHEMA, made))

@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from convoy.comm.job_key import write_key_file
 from tests.support.commands import TINY, results
 from tests.support.processes import ROOT
 from tests.support.slow import most_slow
-from tests.support.ssh_fleets import TRAINS, convoy, fleet_file, python_of
+from tests.support.ssh_fleets import convoy, fleet_file, python_of
 from tests.support.ssh_hosts import Lab, eventually, needs_ssh
 
 pytestmark = [pytest.mark.root, needs_ssh, pytest.mark.usefixtures("nobody_left")]
@@ -29,10 +28,12 @@ from pathlib import Path
 from convoy.errors import ConvoyError
 from convoy.fleet import read_fleet
 from convoy.launch import fleet as launch
+from convoy.launch.host_job import JobOptions
 launch.BEAT_S = 0.5
+options = JobOptions(grace_s=1.0)
 fleet, script, *files = sys.argv[1:]
 try:
-    status = launch.run_on_fleet(read_fleet(Path(fleet)), [script], files=list(map(Path, files)), grace_s=1.0)
+    status = launch.run_on_fleet(read_fleet(Path(fleet)), [script], options, files=list(map(Path, files)))
 except ConvoyError as error:
     print(f"{type(error).__name__}: {error}", file=sys.stderr)
     status = 2
@@ -248,67 +249,6 @@ def test_a_cable_that_is_pulled_ends_all(hosts: Lab, tmp_path: Path) -> None:
     assert re.match(r"DeviceLostError: device 1 \(host cellar, cpu\) was lost with its host: ssh ended", errors)
 
 
-# ------------------------------------------------------------------------------------------------- left alone
-
-
-def detaching(fleet: Path, begin: str) -> list[str]:
-    """A launcher that lets devices go which are scripts. They find Convoy, and no torch."""
-    command = launching(fleet, TRAINS.format(begin=begin))
-    of_devices = f"sys.path[:0] = {[str(ROOT), *(p for p in sys.path if p.endswith('-packages'))]!r}\n"
-    command[-1] = command[-1].replace("import os, signal, sys, time\n", "import os, signal, sys, time\n" + of_devices)
-    detach = "Detach(Path(fleet).parent / 'logs', 5.0)"
-    command[2] = command[2].replace("grace_s=1.0", f"grace_s=1.0, detach={detach}")
-    command[2] = command[2].replace("launch.BEAT_S", "from convoy.launch.detach import Detach\nlaunch.BEAT_S")
-    return command
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", ["attic", "desk"])
-def test_devices_that_were_left_alone_outlive_who_started_them(hosts: Lab, tmp_path: Path, start: str) -> None:
-    """Longer than silence ends attached ones; what they print, and how they end, stands in files on their hosts."""
-    status, output, errors = hosts.run(start, detaching(quick_fleet(tmp_path), "all"))
-    assert (status, errors) == (0, "")
-    first, told, *where, last = output.splitlines()
-    assert (first, told) == ("device 0", "3 devices train on without this command. What they print:")
-    logs = tmp_path / "logs"
-    there = f"tail -f {logs}/device-1.log"
-    assert where[-1] == f"  ssh 10.77.0.3 '{there}'"
-    assert "convoy stop" in last
-    time.sleep(4.0)  # SILENCE_S of these agents is 3
-    processes = pids(tmp_path)
-    assert all(Path(f"/proc/{pid}").exists() for pid in processes)
-    assert not any("sshd" in command or "ssh " in command for command in hosts.at_work().values())
-    (tmp_path / "end").touch()
-    assert eventually(lambda: not hosts.at_work())
-    assert [(logs / f"device-{rank}.log").read_text() for rank in range(3)] == [
-        f"device {rank}\nends\n" for rank in range(3)
-    ]
-    assert re.fullmatch(
-        r"\S+ \S+ device 1 .host cellar, cpu. ended: exit status 0\n", (logs / "host-of-1.log").read_text()
-    )
-
-
-@pytest.mark.slow
-def test_a_device_that_stands_still_and_a_host_that_is_switched_off_leave_nothing(hosts: Lab, tmp_path: Path) -> None:
-    status, _, errors = hosts.run("attic", detaching(quick_fleet(tmp_path), "all"))
-    assert (status, errors) == (0, "")
-    first, second, third = pids(tmp_path)
-    os.kill(second, signal.SIGSTOP)
-    agent = int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(agent, signal.SIGKILL)  # with it both devices of its host go
-    assert eventually(lambda: not hosts.at_work())
-    assert "device 1 (host cellar, cpu) ended: SIGKILL" in (tmp_path / "logs" / "host-of-1.log").read_text()
-    assert not Path(f"/proc/{third}").exists()
-
-
-def test_before_all_train_nobody_is_left_alone(hosts: Lab, tmp_path: Path) -> None:
-    with hosts.on("attic", detaching(quick_fleet(tmp_path), "but one")) as launcher:
-        pids(tmp_path)
-        launcher.kill()
-        launcher.communicate(timeout=60)
-    assert eventually(lambda: not hosts.at_work())
-
-
 # ------------------------------------------------------------------------------------------------- the real command
 
 
@@ -334,32 +274,27 @@ def test_a_fleet_trains_as_one_device_does(hosts: Lab, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_fleet_left_alone_loses_a_host_by_leave_and_ends_by_stop(hosts: Lab, tmp_path: Path) -> None:
-    """Started from a third machine, and nothing of it left there."""
+def test_a_host_leaves_a_fleet_and_convoy_stop_ends_it(hosts: Lab, tmp_path: Path) -> None:
+    """Given on the machines of the devices; the one that started them is a third."""
     fleet = fleet_file(tmp_path, f'folder = "{tmp_path}"', f'folder = "{tmp_path}"')
     options = ["--data", "digits", "--net", "two-conv:6:12", "--plan", "model", "--speeds", "1,1,1", "--epochs", "5000"]
-    options += ["--checkpoint", "run", "--fleet", str(fleet)]
-    status, output, errors = hosts.run("desk", convoy("train", *options, "--detach"), limit_s=110)
-    assert (status, errors) == (0, "")
-    assert "3 devices train on without this command" in output
-    found = re.search(r"  ssh 10.77.0.2 'tail -f (\S+)/device-0.log \S+/device-2.log'", output)
-    assert found, output
-    status, output, errors = hosts.run("desk", convoy("stop"))
-    assert (status, output) == (2, "")
-    assert "runs on this machine" in errors
-    status, output, errors = hosts.run("cellar", convoy("leave"))
-    assert (status, errors) == (0, "")
-    assert output.startswith("device 1 (cpu) of job ")
-    status, output, errors = hosts.run("attic", convoy("leave"))
-    assert (status, output) == (2, "")
-    assert re.search("nobody of job .* would be left: its devices are 0, 2", errors)
-    status, output, errors = hosts.run("attic", convoy("stop", str(tmp_path / "run")))
-    assert (status, errors) == (0, "")
-    assert eventually(lambda: not hosts.at_work())
-    printed = Path(found[1], "device-0.log").read_text()
+    options += ["--checkpoint", "run", "--log", "log.jsonl", "--fleet", str(fleet)]
+    log = tmp_path / "log.jsonl"
+    with hosts.on("desk", convoy("train", *options)) as launcher:
+        assert eventually(lambda: log.exists() and '"step"' in log.read_text(), 110), launcher.poll()
+        status, output, errors = hosts.run("cellar", convoy("leave"))
+        assert (status, errors) == (0, "")
+        assert output.startswith("device 1 (cpu) of job ")
+        status, output, errors = hosts.run("attic", convoy("leave"))
+        assert (status, output) == (2, "")
+        assert re.search("nobody of job .* would be left: its devices are 0, 2", errors)
+        status, output, errors = hosts.run("attic", convoy("stop"))
+        assert (status, errors) == (0, "")
+        printed, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 2
     assert "2 go on after step" in printed
     assert "repeated" not in printed
-    assert "error: the training was stopped after step" in printed
+    assert "error: the training was stopped after step" in errors
 
 
 @pytest.mark.slow

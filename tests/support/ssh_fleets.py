@@ -49,22 +49,6 @@ sys.exit(agent.Agent(0, 1).serve())
 """
 """A host's Python whose devices are scripts that need no torch."""
 
-TRAINS = """
-import threading
-from convoy.comm import roster
-# As `watch_parent` does, which would load torch.
-threading.Thread(target=lambda: (os.read(int(os.environ["CONVOY_PARENT_PIPE"]), 1), os._exit(2)), daemon=True).start()
-roster.enter("a job of this test", RANK, "cpu")
-print("device", RANK, flush=True)
-here()
-if {begin!r} and (RANK != 1 or {begin!r} == "all"):
-    roster.tell(trains=True)
-while not os.path.exists(f"{{FOLDER}}/end"):
-    time.sleep(0.05)
-print("ends", flush=True)
-"""
-"""A device that enters a job; who trains: all ("all"), all but device 1 ("but one"), nobody ("")."""
-
 
 def convoy(*argv: str) -> list[str]:
     return [sys.executable, "-m", "convoy", *argv]

@@ -134,7 +134,7 @@ def meet_with_different_keys(device: int, folder: str) -> list[str]:
 def test_who_has_another_key_does_not_get_in(tmp_path: Path) -> None:
     for device in range(2):
         write_key_file(tmp_path / f"{device}.key")
-    target = "tests.launch.test_job_key:meet_with_different_keys"
+    target = "tests.comm.test_job_key:meet_with_different_keys"
     (kept, why), (refused, said) = on_processes(2, target, str(tmp_path), joined=False)
     assert (refused, kept) == ("InputError", "DeviceLostError")
     assert "does not have the key of this job" in said

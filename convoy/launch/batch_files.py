@@ -1,0 +1,215 @@
+"""Write what starts a fleet elsewhere: a line for the shell of each host, a file for Slurm, a JobSet for Kubernetes. Pure."""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from convoy.comm.job_key import KEY_FILE
+from convoy.errors import InputError
+from convoy.launch.host_job import HostJob, memory_environment, rank_variables
+
+SECRET = "convoy-job-key"
+"""A secret of the cluster with one file, job.key: `kubectl create secret generic convoy-job-key --from-file=job.key`."""
+
+_KEY_FOLDER = "/etc/convoy"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What all devices run, where somebody else starts them.
+
+    Attributes:
+        argv: what follows `python -m convoy`; it begins with a verb.
+        port: where the devices meet: device 0 listens there.
+        python, folder: for hosts that name none.
+        further: variables of all devices.
+    """
+
+    argv: Sequence[str]
+    port: int | None
+    python: str = "python"
+    folder: str = "."
+    further: Mapping[str, str] = field(default_factory=dict)
+
+
+def line_to_paste(job: HostJob, command: Command, total: int, address: str) -> str:
+    """Return a line for a shell on this host (sh, bash, zsh) that starts its devices and waits for them.
+
+    Args:
+        total: devices of the whole fleet.
+        address: where all of them meet.
+    """
+    assert command.port is not None
+    shared = rank_variables(0, 0, total, len(job.ranks), address, command.port)
+    shared |= {"TORCH_CPP_LOG_LEVEL": "ERROR", **command.further}
+    words = [f"{name}={shlex.quote(value)}" for name, value in shared.items() if name not in ("RANK", "LOCAL_RANK")]
+    words += [f"{name}=${{{name}:-{value}}}" for name, value in memory_environment({}).items()]
+    on_cpu = job.names.count("cpu")
+    if on_cpu > 1:  # divide the cores of that machine
+        words.append(f"OMP_NUM_THREADS=$(( ($(getconf _NPROCESSORS_ONLN) + {on_cpu - 1}) / {on_cpu} ))")
+    call = shlex.join([job.host.python or command.python, "-m", "convoy", *command.argv])
+    starts = []
+    for local, (rank, name, own) in enumerate(zip(job.ranks, job.names, job.own, strict=True)):
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(local), "CONVOY_DEVICE": name, **own}
+        starts.append(" ".join([*(f"{key}={value}" for key, value in variables.items()), call]))
+    # The first device keeps the terminal; the others run in the background and end with it.
+    behind = "".join(f"{start} & " for start in starts[1:])
+    run = f"{{ {behind}{starts[0]}; s=$?; wait; exit $s; }}"
+    return f"( cd {shlex.quote(job.host.folder or command.folder)} && export {' '.join(words)} && {run} )"
+
+
+# ------------------------------------------------------------------------------------------------------------- Slurm
+
+
+def sbatch_file(jobs: Sequence[HostJob], command: Command) -> str:
+    """Return a batch file that runs a command on every device of a fleet.
+
+    The names of the hosts are those of Slurm's nodes. Hosts may have different numbers of devices:
+    `--distribution=arbitrary` places each task on the node in its line of SLURM_HOSTFILE, and a task takes the device of its
+    number (https://slurm.schedmd.com/srun.html). The job gets whole nodes with all their memory and GPUs. `convoy run` takes
+    the task's place (SLURM_PROCID and its like) out of the script's environment; SLURM_JOB_ID and the others stay.
+    Without a port, one follows from the job's number.
+
+    Raises:
+        InputError: hosts that name different Pythons or folders; all nodes must have the same.
+    """
+    pythons = {job.host.python or command.python for job in jobs}
+    folders = {job.host.folder or command.folder for job in jobs}
+    if len(pythons) > 1 or len(folders) > 1:
+        raise InputError(
+            f"the hosts name several places ({', '.join(sorted(pythons | folders))}): a Slurm job has one program and one "
+            "folder on all nodes; give all hosts the same `python` and `folder`"
+        )
+    nodes = [job.host.name for job in jobs]
+    rows = sorted((rank, job, local) for job in jobs for local, rank in enumerate(job.ranks))
+    argv = list(command.argv)
+    if len(rows) == 1:  # a job step of one task is no job for Convoy: name its device
+        argv[1:1] = ["--devices", jobs[0].names[0]]
+    cases = [f"  {rank}) export {_task_variables(job, local)} ;;" for rank, job, local in rows]
+    memory = " ".join(f"{name}={value}" for name, value in memory_environment({}).items())
+    port = {} if command.port is None else {"MASTER_PORT": str(command.port)}
+    shared = {"MASTER_ADDR": nodes[0], **port, **command.further}
+    placed = " ".join(shlex.quote(job.host.name) for _, job, _ in rows)
+    call = shlex.join([pythons.pop(), "-m", "convoy", *argv])
+    task = "\n".join(["case $SLURM_PROCID in", *cases, "esac", f"exec {call}"])
+    # One number holds for all nodes. What a node has beyond it comes with --exclusive.
+    gpus = min(_gpus(job) for job in jobs)
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            "#SBATCH --job-name=convoy",
+            f"#SBATCH --nodelist={','.join(nodes)}",
+            f"#SBATCH --nodes={len(nodes)}",
+            f"#SBATCH --ntasks={len(rows)}",
+            "#SBATCH --exclusive",
+            "#SBATCH --mem=0",
+            *([f"#SBATCH --gres=gpu:{gpus}"] if gpus else []),
+            f"cd {shlex.quote(folders.pop())} || exit 1",
+            f"export {memory} TORCH_CPP_LOG_LEVEL=ERROR",
+            *(f"export {name}={shlex.quote(value)}" for name, value in shared.items()),
+            "SLURM_HOSTFILE=$(mktemp) && export SLURM_HOSTFILE && trap 'rm -f \"$SLURM_HOSTFILE\"' EXIT",
+            f"printf '%s\\n' {placed} > \"$SLURM_HOSTFILE\"  # the node of each task",
+            f"srun --distribution=arbitrary --cpu-bind=none --kill-on-bad-exit=1 bash -c {shlex.quote(task)}",
+            "",
+        ]
+    )
+
+
+def _task_variables(job: HostJob, local: int) -> str:
+    own = {"CONVOY_DEVICE": job.names[local], **job.own[local]}
+    words = [f"{name}={shlex.quote(value)}" for name, value in own.items()]
+    on_cpu = job.names.count("cpu")
+    if on_cpu > 1 and "OMP_NUM_THREADS" not in own:
+        words.append(f"OMP_NUM_THREADS=$(( ($(nproc) + {on_cpu - 1}) / {on_cpu} ))")
+    return " ".join(words)
+
+
+def _gpus(job: HostJob) -> int:
+    return sum(name.startswith("cuda") for name in job.names)
+
+
+# -------------------------------------------------------------------------------------------------------- Kubernetes
+
+
+def jobset(jobs: Sequence[HostJob], command: Command, name: str, image: str) -> str:
+    """Return a manifest (YAML) that runs a command on every device of a fleet.
+
+    It has one replicated job per host, since hosts may have different devices; all workers of Kubeflow's PyTorchJob are
+    alike (https://jobset.sigs.k8s.io). Hosts have the names of the cluster's nodes. A pod starts the devices of its host. All
+    meet at the pod of device 0 by its name. A failed job is not restarted: the devices end together.
+
+    Args:
+        name: of the JobSet, at most 20 characters: Kubernetes builds names of up to 63 characters from it.
+        image: of the containers: it has Convoy, and what the command names.
+
+    Raises:
+        InputError: a host's name that cannot be part of a DNS name.
+    """
+    for job in jobs:
+        if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,30}[a-z0-9])?", job.host.name):
+            raise InputError(
+                f"host {job.host.name!r}: a job in Kubernetes is named after it, in at most 32 small letters, digits and "
+                "dashes; rename the host in the fleet file, as the node is named"
+            )
+    total, address = sum(len(job.ranks) for job in jobs), f"{name}-{jobs[0].host.name}-0-0.{name}"
+    volumes: list[dict[str, Any]] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    mounts: list[dict[str, Any]] = [
+        {"name": "shm", "mountPath": "/dev/shm"}
+    ]  # 64 MB by default: loader workers need more
+    if KEY_FILE in command.further:
+        command = replace(command, further={**command.further, KEY_FILE: f"{_KEY_FOLDER}/job.key"})
+        volumes.append({"name": "key", "secret": {"secretName": SECRET, "defaultMode": 0o400}})
+        mounts.append({"name": "key", "mountPath": _KEY_FOLDER, "readOnly": True})
+    replicated = []
+    for job in jobs:
+        container = {
+            "name": "devices",
+            "image": image,
+            "command": ["sh", "-c", line_to_paste(job, command, total, address)],
+            "ports": [{"containerPort": command.port}] if 0 in job.ranks else [],
+            "resources": _resources(job),
+            "volumeMounts": mounts,
+        }
+        pod = {
+            "restartPolicy": "Never",
+            "nodeSelector": {"kubernetes.io/hostname": job.host.name},
+            "containers": [container],
+            "volumes": volumes,
+        }
+        one = {"parallelism": 1, "completions": 1, "backoffLimit": 0, "template": {"spec": pod}}
+        replicated.append({"name": job.host.name, "replicas": 1, "template": {"spec": one}})
+    spec = {
+        "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
+        "failurePolicy": {"maxRestarts": 0},
+        "replicatedJobs": replicated,
+    }
+    manifest = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": name}, "spec": spec}
+    return "\n".join(_yaml(manifest)) + "\n"
+
+
+def _resources(job: HostJob) -> dict[str, dict[str, str]]:
+    """Return what a pod asks for: cores and memory of its CPU devices where the file names them, and its GPUs."""
+    cores = sum(int(own.get("OMP_NUM_THREADS", 1)) for own in job.own)
+    requests = {"cpu": str(cores)} | ({"memory": str(job.memory_bytes)} if job.memory_bytes else {})
+    gpus = _gpus(job)
+    return {"requests": requests} | ({"limits": {"nvidia.com/gpu": str(gpus)}} if gpus else {})
+
+
+def _yaml(value: Any) -> list[str]:
+    """Return the lines of a block in YAML. Strings are quoted as in JSON, which YAML reads alike."""
+    lines = []
+    items = value.items() if isinstance(value, dict) else ((None, each) for each in value)
+    for key, each in items:
+        if isinstance(each, dict | list) and each:
+            block = _yaml(each)
+            if key is None:
+                lines += [f"- {block[0]}", *(f"  {line}" for line in block[1:])]
+            else:
+                lines += [f"{key}:", *(f"  {line}" for line in block)]
+        else:
+            text = json.dumps(each, ensure_ascii=False)
+            lines.append(f"- {text}" if key is None else f"{key}: {text}")
+    return lines
