@@ -181,7 +181,7 @@ def _run(
             # The input stays open: what runs on the host ends with it.
             processes.start(
                 Start(
-                    number, host.name, ["sh", "-c", script], stdin=subprocess.PIPE, stdout=sink(host.name),
+                    device=number, name=host.name, command=["sh", "-c", script], stdin=subprocess.PIPE, stdout=sink(host.name),
                     stderr=sink(host.name), own_session=True, members=descendants,
                 )
             )  # fmt: skip
