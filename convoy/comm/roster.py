@@ -120,6 +120,16 @@ def of_processes(pids: Sequence[int]) -> list[Row | None]:
     return [None for _ in pids]
 
 
+def have_begun(pids: Sequence[int]) -> bool:
+    """Return whether one of these processes has begun to train. True also where rows cannot be written: nobody knows then."""
+    try:
+        folder = _folder()
+    except (OSError, InputError):
+        return True
+    found = [_read(folder / f"{pid}.json") for pid in pids]
+    return not os.access(folder, os.W_OK) or any(row is not None and (row.trains or row.members) for row in found)
+
+
 def speaks(pid: int) -> bool:
     """Whether a process has noted that it is the first of the devices that train, which speaks for all: for one before it that
     is stopped, or cut off, is none of them any more."""

@@ -130,6 +130,11 @@ def test_a_killed_device_is_named_and_the_others_end() -> None:
     assert time.monotonic() - begin_s < 30
 
 
+def test_a_device_that_is_killed_in_start_up_ends_a_job_that_would_go_on() -> None:
+    with pytest.raises(DeviceLostError, match=r"device 1 \(cpu\) was killed by SIGKILL"):
+        launch("os.kill(os.getpid(), signal.SIGKILL) if RANK else time.sleep(600)", goes_on=True)
+
+
 def test_a_device_that_ignores_the_polite_signal_ends_too() -> None:
     with pytest.raises(DeviceLostError, match=r"device 0 \(cpu\) ended with exit status 7. Its own output is above"):
         launch(
