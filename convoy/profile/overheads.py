@@ -22,7 +22,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.size import whole_size
 from convoy.plan.steps import Move, Value
 from convoy.profile.layers import piece
-from convoy.profile.timing import CORE_BYTES, PROCESSOR_BYTES, Cold, Now, time_piece
+from convoy.profile.timing import CORE_BYTES, PROCESSOR_BYTES, Cold, Now, plain_torch, time_piece
 from convoy.runtime.clock import Clock, Computing
 from convoy.runtime.exchange import run_move
 from convoy.runtime.module import Distributed
@@ -45,6 +45,7 @@ LOSS_ENTRIES = 1 << 22
 """Of the outputs that a loss is timed of, at most; one sample of each at least."""
 
 
+@plain_torch(torch.float32)
 def measure_overheads(
     device: torch.device,
     now: Now,
