@@ -4,7 +4,7 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -123,13 +123,16 @@ def run_device(run: RunSettings) -> None:
         screen.lines([f"A page of this run: {page}"])
 
 
-def run_newcomer(doors: Sequence[tuple[str, int]], device: str | None, here: Mapping[str, Any]) -> None:
+def run_newcomer(
+    doors: Sequence[tuple[str, int]], device: str | None, here: Mapping[str, Any], accepted: Collection[str] = ()
+) -> None:
     """What a device does that comes into a training which runs.
 
     Args:
         doors: where its devices answer.
         device: to compute on; None: as in a job of one.
         here: settings of this device that are its own, by name.
+        accepted: see `run_of`.
 
     Raises:
         InputError, MismatchError: there is no such training, it does not take this device, or was started by another version.
@@ -139,10 +142,13 @@ def run_newcomer(doors: Sequence[tuple[str, int]], device: str | None, here: Map
     watch_parent()
     launcher = Launcher.of_process(os.environ)
     with launcher.telling_why():
-        _come_in(doors, device, here, launcher)
+        _come_in(doors, device, here, accepted, launcher)
 
 
-def _come_in(doors: Sequence[tuple[str, int]], device: str | None, here: Mapping[str, Any], launcher: Launcher) -> None:
+def _come_in(
+    doors: Sequence[tuple[str, int]], device: str | None, here: Mapping[str, Any], accepted: Collection[str],
+    launcher: Launcher,
+) -> None:  # fmt: skip
     env = ProcessEnv(0, 2, 0, None, *doors[0], hosted=False, attempt=0)
     entrance = Entrance(doors, credentials_of(env))
     offer = entrance.hello(HELLO_S)
@@ -150,7 +156,7 @@ def _come_in(doors: Sequence[tuple[str, int]], device: str | None, here: Mapping
         raise MismatchError(
             f"the job runs Convoy {offer['version']}, this is {__version__}: install the same version on every machine"
         )
-    run = run_of(offer, {"devices": device or "auto", **here})
+    run = run_of(offer, {"devices": device or "auto", **here}, accepted)
     settings = run.settings
     check(settings)
     set_modes(settings.tf32, settings.deterministic)

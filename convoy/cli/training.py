@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,15 +47,17 @@ def train(
     """
     from convoy.config.run_file import resolve_settings
 
-    if doors := os.environ.pop(JOIN, ""):  # a launcher has lost this device, and starts it again
-        _come_in(doors, None, {})
+    resolved = resolve_settings(run, {name: value for name, value in given.items() if value is not None})
+    if doors := os.environ.pop(
+        JOIN, ""
+    ):  # a launcher has lost this device, and starts it again by the job's own command
+        _come_in(doors, None, {}, (resolved.settings.net, resolved.settings.data))
         return
     one_of_job = in_job()
     if detach and (one_of_job or print_lines):
         raise InputError(
             "--detach with --print, or under torchrun, srun or mpirun: only what Convoy starts can it leave alone"
         )
-    resolved = resolve_settings(run, {name: value for name, value in given.items() if value is not None})
     choose(resolved.settings.job_key, resolved.settings.trust_network, os.environ)
     if not one_of_job and (resolved.settings.fleet is not None or print_lines):
         from convoy.launch.command import fleet_to_start, train_on_fleet
@@ -122,6 +125,10 @@ def join(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints, should this device have to write them.", **PATH)
     ] = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(help="A PACKAGE.MODULE:CALLABLE outside of this folder that the job may name as net or data."),
+    ] = None,
 ) -> None:
     """Come into a training that runs: one that was started with `convoy train --listen`, which prints the line.
 
@@ -135,14 +142,14 @@ def join(
     """
     choose(job_key, False, os.environ)
     own = {"data_dir": data_dir, "checkpoint": checkpoint}
-    _come_in(job, device, {name: value for name, value in own.items() if value is not None})
+    _come_in(job, device, {name: value for name, value in own.items() if value is not None}, accept or ())
 
 
-def _come_in(job: str, device: str | None, own: dict[str, Any]) -> None:
+def _come_in(job: str, device: str | None, own: dict[str, Any], accepted: Sequence[str]) -> None:
     from convoy.app.joining_address import read_door
     from convoy.app.train import run_newcomer
 
-    run_newcomer([read_door(text) for text in job.split(",")], device, own)
+    run_newcomer([read_door(text) for text in job.split(",")], device, own, accepted)
 
 
 JobName = Annotated[
