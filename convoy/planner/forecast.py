@@ -161,8 +161,8 @@ def _best(context: PlanningContext) -> tuple[PlanPrediction, PlanPrediction | No
         )  # fmt: skip
         found = fitting_ones[:REPLAYED]
         # Where one device is faster than several, the best of several may be a plan for some of the devices only.
-        several = (each for each in fitting_ones if each not in found and len(working(each.plan, context.graph)) > 1)
-        found += islice(several, REPLAYED)
+        of_several = (each for each in fitting_ones if each not in found and len(working(each.plan, context.graph)) > 1)
+        found += islice(of_several, REPLAYED)
         found = found or context.candidates()[:1]  # that search saves memory where it must
     rows = [predict_plan(each.plan.named("auto"), context) for each in found]
     if len(context.names) > 1 and not any(row.workers > 1 for row in rows):
