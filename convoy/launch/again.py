@@ -148,6 +148,11 @@ class Again:
         """When `tend` has to be called."""
         return min(t.due_s for t in self._tries.values())
 
+    @property
+    def begun(self) -> bool:
+        """Whether a device has told where the members of the job answer."""
+        return bool(self._doors)
+
     def stop(self) -> None:
         """The job ends: nothing is started any more."""
         self._start = None

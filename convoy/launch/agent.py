@@ -168,7 +168,7 @@ class Agent:
         """Whether all devices of the job train, and who started them has let them go; no: some have ended, or are to."""
 
         def over() -> bool:
-            return devices.ends_job(order["goes_on"]) or not devices.running
+            return (devices.failed and not order["goes_on"]) or not devices.running
 
         told = self._next(devices, lambda: over() or all_train(devices))
         if told is None and not over() and all_train(devices):
@@ -195,7 +195,7 @@ class Agent:
         def over() -> bool:
             if goes_on:
                 stopped.tend()
-            return devices.ends_job(goes_on) or not devices.running
+            return (devices.failed and not goes_on) or not devices.running
 
         order = self._next(devices, over)
         if order is not None and order.get("own"):  # after the step

@@ -109,7 +109,9 @@ def launch_local(
         again.tend()
         if goes_on:
             stopped.tend()
-        return processes.ends_job(goes_on) or not (again.members if tries_again else processes.running)
+        return processes.ends_job(goes_on, begun=again.begun) or not (
+            again.members if tries_again else processes.running
+        )
 
     titles = {rank: f"device {rank} ({name})" for rank, name in enumerate(devices)}
     again = Again(titles, start_again if tries_again else None, note)

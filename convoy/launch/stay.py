@@ -60,7 +60,7 @@ def stay(devices: Supervisor, again: Again, *, goes_on: bool, grace_s: float, si
 
     def over() -> bool:
         again.tend()
-        return devices.ends_job(goes_on) or not (devices.running or again.next_s < math.inf)
+        return (devices.failed and not goes_on) or not (devices.running or again.next_s < math.inf)
 
     while not over():
         try:

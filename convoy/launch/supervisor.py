@@ -272,13 +272,14 @@ class Supervisor:
         """Whether a process has ended with an error."""
         return any(ending.status != 0 for ending in self.endings)
 
-    def ends_job(self, goes_on: bool) -> bool:
+    def ends_job(self, goes_on: bool, *, begun: bool = False) -> bool:
         """Return whether the others cannot go on after a failure: nothing is kept for them before they train.
 
         Args:
             goes_on: the devices go on without those that are lost.
+            begun: they have told that they train; otherwise the roster says so.
         """
-        return self.failed and not (goes_on and roster.have_begun([each.popen.pid for each in self.running]))
+        return self.failed and not (goes_on and (begun or roster.have_begun([each.popen.pid for each in self.running])))
 
     def start(
         self,
