@@ -2,6 +2,7 @@
 
 import builtins
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from convoy.model.tracing import TracedModel, trace, unwrapped
 from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan
 from convoy.planner.known import Known
-from convoy.profile.auto import BUDGET_S, Passes, Plans, plan_together
+from convoy.profile.auto import BUDGET_S, Passes, Plans, choice_lines, plan_together
 from convoy.profile.progress import Progress, to_stderr
 from convoy.profile.speeds import given_speeds, measure_speeds, timing_s
 from convoy.runtime.clock import Clock
@@ -262,6 +263,7 @@ def make_plans(
             raise InputError(
                 "speeds with the plan auto: it needs the times of every layer; leave speeds out, or name a plan"
             )
+        by_script = progress is None
         if progress is None:
             what, about_s = f"planning for {group.devices} devices", None
             if fleet is None:
@@ -269,12 +271,16 @@ def make_plans(
             progress = to_stderr(group, what, about_s)
         # What is timed draws its numbers; the script's are to stay those of one device.
         with random_state_kept(group.torch_device):
-            return plan_together(
+            plans = plan_together(
                 group, traced, model, batch, net=type(model).__name__ if net is None else net, fleet=fleet,
                 budget_s=budget_s, slowdown=slowdown, optimizer=optimizer, reduce=reduce,
                 wire="exact" if wire is None else wire, precision=precision, passes=passes,
                 outputs="everywhere" if outputs is None else outputs, progress=progress,
             )  # fmt: skip
+        if by_script and group.devices > 1 and group.device == 0:
+            for line in choice_lines(plans, traced.graph):
+                builtins.print(f"convoy: {line}", file=sys.stderr, flush=True)
+        return plans
     if passes == "auto":
         raise InputError(
             'passes="auto" with another plan than "auto": only the planner knows what memory asks for; give a number'

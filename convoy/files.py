@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import stat
+import time
 import tomllib
 from collections.abc import Callable
 from contextlib import suppress
@@ -151,6 +152,19 @@ def check_depth(text: str, value: Any) -> None:
         level = [each for values in inner for each in values if isinstance(each, dict | list)]
 
 
+LEFT_BEHIND_S = 60.0
+"""A file that was not given its name for so long belongs to a process that was killed meanwhile."""
+
+
+def _remove_left_behind(target: Path) -> None:
+    start, before_s = f".{target.name}.", time.time() - LEFT_BEHIND_S
+    with suppress(OSError):
+        names = [each for each in os.listdir(target.parent) if each.startswith(start)]
+        for each in (target.with_name(name) for name in names if name[len(start) :].isdecimal()):
+            if each.lstat().st_mtime < before_s:
+                each.unlink()
+
+
 def write_whole(path: Path, text: str) -> None:
     """All of a file or nothing of it; an older one of that name is replaced. Through a symbolic link the file it leads to.
 
@@ -163,6 +177,7 @@ def write_whole(path: Path, text: str) -> None:
         if os.path.exists(target) and (why := not_regular(target.stat().st_mode)):
             raise OSError(errno.EINVAL, why)
         fresh = target.with_name(f".{target.name}.{os.getpid()}")
+        _remove_left_behind(target)
         fresh.write_text(text, encoding="utf-8", errors="backslashreplace")
         fresh.replace(target)
     except (OSError, ValueError) as error:

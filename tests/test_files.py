@@ -1,6 +1,7 @@
 """What a person names as a file may be anything: what is read, what is refused, and that nothing but a file is replaced."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -64,13 +65,16 @@ def test_a_file_is_replaced_whole_and_nothing_else_is(tmp_path: Path) -> None:
     path.write_text("old")
     os.mkfifo(pipe)
     (tmp_path / "link").symlink_to(path)
+    for name, age_s in ((".file.12", 100), (".file.13", 0), (".file.name", 100)):  # the first one of a killed process
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
     write_whole(tmp_path / "link", "new \ud800")
     assert (tmp_path / "link").is_symlink()
     assert path.read_text() == "new \\ud800"
     for other, why in ((pipe, "it is a pipe"), (tmp_path, "it is a folder"), (path / "x", "Not a directory")):
         with pytest.raises(InputError, match=rf"cannot write .*: {why}.*; name a file in a folder that you may write"):
             write_whole(other, "text")
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "link", "pipe"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".file.13", ".file.name", "file", "link", "pipe"]
 
 
 def test_where_a_folder_can_be_made(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """How devices come into a training of the command: what it tells them, and how it judges them by what they say."""
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,8 @@ from convoy.config.run_file import RunSettings, resolve_settings, to_toml
 from convoy.config.settings import Settings
 from convoy.errors import InputError
 from convoy.files import parse_toml
+from convoy.model.entry_points import lies_here, names_callable
+from convoy.model.nets.imported import is_packaged
 from convoy.model.tracing import trace
 from convoy.plan.presets import AUTO, PLANS, Speeds
 from convoy.planner.anew import with_newcomer
@@ -60,14 +62,15 @@ def home_of(settings: Settings, group: Group) -> Home | None:
     return home_at(*listening(settings), group)
 
 
-def run_of(offer: Words, own: Mapping[str, Any]) -> RunSettings:
+def run_of(offer: Words, own: Mapping[str, Any], accepted: Collection[str] = ()) -> RunSettings:
     """The settings of a training that runs, for a device that comes.
 
     Args:
         own: what this device has otherwise.
+        accepted: functions outside of the working folder that the training may name as its net or data.
 
     Raises:
-        InputError: a folder for checkpoints, of which the training saves none.
+        InputError: a folder for checkpoints, of which the training saves none; a function that is not accepted.
     """
     if "checkpoint" in own and "checkpoint" not in parse_toml(str(offer["run"]), "the job's settings", ""):
         raise InputError(f"--checkpoint {own['checkpoint']}: the training saves no checkpoints; leave it out")
@@ -75,6 +78,13 @@ def run_of(offer: Words, own: Mapping[str, Any]) -> RunSettings:
         file = Path(folder) / "run.toml"
         file.write_text(str(offer["run"]))
         run = resolve_settings(file, {"compare": False, "explain": False, "page": False, "port": None, **own})
+    for option, text in (("--net", run.settings.net), ("--data", run.settings.data)):
+        own_code = names_callable(text) and not (option == "--net" and is_packaged(text))
+        if own_code and text not in accepted and not lies_here(text):
+            raise InputError(
+                f"the job trains with {option} {text}, a function that does not lie in this folder, so it is not called: if "
+                f"you trust the job, join with --accept {text}"
+            )
     # Of the fleet that began, and what only its first device does. Plans are for the job; this device begins alone.
     alone: dict[str, Any] = dict.fromkeys(("slowdown", "speeds", "memory", "fleet", "save_run", "save_plan"))
     settings = run.settings.model_copy(update={**alone, "resume": False})

@@ -3,7 +3,7 @@
 import math
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -119,13 +119,16 @@ def run_device(run: RunSettings) -> None:
         screen.lines([f"A page of this run: {page}"])
 
 
-def run_newcomer(doors: Sequence[tuple[str, int]], device: str | None, here: Mapping[str, Any]) -> None:
+def run_newcomer(
+    doors: Sequence[tuple[str, int]], device: str | None, here: Mapping[str, Any], accepted: Collection[str] = ()
+) -> None:
     """What a device does that comes into a training which runs.
 
     Args:
         doors: where its devices answer.
         device: to compute on; None: as in a job of one.
         here: settings of this device that are its own, by name.
+        accepted: see `run_of`.
 
     Raises:
         InputError, MismatchError: there is no such training, it does not take this device, or was started by another version.
@@ -140,7 +143,7 @@ def run_newcomer(doors: Sequence[tuple[str, int]], device: str | None, here: Map
         raise MismatchError(
             f"the job runs Convoy {offer['version']}, this is {__version__}: install the same version on every machine"
         )
-    run = run_of(offer, {"devices": device or "auto", **here})
+    run = run_of(offer, {"devices": device or "auto", **here}, accepted)
     settings = run.settings
     check(settings)
     set_modes(settings.tf32, settings.deterministic)

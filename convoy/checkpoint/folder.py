@@ -278,7 +278,9 @@ def draft(folder: Path) -> Iterator[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left_behind in (folder / _DRAFT, folder / _GONE):
-        if os.path.exists(left_behind):
+        if left_behind.is_symlink():  # what it leads to is not ours
+            left_behind.unlink()
+        elif left_behind.exists():
             shutil.rmtree(left_behind)
     path = folder / _DRAFT
     path.mkdir()

@@ -232,6 +232,6 @@ def _unwritten(folder: Path, progress: Progress, size_bytes: int, error: OSError
     with suppress(OSError):
         room = f", {shutil.disk_usage(folder).free:,} are free there"
         before = latest(folder)
-    what = f"cannot write the checkpoint of step {progress.step} into {folder}: {error.strerror} ({error.filename})"
+    what = f"cannot write the checkpoint of step {progress.step} into {folder}: {error.strerror or error} ({error.filename})"
     remedy = f"it has {size_bytes:,} bytes{room}: make room there, or name another folder"
     return f"{what}; {remedy}; " + ("no earlier checkpoint is there" if before is None else f"{before} is as it was")

@@ -36,6 +36,7 @@ def main() -> None:
     Exit status: 0; 1 where `convoy doctor` found errors; 2 after one message that begins with "error:"; 130 after Ctrl-C, and
     128 + n after signal n; 141 where the reader of its output is gone, as after `| head -1`.
     """
+    _open_closed_streams()
     own = signal.getsignal(signal.SIGINT)
     if not is_one_of_job(os.environ) and own is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)  # a launcher has its own words, also for the devices that it started
@@ -43,6 +44,18 @@ def main() -> None:
         sys.exit(_run())
     finally:
         signal.signal(signal.SIGINT, own)
+
+
+def _open_closed_streams() -> None:
+    """Send to /dev/null what would go to a stream that the caller has closed (`>&-`), so that no other file gets its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

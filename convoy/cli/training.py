@@ -95,6 +95,10 @@ def join(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints, should this device have to write them.", **PATH)
     ] = None,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(help="A PACKAGE.MODULE:CALLABLE outside of this folder that the job may name as net or data."),
+    ] = None,
 ) -> None:
     """Come into a training that runs: one that was started with `convoy train --listen`, which prints the line.
 
@@ -112,7 +116,7 @@ def join(
     from convoy.app.train import run_newcomer
 
     doors = [read_door(text) for text in job.split(",")]
-    run_newcomer(doors, device, {name: value for name, value in own.items() if value is not None})
+    run_newcomer(doors, device, {name: value for name, value in own.items() if value is not None}, accept or ())
 
 
 JobName = Annotated[

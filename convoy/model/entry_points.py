@@ -2,11 +2,14 @@
 
 import difflib
 import importlib
+import importlib.machinery
 import importlib.metadata
+import importlib.util
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from convoy.errors import InputError
@@ -16,6 +19,17 @@ def names_callable(text: str) -> bool:
     """Whether a text has the form "package.module:name"."""
     place, _, name = text.partition(":")
     return name.isidentifier() and all(part.isidentifier() for part in place.split("."))
+
+
+def lies_here(text: str) -> bool:
+    """Return whether the module of a callable lies directly in the working folder. Nothing is imported to find out."""
+    name, here = text.partition(":")[0].split(".")[0], Path.cwd().resolve()
+    # In the order in which `find_callable` looks: what is installed comes first.
+    spec = importlib.util.find_spec(name) or importlib.machinery.PathFinder.find_spec(name, [str(here)])
+    if spec is None:
+        return False
+    places = [Path(place) for place in spec.submodule_search_locations or [spec.origin or ""]]
+    return all(place.is_absolute() and place.parent.resolve() == here for place in places)  # os is at "frozen"
 
 
 def find_callable(text: str, wanted: str) -> Callable[..., Any]:

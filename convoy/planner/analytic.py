@@ -203,8 +203,9 @@ class CostModel:
         gives, alike = placed.gives, self.alike
         if not layer.batched or not isinstance(gives, Split | Partial):
             return {(alike[d], whole) for d in holders(gives)}
-        first = placed.takes[0]
         if isinstance(gives, Partial):
+            # A layer may read no tensor: `torch.ones(x.shape[0], 8)` has only the batch's size from its input.
+            first = placed.takes[0] if placed.takes else None
             if not isinstance(first, Split):
                 return {(alike[d], whole) for d in holders(gives)}
             return {(alike[d], LocalSize(self.batch, whole.outputs, first.shares[d])) for d in holders(gives)}

@@ -7,6 +7,7 @@ by the analytic model.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Literal, TypeVar
 
 from convoy.cost.costs import Costs
@@ -33,6 +34,9 @@ LINKS = tuple(rate / 8 for rate in (1e7, 1e8, 1e9, 2.5e9, 1e10, 2.5e10, 4e10, 1e
 
 REPLAYED = 3
 """Of a deep net's plans so many are replayed."""
+
+MOST_ASKED = 100
+"""More plans than the quick search finds for a few devices."""
 
 ASKED_DEVICES = 8
 """Of larger fleets nothing is asked about single devices."""
@@ -150,10 +154,15 @@ def _best(context: PlanningContext) -> tuple[PlanPrediction, PlanPrediction | No
         several = [each for each in found if len(working(each.plan, context.graph)) > 1][:1]
         found = [*found[:1], *(each for each in several if each is not found[0])]
     else:
-        found = quick_candidates(
-            context.graph, context.batch, context.costs, context.room, enough=REPLAYED, passes=context.passes,
-            outputs=context.outputs,
+        few = len(context.names) <= ASKED_DEVICES
+        fitting_ones = quick_candidates(
+            context.graph, context.batch, context.costs, context.room, enough=MOST_ASKED if few else REPLAYED,
+            passes=context.passes, outputs=context.outputs,
         )  # fmt: skip
+        found = fitting_ones[:REPLAYED]
+        # Where one device is faster than several, the best of several may be a plan for some of the devices only.
+        of_several = (each for each in fitting_ones if each not in found and len(working(each.plan, context.graph)) > 1)
+        found += islice(of_several, REPLAYED)
         found = found or context.candidates()[:1]  # that search saves memory where it must
     rows = [predict_plan(each.plan.named("auto"), context) for each in found]
     if len(context.names) > 1 and not any(row.workers > 1 for row in rows):

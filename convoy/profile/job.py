@@ -39,7 +39,7 @@ from convoy.profile.overheads import loss_shapes, measure_overheads
 from convoy.profile.partial import Partial, Rows
 from convoy.profile.progress import Progress
 from convoy.profile.sizes import sizes_to_profile
-from convoy.profile.timing import STRETCH_S, TURN_ROUNDS, Now, ProcessorClock, quota_now, time_update
+from convoy.profile.timing import STRETCH_S, TURN_ROUNDS, Now, ProcessorClock, plain_torch, quota_now, time_update
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
 
@@ -64,6 +64,7 @@ SHARE_STRETCHES = 50
 # --- the job -----------------------------------------------------------------------------------------------------------
 
 
+@plain_torch()
 def measure_job(
     group: Group,
     traced: TracedModel,

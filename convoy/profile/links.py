@@ -17,7 +17,7 @@ from torch import Tensor
 
 from convoy.comm.agreement import gather
 from convoy.comm.group import Group, Message
-from convoy.profile.timing import spread_of, typical
+from convoy.profile.timing import plain_torch, spread_of, typical
 
 SIZES = (1 << 10, 16 << 10, 128 << 10, 1 << 20, 4 << 20)
 """Bytes of the messages of one pair, as long as they take no longer than its time allows."""
@@ -232,6 +232,7 @@ def meetings(host: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
     return pairs, speakers
 
 
+@plain_torch(torch.float32)
 def measure_links(
     group: Group,
     host: Sequence[int],

@@ -19,7 +19,7 @@ import torch
 
 from convoy.comm.agreement import gather
 from convoy.comm.group import Group, Message
-from convoy.profile.timing import STRETCH_S, device_now, typical
+from convoy.profile.timing import STRETCH_S, device_now, plain_torch, typical
 from convoy.runtime.clock import Clock
 from convoy.runtime.gradients import SUM_LANE
 
@@ -107,6 +107,7 @@ class Prices:
     ring_bytes: int
 
 
+@plain_torch(torch.float32)
 def measure_meetings(
     group: Group,
     clock: Clock,

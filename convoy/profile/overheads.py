@@ -23,7 +23,16 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.size import whole_size
 from convoy.plan.steps import Move, Value
 from convoy.profile.layers import piece
-from convoy.profile.timing import CORE_BYTES, PROCESSOR_BYTES, Cold, Now, Piece, queued_seconds, time_piece
+from convoy.profile.timing import (
+    CORE_BYTES,
+    PROCESSOR_BYTES,
+    Cold,
+    Now,
+    Piece,
+    plain_torch,
+    queued_seconds,
+    time_piece,
+)
 from convoy.runtime.clock import Clock, Computing
 from convoy.runtime.exchange import run_move
 from convoy.runtime.module import Distributed
@@ -48,6 +57,7 @@ LOSS_ENTRIES = 1 << 22
 """Of the outputs that a loss is timed of, at most; one sample of each at least."""
 
 
+@plain_torch(torch.float32)
 def measure_overheads(
     device: torch.device,
     now: Now,

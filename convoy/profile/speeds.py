@@ -19,7 +19,7 @@ from convoy.plan.presets import Speeds
 from convoy.plan.size import whole_size
 from convoy.profile.layers import piece
 from convoy.profile.progress import Progress
-from convoy.profile.timing import HELD_BYTES, Now, Piece, device_now, run_round, spread_of
+from convoy.profile.timing import HELD_BYTES, Now, Piece, device_now, plain_torch, run_round, spread_of
 from convoy.runtime.clock import Clock
 from convoy.runtime.precision import agree_on_precision
 
@@ -125,6 +125,7 @@ def speeds_of(times: Sequence[DeviceTimes], graph: Graph) -> Speeds:
     return Speeds(tuple(1.0 / s for s in total_s), layers)
 
 
+@plain_torch()
 def measure_speeds(
     group: Group,
     traced: TracedModel,

@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -37,6 +38,22 @@ HELD_BYTES, ACCELERATOR_HELD_BYTES = 64 << 20, 1 << 30
 FRESH_BYTES, MOST_FRESH = 4 << 20, 3
 """A round in which the process grew by so much memory does not count, but for more than so many: the kernel fills pages with
 zeros that no step fills again. Of layers with large outputs such a round took up to ten times as long."""
+
+
+@contextmanager
+def plain_torch(dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Compute with gradients and without anomaly mode, whatever the caller has set; afterwards all is as it was.
+
+    Args:
+        dtype: the default type of new tensors; None: the caller's.
+    """
+    before = torch.get_default_dtype()
+    with torch.inference_mode(False), torch.enable_grad(), torch.autograd.set_detect_anomaly(False):
+        try:
+            torch.set_default_dtype(dtype or before)
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,6 +438,7 @@ def quota_now(device: torch.device, share: float, slowdown: float = 1.0) -> Now:
     return ProcessorClock(share)
 
 
+@plain_torch(torch.float32)
 def time_update(
     device: torch.device, now: Now, stretch_s: float = STRETCH_S, entries: int = 1 << 20
 ) -> tuple[float, float]:

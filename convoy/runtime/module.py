@@ -181,7 +181,7 @@ class Distributed(ModuleOfPieces):
         precision = self.precision or autocast
         borrowing: AbstractContextManager[None] = nullcontext() if self.training else self.weights.borrowing()
         # The executor applies autocast, layer by layer, in backward too.
-        with torch.autocast(kind, enabled=False), borrowing:
+        with torch.autocast(kind, enabled=False), borrowing, program.random.alike(self.group):
             outputs: Sequence[Tensor]
             if torch.is_grad_enabled() and (self._watch.trained or any(x.requires_grad for x in given.tensors)):
                 begin = partial(self._begin_backward, self.reshares, self.training, compares, program.steps.outputs)

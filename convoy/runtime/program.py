@@ -30,6 +30,7 @@ from convoy.plan.steps import Compute as ComputeStep
 from convoy.plan.steps import GatherWeights, ShareStatistics, StepList, SumGradients
 from convoy.runtime.exchange import Bound, with_messages
 from convoy.runtime.gradients import SumLane
+from convoy.runtime.random_numbers import RandomNumbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class Program:
         freed: those of them that are freed after use.
         into_shares: parameters whose gradients are summed into the shares that are kept of them.
         waiting: parameters whose gradients a later pass sums, and which every device uses.
+        random: which devices draw random numbers.
         owned_outputs: whether nothing but the caller keeps the memory of an output.
     """
 
@@ -83,6 +85,7 @@ class Program:
         gathers = [s for s in steps.steps if isinstance(s, GatherWeights) and program.device in s.devices]
         self.gathered = tuple(dict.fromkeys(key for step in gathers for key in step.keys))
         self.freed = frozenset(k for op in program.forward if isinstance(op, FreeWeights) for k in op.keys)
+        self.random = RandomNumbers(steps, graph)
         self.owned_outputs = tuple(_is_owned(graph, v.layer, 0) for v in steps.outputs)
         self.reached = reached
         device = program.device

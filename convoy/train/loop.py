@@ -271,7 +271,7 @@ class _Loop:
         """
         recipe = self.training.recipe
         self.training.model.train()
-        start_s, self.tested_s = time.perf_counter(), 0.0
+        start_s, self.tested_s, trained = time.perf_counter(), 0.0, 0
         if again and 0 < train.start < len(train) and self._is_due:
             self._pause(epoch)
         if self.rebalancer is not None:
@@ -287,6 +287,7 @@ class _Loop:
             losses.append(self.training.backward(x, y, part, ends_step=ends_step))
             if ends_step:
                 self._step(epoch, losses, batch)
+                trained += batch
                 if self.rebalancer is not None:
                     # Samples of a pass: a step of fewer or smaller passes than the others is not one of the plan's.
                     self.rebalancer.step(batch / recipe.accumulate)
@@ -301,7 +302,8 @@ class _Loop:
         rows = [(loss * count, count) for loss, count in self.record.rows_of(epoch)]
         weighted, samples = (sum(column) for column in zip(*rows, strict=True)) if rows else (0.0, 0)
         mean = weighted / samples if samples else math.nan  # a run may go on at the end of an epoch
-        result = EpochResult(epoch, mean, accuracy, train_s, samples / train_s, self.training.rate())
+        # After a loss the epoch goes on from a later batch: only what was trained since then took these seconds.
+        result = EpochResult(epoch, mean, accuracy, train_s, trained / train_s, self.training.rate())
         self.record.epoch(result)
         self.observer.on_epoch(result)
         if self.keeper is not None:

@@ -48,6 +48,22 @@ def test_who_goes_on_with_the_log_later_logs_the_settings_of_the_run() -> None:
     assert len(here.header.devices) == 2
 
 
+def test_a_job_cannot_make_a_joining_device_call_any_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    run = resolve_settings(None, GIVEN).settings
+
+    def told(**named: str) -> dict[str, str]:
+        return {"run": to_toml(run.model_copy(update=named))}
+
+    for option in "net", "data":
+        with pytest.raises(InputError, match=f"--{option} os:abort, a function that does not lie in this folder"):
+            run_of(told(**{option: "os:abort"}), {})
+        assert getattr(run_of(told(**{option: "os:abort"}), {}, ["os:abort"]).settings, option) == "os:abort"
+        assert getattr(run_of(told(**{option: "mine:build"}), {}).settings, option) == "mine:build"
+    assert run_of(told(net="timm:resnet18"), {}).settings.net == "timm:resnet18"
+
+
 def test_a_folder_for_checkpoints_that_nobody_writes_is_refused(tmp_path: Path) -> None:
     """The newcomer alone would have come to the first checkpoint, and waited there for the others."""
     run = resolve_settings(None, GIVEN).settings

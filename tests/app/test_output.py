@@ -2,6 +2,7 @@
 
 import errno
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from convoy import cli
 from convoy.cli.output import patient_output
+from tests.support.processes import ROOT
 
 
 class SmallDisk:
@@ -50,3 +52,10 @@ def test_what_is_missing_in_the_end_is_an_error(
             cli.main()
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("error: the output lacks its last ")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_end_nothing(closed: str, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m convoy --version {closed}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, timeout=60).returncode == 0

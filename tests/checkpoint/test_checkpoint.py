@@ -16,7 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 from torch.utils.data import TensorDataset
 
 from convoy.checkpoint import Checkpointer, Progress, latest, load_checkpoint, save_checkpoint
-from convoy.checkpoint.folder import checkpoints
+from convoy.checkpoint.folder import checkpoints, draft
 from convoy.checkpoint.tensors import Spec, Stream, file_order, write_tensors
 from convoy.checkpoint.values import decode, encode
 from convoy.comm.group import Group
@@ -475,3 +475,13 @@ def test_what_a_schedule_knows_comes_back_as_it_was(name: str) -> None:
     back = decode(json.loads(json.dumps(encode(state, name), allow_nan=False)))
     assert back == state
     assert {key: type(value) for key, value in back.items()} == {key: type(value) for key, value in state.items()}
+
+
+def test_a_link_in_the_place_of_a_draft_is_removed_and_what_it_leads_to_is_not(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").mkdir()
+    for target in "../elsewhere", "../nowhere":
+        (tmp_path / "run" / ".draft").symlink_to(target)
+        with draft(tmp_path / "run") as path:
+            assert not path.is_symlink()
+    assert (tmp_path / "elsewhere").is_dir()

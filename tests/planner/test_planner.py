@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from convoy.cost.compute import Rate, Roofline
 from convoy.cost.network import Network
@@ -167,6 +167,28 @@ def test_a_wire_that_is_too_slow_leaves_the_work_to_the_fastest_device() -> None
         # The last layer may be summed over devices: its outputs go to everybody anyway, and a ring carries them best.
         if isinstance(step, Compute) and step.layer != graph.outputs[0]:
             assert holders(step.writes.layout) == (1,)
+
+
+class PositionCodes(nn.Module):
+    """One of its layers reads no tensor: `zeros` has only the batch's size from the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros((x.shape[0], 16, 16), dtype=torch.bool)
+        rows = (~mask).cumsum(1, dtype=torch.float32)
+        y: Tensor = self.linear((self.conv(x) + rows[:, None]).relu().mean((2, 3)))
+        return y
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e3, 1e12])
+def test_a_layer_that_reads_no_tensor_is_planned(bytes_per_s: float) -> None:
+    graph = graph_of(PositionCodes())
+    assert graph["zeros"].inputs == ()
+    for each in candidates(graph, 16, costs_of([1e9, 5e8], bytes_per_s)):
+        each.plan.check(graph, 2)
 
 
 def test_the_same_question_has_the_same_answer() -> None:

@@ -109,6 +109,22 @@ def test_a_replay_of_every_plan_runs_on_what_was_measured() -> None:
     assert measured.fleet.devices[0].name in shown
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_callers_settings_of_torch_reach_no_probe(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.no_grad(), torch.autograd.set_detect_anomaly(True):
+            model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+            traced = trace(model, torch.zeros(2, 4, 1, 1))
+            group = AloneGroup(CPU)
+            measure_job(group, traced, model, 4, net="small", budget_s=0.1, links_budget_s=0.1, stretch_s=QUICK_S)
+            assert torch.is_anomaly_enabled()
+            assert not torch.is_grad_enabled()
+        assert torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_device_that_gets_less_of_a_processor_while_all_compute_is_slower() -> None:
     """Four rehearsed hosts on two cores: the one with 0.8 of a core had 0.75 while all computed, and its layers were predicted
     7 % too fast. What other programs take is not counted: one fleet was predicted at 1.6, 1.9 and 0.7 s for it."""

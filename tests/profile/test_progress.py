@@ -56,6 +56,8 @@ def test_only_device_0_of_several_speaks(group: Group, capsys: pytest.CaptureFix
 def test_prepare_says_what_it_measures(plan: str, said: str) -> None:
     first, other = on_processes(2, "tests.profile.test_progress:prepared", plan)
     assert first.splitlines()[0] == said
+    assert ("convoy: auto chose device" in first) == (plan == "auto")
+    assert ("alone\n" in first) == (plan == "auto"), "what is predicted against one device"
     assert other == ""
 
 
