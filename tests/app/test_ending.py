@@ -16,7 +16,7 @@ from tests.support.ssh_hosts import eventually
 
 
 def row(device: int, members: tuple[int, ...] = (0, 1, 2), job: str = "10.0.0.5:7000", run: str = "/runs/one") -> Row:
-    return Row(job, 100 + device, 1.0, 0, device, "cpu", True, members, run)
+    return Row(job, 100 + device, 1.0, 0, device, "cpu", members, run)
 
 
 @pytest.mark.parametrize(
