@@ -112,6 +112,13 @@ def of_processes(pids: Sequence[int]) -> list[Row | None]:
     return [None for _ in pids]
 
 
+def speaks(pid: int) -> bool:
+    """Whether a process has noted that it is the first of the devices that train, which speaks for all: for one before it that
+    is stopped, or cut off, is none of them any more."""
+    (row,) = of_processes([pid])
+    return row is not None and row.device in row.members[:1]
+
+
 _mine: Row | None = None
 _written_s = 0.0
 
