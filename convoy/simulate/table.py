@@ -80,7 +80,7 @@ class DeviceCosts:
             quota leaves it a fifth of a core, these are five times the seconds of a whole core.
         update_s_per_entry: of SGD with momentum, per entry of the parameters it holds.
         step_s, layer_s, round_s, message_s, copy_s_per_byte, add_s_per_byte, fresh_s_per_byte, update_s_per_tensor,
-            loss_s_per_byte, queue_s: see `convoy.simulate.overhead.Overheads`. The last two are 0 in files that do not have them.
+            loss_s_per_byte, queue_s: see `convoy.simulate.overhead.Overheads`; the last two are 0 in files without them.
         jitter_s, beside_s: see `convoy.simulate.network.Network`; beside_s is 0 in files from before it was measured.
         rested_s, burst: seconds that it computes sooner after a rest, and how many times as fast it is until then: of a device
             under a quota of processor time. 0 and 1 in files from before they were measured.
