@@ -11,7 +11,7 @@ where each sample gives the same result alone as together with others (`per_samp
 
 from convoy.model.layer_rules import register_layer
 from convoy.model.operation import TracedModel, bind_operation, call_operation, disable_in_place, run_traced
-from convoy.model.tracing.state_watch import StateWatch
+from convoy.model.tracing.python_state import StateWatch
 from convoy.model.tracing.trace_model import trace, unwrapped
 
 __all__ = [
