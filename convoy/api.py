@@ -2,6 +2,7 @@
 
 import builtins
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -331,6 +332,8 @@ def distribute(
     """
     part = Distributed(model, plan, group, example, slowdown=slowdown, compile=compile)
     compute_in(part, precision)
+    if group.devices > 1 and group.device == 0 and (told := part.traced[True].graph.unshared):
+        builtins.print(told, file=sys.stderr, flush=True)
     return part
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from convoy.errors import InputError
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.layer_rules import Call, Known
 from convoy.model.operation import Form, Operation, Ref, Region, TracedModel, call_operation
@@ -240,6 +241,9 @@ class LayerBuilder:
             random=any(draws_random(n) for n in calls),
         )  # fmt: skip
         why = next((self.values.odd[n] for n in group if n in self.values.odd), "it is one layer in the other mode")
+        for path in paths:
+            if path in self.traced.whole:
+                why = f"{type(self.model.get_submodule(path)).__name__} stays whole: {self.traced.whole[path]}"
         mixes = any(n in self.values.mixing for n in group)
         self.layers[name], self.operations[name] = self._judged(operation, layer, paths, why, mixes=mixes), operation
         self.shown[name] = tuple(small) if several else small[0]
@@ -417,18 +421,20 @@ class LayerBuilder:
         """
         if not layer.batched:
             return replace(layer, reason="it has no batch axis, so every device makes it")
-        inputs = Inputs(
-            [self.shown[name] for name in layer.inputs], [self.layers[i].batched for i in layer.inputs], self.samples
-        )
+        batched = [self.layers[name].batched for name in layer.inputs]
+        inputs = Inputs([self.shown[name] for name in layer.inputs], batched, self.samples, registered)
 
         def call(model: nn.Module, samples: int, given: Sequence[Tensor]) -> Any:
             return call_operation(model, operation, given, samples)
 
-        if is_of_user(operation, self.model) and not registered:
+        if is_of_user(operation, self.model):
             inside = {path: m for each in modules for path, m in subtree(self.model, each).items()}
             seen = observe(call, self.model, inside, inputs)
-            self.changed[layer.name] = seen.changes
-            return whole(layer, seen, why, self.elsewhere)
+            if not registered:
+                self.changed[layer.name] = seen.changes
+                return whole(layer, seen, why, self.elsewhere)
+            if keeps := seen.changes or seen.hidden:
+                raise _refused(layer, f"it keeps {keeps} in Python from call to call")
         if mixes:
             return replace(layer, per_sample=False, reason=f"{why}; so it runs whole on one device")
         if layer.random and not modules:
@@ -439,6 +445,8 @@ class LayerBuilder:
         if found.overwrites:
             where = max(modules, key=len).rpartition(".")[0] if modules else ""
             raise Untraceable(f"{layer.name} overwrites its input", where)
+        if registered and found.dependence:
+            raise _refused(layer, found.dependence)
         reason = "; ".join(filter(None, (why, found.dependence)))
         each = found.each and not layer.random
         return replace(layer, per_sample=not found.dependence, reason=reason, notes=found.each, each=each)
@@ -456,6 +464,13 @@ class LayerBuilder:
         layers = {name: replace(layer, shared=name in shared) for name, layer in self.layers.items()}
         graph = Graph(type(self.model).__name__, layers, tuple(names))
         return TracedModel(graph, self.operations, value, self.traced.seen, self.traced.leaves)
+
+
+def _refused(layer: Layer, why: str) -> InputError:
+    return InputError(
+        f"layer {layer.name!r} was registered with register_layer, which is for layers that treat each sample by itself, but "
+        f"{why}: do not register it"
+    )
 
 
 def is_of_user(operation: Operation, model: nn.Module) -> bool:
