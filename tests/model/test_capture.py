@@ -347,3 +347,20 @@ def test_tracing_seeds_no_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "manual_seed", None)
     for each in nets:
         layers_of(each)
+
+
+class Lazily(nn.Module):
+    """Makes a buffer when it is first called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "grid"):
+            self.register_buffer("grid", torch.linspace(0, 1, x.shape[-1]))
+        return x * self.grid
+
+
+def test_a_buffer_that_forward_makes_is_refused_until_it_is_there() -> None:
+    model = Kept(Lazily())
+    with pytest.raises(InputError, match=r"forward of module 'middle' makes .* call the model once"):
+        layers_of(model)
+    model(torch.zeros(2, 3, 8, 8))
+    assert difference(model) < EXACT

@@ -38,7 +38,7 @@ def build_net(text: str, image: ImageShape, classes: int, seed: int = 0) -> nn.M
         raise unknown_name("net", text, [*(row[2].split(",")[0] for row in NETS.values()), *ELSEWHERE])
     with torch.random.fork_rng(devices=[]):
         make = partial(build_builtin, text, image, classes) if builtin else find_imported(text, image, classes)
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed accelerators, too
         return make()
 
 

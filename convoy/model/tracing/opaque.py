@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from convoy.model.tracing.python_state import CHANCE, State, random_kept
+from convoy.errors import InputError
+from convoy.model.tracing.python_state import CHANCE, REGISTERED, State, random_kept
 from convoy.model.tracing.shared_copy import is_shared, shared
 
 Call = Callable[[nn.Module, int, Sequence[Tensor]], Any]
@@ -98,6 +99,11 @@ def observe(call: Call, model: nn.Module, modules: dict[str, nn.Module], inputs:
         if not t.is_leaf:
             t.detach_()  # a buffer that took in what has a gradient
     changed = [name for name in (*before, *after) if before.get(name) != after.get(name)]
+    if made := next((name.removesuffix(REGISTERED) for name in changed if name.endswith(REGISTERED)), None):
+        raise InputError(
+            f"the forward of module {made or 'the model itself'!r} makes or removes parameters, buffers or submodules: call "
+            "the model once on a batch before it is distributed; if it does so in every call, make them in __init__"
+        )
     return Seen(repr(changed[0]) if changed else "", hidden, draws, writes, alone, blocked)
 
 

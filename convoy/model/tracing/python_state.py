@@ -32,6 +32,8 @@ _HIDDEN = (random.Random, torch.Generator, fx.Proxy)
 _CONTAINERS = (list, tuple, deque, dict, MappingProxyType, set, frozenset)
 _DEEPEST = 12
 _MISSING = "<nothing>"
+REGISTERED = " (parameters, buffers and submodules)"
+"""Ends the name of the value that says which of these a module has."""
 
 
 # --- one value -------------------------------------------------------------------------------------------------------
@@ -311,8 +313,7 @@ class State:
     def _values(self) -> Iterator[tuple[str, Any]]:
         yield from ((name, held[key]) for name, held, key in self.attributes())
         for path, module, _ in self._rows:
-            for table in (module._parameters, module._buffers, module._modules):
-                yield f"{path} (what it holds)", tuple(table)
+            yield f"{path}{REGISTERED}", (*module._parameters, *module._buffers, *module._modules)
         yield from ((name, place.found()) for name, place in self.places.items())
 
     @contextmanager
