@@ -254,3 +254,13 @@ def test_a_model_without_weights_is_traced_only_where_nothing_must_be_run() -> N
     ]
     with pytest.raises(InputError, match="give a model with weights"):
         trace(unknown, torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda _, x: x * (x.abs().amax((1, 2, 3)).max() < 100), lambda _, x: torch.cat([x, x], 0).cummax(0)[0].chunk(2, 0)[0]],
+    ids=["a bound that no random number meets", "a running maximum"],
+)  # fmt: skip
+def test_calls_that_mix_samples_get_the_whole_batch(function: Callable[..., Any]) -> None:
+    """The first agrees with its parts on every ordinary batch."""
+    assert not all(layer.per_sample for layer in layers_of(Calls(function)).values())
