@@ -27,7 +27,7 @@ from convoy.plan.strategy import Batch, Filter
 from convoy.runtime.module import Distributed
 from convoy.sharding.layout import Partial, Split
 from convoy.sharding.shares import apportion
-from tests.support.families.registry import Member, build, narrowed
+from lab.families.registry import Member, build, narrowed
 from tests.support.one_device import EXACT, one_trace, part
 from tests.support.threads import run_on_threads
 
