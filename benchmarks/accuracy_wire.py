@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.accuracy import trained
-from convoy.sharding.comm_dtype import COMM_DTYPES
+from convoy.layout.comm_dtype import COMM_DTYPES
 
 RESULTS = Path(__file__).parent / "results" / "accuracy-wire.json"
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.calibrate [--solo-only]
 
-Prints how often the intervals hold, and the factors beside the constants of `convoy.cost`, which are these numbers: of each
+Prints how often the intervals hold, and the factors beside the constants of `convoy.simulate`, which are these numbers: of each
 family of devices the spread of trainings of one device; of a device alone, of steps and of gains what the known causes leave
-unexplained (`convoy.cost.interval.REPLAY`). The rule is the same for all: the smallest factor with which nine of ten of n
+unexplained (`convoy.simulate.interval.REPLAY`). The rule is the same for all: the smallest factor with which nine of ten of n
 residuals lie in the interval, the (n + 1) * 0.9-th in size (split conformal prediction). It is also taken from all nets but
 one, and tried on that one.
 """
@@ -23,8 +23,6 @@ from benchmarks.configurations import AUTO, IN_TURN
 from benchmarks.drive import results_in
 from benchmarks.results import FleetResult, Row, newest, read_result
 from benchmarks.score import Residual, held, inside, spread_of
-from convoy.cost.described import CPU, OTHER_NET, PLAIN_GPU, TF32, TF32_GPU, described_costs
-from convoy.cost.interval import REPLAY, Basis
 from convoy.errors import InputError
 from convoy.fleet import Device, Fleet, Host, read_fleet
 from convoy.fleet.catalogue import device_class
@@ -33,6 +31,8 @@ from convoy.model.nets import graph_of
 from convoy.plan.presets import PLANS
 from convoy.planner.predict import PlanningContext, predict_plan
 from convoy.planner.speeds import solo_speeds
+from convoy.simulate.described import CPU, OTHER_NET, PLAIN_GPU, TF32, TF32_GPU, described_costs
+from convoy.simulate.interval import REPLAY, Basis
 
 FOLDER = Path(__file__).parent
 FASTER_FROM = "2026-11-24"

@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from benchmarks.chaos import PLANS, Blow, Case
-from convoy.cost.compute import Rate, Roofline
-from convoy.cost.costs import Costs
-from convoy.cost.network import Network
 from convoy.errors import PlanError
+from convoy.layout.shares import Shares, apportion
 from convoy.model.graph import Graph
 from convoy.plan import strategy as strategies
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.planner.planner import plan_auto
-from convoy.sharding.shares import Shares, apportion
+from convoy.simulate.compute import Rate, Roofline
+from convoy.simulate.costs import Costs
+from convoy.simulate.network import Network
 
 
 def plan_of(case: Case, graph: Graph) -> Plan:

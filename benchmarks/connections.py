@@ -29,10 +29,10 @@ from convoy.comm.changing import present
 from convoy.comm.group import Group, Message
 from convoy.comm.job_key import write_key_file
 from convoy.comm.processes import JoinedGroup, join
-from convoy.cost.described import ENCRYPTION_S_PER_BYTE
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName
 from convoy.fleet import Card
+from convoy.simulate.described import ENCRYPTION_S_PER_BYTE
 
 GIGABIT = Card(125e6, 125e6, 5e-5)
 SECONDS = 3.0

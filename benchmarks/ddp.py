@@ -35,7 +35,7 @@ from benchmarks.tasks import Data
 from benchmarks.tuning import LONG_S, Setting, Trial, tune, tune_even
 from benchmarks.wire import Gradients, Wire
 from convoy.comm.group import Group
-from convoy.sharding.shares import apportion
+from convoy.layout.shares import apportion
 from convoy.train.loader import Loader
 
 TRIAL_S = 0.6

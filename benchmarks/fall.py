@@ -33,7 +33,6 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.configurations import FLEETS, fleet_named
 from benchmarks.hardware import ground
-from convoy.adapt.rebalance import Decision
 from convoy.api import distribute, loader, make_plan
 from convoy.comm.group import Group
 from convoy.comm.processes import join
@@ -46,6 +45,7 @@ from convoy.model.nets import build_net
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS
 from convoy.train.controller import Rebalancer
+from convoy.train.rebalance import Decision
 
 RESULTS = Path(__file__).parent / "results" / "fall.json"
 NETS = ("two-conv:150:800", "alexnet:4096")

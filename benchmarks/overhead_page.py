@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from benchmarks.hardware import Ground
 from benchmarks.page import seconds, table
 from benchmarks.results import read_if_kept
-from convoy.cost.overhead import Overheads
+from convoy.simulate.overhead import Overheads
 
 
 @dataclass(frozen=True)

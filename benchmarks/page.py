@@ -23,7 +23,7 @@ from benchmarks.score import (
     steady,
     summarise,
 )
-from convoy.cost.interval import REPLAY
+from convoy.simulate.interval import REPLAY
 
 MEAN_TARGET = 0.05
 FILTER_TARGET = 0.08

@@ -4,8 +4,8 @@
 
 The last host of the fleet is "the last"; in `slowcard4` it has the slow card. Devices may use whole cores. All messages of a
 pattern have the same size and begin together; what is told is when the last one has arrived, the median over the rounds. The
-prediction is the planner's: shared cards, max-min fair (`convoy.cost.network.rates`), at the rates of the fleet file less the
-headers of TCP, IP and Ethernet.
+prediction is the planner's: shared cards, max-min fair (`convoy.simulate.network.rates`), at the rates of the fleet file
+less the headers of TCP, IP and Ethernet.
 """
 
 import json
@@ -28,9 +28,9 @@ from benchmarks.configurations import fleet_named
 from benchmarks.hardware import stamp
 from convoy.comm.group import Message
 from convoy.comm.processes import join
-from convoy.cost.network import Network, network_of, rates
 from convoy.emulate.run import rehearse
 from convoy.report.screen import new_table
+from convoy.simulate.network import Network, network_of, rates
 
 Flows = tuple[tuple[int, int], ...]
 """(Sender, receiver) of each message."""

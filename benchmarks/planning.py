@@ -22,7 +22,6 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from benchmarks.hardware import stamp
-from convoy.cost.memory import room_of
 from convoy.files import write_whole
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph
@@ -30,6 +29,7 @@ from convoy.model.nets import graph_of
 from convoy.model.tracing import trace
 from convoy.planner.bound import lower_bound
 from convoy.planner.planner import candidates
+from convoy.simulate.memory import room_of
 from studies.roofline import roofline_costs
 from studies.sweep import BASE, PLANS, points_at, sweep
 

@@ -10,12 +10,12 @@ from pydantic import TypeAdapter
 from benchmarks.configurations import ALONE, AUTO, IN_TURN, PEERS, Case
 from benchmarks.results import Row, Where
 from benchmarks.tasks import task_of
-from convoy.cost.costs import Costs
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
 from convoy.planner.predict import PlanningContext, PlanPrediction, choices, predict_plan
+from convoy.simulate.costs import Costs
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import json
 import os
 
 from convoy.comm.group import Group
-from convoy.profile.load import Reading, read
+from convoy.measure.load import Reading, read
 
 
 def others_share(group: Group, begin: Reading) -> float:

@@ -34,20 +34,20 @@ from torch.utils.data import TensorDataset
 from benchmarks.hardware import ground
 from benchmarks.rebalance_score import ANSWER, LATE, Run, Summary, as_json, summarise
 from convoy._version import __version__
-from convoy.adapt.rebalance import Reshare
 from convoy.api import distribute, loader
 from convoy.comm.group import Group
 from convoy.comm.processes import join
 from convoy.files import write_whole
 from convoy.launch.local import launch_local
+from convoy.measure.speeds import measure_speeds
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.coupling import coupled_axes, shares_of
 from convoy.plan.plan import Plan
 from convoy.plan.presets import named_plan
-from convoy.profile.speeds import measure_speeds
 from convoy.runtime.clock import Clock
 from convoy.train.controller import Rebalancer
+from convoy.train.rebalance import Reshare
 
 RESULTS = Path(__file__).parent / "results" / "rebalance.json"
 CLASSES = 10

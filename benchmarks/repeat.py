@@ -25,17 +25,17 @@ from benchmarks.configurations import AUTO, FLEETS, fleet_named
 from benchmarks.hardware import ground
 from convoy.comm.group import Group
 from convoy.comm.processes import join
-from convoy.cost.overhead import Overheads
-from convoy.cost.table import DeviceCosts, Measurement
 from convoy.emulate import rehearse
 from convoy.files import write_whole
 from convoy.fleet import read_fleet
+from convoy.measure.job import measure_job
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.planner.predict import PlanningContext, predict_plan
-from convoy.profile.job import measure_job
+from convoy.simulate.overhead import Overheads
+from convoy.simulate.table import DeviceCosts, Measurement
 
 RESULTS = Path(__file__).parent / "results" / "repeat.json"
 NETS = ("two-conv:150:800", "resnet:8:16", "resnet18:64")

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.tasks import Data
-from convoy.adapt.autotune import Autotune
 from convoy.api import distribute
 from convoy.comm.group import Group
+from convoy.layout.layout import box
 from convoy.plan.plan import Plan
-from convoy.sharding.layout import box
+from convoy.train.autotune import Autotune
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loss import loss as loss_of

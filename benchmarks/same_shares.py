@@ -35,11 +35,11 @@ from convoy.comm.job_key import TRUST
 from convoy.comm.processes import join
 from convoy.emulate import rehearse
 from convoy.files import write_whole
+from convoy.layout.redistribute import Reduce
+from convoy.layout.shares import apportion
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import Speeds, named_plan
-from convoy.sharding.redistribute import Reduce
-from convoy.sharding.shares import apportion
 
 NETS = ("two-conv:50:500", "vgg:11:512", "alexnet:1024")
 SUMS: tuple[Reduce, ...] = ("ring", "direct")

@@ -25,16 +25,16 @@ from benchmarks.gpu import Place, place_of
 from benchmarks.hardware import stamp
 from benchmarks.page import table
 from convoy.app.predict import fleet_on
-from convoy.cost.costs import Costs
-from convoy.cost.described import described_costs
-from convoy.cost.table import read_fleet_file
 from convoy.errors import InputError
 from convoy.files import write_whole
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.planner.predict import PlanningContext, PlanPrediction, predict_plan
-from convoy.simulator.simulate import Timeline
+from convoy.simulate.costs import Costs
+from convoy.simulate.described import described_costs
+from convoy.simulate.simulate import Timeline
+from convoy.simulate.table import read_fleet_file
 
 COMMAND = "python -m benchmarks.three"
 PUBLISHED = 2.45

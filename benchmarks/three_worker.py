@@ -16,12 +16,12 @@ from torch.nn.functional import cross_entropy
 import convoy
 from benchmarks.quiet import others_share
 from convoy.files import write_whole
+from convoy.measure.job import measure_job
+from convoy.measure.load import read
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
-from convoy.profile.job import measure_job
-from convoy.profile.load import read
 
 IMAGE = (3, 32, 32)
 MEASURE_S = 45.0

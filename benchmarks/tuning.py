@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.wire import Gradients, Wire
-from convoy.sharding.shares import Shares, apportion, even
+from convoy.layout.shares import Shares, apportion, even
 
 BUCKETS_MB = (25, 5, 100)
 """Sizes of gradient buckets to try; the first is PyTorch's own, whose first bucket is closed at 1 MB."""

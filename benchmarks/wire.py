@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convoy.fleet import Fleet
-from convoy.sharding.shares import Shares
+from convoy.layout.shares import Shares
 
 
 @dataclass(frozen=True)

@@ -38,18 +38,18 @@ from benchmarks.tuning import Setting
 from benchmarks.wire import Wire
 from convoy.comm.group import Group
 from convoy.comm.processes import join
-from convoy.cost.costs import Costs
-from convoy.cost.table import Measurement, read_fleet_file
 from convoy.errors import ConvoyError, InputError
 from convoy.files import write_whole
 from convoy.fleet import Fleet
+from convoy.measure.job import measure_job
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import TracedModel, trace
 from convoy.plan.plan import Plan
 from convoy.planner.predict import PlanningContext, predict_plan
-from convoy.profile.job import measure_job
 from convoy.report.timeline import draw
+from convoy.simulate.costs import Costs
+from convoy.simulate.table import Measurement, read_fleet_file
 
 GROUP_LIMIT_S = 900.0
 """How long a device waits for another: a slow one alone on a large batch takes minutes."""

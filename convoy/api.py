@@ -21,19 +21,19 @@ from convoy.comm.group import Group
 from convoy.comm.processes import join
 from convoy.data.augment import read_augment
 from convoy.errors import InputError, PlanError
+from convoy.layout.comm_dtype import CommDtype
+from convoy.layout.redistribute import Sum
+from convoy.measure.auto import BUDGET_S, Passes, Plans, choice_lines, plan_together
+from convoy.measure.progress import Progress, to_stderr
+from convoy.measure.speeds import given_speeds, measure_speeds, timing_s
 from convoy.model.tracing import TracedModel, trace, unwrapped
 from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import AUTO, Speeds, named_plan
 from convoy.planner.known import Known
-from convoy.profile.auto import BUDGET_S, Passes, Plans, choice_lines, plan_together
-from convoy.profile.progress import Progress, to_stderr
-from convoy.profile.speeds import given_speeds, measure_speeds, timing_s
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import compute_in, dtype_named
 from convoy.runtime.shard_guards import check_not_distributed
-from convoy.sharding.comm_dtype import CommDtype
-from convoy.sharding.redistribute import Sum
 from convoy.train.adopt import AdoptedLoader, batch_size_of, check_loader, first_samples, rebind, remembered
 from convoy.train.loader import Loader
 

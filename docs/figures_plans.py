@@ -11,6 +11,9 @@ from pathlib import Path
 
 import torch
 
+from convoy.layout.layout import Box, Layout, OnOne, Partial, Replicated, Split, box, dual, entries
+from convoy.layout.redistribute import SUMS, Reduce, Schedule, Transfer, schedule, traffic
+from convoy.layout.shares import apportion
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
@@ -18,9 +21,6 @@ from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute, Move, StepList
 from convoy.plan.strategy import Batch, Channel, Filter, Strategy
-from convoy.sharding.layout import Box, Layout, OnOne, Partial, Replicated, Split, box, dual, entries
-from convoy.sharding.redistribute import SUMS, Reduce, Schedule, Transfer, schedule, traffic
-from convoy.sharding.shares import apportion
 from docs.drawing import DEVICE_COLOURS, Drawing, write
 
 FOLDER = Path(__file__).parent / "figures"

@@ -13,8 +13,8 @@ from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.presets import named_plan
 from convoy.planner.speeds import predicted_speeds
-from convoy.simulator.events import Activity, Event, Timeline
-from convoy.simulator.simulate import simulate
+from convoy.simulate.events import Activity, Event, Timeline
+from convoy.simulate.simulate import simulate
 from docs.drawing import Drawing, write
 from studies.roofline import roofline_costs
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from convoy.cost.compute import SHARED_PASSES
-from convoy.cost.memory import optimizer_named
+from convoy.layout.redistribute import Sum
 from convoy.model.graph import Graph
-from convoy.sharding.redistribute import Sum
+from convoy.simulate.compute import SHARED_PASSES
+from convoy.simulate.memory import optimizer_named
 from studies import collectives
 from studies.collectives import Floats, Numbers
 from studies.points import Points

@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from convoy.cost.costs import Costs
-from convoy.cost.overhead import Overheads
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.planner.planner import plan_auto
-from convoy.simulator.simulate import simulate
+from convoy.simulate.costs import Costs
+from convoy.simulate.overhead import Overheads
+from convoy.simulate.simulate import simulate
 from studies.roofline import roofline_costs
 from studies.sweep import AXES, BASE, Sweep, along, sweep
 

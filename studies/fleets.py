@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from convoy.cost.costs import Costs
-from convoy.cost.memory import DeviceMemory, memory_of_steps
 from convoy.errors import unknown_name
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
@@ -14,8 +12,10 @@ from convoy.plan.presets import PLANS, named_plan
 from convoy.plan.steps import StepList
 from convoy.planner.planner import plan_auto
 from convoy.planner.speeds import predicted_speeds, solo_speeds
-from convoy.simulator.energy import Energy, energy_of, power_of
-from convoy.simulator.simulate import Timeline, simulate
+from convoy.simulate.costs import Costs
+from convoy.simulate.energy import Energy, energy_of, power_of
+from convoy.simulate.memory import DeviceMemory, memory_of_steps
+from convoy.simulate.simulate import Timeline, simulate
 from studies.roofline import roofline_costs
 
 

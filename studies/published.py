@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 
-from convoy.cost.network import Network
 from convoy.model.graph import Graph, Layer
 from convoy.model.nets import graph_without_weights
 from convoy.model.nets.builtin import two_conv
@@ -21,7 +20,8 @@ from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.size import LocalSize, flop, whole_size
 from convoy.plan.steps import Part, Phase
-from convoy.simulator.simulate import Costs, simulate
+from convoy.simulate.network import Network
+from convoy.simulate.simulate import Costs, simulate
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """Costs of a fleet from its devices' peaks alone: the part of them that kernels reach is given, or all."""
 
-from convoy.cost.compute import Rate, Roofline
-from convoy.cost.costs import Costs
-from convoy.cost.memory import update_s_per_entry
-from convoy.cost.network import network_of
 from convoy.errors import InputError
 from convoy.fleet import Fleet
+from convoy.simulate.compute import Rate, Roofline
+from convoy.simulate.costs import Costs
+from convoy.simulate.memory import update_s_per_entry
+from convoy.simulate.network import network_of
 
 
 def roofline_costs(fleet: Fleet, *, efficiency: float = 1.0, optimizer: str = "sgd-momentum") -> Costs:

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from convoy.errors import InputError
+from convoy.layout.layout import Layout, OnOne, Replicated, Split
+from convoy.layout.redistribute import Sum
 from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import lower
 from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.size import whole_size
 from convoy.plan.steps import Compute, Move, Phase, ReturnGradient, ShareStatistics, StepList, SumGradients, Value
-from convoy.sharding.layout import Layout, OnOne, Replicated, Split
-from convoy.sharding.redistribute import Sum
 
 EVERYONE = 2**62
 """So many units that every device gets some."""

@@ -7,7 +7,6 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from convoy.adapt.rebalance import Decision
 from convoy.api import loader
 from convoy.app.handover import Handover
 from convoy.app.joining import JoiningDevices, Opening, home_of
@@ -16,9 +15,9 @@ from convoy.comm.channel import Words
 from convoy.comm.newcomer import Entrance
 from convoy.config.settings import Settings, key_of
 from convoy.data import Splits
+from convoy.measure.anew import Replanner
+from convoy.measure.auto import Plans
 from convoy.plan.explain import differences
-from convoy.profile.anew import Replanner
-from convoy.profile.auto import Plans
 from convoy.report.screen import Screen
 from convoy.runlog.directory import RunDirectory
 from convoy.runlog.loggers import Logger, to_mlflow, to_tensorboard, to_wandb
@@ -31,6 +30,7 @@ from convoy.train.loop import Recipe, Training, build_optimizer
 from convoy.train.lr import Schedule, build_schedule
 from convoy.train.members import Members
 from convoy.train.observer import Observer
+from convoy.train.rebalance import Decision
 
 
 def build_loaders(settings: Settings, splits: Splits, part: Distributed | None) -> tuple[Loader, Loader]:

@@ -22,15 +22,15 @@ from convoy.config.run_file import RunSettings, resolve_settings, to_toml
 from convoy.config.settings import Settings
 from convoy.errors import InputError
 from convoy.files import parse_toml
+from convoy.measure.anew import Replanner
+from convoy.measure.job import measure_job
+from convoy.measure.speeds import measure_speeds
 from convoy.model.entry_points import lies_here, names_callable
 from convoy.model.nets.imported import is_packaged
 from convoy.model.tracing import trace
 from convoy.plan.presets import AUTO, PLANS, Speeds
 from convoy.planner.anew import with_newcomer
 from convoy.planner.known import Known
-from convoy.profile.anew import Replanner
-from convoy.profile.job import measure_job
-from convoy.profile.speeds import measure_speeds
 from convoy.runlog.directory import RunDirectory
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed

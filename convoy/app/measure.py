@@ -11,15 +11,15 @@ from convoy.app.inputs import build_model, device_named, example_of, load_images
 from convoy.comm.environment import imposed_slowdown
 from convoy.comm.processes import join
 from convoy.config.settings import Settings
-from convoy.cost.table import read_fleet_file
 from convoy.errors import ConvoyError, InputError
 from convoy.files import write_whole
 from convoy.fleet import Fleet
+from convoy.measure.job import measure_job
+from convoy.measure.partial import unfinished
 from convoy.model.tracing import trace
-from convoy.profile.job import measure_job
-from convoy.profile.partial import unfinished
 from convoy.report.measured import show
 from convoy.report.screen import Wait
+from convoy.simulate.table import read_fleet_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,9 @@ from rich.console import Console
 
 from convoy.app.checks import check_counts, check_output
 from convoy.config.option_types import passes_of_text
-from convoy.cost.described import fleet_costs
-from convoy.cost.table import read_fleet_file
 from convoy.errors import InputError, shown
 from convoy.files import write_whole
+from convoy.layout.comm_dtype import parse_comm_dtype
 from convoy.model.nets import graph_of
 from convoy.plan.plan import parse_outputs
 from convoy.planner.in_passes import as_memory_asks, proposal, split
@@ -28,7 +27,8 @@ from convoy.report.plans import (
     show_step_parts,
 )
 from convoy.report.screen import Screen, Wait
-from convoy.sharding.comm_dtype import parse_comm_dtype
+from convoy.simulate.described import fleet_costs
+from convoy.simulate.table import read_fleet_file
 
 
 def run_plan(

@@ -8,8 +8,6 @@ from pathlib import Path
 from rich.console import Console
 
 from convoy.app.checks import check_counts
-from convoy.cost.described import fleet_costs
-from convoy.cost.table import read_fleet_file
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.fleet.catalogue import device_class, device_classes
@@ -18,6 +16,8 @@ from convoy.plan.plan import parse_outputs
 from convoy.planner.forecast import forecast
 from convoy.report.forecast import show_classes, show_forecast
 from convoy.report.screen import Screen, Wait
+from convoy.simulate.described import fleet_costs
+from convoy.simulate.table import read_fleet_file
 
 MOST_DEVICES = 64
 """Of more, `--on` is a slip of the finger."""

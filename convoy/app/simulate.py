@@ -6,9 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from convoy.app.checks import check_counts
-from convoy.cost.described import fleet_costs
-from convoy.cost.interval import Basis
-from convoy.cost.table import read_fleet_file
 from convoy.errors import InputError, shown, unknown_name
 from convoy.files import unwritable
 from convoy.model.nets import graph_of
@@ -20,6 +17,9 @@ from convoy.report.numbers import in_bytes
 from convoy.report.plans import between
 from convoy.report.timeline import draw as draw_timeline
 from convoy.report.timeline import write_chrome_trace
+from convoy.simulate.described import fleet_costs
+from convoy.simulate.interval import Basis
+from convoy.simulate.table import read_fleet_file
 
 HOW: Mapping[Basis | None, str] = {
     None: "given costs", "measured": "measured times", "rates": "rates measured with another net",

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from convoy.adapt.autotune import is_end
-from convoy.adapt.rebalance import Decision, Reshare
 from convoy.config.run_file import to_toml
 from convoy.config.settings import Settings
 from convoy.files import write_whole
@@ -20,6 +18,8 @@ from convoy.report.screen import Screen
 from convoy.runlog.observers import StepTimer
 from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
+from convoy.train.autotune import is_end
+from convoy.train.rebalance import Decision, Reshare
 
 
 def write_page(folder: Path) -> str:

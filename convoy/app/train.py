@@ -52,12 +52,12 @@ from convoy.config.run_file import RunSettings
 from convoy.config.settings import Settings
 from convoy.data import Splits
 from convoy.errors import MismatchError
+from convoy.measure.anew import Replanner
+from convoy.measure.auto import Plans, expect_measured
 from convoy.plan.explain import work_shares
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS
 from convoy.planner.known import Known
-from convoy.profile.anew import Replanner
-from convoy.profile.auto import Plans, expect_measured
 from convoy.report.measured import remarks
 from convoy.report.screen import Screen
 from convoy.runlog.directory import RunDirectory, RunHeader, check_directory

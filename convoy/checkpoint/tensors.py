@@ -23,11 +23,11 @@ from convoy.checkpoint.folder import Written, new_file
 from convoy.comm.agreement import gather
 from convoy.comm.group import AloneGroup, Group
 from convoy.errors import InputError
+from convoy.layout.layout import Layout, OnOne, Shape, box, everywhere
 from convoy.runtime.exchange import gather_whole, redistribute
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
 from convoy.runtime.torch_guards import reading_pieces
-from convoy.sharding.layout import Layout, OnOne, Shape, box, everywhere
 
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",

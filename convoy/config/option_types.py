@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from convoy.errors import InputError, shortened, shown
 from convoy.files import unwritable
 from convoy.fleet.units import quantity
-from convoy.sharding.comm_dtype import parse_comm_dtype
+from convoy.layout.comm_dtype import parse_comm_dtype
 
 MAX_DEVICES = 1024
 """More processes than that on one machine are a slip of the finger."""

@@ -28,9 +28,9 @@ from convoy.config.option_types import (
     wire_text,
 )
 from convoy.errors import InputError
+from convoy.layout.comm_dtype import CommDtype
+from convoy.layout.redistribute import Sum
 from convoy.plan.presets import AUTO, PLANS
-from convoy.sharding.comm_dtype import CommDtype
-from convoy.sharding.redistribute import Sum
 
 Spare = Literal["auto", "every-step", "none"]
 

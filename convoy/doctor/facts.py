@@ -24,8 +24,8 @@ from convoy.comm.rendezvous import ProcessInfo, check_infos, own_info
 from convoy.errors import InputError, MismatchError
 from convoy.fleet import Device, Fleet, Host
 from convoy.launch.survey import Answer, ask_one
-from convoy.profile.describe import Own, describe, fit, fleet_of
-from convoy.profile.load import quota_cores
+from convoy.measure.describe import Own, describe, fit, fleet_of
+from convoy.measure.load import quota_cores
 
 Severity = Literal["error", "warning", "note"]
 

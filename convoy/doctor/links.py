@@ -19,8 +19,8 @@ from convoy.doctor.exchange import Exchange
 from convoy.doctor.facts import WAYS, DeviceFacts, Examination, Finding, Reach, Way, from_text
 from convoy.errors import ConvoyError, InputError
 from convoy.fleet import Fleet
-from convoy.profile.describe import host_indices, with_wire
-from convoy.profile.links import measure_links
+from convoy.measure.describe import host_indices, with_wire
+from convoy.measure.links import measure_links
 
 CONNECT_S = 3.0  # one attempt: a machine that is there answers in milliseconds
 CONNECTIONS, MOST_HOSTS = 32, 1024  # attempts of one host at a time, and attempts that may wait at one

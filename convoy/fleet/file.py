@@ -256,7 +256,7 @@ class Fleet:
     @classmethod
     def from_sections(cls, sections: Mapping[str, Any], source: str) -> "Fleet":
         """Read the sections of a parsed file. Raises InputError as `from_toml`."""
-        # `convoy.cost.table` reads what `convoy measure` adds for predictions.
+        # `convoy.simulate.table` reads what `convoy measure` adds for predictions.
         own = {name: value for name, value in sections.items() if name != "measured"}
         try:
             file = _FILE.validate_python(_as_now(own))

@@ -7,7 +7,7 @@ changed in between, so all of them are boxes in the coordinates of the whole ten
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from convoy.sharding.layout import Box, entries, intersection
+from convoy.layout.layout import Box, entries, intersection
 
 Boxes = Mapping[str, Sequence[Box]]
 """What one device has of each tensor, by key."""

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from convoy.errors import InputError
-from convoy.sharding.layout import Shape
+from convoy.layout.layout import Shape
 
 Kind = Literal[
     "input",  # the images

@@ -11,9 +11,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from convoy.errors import InputError
+from convoy.layout.layout import Shape
 from convoy.model.graph import Cut, Kind
 from convoy.model.operation import Operation, PartExtent, Ref
-from convoy.sharding.layout import Shape
 
 
 @dataclass(frozen=True, slots=True)

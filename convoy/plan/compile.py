@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from convoy.layout.layout import Layout, dual, entries, held_entries, holds, local_shape
+from convoy.layout.redistribute import chunks
 from convoy.model.graph import Graph
 from convoy.plan.device_program import (
     GRADIENT,
@@ -52,8 +54,6 @@ from convoy.plan.steps import (
     Value,
     joined,
 )
-from convoy.sharding.layout import Layout, dual, entries, held_entries, holds, local_shape
-from convoy.sharding.redistribute import chunks
 
 SUMS_AT_ONCE = 1
 """Sums under way, of gradients whose parameters are freed after use, when the next layer's backward begins."""

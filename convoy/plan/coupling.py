@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from convoy.layout.layout import Split
+from convoy.layout.shares import Shares, rescale
 from convoy.model.graph import Graph, Layer
 from convoy.plan.placing import own_strategy, placements
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Placement, Strategy
-from convoy.sharding.layout import Split
-from convoy.sharding.shares import Shares, rescale
 
 PROPORTIONS = 1000
 """Of which shares of weights are told, once they follow speeds: rows are cut by them, to the nearest."""

@@ -6,7 +6,7 @@ that are predicted are the bytes that are sent: they are the same operations.
 
 Operations work on *buffers*, tensors with a name: a value of the forward pass has the key it has in the step list, its
 gradient that key behind ``d:``, and what lies ready for a message or arrives in one has a name of its own. Sizes are in
-entries; `narrow` marks those that travel in fewer bits (see `sharding/comm_dtype.py`).
+entries; `narrow` marks those that travel in fewer bits (see `layout/comm_dtype.py`).
 
 A program has two lanes. The main lane computes, in the order of the step list. Gradient sums go on the second lane, one after
 the other, while the main lane goes on; `Signal` and `Wait` order the two.
@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from convoy.layout.comm_dtype import narrow_itemsize
+from convoy.layout.layout import Box, Shape
+from convoy.layout.shares import Shares
 from convoy.plan.size import LocalSize
 from convoy.plan.steps import Pass, Phase
-from convoy.sharding.comm_dtype import narrow_itemsize
-from convoy.sharding.layout import Box, Shape
-from convoy.sharding.shares import Shares
 
 Event = tuple[str, int, int]
 """What an operation can wait for: ("round", step, number), the messages of a round; ("ready", step, 0) and ("summed", step, 0),

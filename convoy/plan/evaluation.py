@@ -7,12 +7,12 @@ auxiliary output is gone. Layers that follow their input could then land elsewhe
 from dataclasses import replace
 
 from convoy.errors import PlanError
+from convoy.layout.layout import Layout, OnOne, Replicated, Split, everywhere, holders
+from convoy.layout.shares import apportion
 from convoy.model.graph import Graph, Layer
 from convoy.plan.placing import placements, used_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Filter, One, Strategy
-from convoy.sharding.layout import Layout, OnOne, Replicated, Split, everywhere, holders
-from convoy.sharding.shares import apportion
 
 
 def pin(plan: Plan, training: Graph, evaluation: Graph) -> Plan:

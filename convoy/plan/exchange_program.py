@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from convoy.layout.comm_dtype import CommDtype, rounds_own_copy
+from convoy.layout.layout import Box, Layout, Partial, Replicated, Shape, box, covers, entries, local_shape
+from convoy.layout.redistribute import Round, Schedule, Transfer, forget_schedules
+from convoy.layout.shares import ranges
 from convoy.plan.device_program import Add, Copy, Event, Make, Operation, Part, Receive, Send, View, Wait
 from convoy.plan.steps import ShareStatistics
-from convoy.sharding.comm_dtype import CommDtype, rounds_own_copy
-from convoy.sharding.layout import Box, Layout, Partial, Replicated, Shape, box, covers, entries, local_shape
-from convoy.sharding.redistribute import Round, Schedule, Transfer, forget_schedules
-from convoy.sharding.shares import ranges
 
 Landing = tuple[Event | None, list[Operation]]
 """Of a round under way: what to wait for (None where no message is), and what is done after that."""

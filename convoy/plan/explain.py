@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, box, entries, holds
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
@@ -17,7 +18,6 @@ from convoy.plan.steps import (
     SumGradients,
     traffic,
 )
-from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, box, entries, holds
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from convoy.layout.layout import holds
 from convoy.model.graph import Graph, Layer
 from convoy.plan.steps import (
     Compute,
@@ -22,7 +23,6 @@ from convoy.plan.steps import (
     SumGradients,
     Value,
 )
-from convoy.sharding.layout import holds
 
 _BESIDE, _AWAITED = (SumGradients, ReturnGradient), (Move, GatherWeights)
 

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from convoy.layout.layout import Layout, holders
 from convoy.model.graph import Graph, Parameter
-from convoy.sharding.layout import Layout, holders
 
 
 @dataclass(frozen=True)

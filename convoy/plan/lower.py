@@ -5,6 +5,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from convoy.layout import redistribute
+from convoy.layout.comm_dtype import comm_dtype_of
+from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, everywhere, held_entries, holders
+from convoy.layout.shares import Shares, rescale
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan.gathering import Bucket, Turn, buckets_of, turns
 from convoy.plan.placing import is_gathered, kept_layouts, placements, used_layouts
@@ -26,10 +30,6 @@ from convoy.plan.steps import (
 )
 from convoy.plan.strategy import Batch, One, Placement, parameter_holders
 from convoy.plan.together import rows_of
-from convoy.sharding import redistribute
-from convoy.sharding.comm_dtype import comm_dtype_of
-from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, everywhere, held_entries, holders
-from convoy.sharding.shares import Shares, rescale
 
 BUCKET_ENTRIES = 500_000
 """A sum of gradients starts when this many entries are ready: large enough for full bandwidth, small enough to overlap."""

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from convoy.errors import PlanError
+from convoy.layout.layout import Layout, OnOne, Replicated, Split, holders
+from convoy.layout.shares import rescale
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, InShares, One, Placement, Strategy, follow, place
-from convoy.sharding.layout import Layout, OnOne, Replicated, Split, holders
-from convoy.sharding.shares import rescale
 
 
 def placements(plan: Plan, graph: Graph, batch: int | None = None) -> dict[str, Placement]:

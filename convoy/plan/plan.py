@@ -11,12 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from convoy.errors import PlanError, shown, unknown_name
 from convoy.files import parse_json, read_text
+from convoy.layout import shares as share_rules
+from convoy.layout.comm_dtype import COMM_DTYPES, CommDtype
+from convoy.layout.redistribute import SUMS, Reduce, Sum
 from convoy.model.graph import Graph
 from convoy.plan import strategy as strategies
 from convoy.plan.strategy import Batch, Channel, Filter, Form, InShares, One, Strategy
-from convoy.sharding import shares as share_rules
-from convoy.sharding.comm_dtype import COMM_DTYPES, CommDtype
-from convoy.sharding.redistribute import SUMS, Reduce, Sum
 
 FORMAT = 1
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from convoy.errors import PlanError, unknown_name
+from convoy.layout.redistribute import SUMS, Sum
+from convoy.layout.shares import Shares, apportion, even
 from convoy.model.graph import Graph, Layer
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Filter, InShares, One, Strategy, may_be_in_shares
-from convoy.sharding.redistribute import SUMS, Sum
-from convoy.sharding.shares import Shares, apportion, even
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
+from convoy.layout.layout import Layout, Split, holders, holds
+from convoy.layout.redistribute import chunks
 from convoy.model.graph import Layer
 from convoy.plan.steps import Compute
-from convoy.sharding.layout import Layout, Split, holders, holds
-from convoy.sharding.redistribute import chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from convoy.sharding import redistribute
-from convoy.sharding.comm_dtype import CommDtype, sent_itemsize
-from convoy.sharding.layout import Layout, OnOne, Replicated, Shape, Split, dual
-from convoy.sharding.redistribute import Reduce, Schedule, Sum
-from convoy.sharding.shares import Shares, holders
+from convoy.layout import redistribute
+from convoy.layout.comm_dtype import CommDtype, sent_itemsize
+from convoy.layout.layout import Layout, OnOne, Replicated, Shape, Split, dual
+from convoy.layout.redistribute import Reduce, Schedule, Sum
+from convoy.layout.shares import Shares, holders
 
 Phase = Literal["forward", "backward"]
 

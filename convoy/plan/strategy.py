@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from convoy.errors import PlanError
+from convoy.layout import shares as share_rules
+from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, everywhere, holders
+from convoy.layout.shares import Shares
 from convoy.model.graph import Cut, Graph, Kind, Layer
-from convoy.sharding import shares as share_rules
-from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, Split, everywhere, holders
-from convoy.sharding.shares import Shares
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from convoy.layout.shares import Shares, apportion
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Strategy
-from convoy.sharding.shares import Shares, apportion
 
 
 def plan_for(plan: Plan, graph: Graph, devices: Sequence[int | None], speeds: Sequence[float] | None = None) -> Plan:

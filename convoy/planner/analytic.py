@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
-from convoy.cost.compute import Roofline
-from convoy.cost.costs import Costs
-from convoy.cost.memory import optimizer_named
-from convoy.cost.traffic import Loads, loads, move_s, share_loads, sum_loads
+from convoy.layout.comm_dtype import CommDtype, sent_itemsize
+from convoy.layout.layout import Layout, Partial, Replicated, Split, holders
+from convoy.layout.redistribute import Reduce
+from convoy.layout.shares import Shares, rescale
 from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import BUCKET_ENTRIES, lower, trains
 from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.size import LocalSize, part_of_outputs, shares_statistics, whole_size
 from convoy.plan.steps import Pass, StepList
 from convoy.plan.strategy import InShares, Placement, may_be_in_shares
-from convoy.sharding.comm_dtype import CommDtype, sent_itemsize
-from convoy.sharding.layout import Layout, Partial, Replicated, Split, holders
-from convoy.sharding.redistribute import Reduce
-from convoy.sharding.shares import Shares, rescale
+from convoy.simulate.compute import Roofline
+from convoy.simulate.costs import Costs
+from convoy.simulate.memory import optimizer_named
+from convoy.simulate.traffic import Loads, loads, move_s, share_loads, sum_loads
 
 DIRECT_DEVICES = 16
 """Up to so many devices, plans are searched for with direct sums: with more, the messages of a device's own are many."""

@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from convoy.cost.memory import memory_of_passes
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
@@ -22,6 +21,7 @@ from convoy.planner.known import Known
 from convoy.planner.planner import quick_candidates
 from convoy.planner.predict import PlanningContext, predict_plan
 from convoy.planner.speeds import solo_speeds
+from convoy.simulate.memory import memory_of_passes
 
 SIMULATED_WORK = 1500
 """Layers times the square of the devices, up to which plans are compared by simulation: half a second then."""

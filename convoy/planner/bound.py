@@ -24,11 +24,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from convoy.cost.costs import Costs
+from convoy.layout.comm_dtype import CommDtype, sent_itemsize
 from convoy.model.graph import Graph
 from convoy.planner.bound_shares import shares_s
 from convoy.planner.bound_wire import LOSS, Kinds, path_of, wire_s
-from convoy.sharding.comm_dtype import CommDtype, sent_itemsize
+from convoy.simulate.costs import Costs
 
 ROUNDS = 300
 """Of the search for weights; any weights are right."""

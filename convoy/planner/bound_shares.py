@@ -22,11 +22,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from convoy.cost.costs import Costs
 from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import BUCKET_ENTRIES
 from convoy.planner.bound_wire import LOSS, Kinds, Waits, evenly, layer_s
 from convoy.planner.share_places import STEPS, Floats, Places
+from convoy.simulate.costs import Costs
 
 OF_CARD = (0.005, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7)
 OF_DEVICE = (0.0, 0.1, 0.25)

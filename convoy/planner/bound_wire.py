@@ -29,9 +29,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from convoy.cost.costs import Costs
 from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import BUCKET_ENTRIES, reached, trains
+from convoy.simulate.costs import Costs
 
 Floats = npt.NDArray[np.float64]
 

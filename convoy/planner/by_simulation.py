@@ -3,12 +3,12 @@
 import math
 from collections.abc import Sequence
 
-from convoy.cost.memory import Room
+from convoy.layout.redistribute import Reduce
 from convoy.planner.analytic import CostModel, content
 from convoy.planner.found import Candidate, Found, in_order
 from convoy.planner.local_search import DEEP, LocalSearch
 from convoy.planner.memory import fits
-from convoy.sharding.redistribute import Reduce
+from convoy.simulate.memory import Room
 
 SHALLOW = 4
 """In nets with more weighted layers only the best plans of the search are simulated, and no strategies are changed."""

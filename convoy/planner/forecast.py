@@ -10,10 +10,6 @@ from functools import partial
 from itertools import islice
 from typing import Literal, TypeVar
 
-from convoy.cost.costs import Costs
-from convoy.cost.described import described_costs
-from convoy.cost.interval import Basis, Interval, around
-from convoy.cost.memory import memory_of
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.plan.plan import OutputPlace, Plan
@@ -21,6 +17,10 @@ from convoy.plan.strategy import One
 from convoy.planner.by_simulation import SHALLOW
 from convoy.planner.planner import quick_candidates
 from convoy.planner.predict import PlanningContext, PlanPrediction, predict_plan, working
+from convoy.simulate.costs import Costs
+from convoy.simulate.described import described_costs
+from convoy.simulate.interval import Basis, Interval, around
+from convoy.simulate.memory import memory_of
 
 _T = TypeVar("_T")
 

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-from convoy.cost.memory import sees_batch
 from convoy.errors import PlanError
 from convoy.plan.presets import Speeds
 from convoy.planner.analytic import CostModel
@@ -10,6 +9,7 @@ from convoy.planner.memory import fits
 from convoy.planner.planner import quick_candidates, quick_in_passes
 from convoy.planner.predict import PlanningContext, PlanPrediction, predict_plan
 from convoy.planner.speeds import solo_speeds
+from convoy.simulate.memory import sees_batch
 
 MUCH = 1.2
 """Several passes are proposed where in one no plan fits, or the best that does takes at least so many times as long."""

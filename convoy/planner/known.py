@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from convoy.cost.costs import Costs
-from convoy.cost.regrouped import GIGABIT, CorrectedTimes, of_devices, with_device
-from convoy.cost.table import Measurement
 from convoy.fleet import Card, Fleet
+from convoy.layout.redistribute import Reduce
 from convoy.model.graph import Graph
 from convoy.plan.presets import Speeds
-from convoy.sharding.redistribute import Reduce
+from convoy.simulate.costs import Costs
+from convoy.simulate.regrouped import GIGABIT, CorrectedTimes, of_devices, with_device
+from convoy.simulate.table import Measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Known:
         ids: of the devices, in the order of what follows.
         speeds: of each alone.
         measured: of each; None where nothing was measured but speeds.
-        optimizer: by what it keeps; see `convoy.cost.memory.OPTIMIZERS`.
+        optimizer: by what it keeps; see `convoy.simulate.memory.OPTIMIZERS`.
         reduce: how any plan makes sums; None: as each plan is known for.
         passes: so many make a step.
         slower: how many times as long as it was measured to, a device turned out to compute, by its id.
@@ -50,7 +50,7 @@ class Known:
             device: its id.
             speeds: of this one device.
             measured: of this one device. None: nothing is measured of the fleet any more, where that was.
-            card: see `convoy.cost.regrouped.with_device`.
+            card: see `convoy.simulate.regrouped.with_device`.
 
         Raises:
             MismatchError: it was measured with another model.

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from convoy.layout.shares import Shares, apportion
 from convoy.model.graph import Layer
 from convoy.planner.analytic import CostModel, MemoryPenalty, Side
-from convoy.sharding.shares import Shares, apportion
 
 MANY_QUESTIONS = 400
 """Layers times devices, each counted once per kind, beyond which curves are sampled at fewer points."""

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from convoy.cost.compute import RememberedTimes
+from convoy.layout.layout import holders
+from convoy.layout.redistribute import Reduce
+from convoy.layout.shares import Shares, apportion
 from convoy.model.graph import Graph
 from convoy.plan.coupling import coupled_axes, reshared
 from convoy.plan.placing import placements
@@ -21,11 +23,9 @@ from convoy.plan.steps import Compute, passes_of
 from convoy.plan.strategy import STRATEGIES, InShares, Strategy
 from convoy.planner.analytic import CostModel, content, uses_copies
 from convoy.planner.search import Search
-from convoy.sharding.layout import holders
-from convoy.sharding.redistribute import Reduce
-from convoy.sharding.shares import Shares, apportion
-from convoy.simulator.price import computing_s, layers_s
-from convoy.simulator.simulate import Timeline, simulate
+from convoy.simulate.compute import RememberedTimes
+from convoy.simulate.price import computing_s, layers_s
+from convoy.simulate.simulate import Timeline, simulate
 
 CHUNKS = (2, 4, 8, 16, 32)
 """In how many chunks moves are tried."""

@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from convoy.cost.memory import Room, memory_of, memory_of_passes, memory_of_steps, most_bytes
 from convoy.errors import PlanError
+from convoy.layout.redistribute import Reduce
+from convoy.layout.shares import apportion
 from convoy.plan.plan import Plan
 from convoy.plan.presets import SHARE_UNITS
 from convoy.plan.steps import passes_of
@@ -17,8 +18,7 @@ from convoy.planner.analytic import DIRECT_DEVICES, CostModel, MemoryPenalty
 from convoy.planner.found import Found, in_order, model_s
 from convoy.planner.load_balance import batch_shares
 from convoy.planner.search import Search
-from convoy.sharding.redistribute import Reduce
-from convoy.sharding.shares import apportion
+from convoy.simulate.memory import Room, memory_of, memory_of_passes, memory_of_steps, most_bytes
 
 MEMORY_ATTEMPTS = 8
 """Attempts to save memory, each at a higher price, for each set of devices."""

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 
-from convoy.cost.memory import Room, passes_words
+from convoy.layout.comm_dtype import CommDtype
+from convoy.layout.redistribute import Reduce
 from convoy.model.graph import Graph
 from convoy.plan.plan import OutputPlace, Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
@@ -22,9 +23,8 @@ from convoy.planner.found import Candidate, Found, in_order, model_s
 from convoy.planner.local_search import LocalSearch
 from convoy.planner.memory import fits, freeing_weights, that_fit
 from convoy.planner.search import Search
-from convoy.sharding.comm_dtype import CommDtype
-from convoy.sharding.redistribute import Reduce
-from convoy.simulator.simulate import Costs
+from convoy.simulate.memory import Room, passes_words
+from convoy.simulate.simulate import Costs
 
 SIMULATION_WORK = 300_000
 """A simulation takes time with the layers, and with the messages at a time, each of which shares the wire with all others:

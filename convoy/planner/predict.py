@@ -4,11 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from convoy.cost.interval import Interval, around
-from convoy.cost.memory import DeviceMemory, Room, memory_of_passes, room_of
-from convoy.cost.network import Network
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Fleet
+from convoy.layout.comm_dtype import CommDtype
+from convoy.layout.layout import holders
+from convoy.layout.redistribute import Reduce
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import OutputPlace, Plan
@@ -18,11 +18,11 @@ from convoy.planner.bound import LowerBound, lower_bound
 from convoy.planner.found import Candidate
 from convoy.planner.planner import candidates
 from convoy.planner.speeds import solo_speeds
-from convoy.sharding.comm_dtype import CommDtype
-from convoy.sharding.layout import holders
-from convoy.sharding.redistribute import Reduce
-from convoy.simulator.energy import Energy, Power, energy_of, known_power_of, least_energy
-from convoy.simulator.simulate import Costs, Timeline, simulate
+from convoy.simulate.energy import Energy, Power, energy_of, known_power_of, least_energy
+from convoy.simulate.interval import Interval, around
+from convoy.simulate.memory import DeviceMemory, Room, memory_of_passes, room_of
+from convoy.simulate.network import Network
+from convoy.simulate.simulate import Costs, Timeline, simulate
 
 
 @dataclass(frozen=True, slots=True)

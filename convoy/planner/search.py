@@ -7,6 +7,8 @@ costs its arithmetic, the moves of its inputs there and of their gradients back,
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from convoy.layout.layout import Layout, OnOne, Partial, Split, everywhere
+from convoy.layout.shares import Shares, apportion
 from convoy.model.graph import Layer
 from convoy.plan.lower import by_samples
 from convoy.plan.placing import placements, unnamed
@@ -16,8 +18,6 @@ from convoy.plan.size import whole_size
 from convoy.plan.strategy import Batch, Channel, Filter, InShares, One, Placement, Strategy, follow, place
 from convoy.planner.analytic import CostModel, MemoryPenalty, Side, uses_copies
 from convoy.planner.load_balance import batch_shares, layer_shares
-from convoy.sharding.layout import Layout, OnOne, Partial, Split, everywhere
-from convoy.sharding.shares import Shares, apportion
 
 BEAM = 48
 """States kept per layer: residual nets need a handful, only dense concatenation has more."""

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from convoy.cost.costs import Costs
-from convoy.cost.memory import optimizer_named
+from convoy.layout.layout import held_entries, single
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.steps import Compute, StepList
 from convoy.planner.predict import PlanningContext, PlanPrediction
-from convoy.sharding.layout import held_entries, single
+from convoy.simulate.costs import Costs
+from convoy.simulate.memory import optimizer_named
 
 MOST_PART = 0.02
 """Of the time of a step, keeping may cost so much."""

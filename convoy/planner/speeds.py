@@ -4,7 +4,7 @@ from convoy.model.graph import Graph
 from convoy.plan.presets import Speeds
 from convoy.plan.size import whole_size
 from convoy.planner.analytic import CostModel
-from convoy.simulator.simulate import Costs
+from convoy.simulate.simulate import Costs
 
 
 def solo_speeds(graph: Graph, batch: int, costs: Costs, passes: int = 1) -> tuple[float, ...]:

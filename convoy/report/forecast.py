@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from convoy.cost.interval import Interval
 from convoy.fleet import Fleet
 from convoy.fleet.catalogue import DeviceClass, device_class
 from convoy.plan.explain import layer_rows, work_shares
@@ -15,6 +14,7 @@ from convoy.planner.predict import PlanPrediction
 from convoy.report.numbers import in_bytes, plain, seconds
 from convoy.report.plans import BASIS, between, least_words, show_step_parts
 from convoy.report.screen import new_table
+from convoy.simulate.interval import Interval
 
 
 def show_forecast(

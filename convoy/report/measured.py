@@ -3,10 +3,10 @@
 from rich.console import Console
 from rich.table import Table
 
-from convoy.cost.table import Measurement, layer_times
-from convoy.profile.energy import ABSENT, counted_with
+from convoy.measure.energy import ABSENT, counted_with
 from convoy.report.numbers import plain, seconds
 from convoy.report.screen import new_table
+from convoy.simulate.table import Measurement, layer_times
 
 SHOWN_LAYERS = 12
 

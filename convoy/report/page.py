@@ -15,14 +15,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from convoy._version import __version__
-from convoy.cost.interval import around
 from convoy.files import write_whole
-from convoy.profile.energy import ABSENT
+from convoy.measure.energy import ABSENT
 from convoy.report import timeline
 from convoy.report.chart import Chart, Curve, Level
 from convoy.report.numbers import in_bytes, percent, plain, seconds
 from convoy.runlog.reader import InForce, Record, log_of, read_log
 from convoy.runlog.schema import LayerEntry, PlanLine, PredictionLine, ReshareLine
+from convoy.simulate.interval import around
 from convoy.train.observer import EpochResult, Observer
 
 MAX_PLANS = 12

@@ -6,9 +6,6 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
-from convoy.cost.interval import Basis, Interval
-from convoy.cost.memory import passes_words
-from convoy.cost.network import Network
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
 from convoy.planner.bound import LowerBound
@@ -18,8 +15,11 @@ from convoy.planner.spare import spare_price
 from convoy.report.numbers import in_bytes, percent, plain, seconds
 from convoy.report.screen import Screen, new_table
 from convoy.report.timeline import kind_of
-from convoy.simulator.events import Event, Timeline
-from convoy.simulator.price import LOSS, layers_s
+from convoy.simulate.events import Event, Timeline
+from convoy.simulate.interval import Basis, Interval
+from convoy.simulate.memory import passes_words
+from convoy.simulate.network import Network
+from convoy.simulate.price import LOSS, layers_s
 
 BASIS: Mapping[Basis | None, str] = {
     None: "given costs",

@@ -13,7 +13,7 @@ from convoy.errors import InputError
 from convoy.report.numbers import in_bytes, percent, plain, seconds, ticks, unit_of
 from convoy.runlog.schema import Event as LogEvent
 from convoy.runlog.schema import PredictionLine
-from convoy.simulator.events import Activity, Event, Timeline
+from convoy.simulate.events import Activity, Event, Timeline
 
 KINDS = {
     "forward": "forward",

@@ -16,7 +16,6 @@ from pathlib import Path
 from convoy.checkpoint.folder import run_folder
 from convoy.config.run_file import RunSettings, to_toml
 from convoy.config.settings import NO_LOG, Settings
-from convoy.cost.table import Measurement
 from convoy.errors import InputError
 from convoy.files import unwritable, write_whole
 from convoy.model.graph import Graph
@@ -25,6 +24,7 @@ from convoy.plan.presets import Speeds
 from convoy.planner.predict import PlanningContext, predict_plan
 from convoy.runlog.reader import LOG_NAME
 from convoy.runlog.writer import RunLog
+from convoy.simulate.table import Measurement
 
 
 @dataclass(frozen=True, slots=True)

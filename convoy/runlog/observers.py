@@ -10,12 +10,12 @@ import psutil  # type: ignore[import-untyped]
 from convoy.comm.accelerator import allocated_bytes
 from convoy.comm.agreement import gather
 from convoy.comm.group import Group
-from convoy.cost.interval import Interval
-from convoy.profile.energy import EnergyMeter, meter_of, once_each
+from convoy.measure.energy import EnergyMeter, meter_of, once_each
 from convoy.runlog.reader import MIN_STEPS
 from convoy.runlog.schema import SystemLine, UtilizationLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.clock import Clock
+from convoy.simulate.interval import Interval
 from convoy.train.observer import EpochResult, Evaluation, Observer
 
 SYSTEM_EVERY_S = 5.0

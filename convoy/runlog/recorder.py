@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from convoy.adapt.rebalance import Decision, Reshare
 from convoy.comm.agreement import from_first, gather
 from convoy.errors import InputError, shown
 from convoy.plan.presets import Speeds
@@ -23,6 +22,7 @@ from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
 from convoy.train.late_losses import LateLosses, Unread, UnreadNumber, lateness
 from convoy.train.observer import EpochResult, Evaluation, Observer, Observers, StepResult
+from convoy.train.rebalance import Decision, Reshare
 
 
 def record(

@@ -125,7 +125,7 @@ class PassEntry(_Model):
 
 
 Event = tuple[Count, str, str, Seconds, Seconds, Annotated[int, Field(ge=-1, le=2**53)], Count]
-"""Device, activity, label, start and end in seconds, peer (-1: none), bytes; see `convoy.simulator.events.Event`."""
+"""Device, activity, label, start and end in seconds, peer (-1: none), bytes; see `convoy.simulate.events.Event`."""
 
 
 class PredictionLine(_Model):

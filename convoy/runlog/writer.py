@@ -19,9 +19,9 @@ from typing import Any, Self
 import torch
 
 from convoy._version import __version__
-from convoy.adapt.rebalance import Reshare
 from convoy.comm.accelerator import modes
 from convoy.errors import InputError
+from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.model.graph import Graph
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower
@@ -30,8 +30,8 @@ from convoy.plan.presets import Speeds
 from convoy.plan.steps import Move, StepList, traffic
 from convoy.planner.predict import PlanningContext, PlanPrediction
 from convoy.runlog import schema
-from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.train.observer import EpochResult, Evaluation, Observer, StepResult
+from convoy.train.rebalance import Reshare
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 

@@ -14,9 +14,9 @@ from convoy.comm.accelerator import in_float64
 from convoy.comm.agreement import agree_on, gather
 from convoy.comm.group import Group
 from convoy.errors import MismatchError
+from convoy.layout.layout import Replicated, everywhere
 from convoy.plan.steps import Pass, StepList, Value
 from convoy.runtime.inputs import Inputs
-from convoy.sharding.layout import Replicated, everywhere
 
 _TOLERANCE, _TOLERANCE_OF_GRADIENTS = 1e-4, 1e-2
 """Parts of the sum of absolute values. Devices of two kinds compute a loss with roundings of their own, in bfloat16 too."""

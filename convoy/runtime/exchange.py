@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from convoy.comm.group import Group, Message, Pending
+from convoy.layout.comm_dtype import CommDtype, comm_dtype_of, narrow_dtype
+from convoy.layout.layout import Layout, Partial, Replicated, Shape, box, local_shape
+from convoy.layout.redistribute import Schedule
+from convoy.layout.redistribute import schedule as schedule_of
 from convoy.plan.device_program import Add, Copy, Event, Make, Merge, Operation, Part, Receive, Send, View, Wait
 from convoy.plan.exchange_program import Landing, MoveOf, landing
-from convoy.sharding.comm_dtype import CommDtype, comm_dtype_of, narrow_dtype
-from convoy.sharding.layout import Layout, Partial, Replicated, Shape, box, local_shape
-from convoy.sharding.redistribute import Schedule
-from convoy.sharding.redistribute import schedule as schedule_of
 
 Buffers = dict[str, Any]
 """Tensors by name; for a layer with several outputs, tuples or (as its gradient) a dict index -> gradient."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from convoy.comm.changing import present
 from convoy.comm.group import Group
 from convoy.errors import InputError
+from convoy.layout.layout import Split
 from convoy.model.graph import Layer
 from convoy.model.tracing import TracedModel, bind_operation
 from convoy.model.tracing.layers import is_of_user
@@ -55,7 +56,6 @@ from convoy.runtime.kernels import (
 )
 from convoy.runtime.program import Program, reached_parameters
 from convoy.runtime.whole_weights import WholeWeights
-from convoy.sharding.layout import Split
 
 
 @dataclass

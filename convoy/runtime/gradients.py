@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from convoy.comm.accelerator import in_float64, queued
 from convoy.comm.agreement import share_number
 from convoy.comm.group import Group
+from convoy.layout.shares import Shares
 from convoy.model.graph import Graph
 from convoy.plan.device_program import Compute, Fused, Operation, Pack, Signal, Unpack, Wait
 from convoy.runtime.exchange import Bound, Buffers, Lane, Slots, with_messages
-from convoy.sharding.shares import Shares
 
 SUM_LANE = 1
 

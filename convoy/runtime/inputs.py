@@ -8,9 +8,9 @@ from torch import Tensor
 
 from convoy.comm.group import Group
 from convoy.errors import InputError
+from convoy.layout.layout import box, local_shape
 from convoy.model.graph import Graph
 from convoy.plan.steps import InputGradient, StepList
-from convoy.sharding.layout import box, local_shape
 
 _ROWS, _BATCH = "_convoy_rows", "_convoy_batch"
 

@@ -16,10 +16,10 @@ from torch.optim.optimizer import Optimizer
 
 from convoy.comm.agreement import gather
 from convoy.comm.group import Message, Pending
+from convoy.layout.layout import Box, Shape, box, entries, local_shape, single, whole
 from convoy.membership.pieces import Transfer, newest_whole, transfers
 from convoy.runtime.module import Distributed
 from convoy.runtime.optimizer import described
-from convoy.sharding.layout import Box, Shape, box, entries, local_shape, single, whole
 
 Name = tuple[str, str]
 """Key of a parameter or buffer, and "" for itself, or "0/momentum_buffer" for what the first optimizer remembers of it."""

@@ -16,6 +16,7 @@ from convoy._version import __version__
 from convoy.comm.agreement import agree_on, agree_on_modes
 from convoy.comm.group import Group
 from convoy.errors import ConvoyError, InputError
+from convoy.layout.layout import Layout, Replicated
 from convoy.model.operation import fill_result
 from convoy.model.tracing import StateWatch, TracedModel, disable_in_place, trace, unwrapped
 from convoy.model.tracing.hooks import copied
@@ -40,7 +41,6 @@ from convoy.runtime.torch_guards import guard, guard_module
 from convoy.runtime.watch import Watch
 from convoy.runtime.weights import Weights, parameters_of, placeholders
 from convoy.runtime.whole_weights import WholeWeights
-from convoy.sharding.layout import Layout, Replicated
 
 
 class StaleBatchError(ConvoyError):

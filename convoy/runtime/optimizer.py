@@ -8,9 +8,9 @@ from torch.optim.optimizer import Optimizer
 
 from convoy.comm.agreement import gather
 from convoy.errors import InputError
+from convoy.layout.layout import holds
 from convoy.runtime.elementwise import elementwise_names
 from convoy.runtime.module import Distributed, not_distributed
-from convoy.sharding.layout import holds
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -9,11 +9,11 @@ from torch import Tensor
 from convoy.comm.agreement import gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
+from convoy.layout.layout import Layout, Replicated, Shape, box, everywhere
 from convoy.model.graph import Graph
 from convoy.runtime.exchange import redistribute
 from convoy.runtime.inputs import mark_whole
 from convoy.runtime.program import Program
-from convoy.sharding.layout import Layout, Replicated, Shape, box, everywhere
 
 _REMEDY = (
     "convoy.loss(criterion)(output, y) is the loss of the whole batch, output.whole() the outputs of the whole batch on every "

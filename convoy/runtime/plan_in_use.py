@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from convoy.layout.layout import Layout, Replicated, Split, everywhere, holders
 from convoy.model.graph import Graph, Parameter
 from convoy.plan.evaluation import borrowed, pin
 from convoy.plan.placing import parameter_layouts
 from convoy.plan.plan import Plan
-from convoy.sharding.layout import Layout, Replicated, Split, everywhere, holders
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from convoy.errors import InputError
+from convoy.layout.layout import holders
 from convoy.model.graph import Graph
 from convoy.plan.compile import compile_all
 from convoy.plan.lower import lower
@@ -11,7 +12,6 @@ from convoy.plan.steps import Compute, InputGradient, Pass, StepList
 from convoy.runtime.executor import Executor, Expected
 from convoy.runtime.plan_in_use import PlanInUse
 from convoy.runtime.program import Program
-from convoy.sharding.layout import holders
 
 CHECKED_DEVICES = 16
 """Of larger fleets the programs are not checked against each other before the first step: that takes seconds."""

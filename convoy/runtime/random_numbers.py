@@ -13,9 +13,9 @@ import torch
 
 from convoy.comm.agreement import gather
 from convoy.comm.group import Group
+from convoy.layout.layout import Replicated, holders
 from convoy.model.graph import Graph
 from convoy.plan.steps import Compute, StepList
-from convoy.sharding.layout import Replicated, holders
 
 
 class RandomNumbers:

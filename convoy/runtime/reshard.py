@@ -10,6 +10,8 @@ from torch.optim.optimizer import Optimizer
 
 from convoy.comm.agreement import agree_on, gather
 from convoy.errors import InputError
+from convoy.layout.layout import Layout, Replicated, box, dual, holders, local_shape
+from convoy.layout.redistribute import schedule
 from convoy.plan.plan import Plan
 from convoy.runtime.elementwise import ELEMENTWISE, elementwise_names
 from convoy.runtime.exchange import Moving, start_move
@@ -17,8 +19,6 @@ from convoy.runtime.keep import number_of
 from convoy.runtime.marks import is_unsummed
 from convoy.runtime.module import Distributed, not_distributed
 from convoy.runtime.optimizer import described
-from convoy.sharding.layout import Layout, Replicated, box, dual, holders, local_shape
-from convoy.sharding.redistribute import schedule
 
 
 def reshare(model: Distributed, plan: Plan, *optimizers: Optimizer) -> None:

@@ -12,6 +12,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from convoy.comm.agreement import gather
 from convoy.comm.group import Group
 from convoy.errors import InputError
+from convoy.layout.layout import OnOne, Shape, box, everywhere, local_shape
 from convoy.model.graph import Parameter
 from convoy.model.tracing import TracedModel
 from convoy.runtime.exchange import gather_whole, redistribute
@@ -21,7 +22,6 @@ from convoy.runtime.plan_in_use import PlanInUse
 from convoy.runtime.shard_guards import retire
 from convoy.runtime.torch_guards import reading_pieces
 from convoy.runtime.watch import carry_over
-from convoy.sharding.layout import OnOne, Shape, box, everywhere, local_shape
 
 
 class Weights:

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from convoy.adapt import autotune, rebalance
-from convoy.adapt.autotune import Autotune
-from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare
 from convoy.comm.agreement import share_tensor
 from convoy.comm.group import Pending
 from convoy.errors import InputError, PlanError
 from convoy.plan.plan import Plan
 from convoy.runtime.module import Distributed, not_distributed
 from convoy.runtime.reshard import reshare
+from convoy.train import autotune, rebalance
+from convoy.train.autotune import Autotune
+from convoy.train.rebalance import Balancer, Decision, Keep, Reshare
 
 
 class Rebalancer:

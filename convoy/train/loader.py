@@ -16,9 +16,9 @@ from convoy.data.augment import Augment
 from convoy.data.datasets import own_random_numbers, reseed
 from convoy.data.images import Images, Samples, naming
 from convoy.errors import ConvoyError, DataError, InputError, MismatchError, shown
+from convoy.layout.layout import box
 from convoy.runtime.inputs import mark_part
 from convoy.runtime.module import Distributed, not_distributed
-from convoy.sharding.layout import box
 
 
 class Loader:

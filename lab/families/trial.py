@@ -17,6 +17,8 @@ from torch import Tensor, nn
 import convoy.runtime.module
 from convoy.comm.group import Group
 from convoy.errors import ConvoyError, PlanError
+from convoy.layout.layout import Partial, Split
+from convoy.layout.shares import apportion
 from convoy.model.graph import Graph, Layer
 from convoy.plan import strategy
 from convoy.plan.lower import lower
@@ -25,8 +27,6 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Filter
 from convoy.runtime.module import Distributed
-from convoy.sharding.layout import Partial, Split
-from convoy.sharding.shares import apportion
 from lab.families.registry import Member, build, narrowed
 from tests.support.one_device import EXACT, one_trace, part
 from tests.support.threads import run_on_threads

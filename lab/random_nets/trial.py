@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import convoy.runtime.module
 from convoy.comm.group import Group
 from convoy.errors import InputError
+from convoy.layout.layout import box
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.runtime.module import Distributed
-from convoy.sharding.layout import box
 from lab.random_nets.recipe import Recipe
 from lab.random_nets.writer import CLASSES
 from tests.support.one_device import one_trace

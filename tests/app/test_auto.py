@@ -16,18 +16,18 @@ from torch import nn
 from convoy.api import distribute, make_plan, make_plans
 from convoy.app.plan import run_plan
 from convoy.comm.group import Group
-from convoy.cost.interval import around
-from convoy.cost.memory import memory_of
-from convoy.cost.table import Measurement
 from convoy.errors import InputError, MismatchError, PlanError
+from convoy.layout.layout import local_shape
+from convoy.measure.auto import Plans
+from convoy.measure.job import measure_job
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.planner.predict import working
-from convoy.profile.auto import Plans
-from convoy.profile.job import measure_job
 from convoy.runlog.observers import StepTimer
-from convoy.sharding.layout import local_shape
+from convoy.simulate.interval import around
+from convoy.simulate.memory import memory_of
+from convoy.simulate.table import Measurement
 from tests.support.commands import QUIET, TINY, assert_close, results
 from tests.support.processes import on_processes
 from tests.support.threads import run_on_threads
@@ -92,7 +92,7 @@ def trained(group: Group, plan: Plan) -> list[torch.Tensor]:
 
 
 def piece(x: torch.Tensor, layout: Any, device: int) -> torch.Tensor:
-    from convoy.sharding.layout import box
+    from convoy.layout.layout import box
 
     here = box(layout, device, tuple(x.shape))
     if here is None:
@@ -242,7 +242,7 @@ def test_in_a_rehearsal_the_fleet_file_describes_what_is_measured(
         described.append([device.name for device in options["fleet"].devices])
         return timed(measured, 1.0, 1.5)
 
-    monkeypatch.setattr("convoy.profile.auto.measure_job", measure)
+    monkeypatch.setattr("convoy.measure.auto.measure_job", measure)
     plans = run_on_threads(2, lambda group: make_plan("auto", net(), example(), BATCH, group))
     assert plans[0] == plans[1]
     assert described
@@ -262,7 +262,7 @@ def test_devices_whose_times_vary_much_are_measured_once_more(
         calls[group.device] += 1
         return with_spread(50.0, 1e3, 1.0) if calls[group.device] == 1 else with_spread(0.0, 1.0, 1e3)
 
-    monkeypatch.setattr("convoy.profile.auto.measure_job", measure)
+    monkeypatch.setattr("convoy.measure.auto.measure_job", measure)
     graph = trace(net(), example()).graph
     for plan in run_on_threads(2, lambda group: make_plan("auto", net(), example(), BATCH, group)):
         assert working(plan, graph) == {0}, "the quiet times say so"

@@ -28,16 +28,16 @@ from convoy.app.simulate import run_step
 from convoy.checkpoint import Progress, load_checkpoint, save_checkpoint
 from convoy.checkpoint.folder import Manifest
 from convoy.config.run_file import resolve_settings, to_toml
-from convoy.cost.table import Measurement
 from convoy.errors import InputError
 from convoy.fleet import Fleet, read_fleet
 from convoy.launch.survey import fleet_of, host_of, read_answer
+from convoy.measure.partial import Partial
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.planner.predict import PlanningContext, predict_plan
-from convoy.profile.partial import Partial
 from convoy.report.page import write_report
+from convoy.simulate.table import Measurement
 from tests.support.good_files import (
     ANSWER,
     CLASSES,

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from convoy.adapt.autotune import is_end
-from convoy.adapt.rebalance import Balancer, Keep, Reshare, observe
 from convoy.app.telling import show_new_plan, teller
 from convoy.plan.explain import differences
 from convoy.report.screen import Screen
 from convoy.runlog.observers import StepTimer
 from convoy.runlog.schema import DeviceLine
+from convoy.train.autotune import is_end
 from convoy.train.observer import EpochResult, Evaluation, StepResult
+from convoy.train.rebalance import Balancer, Keep, Reshare, observe
 from convoy.train.record import History
 from tests.support.commands import convoy_in_process
 from tests.support.one_device import UNEVEN, by_name, graph_of

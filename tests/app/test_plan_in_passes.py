@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from convoy.app.plan import run_plan
-from convoy.cost.memory import memory_of
 from convoy.errors import InputError, PlanError
 from convoy.model.nets import graph_of
 from convoy.plan.plan import Plan
+from convoy.simulate.memory import memory_of
 from tests.planner.test_passes import fleet
 
 NET, IMAGE, CLASSES, BATCH = "two-conv:4:6", (1, 8, 8), 10, 64

@@ -9,12 +9,12 @@ import pytest
 
 from convoy import cli
 from convoy.app.simulate import run_step
-from convoy.cost.described import described_costs
 from convoy.errors import InputError
 from convoy.model.nets import graph_of
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
-from convoy.simulator.simulate import simulate
+from convoy.simulate.described import described_costs
+from convoy.simulate.simulate import simulate
 from studies.fleets import make_plan
 from tests.planner.test_planner_memory import fleet
 

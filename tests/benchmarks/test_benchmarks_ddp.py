@@ -24,8 +24,8 @@ from benchmarks.wire import Gradients, Wire, buckets
 from benchmarks.worker import WorkerJob, run_fleet
 from convoy.comm.group import AloneGroup, Group
 from convoy.data import Images
+from convoy.layout.shares import Shares
 from convoy.model.nets import build_net
-from convoy.sharding.shares import Shares
 from convoy.train.loader import Loader
 from tests.support.processes import on_processes
 

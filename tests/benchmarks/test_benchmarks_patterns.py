@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.configurations import fleet_named
 from benchmarks.patterns import HEADERS, patterns, predicted_s, table
-from convoy.cost.network import network_of
+from convoy.simulate.network import network_of
 
 MB = 1_000_000
 

@@ -11,9 +11,9 @@ from benchmarks.fall import ANSWER, Fallen, Setting
 from benchmarks.fall import main as fall
 from benchmarks.repeat import repeats, spread
 from convoy.comm.group import AloneGroup
+from convoy.measure.job import measure_job
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
-from convoy.profile.job import measure_job
 
 
 def test_a_spread_is_of_the_median() -> None:

@@ -24,10 +24,10 @@ from benchmarks.score import error, error_at_measured_speed, ratio_of_pairs
 from benchmarks.worker import WorkerJob, run_fleet
 from convoy.comm.group import AloneGroup, Group
 from convoy.data import Images
+from convoy.measure.load import read
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.presets import PLANS, Speeds, named_plan
-from convoy.profile.load import read
 from convoy.train.loader import Loader
 from tests.support.processes import on_processes
 from tests.support.threads import run_on_threads

@@ -24,8 +24,8 @@ from benchmarks.scaling import BATCH, STRONG, WEAK, scaled
 from benchmarks.targets import least_efficiency, missed, verdicts
 from benchmarks.tuning import Considered
 from benchmarks.worker import WorkerJob
-from convoy.cost.overhead import Overheads
 from convoy.errors import InputError
+from convoy.simulate.overhead import Overheads
 
 GROUND = Ground("a processor", 2, "Linux 6", "3.11", "2.13", "0.1", "abc")
 

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.calibrate import alone, gains, other_net, ours_alone, steps
 from benchmarks.score import Residual, held, inside, spread_of
-from convoy.cost.described import CPU, OTHER_NET
-from convoy.cost.interval import REPLAY
+from convoy.simulate.described import CPU, OTHER_NET
+from convoy.simulate.interval import REPLAY
 
 MEASURED = REPLAY["measured"]
 

@@ -28,7 +28,7 @@ from convoy.doctor.report import show
 from convoy.errors import MismatchError
 from convoy.fleet import Card, Device, Fleet, Host, Link
 from convoy.launch.survey import Answer
-from convoy.profile.describe import Own
+from convoy.measure.describe import Own
 
 GB = 10**9
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from convoy.comm.group import Group
 from convoy.errors import InputError
+from convoy.layout.layout import Replicated
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.strategy import Batch
 from convoy.runtime.module import Distributed
-from convoy.sharding.layout import Replicated
 from tests.support import nets
 from tests.support.one_device import (
     EXACT,

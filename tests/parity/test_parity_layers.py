@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
+from convoy.layout.layout import Split
 from convoy.model.graph import Graph, Layer
 from convoy.plan.placing import placements
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
-from convoy.sharding.layout import Split
 from tests.support import layer_nets, nets
 from tests.support.layer_nets import BY_SAMPLES, FILTERED, KEPT
 from tests.support.one_device import Training, check, graph_of

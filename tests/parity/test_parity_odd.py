@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from convoy.comm.group import Group
 from convoy.errors import InputError
+from convoy.layout.shares import even
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.strategy import Batch, Filter, One
 from convoy.runtime.module import Distributed
-from convoy.sharding.shares import even
 from tests.support import nets
 from tests.support.one_device import (
     EXACT,

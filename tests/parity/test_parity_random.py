@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 from convoy.errors import PlanError
+from convoy.layout.shares import Shares, apportion
 from convoy.model.graph import Graph, Layer
 from convoy.plan import strategy
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
-from convoy.sharding.shares import Shares, apportion
 from tests.support.one_device import OPTIMIZERS, Training, check, graph_of, traffic_of
 
 BATCH = 10

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from convoy.comm.group import Group
 from convoy.fleet import Fleet
+from convoy.layout.layout import holders
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.explain import layer_rows, step_lines
@@ -22,7 +23,6 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Compute
 from convoy.planner.planner import candidates, plan_auto
 from convoy.runtime.module import Distributed
-from convoy.sharding.layout import holders
 from studies.roofline import roofline_costs
 from tests.support import model_zoo
 from tests.support.odd_nets import Thinking

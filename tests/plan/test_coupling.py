@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from convoy.layout.shares import Shares, rescale
 from convoy.model.tracing import trace
 from convoy.plan.coupling import OTHERS, coupled_axes, reshared, shares_of
 from convoy.plan.lower import lower
@@ -15,7 +16,6 @@ from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, InShares, One
-from convoy.sharding.shares import Shares, rescale
 from tests.support import nets
 from tests.support.one_device import by_name, graph_of, mixed
 

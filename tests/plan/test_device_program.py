@@ -11,6 +11,7 @@ from torch import nn
 
 import convoy.plan.lower
 from convoy.errors import PlanError
+from convoy.layout.comm_dtype import CommDtype
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.compile import compile_all, compile_device
@@ -35,7 +36,6 @@ from convoy.plan.program_check import check_programs
 from convoy.plan.program_text import operation_line, parse_program, program_lines
 from convoy.plan.strategy import Batch, Filter
 from convoy.runtime.gradients import SumLane
-from convoy.sharding.comm_dtype import CommDtype
 from tests.support import nets
 from tests.support.one_device import by_name, graph_of
 

@@ -1,8 +1,8 @@
 """What is worked out for moves is kept for the devices that are there, and no longer."""
 
+from convoy.layout.layout import Replicated, Split
+from convoy.layout.redistribute import schedule
 from convoy.plan.exchange_program import MoveOf, forget_moves, operations_of
-from convoy.sharding.layout import Replicated, Split
-from convoy.sharding.redistribute import schedule
 
 
 def test_moves_between_shares_of_before_are_forgotten() -> None:

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from convoy.comm.group import Group
-from convoy.cost.costs import Costs
-from convoy.cost.overhead import Overheads
+from convoy.layout.layout import OnOne
 from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import trace
 from convoy.plan.compile import compile_device
@@ -23,10 +22,11 @@ from convoy.plan.steps import Compute, Step, StepList, Value
 from convoy.plan.strategy import Batch, Filter, One
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import UnderAutocast, compute_in
-from convoy.sharding.layout import OnOne
-from convoy.simulator.events import Work
-from convoy.simulator.price import programs
-from tests.simulator.test_simulate import Table, hosts
+from convoy.simulate.costs import Costs
+from convoy.simulate.events import Work
+from convoy.simulate.overhead import Overheads
+from convoy.simulate.price import programs
+from tests.simulate.test_simulate import Table, hosts
 from tests.support import nets
 from tests.support.one_device import Training, by_name, check, graph_of
 from tests.support.threads import run_on_threads

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from convoy.cost.memory import memory_of, memory_of_passes, memory_of_steps, parameter_entries
-from convoy.cost.overhead import NOTHING, Overheads, handling_of
 from convoy.errors import PlanError
+from convoy.layout.layout import Replicated, Split
+from convoy.layout.redistribute import gather_shares, sum_into_shares, traffic
 from convoy.plan.compile import compile_all
 from convoy.plan.device_program import Compute as DeviceCompute
 from convoy.plan.device_program import FreeWeights, HaveWeights, PackWeights
@@ -19,8 +19,8 @@ from convoy.plan.program_check import check_programs
 from convoy.plan.program_text import parse_program, program_lines
 from convoy.plan.steps import Compute, GatherWeights, SumGradients
 from convoy.plan.strategy import Batch, Filter, Form, InShares
-from convoy.sharding.layout import Replicated, Split
-from convoy.sharding.redistribute import gather_shares, sum_into_shares, traffic
+from convoy.simulate.memory import memory_of, memory_of_passes, memory_of_steps, parameter_entries
+from convoy.simulate.overhead import NOTHING, Overheads, handling_of
 from tests.support.in_shares import in_shares
 from tests.support.one_device import by_name, graph_of
 from tests.support.stacks import Stack

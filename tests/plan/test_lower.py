@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split
+from convoy.layout.redistribute import traffic
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.placing import parameter_layouts, placements
 from convoy.plan.steps import Compute, Move, StepList, SumGradients
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
-from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
-from convoy.sharding.redistribute import traffic
 from tests.support.one_device import by_name, graph_of
 from tests.support.step_text import ALL, TWO_CONV, moves, plan_of, spelled, two_conv
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy.errors import PlanError
+from convoy.layout.layout import OnOne, Replicated, Split
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.evaluation import borrowed, pin
@@ -14,7 +15,6 @@ from convoy.plan.lower import lower
 from convoy.plan.placing import parameter_layouts, placements
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
-from convoy.sharding.layout import OnOne, Replicated, Split
 from tests.support import nets
 from tests.support.one_device import by_name, graph_of
 from tests.support.step_text import ALL, plan_of

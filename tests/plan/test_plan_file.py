@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from convoy.errors import ConvoyError, PlanError
+from convoy.layout.comm_dtype import COMM_DTYPES
+from convoy.layout.redistribute import SUMS
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
-from convoy.sharding.comm_dtype import COMM_DTYPES
-from convoy.sharding.redistribute import SUMS
 
 
 def weighted(name: str, kind: Any, inputs: tuple[str, ...], shape: tuple[int, ...], weight: tuple[int, ...]) -> Layer:

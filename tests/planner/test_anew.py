@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from convoy.cost.regrouped import CorrectedTimes, of_devices, with_device
 from convoy.errors import MismatchError
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
@@ -18,6 +17,7 @@ from convoy.planner.anew import BETTER, plan_anew, with_newcomer
 from convoy.planner.found import model_s
 from convoy.planner.known import Known
 from convoy.planner.predict import PlanningContext, predict_plan
+from convoy.simulate.regrouped import CorrectedTimes, of_devices, with_device
 from tests.support.described_fleets import measured_fleet
 from tests.support.plain_nets import TwoConv
 

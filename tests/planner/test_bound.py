@@ -14,11 +14,9 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from convoy.cost.compute import Correction, Grid, LayerTimes, MeasuredTimes, Rate, Roofline
-from convoy.cost.costs import Costs
-from convoy.cost.network import Network
-from convoy.cost.overhead import Overheads
 from convoy.fleet import Card, Device, Fleet, Host
+from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, holders
+from convoy.layout.shares import Shares, apportion
 from convoy.model.graph import Graph, Layer
 from convoy.model.nets import graph_of, graph_without_weights
 from convoy.model.tracing import trace
@@ -35,9 +33,11 @@ from convoy.planner.predict import PlanningContext, predict_plan
 from convoy.planner.share_places import STEPS, square
 from convoy.report.numbers import seconds
 from convoy.report.plans import least_words, show_predictions
-from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split, holders
-from convoy.sharding.shares import Shares, apportion
-from convoy.simulator.simulate import simulate
+from convoy.simulate.compute import Correction, Grid, LayerTimes, MeasuredTimes, Rate, Roofline
+from convoy.simulate.costs import Costs
+from convoy.simulate.network import Network
+from convoy.simulate.overhead import Overheads
+from convoy.simulate.simulate import simulate
 from studies.roofline import roofline_costs
 from tests.support.slow import most_slow
 from tests.support.stacks import Stack

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from convoy.app.predict import fleet_on
-from convoy.cost.described import CPU, ENCRYPTION_S_PER_BYTE, TF32_GPU, UNKNOWN, described_costs, reached_by
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.nets import graph_of
 from convoy.planner.forecast import BATCHES, LINKS, Forecast, _first, forecast
+from convoy.simulate.described import CPU, ENCRYPTION_S_PER_BYTE, TF32_GPU, UNKNOWN, described_costs, reached_by
 
 NET = graph_of("two-conv:50:500")
 

@@ -7,9 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from convoy.cost.compute import Rate, Roofline
-from convoy.cost.costs import Costs
-from convoy.cost.network import Network
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
@@ -18,9 +15,12 @@ from convoy.plan.steps import StepList
 from convoy.plan.strategy import Batch, Channel, Filter, One, Strategy
 from convoy.planner.analytic import CostModel
 from convoy.planner.local_search import LocalSearch, Replay
-from convoy.simulator.events import Event, Timeline
-from convoy.simulator.price import computing_s
-from convoy.simulator.simulate import simulate
+from convoy.simulate.compute import Rate, Roofline
+from convoy.simulate.costs import Costs
+from convoy.simulate.events import Event, Timeline
+from convoy.simulate.network import Network
+from convoy.simulate.price import computing_s
+from convoy.simulate.simulate import simulate
 
 
 def small_graph() -> Graph:

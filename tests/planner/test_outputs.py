@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from convoy.cost.overhead import Overheads
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.strategy import Batch, Placement, place
 from convoy.planner.analytic import CostModel
 from convoy.planner.predict import PlanningContext, predict_plan
+from convoy.simulate.overhead import Overheads
 from tests.planner.test_passes import fleet, roofline_costs
 from tests.support.odd_nets import UNet
 from tests.support.torch_seed import torch_seed

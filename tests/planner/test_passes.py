@@ -5,8 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from convoy.cost.memory import fewest_passes, memory_of, room_of, sees_batch
-from convoy.cost.overhead import Overheads
 from convoy.errors import PlanError
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
@@ -16,7 +14,9 @@ from convoy.plan.steps import Compute, GatherWeights, SumGradients, passes_of, t
 from convoy.planner.in_passes import MUCH, as_memory_asks, proposal, split
 from convoy.planner.planner import candidates
 from convoy.planner.predict import PlanningContext, predict_plan, working
-from convoy.simulator.simulate import simulate
+from convoy.simulate.memory import fewest_passes, memory_of, room_of, sees_batch
+from convoy.simulate.overhead import Overheads
+from convoy.simulate.simulate import simulate
 from studies.roofline import roofline_costs
 from tests.support.described_fleets import fleet
 from tests.support.one_device import by_name, graph_of

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from convoy.cost.compute import Rate, Roofline
-from convoy.cost.network import Network
+from convoy.layout.layout import Split, holders
+from convoy.layout.redistribute import Reduce
+from convoy.layout.shares import Shares, apportion
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.nets import graph_of as named_graph
@@ -29,10 +30,9 @@ from convoy.planner.analytic import CostModel
 from convoy.planner.load_balance import balance
 from convoy.planner.planner import candidates, plan_auto
 from convoy.planner.speeds import solo_speeds
-from convoy.sharding.layout import Split, holders
-from convoy.sharding.redistribute import Reduce
-from convoy.sharding.shares import Shares, apportion
-from convoy.simulator.simulate import Costs, simulate
+from convoy.simulate.compute import Rate, Roofline
+from convoy.simulate.network import Network
+from convoy.simulate.simulate import Costs, simulate
 from tests.support.slow import most_slow
 
 

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from convoy.cost.memory import Room, memory_of, most_bytes
 from convoy.errors import InputError, PlanError
 from convoy.fleet import Fleet
+from convoy.layout.comm_dtype import CommDtype
+from convoy.layout.redistribute import SUMS, Sum
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.plan.lower import lower
@@ -18,10 +19,9 @@ from convoy.planner.planner import candidates, plan_auto, quick_candidates
 from convoy.planner.predict import PlanningContext, predict_all
 from convoy.planner.search import Search
 from convoy.planner.speeds import solo_speeds
-from convoy.sharding.comm_dtype import CommDtype
-from convoy.sharding.redistribute import SUMS, Sum
-from convoy.simulator.energy import energy_of
-from convoy.simulator.simulate import Costs, simulate
+from convoy.simulate.energy import energy_of
+from convoy.simulate.memory import Room, memory_of, most_bytes
+from convoy.simulate.simulate import Costs, simulate
 from studies.roofline import roofline_costs
 from tests.support.described_fleets import fleet
 from tests.support.slow import most_slow
@@ -61,7 +61,7 @@ def test_the_quick_estimate_of_memory_is_never_too_small(name: str, reduce: Sum,
 def test_where_there_is_plenty_of_room_no_program_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choosing for a deep net took half as long again, because every plan was compiled to see whether it fits."""
     roomy = context_of(fleet((1e11, 10**10), (5e10, 10**10)))
-    monkeypatch.setattr("convoy.cost.memory.compile_all", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr("convoy.simulate.memory.compile_all", lambda *_: pytest.fail("compiled"))
     assert candidates(WIDE, BATCH, roomy.costs, roomy.room, simulated=False)
 
 

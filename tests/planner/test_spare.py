@@ -7,7 +7,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from convoy.cost.overhead import Overheads
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
@@ -17,6 +16,7 @@ from convoy.plan.strategy import One
 from convoy.planner.predict import PlanningContext, PlanPrediction, predict_plan
 from convoy.planner.spare import MOST_PART, kept_bytes, spare_price
 from convoy.report.plans import show_spare
+from convoy.simulate.overhead import Overheads
 from tests.support.described_fleets import measured_fleet
 from tests.support.plain_nets import TwoConv
 

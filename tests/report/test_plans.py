@@ -9,8 +9,6 @@ import torch
 from rich.console import Console
 
 from convoy.app.predict import run_predict
-from convoy.cost.costs import Costs
-from convoy.cost.network import network_of
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Layer
 from convoy.model.tracing import trace
@@ -21,9 +19,11 @@ from convoy.plan.strategy import Batch
 from convoy.planner.bound import LowerBound
 from convoy.planner.predict import PlanningContext, predict_plan
 from convoy.report.plans import show_counts, show_devices, show_plan, show_step_parts, step_parts
-from convoy.simulator.events import Event, Timeline
+from convoy.simulate.costs import Costs
+from convoy.simulate.events import Event, Timeline
+from convoy.simulate.network import network_of
 from tests.planner.test_bound import two_devices
-from tests.simulator.test_simulate import hosts
+from tests.simulate.test_simulate import hosts
 from tests.support import nets
 
 SAMPLE_S = (0.25, 2.0)

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import convoy
-from convoy.adapt.rebalance import Reshare
 from convoy.comm.group import Group
 from convoy.errors import InputError
 from convoy.plan.presets import Speeds
 from convoy.report.page import write_report
 from convoy.runlog.reader import read_log
 from convoy.train import EpochResult, Evaluation, Observer, StepResult
+from convoy.train.rebalance import Reshare
 from tests.support import nets
 from tests.support.one_device import by_name
 from tests.support.threads import run_on_threads

@@ -14,7 +14,6 @@ from rich.console import Console
 
 import convoy.app.train  # noqa: F401 - before the first look at open files
 from convoy import cli
-from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
 from convoy.app.telling import teller
 from convoy.config.run_file import resolve_settings
 from convoy.config.settings import Settings
@@ -31,6 +30,7 @@ from convoy.runlog.reader import read_log
 from convoy.runlog.schema import LINE, EvaluationLine, PlanLine, ReshareLine
 from convoy.runlog.writer import RunLog, plan_line
 from convoy.train.observer import EpochResult, Evaluation, StepResult
+from convoy.train.rebalance import Balancer, Decision, Keep, Reshare, observe
 from tests.support.one_device import by_name, graph_of
 from tests.support.processes import PLACE, on_processes
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from convoy.comm.group import Group
-from convoy.cost.memory import memory_of
-from convoy.cost.overhead import Handling
 from convoy.errors import InputError
+from convoy.layout.comm_dtype import CommDtype, comm_dtype_of, parse_comm_dtype
+from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
@@ -29,13 +29,13 @@ from convoy.plan.steps import GatherWeights, Move, ShareStatistics, StepList, Su
 from convoy.planner.planner import candidates
 from convoy.runtime.exchange import Buffers, Lane, run_move
 from convoy.runtime.module import Distributed
-from convoy.sharding.comm_dtype import CommDtype, comm_dtype_of, parse_comm_dtype
-from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Split
-from convoy.simulator.simulate import Costs, simulate
-from tests.cost.test_energy_memory import GRAPH as SMALL
+from convoy.simulate.memory import memory_of
+from convoy.simulate.overhead import Handling
+from convoy.simulate.simulate import Costs, simulate
 from tests.planner.test_planner import costs_of
 from tests.runtime.test_exchange import LIMIT_S, Case, check_outcomes, every_case, move_all, own_piece
-from tests.simulator.test_simulate import GRAPH, Table, hosts, spans
+from tests.simulate.test_energy_memory import GRAPH as SMALL
+from tests.simulate.test_simulate import GRAPH, Table, hosts, spans
 from tests.support import nets
 from tests.support.device_programs import handled
 from tests.support.local_pieces import DEVICES, every_layout

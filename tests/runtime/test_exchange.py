@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from convoy.comm.group import CountedGroup, Group, Message, Pending
+from convoy.layout import redistribute
+from convoy.layout.comm_dtype import CommDtype
+from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
+from convoy.layout.redistribute import Reduce
 from convoy.runtime.exchange import Slots, run_move
-from convoy.sharding import redistribute
-from convoy.sharding.comm_dtype import CommDtype
-from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, Split, dual
-from convoy.sharding.redistribute import Reduce
 from tests.support.device_programs import run_rounds
 from tests.support.local_pieces import (
     DEVICES,

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError
+from convoy.layout.layout import box
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
-from convoy.sharding.layout import box
 from tests.support import nets
 from tests.support.one_device import EXACT, UNEVEN, Training, by_name, loss_of, mixed, one_trace, part
 from tests.support.threads import run_on_threads

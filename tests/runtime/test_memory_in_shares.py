@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from convoy.api import distribute
 from convoy.comm.group import Group
-from convoy.cost.memory import memory_of
+from convoy.layout.layout import box
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
@@ -26,7 +26,7 @@ from convoy.plan.strategy import Form
 from convoy.runtime import executor
 from convoy.runtime.exchange import Lane, Slots
 from convoy.runtime.gradients import SumLane, Sums, Worker
-from convoy.sharding.layout import box
+from convoy.simulate.memory import memory_of
 from tests.runtime.test_memory_peak import Living
 from tests.support.processes import on_processes
 

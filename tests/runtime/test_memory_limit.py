@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from convoy.api import distribute
 from convoy.comm.processes import join
-from convoy.cost.memory import Room, memory_of
 from convoy.fleet import Card, Device, Fleet, Host
+from convoy.layout.layout import box
 from convoy.model.graph import Graph
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
 from convoy.planner.planner import plan_auto
-from convoy.sharding.layout import box
+from convoy.simulate.memory import Room, memory_of
 from studies.roofline import roofline_costs
 from tests.support.memory_groups import enter, memory_groups, memory_root
 from tests.support.processes import on_processes

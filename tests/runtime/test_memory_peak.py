@@ -19,14 +19,14 @@ from torch.utils._pytree import tree_leaves
 
 from convoy.api import distribute
 from convoy.comm.group import Group
-from convoy.cost.memory import memory_of
+from convoy.layout.comm_dtype import CommDtype
+from convoy.layout.layout import box
 from convoy.model.graph import Graph
 from convoy.model.nets import build_net
 from convoy.model.tracing import trace
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
-from convoy.sharding.comm_dtype import CommDtype
-from convoy.sharding.layout import box
+from convoy.simulate.memory import memory_of
 from tests.support.processes import on_processes
 
 BATCH = 32

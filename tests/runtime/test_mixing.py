@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 import convoy
 from convoy.comm.group import Group
+from convoy.layout.layout import Replicated
 from convoy.model.tracing import trace
 from convoy.plan.explain import layer_rows
 from convoy.plan.plan import Plan
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.plan.strategy import Batch
 from convoy.report.screen import Screen
-from convoy.sharding.layout import Replicated
 from tests.support import nets
 from tests.support.one_device import one_trace
 from tests.support.threads import run_on_threads

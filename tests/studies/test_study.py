@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from convoy.cost.compute import Rate, Roofline
-from convoy.cost.memory import memory_of, update_s_per_entry
-from convoy.cost.network import network_of
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host
+from convoy.layout.layout import Partial
 from convoy.model.graph import Graph, Layer, Parameter
 from convoy.model.nets import build_net, graph_of
 from convoy.model.tracing import trace
@@ -24,11 +22,13 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.size import LocalSize, whole_size
 from convoy.planner.speeds import predicted_speeds
 from convoy.report import timeline as pictures
-from convoy.sharding.layout import Partial
-from convoy.simulator.energy import Power, energy_of
-from convoy.simulator.events import play
-from convoy.simulator.price import programs
-from convoy.simulator.simulate import Costs, Event, Timeline, simulate
+from convoy.simulate.compute import Rate, Roofline
+from convoy.simulate.energy import Power, energy_of
+from convoy.simulate.events import play
+from convoy.simulate.memory import memory_of, update_s_per_entry
+from convoy.simulate.network import network_of
+from convoy.simulate.price import programs
+from convoy.simulate.simulate import Costs, Event, Timeline, simulate
 from studies import figures, figures_fleets, fleets, published
 from studies.__main__ import main
 from studies.catalogue import fleet_of

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 
-from convoy.cost.compute import Rate, Roofline
-from convoy.cost.table import DeviceCosts, LayerPoint, Measurement
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.model.graph import Graph
 from convoy.plan.size import LocalSize
+from convoy.simulate.compute import Rate, Roofline
+from convoy.simulate.table import DeviceCosts, LayerPoint, Measurement
 
 
 def fleet(*rows: tuple[float, int | None], bytes_per_s: float = 125e6) -> Fleet:

@@ -5,15 +5,15 @@ from collections import defaultdict
 from torch import Tensor
 
 from convoy.comm.group import Group
-from convoy.cost.overhead import NOTHING, Handling, handling_of
+from convoy.layout.comm_dtype import CommDtype
+from convoy.layout.redistribute import Schedule
 from convoy.model.graph import Graph, Layer
 from convoy.plan.compile import compile_device
 from convoy.plan.device_program import Add, Copy, DeviceProgram, Make, Operation, Pack, Receive, Send, Unpack, Wait
 from convoy.plan.exchange_program import sum_operations
 from convoy.plan.steps import Exchange, StepList
 from convoy.runtime.exchange import Lane, Slots, with_messages
-from convoy.sharding.comm_dtype import CommDtype
-from convoy.sharding.redistribute import Schedule
+from convoy.simulate.overhead import NOTHING, Handling, handling_of
 
 _GRAPH = Graph("One", {"work": Layer("work", "elementwise", (), (1,))}, ("work",))
 

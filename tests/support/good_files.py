@@ -8,13 +8,13 @@ from pathlib import Path
 
 from convoy.config.run_file import to_toml
 from convoy.config.settings import Settings
-from convoy.cost.overhead import Overheads
-from convoy.cost.table import DeviceCosts, LayerPoint, Measurement
 from convoy.errors import ConvoyError
 from convoy.fleet import Fleet
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.plan.presets import Speeds, named_plan
+from convoy.simulate.overhead import Overheads
+from convoy.simulate.table import DeviceCosts, LayerPoint, Measurement
 from tests.support.run_logs import whole_run
 
 MOST_CHARACTERS = 20_000

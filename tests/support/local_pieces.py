@@ -6,7 +6,7 @@ Nothing here asks the code under test where a piece lies.
 import numpy as np
 from numpy.typing import NDArray
 
-from convoy.sharding.layout import Layout, OnOne, Partial, Replicated, Shape, Split
+from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Shape, Split
 
 Array = NDArray[np.float64]
 Pieces = dict[int, Array]

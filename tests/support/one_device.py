@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import convoy.runtime.module
 import convoy.runtime.program_cache
 from convoy.comm.group import Group
+from convoy.layout.layout import box
 from convoy.model.graph import Graph
 from convoy.model.tracing import TracedModel, trace
 from convoy.plan.device_program import DeviceProgram
@@ -24,7 +25,6 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import StepList
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.runtime.module import Distributed
-from convoy.sharding.layout import box
 from tests.support import nets
 from tests.support.threads import run_on_threads
 from tests.support.torch_seed import torch_seed

@@ -5,9 +5,9 @@ from typing import Self
 
 from torch import nn
 
+from convoy.layout.layout import Shape
 from convoy.model.graph import Graph
 from convoy.model.nets import ImageShape, graph_without_weights
-from convoy.sharding.layout import Shape
 
 
 class Stack:

@@ -1,12 +1,12 @@
 """Step lists as lines of text, and plans in a few words."""
 
+from convoy.layout.layout import Layout
+from convoy.layout.shares import even
 from convoy.model.graph import Graph
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, StepList, SumGradients
 from convoy.plan.strategy import Batch, One, Strategy
-from convoy.sharding.layout import Layout
-from convoy.sharding.shares import even
 from tests.support.one_device import by_name, graph_of
 
 ALL = (0, 1, 2, 3)

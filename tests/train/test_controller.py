@@ -20,10 +20,10 @@ from torch.utils.data import Dataset
 
 import convoy
 from convoy import cli
-from convoy.adapt.rebalance import Balancer, Decision, Keep, Reshare, observe
 from convoy.app.telling import teller
 from convoy.comm.group import Group
 from convoy.errors import InputError
+from convoy.layout.layout import Partial, box, entries
 from convoy.plan.plan import Plan
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Channel, Filter, One
@@ -32,11 +32,11 @@ from convoy.runlog.observers import StepTimer
 from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
 from convoy.runtime.reshard import reshare
-from convoy.sharding.layout import Partial, box, entries
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import Training, fit
 from convoy.train.observer import Evaluation, Observer
+from convoy.train.rebalance import Balancer, Decision, Keep, Reshare, observe
 from convoy.train.record import History
 from tests.support import nets
 from tests.support.one_device import EXACT, by_name, graph_of, mixed, one_trace

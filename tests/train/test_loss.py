@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import convoy
 from convoy.comm.group import Group
 from convoy.errors import ConvoyError, InputError, MismatchError
+from convoy.layout.layout import Split
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
@@ -19,7 +20,6 @@ from convoy.plan.presets import named_plan
 from convoy.plan.strategy import Batch, Channel, Filter, One
 from convoy.runtime.module import Distributed
 from convoy.runtime.outputs import OutputPart
-from convoy.sharding.layout import Split
 from tests.support import nets
 from tests.support.odd_nets import UNet
 from tests.support.one_device import UNEVEN, by_name, graph_of, mixed, one_trace, part

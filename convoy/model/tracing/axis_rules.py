@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from convoy.layout.layout import Shape
 from convoy.model.graph import Cut
 from convoy.model.layer_rules import Call, Known, Rule, beside
 from convoy.model.operation import BatchExtent, Operation, PartExtent, Ref
-from convoy.sharding.layout import Shape
 
 
 def join(call: Call) -> Known | None:

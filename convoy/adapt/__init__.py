@@ -1,1 +1,0 @@
-"""Decides from step times which plan and which shares to train with next: pure state machines."""

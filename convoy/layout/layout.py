@@ -1,0 +1,157 @@
+"""The layouts of a tensor: which part of it each device holds.
+
+A *box* is a tuple of half-open ranges, one per axis, in the coordinates of the whole tensor. Every layout gives each
+device at most one box. The vocabulary is DTensor's, with unequal shares; the data path is not (see docs/decisions).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from convoy.layout import shares as share_rules
+from convoy.layout.shares import Shares
+
+Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Consecutive pieces along one axis; `shares[i]` entries on device i, zero allowed."""
+
+    axis: int
+    shares: Shares
+
+    def __str__(self) -> str:
+        axis = {0: "batch", 1: "channel"}.get(self.axis, f"axis {self.axis}")
+        return f"{axis}({','.join(map(str, self.shares))})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """The whole tensor on each of `devices`, nothing on the others."""
+
+    devices: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"copies({','.join(map(str, self.devices))})"
+
+
+@dataclass(frozen=True, slots=True)
+class OnOne:
+    """The whole tensor on one device."""
+
+    device: int
+
+    def __str__(self) -> str:
+        return f"on({self.device})"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A pending sum: each of `devices` holds one summand of the whole shape; the tensor is their sum."""
+
+    devices: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"sum({','.join(map(str, self.devices))})"
+
+
+Layout = Split | Replicated | OnOne | Partial
+
+
+def everywhere(devices: int) -> Replicated:
+    """The whole tensor on every device."""
+    return Replicated(tuple(range(devices)))
+
+
+def whole(shape: Shape) -> Box:
+    """The box that covers a tensor of this shape."""
+    return tuple((0, extent) for extent in shape)
+
+
+def box(layout: Layout, device: int, shape: Shape) -> Box | None:
+    """What `device` holds of a tensor of `shape`; None where it holds nothing."""
+    match layout:
+        case Split(axis, shares):
+            if not shares[device]:
+                return None
+            start, full = sum(shares[:device]), whole(shape)
+            return (*full[:axis], (start, start + shares[device]), *full[axis + 1 :])
+        case Replicated(devices) | Partial(devices):
+            return whole(shape) if device in devices else None
+        case OnOne(owner):
+            return whole(shape) if device == owner else None
+
+
+def local_shape(layout: Layout, device: int, shape: Shape) -> Shape:
+    """Shape of the piece on `device`. A device that holds nothing has zero entries along the split (or first) axis."""
+    here = box(layout, device, shape)
+    if here is not None:
+        return tuple(stop - start for start, stop in here)
+    axis = layout.axis if isinstance(layout, Split) else 0
+    return (*shape[:axis], 0, *shape[axis + 1 :])
+
+
+def holders(layout: Layout) -> tuple[int, ...]:
+    """The devices that hold something."""
+    match layout:
+        case Split(_, shares):
+            return share_rules.holders(shares)
+        case Replicated(devices) | Partial(devices):
+            return devices
+        case OnOne(device):
+            return (device,)
+
+
+def single(layout: Layout) -> bool:
+    """Whether no two devices have the same part of a tensor."""
+    return isinstance(layout, Split) or len(holders(layout)) == 1
+
+
+def holds(layout: Layout, device: int) -> bool:
+    """Whether a device holds something."""
+    # Planning asks this a million times, and a match takes twice as long.
+    if isinstance(layout, Split):
+        return layout.shares[device] > 0
+    return layout.device == device if isinstance(layout, OnOne) else device in layout.devices
+
+
+def held_entries(layout: Layout, device: int, shape: Shape) -> int:
+    """How many entries of a tensor of `shape` a device holds."""
+    match layout:
+        case Split(axis, shares):
+            return math.prod(shape[:axis]) * shares[device] * math.prod(shape[axis + 1 :])
+        case _:
+            return math.prod(shape) if holds(layout, device) else 0
+
+
+def dual(layout: Layout) -> Layout:
+    """The layout of the gradient of a tensor in `layout`.
+
+    Copies of one value each collect a part of its gradient, so the gradient of copies is a pending sum, and the gradient
+    of a pending sum is known whole to every summand. Pieces and single owners keep their place.
+    """
+    match layout:
+        case Replicated(devices):
+            return Partial(devices)
+        case Partial(devices):
+            return Replicated(devices)
+        case _:
+            return layout
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes, None if they share no entry."""
+    common = tuple((max(lo, lo2), min(hi, hi2)) for (lo, hi), (lo2, hi2) in zip(a, b, strict=True))
+    return common if all(lo < hi for lo, hi in common) else None
+
+
+def entries(b: Box) -> int:
+    """How many entries a box covers."""
+    return math.prod(stop - start for start, stop in b)
+
+
+def covers(pieces: Sequence[Box], wanted: Box) -> bool:
+    """Whether boxes that do not overlap, and lie in `wanted`, cover all of it."""
+    return list(pieces) == [wanted] or (len(pieces) > 1 and 0 < entries(wanted) == sum(map(entries, pieces)))

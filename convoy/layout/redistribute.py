@@ -1,0 +1,329 @@
+"""Schedules of transfers, in rounds, that bring a tensor from one layout to another: redistribution and collectives.
+
+A schedule is data: device programs are compiled from it, and the tests compare its bytes with the bytes counted on the
+network. Backward needs no second set of rules: the adjoint of the move `src -> dst` is the move `dual(dst) -> dual(src)`.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Literal, get_args
+
+from convoy.errors import PlanError
+from convoy.layout.layout import (
+    Box,
+    Layout,
+    OnOne,
+    Partial,
+    Replicated,
+    Shape,
+    Split,
+    box,
+    entries,
+    holders,
+    intersection,
+    whole,
+)
+from convoy.layout.shares import Shares, ranges
+
+Reduce = Literal["ring", "butterfly", "direct", "star"]
+"""Exact sums over devices."""
+
+Sum = Literal["ring", "butterfly", "direct", "star", "inexact-butterfly-mixing"]
+"""How gradients are summed. The last one is not a sum, see `mixing`."""
+SUMS: tuple[str, ...] = get_args(Sum)
+
+ONE_ROUND_ENTRIES = 16384
+"""`direct` sums a tensor in one round, every summand to every reader, where no device then sends or receives more than this:
+64 KiB of float32, half a millisecond at 1 Gbit/s, in the place of another latency."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One box from one device to another (or kept: sender == receiver), written or added at the receiver."""
+
+    sender: int
+    receiver: int
+    box: Box
+    adds: bool = False
+
+
+Round = tuple[Transfer, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Rounds that follow each other; the transfers of one round are independent.
+
+    Attributes:
+        rounds: the transfers. Boxes are in the coordinates of `shape`. The rounds of a sum wait for each other.
+        shape: the shape that the boxes refer to: the tensor's own, or its flat length where `in_place`.
+        in_place: True for the summing collectives, whose rounds work on one flat buffer per device;
+            False for a direct move, one round from a source piece to a target piece.
+        window: of a sum: how many rounds may be under way. Each waits for the one that many places before it.
+    """
+
+    rounds: tuple[Round, ...]
+    shape: Shape
+    in_place: bool
+    window: int = 1
+
+    def __hash__(self) -> int:
+        # Device programs are looked up by it: not by every transfer.
+        return hash((self.shape, len(self.rounds), self.in_place))
+
+    def involving(self, device: int) -> tuple[Round, ...]:
+        """Of each round, the transfers that a device sends, receives or keeps."""
+        return self._by_device.get(device) or ((),) * len(self.rounds)
+
+    @cached_property
+    def _by_device(self) -> dict[int, tuple[Round, ...]]:
+        found: dict[int, list[list[Transfer]]] = {}
+        for number, transfers in enumerate(self.rounds):
+            for t in transfers:
+                for device in {t.sender, t.receiver}:
+                    found.setdefault(device, [[] for _ in self.rounds])[number].append(t)
+        return {device: tuple(map(tuple, rows)) for device, rows in found.items()}
+
+
+@lru_cache(maxsize=16384)
+def schedule(src: Layout, dst: Layout, shape: Shape, reduce: Reduce = "ring") -> Schedule:
+    """The rounds that bring a tensor of `shape` from layout `src` to layout `dst`.
+
+    `reduce` chooses how a pending sum becomes copies: `ring`, `butterfly` (recursive halving and doubling, any number
+    of devices), `direct` (each device sums a part; a small tensor whole), `star` (through the first device). Every other move
+    is direct: each piece goes straight to its reader.
+    """
+    if src == dst:
+        return Schedule((), shape, in_place=False)
+    n = math.prod(shape)
+    if isinstance(src, Partial) and isinstance(dst, Replicated) and is_collective(src, dst, n, reduce):
+        return Schedule((*_SUMS[reduce](src.devices, n), *_deliver(src.devices, dst.devices, n)), (n,), in_place=True)
+    return Schedule((tuple(_direct(src, dst, shape)),), shape, in_place=False)
+
+
+def is_collective(src: Partial, dst: Replicated, n: int, reduce: Reduce) -> bool:
+    """Whether the sum of `n` entries takes rounds that wait for each other; if not, every summand goes to every reader."""
+    senders, readers = set(src.devices), set(dst.devices)
+    peers = max(len(readers) - (senders <= readers), len(senders) - (readers <= senders))
+    return len(src.devices) > 1 and (reduce != "direct" or n * peers > ONE_ROUND_ENTRIES)
+
+
+@lru_cache(maxsize=1024)
+def sum_in_segments(devices: tuple[int, ...], n: int, reduce: Reduce, segments: int) -> Schedule:
+    """The sum of `n` entries as sums of consecutive segments with their rounds interleaved: one is added while another travels.
+
+    The bytes are those of one sum; the messages are smaller and more.
+    """
+    parts = []
+    for start, stop in chunks(n, segments):
+        rounds = _SUMS[reduce](devices, stop - start)
+        parts.append([tuple(_shifted(t, start) for t in transfers) for transfers in rounds])
+    turns = zip(*parts, strict=True)
+    return Schedule(tuple(itertools.chain.from_iterable(turns)), (n,), in_place=True, window=segments)
+
+
+def _shifted(t: Transfer, by: int) -> Transfer:
+    ((start, stop),) = t.box
+    return replace(t, box=((start + by, stop + by),))
+
+
+@lru_cache(maxsize=1024)
+def in_chunks(plan: Schedule, pieces: int) -> Schedule:
+    """A direct move whose boxes all span the first axis, as `pieces` rounds (chunks) that each bring some of its rows.
+
+    The rounds do not wait for each other: a reader can begin with the first rows while the others are under way.
+
+    Raises:
+        PlanError: a sum, or a move in which pieces of the first axis lie on different devices.
+    """
+    (transfers,) = plan.rounds
+    rows = plan.shape[0]
+    if plan.in_place or any(t.box[0] != (0, rows) for t in transfers):
+        raise PlanError(
+            f"a move of {plan.shape} cannot go in {pieces} pieces: only a direct move between layouts that leave the first "
+            "axis whole can; give it 1"
+        )
+    cuts = [chunk for chunk in chunks(rows, pieces) if chunk[0] < chunk[1]]
+    return replace(plan, rounds=tuple(tuple(replace(t, box=(cut, *t.box[1:])) for t in transfers) for cut in cuts))
+
+
+def traffic(plan: Schedule, itemsize: int) -> Counter[tuple[int, int]]:
+    """Bytes sent by each (sender, receiver) pair of different devices."""
+    sent: Counter[tuple[int, int]] = Counter()
+    for transfers in plan.rounds:
+        for t in transfers:
+            if t.sender != t.receiver and (n := entries(t.box)):
+                sent[t.sender, t.receiver] += n * itemsize
+    return sent
+
+
+@lru_cache(maxsize=1024)
+def sum_into_shares(devices: tuple[int, ...], shares: Shares) -> Schedule:
+    """Summands of `devices` are added where they are kept: `shares[d]` entries, one after the other, on device d. One round:
+    every device sends each other one the entries that it keeps."""
+    kept = list(enumerate(ranges(shares)))
+    moved = _round(((i, owner, span) for owner, span in kept for i in devices if i != owner), adds=True)
+    return Schedule((moved,), (sum(shares),), in_place=True)
+
+
+@lru_cache(maxsize=1024)
+def gather_shares(shares: Shares, devices: tuple[int, ...]) -> Schedule:
+    """`shares[d]` entries of device d come to all of `devices`, in one flat buffer on each."""
+    kept = list(enumerate(ranges(shares)))
+    moved = _round(((owner, d, span) for owner, span in kept for d in devices if d != owner), adds=False)
+    return Schedule((moved,), (sum(shares),), in_place=True)
+
+
+def mixing(devices: tuple[int, ...], n: int, stage: int) -> Schedule:
+    """One stage of a butterfly: each device and its partner add what the other has. NOT a sum over all devices.
+
+    Butterfly mixing (Zhao & Canny) spreads the stages over training steps: in step t the partner of the i-th device is
+    i XOR 2^(t mod k), k = ceil(lg p). Where p is not a power of two, a device without a partner sits a stage out.
+    """
+    distance = 1 << (stage % max(1, (len(devices) - 1).bit_length()))
+    pairs = [(i, i ^ distance) for i in range(len(devices)) if i ^ distance < len(devices)]
+    swap = _round(((devices[i], devices[j], (0, n)) for i, j in pairs), adds=True)
+    return Schedule((swap,), (n,), in_place=True)
+
+
+def _keeper(device: int, devices: tuple[int, ...]) -> int:
+    """The member of `devices` that sends to `device`: itself where it is one of them, else one chosen to spread the load."""
+    return device if device in devices else devices[device % len(devices)]
+
+
+def _direct(src: Layout, dst: Layout, shape: Shape) -> Iterable[Transfer]:
+    full = whole(shape)
+    if isinstance(dst, Partial):
+        yield from _onto_sum(src, dst, shape)
+        return
+    for receiver in holders(dst):
+        wanted = box(dst, receiver, shape)
+        assert wanted is not None
+        match src:
+            case Partial(devices):
+                for sender in devices:
+                    yield Transfer(sender, receiver, wanted, adds=True)
+            case Replicated(devices):
+                yield Transfer(_keeper(receiver, devices), receiver, wanted)
+            case OnOne(owner):
+                yield Transfer(owner, receiver, wanted)
+            case Split():
+                for sender in holders(src):
+                    piece = box(src, sender, shape)
+                    common = intersection(piece or full, wanted)
+                    if common is not None:
+                        yield Transfer(sender, receiver, common)
+
+
+def _onto_sum(src: Layout, dst: Partial, shape: Shape) -> Iterable[Transfer]:
+    """Every entry of the tensor lands on exactly one summand; the summands start from zero."""
+    match src:
+        case Replicated(devices):
+            common = [d for d in devices if d in dst.devices]
+            sender, receiver = (common[0], common[0]) if common else (devices[0], dst.devices[0])
+            yield Transfer(sender, receiver, whole(shape), adds=True)
+        case Partial(devices):
+            for sender in devices:
+                yield Transfer(sender, _keeper(sender, dst.devices), whole(shape), adds=True)
+        case Split() | OnOne():
+            for sender in holders(src):
+                piece = box(src, sender, shape)
+                assert piece is not None
+                yield Transfer(sender, _keeper(sender, dst.devices), piece, adds=True)
+
+
+def chunks(n: int, parts: int) -> list[tuple[int, int]]:
+    """`parts` consecutive ranges of 0..n, as equal as whole numbers allow."""
+    edges = [n * i // parts for i in range(parts + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def _round(transfers: Iterable[tuple[int, int, tuple[int, int]]], *, adds: bool) -> Round:
+    return tuple(Transfer(s, r, (span,), adds) for s, r, span in transfers if span[0] < span[1])
+
+
+def _ring(devices: tuple[int, ...], n: int) -> list[Round]:
+    """Ring: p-1 rounds that add, p-1 that copy; 2(p-1) alpha + 2 n (p-1)/p beta."""
+    p, chunk = len(devices), chunks(n, len(devices))
+    rounds = []
+    for adds, shift in ((True, 0), (False, 1)):
+        for step in range(p - 1):
+            hop = ((devices[i], devices[(i + 1) % p], chunk[(i + shift - step) % p]) for i in range(p))
+            rounds.append(_round(hop, adds=adds))
+    return rounds
+
+
+def _butterfly(devices: tuple[int, ...], n: int) -> list[Round]:
+    """Recursive halving, then doubling (Rabenseifner); 2 lg p alpha + 2 n (p-1)/p beta for p a power of two.
+
+    Otherwise the devices beyond the largest power of two first hand their summand to a neighbour and get the sum from it
+    at the end: two rounds and 2 n beta more.
+    """
+    p = len(devices)
+    core = 1 << (p.bit_length() - 1)
+    extra = p - core
+    # Of the first 2*extra devices every odd one folds into the even one before it.
+    inner = [devices[2 * i] for i in range(extra)] + list(devices[2 * extra :])
+    folded = [(devices[2 * i + 1], devices[2 * i], (0, n)) for i in range(extra)]
+    rounds = [_round(folded, adds=True)] if extra else []
+    span = [(0, n)] * core
+    history = []
+    distance = core // 2
+    while distance:
+        halves = []
+        for i in range(core):
+            lo, hi = span[i]
+            middle = (lo + hi) // 2
+            halves.append(((lo, middle), (middle, hi)) if not i & distance else ((middle, hi), (lo, middle)))
+        rounds.append(_round(((inner[i], inner[i ^ distance], halves[i][1]) for i in range(core)), adds=True))
+        history.append((distance, [kept for kept, _ in halves]))
+        span = [kept for kept, _ in halves]
+        distance //= 2
+    for distance, kept in reversed(history):
+        # What i kept at this level is complete by now; its partner lacks exactly that.
+        rounds.append(_round(((inner[i], inner[i ^ distance], kept[i]) for i in range(core)), adds=False))
+    if extra:
+        rounds.append(_round(((even, odd, span) for odd, even, span in folded), adds=False))
+    return rounds
+
+
+def _direct_sum(devices: tuple[int, ...], n: int) -> list[Round]:
+    """Each device adds up a part of all summands and sends it to all: 2 alpha + 2 n (p-1)/p beta, each device's messages of
+    a round at once. A ring sends the same bytes in 2(p-1) rounds."""
+    parts = list(zip(devices, chunks(n, len(devices)), strict=True))
+    pairs = [(i, owner, span) for owner, span in parts for i in devices if i != owner]
+    return [_round(pairs, adds=True), _round(((owner, i, span) for i, owner, span in pairs), adds=False)]
+
+
+def _star(devices: tuple[int, ...], n: int) -> list[Round]:
+    """All summands to the first device, the sum back to all: a parameter server."""
+    root, *others = devices
+    gather = _round(((d, root, (0, n)) for d in others), adds=True)
+    return [gather, _round(((root, d, (0, n)) for d in others), adds=False)]
+
+
+_SUMS: dict[str, Callable[[tuple[int, ...], int], list[Round]]] = {
+    "ring": _ring,
+    "butterfly": _butterfly,
+    "direct": _direct_sum,
+    "star": _star,
+}
+
+
+def _deliver(have: tuple[int, ...], want: tuple[int, ...], n: int) -> list[Round]:
+    """Send the finished sum to the devices that read it but held no summand: a chunk from each that did."""
+    missing = [d for d in want if d not in have]
+    if not missing:
+        return []
+    pieces = list(zip(have, chunks(n, len(have)), strict=True))
+    return [_round(((sender, d, span) for d in missing for sender, span in pieces), adds=False)]
+
+
+def forget_schedules() -> None:
+    """Forget all schedules; who has one keeps it."""
+    for known in (schedule, sum_in_segments, in_chunks, sum_into_shares, gather_shares):
+        known.cache_clear()

@@ -1,0 +1,433 @@
+"""An event queue over devices and messages: programs go in, a timeline comes out.
+
+A device walks two lanes of work at once: its own, and the one on which gradients are summed. A computation occupies its
+lane; messages go on by themselves. A message starts when its sender is ready, waits the link's latency, and shares cards
+with all others; those from one device to another go through one connection, one by one. The kernels hold it: the sender goes
+on at once where its kernel takes all of it, and what arrives before it is asked for is there then. What moves bytes and what
+computes share the device's processor. A device that has computed comes late to an exchange, by its jitter; one that has
+just waited does not. While it computes it is late to each round of a sum. And under a quota of processor time it computes
+faster at first, after it has rested.
+"""
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from convoy.simulate.network import SHARE, Network, rates
+
+Activity = Literal["compute", "send", "receive", "wait"]
+
+HELD_BYTES = 4 << 20
+"""So much of a message the sender's kernel takes at once: Linux's largest buffer of a connection, `net.ipv4.tcp_wmem`. The
+receiver's holds more, and is not asked."""
+
+MAIN, SUMS = 0, 1
+"""The lanes of a device."""
+
+
+class Event(NamedTuple):
+    """What one device did for a while.
+
+    Attributes:
+        step: id in the step list.
+        peer: the other device of a message; -1 for computing and waiting.
+        size_bytes: of a message.
+    """
+
+    device: int
+    activity: Activity
+    label: str
+    start_s: float
+    end_s: float
+    step: int
+    peer: int = -1
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One replayed step.
+
+    Attributes:
+        step_s: from the first beginning to the last end.
+        compute_s: of each device, in its own lane, as long as it took beside the traffic.
+        exchange_s: how long its own lane waited for messages and sums. What is hidden behind computing is not in it.
+    """
+
+    events: tuple[Event, ...]
+    step_s: float
+    compute_s: tuple[float, ...]
+    exchange_s: tuple[float, ...]
+
+    @property
+    def busiest(self) -> int:
+        """The device that computes longest."""
+        return self.compute_s.index(max(self.compute_s))
+
+
+# --- what a lane does, in order --------------------------------------------------------------------------------------
+
+Key = tuple[str, int, int]
+"""Something that is done at some time on a device: ("round", step, number), or a mark of a program's own."""
+
+Route = tuple[int, int, int, int]
+"""A message: step, round, sender, receiver."""
+
+Pair = tuple[int, int]
+"""Sender and receiver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Occupies the lane for some seconds, more where the processor is shared.
+
+    Attributes:
+        sooner: whether it is done sooner after a rest. Calls are not: what an exchange takes beyond their price, with the rest
+            before it, is in the jitter.
+    """
+
+    step: int
+    label: str
+    seconds: float
+    sooner: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """A device's part of one round: its messages with their bytes. They go on while the lane does."""
+
+    step: int
+    number: int
+    label: str
+    bytes_: Mapping[Route, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """The lane goes on when all of these are done on its device."""
+
+    step: int
+    label: str
+    keys: frozenset[Key]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """This is done from now on."""
+
+    key: Key
+
+
+Item = Work | Begin | Await | Mark
+Program = tuple[list[Item], list[Item]]
+"""The two lanes of a device."""
+
+
+def play(programs: Sequence[Program], network: Network, held_bytes: int = HELD_BYTES) -> Timeline:
+    """Run the programs of all devices, together.
+
+    Args:
+        held_bytes: who sends no more goes on at once. 0: nothing is held, a message starts when both of its ends are ready.
+    """
+    return _Play(programs, network, held_bytes).run()
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Where a lane is.
+
+    Attributes:
+        since_s: when its item began.
+        missing: what it waits for.
+        left_s: where it computes: of all that it computes in a row, what is left at the end of each of its items, the next
+            last.
+    """
+
+    device: int
+    items: list[Item]
+    at: int = 0
+    since_s: float = 0.0
+    missing: set[Key] = field(default_factory=set)
+    left_s: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Round:
+    """A device's part of a round that is open: what is still to go through, and when the device itself is ready."""
+
+    missing: set[Route]
+    ready_s: float
+
+
+@dataclass(slots=True)
+class _Message:
+    size: int
+    label: str
+    ready: int = 0
+    ready_s: float = 0.0
+    left_bytes: float = 0.0
+    start_s: float = 0.0
+
+
+class _Play:
+    """Simultaneous events are handled in a fixed order."""
+
+    def __init__(self, programs: Sequence[Program], network: Network, held_bytes: int) -> None:
+        self.network, self.held_bytes = network, held_bytes
+        self.lanes = [[_Lane(device, items) for items in program] for device, program in enumerate(programs)]
+        self.done: list[set[Key]] = [set() for _ in programs]
+        self.open: list[dict[Key, _Round]] = [{} for _ in programs]
+        self.messages: dict[Route, _Message] = {}
+        self.flowing: list[Route] = []
+        self.connected: set[Pair] = set()  # those of the messages that flow
+        self.queued: dict[Pair, deque[Route]] = {}  # behind another message of the same pair
+        self.rate: dict[Route, float] = {}
+        self.shared: dict[tuple[tuple[Pair, ...], frozenset[int]], tuple[list[float], list[float]]] = {}
+        self.works: dict[tuple[int, int], float] = {}  # (device, lane) -> seconds left in a row, at full speed
+        self.speed: dict[tuple[int, int], float] = {}
+        self.arrived: set[Route] = set()  # before their receivers asked for them
+        self.starts: list[tuple[float, int, Route]] = []
+        self.late: list[tuple[float, int, Key]] = []  # rounds that wait for nothing but their device, until it is ready
+        self.ticket = 0
+        self.events: list[Event] = []
+        self.compute_s, self.exchange_s = [0.0] * len(programs), [0.0] * len(programs)
+        self.resumed_s = [0.0] * len(programs)  # when each device last had waited
+        self.rested_s = [0.0] * len(programs)  # of what it is to compute next, so much comes sooner
+        self.idle_s: list[float | None] = [0.0] * len(programs)  # since when neither lane computes
+        self.now = 0.0
+        self.ready: deque[tuple[int, int]] = deque((d, lane) for d in range(len(programs)) for lane in (MAIN, SUMS))
+
+    def run(self) -> Timeline:
+        self._walk_all()
+        while self.starts or self.flowing or self.works or self.late:
+            self._share()
+            self._advance(self._next_s())
+            for route in [r for r in self.flowing if self.messages[r].left_bytes <= 1e-6]:
+                self._arrived(route)
+            for place in [p for p, left in self.works.items() if left <= 0.0]:
+                self._worked(*place)
+            while self.starts and self.starts[0][0] <= self.now + 1e-15:
+                self._flow(heapq.heappop(self.starts)[2])
+            while self.late and self.late[0][0] <= self.now + 1e-15:
+                _, device, key = heapq.heappop(self.late)
+                self._mark(device, key)
+            self._walk_all()
+        return Timeline(
+            tuple(self.events),
+            max((e.end_s for e in self.events), default=0.0),
+            tuple(self.compute_s),
+            tuple(self.exchange_s),
+        )
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    def _share(self) -> None:
+        """Rates of messages and speeds of computations, as long as nothing begins or ends."""
+        # Of a step's exchanges, most are of the same devices: the rates of each set of messages are worked out once.
+        key = (tuple([route[2:] for route in self.flowing]), frozenset([device for device, _ in self.works]))
+        if key not in self.shared:
+            self.shared[key] = self._shares(*key)
+        each, use = self.shared[key]
+        self.rate = dict(zip(self.flowing, each, strict=True))
+        for device, lane in self.works:
+            at_once = 2 if (device, MAIN + SUMS - lane) in self.works else 1
+            self.speed[device, lane] = (1.0 - use[device]) / at_once
+
+    def _shares(self, pairs: Sequence[Pair], busy: Collection[int]) -> tuple[list[float], list[float]]:
+        """Bytes/s of each message, and the part of each device's processor that messages take."""
+        cost, use = self.network.processor_s_per_byte, [0.0] * len(self.lanes)
+        if not pairs:
+            return [], use
+        room = [SHARE if device in busy else 1.0 for device in range(len(self.lanes))]
+        each: list[float] = rates(self.network, pairs, room).tolist()
+        for pair, rate in zip(pairs, each, strict=True):
+            for device in pair:
+                use[device] += cost[device] * rate if cost[device] else 0.0
+        return each, use
+
+    def _next_s(self) -> float:
+        times = [queue[0][0] for queue in (self.starts, self.late) if queue]
+        times += [self.now + self.messages[r].left_bytes / self.rate[r] for r in self.flowing]
+        times += [self.now + left / self.speed[place] for place, left in self.works.items()]
+        return min(times)
+
+    def _advance(self, time_s: float) -> None:
+        passed_s = time_s - self.now
+        # What takes less than a picosecond more is done, or less than the clock can show late in a long step: rounding must
+        # not hold the queue.
+        least_s = max(1e-12, time_s * 1e-14)
+        for route in self.flowing:
+            message, rate = self.messages[route], self.rate[route]
+            message.left_bytes -= passed_s * rate
+            if not message.left_bytes >= rate * least_s:
+                message.left_bytes = 0.0
+        for place, before_s in self.works.items():
+            speed = self.speed[place]
+            left_s = before_s - passed_s * speed
+            self.works[place] = left_s = left_s if left_s > speed * least_s else 0.0
+            behind_s = self.lanes[place[0]][place[1]].left_s
+            while len(behind_s) > 1 and left_s <= behind_s[-1]:
+                self._computed(*place, self.now + (before_s - behind_s.pop()) / speed)
+        self.now = time_s
+
+    # --- lanes -------------------------------------------------------------------------------------------------------
+
+    def _walk_all(self) -> None:
+        while self.ready:
+            self._walk(*self.ready.popleft())
+
+    def _walk(self, device: int, number: int) -> None:
+        """Go on in a lane until something takes time."""
+        lane = self.lanes[device][number]
+        while lane.at < len(lane.items):
+            lane.since_s = self.now
+            match lane.items[lane.at]:
+                case Work():
+                    lane.left_s = self._in_a_row(lane)
+                    self.works[device, number] = lane.left_s.pop()
+                    return
+                case Begin() as begin:
+                    self._begin(device, number, begin)
+                case Mark(key=key):
+                    self._mark(device, key)
+                case Await(keys=keys):
+                    lane.missing = set(keys - self.done[device])
+                    if lane.missing:
+                        return
+            lane.at += 1
+
+    def _in_a_row(self, lane: _Lane) -> list[float]:
+        """See `_Lane.left_s`; and behind it the seconds of all: between two of them nothing begins or ends elsewhere."""
+        row = itertools.takewhile(lambda item: isinstance(item, Work), itertools.islice(lane.items, lane.at, None))
+        seconds = [self._after_rest_s(lane.device, item) for item in row if isinstance(item, Work)]
+        return list(itertools.accumulate(reversed(seconds), initial=0.0))
+
+    def _after_rest_s(self, device: int, work: Work) -> float:
+        """Seconds of computing on a device that has rested: a quota that it has not used lets it run faster for a while."""
+        if not self.network.rests:
+            return work.seconds
+        most_s, times = self.network.rests[device]
+        if (since_s := self.idle_s[device]) is not None:
+            self.rested_s[device] = min(most_s, self.rested_s[device] + self.now - since_s)
+            self.idle_s[device] = None
+        if not work.sooner:
+            return work.seconds
+        sooner_s = min(self.rested_s[device], work.seconds * (1.0 - 1.0 / times))
+        self.rested_s[device] -= sooner_s
+        return work.seconds - sooner_s
+
+    def _computed(self, device: int, number: int, at_s: float) -> None:
+        lane = self.lanes[device][number]
+        work = lane.items[lane.at]
+        assert isinstance(work, Work)
+        if number == MAIN:
+            self.compute_s[device] += at_s - lane.since_s
+        self.events.append(Event(device, "compute", work.label, lane.since_s, at_s, work.step))
+        lane.at += 1
+        lane.since_s = at_s
+
+    def _worked(self, device: int, number: int) -> None:
+        del self.works[device, number]
+        self._computed(device, number, self.now)
+        if (device, MAIN + SUMS - number) not in self.works:
+            self.idle_s[device] = self.now
+        self.ready.append((device, number))
+
+    def _mark(self, device: int, key: Key) -> None:
+        self.done[device].add(key)
+        for number, lane in enumerate(self.lanes[device]):
+            if key in lane.missing:
+                lane.missing.discard(key)
+                if not lane.missing:
+                    self._waited(device, number, lane)
+
+    def _waited(self, device: int, number: int, lane: _Lane) -> None:
+        waited = lane.items[lane.at]
+        assert isinstance(waited, Await)
+        if number == MAIN and self.now > lane.since_s:
+            self.exchange_s[device] += self.now - lane.since_s
+            self.events.append(Event(device, "wait", waited.label, lane.since_s, self.now, waited.step))
+            self.resumed_s[device] = self.now
+        lane.at += 1
+        self.ready.append((device, number))
+
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, device: int, number: int, begin: Begin) -> None:
+        key, ready_s = ("round", begin.step, begin.number), self.now + self._late_s(device, number)
+        missing = {route for route in begin.bytes_ if route not in self.arrived}
+        self.arrived -= begin.bytes_.keys()
+        for route, size in begin.bytes_.items():
+            sends = route[2] == device
+            if sends and size <= self.held_bytes:
+                missing.discard(route)
+            if sends or not self.held_bytes:
+                self._end_is_ready(route, size, begin.label, ready_s)
+        self.open[device][key] = _Round(missing, ready_s)
+        self._went_through(device, key)
+
+    def _end_is_ready(self, route: Route, size: int, label: str, ready_s: float) -> None:
+        """One end of a message is ready: the sender's counts, and where nothing is held both."""
+        message = self.messages.setdefault(route, _Message(size, label))
+        message.ready += 1
+        message.ready_s = max(message.ready_s, ready_s)
+        if message.ready == (1 if self.held_bytes else 2):
+            self.ticket += 1
+            start_s = message.ready_s + self.network.latency_s[route[2]][route[3]]
+            heapq.heappush(self.starts, (start_s, self.ticket, route))
+
+    def _went_through(self, device: int, key: Key) -> None:
+        """If that was the last message of a round, the device is done with it, not before it is ready itself."""
+        if self.open[device][key].missing:
+            return
+        ready_s = self.open[device].pop(key).ready_s
+        if ready_s > self.now:
+            heapq.heappush(self.late, (ready_s, device, key))
+        else:
+            self._mark(device, key)
+
+    def _late_s(self, device: int, number: int) -> float:
+        """Not later than it had computed for, since it last waited; and what it waits now makes up for it.
+
+        A round of a sum beside computing waits for the processor whoever waited before.
+        """
+        if number == SUMS and self.network.beside_s and (device, MAIN) in self.works:
+            return self.network.beside_s[device]
+        if not self.network.jitter_s:
+            return 0.0
+        lane = self.lanes[device][MAIN]
+        worked_until_s = lane.since_s if lane.missing else self.now
+        late_s = min(self.network.jitter_s[device], worked_until_s - self.resumed_s[device])
+        return max(0.0, late_s - (self.now - worked_until_s))
+
+    def _flow(self, route: Route) -> None:
+        # A pair of devices has one connection, and messages go through it one after the other.
+        if route[2:] in self.connected:
+            self.queued.setdefault(route[2:], deque()).append(route)
+            return
+        self.connected.add(route[2:])
+        message = self.messages[route]
+        message.left_bytes, message.start_s = float(message.size), self.now
+        self.flowing.append(route)
+
+    def _arrived(self, route: Route) -> None:
+        message = self.messages.pop(route)
+        self.flowing.remove(route)
+        self.connected.discard(route[2:])
+        if waiting := self.queued.get(route[2:]):
+            self._flow(waiting.popleft())
+        step, number, sender, receiver = route
+        start_s, size = message.start_s, message.size
+        self.events.append(Event(sender, "send", message.label, start_s, self.now, step, receiver, size))
+        self.events.append(Event(receiver, "receive", message.label, start_s, self.now, step, sender, size))
+        key = ("round", step, number)
+        if key not in self.open[receiver]:
+            self.arrived.add(route)
+        for device in (sender, receiver):
+            opened = self.open[device].get(key)
+            if opened is not None and route in opened.missing:
+                opened.missing.discard(route)
+                self._went_through(device, key)

@@ -1,0 +1,403 @@
+"""Bytes that a plan keeps on each device while it trains.
+
+What is counted: weights and buffers; a gradient per trainable entry; the optimizer's state; activations kept for backward;
+the largest landing buffer of a move or gradient sum. What the process takes before it trains is measured with the device, and
+is no part of what plans may fill (`Room`). Not counted: the kernels' workspaces, the gradients of activations on their way
+through backward, the images of the next batches, and pages that the allocator keeps of what was freed.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from convoy.errors import unknown_name
+from convoy.fleet import Fleet
+from convoy.layout.comm_dtype import narrow_itemsize
+from convoy.layout.layout import dual, held_entries, holds
+from convoy.model.graph import Graph
+from convoy.plan.compile import compile_all
+from convoy.plan.device_program import (
+    DeviceProgram,
+    FreeWeights,
+    HaveWeights,
+    Make,
+    Pack,
+    PackWeights,
+    Receive,
+    Send,
+    View,
+    Wait,
+)
+from convoy.plan.lower import lower
+from convoy.plan.plan import Plan
+from convoy.plan.steps import Compute as ComputeStep
+from convoy.plan.steps import GatherWeights, Move, ReturnGradient, ShareStatistics, StepList
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """What one optimizer costs, per trainable entry.
+
+    Attributes:
+        state: numbers kept from step to step besides weight and gradient.
+        moved: numbers read and written in one update, weight and gradient included.
+    """
+
+    state: int
+    moved: int
+
+
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    "sgd": Optimizer(state=0, moved=3),  # read w, g; write w
+    "sgd-momentum": Optimizer(state=1, moved=5),  # and read and write the momentum
+    "adam": Optimizer(state=2, moved=7),  # and read and write two moments
+}
+
+
+def optimizer_named(name: str) -> Optimizer:
+    """An optimizer by name.
+
+    Raises:
+        InputError: unknown name; the choices are listed.
+    """
+    if name not in OPTIMIZERS:
+        raise unknown_name("optimizer", name, OPTIMIZERS)
+    return OPTIMIZERS[name]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes on one device.
+
+    Attributes:
+        weights_bytes: parameters and buffers; of those that are kept in shares, the share and the whole copy.
+        gradients_bytes: of the trainable parameters; of those that are kept in shares, the share, and what is whole beyond it.
+        optimizer_bytes: its state.
+        activations_bytes: kept from forward to backward.
+        exchange_bytes: landing buffers of the largest move, or the flat copy and landing buffers of the largest sum.
+    """
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+    exchange_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return (
+            self.weights_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+            + self.exchange_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What plans may fill.
+
+    Attributes:
+        limits_bytes: of each device; None where it is not known.
+        names: of the devices, for messages.
+        optimizer: one of `OPTIMIZERS`.
+        process_bytes: what each device's process takes of these before it trains; nothing: not known.
+    """
+
+    limits_bytes: tuple[int | None, ...]
+    names: tuple[str, ...]
+    optimizer: str = "sgd-momentum"
+    process_bytes: tuple[int, ...] = ()
+
+    @property
+    def limited(self) -> bool:
+        """Whether any device has a limit."""
+        return any(limit is not None for limit in self.limits_bytes)
+
+    def bytes_of(self, device: int) -> float:
+        """What plans may fill of a device, without an end where that is not known."""
+        limit = self.limits_bytes[device]
+        return math.inf if limit is None else max(1.0, float(limit - self.own_bytes(device)))
+
+    def own_bytes(self, device: int) -> int:
+        """What its process takes before it trains; 0 where that is not known."""
+        return self.process_bytes[device] if self.process_bytes else 0
+
+    def excess(self, needs: Sequence[int]) -> dict[int, float]:
+        """By how many bytes each overfilled device is overfilled, for the bytes that each needs."""
+        return {d: need - self.bytes_of(d) for d, need in enumerate(needs) if need > self.bytes_of(d)}
+
+    def overfull(self, needs: Sequence[int]) -> list[str]:
+        """The overfilled devices in words."""
+        rows = []
+        for d in self.excess(needs):
+            own = self.own_bytes(d)
+            words = f" ({_mb(own)} of them its process before it trains)" if own else ""
+            rows.append(f"{self.names[d]} needs {_mb(needs[d] + own)}{words} of {_mb(self.limits_bytes[d] or 0)}")
+        return rows
+
+    def refusal(self, model: str, batch: int, attempts: Sequence[Sequence[int]], in_passes: str = "") -> str:
+        """Why nothing fits: the attempt that came closest, and what to do.
+
+        Args:
+            in_passes: in how many passes a step would fit, as `passes_words` says it; nothing: in none that is known.
+        """
+        closest = min(attempts, key=lambda needs: max(need / self.bytes_of(d) for d, need in enumerate(needs)))
+        return (
+            f"no plan of this {model} at a batch of {batch} fits the devices' memory: the one that comes closest overfills "
+            f"{'; '.join(self.overfull(closest))}. "
+            + (f"Make a step of {in_passes}; or u" if in_passes else "U")
+            + "se a smaller batch or net, add a device, or correct memory_bytes in the fleet file"
+        )
+
+
+def fewest_passes(batch: int, fits: Callable[[int], bool]) -> int | None:
+    """In how many equal passes a batch fits, as few as possible; None where not even one sample does.
+
+    Args:
+        fits: whether a pass of so many samples does.
+    """
+    if batch == 1 or not fits(1):
+        return None
+    return next(n for n in range(2, batch + 1) if batch % n == 0 and (n == batch or fits(batch // n)))
+
+
+def passes_words(graph: Graph, passes: int, step_s: float | None = None) -> str:
+    """How to make a step in several passes, how long it is predicted to take, and where its numbers would be others.
+
+    Args:
+        step_s: of the whole step; None: nothing is predicted.
+    """
+    words = f"{passes} passes (--accumulate {passes}; in Python, model.no_sync())"
+    words += "" if step_s is None else f", which fits: {step_s:.3g} s a step"
+    if others := sees_batch(graph):
+        beside = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        what = "batch norm" if graph[others[0]].statistics else "layer"
+        words += (
+            f", with other numbers than in one pass, since {what} {others[0]!r}{beside} would see the samples of a pass"
+        )
+    return words
+
+
+def sees_batch(graph: Graph) -> tuple[str, ...]:
+    """Layers that make other numbers of a batch in parts than of the whole: batch norm, or values for all pairs of samples."""
+    rows = graph.layers.values()
+    return tuple(e.name for e in rows if e.batched and (e.statistics or e.across or not e.per_sample))
+
+
+def room_of(fleet: Fleet, optimizer: str = "sgd-momentum", process_bytes: Sequence[int] = ()) -> Room:
+    """The memory of a fleet's devices.
+
+    Args:
+        process_bytes: of that, what each device's process takes before it trains.
+
+    Raises:
+        InputError: unknown optimizer.
+    """
+    optimizer_named(optimizer)
+    devices = fleet.devices
+    return Room(tuple(d.memory_bytes for d in devices), tuple(d.name for d in devices), optimizer, tuple(process_bytes))
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e9:.3g} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB"
+
+
+def memory_of(
+    plan: Plan, graph: Graph, batch: int | None = None, *, optimizer: str = "sgd-momentum", itemsize: int = 4
+) -> tuple[DeviceMemory, ...]:
+    """Memory of each device that trains by `plan`, for a global batch of `batch` samples (default: the plan's).
+
+    Raises:
+        InputError: unknown optimizer.
+        PlanError: the plan does not fit the graph.
+    """
+    steps = lower(plan, graph, batch)
+    return memory_of_steps(steps, graph, optimizer=optimizer, itemsize=itemsize)
+
+
+def memory_of_steps(
+    steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4
+) -> tuple[DeviceMemory, ...]:
+    """As `memory_of`, for a step list."""
+    state = optimizer_named(optimizer).state
+    result = []
+    for device, program in enumerate(compile_all(steps, graph)):
+        kept, trained = parameter_entries(steps, graph, device)
+        whole, gradients = gathered_entries(program)
+        result.append(
+            DeviceMemory(
+                weights_bytes=(kept + whole) * itemsize,
+                gradients_bytes=(trained + gradients) * itemsize,
+                optimizer_bytes=trained * state * itemsize,
+                activations_bytes=_activations(program, steps, graph) * itemsize,
+                exchange_bytes=max(exchange_bytes(program, steps, itemsize).values(), default=0),
+            )
+        )
+    return tuple(result)
+
+
+def memory_of_passes(
+    lists: Sequence[StepList], graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4
+) -> tuple[DeviceMemory, ...]:
+    """Of each device, that of the pass that needs most, of the step lists of all kinds of passes that a step has."""
+    rows = [memory_of_steps(steps, graph, optimizer=optimizer, itemsize=itemsize) for steps in lists]
+    return tuple(max(each, key=lambda memory: memory.total_bytes) for each in zip(*rows, strict=True))
+
+
+def most_bytes(steps: StepList, graph: Graph, *, optimizer: str = "sgd-momentum", itemsize: int = 4) -> tuple[int, ...]:
+    """More than each device needs, by the layouts alone: where that fits there is no need to compile every program.
+
+    Parameters are counted as they lie; each value as if it were kept and shared no memory with another; the largest exchange
+    as if all summands arrived at once, beside a tensor to sum in and what leaves.
+    """
+    numbers = 2 + optimizer_named(optimizer).state
+    values = {v.key: v for s in steps.phase("forward") if isinstance(s, ComputeStep) for v in (*s.reads, s.writes)}
+    exchanges = [step for step in steps.steps if not isinstance(step, ComputeStep)]
+    shapes = (step.reads.shape if isinstance(step, Move | ReturnGradient) else step.shape for step in exchanges)
+    most = max(map(math.prod, shapes), default=0) * (steps.devices + 3)
+    result = []
+    for device in range(steps.devices):
+        kept, _ = parameter_entries(steps, graph, device)
+        held = sum(held_entries(v.layout, device, v.shape) for v in values.values())
+        gathers = (s for s in steps.phase("forward") if isinstance(s, GatherWeights) and device in s.members)
+        whole = sum(sum(step.shape) for step in gathers)
+        result.append((numbers * kept + 3 * whole + held + most) * itemsize)
+    return tuple(result)
+
+
+def parameter_entries(steps: StepList, graph: Graph, device: int) -> tuple[int, int]:
+    """Entries of parameters and buffers on a device, and how many of them it trains."""
+    kept: dict[str, int] = {}
+    trained: dict[str, int] = {}
+    for step in steps.phase("forward"):
+        if isinstance(step, ComputeStep):
+            layer = graph[step.layer]
+            for key, layout in step.parameters.items():
+                parameter = layer.parameters[key]
+                # Two layers may share one parameter: by its key it counts once.
+                kept[parameter.key] = held_entries(layout, device, parameter.shape)
+                if parameter.trainable:
+                    trained[parameter.key] = kept[parameter.key]
+    return sum(kept.values()), sum(trained.values())
+
+
+def gathered_entries(program: DeviceProgram) -> tuple[int, int]:
+    """Entries of whole parameters that were gathered from shares, and of their whole gradients beyond the shares of them, when
+    both together are the most.
+
+    As long as a sum has not come to an end, the whole gradient is there, and the share of it is not.
+    """
+    whole: dict[str, int] = {}
+    gradients: dict[int, int] = {}
+    most = (0, 0)
+    for op in program.main():
+        match op:
+            case PackWeights(own_only=False) | HaveWeights(own_only=False):
+                whole |= {key: sum(shares) for key, shares in zip(op.keys, op.shares, strict=True)}
+            case PackWeights(stays=True) | HaveWeights():
+                whole |= {key: shares[program.device] for key, shares in zip(op.keys, op.shares, strict=True)}
+            case FreeWeights(keys=keys):
+                whole = {key: size for key, size in whole.items() if key not in keys}
+            case Pack(into=into) if into:
+                gradients[op.step] = op.size - sum(shares[program.device] for shares in into)
+            case Wait(events=events):
+                gradients = {step: n for step, n in gradients.items() if ("summed", step, 0) not in events}
+        most = max(most, (sum(whole.values()), sum(gradients.values())), key=sum)
+    return most
+
+
+def update_s_per_entry(optimizer: str, bytes_per_s: float, itemsize: int = 4) -> float:
+    """Seconds of the optimizer per trainable entry: its numbers once through a memory of this bandwidth.
+
+    Raises:
+        InputError: unknown optimizer.
+    """
+    return optimizer_named(optimizer).moved * itemsize / bytes_per_s
+
+
+def _activations(program: DeviceProgram, steps: StepList, graph: Graph) -> int:
+    """Entries kept from forward to backward; a tensor that several layers keep is there once.
+
+    Convolutions, Linear and batch norms over several devices keep their input. Every other layer runs under autograd, which
+    keeps its input and its output; what it keeps besides (the indices of max pooling, a mask of dropout) is not counted.
+    Flatten is a view of its input.
+    """
+    back = {step.layer for step in steps.phase("backward") if isinstance(step, ComputeStep)}
+    shared = (step for step in steps.phase("forward") if isinstance(step, ShareStatistics))
+    spread = {name for step in shared for name in step.layers}
+    device, source = program.device, _views(program, steps, graph)
+    kept: dict[str, int] = {}
+    for step in steps.phase("forward"):
+        if isinstance(step, ComputeStep) and step.layer in back and holds(step.writes.layout, device):
+            inputs_only = graph[step.layer].weighted or step.layer in spread
+            for value in step.reads if inputs_only else (*step.reads, step.writes):
+                kept[source.get(value.key, value.key)] = held_entries(value.layout, device, value.shape)
+    return sum(kept.values())
+
+
+def _views(program: DeviceProgram, steps: StepList, graph: Graph) -> dict[str, str]:
+    """Values that are the same memory as another one on this device: flattened, or moved with nothing arriving or rounded."""
+    flattened = {
+        step.writes.key: step.reads[0].key
+        for step in steps.phase("forward")
+        if isinstance(step, ComputeStep) and graph[step.layer].kind == "flatten"
+    }
+    moved = {op.buffer: op.of.buffer for op in program.forward if isinstance(op, View) and op.of.box is None}
+    source: dict[str, str] = {}
+    for step in steps.phase("forward"):
+        if isinstance(step, ComputeStep | Move):
+            key = step.writes.key
+            of = flattened.get(key) or moved.get(key)
+            if of is not None:
+                source[key] = source.get(of, of)
+    return source
+
+
+def exchange_bytes(program: DeviceProgram, steps: StepList, itemsize: int = 4) -> dict[int, int]:
+    """Bytes of the buffers of each exchange of a device, by step: where messages land, narrow numbers that leave, and the flat
+    tensor that a sum works on.
+
+    A gradient that is moved stays until it has left, while the layer's other gradient is computed; where narrow numbers
+    leave, those do.
+    """
+    rounds: dict[int, dict[int, int]] = {}  # by step and round
+    flat: Counter[int] = Counter()
+    leaves: set[int] = set()
+    turns: dict[int, set[str]] = {}
+    narrow_parts = {
+        op.buffer: narrow_itemsize(itemsize) for op in program.operations() if isinstance(op, Make) and op.narrow
+    }
+    counted: set[str] = set()
+    for op in program.operations():
+        match op:
+            case Make(buffer=buffer, reused=True):
+                turns.setdefault(op.step, set()).add(buffer.rpartition(".")[0])
+            case Make(buffer=buffer, shape=shape) if buffer.endswith(".flat"):
+                flat[op.step] += math.prod(shape) * itemsize
+            case Pack(alone=False, size=size) | PackWeights(made=size):
+                flat[op.step] += size * itemsize
+            case Receive(part=part, size=size) | Send(part=part, size=size):
+                wide = part.buffer not in narrow_parts
+                is_flat = part.buffer.startswith(("sum ", "weights ")) or part.buffer.endswith(".flat")
+                taken = rounds.setdefault(op.step, {})
+                if isinstance(op, Receive) and not is_flat:
+                    taken[op.number] = taken.get(op.number, 0) + size * narrow_parts.get(part.buffer, itemsize)
+                elif isinstance(op, Send) and not wide and part.buffer not in counted:
+                    counted.add(part.buffer)
+                    taken[op.number] = taken.get(op.number, 0) + size * narrow_parts[part.buffer]
+                if isinstance(op, Send) and wide:
+                    leaves.add(op.step)
+    found: dict[int, int] = {}
+    for step, taken in rounds.items():
+        # The chunks of a move are begun together; of a sum, so many rounds as have memory of their own.
+        at_once = len(turns.get(step, ())) or 1
+        found[step] = flat[step] + (
+            max(taken.values(), default=0) * at_once if flat[step] or step in turns else sum(taken.values())
+        )
+    for each in steps.phase("backward"):
+        if isinstance(each, Move) and each.id in leaves and not flat[each.id]:
+            found[each.id] += held_entries(dual(each.reads.layout), program.device, each.reads.shape) * itemsize
+    return found

@@ -1,0 +1,312 @@
+"""Whole shares: tables worked out by hand, and what holds for any speeds and limits."""
+
+import re
+from fractions import Fraction
+from itertools import product
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from convoy.errors import PlanError
+from convoy.layout.shares import Shares, apportion, check, even, holders, ranges, rescale
+
+BY_HAND = [
+    # total, weights, shares
+    (10, (1, 1), (5, 5)),
+    (10, (1, 1, 1), (4, 3, 3)),
+    (11, (1, 1, 1), (4, 4, 3)),
+    (7, (0.8, 0.5, 0.3, 0.2), (3, 2, 1, 1)),  # 3.11 1.94 1.17 0.78
+    (500, (0.8, 0.5, 0.3, 0.2), (222, 139, 83, 56)),  # 222.22 138.89 83.33 55.56
+    (1500, (0.8, 0.5, 0.3, 0.2), (667, 416, 250, 167)),  # 666.67 416.67 250.00 166.67: ties but for the last bits
+    (2, (1, 2, 3, 4), (0, 0, 1, 1)),  # 0.2 0.4 0.6 0.8
+    (5, (2, 1, 1), (3, 1, 1)),  # 2.5 1.25 1.25
+    (1, (1, 1), (1, 0)),  # a tie goes to the lower index
+    (3, (1, 1), (2, 1)),
+    (2, (1, 1, 2), (1, 0, 1)),
+    (2, (1, 1, 1, 1), (1, 1, 0, 0)),
+    (5, (0, 1, 0), (0, 5, 0)),
+    (5, (0, 3, 2), (0, 3, 2)),
+    (3, (0, 1, 1), (0, 2, 1)),
+    (9, (7,), (9,)),
+    (0, (1, 2), (0, 0)),
+    (0, (0, 0), (0, 0)),
+]
+
+BY_HAND_WITH_LIMITS = [
+    # total, weights, limits, shares
+    (12, (1, 1, 1), {"quantum": 4}, (4, 4, 4)),
+    (12, (1, 1), {"quantum": 4}, (8, 4)),
+    (96, (3, 1), {"quantum": 32}, (64, 32)),  # 2.25 and 0.75 portions
+    (10, (4, 1), {"at_most": (5, 10)}, (5, 5)),
+    (12, (6, 3, 1), {"at_most": (4, 12, 12)}, (4, 6, 2)),  # the other 8 in the proportion 3 to 1
+    (10, (8, 1, 1), {"at_least": (0, 2, 2)}, (6, 2, 2)),
+    (10, (9, 1, 0), {"at_least": (0, 3, 1)}, (6, 3, 1)),
+    (20, (10, 5, 4, 1), {"at_least": (0, 0, 0, 2), "at_most": (7, 20, 20, 20)}, (7, 6, 5, 2)),  # 11 in 5 to 4
+    (6, (1, 1, 1), {"at_least": (2, 2, 2)}, (2, 2, 2)),
+    (6, (5, 1, 0), {"at_most": (2, 2, 2)}, (2, 2, 2)),
+    (10, (9, 1), {"quantum": 2, "at_least": (0, 3)}, (6, 4)),  # 3 entries need two portions of 2
+    (10, (9, 1), {"quantum": 2, "at_most": (5, 10)}, (4, 6)),  # 5 entries are room for two portions of 2
+    (5, (1, 0), {"at_least": (0, 2)}, (3, 2)),
+    (5, (1, 0), {"at_most": (3, 5)}, (3, 2)),  # weight zero, but nobody else has room
+    (7, (1, 0, 0), {"at_most": (3, 9, 9)}, (3, 2, 2)),
+    (5, (0, 1, 0), {"at_least": (1, 0, 0), "at_most": (9, 2, 9)}, (2, 2, 1)),
+    (5, (0, 1), {"at_most": (0, 5)}, (0, 5)),
+    (0, (0, 0), {"at_most": (3, 3)}, (0, 0)),
+]
+
+FAR_APART = [
+    (10, (1e300, 1e-300), {}, (10, 0)),
+    (10, (1e300, 1e-300), {"at_least": (0, 3)}, (7, 3)),
+    (10, (1e-300, 1e-300), {}, (5, 5)),
+    (10, (5e-324, 5e-324), {}, (5, 5)),
+    (10, (1e308, 1e308), {}, (5, 5)),  # their sum is no float
+    (3, (1e-300, 1e300, 1), {"at_least": (1, 0, 1)}, (1, 1, 1)),
+    (5, (1e-300, 1e300, 0), {"at_most": (10, 2, 10)}, (3, 2, 0)),
+    (8, (1e-300, 2e-300, 1), {"at_most": (10, 10, 2)}, (2, 4, 2)),
+    (10**18, (1, 1, 1), {}, (333333333333333334, 333333333333333333, 333333333333333333)),
+    (2**60 + 1, (1, 1), {}, (2**59 + 1, 2**59)),
+]
+
+
+@pytest.mark.parametrize(("total", "weights", "shares"), BY_HAND)
+def test_shares_by_hand(total: int, weights: tuple[float, ...], shares: Shares) -> None:
+    assert apportion(total, weights) == shares
+
+
+@pytest.mark.parametrize(("total", "weights", "limits", "shares"), BY_HAND_WITH_LIMITS)
+def test_shares_under_limits_by_hand(total: int, weights: tuple[float, ...], limits: dict, shares: Shares) -> None:
+    assert apportion(total, weights, **limits) == shares
+
+
+@pytest.mark.parametrize(("total", "weights", "limits", "shares"), FAR_APART)
+def test_speeds_may_be_as_far_apart_as_floats(
+    total: int, weights: tuple[float, ...], limits: dict, shares: Shares
+) -> None:
+    """Two speeds of 1e308 overflowed their sum. Under a limit, speeds of 1e-300 and 2e-300 beside one of 1 were treated
+    alike, because the search for the level in floats stopped before it got there."""
+    assert apportion(total, weights, **limits) == shares
+
+
+@pytest.mark.parametrize(
+    ("total", "weights", "limits", "message"),
+    [
+        (5, (), {}, r"share 5 by the weights \(\): .*not all zero; give one positive speed"),
+        (5, (0.0, 0.0), {}, r"share 5 by the weights \(0\.0, 0\.0\): .*not all zero; give one positive speed"),
+        (5, (1.0, -2.0), {}, r"weights \(1\.0, -2\.0\): weights are finite, not negative.*give"),
+        (5, (1.0, float("nan")), {}, r"weights \(1\.0, nan\): weights are finite.*give"),
+        (0, (1.0, float("inf")), {}, r"weights \(1\.0, inf\): weights are finite.*give"),
+        (-1, (1,), {}, r"share -1 in portions of 1: .* multiple; change the layer"),
+        (10, (1, 1), {"quantum": 4}, r"share 10 in portions of 4: .* multiple; change the layer"),
+        (5, (1, 1), {"at_most": (2, 2)}, r"shares of 5 .*at most \(2, 2\).*loosen the limits or add a device"),
+        (5, (1, 1), {"at_least": (3, 3)}, r"shares of 5 .*at least \(3, 3\).*loosen the limits or add a device"),
+        (5, (1, 1), {"at_least": (3, 0), "at_most": (2, 9)}, r"at least \(3, 0\) and at most \(2, 9\).*loosen"),
+        (4, (1, 1), {"quantum": 2, "at_most": (3, 1)}, r"at most \(1, 0\) portions of 2: loosen"),
+        (0, (1,), {"at_most": (-1,)}, r"shares of 0 .*at most \(-1,\).*loosen"),
+    ],
+)
+def test_what_cannot_be_shared_out(total: int, weights: tuple[float, ...], limits: dict, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        apportion(total, weights, **limits)
+
+
+# --- what holds for any speeds and limits ----------------------------------------------------------------------------
+
+ordinary = st.floats(min_value=0.01, max_value=100)
+any_weight = st.one_of(st.just(0.0), ordinary, st.sampled_from([5e-324, 1e-300, 1e-9, 1.0, 1e9, 1e300, 1.7e308]))
+some_weights = st.lists(any_weight, min_size=1, max_size=6).filter(any)
+
+
+@st.composite
+def limited(draw: st.DrawFn) -> tuple[int, list[float], int, list[int], list[int]]:
+    """Total, weights, quantum and limits that can be met: shares are drawn first, the limits around them."""
+    weights = draw(some_weights)
+    quantum = draw(st.sampled_from([1, 1, 2, 5]))
+    shares = [quantum * draw(st.integers(0, 30)) for _ in weights]
+    low = [draw(st.integers(0, share)) for share in shares]
+    high = [share + draw(st.integers(0, 40)) for share in shares]
+    return sum(shares), weights, quantum, low, high
+
+
+@given(limited())
+@settings(deadline=None)
+def test_shares_sum_and_keep_within_limits(case: tuple[int, list[float], int, list[int], list[int]]) -> None:
+    total, weights, quantum, low, high = case
+    shares = apportion(total, weights, quantum=quantum, at_least=low, at_most=high)
+    assert sum(shares) == total
+    assert all(share % quantum == 0 for share in shares)
+    assert all(lo <= share <= hi for lo, share, hi in zip(low, shares, high, strict=True))
+
+
+@given(limited())
+@settings(deadline=None)
+def test_no_device_is_a_portion_ahead_of_another(case: tuple[int, list[float], int, list[int], list[int]]) -> None:
+    """Largest remainder under limits: there is one level such that every share is less than one portion away from
+    level * weight, unless a limit holds it. So whoever could give a portion is, with one less, not behind one who could
+    take it, with one more."""
+    total, weights, quantum, low, high = case
+    shares = apportion(total, weights, quantum=quantum, at_least=low, at_most=high)
+    givers = [
+        Fraction(share - quantum) / Fraction(w)
+        for share, w, lo in zip(shares, weights, low, strict=True)
+        if w and share - quantum >= lo
+    ]
+    takers = [
+        Fraction(share + quantum) / Fraction(w)
+        for share, w, hi in zip(shares, weights, high, strict=True)
+        if w and share + quantum <= hi
+    ]
+    if givers and takers:
+        assert max(givers) < min(takers)
+    if takers:
+        # Who weighs nothing has only the least while somebody else has room.
+        for share, w, lo in zip(shares, weights, low, strict=True):
+            assert w or share - quantum < lo
+
+
+@given(st.integers(0, 3000), some_weights, st.sampled_from([1, 2, 7]))
+@settings(deadline=None)
+def test_each_share_is_within_a_portion_of_its_quota(portions: int, weights: list[float], quantum: int) -> None:
+    total = portions * quantum
+    shares = apportion(total, weights, quantum=quantum)
+    assert sum(shares) == total
+    for share, weight in zip(shares, weights, strict=True):
+        quota = total * Fraction(weight) / sum(map(Fraction, weights))
+        assert abs(share - quota) < quantum
+        assert weight or share == 0
+
+
+@given(st.integers(0, 7), st.lists(st.integers(0, 9), min_size=1, max_size=4).filter(any))
+@settings(deadline=None)
+def test_no_whole_shares_are_nearer_to_the_quotas(total: int, weights: list[int]) -> None:
+    def distance(shares: Shares) -> Fraction:
+        return sum(abs(s - Fraction(total * w, sum(weights))) for s, w in zip(shares, weights, strict=True))
+
+    all_shares = (s for s in product(range(total + 1), repeat=len(weights)) if sum(s) == total)
+    assert distance(apportion(total, weights)) == min(map(distance, all_shares))
+
+
+@given(limited(), st.integers(-40, 40))
+@settings(deadline=None)
+def test_only_proportions_count(case: tuple[int, list[float], int, list[int], list[int]], exponent: int) -> None:
+    total, weights, quantum, low, high = case
+    assume(all(w == 0 or 1e-200 < w < 1e200 for w in weights))
+    scaled = [w * 2.0**exponent for w in weights]
+    limits = {"quantum": quantum, "at_least": low, "at_most": high}
+    assert apportion(total, scaled, **limits) == apportion(total, weights, **limits)
+
+
+@given(st.integers(0, 500), some_weights)
+@settings(deadline=None)
+def test_the_faster_device_gets_no_less(total: int, weights: list[float]) -> None:
+    shares = apportion(total, weights)
+    for i, j in product(range(len(weights)), repeat=2):
+        if weights[i] > weights[j] or (weights[i] == weights[j] and i < j):
+            assert shares[i] >= shares[j]
+
+
+@given(st.integers(0, 500), some_weights, st.floats(min_value=1, max_value=8), st.data())
+@settings(deadline=None)
+def test_a_device_that_gets_faster_gets_no_less(
+    total: int, weights: list[float], factor: float, data: st.DataObject
+) -> None:
+    device = data.draw(st.integers(0, len(weights) - 1))
+    faster = [*weights]
+    faster[device] = min(weights[device] * factor, 1.7e308)
+    assert apportion(total, faster)[device] >= apportion(total, weights)[device]
+
+
+@given(st.integers(0, 500), st.lists(any_weight, min_size=1, max_size=6, unique=True).filter(any), st.randoms())
+@settings(deadline=None)
+def test_the_order_of_the_devices_does_not_matter(total: int, weights: list[float], random) -> None:  # type: ignore[no-untyped-def]
+    """Where remainders tie the order decides, so speeds whose quotas tie are left out."""
+    remainders = [total * Fraction(w) / sum(map(Fraction, weights)) % 1 for w in weights]
+    assume(len(set(remainders)) == len(remainders))
+    order = list(range(len(weights)))
+    random.shuffle(order)
+    shares = apportion(total, weights)
+    assert apportion(total, [weights[i] for i in order]) == tuple(shares[i] for i in order)
+
+
+# --- even, rescale, ranges, holders, check ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("total", "devices", "quantum", "shares"),
+    [(7, 3, 1, (3, 2, 2)), (2, 4, 1, (1, 1, 0, 0)), (0, 2, 1, (0, 0)), (12, 2, 4, (8, 4)), (5, 1, 1, (5,))],
+)
+def test_even(total: int, devices: int, quantum: int, shares: Shares) -> None:
+    assert even(total, devices, quantum=quantum) == shares
+
+
+@given(st.integers(0, 1000), st.integers(1, 9))
+@settings(deadline=None)
+def test_even_shares_differ_by_one_and_the_first_have_more(total: int, devices: int) -> None:
+    shares = even(total, devices)
+    assert sum(shares) == total
+    assert max(shares) - min(shares) <= 1
+    assert list(shares) == sorted(shares, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("shares", "total", "rescaled"),
+    [
+        ((8, 4, 2, 2), 16, (8, 4, 2, 2)),
+        ((8, 4, 2, 2), 5, (2, 1, 1, 1)),  # 2.5 1.25 0.625 0.625
+        ((8, 4, 2, 2), 1, (1, 0, 0, 0)),
+        ((8, 0, 4), 6, (4, 0, 2)),
+        ((8, 0, 4), 0, (0, 0, 0)),
+        ((1, 2), 300, (100, 200)),
+        ((0, 0), 0, (0, 0)),
+    ],
+)
+def test_rescale_by_hand(shares: Shares, total: int, rescaled: Shares) -> None:
+    assert rescale(shares, total) == rescaled
+
+
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=6).filter(any).map(tuple), st.integers(0, 400))
+@settings(deadline=None)
+def test_rescale_keeps_proportions_and_idle_devices(shares: Shares, total: int) -> None:
+    rescaled = rescale(shares, total)
+    assert sum(rescaled) == total
+    for old, new in zip(shares, rescaled, strict=True):
+        assert abs(new - Fraction(old * total, sum(shares))) < 1
+        assert old or new == 0
+
+
+def test_rescale_of_nothing() -> None:
+    with pytest.raises(PlanError, match=r"share 3 by the weights \(0, 0\)"):
+        rescale((0, 0), 3)
+
+
+@pytest.mark.parametrize(
+    ("shares", "where", "who"),
+    [
+        ((3, 0, 2), ((0, 3), (3, 3), (3, 5)), (0, 2)),
+        ((0, 0, 4), ((0, 0), (0, 0), (0, 4)), (2,)),
+        ((7, 0, 2, 1), ((0, 7), (7, 7), (7, 9), (9, 10)), (0, 2, 3)),
+        ((0, 0), ((0, 0), (0, 0)), ()),
+        ((), (), ()),
+    ],
+)
+def test_ranges_and_holders(shares: Shares, where: tuple[tuple[int, int], ...], who: tuple[int, ...]) -> None:
+    assert ranges(shares) == where
+    assert holders(shares) == who
+
+
+def test_check_accepts_shares_that_fit() -> None:
+    check((7, 0, 2, 1), 10, 4, "conv1")
+    check((0, 0), 0, 2, "nothing")
+
+
+@pytest.mark.parametrize(
+    ("shares", "message"),
+    [
+        ((5, 5), "conv1: shares (5, 5) name 2 devices, the fleet has 3: give one share per device"),
+        ((11, -1, 0), "conv1: shares (11, -1, 0) hold a negative count: a share is zero (idle) or more"),
+        ((5, 4, 0), "conv1: shares (5, 4, 0) sum to 9, the axis has 10: make them sum to 10"),
+    ],
+)
+def test_check_refuses(shares: Shares, message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        check(shares, 10, 3, "conv1")

@@ -1,0 +1,411 @@
+"""Measuring jobs: the fleet that they are, on one device, on threads and across processes."""
+
+import json
+import math
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from convoy.app.measure import MeasureJob, run_measure
+from convoy.comm.group import AloneGroup, Group
+from convoy.config.run_file import resolve_settings
+from convoy.errors import DeviceLostError, InputError, MismatchError
+from convoy.fleet import Device, Fleet, Host
+from convoy.measure.describe import Own, fit, fleet_of, host_indices
+from convoy.measure.energy import ABSENT, Counter, EnergyMeter
+from convoy.measure.job import _measure_costs, crowding, measure_job, with_crowding
+from convoy.measure.layers import Bench
+from convoy.measure.overheads import LOSS_ENTRIES, loss_shapes
+from convoy.measure.partial import Partial
+from convoy.measure.speeds import measure_speeds
+from convoy.measure.timing import ProcessorClock, device_now
+from convoy.model.tracing import TracedModel, trace
+from convoy.plan.lower import lower
+from convoy.plan.presets import PLANS, Speeds, named_plan
+from convoy.report.measured import energy_lines, show
+from convoy.runtime.clock import Clock
+from convoy.simulate.simulate import simulate
+from convoy.simulate.table import Measurement, read_fleet_file
+from tests.support import nets
+from tests.support.odd_nets import UNet
+from tests.support.processes import on_processes
+from tests.support.threads import run_on_threads
+
+CPU = torch.device("cpu")
+QUICK_S = 1e-4
+
+
+def traced_net(name: str) -> tuple[nn.Module, TracedModel]:
+    model = nets.NETS[name]()
+    return model, trace(model, torch.randn(4, *getattr(model, "shape", (3, 8, 8))))
+
+
+# --- the fleet of a job ----------------------------------------------------------------------------------------------
+
+ROWS = [
+    Own("attic.lan", "m1", "cpu", 4, 8_000_000_000, 1.0),
+    Own("attic.lan", "m1", "cpu", 4, 8_000_000_000, 2.0),
+    Own("attic.lan", "m1", "cuda", None, 6_000_000_000, 1.0),
+    Own("attic", "m2", "cpu", 2, 4_000_000_000, 1.0),
+    Own("-_-", "m3", "cpu", 2, 4_000_000_000, 1.0),
+]
+
+
+def test_devices_describe_their_fleet() -> None:
+    fleet = fleet_of(ROWS)
+    assert [host.name for host in fleet.hosts] == ["attic", "attic-1", "host"]
+    assert [d.name for d in fleet.devices] == ["attic-cpu0", "attic-cpu1", "attic-cuda0", "attic-1-cpu0", "host-cpu0"]
+    assert [d.memory_bytes for d in fleet.devices[:3]] == [4_000_000_000, 4_000_000_000, 6_000_000_000]
+    assert fleet.devices[1].slowdown == 2.0
+    assert host_indices(fleet) == (0, 0, 0, 1, 2)
+    assert fleet_of([replace(ROWS[0], kind="hpu")]).devices[0].kind == "hpu"
+
+
+def test_a_fleet_file_must_be_the_fleet_of_the_job() -> None:
+    fleet = fleet_of(ROWS)
+    assert fit(fleet, ROWS) == fleet
+    assert fit(fleet, [replace(ROWS[0], slowdown=3.0), *ROWS[1:]]).devices[0].slowdown == 3.0
+    with pytest.raises(InputError, match=r"5 devices, this job has 4"):
+        fit(fleet, ROWS[:4])
+    with pytest.raises(InputError, match=r"device 3 .* is cpu in the fleet file, but computes on cuda"):
+        fit(fleet, [*ROWS[:3], replace(ROWS[3], kind="cuda"), ROWS[4]])
+    with pytest.raises(InputError, match="on two hosts in the fleet file"):
+        fit(fleet, [*ROWS[:4], replace(ROWS[4], machine="m1")])
+
+
+# --- the whole job ---------------------------------------------------------------------------------------------------
+
+
+def measure_alone(partial: Path | None, progress: Callable[[str, int, int], None] = lambda *_: None) -> Measurement:
+    model, traced = traced_net("two-conv")
+    with AloneGroup(CPU) as group:
+        return measure_job(
+            group, traced, model, 8, net="two-conv", partial=partial, progress=progress, budget_s=1.0, stretch_s=QUICK_S
+        )
+
+
+def test_a_replay_of_every_plan_runs_on_what_was_measured() -> None:
+    measured = measure_alone(None)
+    assert Measurement.from_toml(measured.to_toml()) == measured
+    _, traced = traced_net("two-conv")
+    costs = measured.costs(traced.graph)
+    for plan in PLANS:
+        steps = lower(named_plan(plan, traced.graph, 8, Speeds((1.0,))), traced.graph)
+        assert 0 < simulate(steps, traced.graph, costs).step_s < 10
+    console = Console(record=True, width=80, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        show(measured, console)
+    shown = console.export_text()
+    assert "conv2" in shown
+    assert measured.fleet.devices[0].name in shown
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_callers_settings_of_torch_reach_no_probe(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.no_grad(), torch.autograd.set_detect_anomaly(True):
+            model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+            traced = trace(model, torch.zeros(2, 4, 1, 1))
+            group = AloneGroup(CPU)
+            measure_job(group, traced, model, 4, net="small", budget_s=0.1, links_budget_s=0.1, stretch_s=QUICK_S)
+            assert torch.is_anomaly_enabled()
+            assert not torch.is_grad_enabled()
+        assert torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_device_that_gets_less_of_a_processor_while_all_compute_is_slower() -> None:
+    """Four rehearsed hosts on two cores: the one with 0.8 of a core had 0.75 while all computed, and its layers were predicted
+    7 % too fast. What other programs take is not counted: one fleet was predicted at 1.6, 1.9 and 0.7 s for it."""
+    clock = ProcessorClock(0.8)
+    assert crowding(clock, 10.0, 7.5, 1.0) == pytest.approx(0.8 / 0.75)
+    assert crowding(clock, 10.0, 8.0, 1.0) == 1.0
+    assert crowding(clock, 10.0, 9.0, 1.0) == 1.0, "short rounds begin with a whole quota"
+    assert crowding(clock, 10.0, 4.0, 2.0) == 1.0, "others had half of the machine"
+    assert crowding(clock, 0.0, 0.0, 1.0) == 1.0, "all tables were kept from a run before"
+    assert crowding(device_now(CPU), 10.0, 4.0, 1.0) == 1.0, "seconds on the wall have the waiting in them"
+
+
+def test_crowding_is_in_every_time_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("convoy.measure.job.crowding", lambda *_: 1e6)
+    measured = measure_alone(None)
+    assert all(point.forward_s > 0.1 for point in measured.layer)
+    assert with_crowding(measured, [1e-6]).layer[0].forward_s < 0.1
+
+
+def test_watts_while_layers_were_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine of 10 W: a little less, since the wait for the meter counts as well."""
+    meter = EnergyMeter("RAPL", "m", [Counter(lambda: int(time.monotonic() * 1e7), 1e-6)])
+    monkeypatch.setattr("convoy.measure.job.meter_of", lambda _: meter)
+    measured = measure_alone(None)
+    (costs,) = measured.device
+    assert costs.measured_w is not None
+    assert 0 < costs.measured_w <= 10.0
+    assert costs.measured_by == "RAPL"
+    assert Measurement.from_toml(measured.to_toml()) == measured
+
+
+def test_measured_joules_of_an_image_stand_beside_the_predicted_ones() -> None:
+    """Two devices share a counter, at 10 W and some samples/s together. 10 W each would be twice that."""
+    one = measure_alone(None)
+    (device,), (costs,) = one.fleet.devices, one.device
+    pair = replace(device, name="b"), device
+    shared = replace(costs, measured_w=None, measured_by="counted with device 0")
+    two = replace(
+        one, fleet=replace(one.fleet, devices=pair), layer=(*one.layer, *(replace(p, device="b") for p in one.layer)),
+        device=(replace(costs, device="b", measured_w=10.0, measured_by="RAPL"), shared),
+    )  # fmt: skip
+    rate = sum(float(cell.replace(",", "")) for cell in _cells_of(two, "samples/s"))
+    (line,) = energy_lines(two)
+    told = re.fullmatch(
+        f"Energy of b, {device.name}: 10 W measured by RAPL, (.*) J/image; no prediction without busy_w[.]", line
+    )
+    assert told is not None, line
+    assert float(told[1]) == pytest.approx(10.0 / rate, rel=2e-3)
+    powered = replace(two, fleet=replace(two.fleet, devices=tuple(replace(d, idle_w=1.0, busy_w=10.0) for d in pair)))
+    predicted = re.search("; ([0-9.e-]+) predicted", energy_lines(powered)[0])
+    assert predicted is not None
+    assert float(predicted[1]) == pytest.approx(20.0 / rate, rel=2e-3)
+    slowed = replace(two, fleet=replace(two.fleet, devices=(replace(pair[0], slowdown=2.0), pair[1])))
+    assert energy_lines(slowed) == [f"Energy of b, {device.name}: 10 W measured by RAPL."]
+    none = replace(two, device=tuple(replace(d, measured_w=None, measured_by=f"{ABSENT}: so") for d in two.device))
+    assert energy_lines(none) == [f"Energy of {d.name}: not available here: so." for d in pair]
+
+
+def _cells_of(measured: Measurement, row: str) -> list[str]:
+    console = Console(record=True, width=200, file=open("/dev/null", "w"))  # noqa: SIM115
+    with console.file:
+        show(measured, console)
+    line = next(line for line in console.export_text().splitlines() if row in line)
+    return re.findall("[0-9.,e+]+", line.partition(row)[2])
+
+
+class Types(TorchDispatchMode):
+    """Remembers in which types a kernel was called."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names, self.seen = names, set[torch.dtype]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.split(".")[0] in self.names:
+            self.seen.add(args[0].dtype)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("float32", torch.float32), ("bf16", torch.bfloat16)])
+def test_layers_are_timed_in_the_precision_that_they_train_in(precision: str, dtype: torch.dtype) -> None:
+    """A bf16 training was planned by times of float32, though devices differ in what they gain."""
+    model, traced = traced_net("two-conv")
+    kernels = ("convolution", "convolution_backward", "addmm", "mm")
+    with AloneGroup(CPU) as group, Types(*kernels) as types:
+        Bench(traced, model, 4, Clock(CPU), CPU, stretch_s=1e-5, precision=precision).measure("conv2", 0.1)
+        assert types.seen == {dtype}
+        measure_speeds(group, traced, model, 4, Clock(CPU), precision)
+    assert types.seen == {dtype}
+
+
+def test_the_file_says_the_precision_and_an_older_one_was_float32() -> None:
+    model, traced = traced_net("two-conv")
+    with AloneGroup(CPU) as group:
+        measured = measure_job(
+            group, traced, model, 4, net="two-conv", budget_s=0.1, stretch_s=1e-5, precision="bf16"
+        )  # fmt: skip
+    text = measured.to_toml()
+    assert Measurement.from_toml(text).precision == "bf16"
+    assert Measurement.from_toml(text.replace('precision = "bf16"\n', "")).precision == "float32"
+
+
+def test_devices_with_different_precisions_are_refused() -> None:
+    model, traced = traced_net("two-conv")
+    with pytest.raises(MismatchError, match="float32 on device 0, but bf16 on device 1"):
+        run_on_threads(
+            2,
+            lambda group: measure_speeds(group, traced, model, 4, Clock(CPU), ("float32", "bf16")[group.device]),
+            timeout_s=30.0,
+        )
+
+
+def test_an_interrupted_measuring_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "convoy.measure.job.crowding", lambda *_: 1.0
+    )  # beside other tests times would be as much longer
+    partial = tmp_path / "fleet.toml.partial"
+
+    def interrupt(_what: str, done: int, _total: int) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_alone(partial, interrupt)
+    kept = [json.loads(line) for line in partial.read_text().splitlines()][1:]
+    assert len(kept) == 3
+    # A run that was killed may leave a part of a line.
+    partial.write_text(partial.read_text() + '["half a l')
+    told: list[tuple[str, int]] = []
+    measured = measure_alone(partial, lambda what, done, _: told.append((what, done)))
+    layers = [row for row in told if row[0].startswith("layer ")]  # before them it may be told that others compute here
+    assert layers[0][1] == 3
+    assert not {f"layer {layer}" for layer, _ in kept} & {what for what, _ in layers}
+    for layer, rows in kept:
+        again = [p for p in measured.layer if p.layer == layer]
+        found = [[p.samples, p.outputs, p.inputs, p.forward_s, p.backward_s, p.spread, p.shared] for p in again]
+        # Other points may be added, of sizes that the plan of these measured times has.
+        assert [point for point in rows[0] if point not in found] == []
+    assert not partial.exists()
+
+
+def test_tables_of_another_job_are_not_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    Partial(path, {"model": "a", "devices": [1, 2]}).add(
+        "conv", [[[1, 2, 3, 0.1, 0.2, 0.0, 0.0]], [[1, 2, 3, 0.1, 0.2, 0.0, 0.0]]]
+    )
+    assert set(Partial(path, {"model": "a", "devices": [1, 2]}).tables) == {"conv"}
+    assert Partial(path, {"model": "b", "devices": [1, 2]}).tables == {}
+    with pytest.raises(InputError, match="cannot write"):
+        Partial(tmp_path / "absent" / "p", {"devices": []})
+
+
+def measure_on_threads(fleets: Sequence[Fleet | None]) -> list[Measurement]:
+    def work(group: Group) -> Measurement:
+        model, traced = traced_net("two-conv")
+        return measure_job(
+            group, traced, model, 4, net="two-conv", fleet=fleets[group.device], budget_s=0.1, links_budget_s=0.2,
+            stretch_s=1e-5,
+        )  # fmt: skip
+
+    return run_on_threads(len(fleets), work, timeout_s=30.0)
+
+
+def test_devices_with_different_fleet_files_are_refused() -> None:
+    fleet = Fleet((Host("a"),), (Device("x", "a", "cpu"), Device("y", "a", "cpu")))
+    with pytest.raises(MismatchError, match="another fleet than device 0"):
+        measure_on_threads([fleet, None])
+
+
+def job_of(output: Path, fleet: Path | None = None, **changes: Any) -> MeasureJob:
+    given = {"net": "two-conv:1:1", "devices": "cpu,cpu", "batch": 1, "slowdown": "1,3", "budget_s": 1.0} | changes
+    return MeasureJob(output, resolve_settings(None, given).settings, fleet)
+
+
+def measure_command(_device: int, output: str) -> None:
+    torch.set_num_threads(1)
+    run_measure(job_of(Path(output)))
+
+
+def test_two_processes_measure_themselves_and_write_a_file(tmp_path: Path) -> None:
+    output = tmp_path / "fleet.toml"
+    output.write_text("older")
+    on_processes(2, "tests.measure.test_measure:measure_command", str(output), joined=False)
+    fleet, measured = read_fleet_file(output)
+    assert measured is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["fleet.toml"]
+    assert [device.slowdown for device in fleet.devices] == [1.0, 3.0]
+    (link,) = fleet.links
+    assert link.source == link.target
+    assert 1e6 < link.bandwidth_bytes_per_s < 1e12
+    assert 0 < link.latency_s < 5
+    for costs in measured.device:
+        assert 0 < costs.processor_s_per_byte < 1e-6
+        assert 0 < costs.update_s_per_entry < 1e-6
+    job_of(output, fleet=output).check_inputs()
+
+
+def test_an_interruption_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any, **__: Any) -> Measurement:
+        raise KeyboardInterrupt
+
+    output = tmp_path / "fleet.toml"
+    output.write_text("older")
+    monkeypatch.setattr("convoy.app.measure.measure_job", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_measure(job_of(output, devices="cpu", slowdown="1"))
+    assert output.read_text() == "older"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), DeviceLostError(1, "device 1 was lost")])
+def test_whoever_is_cut_off_learns_that_nothing_measured_is_lost(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_of(tmp_path / "fleet.toml", devices="cpu", slowdown="1")
+    kept: list[str] = []
+
+    def cut_off(*_: Any, partial: Path, **__: Any) -> Measurement:
+        rows = Partial(partial, {"devices": [1]})
+        for layer in kept:
+            rows.add(layer, [[[1, 2, 3, 0.1, 0.2, 0.0, 0]]])
+        raise error
+
+    monkeypatch.setattr("convoy.app.measure.measure_job", cut_off)
+    for layers in ([], ["conv1", "conv2"]):
+        kept[:] = layers
+        with pytest.raises(type(error)):
+            run_measure(job)
+        said = capsys.readouterr().out
+        assert ("goes on" in said) == bool(kept)
+    assert "2 layers are measured and kept in" in said
+    assert "fleet.toml.partial" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": "mnist"}, "unknown data set 'mnist'"),
+        ({"batch": 0}, "--batch 0"),
+        ({"precision": "half"}, "--precision 'half': choose one of bf16, float32, fp16"),
+        ({"precision": "fp16"}, "--precision fp16 on a CPU"),
+        ({"image_size": 32}, "--image-size 32 with --data digits: only images of a folder are resized"),
+        ({"budget_s": 0.0}, "--budget 0"),
+        ({"timeout_s": float("inf")}, "--timeout inf"),
+        ({"slowdown": "1"}, "--slowdown 1"),
+        ({"slowdown": "1,0.5"}, "--slowdown 1,0.5"),
+        ({"net": "two-cone"}, "unknown net 'two-cone'"),
+        ({"output": Path("absent/fleet.toml")}, "does not exist"),
+        ({"output": Path()}, "is a folder"),
+        ({"fleet": Path("absent.toml")}, "absent.toml"),
+        ({"devices": "cpu", "slowdown": "1", "fleet": Path("two.toml")}, "--devices 1, but the fleet file has 2"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused_before_anything_starts(
+    changes: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = Fleet((Host("a"),), (Device("x", "a", "cpu"), Device("y", "a", "cpu")))
+    (tmp_path / "two.toml").write_text(two.to_toml())
+    for name in ("output", "fleet"):
+        if name in changes and changes[name] != Path():
+            changes = changes | {name: tmp_path / changes[name]}
+    monkeypatch.delenv("CONVOY_FLEET", raising=False)
+    with pytest.raises(InputError, match=message):
+        job_of(**{"output": tmp_path / "fleet.toml"} | changes).check_inputs()
+
+
+def test_a_rehearsal_names_its_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = Fleet((Host("a"),), (Device("x", "a", "cpu"), Device("y", "a", "cpu")))
+    (tmp_path / "two.toml").write_text(two.to_toml())
+    monkeypatch.setenv("CONVOY_FLEET", str(tmp_path / "two.toml"))
+    assert job_of(tmp_path / "out.toml").read_fleet() == two
+    monkeypatch.delenv("CONVOY_FLEET")
+    assert job_of(tmp_path / "out.toml").read_fleet() is None
+
+
+def test_a_loss_is_timed_of_the_outputs_that_the_model_has() -> None:
+    """Of as many samples as 16 MB hold; and what it takes is a number that a processor may have, on this one."""
+    pixels = trace(UNet(), torch.zeros(2, 3, 32, 32)).graph
+    (output,) = pixels.outputs
+    each = math.prod(pixels[output].shape)
+    assert loss_shapes(pixels, 24) == [(24, *pixels[output].shape)]
+    assert loss_shapes(pixels, 1 << 30) == [(LOSS_ENTRIES // each, *pixels[output].shape)]
+    with AloneGroup(CPU) as group:
+        (costs,) = _measure_costs(group, device_now(CPU), QUICK_S, 0.0, 1.0, loss_shapes(pixels, 24))
+    assert 1e-12 < costs["loss_s_per_byte"] < 1e-6

@@ -1,0 +1,107 @@
+"""What a process takes before it trains: measured with the devices, predicted beside a plan's tensors, kept free by plans."""
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from torch import nn
+
+from convoy.api import distribute
+from convoy.comm.accelerator import process_bytes
+from convoy.comm.group import AloneGroup, Group
+from convoy.errors import PlanError
+from convoy.fleet import Device, Fleet, Host
+from convoy.measure.describe import Own, describe, fleet_of
+from convoy.measure.job import _model_bytes, measure_job
+from convoy.model.tracing import trace
+from convoy.plan.presets import Speeds, named_plan
+from convoy.planner.planner import candidates
+from convoy.simulate.memory import Room, memory_of, room_of
+from convoy.simulate.table import Measurement
+from studies.roofline import roofline_costs
+from tests.support.processes import on_processes
+
+CPU = torch.device("cpu")
+BATCH = 16
+MB = 1_000_000
+
+
+def net() -> nn.Module:
+    """50 MB of weights; gradients and momentum make it 150 MB."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, 3600), nn.ReLU(), nn.Linear(3600, 400))
+
+
+def resident_bytes(group: Group) -> tuple[int, int]:
+    """Before it trains, without the model, as `measure_job` has it; and while it trains."""
+    model = net()
+    plan = named_plan("data", trace(model, torch.zeros(2, 3, 32, 32)).graph, BATCH, Speeds((1.0, 1.0)))
+    before = describe(CPU, 1.0).process_bytes - _model_bytes(model)
+    part = distribute(model, plan, group, torch.zeros(2, 3, 32, 32))
+    del model
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.01, momentum=0.9)
+    x, y = torch.randn(BATCH // 2, 3, 32, 32), torch.arange(BATCH) % 10
+    most = 0
+    for _ in range(2):  # the second has what the first made: gradients and momentum
+        loss = nn.functional.cross_entropy(part(x, batch=BATCH), y)
+        optimizer.zero_grad(set_to_none=False)
+        loss.backward()
+        most = max(most, process_bytes(CPU))
+        optimizer.step()
+    return before, most
+
+
+def test_resident_memory_is_that_of_the_process_and_of_the_tensors() -> None:
+    """Predicted: what it had before, and some 170 MB by the plan. Pages that were freed before are taken again."""
+    graph = trace(net(), torch.zeros(2, 3, 32, 32)).graph
+    plan = named_plan("data", graph, BATCH, Speeds((1.0, 1.0)))
+    rows = on_processes(2, "tests.measure.test_process_memory:resident_bytes")
+    for (before, most), memory in zip(rows, memory_of(plan, graph), strict=True):
+        assert before > 20 * MB
+        assert before + memory.total_bytes == pytest.approx(most, rel=0.1)
+        assert most > 1.2 * max(before, memory.total_bytes)  # neither of the two would do
+
+
+def test_it_is_measured_with_the_devices_beside_the_model_and_stands_in_their_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 10))
+    model_bytes = 4 * (12 * 10 + 10)
+    monkeypatch.setattr("convoy.measure.describe.process_bytes", lambda _: 70 * MB + model_bytes)
+    with AloneGroup(CPU) as group:
+        traced = trace(model, torch.zeros(2, 3, 2, 2))
+        measured = measure_job(group, traced, model, 4, net="small", budget_s=0.2, stretch_s=1e-4)
+    assert measured.device[0].process_bytes == 70 * MB
+    assert Measurement.from_toml(measured.to_toml()) == measured
+    assert measured.costs(traced.graph).process_bytes == (70 * MB,)
+    before = measured.to_toml().replace(", process_bytes = 70000000", "")  # a file from before it was measured
+    assert Measurement.from_toml(before).costs(traced.graph).process_bytes == (0,)
+
+
+def test_devices_of_a_host_share_what_is_free_and_each_has_its_own() -> None:
+    """900 MB are free beside two processes of 100 MB each; a limit below what a process has stays a limit."""
+    rows = [Own("a", "m", "cpu", 1, 1000 * MB, 1.0, 100 * MB) for _ in range(2)]
+    assert [device.memory_bytes for device in fleet_of(rows).devices] == [550 * MB, 550 * MB]
+    assert fleet_of([replace(rows[0], memory_bytes=MB)]).devices[0].memory_bytes == MB
+    assert Own(**asdict(rows[0])) == rows[0]
+
+
+def test_plans_may_fill_what_the_process_leaves() -> None:
+    fleet = Fleet((Host("a"),), (Device("a-0", "a", "cpu", memory_bytes=100 * MB), Device("a-1", "a", "cpu")))
+    room = room_of(fleet, process_bytes=(70 * MB, 70 * MB))
+    assert (room.bytes_of(0), room.bytes_of(1)) == (30 * MB, float("inf"))
+    assert room.excess([31 * MB, 31 * MB]) == {0: MB}
+    (words,) = room.overfull([31 * MB, 31 * MB])
+    assert words == "a-0 needs 101 MB (70 MB of them its process before it trains) of 100 MB"
+    assert room_of(fleet, process_bytes=(200 * MB, 0)).excess([MB, 0]) == {0: MB - 1}  # no division by nothing
+
+
+def test_a_limit_that_holds_the_tensors_alone_is_too_small() -> None:
+    graph = trace(net(), torch.zeros(2, 3, 32, 32)).graph
+    alone = memory_of(named_plan("data", graph, BATCH, Speeds((1.0,))), graph)[0].total_bytes
+    device = Device("a", "a", "cpu", peak_flop_per_s=1e11, memory_bytes_per_s=1e10)
+    costs = roofline_costs(Fleet((Host("a"),), (device,)))
+    fits = Room((alone + MB,), ("a",))
+    assert candidates(graph, BATCH, costs, fits)
+    with pytest.raises(PlanError, match=r"50 MB of them its process before it trains"):
+        candidates(graph, BATCH, costs, replace(fits, process_bytes=(50 * MB,)))

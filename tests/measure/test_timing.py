@@ -1,0 +1,275 @@
+"""Timing: quotas, long calls, the optimizer, and what a step takes beside its layers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from convoy.measure import overheads, timing
+from convoy.measure.load import processor_share
+from convoy.measure.timing import Piece, time_piece
+from convoy.runtime.clock import Clock
+
+CPU = torch.device("cpu")
+QUICK_S = 1e-4
+
+
+class Processor:
+    """A clock that only computing moves on; under a quota it computes in bursts: so long in each period, then a pause."""
+
+    def __init__(self, quota: float = 1.0, period_s: float = 0.01) -> None:
+        self.used_s, self.quota, self.period_s = 0.0037, quota, period_s
+
+    def now(self) -> float:
+        burst_s = self.quota * self.period_s
+        periods = int(self.used_s / burst_s)
+        return periods * self.period_s + (self.used_s - periods * burst_s)
+
+
+class FakeRun:
+    """Arithmetic that takes the time it is told."""
+
+    def __init__(self, processor: Processor, forward_s: float, backward_s: float) -> None:
+        self.processor, self.forward_s, self.backward_s = processor, forward_s, backward_s
+
+    def forward(self, inputs: Sequence[Tensor], batch: int, keep: bool, wants: Sequence[bool]) -> tuple[Any, Any]:  # noqa: ARG002
+        self.processor.used_s += self.forward_s
+        return None, None
+
+    def backward(self, saved: Any, g: Any, wants: Sequence[bool]) -> Any:  # noqa: ARG002
+        self.processor.used_s += self.backward_s
+
+
+@pytest.mark.parametrize("forward_s", [1e-5, 3e-4, 2e-3, 0.07])
+@pytest.mark.parametrize("times_backward", [0.3, 3.0, 30.0])
+@pytest.mark.parametrize("quota", [1.0, 0.5, 0.2])
+def test_bursts_of_a_quota_are_averaged(quota: float, times_backward: float, forward_s: float) -> None:
+    """Each phase meets its part of the pauses, also where it is much shorter than the other one."""
+    processor = Processor(quota)
+    run = FakeRun(processor, forward_s, times_backward * forward_s)
+    times = time_piece(Piece("layer", run, [], 1, (), True, 0), Clock(CPU), processor.now)
+    slack = 1e-9 if quota == 1.0 else 0.25
+    assert times.forward_s == pytest.approx(forward_s / quota, rel=slack)
+    assert times.backward_s == pytest.approx(times_backward * forward_s / quota, rel=slack)
+    assert processor.used_s / quota > 0.1
+
+
+def test_a_long_call_runs_twice_and_the_faster_counts() -> None:
+    processor = Processor()
+    run = FakeRun(processor, 1.0, 2.0)
+    assert time_piece(Piece("layer", run, [], 1, (), True, 0), Clock(CPU), processor.now).both_s == pytest.approx(3.0)
+    assert processor.used_s == pytest.approx(6.0, abs=0.01)
+
+
+def test_what_a_median_is_known_to() -> None:
+    """Of nine values 4.5 lie below their median, give or take 1.5: of 0 to 8 it is 4, from 2.5 to 5.5."""
+    assert timing.median_error([*map(float, range(8, -1, -1))]) == pytest.approx(1.5 / 4)
+    assert timing.median_error([3.0] * 9) == 0.0
+
+
+def test_processor_time_is_told_by_its_median_and_the_wall_by_its_mean() -> None:
+    """A pause that a quota makes is part of a step; of processor time, what is longer was disturbed by others."""
+    rounds = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0, 9.0, 9.0]
+    assert timing.estimate(rounds, timing.ProcessorClock(0.5)) == 1.0
+    assert timing.estimate(rounds, timing.device_now(CPU)) == pytest.approx((4 * 1.0 + 2 * 9.0) / 6)
+
+
+def test_turns_of_one_piece_add_up_until_it_is_known() -> None:
+    processor = Processor()
+    part = Piece("layer", FakeRun(processor, 1e-3, 2e-3), [], 1, (), True, 0)
+    first = timing.sampled(part, Clock(CPU), processor.now, rounds=2)
+    assert (len(first.forward.each_s), first.is_known) == (2, False)
+    slow = Piece("layer", FakeRun(processor, 5e-3, 10e-3), [], 1, (), True, 0)  # a disturbance: in one turn of four
+    for piece in (slow, part, part):
+        again = timing.sampled(piece, Clock(CPU), processor.now, before=first, rounds=2)
+    assert again is first
+    assert len(first.forward.each_s) == len(first.backward.each_s) >= 8
+    assert first.is_known
+    assert first.times(timing.ProcessorClock(1.0)).both_s == pytest.approx(3e-3)
+    assert first.times(timing.ProcessorClock(1.0)).spread == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(("forward_s", "counted_s"), [(0.05, 0.05), (2.0, 2.0)])
+def test_a_round_for_which_the_process_grows_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, forward_s: float, counted_s: float
+) -> None:
+    """A U-Net's first layer was timed at 11 ms a sample where it takes 0.4: pages for its output had to be filled with zeros
+    first, by a kernel on a machine whose memory nobody had touched. The plan's step was predicted twice too long."""
+    processor, resident = Processor(), [0]
+
+    class Growing(FakeRun):
+        def forward(self, *args: Any) -> tuple[Any, Any]:
+            if resident[0] < 3 * timing.FRESH_BYTES:  # the heap is not as large yet as this layer needs it
+                resident[0] += timing.FRESH_BYTES
+                processor.used_s += 10 * self.forward_s
+            return super().forward(*args)
+
+    monkeypatch.setattr(timing, "_resident_bytes", lambda: resident[0])
+    part = Piece("layer", Growing(processor, forward_s, 0.01), [], 1, (), True, timing.HELD_BYTES)
+    found = timing.sampled(part, Clock(CPU), processor.now, rounds=2)
+    assert found.forward.each_s == pytest.approx([counted_s] * len(found.forward.each_s))
+
+
+def test_a_process_that_never_stops_growing_is_timed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    resident = iter(range(0, 1 << 60, timing.FRESH_BYTES))
+    monkeypatch.setattr(timing, "_resident_bytes", lambda: next(resident))
+    processor = Processor()
+    part = Piece("layer", FakeRun(processor, 1e-3, 1e-3), [], 1, (), True, 0)
+    assert timing.sampled(part, Clock(CPU), processor.now).times(processor.now).both_s == pytest.approx(2e-3)
+
+
+def test_no_backward_where_no_gradient_comes() -> None:
+    processor = Processor()
+    times = time_piece(Piece("l", FakeRun(processor, 1e-3, 5.0), [], 1, (), None, 0), Clock(CPU), processor.now)
+    assert times.backward_s == 0
+    assert times.forward_s == pytest.approx(1e-3)
+
+
+def test_the_optimizer_takes_time_per_entry() -> None:
+    per_entry_s, spread = timing.time_update(CPU, timing.device_now(CPU), 1e-3, entries=10_000)
+    assert 0 < per_entry_s < 1e-3
+    assert spread >= 0
+
+
+def test_overheads_are_what_a_step_takes_beside_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device whose step takes 100 ms, and 20 for each layer with its two rounds and its two tensors.
+
+    Flatten takes 1 ms, the Linear 2, the optimizer 3 for each tensor. A round takes 1 ms and 0.4 for each peer, of whom each
+    sends and is sent a message; the processor takes 0.7 ms for one, of which a latency holds a half. A layer: 20 less the
+    Linear's 2, two rounds with one peer (2.8) and two tensors (6).
+    """
+    processor = Processor()
+
+    def taking(seconds: Callable[[int], float]) -> Callable[..., Callable[[], None]]:
+        def build(count: Any, *_: Any) -> Callable[[], None]:
+            each_s = seconds(count if isinstance(count, int) else 0)
+
+            def work() -> None:
+                processor.used_s += each_s
+
+            return work
+
+        return build
+
+    monkeypatch.setattr(overheads, "_training", taking(lambda n: 0.1 + 0.02 * n))
+    monkeypatch.setattr(overheads, "_optimizer", taking(lambda n: 0.008 + 0.003 * n))
+    monkeypatch.setattr(overheads, "_round", taking(lambda n: 0.001 + 0.0004 * n))
+    monkeypatch.setattr(overheads, "_copy", taking(lambda _: 0.02))
+    monkeypatch.setattr(overheads, "_add", taking(lambda _: 0.03))
+    monkeypatch.setattr(overheads, "_fresh_s_per_byte", lambda *_: 0.5)
+    layers = {"flatten": 0.001, "linear": 0.002}
+    monkeypatch.setattr(overheads, "_layer_s", lambda kind, *_: layers[kind])
+    found = overheads.measure_overheads(CPU, processor.now, 0.02, message_s=0.0007, share=0.5)
+    assert found.layer_s == pytest.approx(0.0092)
+    assert found.step_s == pytest.approx(0.1 - 0.001 - 0.0092)
+    assert found.update_s_per_tensor == pytest.approx(0.003)
+    assert found.round_s == pytest.approx(0.001 + 0.0009 - 0.00035)
+    assert found.message_s == pytest.approx(0.0007 + 0.0002)
+    assert found.copy_s_per_byte == pytest.approx(0.02 / overheads.COPIED_BYTES)
+    assert found.add_s_per_byte == pytest.approx(0.03 / overheads.COPIED_BYTES)
+    assert found.fresh_s_per_byte == 0.5
+
+
+def test_filling_the_caches_does_not_count() -> None:
+    """A look at the clock takes a second, and nothing else any: of filling, then working, only the work's own look is told."""
+    looks = iter(range(1_000_000))
+    cold = timing.Cold(CPU, lambda: float(next(looks)), 1 << 10)
+    filled: list[float] = []
+    each_s = cold.seconds(lambda: filled.append(float(cold._bytes[0])), stretch_s=1e-9)
+    assert each_s == [1.0] * timing.COLD_ROUNDS
+    assert filled == [
+        *map(float, range(timing.COLD_ROUNDS + 1))
+    ]  # before the first call that counts, and every later one
+
+
+def test_calls_of_an_accelerator_are_timed_a_stretch_at_a_time() -> None:
+    """Each call that is waited for takes 1 ms more. Nothing is filled there; 20 ms of calls of 0.5 are waited for once."""
+    processor = Processor()
+
+    def waited() -> float:
+        processor.used_s += 1e-3
+        return processor.used_s
+
+    def work() -> None:
+        processor.used_s += 5e-4
+
+    each_s = timing.Cold(torch.device("meta"), waited, timing.CORE_BYTES).seconds(work, 20e-3)
+    count = round(20e-3 / 1.5e-3)
+    assert each_s == pytest.approx([5e-4 + 1e-3 / count] * len(each_s))
+
+
+class Filled:
+    """Stands for the bytes that are written: each time takes 5 ms."""
+
+    def __init__(self, processor: Processor) -> None:
+        self.processor, self.times = processor, 0
+
+    def add_(self, _: float) -> None:
+        self.processor.used_s += 5e-3
+        self.times += 1
+
+
+def test_layers_are_timed_with_caches_as_another_layer_leaves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ResNet-8's layers took a tenth less in a row of calls, which found all of it in the caches, than in a step.
+
+    Every call has a filling before it, which does not count, and takes of the time that there is: 1 ms forward and 5 ms of
+    filling are three calls to a stretch of 20, and not twenty.
+    """
+    processor = Processor()
+    cold = timing.Cold(CPU, processor.now, 4)
+    filled = Filled(processor)
+    monkeypatch.setattr(cold, "_bytes", filled)
+    read: list[Tensor] = []
+    x, g = torch.ones(2), torch.ones(3)
+    monkeypatch.setattr(torch.Tensor, "sum", lambda self: read.append(self))
+    small = Piece("layer", FakeRun(processor, 1e-3, 2e-3), [x], 1, (), g, timing.CORE_BYTES - 1)
+    timing.sampled(small, Clock(CPU), processor.now, cold=cold)
+    assert filled.times == 0
+    part = replace(small, held_bytes=timing.CORE_BYTES)
+    found = timing.sampled(part, Clock(CPU), processor.now, cold=cold)
+    assert found.times(processor.now).both_s == pytest.approx(3e-3)
+    assert found.forward.total_calls == 3 * len(found.forward.each_s)
+    uncounted = 2 * 2  # two first rounds of a call each way
+    assert filled.times == found.forward.total_calls + found.backward.total_calls + uncounted
+    assert sum(each is x for each in read) == found.forward.total_calls + 2
+    assert sum(each is g for each in read) == found.backward.total_calls + 2
+
+
+def test_layers_of_the_overheads_leave_cold_caches() -> None:
+    """Each layer of a step is followed by a filling of the caches: forward, and backward in two parts."""
+    cold = timing.Cold(CPU, timing.device_now(CPU), 1 << 10)
+    filled: list[float] = []
+    for layers in (1, 4):
+        step = overheads._training(layers, CPU, cold)
+        before = float(cold._bytes[0])
+        step()
+        filled.append(float(cold._bytes[0]) - before)
+    assert filled[1] - filled[0] == 3 * 3
+
+
+def test_overheads_of_this_machine_are_small_and_there() -> None:
+    found = overheads.measure_overheads(CPU, timing.device_now(CPU), QUICK_S, message_s=1e-4)
+    assert 0 <= found.step_s < 0.5
+    assert 1e-4 <= found.message_s < 0.1
+    for name in ("layer_s", "round_s", "update_s_per_tensor", "fresh_s_per_byte"):
+        assert 0 <= getattr(found, name) < 0.1
+    assert 0 < found.copy_s_per_byte < 1e-6
+    assert 0 < found.add_s_per_byte < 1e-6
+
+
+def test_under_a_quota_seconds_are_processor_time_over_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quarter of a processor: 3 s of it take 12 s. Other devices, and slept slow-downs, are timed by the clock."""
+    monkeypatch.setattr(timing.time, "process_time", lambda: 3.0)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: 7.0)
+    monkeypatch.setattr(timing.torch, "get_num_threads", lambda: 1)
+    assert timing.quota_now(CPU, 0.25)() == 12.0
+    assert timing.quota_now(CPU, 0.25, slowdown=2.0)() == 7.0
+    monkeypatch.setattr(timing.torch, "get_num_threads", lambda: 2)
+    assert timing.quota_now(CPU, 0.25)() == 7.0
+
+
+def test_a_processor_has_a_share_of_itself() -> None:
+    assert 0 < processor_share(0.01) <= 1

@@ -1,0 +1,210 @@
+"""Bytes and joules: against arithmetic by hand, and bytes against what the executor really keeps."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from convoy.errors import InputError, PlanError
+from convoy.fleet import Card, Device, Fleet, Host
+from convoy.layout.layout import local_shape
+from convoy.model.tracing import trace
+from convoy.plan.compile import compile_all
+from convoy.plan.lower import lower
+from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.steps import Move
+from convoy.runtime.module import Distributed
+from convoy.simulate.energy import Energy, Power, energy_of, least_energy, power_of
+from convoy.simulate.memory import DeviceMemory, exchange_bytes, memory_of, update_s_per_entry
+from convoy.simulate.simulate import Timeline
+from tests.support.stacks import Stack
+from tests.support.threads import run_on_threads
+
+# 2x4x4 -> conv 3x3, 4 filters -> ReLU -> pool 2 -> flatten (16) -> Linear (3).
+GRAPH = Stack((2, 4, 4)).conv(4, 3).pool().flatten().linear(3).graph()
+CARD = Card(125e6, 125e6, 1e-4)
+
+
+def memory(plan: str, devices: int = 2, optimizer: str = "sgd-momentum") -> tuple[DeviceMemory, ...]:
+    return memory_of(named_plan(plan, GRAPH, 4, Speeds((1.0,) * devices)), GRAPH, optimizer=optimizer)
+
+
+def test_memory_of_a_batch_split_by_hand():
+    """Two of four samples each. Weights: 4*2*9 + 4 + 3*16 + 3 = 127, on both.
+
+    Kept: x 2*32, which the convolution keeps; its output 2*64 and ReLU's output 2*64, which ReLU keeps (the pool keeps the
+    same tensor); the pool's output 2*16, of which flatten and Linear keep views. 64 + 128 + 128 + 32 = 352.
+    Exchange: the flat gradient, 127, and the half that lands to be added: chunks of 63 and 64, device 0 receives the second.
+    """
+    first, second = memory("data")
+    assert first == DeviceMemory(4 * 127, 4 * 127, 4 * 127, 4 * 352, 4 * (127 + 64))
+    assert second == DeviceMemory(4 * 127, 4 * 127, 4 * 127, 4 * 352, 4 * (127 + 63))
+    assert first.total_bytes == 4 * (127 * 3 + 352 + 191)
+
+
+def test_memory_of_a_filter_split_by_hand():
+    """All four samples, half of the filters. Linear has three features: two on the first device, one on the second.
+
+    Weights: convolution 2*18 + 2 = 38; Linear 2*17 = 34 and 17.
+    Kept: x 4*32; convolution and ReLU outputs 4*2*16 each; pool output 4*2*4; the gathered features 4*16 for Linear:
+    128 + 128 + 128 + 32 + 64 = 480. Exchange: the gradient of all features leaves, 4*16 = 64, and the other device's summand
+    of the own half arrives, 4*8 = 32.
+    """
+    first, second = memory("model", optimizer="adam")
+    assert first == DeviceMemory(4 * 72, 4 * 72, 2 * 4 * 72, 4 * 480, 4 * 96)
+    assert second == DeviceMemory(4 * 55, 4 * 55, 2 * 4 * 55, 4 * 480, 4 * 96)
+
+
+def test_the_pieces_of_a_move_land_together():
+    """An input that comes in four pieces is begun whole: each piece has its room, and none is taken twice."""
+    graph = Stack((2, 4, 4)).conv(4, 3).conv(6, 3).flatten().linear(3).graph()
+    whole = named_plan("model", graph, 4, Speeds((1.0, 1.0)))
+    gathered = 4 * 2 * 16 * 4  # four samples of the other's two filters
+    for pieces in (1, 2, 4):
+        rows = memory_of(replace(whole, pieces=pieces), graph)
+        steps = lower(replace(whole, pieces=pieces), graph)
+        moves = [s for s in steps.phase("forward") if isinstance(s, Move)]
+        assert len(moves[0].schedule.rounds) == pieces
+        programs = compile_all(steps, graph)
+        assert [exchange_bytes(p, steps)[moves[0].id] for p in programs] == [gathered, gathered]
+        assert all(row.exchange_bytes >= gathered for row in rows)
+
+
+def test_memory_of_the_masters_plan_by_hand():
+    """The worker keeps the images, 4*32, and half of the convolution; the master everything else.
+
+    The largest move: the worker gets the gradient of its filters' outputs, 4*2*16 = 128; the master keeps the gradient of
+    all outputs, 4*4*16 = 256, until that part of it has left.
+    """
+    master, worker = memory("master", optimizer="sgd")
+    assert worker == DeviceMemory(4 * 38, 4 * 38, 0, 4 * 128, 4 * 128)
+    # x, the whole convolution's output as it arrived, ReLU's output, the pool's.
+    assert master == DeviceMemory(4 * (38 + 51), 4 * (38 + 51), 0, 4 * (128 + 256 + 256 + 64), 4 * 256)
+
+
+def test_one_device_exchanges_nothing():
+    (alone,) = memory("data", devices=1)
+    assert alone.exchange_bytes == 0
+    assert alone.activations_bytes == 2 * memory("data")[0].activations_bytes
+
+
+def test_an_unknown_optimizer_is_named():
+    with pytest.raises(InputError, match="sgd-momentum"):
+        memory("data", optimizer="lion")
+
+
+def test_update_moves_every_number_once():
+    # sgd with momentum: read w, g, v and write w, v: 5 numbers of 4 bytes at 10 bytes/s.
+    assert update_s_per_entry("sgd-momentum", 10.0) == 2.0
+
+
+class Net(nn.Module):
+    """A residual block between a convolution and a Linear. What bn2 gives is kept by nobody where it moves on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 3, padding=1)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.conv2 = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.pool = nn.MaxPool2d(2)
+        self.bn2 = nn.BatchNorm1d(4 * 16)
+        self.fc = nn.Linear(4 * 16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(self.bn1(self.conv1(x)))
+        y = self.pool(torch.relu(self.conv2(y) + y))
+        return self.fc(self.bn2(torch.flatten(y, 1)))
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("name", ["data", "model", "hybrid", "master"])
+def test_memory_is_what_the_executor_keeps(name, fuse):
+    """After forward: the storages that the executor and autograd keep, each counted once; parameters and buffers of this part.
+
+    The prediction keeps the input and the output of a layer that autograd runs; most keep one of them.
+    """
+    example = torch.zeros(6, 3, 8, 8)
+    graph = trace(Net(), example).graph
+    plan = named_plan(name, graph, 6, Speeds((2.0, 1.0)))
+
+    def kept(group):
+        found: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.is_floating_point() and not isinstance(tensor, torch.nn.Parameter):  # not where the maxima were
+                _collect_storages(tensor, found)
+            return tensor
+
+        part = Distributed(Net(), plan, group, example, fuse=fuse)
+        own = part._programs.get(True, 6)
+        inputs = [torch.randn(local_shape(v.layout, group.device, v.shape)) for v in own.steps.inputs]
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            _, tape = part._executors[True].forward(own, inputs, keep=True)
+        _collect_storages(tape.saved, found)
+        weights = [*part.module.parameters(), *part.module.buffers()]
+        return sum(found.values()), sum(w.numel() for w in weights)
+
+    expected = memory_of(plan, graph)
+    for (activations, weights), predicted in zip(run_on_threads(2, kept), expected, strict=True):
+        assert predicted.activations_bytes / 2 < activations <= predicted.activations_bytes
+        assert 4 * weights == predicted.weights_bytes
+
+
+def _collect_storages(saved: object, found: dict[int, int]) -> None:
+    if isinstance(saved, torch.Tensor):
+        storage = saved.untyped_storage()
+        found[storage.data_ptr()] = storage.nbytes()
+    elif isinstance(saved, dict):
+        for each in saved.values():
+            _collect_storages(each, found)
+    elif isinstance(saved, tuple | list):
+        for each in saved:
+            _collect_storages(each, found)
+
+
+# --- energy -----------------------------------------------------------------------------------------------------------
+
+
+def timeline(step_s: float, *compute_s: float) -> Timeline:
+    return Timeline((), step_s, compute_s, tuple(step_s - each for each in compute_s))
+
+
+def test_energy_by_hand():
+    # 10 s: 5 W * 10 s + 45 W * 4 s = 230 J; 2 W * 10 s + 8 W * 10 s = 100 J.
+    energy = energy_of(timeline(10.0, 4.0, 10.0), (Power(5, 50), Power(2, 10)), batch=20)
+    assert energy.devices_j == (230.0, 100.0)
+    assert (energy.step_j, energy.image_j, energy.step_j / energy.step_s) == (330.0, 16.5, 33.0)
+
+
+def test_energy_wants_watts_for_every_device():
+    with pytest.raises(InputError, match="1 devices for a timeline of 2"):
+        energy_of(timeline(1.0, 1.0, 1.0), (Power(1, 2),), batch=1)
+    with pytest.raises(InputError, match=r"30(\.0)? W idle"):
+        Power(30.0, 20.0)
+
+
+def test_least_energy_under_a_limit():
+    slow, fast = Energy((100.0,), 10.0, 10), Energy((300.0,), 2.0, 10)
+    # Half of the images in the same time: twice the joules per image, however few per step.
+    small = Energy((160.0,), 2.0, 5)
+    found = [("slow", slow), ("fast", fast), ("small", small)]
+    assert least_energy(found, 10.0)[0] == "slow"
+    assert least_energy(found, 5.0)[0] == "fast"
+    with pytest.raises(PlanError, match=r"fast, takes 2 s"):
+        least_energy(found, 1.0)
+    with pytest.raises(PlanError, match="no candidate"):
+        least_energy([], 1.0)
+
+
+def test_least_energy_prefers_the_shorter_of_equals():
+    equal = [("longer", Energy((10.0,), 3.0, 1)), ("shorter", Energy((10.0,), 2.0, 1))]
+    assert least_energy(equal, 9.0)[0] == "shorter"
+
+
+def test_a_fleet_without_watts_says_what_to_add():
+    fleet = Fleet((Host("h"),), (Device("d", "h", "cpu"),))
+    with pytest.raises(InputError, match="idle_w and busy_w"):
+        power_of(fleet)
+    with_watts = replace(fleet, devices=(Device("d", "h", "cpu", idle_w=1.0, busy_w=2.0),))
+    assert power_of(with_watts) == (Power(1.0, 2.0),)

@@ -1,0 +1,58 @@
+"""The interval of a prediction follows from what was measured, and is the same wherever the prediction is told."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from convoy.simulate.interval import OF_REPEATS, REPLAY, Errors, around, of_repeats, together
+
+
+def test_independent_causes_add_up_as_squares():
+    assert together([]) == 1.0
+    assert together([1.3]) == pytest.approx(1.3)
+    assert math.log(together([math.exp(0.3), math.exp(0.4)])) == pytest.approx(0.5)
+
+
+def test_of_five_repetitions_the_mean_lies_so_near():
+    """The constant, against drawn samples: the mean without the extremes, as `typical` takes it."""
+    rounds = np.sort(np.random.default_rng(0).normal(1.0, 0.05, (20_000, 5)), axis=1)
+    off = np.abs(rounds[:, 1:4].mean(axis=1) - 1.0)
+    spread = (rounds[:, 4] - rounds[:, 0]).mean()
+    assert np.mean(off <= OF_REPEATS * spread) == pytest.approx(0.9, abs=0.015)
+
+
+def test_many_layers_err_less_than_one():
+    one, many = of_repeats([(1.0, 0.4)]), of_repeats([(1 / 16, 0.4)] * 16)
+    assert one == pytest.approx(1 + 0.4 * OF_REPEATS)
+    assert many - 1 == pytest.approx((one - 1) / 4)
+    assert of_repeats([]) == of_repeats([(0.0, 1.0)]) == 1.0
+
+
+def test_a_device_counts_by_what_it_computes_and_the_wire_by_the_rest():
+    errors = Errors("measured", (1.5, 1.0), 1.2)
+    replay = REPLAY["measured"].step
+    assert errors.step([1.0, 0.5]) == pytest.approx(together([replay, 1.5]))
+    assert errors.step([0.0, 0.5]) == errors.alone(1)
+    half = math.sqrt(math.log(replay) ** 2 + (0.5 * math.log(1.5)) ** 2 + (0.5 * math.log(1.2)) ** 2)
+    assert math.log(errors.step([0.5, 0.4])) == pytest.approx(half)
+
+
+def test_a_gain_over_a_device_of_the_same_kind_errs_by_what_is_not_computing():
+    """All devices of a kind half as fast as they are described to be, or twice: where all computes, the gain is the same."""
+    alike, others = (Errors("described", (1.4, 1.4), kinds=kinds) for kinds in (("a", "a"), ("a", "b")))
+    assert alike.gain([1.0, 1.0], 0) == pytest.approx(REPLAY["described"].gain)
+    assert others.gain([1.0, 1.0], 0) == pytest.approx(together([1.4, REPLAY["described"].gain]))
+    assert alike.gain([0.3, 0.3], 0) == pytest.approx(together([1.4**0.7, REPLAY["described"].gain]))
+
+
+def test_what_was_measured_badly_has_a_wider_interval():
+    quiet = Errors("measured", (1.05, 1.05), 1.05)
+    for worse in (replace(quiet, devices=(1.05, 2.0)), replace(quiet, wire=2.0)):
+        assert worse.step([0.8, 0.8]) > quiet.step([0.8, 0.8])
+
+
+def test_costs_that_are_given_are_right():
+    assert Errors().step([0.5, 0.7]) == 1.0
+    assert around(2.0, 1.0).low == around(2.0, 1.0).high == 2.0

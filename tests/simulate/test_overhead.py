@@ -1,0 +1,233 @@
+"""What a step costs beside its layers: copies by hand, a replay by hand, and where batch norms share their statistics."""
+
+from dataclasses import replace
+
+import pytest
+
+from convoy.layout.layout import Layout, OnOne, Replicated, Split
+from convoy.model.graph import Graph, Layer
+from convoy.plan.device_program import Unpack
+from convoy.plan.exchange_program import is_block
+from convoy.plan.size import LocalSize, local_size
+from convoy.plan.steps import Compute, Move, ReturnGradient, ShareStatistics, StepList, SumGradients, Value
+from convoy.planner.analytic import CostModel
+from convoy.simulate.compute import Grid, LayerTimes, MeasuredTimes
+from convoy.simulate.overhead import FRESH_BYTES, Handling, Overheads
+from convoy.simulate.simulate import Costs, simulate
+from tests.simulate.test_simulate import GRAPH, Table, hosts, spans, work
+from tests.support.device_programs import handled, messages, program_of
+
+EVERYONE = Replicated((0, 1))
+SHAPE = (5, 3, 2, 2)
+
+
+def move(src: Layout, dst: Layout, phase: str = "forward") -> Move:
+    return Move(0, phase, Value("a", SHAPE, src), Value("b", SHAPE, dst), "ring")  # type: ignore[arg-type]
+
+
+def test_a_gather_of_channels_copies_what_is_no_block() -> None:
+    """Device 0 holds 2 of 3 channels, 40 of 60 entries; they go as they lie. 20 arrive beside the result."""
+    step = move(Split(1, (2, 1)), EVERYONE)
+    assert handled(step, 0) == [(Handling(), Handling(copied=40 + 20, made=(60, 20)))]
+    assert handled(step, 1) == [(Handling(), Handling(copied=20 + 40, made=(60, 40)))]
+    assert messages(step, 0) == [2]
+
+
+def test_the_way_back_cuts_adds_and_starts_from_zero() -> None:
+    """Each device has a summand of all 60 entries and keeps its own channels."""
+    step = move(EVERYONE, Split(1, (2, 1)), "backward")
+    before, after = handled(step, 0)[0]
+    assert before == Handling(copied=20, made=(20,))
+    assert after == Handling(copied=40, added=40 + 40, made=(40, 40))
+    before, after = handled(step, 1)[0]
+    assert (before.copied, after.added) == (40, 20 + 20)
+
+
+def test_samples_lie_in_one_block() -> None:
+    """3 samples of 12 entries here, 2 arrive straight in their place."""
+    step = move(Split(0, (3, 2)), EVERYONE)
+    assert handled(step, 0) == [(Handling(), Handling(copied=36, made=(60,)))]
+    # The way back of copies that nobody changed: each takes its samples from what it has.
+    back = ReturnGradient(0, 0, Value("b", SHAPE, EVERYONE), Value("a", SHAPE, Split(0, (3, 2))))
+    assert handled(back, 0) == [(Handling(), Handling())]
+    assert messages(back, 0) == [0]
+    assert handled(move(OnOne(0), OnOne(1)), 0) == [(Handling(), Handling())]
+    assert handled(move(OnOne(0), OnOne(1)), 1) == [(Handling(), Handling(made=(60,)))]
+
+
+@pytest.mark.parametrize(
+    ("part", "block"),
+    [
+        (((0, 5), (0, 3)), True), (((1, 3), (0, 3)), True), (((0, 5), (0, 2)), False), (((1, 2), (0, 2)), True),
+        (((4, 5), (1, 2)), True),
+    ],
+)  # fmt: skip
+def test_blocks(part: tuple[tuple[int, int], ...], block: bool) -> None:
+    assert is_block(part, ((0, 5), (0, 3))) is block
+
+
+SUM = SumGradients(1, ("a", "b"), (60, 40), 0, (0, 1), (), "ring")
+
+
+def given_memory(step: SumGradients, device: int) -> list[tuple[int, ...]]:
+    """Gradients that get memory of their own at the end of the step."""
+    return [op.sizes for op in program_of(step, device).backward if isinstance(op, Unpack) and op.copied]
+
+
+def test_a_ring_of_two_joins_adds_a_half_and_gives_each_gradient_its_own_memory() -> None:
+    joined = Handling(copied=100, made=(100,))
+    # The half that arrives lands where that of the last training step did.
+    assert handled(SUM, 0) == [(joined, Handling(added=50)), (Handling(), Handling())]
+    assert messages(SUM, 0) == [2, 2]
+    assert given_memory(SUM, 1) == [(60, 40)]
+    assert given_memory(replace(SUM, keys=("a",), sizes=(100,)), 0) == []
+    assert given_memory(SUM, 2) == []
+
+
+def test_a_gradient_alone_is_summed_where_it_lies() -> None:
+    alone = replace(SUM, keys=("a",), sizes=(100,), alone=True)
+    assert handled(alone, 0) == [(Handling(), Handling(added=50)), (Handling(), Handling())]
+    assert given_memory(alone, 0) == []
+
+
+def test_statistics_are_a_small_gather() -> None:
+    step = ShareStatistics(0, "forward", ("bn",), (Value("x", SHAPE, Split(0, (3, 2))),), (6,), (0, 1))
+    assert handled(step, 0) == [(Handling(), Handling(copied=6, made=(12,)))]
+    assert handled(step, 2) == [(Handling(), Handling())]
+    assert messages(step, 2) == [0]
+
+
+def test_only_large_tensors_take_new_memory() -> None:
+    overhead = Overheads(copy_s_per_byte=2.0, add_s_per_byte=3.0, fresh_s_per_byte=0.5)
+    large = FRESH_BYTES // 4 + 1
+    assert overhead.handling_s(Handling(copied=5, added=7), 4) == 4 * (5 * 2 + 7 * 3)
+    assert overhead.handling_s(Handling(made=(large, FRESH_BYTES // 4)), 4) == 4 * large * 0.5
+
+
+HAND = Overheads(
+    step_s=3.0, layer_s=0.5, round_s=0.15, message_s=0.05, copy_s_per_byte=0.01, add_s_per_byte=0.02,
+    update_s_per_tensor=0.125,
+)  # fmt: skip
+
+
+def timeline(steps: list, overhead: Overheads = HAND, graph: Graph = GRAPH):
+    table = Table({(d, phase): 1.0 for d in (0, 1) for phase in ("forward", "backward")})
+    costs = Costs(table, hosts(2), itemsize=1, overheads=(overhead,) * 2)
+    return simulate(StepList(1, 2, (), (), tuple(steps)), graph, costs)
+
+
+def test_a_sum_of_gradients_by_hand() -> None:
+    """Bytes of one; 100 bytes/s after 0.5 s.
+
+    0-1.25      the layer: 1 s and half of 0.5
+    1.25-2.45   a round's 0.15, 0.05 for its second message, 100 bytes joined at 0.01
+    2.45-3.45   50 bytes each way
+    3.45-4.45   50 bytes added at 0.02
+    4.45-4.65   the second round's calls
+    4.65-5.65   50 bytes each way
+    5.65-9.65   each gradient its own memory: 100 bytes at 0.01; 3 s of the step
+    """
+    found = timeline([work(0, (0, 1)), SUM])
+    assert spans(found, 0, "compute") == [(0, 1.25), (1.25, 2.45), (3.45, 4.45), (4.45, 4.65), (5.65, 9.65)]
+    assert spans(found, 0, "send") == [(2.95, 3.45), (5.15, 5.65)]
+    assert found.step_s == pytest.approx(9.65)
+    # The other lane calls, sends and adds; the device's own lane waits for all of it, 2.45 to 5.65.
+    assert found.exchange_s == pytest.approx((3.2, 3.2))
+
+
+def test_a_device_without_messages_makes_no_calls() -> None:
+    """Device 1 sends nothing and gets nothing."""
+    away = Move(0, "forward", Value("a", (4,), OnOne(0)), Value("b", (4,), OnOne(2)), "ring")
+    table = Table({})
+    costs = Costs(table, hosts(3), itemsize=1, overheads=(replace(HAND, step_s=0.0),) * 3)
+    found = simulate(StepList(1, 3, (), (), (away,)), GRAPH, costs)
+    assert spans(found, 0, "compute") == spans(found, 2, "compute") == [(0, 0.15)]
+    assert spans(found, 1, "compute") == []
+
+
+def test_the_batch_is_loaded_and_every_parameter_updated() -> None:
+    """40 bytes of the batch twice through memory at 0.01; two tensors of 0.125 s, 6 and 2 entries of 0.001 s."""
+    from convoy.model.graph import Parameter
+
+    owned = {"weight": Parameter("w", (6, 1), True), "bias": Parameter("b", (2,), True)}
+    graph = Graph("Net", {"work": Layer("work", "elementwise", (), (1,), owned)}, ("work",))
+    step = replace(work(0, (0, 1)), parameters={"weight": Replicated((0,)), "bias": Replicated((0, 1))})
+    inputs = (Value("x", (10, 4), Split(0, (10, 0))),)
+    costs = Costs(
+        Table({(d, "forward"): 1.0 for d in (0, 1)}), hosts(2), 1, update_s_per_entry=(0.001,) * 2, overheads=(HAND,) * 2
+    )  # fmt: skip
+    found = simulate(StepList(10, 2, inputs, (), (step,)), graph, costs)
+    assert spans(found, 0, "compute") == [(0, 1.25), (1.25, 1.25 + 0.258), (1.508, 1.508 + 3 + 0.8)]
+    assert spans(found, 1, "compute") == [(0, 1.25), (1.25, 1.25 + 0.127), (1.377, 1.377 + 3)]
+
+
+def test_the_loss_takes_what_outputs_a_device_has_between_forward_and_backward() -> None:
+    """60 bytes at 0.02; where outputs stay, 36 of them and 24, and then two messages' calls and half a second of latency."""
+    overhead = replace(HAND, step_s=0.0, loss_s_per_byte=0.02)
+    table = Table({(d, phase): 1.0 for d in (0, 1) for phase in ("forward", "backward")})
+    costs = Costs(table, hosts(2), itemsize=1, overheads=(overhead,) * 2)
+
+    def replay(layout: Layout, *layers: Compute) -> list[list[tuple[float, float]]]:
+        steps = StepList(5, 2, (), (Value("v", SHAPE, layout),), layers)
+        return [spans(simulate(steps, GRAPH, costs), d, "compute") for d in (0, 1)]
+
+    forward, backward = work(0, (0,)), work(1, (0,), "backward")
+    # Device 1 computes no layer, and the loss all the same.
+    assert replay(EVERYONE, forward, backward) == [[(0, 1.25), (1.25, 2.45), (2.45, 3.7)], [(0, 1.2)]]
+    assert replay(EVERYONE, forward) == [[(0, 1.25)], []]  # without backward there is no loss
+    (first, own, calls, _), (other, _) = replay(Split(0, (3, 2)), forward, backward)
+    assert (first, own, calls[0]) == ((0, 1.25), (1.25, 1.25 + 0.72), 1.97)
+    assert other == (0, 0.48)
+
+
+def test_a_large_loss_takes_new_memory_three_times() -> None:
+    large = FRESH_BYTES // 4 + 1
+    overhead = Overheads(loss_s_per_byte=2.0, fresh_s_per_byte=0.5)
+    assert overhead.loss_s((large, 10), 4) == 4 * (2 * (large + 10) + 3 * large * 0.5)
+    assert replace(overhead, loss_s_per_byte=0.0).loss_s((large,), 4) == 0  # a file from before it was measured
+
+
+def test_a_gradient_that_comes_from_two_readers_is_added_once() -> None:
+    """Before the gradient is read, 8 entries are added at 0.02: 0.16 s."""
+    value = Value("x", (2, 4), EVERYONE)
+    readers = [Compute(n, "backward", "work", (value,), Value(f"y{n}", (2, 4), EVERYONE), (True,)) for n in (0, 1)]
+    unwanted = replace(readers[1], id=2, wants=(False,))
+    made = Compute(3, "backward", "work", (), value, ())
+    found = timeline([*readers, unwanted, made], replace(HAND, step_s=0.0))
+    assert spans(found, 0, "compute") == [(0, 1.25), (1.25, 2.5), (2.5, 3.75), (3.75, 3.91), (3.91, 5.16)]
+
+
+# --- batch norm ------------------------------------------------------------------------------------------------------
+
+NORM = Layer("bn", "batch_norm", ("x",), (3, 2, 2), statistics=True)
+
+
+def normed(layout: Layout, layer: Layer = NORM) -> LocalSize | None:
+    value = Value("bn", SHAPE, layout)
+    return local_size(Compute(0, "forward", "bn", (value,), value, (True,)), layer, 0)
+
+
+def test_statistics_are_shared_where_the_batch_lies_on_several_devices() -> None:
+    assert normed(Split(0, (3, 2))) == LocalSize(3, 3, 3, shares_statistics=True)
+    assert normed(Split(0, (5, 0))) == LocalSize(5, 3, 3)
+    assert normed(Split(1, (2, 1))) == LocalSize(5, 2, 3)
+    assert normed(OnOne(0)) == normed(EVERYONE) == LocalSize(5, 3, 3)
+    assert normed(Split(0, (3, 2)), replace(NORM, statistics=False)) == LocalSize(3, 3, 3)
+
+
+def grid(seconds: float) -> Grid:
+    """So many seconds a sample."""
+    return Grid((1, 2), (3,), ((seconds,), (2 * seconds,)))
+
+
+def test_shared_statistics_have_times_of_their_own() -> None:
+    times = LayerTimes(grid(1.0), grid(2.0), forward_shared=grid(10.0), backward_shared=grid(20.0))
+    shared, alone = LocalSize(2, 3, 3, shares_statistics=True), LocalSize(2, 3, 3)
+    assert (times.seconds(NORM, "forward", shared), times.seconds(NORM, "backward", shared)) == (20.0, 40.0)
+    assert (times.seconds(NORM, "forward", alone), times.seconds(NORM, "backward", alone)) == (2.0, 4.0)
+    # A part of the samples means that others have the rest.
+    graph = Graph("Norm", {"x": Layer("x", "input", (), (3, 2, 2)), "bn": NORM}, ("bn",))
+    model = CostModel(graph, 4, Costs(MeasuredTimes(({"bn": times},)), hosts(1), overheads=(HAND,)))
+    assert model.layer_s(NORM, 0, LocalSize(4, 3, 3)) == pytest.approx(4 * 1.0 + 0.25)  # nothing in it is trained
+    assert model.layer_s(NORM, 0, LocalSize(2, 3, 3)) == pytest.approx(2 * 10.0 + 0.25)
+    assert model.alone_s(0) == pytest.approx(4 * 1.0 + 0.5 + 3.0), "alone, all layers are one segment"

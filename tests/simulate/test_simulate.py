@@ -1,0 +1,512 @@
+"""The replay, against timelines worked out by hand: the numbers stand in the comments."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+import convoy.plan.steps
+from convoy.fleet import Card, Device, Fleet, Host, Segment
+from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split
+from convoy.model.graph import Graph, Layer
+from convoy.plan.lower import lower
+from convoy.plan.presets import Speeds, named_plan
+from convoy.plan.size import LocalSize
+from convoy.plan.steps import Compute, Move, Part, Phase, StepList, SumGradients, Value
+from convoy.simulate.events import Await, Begin, Work, play
+from convoy.simulate.network import Network, network_of, rates
+from convoy.simulate.simulate import Costs, Event, Timeline, simulate
+from tests.support.stacks import Stack
+
+LAYER = Layer("work", "elementwise", (), (1,))
+GRAPH = Graph("Hand", {"work": LAYER}, ("work",))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Seconds of a layer's whole part on a device, by device and phase."""
+
+    seconds_of: Mapping[tuple[int, Phase], float]
+
+    def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:  # noqa: ARG002
+        return self.seconds_of[device, phase] / (1 if part == "all" else 2)
+
+    def alike(self, device: int) -> int:
+        return device
+
+    def least_s(self, device: int, layer: Layer, phase: Phase, batch: int, shared: bool = False) -> float:  # noqa: ARG002
+        return 0.0
+
+
+def hosts(count: int, bytes_per_s: float = 100.0, latency_s: float = 0.5, processor_s_per_byte: float = 0.0) -> Network:
+    """One device per host; equal cards."""
+    card = Card(bytes_per_s, bytes_per_s, latency_s)
+    fleet = Fleet(
+        tuple(Host(f"h{i}") for i in range(count)),
+        tuple(Device(f"d{i}", f"h{i}", "cpu") for i in range(count)),
+        card,
+    )
+    return network_of(fleet, (processor_s_per_byte,) * count)
+
+
+def work(number: int, devices: tuple[int, ...], phase: Phase = "forward", after: tuple[int, ...] = ()) -> Compute:
+    value = Value(f"v{number}", (1, 1), Replicated(devices))
+    return Compute(number, phase, "work", (value,), value, (True,), after=after)
+
+
+def move(number: int, src: Layout, dst: Layout, entries: int) -> Move:
+    """A vector of `entries` numbers of one byte."""
+    return Move(number, "forward", Value("a", (entries,), src), Value("b", (entries,), dst), "ring")
+
+
+def replay(steps: list, devices: int, network: Network, seconds: Mapping[tuple[int, Phase], float]) -> Timeline:
+    listed = StepList(1, devices, (), (), tuple(steps))
+    return simulate(listed, GRAPH, Costs(Table(seconds), network, itemsize=1))
+
+
+def spans(timeline: Timeline, device: int, activity: str) -> list[tuple[float, float]]:
+    found = [e for e in timeline.events if (e.device, e.activity) == (device, activity)]
+    return [(pytest.approx(e.start_s), pytest.approx(e.end_s)) for e in sorted(found, key=lambda e: e.start_s)]
+
+
+def test_one_device_computes_one_thing_after_the_other():
+    # forward 2 s, forward 2 s, backward 3 s.
+    steps = [work(0, (0,)), work(1, (0,)), work(2, (0,), "backward")]
+    timeline = replay(steps, 1, hosts(1), {(0, "forward"): 2.0, (0, "backward"): 3.0})
+    assert spans(timeline, 0, "compute") == [(0, 2), (2, 4), (4, 7)]
+    assert (timeline.step_s, timeline.compute_s, timeline.exchange_s) == (7.0, (7.0,), (0.0,))
+    assert [e.label for e in timeline.events] == ["work forward", "work forward", "work backward"]
+
+
+def test_nothing_takes_no_time():
+    assert replay([], 2, hosts(2), {}) == Timeline((), 0.0, (0.0, 0.0), (0.0, 0.0))
+
+
+def test_one_message_waits_for_its_latency():
+    # 200 bytes at 100 bytes/s after 0.5 s: under way from 0.5 to 2.5. The sender's kernel has them.
+    timeline = replay([move(0, OnOne(0), OnOne(1), 200)], 2, hosts(2), {})
+    assert timeline.events == (
+        Event(0, "send", "Move 0", 0.5, 2.5, 0, peer=1, size_bytes=200),
+        Event(1, "receive", "Move 0", 0.5, 2.5, 0, peer=0, size_bytes=200),
+        Event(1, "wait", "end of forward", 0.0, 2.5, 1),
+    )
+    assert (timeline.step_s, timeline.exchange_s) == (2.5, (0.0, 2.5))
+
+
+def test_who_sends_more_than_its_kernel_takes_waits_until_it_is_there(monkeypatch):
+    monkeypatch.setattr("convoy.simulate.simulate.HELD_BYTES", 199)
+    timeline = replay([move(0, OnOne(0), OnOne(1), 200)], 2, hosts(2), {})
+    assert timeline.exchange_s == (2.5, 2.5)
+
+
+def test_a_message_travels_while_its_receiver_does_something_else():
+    """100 bytes from 0 to 1 start at 1 + 0.5, and are there at 2.5; device 1 computes until 4, and has them at once."""
+    steps = [work(0, (0, 1)), move(1, OnOne(0), OnOne(1), 100), work(2, (1,), after=(1,))]
+    timeline = replay(steps, 2, hosts(2), {(0, "forward"): 1.0, (1, "forward"): 4.0})
+    assert spans(timeline, 1, "receive") == [(1.5, 2.5)]
+    assert spans(timeline, 1, "compute") == [(0, 4), (4, 8)]
+    assert timeline.exchange_s == (0.0, 0.0)
+
+
+def test_two_senders_share_the_receivers_card():
+    """100 and 200 bytes into one card of 100 bytes/s, on the way from 0.5.
+
+    Both at 50 bytes/s until the first has its 100 at 2.5; the other has 100 left, alone: 3.5. All 300 bytes in 3 s.
+    """
+    timeline = replay([move(0, Split(0, (0, 100, 200)), OnOne(0), 300)], 3, hosts(3), {})
+    assert spans(timeline, 1, "send") == [(0.5, 2.5)]
+    assert spans(timeline, 2, "send") == [(0.5, 3.5)]
+    assert spans(timeline, 0, "receive") == [(0.5, 2.5), (0.5, 3.5)]
+    assert timeline.exchange_s == pytest.approx((3.5, 0.0, 0.0))
+
+
+def test_both_directions_of_a_card_are_free_of_each_other():
+    # Each sends its 100 bytes to the other, 1 s each, at the same time.
+    timeline = replay([move(0, Split(0, (100, 100)), Replicated((0, 1)), 200)], 2, hosts(2), {})
+    assert timeline.step_s == pytest.approx(1.5)
+
+
+def test_where_outputs_stay_the_parts_of_the_loss_are_joined_before_backward():
+    """Forward takes 1 and 3 s; 16 bytes each way from 3.5 on, at 100 bytes/s: 3.66; then backward, 1 s. Not where none runs."""
+    steps = [work(0, (0, 1)), work(1, (0, 1), "backward")]
+    seconds = {(0, "forward"): 1.0, (1, "forward"): 3.0, (0, "backward"): 1.0, (1, "backward"): 1.0}
+    costs = Costs(Table(seconds), hosts(2), itemsize=1)
+    for layout, ends in (
+        (Split(0, (1, 1)), 4.66),
+        (OnOne(0), 4.66),
+        (Replicated((0, 1)), 4.0),
+        (Split(1, (1, 1)), 4.0),
+    ):
+        listed = StepList(2, 2, (), (Value("y", (2, 2), layout),), tuple(steps))
+        assert simulate(listed, GRAPH, costs).step_s == pytest.approx(ends)
+    timeline = simulate(replace(listed, outputs=(Value("y", (2,), Split(0, (1, 1))),), steps=(steps[0],)), GRAPH, costs)
+    assert timeline.step_s == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("bytes_per_s", [100.0, 50.0])
+def test_ring_of_three(bytes_per_s):
+    """300 bytes: 2(p-1) = 4 rounds, each of 0.5 s latency and 100 bytes."""
+    step = SumGradients(0, ("w",), (300,), 0, (0, 1, 2), (1, 1, 1), "ring")
+    timeline = replay([step], 3, hosts(3, bytes_per_s), {})
+    round_s = 0.5 + 100 / bytes_per_s
+    assert timeline.step_s == pytest.approx(4 * round_s)
+    starts = [0.5 + i * round_s for i in range(4)]
+    for device in range(3):
+        assert spans(timeline, device, "send") == [(at, at + 100 / bytes_per_s) for at in starts]
+
+
+def test_the_fast_device_waits_for_the_slow_one():
+    """Device 0 computes 1 s, device 1 4 s. 100 bytes from 1 to 0 start when 1 is ready: 4.5 to 5.5; 1 goes on at once."""
+    steps = [work(0, (0, 1)), move(1, OnOne(1), OnOne(0), 100), work(2, (0, 1), after=(1,))]
+    timeline = replay(steps, 2, hosts(2), {(0, "forward"): 1.0, (1, "forward"): 4.0})
+    assert spans(timeline, 0, "compute") == [(0, 1), (5.5, 6.5)]
+    assert spans(timeline, 1, "compute") == [(0, 4), (4, 8)]
+    # Waiting counts as exchanging: device 0 from 1 to 5.5.
+    assert timeline.exchange_s == pytest.approx((4.5, 0.0))
+    assert (timeline.step_s, timeline.busiest) == (pytest.approx(8.0), 1)
+
+
+def test_a_device_without_a_part_does_not_wait():
+    """Devices 0 and 1 exchange; device 2 goes on computing."""
+    steps = [move(0, OnOne(0), OnOne(1), 100), work(1, (2,))]
+    timeline = replay(steps, 3, hosts(3), {(2, "forward"): 0.25})
+    assert spans(timeline, 2, "compute") == [(0, 0.25)]
+    assert timeline.exchange_s == pytest.approx((0, 1.5, 0))
+
+
+def test_processors_that_handle_traffic_limit_it():
+    """0.02 s of processor per byte: 50 bytes/s for one message, though the card has 100: 100 bytes take 2 s.
+
+    Two messages into one device share its processor too: 25 bytes/s each, 100 bytes take 4 s.
+    """
+    network = hosts(3, processor_s_per_byte=0.02)
+    one = replay([move(0, OnOne(0), OnOne(1), 100)], 3, network, {})
+    assert one.step_s == pytest.approx(0.5 + 2)
+    two = replay([move(0, Split(0, (0, 100, 100)), OnOne(0), 200)], 3, network, {})
+    assert two.step_s == pytest.approx(0.5 + 4)
+
+
+def test_sending_and_receiving_cost_the_same_processor():
+    """Each of two devices sends and receives 100 bytes at once: 200 bytes through each processor at 50 bytes/s: 4 s."""
+    network = hosts(2, processor_s_per_byte=0.02)
+    timeline = replay([move(0, Split(0, (100, 100)), Replicated((0, 1)), 200)], 2, network, {})
+    assert timeline.step_s == pytest.approx(0.5 + 4)
+
+
+def two_on_one_host() -> Network:
+    """Devices 0 and 1 in one host, 2 in another. Within the host 400 bytes/s and 0.1 s; cards of 100 bytes/s, 0.5 s."""
+    inside, outside = (0.1, 0.1, 0.5), (0.5, 0.5, 0.1)
+    return Network(
+        host=(0, 0, 1),
+        send_bytes_per_s=(100.0, 100.0),
+        receive_bytes_per_s=(100.0, 100.0),
+        within_bytes_per_s=(400.0, 400.0),
+        latency_s=(inside, inside, outside),
+        pair_bytes_per_s=((400.0, 400.0, 100.0), (400.0, 400.0, 100.0), (100.0, 100.0, 400.0)),
+        processor_s_per_byte=(0.0, 0.0, 0.0),
+    )
+
+
+def test_traffic_within_a_host_leaves_the_card_alone():
+    # 200 bytes at 400 bytes/s after 0.1 s.
+    timeline = replay([move(0, OnOne(0), OnOne(1), 200)], 3, two_on_one_host(), {})
+    assert timeline.step_s == pytest.approx(0.1 + 0.5)
+
+
+def test_devices_of_one_host_share_its_card():
+    """100 bytes from each device of host 0 to device 2: one card of 100 bytes/s sends both in 2 s."""
+    timeline = replay([move(0, Split(0, (100, 100, 0)), OnOne(2), 200)], 3, two_on_one_host(), {})
+    assert timeline.step_s == pytest.approx(0.5 + 2)
+
+
+def test_a_slow_path_leaves_the_rest_of_the_card_to_others():
+    """Device 0 sends to 1 over a path of 20 bytes/s and to 2: the card's other 80 bytes/s go to 2 (max-min fairness)."""
+    slow = hosts(3)
+    pair = [list(row) for row in slow.pair_bytes_per_s]
+    pair[0][1] = 20.0
+    network = Network(
+        slow.host, slow.send_bytes_per_s, slow.receive_bytes_per_s, slow.within_bytes_per_s, slow.latency_s,
+        tuple(map(tuple, pair)), slow.processor_s_per_byte,
+    )  # fmt: skip
+    assert rates(network, [(0, 1), (0, 2)]) == pytest.approx([20.0, 80.0])
+    # 80 bytes each: device 2 has its own at 1.5; device 1 after 4 s.
+    timeline = replay([move(0, OnOne(0), Replicated((1, 2)), 80)], 3, network, {})
+    assert spans(timeline, 2, "receive") == [(0.5, 1.5)]
+    assert spans(timeline, 1, "receive") == [(0.5, 4.5)]
+
+
+def two_segments() -> Network:
+    """Hosts 0 and 1 in a segment whose uplink carries 40 bytes/s out and 80 in after 1 s more; host 2 in another of 50 out and
+    60 in; host 3 where both uplinks end. Cards of 100 bytes/s, 0.5 s."""
+    card = Card(100.0, 100.0, 0.5)
+    names = ("h0", "h1", "h2", "h3")
+    segments = (Segment("a", ("h0", "h1"), Card(40.0, 80.0, 1.0)), Segment("b", ("h2",), Card(50.0, 60.0, 0.0)))
+    devices = tuple(Device(f"d{name}", name, "cpu") for name in names)
+    return network_of(Fleet(tuple(map(Host, names)), devices, card, segments=segments))
+
+
+def test_messages_that_cross_an_uplink_share_it():
+    """Within a segment the cards count. Two messages that leave segment a have 20 bytes/s each; one from b to the host outside
+    shares no uplink with them, but the card there."""
+    network = two_segments()
+    assert rates(network, [(0, 1)]) == pytest.approx([100.0])
+    assert rates(network, [(0, 2), (1, 3)]) == pytest.approx([20.0, 20.0])
+    assert rates(network, [(0, 3), (1, 3), (2, 3)]) == pytest.approx([20.0, 20.0, 50.0])
+    assert rates(network, [(2, 0), (2, 1), (3, 1)]) == pytest.approx([25.0, 25.0, 30.0])
+    assert network.latency_s[0][2] == pytest.approx(1.5)
+    assert network.pair_bytes_per_s[3][2] == 60.0
+    timeline = replay([move(0, Split(0, (100, 100, 0, 0)), OnOne(3), 200)], 4, network, {})
+    assert timeline.step_s == pytest.approx(1.5 + 200 / 40)
+
+
+def test_links_without_a_limit_take_their_latency():
+    network = network_of(Fleet((Host("h"),), (Device("a", "h", "cpu"), Device("b", "h", "cpu"))))
+    free = Network(network.host, (np.inf,), (np.inf,), (np.inf,), network.latency_s, ((np.inf,) * 2,) * 2, (0.0, 0.0))
+    timeline = replay([move(0, OnOne(0), OnOne(1), 10**9)], 2, free, {})
+    assert timeline.step_s == pytest.approx(2e-5)
+
+
+def test_a_pending_sum_on_its_way_to_one_device():
+    """Three summands of 100 bytes to device 0: two messages share its card, 2 s."""
+    timeline = replay([move(0, Partial((0, 1, 2)), OnOne(0), 100)], 3, hosts(3), {})
+    assert timeline.step_s == pytest.approx(0.5 + 2)
+
+
+def test_a_filter_split_of_unequal_devices():
+    """1x2x2 images, one convolution of 3 filters, two on device 0 and one on device 1; ReLU; batch 5, master plan.
+
+    Seconds per part: convolution forward 2 (device 0) and 3 (device 1), backward 4 and 6; ReLU, on device 0 only, 1 and 1.
+    Bytes of one: filter outputs of device 1, 5*1*4 = 20, at 100 bytes/s: 0.2 s after 0.5 s.
+
+    0-2 | 0-3   convolutions; device 0 waits
+    3-3.7       the outputs of device 1 to device 0
+    3.7-4.7     ReLU
+    4.7-5.8     the outputs to device 1, as copies: 5*3*4 = 60 bytes, 0.6 s after 0.5 s
+    4.7-5.7     ReLU backward beside it (the loss takes no time, and device 0 has all outputs)
+    5.7-6.4     the gradient of device 1's filters: 20 bytes behind the outputs, which have left by then
+    5.7-9.7 | 6.4-12.4    convolutions backward
+    9.7-9.9 | 12.4-12.5   the optimizer, 0.01 s an entry: 2*9 + 2 = 20 entries, and 10
+    """
+    graph = Stack((1, 2, 2)).conv(3, 3).graph()
+
+    @dataclass(frozen=True)
+    class Times:
+        def seconds(self, device: int, layer: Layer, phase: Phase, size: LocalSize, part: Part = "all") -> float:
+            assert part == "all"
+            if layer.kind == "conv":
+                assert size == LocalSize(5, (2, 1)[device], 1)
+                return {"forward": (2.0, 3.0), "backward": (4.0, 6.0)}[phase][device]
+            assert (device, size.outputs) == (0, 3)
+            return 1.0
+
+        def alike(self, device: int) -> int:
+            return device
+
+        def least_s(self, device: int, layer: Layer, phase: Phase, batch: int, shared: bool = False) -> float:  # noqa: ARG002
+            return 0.0
+
+    plan = named_plan("master", graph, 5, Speeds((3.0, 2.0)))
+    costs = Costs(Times(), hosts(2), itemsize=1, update_s_per_entry=(0.01, 0.01))
+    timeline = simulate(lower(plan, graph), graph, costs)
+    assert spans(timeline, 0, "compute") == [(0, 2), (3.7, 4.7), (4.7, 5.7), (5.7, 9.7), (9.7, 9.9)]
+    assert spans(timeline, 1, "compute") == [(0, 3), (6.4, 12.4), (12.4, 12.5)]
+    assert spans(timeline, 1, "send") == [(3.5, 3.7)]
+    assert spans(timeline, 0, "send") == [(5.2, 5.8), (6.2, 6.4)]
+    assert timeline.step_s == pytest.approx(12.5)
+    assert timeline.compute_s == pytest.approx((8.2, 9.1))
+    # Device 0 waits 2 to 3.7; device 1 waits 3 to 5.8 for the outputs, and to 6.4 for the gradient.
+    assert timeline.exchange_s == pytest.approx((1.7, 3.4))
+
+
+def test_the_same_steps_give_the_same_timeline():
+    graph = Stack((3, 8, 8)).conv(5, 3).pool().flatten().linear(4).graph()
+    plan = named_plan("hybrid", graph, 7, Speeds((3.0, 2.0, 1.0)))
+    steps = lower(plan, graph)
+    costs = Costs(Table({(d, phase): d + 1.0 for d in range(3) for phase in ("forward", "backward")}), hosts(3))
+    assert simulate(steps, graph, costs) == simulate(steps, graph, costs)
+
+
+# --- overlap ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_move_goes_on_while_its_sender_and_its_receiver_compute():
+    """100 bytes from 0 to 1 begin at once, 0.5 to 1.5. Both compute 4 s meanwhile, and the reader on 1 need not wait."""
+    steps = [move(0, OnOne(0), OnOne(1), 100), work(1, (0, 1)), work(2, (1,), after=(0,))]
+    timeline = replay(steps, 2, hosts(2), {(0, "forward"): 4.0, (1, "forward"): 4.0})
+    assert spans(timeline, 1, "receive") == [(0.5, 1.5)]
+    assert spans(timeline, 1, "compute") == [(0, 4), (4, 8)]
+    assert timeline.exchange_s == (0.0, 0.0)
+
+
+def test_a_reader_waits_for_what_has_not_arrived():
+    """The same with computations of 1 s: the reader begins when the message is there, at 1.5."""
+    steps = [move(0, OnOne(0), OnOne(1), 100), work(1, (0, 1)), work(2, (1,), after=(0,))]
+    timeline = replay(steps, 2, hosts(2), {(0, "forward"): 1.0, (1, "forward"): 1.0})
+    assert spans(timeline, 1, "compute") == [(0, 1), (1.5, 2.5)]
+    assert spans(timeline, 1, "wait") == [(1, 1.5)]
+    assert spans(timeline, 0, "wait") == []
+
+
+def test_without_overlap_every_move_is_awaited_where_it_stands():
+    steps = [move(0, OnOne(0), OnOne(1), 100), work(1, (0, 1)), work(2, (1,), after=(0,))]
+    costs = Costs(Table({(0, "forward"): 4.0, (1, "forward"): 4.0}), hosts(2), itemsize=1)
+    timeline = simulate(StepList(1, 2, (), (), tuple(steps)), GRAPH, costs, overlap=False)
+    assert spans(timeline, 1, "compute") == [(1.5, 5.5), (5.5, 9.5)]
+
+
+def test_a_sum_runs_while_backward_goes_on():
+    """200 bytes on two devices: rounds 0.5-1.5 and 2-3 beside 10 s of backward; a second sum then has 10.5-11.5, 12-13."""
+    sums = [SumGradients(i, (f"w{i}",), (200,), 0, (0, 1), (1, 1), "ring") for i in (0, 2)]
+    steps = [sums[0], work(1, (0, 1), "backward"), sums[1]]
+    timeline = replay(steps, 2, hosts(2), {(0, "backward"): 10.0, (1, "backward"): 10.0})
+    assert spans(timeline, 0, "compute") == [(0, 10)]
+    assert spans(timeline, 0, "send") == [(0.5, 1.5), (2, 3), (10.5, 11.5), (12, 13)]
+    assert timeline.exchange_s == pytest.approx((3.0, 3.0))
+
+
+def test_a_sum_begins_while_the_last_round_of_the_one_before_travels():
+    """Two sums are ready at once. The last round of the first arrives where it belongs: the second is queued right behind it,
+    without the half a second of latency in between."""
+    sums = [SumGradients(i, (f"w{i}",), (200,), 0, (0, 1), (1, 1), "ring") for i in (0, 1)]
+    timeline = replay(sums, 2, hosts(2), {})
+    assert spans(timeline, 1, "send") == [(0.5, 1.5), (2, 3), (3, 4), (4.5, 5.5)]
+
+
+def test_a_large_sum_goes_in_two_segments(monkeypatch):
+    """200 bytes on two devices, as two sums of 100 in turns: messages of 50 bytes, 0.5 s each, one behind the other.
+
+    The second round of a segment begins when its first has arrived: at 1, and at 1.5; 0.5 s later its bytes flow.
+    """
+    monkeypatch.setattr(convoy.plan.steps, "SEGMENT_ENTRIES", 100)
+    timeline = replay([SumGradients(0, ("w",), (200,), 0, (0, 1), (1, 1), "ring")], 2, hosts(2), {})
+    for device in range(2):
+        assert spans(timeline, device, "send") == [(0.5, 1), (1, 1.5), (1.5, 2), (2, 2.5)]
+
+
+def test_messages_from_one_device_to_another_share_one_connection():
+    """Two moves of 100 bytes from 0 to 1 at once: 0.5-1.5, then 1.5-2.5; the latencies of both are over by then."""
+    steps = [move(0, OnOne(0), OnOne(1), 100), move(1, OnOne(0), OnOne(1), 100)]
+    timeline = replay(steps, 2, hosts(2), {})
+    assert spans(timeline, 1, "receive") == [(0.5, 1.5), (1.5, 2.5)]
+
+
+def jittery(network: Network, *jitter_s: float) -> Network:
+    return replace(network, jitter_s=jitter_s)
+
+
+def test_whoever_computed_comes_late_to_an_exchange():
+    """Both compute 2 s; 100 bytes take 1 s behind 0.5 s of latency. Who is 0.75 s late sends from 3.25 to 4.25, who is 0.25 s
+    late until 3.75; a receiver that comes 2 s late has them at 4."""
+    steps = [work(0, (0, 1)), move(1, OnOne(0), OnOne(1), 100), work(2, (1,), after=(1,))]
+    seconds = {(0, "forward"): 2.0, (1, "forward"): 2.0}
+    for jitter_s, sent, begins_s in (((0.75, 0.25), (3.25, 4.25), 4.25), ((0.25, 2.0), (2.75, 3.75), 4.0)):
+        timeline = replay(steps, 2, jittery(hosts(2), *jitter_s), seconds)
+        assert spans(timeline, 0, "send") == [sent]
+        assert spans(timeline, 1, "compute") == [(0, 2), (begins_s, begins_s + 2)]
+    # Nobody is later than it computed: 0.5 s here, of a jitter of 9.
+    short = replay(steps, 2, jittery(hosts(2), 9.0, 0.0), {(0, "forward"): 0.5, (1, "forward"): 0.5})
+    assert spans(short, 0, "send") == [(1.5, 2.5)]
+
+
+def test_whoever_waits_for_the_slow_one_is_not_later_still():
+    """Device 1, which sends, is ready at 0.25 + 4: device 0, as late as it may be, has long been there."""
+    steps = [work(0, (0, 1)), move(1, OnOne(1), OnOne(0), 100), work(2, (0,), after=(1,))]
+    timeline = replay(steps, 2, jittery(hosts(2), 2.0, 0.25), {(0, "forward"): 1.0, (1, "forward"): 4.0})
+    assert spans(timeline, 0, "receive") == [(4.75, 5.75)]
+    assert spans(timeline, 0, "compute") == [(0, 1), (5.75, 6.75)]
+
+
+def test_only_the_first_round_after_computing_is_late():
+    """2 s of computing, then a ring of two: two rounds of 1.5 s. Late by 0.25 once, since who waited is awake."""
+    steps = [work(0, (0, 1), "backward"), SumGradients(1, ("w",), (200,), 0, (0, 1), (1, 1), "ring")]
+    seconds = {(0, "backward"): 2.0, (1, "backward"): 2.0}
+    timeline = replay(steps, 2, jittery(hosts(2), 0.25, 0.25), seconds)
+    assert spans(timeline, 0, "send") == [(2.75, 3.75), (4.25, 5.25)]
+
+
+def test_rounds_of_a_sum_beside_computing_are_all_late():
+    """A sum of two rounds beside 10 s of backward, each 0.25 s late: 0.75-1.75, 2.5-3.5. The next, after it, is not."""
+    sums = [SumGradients(i, (f"w{i}",), (200,), 0, (0, 1), (1, 1), "ring") for i in (0, 2)]
+    steps = [sums[0], work(1, (0, 1), "backward"), sums[1]]
+    network = replace(hosts(2), beside_s=(0.25, 0.25))
+    timeline = replay(steps, 2, network, {(0, "backward"): 10.0, (1, "backward"): 10.0})
+    assert spans(timeline, 0, "send") == [(0.75, 1.75), (2.5, 3.5), (10.5, 11.5), (12, 13)]
+
+
+def test_whoever_rested_computes_faster_at_first():
+    """Device 1 waits 1.5 s for 100 bytes, and may be done 1 s sooner, at four times the speed: 2 s take 1.
+
+    A piece of 0.8 s takes 0.2 and leaves 0.4 s of the gain to what follows: of 2 s 1.6 are left.
+    """
+    seconds = {(0, "forward"): 0.0, (1, "forward"): 2.0}
+    network = replace(hosts(2), rests=((0.0, 1.0), (1.0, 4.0)))
+    timeline = replay([move(0, OnOne(0), OnOne(1), 100), work(1, (1,), after=(0,))], 2, network, seconds)
+    assert spans(timeline, 1, "compute") == [(1.5, 2.5)]
+    two = [move(0, OnOne(0), OnOne(1), 100), work(1, (1,), "backward", after=(0,)), work(2, (1,), "backward")]
+    for short_s, ends in ((0.8, (1.7, 2.1)), (2.0, (2.5, 4.5))):
+        timeline = replay(two, 2, network, {(1, "backward"): short_s})
+        assert spans(timeline, 1, "compute") == [(1.5, ends[0]), (ends[0], ends[1])]
+
+
+def test_calls_are_not_sooner_after_a_rest_and_leave_it_to_what_is_computed_next():
+    """Device 1 waits 1.5 s, calls for 2 s, and then computes 2 s in 1."""
+    message, label = {(0, 0, 0, 1): 100}, "move"
+    begin, wait = Begin(0, 0, label, message), Await(0, label, frozenset({("round", 0, 0)}))
+    works = [Work(1, "calls", 2.0), Work(2, "layer", 2.0, sooner=True)]
+    network = replace(hosts(2), rests=((0.0, 1.0), (1.0, 4.0)))
+    timeline = play([([begin, wait], []), ([begin, wait, *works], [])], network)
+    assert spans(timeline, 1, "compute") == [(1.5, 3.5), (3.5, 4.5)]
+
+
+def test_nobody_gains_more_by_a_rest_than_it_took():
+    """0.2 s of waiting, of a device that may be 5 s sooner."""
+    seconds = {(0, "forward"): 1.0, (1, "forward"): 3.0}
+    network = replace(hosts(2), rests=((0.0, 1.0), (5.0, 100.0)), latency_s=((0.0, 0.1), (0.1, 0.0)))
+    steps = [move(0, OnOne(0), OnOne(1), 10), work(1, (1,), after=(0,))]
+    timeline = replay(steps, 2, network, seconds)
+    assert spans(timeline, 1, "compute") == [(0.2, 3.0)]
+
+
+def test_traffic_slows_what_computes_beside_it():
+    """0.004 s of processor per byte, 100 bytes/s: 0.4 of a processor, 1.25 s of computing take 0.5 + 1 + 0.15 s.
+
+    0.5 s alone before the message; 1 s at 0.6 of the speed while it is under way; the last 0.15 s alone.
+    """
+    steps = [move(0, OnOne(0), OnOne(1), 100), work(1, (0, 1))]
+    timeline = replay(steps, 2, hosts(2, processor_s_per_byte=0.004), {(0, "forward"): 1.25, (1, "forward"): 1.25})
+    assert spans(timeline, 0, "compute") == [(0, 1.65)]
+    assert spans(timeline, 0, "send") == [(0.5, 1.5)]
+
+
+def test_traffic_takes_at_most_half_of_a_processor_that_computes():
+    """0.02 s per byte would be twice a processor: it gets half, 25 bytes/s, until the computing is done at 0.5 + 2 * 1 s.
+
+    By then 50 of 100 bytes are there; the others go at 50 bytes/s, 1 s.
+    """
+    steps = [move(0, OnOne(0), OnOne(1), 100), work(1, (0, 1))]
+    timeline = replay(steps, 2, hosts(2, processor_s_per_byte=0.02), {(0, "forward"): 1.5, (1, "forward"): 1.5})
+    assert spans(timeline, 0, "compute") == [(0, 2.5)]
+    assert spans(timeline, 0, "send") == [(0.5, 3.5)]
+
+
+def test_a_layer_begins_with_the_first_piece_of_its_input():
+    """4 samples of 100 bytes from 0 to both, in 2 pieces of 200: 0.5-2.5 and 2.5-4.5. A piece computes 3 s: 2.5-5.5-8.5."""
+    moved = Move(
+        0, "forward", Value("a", (4, 100), OnOne(0)), Value("b", (4, 100), Replicated((0, 1))), "ring", pieces=2
+    )
+    made = Value("y", (4, 1), Replicated((0, 1)))
+    layer = Compute(1, "forward", "work", (moved.writes,), made, (False,), after=(0,), pieces=2)
+    timeline = replay([moved, layer], 2, hosts(2), {(0, "forward"): 3.0, (1, "forward"): 3.0})
+    assert spans(timeline, 1, "receive") == [(0.5, 2.5), (2.5, 4.5)]
+    assert spans(timeline, 1, "compute") == [(2.5, 5.5), (5.5, 8.5)]
+    assert timeline.step_s == pytest.approx(8.5)
+
+
+def test_a_long_step_ends_though_its_clock_is_coarse():
+    """Story: with layers of millions of seconds a message of microseconds ended later than the clock could show, and never."""
+    steps = [work(0, (0, 1)), *(move(i, OnOne(0), OnOne(1), 1) for i in (1, 2, 3)), work(4, (0, 1), after=(3,))]
+    steps[1:4] = [replace(each, after=(0,)) for each in steps[1:4]]
+    network = hosts(2, bytes_per_s=3e9, latency_s=1e-7, processor_s_per_byte=1e-11)
+    timeline = replay(steps, 2, network, {(0, "forward"): 1e9 / 3, (1, "forward"): 1e9 / 7})
+    assert timeline.step_s == pytest.approx(2e9 / 3)
