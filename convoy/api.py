@@ -343,6 +343,8 @@ def distribute(
     """
     part = Distributed(model, plan, group, example, slowdown=slowdown, compile=compile)
     compute_in(part, precision)
+    if group.devices > 1 and group.device == 0 and (told := part.traced[True].graph.unshared):
+        builtins.print(told, file=sys.stderr, flush=True)
     return part
 
 

@@ -37,7 +37,6 @@ from convoy.app.joining import (
     run_of,
 )
 from convoy.app.telling import planning_title, save_files, show_new_plan, show_plan, teller, write_page
-from convoy.app.without_compiler import leave_compiler_out
 from convoy.checkpoint import Progress
 from convoy.comm import roster
 from convoy.comm.accelerator import limit_memory, set_modes
@@ -90,7 +89,6 @@ class _Done:
 def run_device(run: RunSettings) -> None:
     """What each device of a job does."""
     settings = run.settings
-    leave_compiler_out()
     check(settings)
     set_modes(settings.tf32, settings.deterministic)
     torch.manual_seed(settings.seed)
@@ -134,7 +132,6 @@ def run_newcomer(
         InputError, MismatchError: there is no such training, it does not take this device, or was started by another version.
         DeviceLostError: it has ended, or went on without this device.
     """
-    leave_compiler_out()
     watch_parent()
     env = ProcessEnv(0, 2, 0, None, *doors[0], hosted=False, attempt=0)
     entrance = Entrance(doors, credentials_of(env))

@@ -1,6 +1,7 @@
 """The executor: interprets the program of one device, forward and then backward, operation by operation."""
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from convoy.errors import InputError
 from convoy.layout.layout import Split
 from convoy.model.graph import Layer
 from convoy.model.tracing import TracedModel, bind_operation
+from convoy.model.tracing.layers import is_of_user
+from convoy.model.tracing.python_state import refuse_changes, subtree
 from convoy.plan.compile import compile_device, output_gradient, without_gradients
 from convoy.plan.device_program import (
     Compute,
@@ -40,6 +43,7 @@ from convoy.runtime.gradients import Found, StretchSums, Sums, Worker, collect, 
 from convoy.runtime.kernels import (
     Arithmetic,
     ByAutograd,
+    ByBackward,
     Roots,
     arithmetic,
     detached,
@@ -115,6 +119,13 @@ class Executor:
                 run = self.arithmetic[name] = arithmetic(model, layer, traced.operations[name])
                 if layer.everywhere and isinstance(run, ByAutograd):
                     run.call = self.calls[name] = partial(_as_traced, layer, self.calls[name])
+                elif (
+                    isinstance(run, ByAutograd | ByBackward)
+                    and not (layer.per_sample or layer.notes)
+                    and is_of_user(traced.operations[name], model)
+                ):
+                    inside = [subtree(model, path) for path in traced.operations[name].modules]
+                    run.call = self.calls[name] = refuse_changes(name, dict(ChainMap(*inside)), self.calls[name])
             if layer.kind == "batch_norm":
                 self.norms[name] = GlobalBatchNorm(model.get_submodule(str(traced.operations[name].target)), layer)
 

@@ -19,7 +19,6 @@ from convoy.errors import ConvoyError, InputError
 from convoy.layout.layout import Layout, Replicated
 from convoy.model.operation import fill_result
 from convoy.model.tracing import StateWatch, TracedModel, disable_in_place, trace, unwrapped
-from convoy.model.tracing.freed_memory import give_back_freed
 from convoy.model.tracing.hooks import copied
 from convoy.plan.plan import Plan
 from convoy.plan.steps import StepList, Value
@@ -27,6 +26,7 @@ from convoy.runtime.alike import Comparisons
 from convoy.runtime.clock import Clock
 from convoy.runtime.compiled import Compiler, check_compiler
 from convoy.runtime.executor import Executor, Expected
+from convoy.runtime.freed_memory import give_back_freed
 from convoy.runtime.inputs import Inputs, parts_of, read_inputs
 from convoy.runtime.marks import mark_originals, mark_unsummed
 from convoy.runtime.module_of_pieces import ModuleOfPieces

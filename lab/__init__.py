@@ -1,0 +1,1 @@
+"""Research around Convoy: not installed, not part of its promises."""
