@@ -72,9 +72,7 @@ def _imported(tree: ast.Module, modules: Mapping[str, Path]) -> set[str]:
             found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
     found &= modules.keys()
     folders = {name for name in found if modules[name].name == "__init__.py"}
-    return {
-        name for name in found if name not in folders or not any(other.startswith(f"{name}.") for other in found)
-    }
+    return {name for name in found if name not in folders or not any(other.startswith(f"{name}.") for other in found)}
 
 
 def faults(counts: Mapping[str, int], limits: Mapping[str, int], slack: float) -> list[str]:

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
 
-from tests.support.random_nets.blocks import WRAPPERS
-from tests.support.random_nets.ends import INPUTS, OUTPUTS, write_inputs, write_outputs
-from tests.support.random_nets.writer import STEPS, File, Writer
+from lab.random_nets.blocks import WRAPPERS
+from lab.random_nets.ends import INPUTS, OUTPUTS, write_inputs, write_outputs
+from lab.random_nets.writer import STEPS, File, Writer
 
 _CHANCE = {"layer": 14, "in-place": 2, "state": 2, "hook": 2, "flow": 3, "batch": 2}
 """How often a group is drawn."""

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from tests.support.random_nets.writer import CLASSES, Writer
+from lab.random_nets.writer import CLASSES, Writer
 
 INPUTS = ("images",) * 10 + ("two", "scale", "optional", "labels", "no_images")
 OUTPUTS = {

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from tests.support.families.registry import CONVOLUTIONS, Member
-from tests.support.families.trial import BATCH, BIAS, RATE, SLOW_RATE, SPEEDS, STABLE, STEPS, Row
+from lab.families.registry import CONVOLUTIONS, Member
+from lab.families.trial import BATCH, BIAS, RATE, SLOW_RATE, SPEEDS, STABLE, STEPS, Row
 
 KEPT = Path(__file__).parent / "families.json"
-PAGE = Path(__file__).parents[3] / "docs" / "families.md"
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def text(kept: Kept) -> str:
         f"{BIAS:g} instead of 0 (*). Dropout and stochastic depth are 0. {_slow(rows)}VGG's classifier has 64 features "
         "instead of 4,096.",
         "",
-        "`python -m tests.support.families` makes this table in half an hour:",
+        "`python -m lab.families` makes this table in half an hour:",
         "",
         "| family | smallest member | million parameters | image | layers | whole | by filter | by samples | one device "
         "| apart | rounding | exact |",

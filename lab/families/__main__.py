@@ -1,4 +1,4 @@
-"""The table of families on docs/families.md: `python -m tests.support.families`, twenty minutes on one core.
+"""The table of families on docs/families.md: `python -m lab.families`, twenty minutes on one core.
 
 `--registry` looks for the members again (two minutes); `--only "timm resnet,timm vgg"` tries these families and leaves the
 other rows as they are.
@@ -10,9 +10,9 @@ import sys
 
 import torch
 
-from tests.support.families import page
-from tests.support.families.registry import names_by_family, smallest
-from tests.support.families.trial import try_family
+from lab.families import page
+from lab.families.registry import names_by_family, smallest
+from lab.families.trial import try_family
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Tries random nets and prints those that fail, as small as they get: `python -m tests.support.random_nets.sweep 0 500`.
+"""Tries random nets and prints those that fail, as small as they get: `python -m lab.random_nets.sweep 0 500`.
 
 Nets that fail in the same way are counted, and one of them is shown. `--show refused` shows what is refused, too.
 """
@@ -10,8 +10,8 @@ from collections import Counter
 
 import torch
 
-from tests.support.random_nets.recipe import Part, Recipe, draw
-from tests.support.random_nets.trial import Outcome, attempt, report, shrunk
+from lab.random_nets.recipe import Part, Recipe, draw
+from lab.random_nets.trial import Outcome, attempt, report, shrunk
 
 BAD = ("wrong", "crash")
 

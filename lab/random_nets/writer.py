@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 from textwrap import indent
 
-from tests.support.random_nets import helpers
+from lab.random_nets import helpers
 
 HEADER = """\
 import copy, functools, math

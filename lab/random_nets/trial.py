@@ -20,9 +20,9 @@ from convoy.errors import InputError
 from convoy.layout.layout import box
 from convoy.plan.presets import PLANS, Speeds, named_plan
 from convoy.runtime.module import Distributed
+from lab.random_nets.recipe import Recipe
+from lab.random_nets.writer import CLASSES
 from tests.support.one_device import one_trace
-from tests.support.random_nets.recipe import Recipe
-from tests.support.random_nets.writer import CLASSES
 from tests.support.threads import run_on_threads
 
 EXACT = 1e-10

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from random import Random
 
-from tests.support.random_nets.writer import STEPS, Writer
+from lab.random_nets.writer import STEPS, Writer
 
 Wrapper = Callable[[Writer, Writer, Random], None]
 """Writes the call of a finished block, given the writer outside, the one inside, and chance."""

@@ -27,7 +27,7 @@ from convoy.plan.presets import Speeds, named_plan
 from convoy.plan.steps import Compute
 from convoy.plan.strategy import Batch, Filter
 from convoy.runtime.module import Distributed
-from tests.support.families.registry import Member, build, narrowed
+from lab.families.registry import Member, build, narrowed
 from tests.support.one_device import EXACT, one_trace, part
 from tests.support.threads import run_on_threads
 
