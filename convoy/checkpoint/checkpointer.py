@@ -254,12 +254,12 @@ class Checkpointer:
             with suppress(InputError, OSError):  # the attempt reports it
                 self._take_over()
         tell = self.tell or warnings.warn
-        saved = attempt(self.folder, self.contents, self.progress, score, self.keep, tell)
+        path, why = attempt(self.folder, self.contents, self.progress, score, self.keep, tell)
         self._unsaved = self.progress, score
-        if saved.path is not None:
+        if path is not None:
             self._saved = self.progress
-            self._report(f"saved {saved.path}")
-        return saved.why
+            self._report(f"saved {path}")
+        return why
 
     def _warn(self, line: str) -> None:
         if self.tell is not None:

@@ -63,19 +63,6 @@ class Contents:
     settings: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """The result of saving.
-
-    Attributes:
-        path: the folder of the checkpoint on device 0's machine; None if it could not be written.
-        why: the reason then, with path, bytes and remedy.
-    """
-
-    path: Path | None
-    why: str = ""
-
-
 def save_checkpoint(
     folder: Path | str,
     model: nn.Module,
@@ -114,10 +101,10 @@ def save_checkpoint(
         DeviceLostError: a device did not take part; device 0 needed longer than the group's time limit for a tensor.
     """
     contents = Contents(model, optimizer, schedule, scaler, settings)
-    saved = attempt(Path(folder), contents, progress or Progress(), score, keep, warnings.warn)
-    if saved.path is None:
-        raise InputError(saved.why)
-    return saved.path
+    path, why = attempt(Path(folder), contents, progress or Progress(), score, keep, warnings.warn)
+    if path is None:
+        raise InputError(why)
+    return path
 
 
 @torch.no_grad()
@@ -128,8 +115,8 @@ def attempt(
     score: float | None,
     keep: int,
     tell: Callable[[str], object],
-) -> Saved:
-    """Save as `save_checkpoint`, but return an error of the disk, the same on every device, instead of raising it.
+) -> tuple[Path | None, str]:
+    """Save as `save_checkpoint`. If the disk refuses, return (None, why) on every device instead of raising an error.
 
     Args:
         tell: called on device 0 with a line of text if old checkpoints could not be removed.
@@ -169,7 +156,7 @@ def attempt(
             return None, _unwritten(folder, progress, size_bytes, error)
 
     path, why = from_first(parts.group, "checkpoint: written", write)
-    return Saved(None if path is None else Path(path), why)
+    return None if path is None else Path(path), why
 
 
 def _described(parts: Parts, optimizer: Optimizer) -> SavedOptimizer:
