@@ -1,1 +1,1 @@
-"""Research around Convoy: not installed, not part of its promises."""
+"""Research on Convoy: generators of random nets and failures, tables of whole libraries, calibration. Only tests import it."""

@@ -325,7 +325,7 @@ def _run_queued_round(piece: Piece, device: torch.device, calls: int, backward_c
 
 
 PLUG_SIDE, MOST_PLUG_SIDE, PLUG_S, MOST_PLUG_S = 512, 8192, 3e-4, 0.02
-"""Sides of the matrices that are tried; seconds that one product should take, since launching it takes the host 1e-5; and seconds
+"""Sides of the matrices to try; seconds that one product should take (launching it takes the host 1e-5); and seconds
 of all products at most."""
 
 MOST_QUEUED = 100

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.chaos import TIGHT, Case, make_data, make_net
 from convoy.api import distribute, loader
 from convoy.measure.anew import Replanner
 from convoy.model.tracing import trace
@@ -19,6 +18,7 @@ from convoy.train.controller import Rebalancer
 from convoy.train.loop import Training, fit
 from convoy.train.members import Members
 from convoy.train.rebalance import Balancer, observe, slower
+from lab.chaos import TIGHT, Case, make_data, make_net
 from tests.support.described_fleets import measured_fleet
 from tests.support.losses import Device, with_losses
 from tests.support.torch_seed import torch_seed

@@ -381,8 +381,14 @@ def check_close(plan: Plan, net: str) -> None:
     assert 0 < max(apart) < TOLERANCE, apart
 
 
-@pytest.mark.parametrize("net", ["two-conv", "resnet"])
-@pytest.mark.parametrize("plan", [*PLANS])
+@pytest.mark.parametrize(
+    ("plan", "net"),
+    [
+        *((plan, "two-conv") for plan in PLANS),
+        ("hybrid", "resnet"),
+        *(pytest.param(plan, "resnet", marks=pytest.mark.slow) for plan in PLANS if plan != "hybrid"),
+    ],
+)
 def test_five_steps_of_every_plan(plan: str, net: str) -> None:
     """Ten samples on four devices by speed: 7, 0, 2, 1; even shares are 3, 3, 2, 2."""
     check_close(by_name(plan, net), net)

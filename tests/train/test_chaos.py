@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import TIGHT, Blow, Case
-from benchmarks.chaos_disks import TROUBLES, with_troubles
-from benchmarks.chaos_drawn import drawn
-from benchmarks.chaos_joins import with_joins
-from benchmarks.chaos_threads import resources, run
 from convoy.checkpoint import save
 from convoy.comm.processes import JoinedGroup
 from convoy.errors import InputError
 from convoy.train.members import Members
+from lab.chaos import TIGHT, Blow, Case
+from lab.chaos_disks import TROUBLES, with_troubles
+from lab.chaos_drawn import drawn
+from lab.chaos_joins import with_joins
+from lab.chaos_threads import resources, run
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_a_disk_that_is_really_full_changes_no_number() -> None:
     command = [
         sys.executable,
         "-m",
-        "benchmarks.chaos",
+        "lab.chaos",
         "--kinds",
         "full,slow,kill",
         "--seed",
@@ -159,6 +159,6 @@ def test_a_device_that_was_to_leave_and_fell_silent_has_left() -> None:
     ],
 )
 def test_ten_minutes_of_chaos(options: str) -> None:
-    command = [sys.executable, "-m", "benchmarks.chaos", *options.split()]
+    command = [sys.executable, "-m", "lab.chaos", *options.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=850, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

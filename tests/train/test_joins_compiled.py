@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 import pytest
 from torch import nn
 
-from benchmarks.chaos import Case
 from convoy.api import distribute, make_plan
 from convoy.comm.group import Group
 from convoy.runtime import compiled
 from convoy.runtime.compiled import Compiler
 from convoy.runtime.module import Distributed
+from lab.chaos import Case
 from tests.support.compiler import compiler_imported  # noqa: F401 - a fixture
 from tests.train.test_joins_with import PLAIN, Equipped
 from tests.train.test_newcomers import EXAMPLE, alone, check, newcomer, started

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.chaos import TIGHT, Case
 from convoy.comm.job_key import write_key_file
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName
@@ -22,6 +21,7 @@ from convoy.runtime.precision import GradScaler
 from convoy.train.loop import Training
 from convoy.train.members import LeftError
 from convoy.train.wishes import may_leave
+from lab.chaos import TIGHT, Case
 from tests.support.poisoned import Poisoned
 from tests.support.programs import needs
 from tests.train.test_newcomers import Job, alone, check, newcomer, started

@@ -14,7 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.chaos import (
+from convoy.api import distribute, is_first, loader, make_plan
+from convoy.comm.group import Group
+from convoy.runlog.reader import read_log
+from convoy.train.loop import accuracy
+from convoy.train.members import Attempt, Members
+from lab.chaos import (
     TIGHT,
     Blow,
     Case,
@@ -27,11 +32,6 @@ from benchmarks.chaos import (
     whole_state,
     work,
 )
-from convoy.api import distribute, is_first, loader, make_plan
-from convoy.comm.group import Group
-from convoy.runlog.reader import read_log
-from convoy.train.loop import accuracy
-from convoy.train.members import Attempt, Members
 from tests.support.processes import on_processes
 from tests.support.slow import most_slow
 
@@ -220,7 +220,7 @@ def test_pieces_that_are_lost_before_they_were_copied_end_the_job_with_what_to_d
 @pytest.mark.parametrize("kind", most_slow(1, ["term", "stop"]))
 def test_who_is_silent_is_out_and_who_leaves_costs_no_step(kind: str) -> None:
     command = [sys.executable, "-c", f"""
-from benchmarks.chaos import Blow, Case, TIGHT, run
+from lab.chaos import Blow, Case, TIGHT, run
 found = run(Case(9, 3, "model", "sgd", blows=(Blow(0, {kind!r}, 6, 4),)))
 assert found.apart < TIGHT, found
 assert found.statuses == [1, 0, 0], found
@@ -237,7 +237,7 @@ def test_ten_minutes_of_chaos() -> None:
     command = [
         sys.executable,
         "-m",
-        "benchmarks.chaos",
+        "lab.chaos",
         "--seed",
         "1000",
         "--minutes",

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.chaos import TIGHT, Case, build, make_data, make_net, whole_state
 from convoy.api import distribute, loader, make_plan
 from convoy.app.joining_address import doors_text, read_door, told_doors
 from convoy.comm.changing import ChangingGroup
@@ -38,6 +37,7 @@ from convoy.train.members import LeftError, Members, StoppedError
 from convoy.train.newcomers import Judge, Verdict
 from convoy.train.observer import Observer, StepResult
 from convoy.train.welcome import Welcome, facts_of
+from lab.chaos import TIGHT, Case, build, make_data, make_net, whole_state
 from tests.support.torch_seed import torch_seed
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.chaos import Blow, Case
 from convoy.checkpoint.folder import MODEL, checkpoints, read_checked
+from lab.chaos import Blow, Case
 
 TROUBLES = ("full", "slow")
 

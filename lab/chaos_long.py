@@ -2,7 +2,7 @@
 
 Linux, root: disks are mounted, and hosts are network namespaces.
 
-    python -m benchmarks.chaos_long --minutes 28 --seed 1 --out chaos.md
+    python -m lab.chaos_long --minutes 28 --seed 1 --out chaos.md
 
 The table's place is docs/chaos.md, under "Random events". A form that goes wrong is in it with its seeds; what each has printed
 is beside it (chaos.md.1.txt, ...).
@@ -71,7 +71,7 @@ def run(form: int, lane: int, seed: int, minutes: float, out: Path) -> Run:
     command = [
         sys.executable,
         "-m",
-        "benchmarks.chaos",
+        "lab.chaos",
         *options,
         "--seed",
         str(first),

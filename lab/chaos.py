@@ -1,6 +1,6 @@
 """Kills, stops and ends the devices of trainings at random moments, and holds the trajectory against one undisturbed device.
 
-    python -m benchmarks.chaos --seed 1 --minutes 10
+    python -m lab.chaos --seed 1 --minutes 10
 
 Each training is a small net in float64 (convolutions, batch norm, fully connected layers), with its plan, optimizer and number
 of devices drawn from the seed. Its devices are processes of this machine. What happens to them is drawn, too: SIGKILL at the
@@ -258,7 +258,7 @@ def work(case: Case, folder: Path, group: Group | None = None) -> None:
 
 def strike(members: Members, blow: Blow, folder: Path) -> None:
     """Do it to this process at the n-th time, after so many steps, that it speaks to the others."""
-    from benchmarks.chaos_disks import fill  # which stands on this file
+    from lab.chaos_disks import fill  # which stands on this file
 
     calls = 0
 
@@ -292,7 +292,7 @@ def run(case: Case, limit_s: float = 120.0) -> Outcome:
     Raises:
         RuntimeError: it did not end in time, or left no result.
     """
-    from benchmarks.chaos_disks import small_disk  # which stands on this file
+    from lab.chaos_disks import small_disk  # which stands on this file
 
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
@@ -311,7 +311,7 @@ def run(case: Case, limit_s: float = 120.0) -> Outcome:
 
 def _saved(case: Case, folder: Path, state: Mapping[str, Tensor]) -> int:
     """How often it was told that something could not be written. RuntimeError: what was written is not what it should be."""
-    from benchmarks.chaos_disks import faults, log_faults
+    from lab.chaos_disks import faults, log_faults
 
     rank, warned = json.loads((folder / "warned").read_text())
     found = faults(folder / DISK / "run", case.steps, state, TIGHT)
@@ -427,7 +427,7 @@ def drawn(seed: int, kinds: Sequence[str] = ("kill",)) -> Case:
         blows.append(Blow(device, kind, step, dice.randint(1, 30)))
     every, rebalance = dice.choice((1, 1, 3)), dice.random() < 0.3
     if troubles := [kind for kind in kinds if kind in ("full", "slow")]:
-        from benchmarks.chaos_disks import with_troubles  # which stands on this file
+        from lab.chaos_disks import with_troubles  # which stands on this file
 
         quiet = [blow for blow in blows if blow.kind not in troubles]
         free = [device for device in range(devices) if all(blow.device != device for blow in quiet)]
@@ -450,23 +450,23 @@ def main() -> None:
     given = parser.parse_args()
     kinds = given.kinds.split(",")
     if given.inside == "hosts":
-        from benchmarks.chaos_network import many as cut
+        from lab.chaos_network import many as cut
 
         print(cut(given.seed, given.minutes))
         return
     if given.churn:
-        from benchmarks.chaos_churn import many as churned
+        from lab.chaos_churn import many as churned
 
         print(churned(given.seed, given.minutes))
         return
     if given.inside == "threads":
-        from benchmarks.chaos_threads import many  # which stands on this file
+        from lab.chaos_threads import many  # which stands on this file
 
         troubles = ("full",) * given.full + ("slow",) * given.slow
         print(many(given.seed, given.minutes, given.cases, joins=given.joins, troubles=troubles))
         return
     if "full" in kinds:
-        from benchmarks.chaos_disks import own_mounts
+        from lab.chaos_disks import own_mounts
 
         own_mounts()
     unsaved = 0

@@ -1,6 +1,6 @@
 """Chaos inside one process: hundreds of losses in minutes, each case again from its seed.
 
-    python -m benchmarks.chaos --inside threads --seed 1 --minutes 10
+    python -m lab.chaos --inside threads --seed 1 --minutes 10
 
 The devices are threads with machines of their own (see `chaos_machines.py`); meeting, agreement, keeping, going back are
 those of processes. What happens is drawn per message (`chaos_drawn.py`): a device is switched off, leaves, falls silent and
@@ -27,11 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.chaos import TIGHT, Blow, Case, build, make_net, whole_state
-from benchmarks.chaos_disks import faults, with_troubles
-from benchmarks.chaos_drawn import drawn, example, plan_of
-from benchmarks.chaos_joins import Everybody, Late, Opens, entrance_of, part_of, with_joins
-from benchmarks.chaos_machines import Machine, SwitchedOff, machines
 from convoy.api import distribute
 from convoy.checkpoint.checkpointer import Checkpointer
 from convoy.comm.changing import ChangingGroup
@@ -43,6 +38,11 @@ from convoy.model.tracing.trace_model import trace
 from convoy.train.controller import Rebalancer
 from convoy.train.loop import fit
 from convoy.train.members import LeftError, Members, StateLostError
+from lab.chaos import TIGHT, Blow, Case, build, make_net, whole_state
+from lab.chaos_disks import faults, with_troubles
+from lab.chaos_drawn import drawn, example, plan_of
+from lab.chaos_joins import Everybody, Late, Opens, entrance_of, part_of, with_joins
+from lab.chaos_machines import Machine, SwitchedOff, machines
 
 TIMEOUT_S, SILENCE_S = 60.0, 3.0
 """Of the groups; longer than for processes, since all of a case share one core."""

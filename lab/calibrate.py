@@ -1,6 +1,6 @@
 """How far predictions of described devices err: they are made for what was measured, ours and published, and set beside it.
 
-    python -m benchmarks.calibrate [--solo-only]
+    python -m lab.calibrate [--solo-only]
 
 Prints how often the intervals hold, and the factors beside the constants of `convoy.simulate`, which are these numbers: of each
 family of devices the spread of trainings of one device; of a device alone, of steps and of gains what the known causes leave
@@ -34,7 +34,7 @@ from convoy.planner.speeds import solo_speeds
 from convoy.simulate.described import CPU, OTHER_NET, PLAIN_GPU, TF32, TF32_GPU, described_costs
 from convoy.simulate.interval import REPLAY, Basis
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1] / "benchmarks"
 FASTER_FROM = "2026-11-24"
 """From this day on our machine was faster than before, up to three times, for reasons that no program on it can see. What is
 said of devices that are only described is from the days before; of measured ones, from the latest."""

@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.chaos import Blow, Case, Join
-from benchmarks.chaos_drawn import example
-from benchmarks.chaos_machines import Machine
 from convoy.api import distribute
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Words
@@ -25,6 +22,9 @@ from convoy.runtime.module import Distributed
 from convoy.train.members import Members
 from convoy.train.newcomers import Verdict
 from convoy.train.observer import Observer
+from lab.chaos import Blow, Case, Join
+from lab.chaos_drawn import example
+from lab.chaos_machines import Machine
 
 HELLO_S = 5.0
 

@@ -1,6 +1,6 @@
 """Hours of churn: one training of processes, from which devices are struck and into which others come, again and again.
 
-    python -m benchmarks.chaos --churn --seed 1 --minutes 60
+    python -m lab.chaos --churn --seed 1 --minutes 60
 
 One device is spared. A line now and then says what it has: memory, open files, threads. These depend on how many devices there
 are, so the last line sets the first and the last row with the same number beside each other. The losses of its steps must be
@@ -22,8 +22,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.chaos import SILENCE_S, TIGHT, TIMEOUT_S, Case, _forked, build, make_net
-from benchmarks.chaos_joins import Everybody, Opens, part_of
 from convoy.api import distribute, make_plan
 from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.job_key import write_key_file
@@ -34,6 +32,8 @@ from convoy.launch.host_job import device_environments
 from convoy.train.loop import fit
 from convoy.train.members import Members
 from convoy.train.observer import StepResult
+from lab.chaos import SILENCE_S, TIGHT, TIMEOUT_S, Case, _forked, build, make_net
+from lab.chaos_joins import Everybody, Opens, part_of
 
 SPARED, FIRST, MOST = 1, 3, 5
 """The device that is spared, devices at the beginning, and at most."""

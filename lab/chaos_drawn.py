@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.chaos import PLANS, Blow, Case
 from convoy.errors import PlanError
 from convoy.layout.shares import Shares, apportion
 from convoy.model.graph import Graph
@@ -18,6 +17,7 @@ from convoy.planner.planner import plan_auto
 from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.costs import Costs
 from convoy.simulate.network import Network
+from lab.chaos import PLANS, Blow, Case
 
 
 def plan_of(case: Case, graph: Graph) -> Plan:

@@ -1,7 +1,7 @@
 """Devices on hosts of their own (network namespaces; Linux, root), whose cables are cut, both ways or one way.
 
-    python -m benchmarks.chaos_network --cut one-way [--plan model] [--seed 1]
-    python -m benchmarks.chaos --inside hosts --seed 1 --minutes 10
+    python -m lab.chaos_network --cut one-way [--plan model] [--seed 1]
+    python -m lab.chaos --inside hosts --seed 1 --minutes 10
 
 The first cuts one cable of one training; the second draws trainings, which cable is cut, how, when, and for how long, from
 seeds.
@@ -28,10 +28,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.chaos import PLANS, TIGHT, Case, Outcome, _forked, _reap, alone, compared, work
 from convoy.comm.job_key import write_key_file
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName, call
+from lab.chaos import PLANS, TIGHT, Case, Outcome, _forked, _reap, alone, compared, work
 
 NOBODY = "02:00:00:00:00:99"
 """A hardware address that no card has."""
