@@ -13,9 +13,12 @@ from convoy.layout.redistribute import chunks
 from convoy.model.graph import Graph
 from convoy.plan.device_program import (
     GRADIENT,
+    BeginSum,
     Compute,
     Copy,
     DeviceProgram,
+    EndSum,
+    FinishSums,
     FreeWeights,
     Fused,
     HaveWeights,
@@ -25,10 +28,12 @@ from convoy.plan.device_program import (
     Pack,
     PackWeights,
     Part,
-    Signal,
+    TakeSum,
     Unpack,
     UnpackWeights,
-    Wait,
+    WaitRound,
+    WaitSum,
+    output_gradient,
 )
 from convoy.plan.exchange_program import (
     Landing,
@@ -204,7 +209,7 @@ class _Compiler:
 
     def program(self) -> DeviceProgram:
         forward, backward = self._phase("forward"), self._phase("backward")
-        returned = tuple(output_gradient(s.output) for s in self.steps.steps if isinstance(s, ReturnGradient))
+        returned = tuple(s.output for s in self.steps.steps if isinstance(s, ReturnGradient))
         inputs, outputs = (tuple(v.key for v in row) for row in (self.steps.inputs, self.steps.outputs))
         lanes = (forward, backward, tuple(self.sums))
         gradients = tuple(
@@ -237,7 +242,7 @@ class _Compiler:
         self.sums += self.last_rounds
         self.last_rounds = []
         if self.begun:
-            self.main.append(Wait(self.end, tuple(("summed", step.id, 0) for step in self.begun)))
+            self.main.append(FinishSums(self.end, tuple(step.id for step in self.begun)))
             self.main += [_unpack(step, self.device) for step in self.begun]
             self.begun = []
         return tuple(self.main)
@@ -335,7 +340,7 @@ class _Compiler:
         if phase == "backward":
             self._limit_sums(first)
         self._await(sorted({a for step in row.values() for a in step.after} - set(row)), first)
-        operations: list[Compute | Pack | Signal] = []
+        operations: list[Compute | Pack | BeginSum] = []
         behind: list[SumGradients] = []
         for step in steps:
             if step.id in row:
@@ -369,7 +374,7 @@ class _Compiler:
     def _limit_sums(self, at: int) -> None:
         """Where memory is to be saved, the whole gradients of so many sums are in memory at once, and no more."""
         while len(self.of_freed) > SUMS_AT_ONCE:
-            self.main.append(Wait(at, (("summed", self.of_freed.pop(0), 0),)))
+            self.main.append(WaitSum(at, self.of_freed.pop(0)))
 
     # --- gradients of values -----------------------------------------------------------------------------------------
 
@@ -476,7 +481,7 @@ class _Compiler:
         self.under_way[step.id] = deque(found.landings)
         if uses:
             whole = UnpackWeights(step.id, flat, step.keys, step.shares, alone)
-            self.under_way[step.id].append((None, [whole]))
+            self.under_way[step.id].append(Landing(step.id, None, [whole]))
         if not self.overlap:
             self._await([step.id], step.id)
 
@@ -502,31 +507,30 @@ class _Compiler:
         scale = sum(step.samples) / samples if samples else 0.0
         self.main.append(replace(_unpack(step, self.device), mixed_over=len(both), scale=scale))
 
-    def _begin_sum(self, step: SumGradients) -> list[Pack | Signal]:
-        """The main lane joins the gradients and says that they are there; the second lane waits for that, and sums.
+    def _begin_sum(self, step: SumGradients) -> list[Pack | BeginSum]:
+        """Return the main lane's part of a sum; its rounds go to the second lane.
 
-        What arrives in the last rounds is where it belongs, so it is waited for behind all sums: the next one begins meanwhile.
+        What arrives in the last rounds lands in its place, so it is waited for behind all sums: the next sum begins meanwhile.
         """
-        ready, summed = ("ready", step.id, 0), ("summed", step.id, 0)
-        rounds = list(sum_operations(step.id, step.schedule, self.device, _flat(step), step.wire, lane=1))
-        behind: list[Operation] = [Signal(step.id, summed)]
-        while rounds and isinstance(rounds[-1], Wait):
+        flat = _flat(step)
+        rounds = list(sum_operations(step.id, step.schedule, self.device, flat, step.wire, lane=1))
+        behind: list[Operation] = [EndSum(step.id, _share(step) if step.into else flat)]
+        while rounds and isinstance(rounds[-1], WaitRound):
             behind.insert(0, rounds.pop())
-        self.sums += [Wait(step.id, (ready,)), *rounds, *_own_share(step, self.device)]
+        self.sums += [TakeSum(step.id, flat), *rounds, *_own_share(step, self.device)]
         (self.sums if step.into else self.last_rounds).extend(behind)
         if self.freed.intersection(step.keys):
             self.of_freed.append(step.id)
         self.begun.append(step)
-        return [_pack(step), Signal(step.id, ready)]
-
-
-def output_gradient(output: int) -> str:
-    """The buffer of the gradient of an output, which the caller gives."""
-    return f"{GRADIENT}output {output}"
+        return [_pack(step), BeginSum(step.id, flat)]
 
 
 def _flat(step: SumGradients) -> str:
     return f"sum {step.id}"
+
+
+def _share(step: SumGradients) -> str:
+    return f"share {step.id}"
 
 
 def _pack(step: SumGradients) -> Pack:
@@ -534,18 +538,18 @@ def _pack(step: SumGradients) -> Pack:
 
 
 def _own_share(step: SumGradients, device: int) -> list[Operation]:
-    """What this device keeps of a sum gets memory of its own, so that the whole gradients can go."""
+    """Copy what this device keeps of a sum to its own memory, so that the whole gradients can be freed."""
     if not step.into:
         return []
     kept = joined(step.into)
     start, size = sum(kept[:device]), kept[device]
-    share, span = f"share {step.id}", Part(_flat(step), ((start, start + size),))
-    return [Make(step.id, share, (size,)), Copy(step.id, span, Part(share), size)]
+    share, span = _share(step), Part(_flat(step), ((start, start + size),))
+    return [Make(step.id, share, (size,), like=_flat(step)), Copy(step.id, span, Part(share), size)]
 
 
 def _unpack(step: SumGradients, device: int) -> Unpack:
     if step.into:
         own = tuple(shares[device] for shares in step.into)
-        return Unpack(step.id, f"share {step.id}", step.keys, own, copied=len(own) > 1)
+        return Unpack(step.id, _share(step), step.keys, own, copied=len(own) > 1)
     apart = len(step.keys) > 1 and len(step.devices) > 1
     return Unpack(step.id, _flat(step), step.keys, step.sizes, step.flags, copied=apart)

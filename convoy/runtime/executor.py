@@ -16,26 +16,27 @@ from convoy.errors import InputError
 from convoy.layout.layout import Split
 from convoy.model.graph import Layer
 from convoy.model.tracing import TracedModel, bind_operation
-from convoy.plan.compile import compile_device, output_gradient, without_gradients
+from convoy.plan.compile import compile_device, without_gradients
 from convoy.plan.device_program import (
+    BeginSum,
     Compute,
+    FinishSums,
     FreeWeights,
     Fused,
     HaveWeights,
-    Make,
     Pack,
     PackWeights,
-    Signal,
     Unpack,
     UnpackWeights,
-    Wait,
+    WaitSum,
+    output_gradient,
 )
 from convoy.plan.size import LocalSize, flop, whole_size
 from convoy.plan.steps import Phase, StepList, Value
 from convoy.runtime.batch_norm import GlobalBatchNorm, Normalisation
 from convoy.runtime.clock import Clock
 from convoy.runtime.compiled import Compiler, Rows
-from convoy.runtime.exchange import Bound, Buffers, Lane, Slots
+from convoy.runtime.exchange import Buffers, Lane, Slots
 from convoy.runtime.gradients import Found, StretchSums, Sums, Worker, collect, own_memory, packed, unpack
 from convoy.runtime.kernels import (
     Arithmetic,
@@ -50,7 +51,7 @@ from convoy.runtime.kernels import (
     widened,
     with_gradients,
 )
-from convoy.runtime.program import Program, reached_parameters
+from convoy.runtime.program import Item, Program, reached_parameters
 from convoy.runtime.whole_weights import WholeWeights
 
 
@@ -179,17 +180,13 @@ class Executor:
                 case PackWeights() | UnpackWeights() | HaveWeights() | FreeWeights() as weights:
                     self.whole.run(weights, buffers, self.group.device)
                 case _:
-                    self._exchange(lane, item.operations, program, buffers)
+                    self._exchange(lane, item, buffers)
             for name in item.drops:
                 buffers.pop(name, None)
 
-    def _exchange(self, lane: Lane, operations: Sequence[Bound], program: Program, buffers: Buffers) -> None:
+    def _exchange(self, lane: Lane, item: Item, buffers: Buffers) -> None:
         with self.clock.exchange():
-            for operation in operations:
-                dtype = torch.float32
-                if isinstance(operation, Make):
-                    dtype = program.dtypes.get(operation.step) or buffers[f"sum {operation.step}"].dtype
-                lane.run((operation,), buffers, dtype)
+            lane.run(item.operations, buffers, item.dtype)
 
     def _fused_forward(self, fused: Fused, buffers: Buffers, tape: Tape, *, keep: bool) -> None:
         """Layers of this device, as one graph of autograd."""
@@ -332,7 +329,7 @@ class Executor:
     ) -> Program:
         """The program for the outputs that the loss depends on, for a stage of mixing, and for what passes before have left."""
         missing = frozenset(i for i, g in enumerate(output_gradients) if g is None)
-        missing &= {int(name.rpartition(" ")[2]) for name in program.program.output_gradients}
+        missing &= set(program.program.output_gradients)
         key = (missing, mixing_stage % program.mixing_stages, left if missing else frozenset())
         if key not in program.variants:
             program.variants[key] = self.program(program.steps, *key) if any(key) else program
@@ -350,21 +347,21 @@ class Executor:
                     self._backward(compute, buffers, found, tape)
                 case Pack() as pack:
                     buffers[pack.buffer] = packed(pack, found, self.model, self.group)
-                case Signal(step=step):
-                    sums.begin(step, buffers[f"sum {step}"])
+                case BeginSum(step=step, buffer=flat):
+                    sums.begin(step, buffers[flat])
                 case PackWeights() | UnpackWeights() | FreeWeights() as weights:
                     self.whole.run(weights, buffers, self.group.device)
-                case Wait(events=(("summed", step, _),), step=at) if at < len(program.steps.steps):
+                case WaitSum(sum=step):
                     with self.clock.exchange():
                         sums.wait(step)
-                case Wait(events=(("summed", _, _), *_)):
+                case FinishSums():
                     with self.clock.exchange():
                         sums.finish()
                     buffers.update(sums.shares)
                 case Unpack() as pack:
                     unpack(pack, buffers[pack.buffer], found, self.model)
                 case _:
-                    self._exchange(lane, item.operations, program, buffers)
+                    self._exchange(lane, item, buffers)
             for name in item.drops:
                 buffers.pop(name, None)
 

@@ -4,7 +4,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -16,8 +16,8 @@ from convoy.comm.agreement import share_number
 from convoy.comm.group import Group
 from convoy.layout.shares import Shares
 from convoy.model.graph import Graph
-from convoy.plan.device_program import Compute, Fused, Operation, Pack, Signal, Unpack, Wait
-from convoy.runtime.exchange import Bound, Buffers, Lane, Slots, with_messages
+from convoy.plan.device_program import Compute, EndSum, Fused, Operation, Pack, TakeSum, Unpack
+from convoy.runtime.exchange import Buffers, Lane, Slots
 
 SUM_LANE = 1
 
@@ -29,31 +29,42 @@ Found = dict[str, Tensor | None]
 A key that is missing was reached on no device: the loss does not depend on that parameter."""
 
 
+@dataclass(slots=True)
+class OneSum:
+    """One gradient sum: operations that sum `buffer` in place, with what this device keeps of it in `result`."""
+
+    buffer: str
+    result: str
+    operations: list[Operation] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class SumLane:
-    """The second lane of a program, as it runs.
+    """The second lane of a program, ready to run.
 
     Attributes:
-        sums: the operations of each gradient sum, by its step, in the order in which they run.
-        behind: what is left when all have run: waits for messages that arrive where they belong.
+        sums: by step, in the order in which they run.
+        behind: what runs after all of them: waits for messages that arrive in their place.
     """
 
-    sums: Mapping[int, list[Bound]]
-    behind: list[Bound]
+    sums: Mapping[int, OneSum]
+    behind: list[Operation]
 
     @classmethod
     def of(cls, lane: Sequence[Operation]) -> Self:
-        """That of a program."""
-        sums: dict[int, list[Operation]] = {}
+        """Read the second lane of a program."""
+        sums: dict[int, OneSum] = {}
         behind: list[Operation] = []
         last = -1
         for operation in lane:
-            if isinstance(operation, Wait) and operation.events[0][0] == "ready":
-                last = operation.step
-                sums[last] = []
-            elif not isinstance(operation, Signal):
-                (sums[last] if operation.step == last else behind).append(operation)
-        return cls({step: with_messages(row) for step, row in sums.items()}, with_messages(behind))
+            match operation:
+                case TakeSum(step=last, buffer=buffer):
+                    sums[last] = OneSum(buffer, buffer)
+                case EndSum(step=step, result=result):
+                    sums[step].result = result
+                case _:
+                    (sums[last].operations if operation.step == last else behind).append(operation)
+        return cls(sums, behind)
 
 
 class Worker:
@@ -144,9 +155,11 @@ class Sums:
         self._worker.add(partial(self._in_thread, step, flat, begins))
 
     def _run(self, step: int, flat: Tensor) -> None:
-        buffers: Buffers = {f"sum {step}": flat}
-        self._lane.run(self._sums[step], buffers, flat.dtype)
-        self.shares.update((name, buffer) for name, buffer in buffers.items() if name.startswith("share "))
+        one = self._sums[step]
+        buffers: Buffers = {one.buffer: flat}
+        self._lane.run(one.operations, buffers, flat.dtype)
+        if one.result != one.buffer:
+            self.shares[one.result] = buffers[one.result]
 
     def _in_thread(self, step: int, flat: Tensor, begins: torch.Event | None) -> None:
         try:

@@ -1,7 +1,7 @@
-"""Device programs made ready to run: messages joined, and what can be dropped after each operation."""
+"""Device programs made ready to run: with what can be dropped after each operation."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,38 +11,42 @@ from torch import nn
 from convoy.model.graph import Graph
 from convoy.plan.compile import MIXING
 from convoy.plan.device_program import (
+    Add,
     Compute,
+    Copy,
     DeviceProgram,
+    ExchangeRound,
     FreeWeights,
     Fused,
-    HaveWeights,
+    Make,
+    Merge,
     Operation,
-    Pack,
-    PackWeights,
-    Signal,
-    Unpack,
-    UnpackWeights,
-    Wait,
+    View,
+    WaitRound,
     reads_of,
     writes_of,
 )
 from convoy.plan.steps import Compute as ComputeStep
 from convoy.plan.steps import GatherWeights, ShareStatistics, StepList, SumGradients
-from convoy.runtime.exchange import Bound, with_messages
 from convoy.runtime.gradients import SumLane
 from convoy.runtime.random_numbers import RandomNumbers
+
+_ON_LANE = (Make, View, Copy, Add, Merge, ExchangeRound, WaitRound)
+"""Operations that `Lane` runs, several in one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One operation, or several exchange operations that follow each other, and what is dropped afterwards.
+    """One operation, or several consecutive ones that `Lane` runs.
 
     Attributes:
-        drops: buffers that nobody reads any more.
+        drops: buffers that no later operation reads.
+        dtype: of the buffers that the operations make.
     """
 
-    operations: tuple[Bound, ...]
+    operations: tuple[Operation, ...]
     drops: tuple[str, ...]
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class BoundFused:
 
 
 class Program:
-    """A device program made ready to run: messages joined, and for every operation what can be dropped after it.
+    """A device program made ready to run: with what can be dropped after each operation.
 
     Args:
         steps: the list that it was compiled from.
@@ -80,8 +84,9 @@ class Program:
         self, steps: StepList, program: DeviceProgram, graph: Graph, model: nn.Module, reached: tuple[str, ...]
     ) -> None:
         self.steps, self.program = steps, program
-        self.forward = _items(program.forward, set(program.outputs))
-        self.backward = _items(program.backward, set(program.input_gradients))
+        dtypes = {step.id: getattr(torch, graph[name].dtype) for step in steps.steps if (name := _layer_of(step))}
+        self.forward = _items(program.forward, set(program.outputs), dtypes)
+        self.backward = _items(program.backward, set(program.input_gradients), dtypes)
         gathers = [s for s in steps.steps if isinstance(s, GatherWeights) and program.device in s.devices]
         self.gathered = tuple(dict.fromkeys(key for step in gathers for key in step.keys))
         self.freed = frozenset(k for op in program.forward if isinstance(op, FreeWeights) for k in op.keys)
@@ -97,7 +102,6 @@ class Program:
         self.statistics = {
             name: (step.members, value) for step in shared for name, value in zip(step.layers, step.reads, strict=True)
         }
-        self.dtypes = {step.id: getattr(torch, graph[_layer_of(step)].dtype) for step in steps.steps if _layer_of(step)}
         self.fused = {
             op.number: _bound(op, graph, model, self.gathered) for op in program.forward if isinstance(op, Fused)
         }
@@ -135,28 +139,25 @@ def _layer_of(step: Any) -> str:
     return reads.layer if reads is not None else ""
 
 
-def _items(operations: Sequence[Operation], kept: set[str]) -> list[Item]:
-    rows: list[list[Operation]] = []
+def _items(operations: Sequence[Operation], kept: set[str], dtypes: Mapping[int, torch.dtype]) -> list[Item]:
+    """Group the operations that run in one call, and find what can be dropped after each group."""
+    rows: list[tuple[list[Operation], torch.dtype | None]] = []
     for operation in operations:
-        if not rows or _stands_alone(operation) or _stands_alone(rows[-1][0]):
-            rows.append([])
-        rows[-1].append(operation)
+        made = dtypes.get(operation.step) if isinstance(operation, Make) and not operation.like else None
+        row, dtype = rows[-1] if rows else ([], None)
+        joins = row and isinstance(operation, _ON_LANE) and isinstance(row[0], _ON_LANE)
+        if joins and (made is None or dtype is None or made == dtype):
+            row.append(operation)
+            rows[-1] = (row, dtype or made)
+        else:
+            rows.append(([operation], made))
     items: list[Item] = []
     seen = set(kept)
-    for row in reversed(rows):
+    for row, dtype in reversed(rows):
         named = {name for operation in row for name in (*reads_of(operation), *writes_of(operation))}
-        named |= {f"sum {op.step}" for op in row if isinstance(op, Signal)}  # with it, the summands are handed on
-        items.append(Item(tuple(with_messages(row)), tuple(named - seen)))
+        items.append(Item(tuple(row), tuple(named - seen), dtype or torch.float32))
         seen |= named
     return items[::-1]
-
-
-def _stands_alone(operation: Operation) -> bool:
-    summed = isinstance(operation, Wait) and operation.events[0][0] == "summed"
-    return summed or isinstance(
-        operation,
-        Compute | Fused | Pack | Unpack | PackWeights | UnpackWeights | HaveWeights | FreeWeights | Signal,
-    )
 
 
 def _bound(fused: Fused, graph: Graph, model: nn.Module, gathered: Collection[str]) -> BoundFused:

@@ -100,7 +100,7 @@ class _Step(torch.autograd.Function):
             y.detach() if owned else y.clone() for y, owned in zip(made, program.owned_outputs, strict=True)
         )
         ctx.set_materialize_grads(False)
-        trained = {int(name.rpartition(" ")[2]) for name in program.program.output_gradients}
+        trained = program.program.output_gradients
         ctx.mark_non_differentiable(*(y for i, y in enumerate(outputs) if i not in trained))
         return outputs
 

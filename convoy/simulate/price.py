@@ -12,27 +12,29 @@ from convoy.layout.layout import Layout, held_entries, holds
 from convoy.model.graph import Graph, Parameter
 from convoy.plan.compile import compile_all
 from convoy.plan.device_program import (
+    BeginSum,
     Compute,
     DeviceProgram,
+    EndSum,
+    ExchangeRound,
+    FinishSums,
     Fused,
     Operation,
-    Receive,
-    Send,
-    Signal,
+    TakeSum,
     Unpack,
-    Wait,
+    WaitRound,
+    WaitSum,
 )
 from convoy.plan.size import LocalSize, local_size, sizes_in_chunks
 from convoy.plan.steps import Compute as ComputeStep
 from convoy.plan.steps import StepList
 from convoy.simulate.costs import Costs
-from convoy.simulate.events import Await, Begin, Item, Mark, Program, Route, Work
+from convoy.simulate.events import Await, Begin, Item, Key, Mark, Program, Route, Work
 from convoy.simulate.overhead import NOTHING, Handling, handling_of
 
-_MESSAGES = (Send, Receive)
-_UNHANDLED = (Compute, Fused, Wait, Signal, *_MESSAGES)
-"""Of these, copies and additions are not asked. A tuple is made once, `Send | Receive` in every question: a planner asks a
-hundred thousand times."""
+_WAITS = (WaitRound, TakeSum, WaitSum, FinishSums)
+_UNHANDLED = (Compute, Fused, ExchangeRound, BeginSum, EndSum, *_WAITS)
+"""Operations that copy and add nothing. A tuple: `A | B` would be made anew in each of a planner's 100,000 questions."""
 
 LOSS = "loss"
 """The label of computing it."""
@@ -96,9 +98,9 @@ class _Pricer:
         self.overhead = costs.overhead(self.device)
         # The calls that begin a gradient sum count where its gradients are joined.
         self.first_calls_s: dict[int, float] = {}
-        for place, operation in enumerate(program.sums):
-            if isinstance(operation, _MESSAGES) and operation.step not in self.first_calls_s:
-                self.first_calls_s[operation.step] = self.overhead.calls_s(len(_messages(program.sums, place)))
+        for operation in program.sums:
+            if isinstance(operation, ExchangeRound) and operation.step not in self.first_calls_s:
+                self.first_calls_s[operation.step] = self._calls_s(operation)
 
     def program(self, kept: Sequence[tuple[Layout, Parameter]]) -> Program:
         main: list[Item] = []
@@ -125,39 +127,35 @@ class _Pricer:
         yield from self._work(step, NOTHING, self.overhead.calls_s(2 * len(others)))
         ways = [way for d in others for way in ((self.device, d), (d, self.device))]
         yield Begin(step, 0, self._label(step), {(step, 0, *way): LOSS_BYTES for way in ways})
-        yield Await(step, self._label(step), frozenset({("round", step, 0)}))
+        yield self._await(step, ("round", step, 0))
+
+    def _calls_s(self, operation: ExchangeRound) -> float:
+        return self.overhead.calls_s(len(operation.sends) + len(operation.receives))
 
     def _lane(self, operations: Sequence[Operation]) -> Iterable[Item]:
         around, around_step, landed = NOTHING, -1, False
         begun: set[int] = set()  # sums whose first calls have been counted
-        place = 0
-        while place < len(operations):
-            operation = operations[place]
+        for operation in operations:
             handled = None if isinstance(operation, _UNHANDLED) else handling_of(operation)
             if handled is not None:
                 around, around_step = around + handled, operation.step
-                place += 1
                 continue
-            messages = _messages(operations, place) if isinstance(operation, _MESSAGES) else []
-            calls_s = 0.0 if messages and messages[0].step in begun else self.overhead.calls_s(len(messages))
-            if isinstance(operation, Signal):
-                calls_s = self.first_calls_s.get(operation.step, 0.0) if operation.event[0] == "ready" else 0.0
-            elif isinstance(operation, Wait) and operation.events[0][0] == "ready":
-                begun.add(operation.step)
-            elif messages:
-                begun.discard(messages[0].step)
+            calls_s = 0.0
+            match operation:
+                case BeginSum():
+                    calls_s = self.first_calls_s.get(operation.step, 0.0)
+                case TakeSum():
+                    begun.add(operation.step)
+                case ExchangeRound():
+                    calls_s = 0.0 if operation.step in begun else self._calls_s(operation)
+                    begun.discard(operation.step)
             step = around_step if around_step >= 0 else operation.step
             if landed:  # additions of one round, then the calls of the next
                 yield from self._work(step, around)
                 step, around = operation.step, NOTHING
             yield from self._work(step, around, calls_s)
-            around, around_step, landed = NOTHING, -1, isinstance(operation, Wait)
-            if messages:
-                yield self._begin(messages)
-                place += len(messages)
-                continue
+            around, around_step, landed = NOTHING, -1, isinstance(operation, _WAITS)
             yield from self._item(operation)
-            place += 1
         if around_step >= 0:
             yield from self._work(around_step, around)
 
@@ -168,10 +166,23 @@ class _Pricer:
                     yield self._computation(operation, called=True)
             case Fused():
                 yield from self._stretch(operation)
-            case Wait():
-                yield Await(operation.step, self._label(operation.step), frozenset(operation.events))
-            case Signal():
-                yield Mark(operation.event)
+            case ExchangeRound():
+                yield self._begin(operation)
+            case BeginSum(step=step):
+                yield Mark(("ready", step, 0))
+            case EndSum(step=step):
+                yield Mark(("summed", step, 0))
+            case WaitRound(step=step, begun=begun, number=number):
+                yield self._await(step, ("round", begun, number))
+            case TakeSum(step=step):
+                yield self._await(step, ("ready", step, 0))
+            case WaitSum(step=step, sum=awaited):
+                yield self._await(step, ("summed", awaited, 0))
+            case FinishSums(step=step, sums=sums):
+                yield self._await(step, *(("summed", awaited, 0) for awaited in sums))
+
+    def _await(self, step: int, *keys: Key) -> Await:
+        return Await(step, self._label(step), frozenset(keys))
 
     def _stretch(self, fused: Fused) -> Iterable[Item]:
         """Its layers one after another; the Python around them is paid once.
@@ -206,13 +217,14 @@ class _Pricer:
             seconds += self.overhead.layer_s / (2 if part == "all" else 4)
         return Work(operation.step, label, seconds, sooner=True)
 
-    def _begin(self, messages: Sequence[Send | Receive]) -> Begin:
+    def _begin(self, operation: ExchangeRound) -> Begin:
         sizes: dict[Route, int] = {}
-        step, number = messages[0].step, messages[0].number
-        for m in messages:
-            ends = (self.device, m.peer) if isinstance(m, Send) else (m.peer, self.device)
-            size = m.size * (narrow_itemsize(self.costs.itemsize) if m.narrow else self.costs.itemsize)
-            sizes[step, number, *ends] = sizes.get((step, number, *ends), 0) + size
+        step, number, itemsize = operation.step, operation.number, self.costs.itemsize
+        ways = [(self.device, m.peer, m) for m in operation.sends]
+        ways += [(m.peer, self.device, m) for m in operation.receives]
+        for sender, receiver, m in ways:
+            size = m.size * (narrow_itemsize(itemsize) if m.narrow else itemsize)
+            sizes[step, number, sender, receiver] = sizes.get((step, number, sender, receiver), 0) + size
         return Begin(step, number, self._label(step), sizes)
 
     def _work(self, step: int, around: Handling, calls_s: float = 0.0) -> Iterable[Item]:
@@ -238,17 +250,6 @@ class _Pricer:
         for seconds, label in rows:
             if seconds:
                 yield Work(len(self.steps.steps), label, seconds)
-
-
-def _messages(operations: Sequence[Operation], place: int) -> list[Send | Receive]:
-    """The messages that begin together here."""
-    found: list[Send | Receive] = []
-    while place < len(operations) and isinstance(operation := operations[place], _MESSAGES):
-        if found and (operation.step, operation.number) != (found[0].step, found[0].number):
-            break
-        found.append(operation)
-        place += 1
-    return found
 
 
 def _kept(steps: StepList, graph: Graph) -> list[tuple[Layout, Parameter]]:
