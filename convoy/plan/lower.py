@@ -1,16 +1,17 @@
 """lower(plan): from strategies per layer to one list of steps for one batch size."""
 
+import heapq
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from convoy.layout import redistribute
 from convoy.layout.comm_dtype import comm_dtype_of
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split, everywhere, held_entries, holders
 from convoy.layout.shares import Shares, rescale
 from convoy.model.graph import Graph, Layer, Parameter
-from convoy.plan.gathering import Bucket, Turn, buckets_of, turns
 from convoy.plan.placing import is_gathered, kept_layouts, placements, used_layouts
 from convoy.plan.plan import Plan
 from convoy.plan.steps import (
@@ -29,7 +30,6 @@ from convoy.plan.steps import (
     Value,
 )
 from convoy.plan.strategy import Batch, One, Placement, parameter_holders
-from convoy.plan.together import rows_of
 
 BUCKET_ENTRIES = 500_000
 """A sum of gradients starts when this many entries are ready: large enough for full bandwidth, small enough to overlap."""
@@ -58,6 +58,84 @@ def lower(
     """
     plan.check(graph)
     return _Lowering(plan, graph, plan.batch if batch is None else batch, input_gradients, kept or {}, pass_).run()
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that are gathered together.
+
+    Attributes:
+        devices: that compute with them.
+        freed: their whole copies are freed after use.
+        layers: that compute with them.
+    """
+
+    parameters: tuple[Parameter, ...]
+    devices: tuple[int, ...]
+    freed: bool
+    layers: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Around one layer: the buckets that set out before it, and the parameters that are freed after it, by key."""
+
+    begins: list[Bucket] = field(default_factory=list)
+    frees: list[str] = field(default_factory=list)
+
+
+def buckets_of(graph: Graph, used: Mapping[str, Layout], freed: Collection[str], bucket_entries: int) -> list[Bucket]:
+    """The parameters that are gathered, in the order in which they are used.
+
+    Args:
+        used: those that are gathered, by key, with the layout in which layers compute with them.
+        freed: keys of those that are freed after use.
+        bucket_entries: a bucket is full with so many; a larger parameter has one of its own.
+    """
+    found: list[Bucket] = []
+    filled: dict[tuple[tuple[int, ...], bool], list[tuple[Parameter, str]]] = {}
+    sent = 0
+    rows = {p.key: (p, layer.name) for layer in graph.layers.values() for p in layer.parameters.values()}
+    for key, row in rows.items():
+        if key not in used:
+            continue
+        kind = (holders(used[key]), key in freed)
+        if row[0].entries >= bucket_entries:
+            found.append(_bucket([row], *kind))
+            sent += row[0].entries
+            continue
+        filled.setdefault(kind, []).append(row)
+        size = sum(p.entries for p, _ in filled[kind])
+        # The first layers wait for theirs, so the first are small.
+        if size >= min(bucket_entries, max(bucket_entries // 16, sent)):
+            found.append(_bucket(filled.pop(kind), *kind))
+            sent += size
+    return found + [_bucket(rest, *kind) for kind, rest in filled.items()]
+
+
+def _bucket(rows: Sequence[tuple[Parameter, str]], devices: tuple[int, ...], freed: bool) -> Bucket:
+    return Bucket(tuple(p for p, _ in rows), devices, freed, frozenset(layer for _, layer in rows))
+
+
+def turns(buckets: Sequence[Bucket], order: Sequence[str]) -> dict[str, Turn]:
+    """When buckets that are freed set out and are freed, by layer. Each sets out when the one before it is used first.
+
+    Args:
+        order: the layers, in the order in which they are computed.
+    """
+    places = {name: place for place, name in enumerate(order)}
+    spans = []
+    for bucket in buckets:
+        used_at = [places[name] for name in bucket.layers if name in places]
+        if used_at:
+            spans.append((min(used_at), max(used_at), bucket))
+    spans.sort(key=lambda span: span[:2])
+    found: dict[str, Turn] = {}
+    for number, (first, last, bucket) in enumerate(spans):
+        begins = spans[number - 1][0] if number else first
+        found.setdefault(order[begins], Turn()).begins.append(bucket)
+        found.setdefault(order[last], Turn()).frees.extend(p.key for p in bucket.parameters)
+    return found
 
 
 class _Lowering:
@@ -448,3 +526,59 @@ class _Buckets:
         if isinstance(layout, Split) and layout.axis == 0:
             return layout.shares
         return tuple(self.batch if d in holders(layout) else 0 for d in range(self.plan.devices))
+
+
+Row = tuple[str, ...]
+"""A layer; or norms that exchange together, in the order of the net."""
+
+Before = tuple[tuple[str, frozenset[str]], ...]
+"""See `Graph.before`."""
+
+
+def rows_of(graph: Graph, exchanged: Mapping[str, Hashable]) -> tuple[Row, ...]:
+    """The layers in the order in which they are computed: that of the graph, less what norms wait for others of their row.
+
+    A norm's level is how many exchanges it is behind, itself among them, on the longest way to it: so many a device makes at
+    least, whoever exchanges with whom. Those of one level depend on none of each other. All exchange together that are alike.
+
+    Args:
+        exchanged: the norms that exchange sums, each with what those must have in common that do so together.
+    """
+    levels: dict[str, int] = {}
+    for name, some in graph.before:
+        levels[name] = max([levels[each] for each in some], default=0) + (name in exchanged)
+    met: dict[Hashable, list[str]] = {}
+    for name, kind in exchanged.items():
+        met.setdefault((levels[name], kind), []).append(name)
+    return _ordered(graph.before, tuple(tuple(row) for row in met.values() if len(row) > 1))
+
+
+@lru_cache(maxsize=64)
+def _ordered(before: Before, met: tuple[Row, ...]) -> tuple[Row, ...]:
+    """The order of the graph, where each row stands in the place of its last layer, and what depends on it behind it.
+
+    Of those that are ready the first is next (Kahn's algorithm): without rows of several this is the order as it was. A
+    planner asks for the same order often.
+    """
+    row_of: dict[str, Row] = {name: (name,) for name, _ in before} | {name: row for row in met for name in row}
+    if not met:
+        return tuple(row_of.values())
+    place = {row_of[name]: at for at, (name, _) in enumerate(before)}  # of its last layer
+    needs: dict[Row, set[Row]] = {row: set() for row in place}
+    for name, some in before:
+        needs[row_of[name]].update(row_of[other] for other in some)
+    behind: dict[Row, list[Row]] = {row: [] for row in place}
+    for row, others in needs.items():
+        for other in others:
+            behind[other].append(row)
+    missing = Counter({row: len(others) for row, others in needs.items()})
+    ready = [(place[row], row) for row, others in needs.items() if not others]
+    heapq.heapify(ready)
+    found = []
+    while ready:
+        found.append(heapq.heappop(ready)[1])
+        for row in behind[found[-1]]:
+            missing[row] -= 1
+            if not missing[row]:
+                heapq.heappush(ready, (place[row], row))
+    return tuple(found)

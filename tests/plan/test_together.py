@@ -13,12 +13,11 @@ from convoy.model.graph import Graph, Layer
 from convoy.model.tracing import trace
 from convoy.plan.compile import compile_all, without_gradients
 from convoy.plan.device_program import ExchangeRound
-from convoy.plan.lower import lower
+from convoy.plan.lower import lower, rows_of
 from convoy.plan.plan import Plan
 from convoy.plan.program_check import check_programs
 from convoy.plan.steps import Compute, ShareStatistics
 from convoy.plan.strategy import Batch, One
-from convoy.plan.together import rows_of
 from convoy.runtime.module import Distributed
 from tests.support.one_device import part
 from tests.support.threads import run_on_threads
