@@ -1,7 +1,12 @@
 """compile_device: from the step list to the program of one device.
 
-Every device walks the list in order. A move is begun where it stands and awaited by the first step that names it in `after`, at
-the latest at the end of its phase. Gradients are summed on the second lane.
+Every device follows the list in order. A move starts where it stands; the first step that names it in `after` waits for it, or
+the end of its phase. Gradients are summed on the second lane.
+
+Layers that a device computes one after another, in forward and backward, with no exchange between them, are a *segment*:
+autograd gets it as one graph, as in plain PyTorch. A gradient sum runs beside it and does not end it. Every other exchange of
+the device ends it. So does a wait for an exchange that its first layer does not wait for, and a layer whose backward is split
+in two so that one gradient travels while the other is computed.
 """
 
 from collections import Counter, deque
@@ -62,13 +67,13 @@ from convoy.plan.steps import (
 )
 
 SUMS_AT_ONCE = 1
-"""Sums under way, of gradients whose parameters are freed after use, when the next layer's backward begins."""
+"""Gradient sums of freed parameters that may be under way when the next layer's backward begins."""
 
 MIXING = "inexact-butterfly-mixing"
 
 
 def compile_all(steps: StepList, graph: Graph, *, overlap: bool = True) -> list[DeviceProgram]:
-    """The programs of all devices; see `compile_device`."""
+    """Return the programs of all devices; see `compile_device`."""
     return [compile_device(steps, graph, d, overlap=overlap) for d in range(steps.devices)]
 
 
@@ -83,18 +88,18 @@ def compile_device(
     missing: frozenset[int] = frozenset(),
     left: frozenset[str] = frozenset(),
 ) -> DeviceProgram:
-    """The program of one device.
+    """Return the program of one device.
 
     Args:
-        fuse: layers between two exchanges go to autograd as one graph; False: every layer by itself.
-        overlap: False: everything is awaited where it stands in the list, to see what overlap brings.
+        fuse: give segments to autograd as one graph; False: every layer by itself.
+        overlap: False: wait for everything where it stands in the list, to see what overlap gains.
         stage: of inexact mixing, which counts its stages over training steps.
-        missing: outputs that the loss does not depend on, by their place in `steps.outputs`: backward leaves out what no
-            gradient comes to. Forward is the same.
-        left: parameters of which passes before have left gradients to be summed, whatever this pass reaches.
+        missing: outputs that the loss does not depend on, by their place in `steps.outputs`. Backward leaves out the steps
+            that no gradient reaches; forward is the same.
+        left: parameters with unsummed gradients from earlier micro-batches; they are summed in any case.
     """
     end = len(steps.steps)
-    found = stretches(steps, graph, device, lambda step: takes_part(step, device)) if fuse else ()
+    found = segments(steps, graph, device, lambda step: takes_part(step, device)) if fuse else ()
     if missing:
         steps = without_gradients(steps, graph, missing, left)
         alive = {step.id for step in steps.steps}
@@ -105,11 +110,11 @@ def compile_device(
 def without_gradients(
     steps: StepList, graph: Graph, missing: frozenset[int], left: frozenset[str] = frozenset()
 ) -> StepList:
-    """The list without the backward steps that no gradient comes to, where the loss depends on some outputs alone.
+    """Return the list without the backward steps that no gradient reaches.
 
     Args:
-        missing: the outputs that have no gradient, by their place in `steps.outputs`.
-        left: parameters whose gradients are summed nonetheless, where any device has one from a pass before.
+        missing: the outputs without a gradient, by their place in `steps.outputs`.
+        left: parameters whose gradients are summed in any case, because an earlier micro-batch left some.
     """
     reached: set[str] = set()
     parameters: set[str] = set()
@@ -135,7 +140,7 @@ def without_gradients(
                     layers, reads, sizes = zip(*told, strict=True)
                     step = replace(step, layers=layers, reads=reads, sizes=sizes)
             case SumGradients():
-                # What passes before have left of a parameter that is kept in shares is summed already.
+                # Gradients of sharded parameters are summed in every micro-batch, so none is left.
                 wanted = parameters if step.into else parameters | left
                 rows = [(k, n) for k, n in zip(step.keys, step.sizes, strict=True) if k in wanted]
                 alive = bool(rows)
@@ -155,7 +160,7 @@ def without_gradients(
 
 
 def takes_part(step: Step, device: int) -> bool:
-    """Whether a device has anything to do in a step."""
+    """Whether a device has a part in a step."""
     match step:
         case ComputeStep(phase="forward"):
             return holds(step.writes.layout, device)
@@ -171,11 +176,11 @@ def takes_part(step: Step, device: int) -> bool:
 _BESIDE, _AWAITED = (SumGradients, ReturnGradient), (Move, GatherWeights)
 
 SHORTEST = 2
-"""Computations in a stretch: one alone gains nothing."""
+"""Computations in a segment: one alone gains nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Segment:
     """Layers of one device.
 
     Attributes:
@@ -191,8 +196,8 @@ class Stretch:
     writes: tuple[str, ...]
 
 
-def stretches(steps: StepList, graph: Graph, device: int, takes_part: Callable[[Step], bool]) -> tuple[Stretch, ...]:
-    """All fused stretches of a device, in the order of the list.
+def segments(steps: StepList, graph: Graph, device: int, takes_part: Callable[[Step], bool]) -> tuple[Segment, ...]:
+    """Return all segments of a device, in the order of the list.
 
     Args:
         takes_part: whether the device has anything to do in a step.
@@ -205,13 +210,13 @@ def stretches(steps: StepList, graph: Graph, device: int, takes_part: Callable[[
     readers = Counter(value.key for value in steps.outputs)
     for step in forward:
         readers.update({value.key for value in _values_read(step)})
-    found = (_stretch(row, places, readers) for row in _rows(forward, places, device, exchanged))
+    found = (_segment(row, places, readers) for row in _rows(forward, places, device, exchanged))
     picks = [layer for layer in graph.layers.values() if layer.kind == "pick"]
     return tuple(each for each in found if not _cuts_apart(each, picks))
 
 
 class _Backward:
-    """Where each layer's steps are in a device's backward, and what each step is the first to wait for."""
+    """Where each layer's steps are in a device's backward, and which steps wait for an exchange first."""
 
     def __init__(self, backward: Sequence[Step]) -> None:
         self.steps = backward
@@ -260,11 +265,11 @@ def _rows(
         yield tuple(row)
 
 
-def _stretch(row: tuple[ComputeStep, ...], backward: _Backward, readers: Counter[str]) -> Stretch:
-    """The stretch of a row of layers.
+def _segment(row: tuple[ComputeStep, ...], backward: _Backward, readers: Counter[str]) -> Segment:
+    """Return the segment of a row of layers.
 
     Args:
-        readers: how many forward steps read each value; whoever gets the model's outputs counts as one.
+        readers: how many forward steps read each value; the caller who gets the outputs counts as one.
     """
     made = dict.fromkeys(step.writes.key for step in row)
     reads: dict[str, bool] = {}
@@ -277,7 +282,7 @@ def _stretch(row: tuple[ComputeStep, ...], backward: _Backward, readers: Counter
     places = sorted(place for step in row for place in backward.places.get(step.layer, ()))
     back = tuple(each for each in (backward.steps[place] for place in places) if isinstance(each, ComputeStep))
     used = tuple(key for key in made if readers[key] > inside[key])
-    return Stretch(row, back, reads, used)
+    return Segment(row, back, reads, used)
 
 
 def _values_read(step: Step) -> tuple[Value, ...]:
@@ -291,9 +296,9 @@ def _values_read(step: Step) -> tuple[Value, ...]:
     return ()
 
 
-def _cuts_apart(stretch: Stretch, picks: Sequence[Layer]) -> bool:
-    """Whether a layer with several outputs is in the stretch and one that picks from it is not, or the other way round."""
-    inside = {step.layer for step in stretch.steps} if picks else set()
+def _cuts_apart(segment: Segment, picks: Sequence[Layer]) -> bool:
+    """Whether a segment has a layer with several outputs but not the layer that picks from it, or the reverse."""
+    inside = {step.layer for step in segment.steps} if picks else set()
     return any((pick.name in inside) != (pick.inputs[0] in inside) for pick in picks)
 
 
@@ -305,7 +310,7 @@ class _Compiler:
         steps: StepList,
         graph: Graph,
         device: int,
-        found: tuple[Stretch, ...],
+        found: tuple[Segment, ...],
         overlap: bool,
         stage: int,
         end: int,
@@ -324,17 +329,17 @@ class _Compiler:
         self.merged: set[str] = set()
         self.sizes: dict[str, LocalSize] = {}  # layer -> what of it this device computes
         self.shared = {n for step in steps.steps if isinstance(step, ShareStatistics) for n in step.layers}
-        self.stretches = found
-        self.stretch_at: dict[int, int] = {}  # first step, in forward or backward -> which stretch
-        self.given_by: dict[int, int] = {}  # backward step of a stretch -> the first of them
-        self.made_in: dict[str, int] = {}  # value -> the stretch that makes it
-        self.stretch_of: dict[str, int] = {}  # layer -> its stretch
-        for number, stretch in enumerate(self.stretches):
-            for row in (stretch.steps, stretch.back):
-                self.stretch_at.update({row[0].id: number} if row else {})
-            self.given_by.update({step.id: stretch.back[0].id for step in stretch.back})
-            self.made_in.update({step.writes.key: number for step in stretch.steps})
-            self.stretch_of.update({step.layer: number for step in stretch.steps})
+        self.segments = found
+        self.segment_at: dict[int, int] = {}  # first step, in forward or backward -> which segment
+        self.given_by: dict[int, int] = {}  # backward step of a segment -> the first of them
+        self.made_in: dict[str, int] = {}  # value -> the segment that makes it
+        self.segment_of: dict[str, int] = {}  # layer -> its segment
+        for number, segment in enumerate(self.segments):
+            for row in (segment.steps, segment.back):
+                self.segment_at.update({row[0].id: number} if row else {})
+            self.given_by.update({step.id: segment.back[0].id for step in segment.back})
+            self.made_in.update({step.writes.key: number for step in segment.steps})
+            self.segment_of.update({step.layer: number for step in segment.steps})
         self.givers, self.values = self._givers()
 
     def program(self) -> DeviceProgram:
@@ -356,14 +361,14 @@ class _Compiler:
         places = {step.id: place for place, step in enumerate(steps)}
         place = 0
         while place < len(steps):
-            number = self.stretch_at.get(steps[place].id)
+            number = self.segment_at.get(steps[place].id)
             if number is None:
                 self._step(steps[place])
                 place += 1
             else:
-                row = self.stretches[number].steps if phase == "forward" else self.stretches[number].back
+                row = self.segments[number].steps if phase == "forward" else self.segments[number].back
                 end = 1 + places[row[-1].id]
-                self._stretch(steps[place:end], number, row)
+                self._segment(steps[place:end], number, row)
                 place = end
         self._await(list(self.under_way), self.end)
         for value in self.steps.input_gradients if phase == "backward" else ():
@@ -417,7 +422,7 @@ class _Compiler:
             self._await(step.after, step.id)
             self.main.append(operation)
             return
-        # A layer whose input still arrives: each chunk of rows is computed as soon as it is there.
+        # The input is still arriving: compute each chunk of rows as soon as it is there.
         shape = local_shape(step.writes.layout, self.device, step.writes.shape)
         parts = []
         for rows in chunks(shape[0], step.pieces):
@@ -432,7 +437,7 @@ class _Compiler:
         self.main += [Make(step.id, step.writes.key, shape, result=True), *parts]
 
     def _computation(self, step: ComputeStep) -> Compute:
-        """The operation of a layer in forward or backward."""
+        """Return the operation of a layer in forward or backward."""
         size = self.sizes.get(step.layer)
         if size is None:  # in backward it is what it was in forward
             size = local_size(step, self.graph[step.layer], self.device)
@@ -459,13 +464,13 @@ class _Compiler:
         elif step.part != "weight":
             for value, wanted in zip(step.reads, step.wants, strict=True):
                 if wanted and step.id in self.givers.get(value.key, ()):
-                    # It holds the value, but computed nothing from it: the gradient from here is zero.
+                    # It holds the value but computed nothing from it, so its part of the gradient is zero.
                     shape = local_shape(value.layout, self.device, value.shape)
                     self.main.append(Make(step.id, self._gives(value.key, step.id), shape, zeros=True, result=True))
 
-    def _stretch(self, steps: Sequence[Step], number: int, computes: Sequence[ComputeStep]) -> None:
-        """A fused stretch: these steps belong to it or lie inside it."""
-        phase, first, stretch = steps[0].phase, steps[0].id, self.stretches[number]
+    def _segment(self, steps: Sequence[Step], number: int, computes: Sequence[ComputeStep]) -> None:
+        """Compile a segment, with the steps that lie inside it."""
+        phase, first, segment = steps[0].phase, steps[0].id, self.segments[number]
         row = {step.id: step for step in computes}
         if phase == "backward":
             self._limit_sums(first)
@@ -481,13 +486,13 @@ class _Compiler:
                 else:
                     behind.append(step)
         if phase == "forward":
-            reads, writes = tuple(stretch.reads), stretch.writes
+            reads, writes = tuple(segment.reads), segment.writes
         else:
-            for key in stretch.writes:
+            for key in segment.writes:
                 self._merge(key, first)
-            reads = tuple(GRADIENT + key if self.givers.get(key) else "" for key in stretch.writes)
+            reads = tuple(GRADIENT + key if self.givers.get(key) else "" for key in segment.writes)
             writes = tuple(
-                self._gives(key, first) if first in self.givers.get(key, ()) else "" for key in stretch.reads
+                self._gives(key, first) if first in self.givers.get(key, ()) else "" for key in segment.reads
             )
         self.main.append(Fused(first, phase, number, reads, writes, tuple(operations)))
         self._free([step for step in steps if isinstance(step, ComputeStep)])
@@ -495,23 +500,23 @@ class _Compiler:
             self._sum(each)
 
     def _free(self, steps: Sequence[ComputeStep]) -> None:
-        """Whole parameters that these were the last to use are freed."""
+        """Free the whole parameters that these steps were the last to use."""
         if keys := tuple(key for step in steps for key in step.frees if self.device in self.users.get(key, ())):
-            # A device without samples of this batch computes nothing, and has not waited for them.
+            # A device without samples of this batch computes nothing and has not waited for them yet.
             self._await([after for step in steps if step.frees for after in step.after], steps[-1].id)
             self.main.append(FreeWeights(steps[-1].id, keys))
 
     def _limit_sums(self, at: int) -> None:
-        """Where memory is to be saved, the whole gradients of so many sums are in memory at once, and no more."""
+        """Limit the whole gradients that are in memory at once, where parameters are freed to save memory."""
         while len(self.of_freed) > SUMS_AT_ONCE:
             self.main.append(WaitSum(at, self.of_freed.pop(0)))
 
     # --- gradients of values -----------------------------------------------------------------------------------------
 
     def _givers(self) -> tuple[dict[str, list[int]], dict[str, Value]]:
-        """For each value, the steps that give a part of its gradient on this device; and the values by key.
+        """Return for each value the steps that give a part of its gradient on this device, and the values by key.
 
-        A stretch gives one part by all its layers, named after its first step; between its layers, autograd adds.
+        All layers of a segment give one part, named after its first step: autograd adds between them.
         """
         givers: dict[str, list[int]] = {}
         zeros: dict[str, int] = {}
@@ -525,7 +530,7 @@ class _Compiler:
                 case ComputeStep() if step.part != "weight":
                     for value, wanted in zip(step.reads, step.wants, strict=True):
                         values[value.key] = value
-                        inside = self.made_in.get(value.key, -1) == self.stretch_of.get(step.layer, -2)
+                        inside = self.made_in.get(value.key, -1) == self.segment_of.get(step.layer, -2)
                         if not wanted or inside:
                             continue
                         if self._computes(step):
@@ -537,12 +542,12 @@ class _Compiler:
         return {key: [step] for key, step in zeros.items()} | givers, values
 
     def _gives(self, key: str, step: int) -> str:
-        """The buffer of what one step gives to a value's gradient."""
+        """Return the buffer of one step's part of a value's gradient."""
         several = len(self.givers.get(key, ())) > 1
         return f"{GRADIENT}{key} from {self.given_by.get(step, step)}" if several else GRADIENT + key
 
     def _merge(self, key: str, step: int) -> None:
-        """Before a gradient is read for the first time: what several steps gave is added up."""
+        """Add up the parts of a gradient before it is read for the first time."""
         ids = self.givers.get(key, ())
         if len(ids) > 1 and key not in self.merged:
             self.merged.add(key)
@@ -567,7 +572,7 @@ class _Compiler:
                 self._await([step.id], step.id)
 
     def _statistics(self, step: ShareStatistics) -> None:
-        """Each member's row of sums, then the rows of all; in forward they are combined to the statistics of the batch."""
+        """Exchange each member's row of sums; in forward, combine the rows to the statistics of the global batch."""
         if self.device not in step.members:
             return
         self._await(step.after, step.id)
@@ -586,13 +591,13 @@ class _Compiler:
             ]
 
     def _await(self, steps: Iterable[int], at: int) -> None:
-        """Wait for those of these steps that are under way."""
+        """Wait for those of these exchanges that are under way."""
         for step in steps:
             if step in self.under_way:
                 self.main += landing(self.under_way.pop(step), at)
 
     def _gather(self, step: GatherWeights) -> None:
-        """The shares set out; what waits for them finds whole parameters."""
+        """Start to gather shards; the step that waits for them finds whole parameters."""
         if self.device not in step.members:
             return
         size, uses = joined(step.shares)[self.device], self.device in step.devices

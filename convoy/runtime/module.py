@@ -330,7 +330,7 @@ class Distributed(ModuleOfPieces):
         self._announced[:] = [] if batch is None else [batch]
 
     def expect(self, seconds: Expected) -> None:
-        """What parts of layers are expected to take here, as measured: the time of a fused stretch is told apart by it."""
+        """Set the measured seconds of layers, used to divide a segment's time."""
         self._programs.expect(seconds)
 
 

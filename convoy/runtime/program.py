@@ -1,4 +1,4 @@
-"""Device programs made ready to run: with what can be dropped after each operation."""
+"""Device programs prepared for the executor: grouped operations, and the buffers to drop after each group."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -51,12 +51,12 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class BoundFused:
-    """What a fused stretch needs beside its operations.
+    """What a segment needs beside its operations.
 
     Attributes:
-        wants: of the values it reads, which have a gradient.
-        drops: after each computation in forward, its own values that nobody reads any more.
-        whole: layers whose module can be called as it is: this device holds all of their parameters.
+        wants: which of the values it reads have a gradient.
+        drops: after each computation in forward, the segment's own values that no later one reads.
+        whole: layers whose module can be called itself: this device holds all of their parameters.
     """
 
     wants: tuple[bool, ...]
@@ -65,17 +65,17 @@ class BoundFused:
 
 
 class Program:
-    """A device program made ready to run: with what can be dropped after each operation.
+    """A device program prepared for the executor.
 
     Args:
         steps: the list that it was compiled from.
-        reached: the parameters that its backward finds a gradient of, on whatever device.
+        reached: the parameters whose gradient its backward computes on any device.
 
     Attributes:
-        gathered: the parameters that are gathered from shares for this device to compute with, in this pass or one before.
+        gathered: sharded parameters that this device computes with, gathered in this micro-batch or an earlier one.
         freed: those of them that are freed after use.
-        into_shares: parameters whose gradients are summed into the shares that are kept of them.
-        waiting: parameters whose gradients a later pass sums, and which every device uses.
+        into_shares: parameters whose gradients are summed into shards.
+        waiting: parameters that every device uses and whose gradients a later micro-batch sums.
         random: which devices draw random numbers.
         owned_outputs: whether nothing but the caller keeps the memory of an output.
     """
@@ -106,16 +106,16 @@ class Program:
             op.number: _bound(op, graph, model, self.gathered) for op in program.forward if isinstance(op, Fused)
         }
         mixing = [s for s in steps.steps if isinstance(s, SumGradients) and s.reduce == MIXING]
-        # After so many stages of inexact mixing, partners are those of the first again.
+        # After this many stages of inexact mixing, the partners repeat.
         self.mixing_stages = math.lcm(1, *(max(1, (len(s.devices) - 1).bit_length()) for s in mixing))
-        self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by stretch and phase, what its layers take
+        self.expected_s: dict[tuple[int, str], dict[str, float]] = {}  # by segment and phase
         self.natural: dict[str, torch.dtype] = {}  # by layer, what autocast computed it in
         self.compiled: dict[tuple[torch.dtype | None, bool], Any] = {}  # see `convoy.runtime.compiled`
         self.variants: dict[tuple[frozenset[int], int, frozenset[str]], Program] = {}
 
 
 def _is_owned(graph: Graph, name: str, readers: int) -> bool:
-    """Whether no other layer keeps the memory of a value: it is new, or a view of what nobody else reads."""
+    """Whether no other layer keeps a value's memory: it is new, or a view of memory that nothing else reads."""
     layer = graph[name]
     if layer.kind == "input" or len(graph.readers[name]) > readers or (readers and name in graph.outputs):
         return False
@@ -124,13 +124,13 @@ def _is_owned(graph: Graph, name: str, readers: int) -> bool:
 
 
 def reached_parameters(steps: StepList, graph: Graph) -> tuple[str, ...]:
-    """The parameters that backward finds a gradient of, on whatever device."""
+    """Return the parameters whose gradient backward computes on any device."""
     computed = [s for s in steps.phase("backward") if isinstance(s, ComputeStep) and s.part != "input"]
     return tuple(dict.fromkeys(p.key for step in computed for p in graph[step.layer].trainable))
 
 
 def _layer_of(step: Any) -> str:
-    """The layer whose numbers a step works with; "" for a gradient sum, which has the parameters' own."""
+    """Return the layer whose number type a step uses; "" for a gradient sum, which uses the parameters'."""
     if isinstance(step, ComputeStep):
         return step.layer
     if isinstance(step, ShareStatistics):
