@@ -538,8 +538,8 @@ def rows_of(graph: Graph, exchanged: Mapping[str, Hashable]) -> tuple[Row, ...]:
     """Return the layers in the order in which they are computed, with norms that exchange together as one row.
 
     A net that branches (Inception, ResNet at its shortcuts) has norms whose inputs are ready at about the same time. One
-    message then has the sums of all of them. A norm's level is the number of exchanges on the longest way to it, its own included.
-    Norms of one level do not depend on each other; those of one level and kind exchange together.
+    message then has the sums of all of them. A norm's level is the number of exchanges on the longest way to it, its own
+    included. Norms of one level do not depend on each other; those of one level and kind exchange together.
 
     Args:
         exchanged: the norms that exchange sums, with the kind of each.
