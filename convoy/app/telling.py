@@ -7,11 +7,11 @@ from convoy.config.run_file import to_toml
 from convoy.config.settings import Settings
 from convoy.files import write_whole
 from convoy.plan.compile import compile_all
+from convoy.plan.device_program import program_lines
 from convoy.plan.explain import layer_rows, step_lines, work_shares
 from convoy.plan.lower import lower
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO
-from convoy.plan.program_text import program_lines
 from convoy.plan.steps import passes_of
 from convoy.planner.predict import working
 from convoy.report.screen import Screen

@@ -24,8 +24,7 @@ from convoy.plan.strategy import STRATEGIES, InShares, Strategy
 from convoy.planner.analytic import CostModel, content, uses_copies
 from convoy.planner.search import Search
 from convoy.simulate.compute import RememberedTimes
-from convoy.simulate.price import computing_s, layers_s
-from convoy.simulate.simulate import Timeline, simulate
+from convoy.simulate.simulate import Timeline, computing_s, layers_s, simulate
 
 CHUNKS = (2, 4, 8, 16, 32)
 """In how many chunks moves are tried."""

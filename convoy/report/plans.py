@@ -19,7 +19,7 @@ from convoy.simulate.events import Event, Timeline
 from convoy.simulate.interval import Basis, Interval
 from convoy.simulate.memory import passes_words
 from convoy.simulate.network import Network
-from convoy.simulate.price import LOSS, layers_s
+from convoy.simulate.simulate import LOSS, layers_s
 
 BASIS: Mapping[Basis | None, str] = {
     None: "given costs",

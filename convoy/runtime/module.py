@@ -62,7 +62,7 @@ class Distributed(ModuleOfPieces):
         group: the devices.
         example: one batch of each input, for the shapes.
         slowdown: makes this device play one that is so many times slower.
-        fuse: layers between two exchanges go to autograd as one graph (see `convoy.plan.fusion`); False: each by itself.
+        fuse: layers between two exchanges go to autograd as one graph (see `convoy.plan.compile`); False: each by itself.
         compile: rows of such layers go through torch.compile where that is faster (see `convoy.runtime.compiled`): equal up to
             rounding.
         takes_over: use the model's own modules, and its own parameters where every device has them whole. Parameters that
@@ -330,7 +330,7 @@ class Distributed(ModuleOfPieces):
         self._announced[:] = [] if batch is None else [batch]
 
     def expect(self, seconds: Expected) -> None:
-        """What parts of layers are expected to take here, as measured: the time of a fused stretch is told apart by it."""
+        """Set the measured seconds of layers, used to divide a segment's time."""
         self._programs.expect(seconds)
 
 

@@ -19,8 +19,7 @@ from convoy.simulate.compute import Rate, Roofline
 from convoy.simulate.costs import Costs
 from convoy.simulate.events import Event, Timeline
 from convoy.simulate.network import Network
-from convoy.simulate.price import computing_s
-from convoy.simulate.simulate import simulate
+from convoy.simulate.simulate import computing_s, simulate
 
 
 def small_graph() -> Graph:

@@ -27,8 +27,7 @@ from convoy.simulate.energy import Power, energy_of
 from convoy.simulate.events import play
 from convoy.simulate.memory import memory_of, update_s_per_entry
 from convoy.simulate.network import network_of
-from convoy.simulate.price import programs
-from convoy.simulate.simulate import Costs, Event, Timeline, simulate
+from convoy.simulate.simulate import Costs, Event, Timeline, programs, simulate
 from studies import figures, figures_fleets, fleets, published
 from studies.__main__ import main
 from studies.catalogue import fleet_of
