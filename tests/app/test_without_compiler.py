@@ -35,7 +35,8 @@ from convoy.app.without_compiler import leave_compiler_out
 leave_compiler_out()  # before torchvision is imported, as in the command
 make_importable()
 from convoy.app.predict import run_predict
-run_predict("torchvision:resnet18", (3, 64, 64), 10, 16, on="laptop-cpu,rtx3060")
+from convoy.app.question import PlanQuestion
+run_predict(PlanQuestion("torchvision:resnet18", (3, 64, 64), 10, 16), on="laptop-cpu,rtx3060")
 print([name for name in HEAVY if hasattr(sys.modules.get(name), "__file__")])
 """
 

@@ -21,6 +21,7 @@ from convoy.measure.job import (
     POINT_STRETCHES,
     POINTS,
     SHORTEST_S,
+    MeasureOptions,
     _measure_tables,
     _with_plan_sizes,
     measure_job,
@@ -161,7 +162,7 @@ def sizes_timed(left_s: float, planning_s: float, monkeypatch: pytest.MonkeyPatc
 def measured() -> Measurement:
     model = net()
     traced = trace(model, torch.zeros(2, 1, 8, 8))
-    return measure_job(AloneGroup(CPU), traced, model, BATCH, net="two-conv", budget_s=0.1, stretch_s=1e-5)
+    return measure_job(AloneGroup(CPU), traced, model, BATCH, MeasureOptions("two-conv", budget_s=0.1, stretch_s=1e-5))
 
 
 def test_sizes_that_plans_have_are_timed_while_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +201,9 @@ def test_the_whole_job_keeps_to_a_wall(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convoy.measure.job.measure_meetings", slow)
     model = net()
     traced = trace(model, torch.zeros(2, 1, 8, 8))
-    measure_job(AloneGroup(CPU), traced, model, BATCH, net="two-conv", budget_s=10.0, stretch_s=1e-5, wall=wall)
+    measure_job(
+        AloneGroup(CPU), traced, model, BATCH, MeasureOptions("two-conv", budget_s=10.0, stretch_s=1e-5, wall=wall)
+    )
     assert left == [pytest.approx(4.0)]
 
 
@@ -213,7 +216,9 @@ def test_what_meetings_tell_reaches_the_file(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("convoy.measure.job.measure_meetings", lambda *_, **__: found)
     model = net()
     traced = trace(model, torch.zeros(2, 1, 8, 8))
-    (costs,) = measure_job(AloneGroup(CPU), traced, model, BATCH, net="two-conv", budget_s=1.0, stretch_s=1e-5).device
+    (costs,) = measure_job(
+        AloneGroup(CPU), traced, model, BATCH, MeasureOptions("two-conv", budget_s=1.0, stretch_s=1e-5)
+    ).device
     assert (costs.jitter_s, costs.beside_s, costs.rested_s, costs.burst) == (0.1, 0.2, 0.4, 4.0)
     assert (costs.step_s, costs.layer_s) == (0.01, 0.02)
     assert (costs.round_s, costs.message_s) == pytest.approx((0.09, 0.12))

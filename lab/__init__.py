@@ -1,0 +1,1 @@
+"""Research beside the package: nothing in Convoy imports it."""
