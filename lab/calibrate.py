@@ -29,8 +29,10 @@ from convoy.fleet.catalogue import device_class
 from convoy.model.graph import Graph
 from convoy.model.nets import graph_of
 from convoy.plan.presets import PLANS
-from convoy.planner.predict import PlanningContext, predict_plan
-from convoy.planner.speeds import solo_speeds
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.planner import candidates
+from convoy.planner.predict import predict_plan
+from convoy.planner.request import PlanRequest
 from convoy.simulate.described import CPU, OTHER_NET, PLAIN_GPU, TF32, TF32_GPU, described_costs
 from convoy.simulate.interval import REPLAY, Basis
 
@@ -62,7 +64,12 @@ def published() -> Iterator[tuple[str, Residual]]:
         known = device_class(row["class"])
         measured_s = row.get("step_s") or row["batch"] / row["images_per_s"]
         costs = described_costs(_alone(Device.of_class(known, known.name, "host")))
-        predicted_s = row["batch"] / solo_speeds(_graph(f"torchvision:{row['net']}"), row["batch"], costs)[0]
+        predicted_s = (
+            row["batch"]
+            / PlanRequest(
+                _graph(f"torchvision:{row['net']}"), row["batch"], FleetKnowledge(given=costs)
+            ).speeds.devices[0]
+        )
         family = "tf32" if known.architecture in TF32 else "plain"
         yield family, Residual(f"{row['class']} {row['net']} {row['batch']}", row["class"], predicted_s, measured_s)
 
@@ -137,16 +144,16 @@ def _speeds(fleet: str, net: str, batch: int) -> tuple[float, ...]:
 
 
 @cache
-def _context(fleet: str, net: str, batch: int) -> PlanningContext:
+def _context(fleet: str, net: str, batch: int) -> PlanRequest:
     of = described(fleet)
-    return PlanningContext.of(_graph(net), batch, described_costs(of), of)
+    return PlanRequest(_graph(net), batch, FleetKnowledge(of, given=described_costs(of)))
 
 
 @cache
 def _predicted(fleet: str, net: str, batch: int, plan: str) -> tuple[float, float, float]:
     """Seconds of a step; the factor of its known causes; that of how it compares with the fastest device."""
     context = _context(fleet, net, batch)
-    chosen = context.candidates()[0].plan if plan == AUTO else context.named(plan)
+    chosen = candidates(context)[0].plan if plan == AUTO else context.named(plan)
     row = predict_plan(chosen, context)
     computes = [seconds / row.step_s for seconds in row.timeline.compute_s]
     errors = context.costs.errors

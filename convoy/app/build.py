@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from convoy.api import loader
+from convoy.api import Plans, loader
 from convoy.app.handover import Handover
 from convoy.app.joining import JoiningDevices, Opening, home_of
 from convoy.checkpoint import Checkpointer
@@ -16,7 +16,6 @@ from convoy.comm.newcomer import Entrance
 from convoy.config.settings import Settings, key_of
 from convoy.data import Splits
 from convoy.measure.anew import Replanner
-from convoy.measure.auto import Plans
 from convoy.plan.explain import differences
 from convoy.report.screen import Screen
 from convoy.runlog.directory import RunDirectory

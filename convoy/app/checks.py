@@ -87,11 +87,6 @@ def check(settings: Settings) -> None:
         raise InputError(
             "--memory with --fleet: write memory_bytes of each device into the fleet file, and leave --memory out"
         )
-    if settings.accumulate == "auto" and settings.plan != AUTO:
-        raise InputError(
-            f"--accumulate auto with --plan {settings.plan}: only the planner knows how many passes memory asks for; give "
-            "--plan auto, or a number of passes"
-        )
     if settings.batch % settings.passes:
         some = [n for n in range(1, min(settings.batch, MOST_PASSES + 1)) if not settings.batch % n]
         raise InputError(

@@ -23,14 +23,14 @@ from convoy.config.settings import Settings
 from convoy.errors import InputError
 from convoy.files import parse_toml
 from convoy.measure.anew import Replanner
-from convoy.measure.job import measure_job
+from convoy.measure.job import MeasureOptions, measure_job
 from convoy.measure.speeds import measure_speeds
 from convoy.model.entry_points import lies_here, names_callable
 from convoy.model.nets.imported import is_packaged
 from convoy.model.tracing import trace
 from convoy.plan.presets import AUTO, PLANS, Speeds
 from convoy.planner.anew import with_newcomer
-from convoy.planner.known import Known
+from convoy.planner.knowledge import FleetKnowledge
 from convoy.runlog.directory import RunDirectory
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
@@ -105,7 +105,7 @@ class Opening:
         self.opens = settings.listen is not None or came
         self._shown: list[tuple[str, int]] = []
 
-    def tell(self, members: Members, known: Known, here: Handover) -> None:
+    def tell(self, members: Members, known: FleetKnowledge, here: Handover) -> None:
         """At the beginning, and whenever the devices have changed."""
         membership = members.membership
         if membership is None or not self.opens:
@@ -117,16 +117,16 @@ class Opening:
             self._shown = doors
 
 
-def offer_of(settings: Settings, known: Known, directory: RunDirectory | None) -> Words:
+def offer_of(settings: Settings, known: FleetKnowledge, directory: RunDirectory | None) -> Words:
     """What a training tells who asks."""
     places = None if directory is None else [str(directory.log), directory.folder and str(directory.folder)]
     return {
         "version": __version__, "run": to_toml(settings), "directory": places, "measured": known.measured is not None,
-        "timed": known.speeds.measured, "job": roster.job(),
+        "timed": known.speeds is not None and known.speeds.measured, "job": roster.job(),
     }  # fmt: skip
 
 
-def facts_of(part: Distributed, data: str, known: Known, title: str, device: tuple[str, str, float]) -> Words:
+def facts_of(part: Distributed, data: str, known: FleetKnowledge, title: str, device: tuple[str, str, float]) -> Words:
     """What a device says of itself that asks to be let in."""
     return {
         "same": _same(part, data), "known": known.to_json(), "title": title, "device": list(device),
@@ -147,21 +147,22 @@ def _same(part: Distributed, data: str) -> dict[str, str]:
 
 def measured_alone(
     offer: Words, settings: Settings, model: nn.Module, example: Tensor, group: Group, slowdown: float
-) -> Known:
+) -> FleetKnowledge:
     """How fast this device is, alone and while the others train; measured as they were."""
     traced, batch = trace(model, example), settings.pass_batch
     if not offer["timed"]:
-        return Known(None, (0,), Speeds((1.0,), measured=False))
+        return FleetKnowledge(ids=(0,), speeds=Speeds((1.0,), measured=False))
     with random_state_kept(group.torch_device):
         if offer["measured"]:
-            found = measure_job(
-                group, traced, model, batch, net=settings.net, budget_s=settings.budget_s, slowdown=slowdown,
-                precision=settings.precision,
-            )  # fmt: skip
+            options = MeasureOptions(
+                settings.net, budget_s=settings.budget_s, slowdown=slowdown, precision=settings.precision
+            )
+            found = measure_job(group, traced, model, batch, options)
             speeds = Speeds((1.0,))  # by the layers' times, which are known of all
-            return Known(None, (0,), speeds, found)
+            return FleetKnowledge(ids=(0,), speeds=speeds, measured=found)
         clock = Clock(group.torch_device, slowdown)
-        return Known(None, (0,), measure_speeds(group, traced, model, batch, clock, settings.precision))
+        speeds = measure_speeds(group, traced, model, batch, clock, settings.precision)
+        return FleetKnowledge(ids=(0,), speeds=speeds)
 
 
 class JoiningDevices:
@@ -179,12 +180,13 @@ class JoiningDevices:
                 )
         known = self._with(device, facts)
         plan, now = self.part.plan, tuple(members)
-        found, gain = with_newcomer(known, self.part.traced[True].graph, plan, now, device)
+        found, gain = with_newcomer(replace(self.replan.request, fleet=known), plan, now, device)
         if gain is not None and gain <= 1:
             return "spare", (
                 f"a step of the {len(members)} devices is predicted to take {1 / gain:.3g} times as long with it; it is "
                 "asked again when the devices change"
             )
+        assert known.speeds is not None
         self.replan.prepared = plan, now, tuple(sorted({*now, device})), known.speeds, found
         return "wanted", ""
 
@@ -196,24 +198,24 @@ class JoiningDevices:
     def told(self) -> Any:
         run = self.here.header.run
         return {
-            "known": self.replan.known.to_json(), "devices": [list(each) for each in self.here.header.devices],
+            "replan": self.replan.to_json(), "devices": [list(each) for each in self.here.header.devices],
             "settings": run.settings.model_dump(mode="json"), "sources": dict(run.sources),
         }  # fmt: skip
 
     def hear(self, told: Any) -> None:
-        self.replan.known = Known.from_json(told["known"])
+        self.replan.learn(told["replan"])
         # Should this device have to go on with the log, that is of the run and not of how this device came into it.
         run = RunSettings(Settings(**told["settings"]), told["sources"])
         self.here.header = replace(self.here.header, run=run, devices=())
         self._note({d: (str(kind), str(host), float(times)) for d, (kind, host, times) in enumerate(told["devices"])})
 
-    def _with(self, device: int, facts: Words) -> Known:
+    def _with(self, device: int, facts: Words) -> FleetKnowledge:
         """What is known with a device that says this of itself."""
-        theirs, known = Known.from_json(facts["known"]), self.replan.known
-        speeds = theirs.speeds
-        if not known.speeds.measured:  # numbers that somebody gave: nobody knows its own
-            speeds = Speeds((sum(known.speeds.devices) / len(known.speeds.devices),), measured=False)
-        return known.with_device(device, speeds, theirs.measured)
+        theirs, known = FleetKnowledge.from_json(facts["known"]), self.replan.known
+        if known.speeds is not None and not known.speeds.measured:  # somebody gave these numbers: nobody knows its own
+            mean = sum(known.speeds.devices) / len(known.speeds.devices)
+            theirs = replace(theirs, speeds=Speeds((mean,), measured=False))
+        return known.with_device(device, theirs)
 
     def _note(self, rows: dict[int, tuple[str, str, float]]) -> None:
         """Devices by their ids, in the header of the log; of one that never came there is a row, too."""
@@ -223,5 +225,6 @@ class JoiningDevices:
         for device, row in rows.items():
             devices[device] = row
         known = self.replan.known
+        assert known.speeds is not None
         speeds = tuple(known.speeds.devices[known.ids.index(d)] if d in known.ids else 1.0 for d in range(count))
         self.here.header = replace(header, devices=devices, speeds=Speeds(speeds, measured=known.speeds.measured))

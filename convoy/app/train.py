@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from convoy._version import __version__
-from convoy.api import distribute, make_plans
+from convoy.api import Plans, distribute, make_plans
 from convoy.app.agreed import agree_on_data, agree_on_settings, devices_of, directory_of, ids_of, uses_of
 from convoy.app.build import (
     build_checkpointer,
@@ -52,12 +52,11 @@ from convoy.config.run_file import RunSettings
 from convoy.config.settings import Settings
 from convoy.data import Splits
 from convoy.errors import MismatchError
-from convoy.measure.anew import Replanner
-from convoy.measure.auto import Plans, expect_measured
+from convoy.measure.anew import Replanner, expect_measured
 from convoy.plan.explain import work_shares
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS
-from convoy.planner.known import Known
+from convoy.planner.knowledge import FleetKnowledge
 from convoy.report.measured import remarks
 from convoy.report.screen import Screen
 from convoy.runlog.directory import RunDirectory, RunHeader, check_directory
@@ -177,7 +176,6 @@ def _train(job: _Job) -> _Done:
     model, example = build_model(job.settings, splits), example_of(splits)
     slowdown = job.settings.slowdowns[group.device] * imposed_slowdown()
     plans = _plans(job, model, example, slowdown)
-    job = _in_passes(job, plans)
     settings = job.settings
     part = distribute(
         model, plans[0], group, example, slowdown=slowdown, precision=settings.precision, compile=settings.compile
@@ -195,7 +193,7 @@ def _train(job: _Job) -> _Done:
     # Once nothing can refuse the job any more: until then an older log stays as it is.
     here = _handover(job, part, plans, devices, loaders[0], done)
 
-    def measured(offer: dict[str, Any]) -> Known:
+    def measured(offer: dict[str, Any]) -> FleetKnowledge:
         return measured_alone(offer, settings, model, example, group, slowdown)
 
     title = f"{group.devices} device{'s' * (group.devices > 1)}, plan {part.plan.name}"
@@ -206,7 +204,7 @@ def _train(job: _Job) -> _Done:
     ) as bar:
         here.observers.observers = (here.timer, bar, *here.observers.observers)
         rebalancer = _rebalancer(job, training, plans, here)
-        replan = plans.anew(rebalancer) or Replanner(Known(settings.plan, (0,), plans.speeds), rebalancer)
+        replan = plans.anew(rebalancer)
         members = _members(job, training, plans, replan, here, splits, measured)
         with nullcontext() if members is None else hearing_signals(members):
             history = fit(training, *loaders, settings.epochs, here.observers, rebalancer, keeper, screen.line, members)
@@ -237,19 +235,11 @@ def _plans(job: _Job, model: nn.Module, example: Tensor, slowdown: float) -> Pla
             plan=settings.plan if settings.plan in (*PLANS, AUTO) else Plan.load(Path(settings.plan)),
             speeds=settings.speeds, reduce=settings.reduce, wire=settings.wire, slowdown=slowdown,
             budget_s=settings.budget_s, fleet=settings.fleet, precision=settings.precision,
-            optimizer=settings.optimizer_state, net=settings.net, passes=settings.accumulate, progress=tell,
+            optimizer=settings.optimizer_state, net=settings.net, micro_batches=settings.passes, progress=tell,
         )  # fmt: skip
     for remark in [] if plans.measured is None else remarks(plans.measured):
         screen.line(remark)
     return plans
-
-
-def _in_passes(job: _Job, plans: Plans) -> _Job:
-    """The job with a number of passes, where memory was to tell it."""
-    if job.settings.accumulate != "auto":
-        return job
-    job.screen.line(f"A step is made in {plans.passes} pass{'es' * (plans.passes > 1)}, as memory asks for.")
-    return replace(job, run=replace(job.run, settings=job.settings.model_copy(update={"accumulate": plans.passes})))
 
 
 def _handover(
@@ -284,7 +274,7 @@ def _rebalancer(job: _Job, training: Training, plans: Plans, here: Handover) -> 
 
 def _members(
     job: _Job, training: Training, plans: Plans, replan: Replanner, here: Handover, splits: Splits,
-    measured: Callable[[dict[str, Any]], Known],
+    measured: Callable[[dict[str, Any]], FleetKnowledge],
 ) -> Members | None:  # fmt: skip
     """What follows the devices of the training, where others may come or these may leave.
 

@@ -124,11 +124,8 @@ def plan(
     ] = "exact",
     outputs: Outputs = "everywhere",
     accumulate: Annotated[
-        str,
-        typer.Option(
-            help="Passes that make one step, each with an equal part of the batch; auto: one, or as many as memory asks for."
-        ),
-    ] = "1",
+        int, typer.Option(min=1, help="Micro-batches per step, each with an equal part of the batch.")
+    ] = 1,
 ) -> None:
     """Predict every plan on a fleet, measured or described, and choose: step time, share of the limit, traffic, memory, joules,
     what bounds it. Plans that do not fit a device's memory are marked, and never chosen.
@@ -137,20 +134,10 @@ def plan(
     """
     with loading():
         from convoy.app.plan import run_plan
+        from convoy.app.question import PlanQuestion
 
-    run_plan(
-        net,
-        image_of(image),
-        classes,
-        batch,
-        fleet,
-        output,
-        optimizer=optimizer,
-        least_energy_s=least_energy,
-        wire=wire,
-        outputs=outputs,
-        accumulate=accumulate,
-    )
+    question = PlanQuestion(net, image_of(image), classes, batch, optimizer, wire, outputs, accumulate)
+    run_plan(question, fleet, output, least_energy_s=least_energy)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -53,6 +53,7 @@ def predict(
     """
     with loading():
         from convoy.app.predict import list_classes, run_predict
+        from convoy.app.question import PlanQuestion
 
     if list_them:
         list_classes()
@@ -60,9 +61,8 @@ def predict(
     if net is None:
         raise InputError("convoy predict needs a net: e.g. torchvision:resnet50 --on laptop-cpu,rtx3060")
     run_predict(
-        net, image_of(image), classes, batch, on=on, fleet=fleet,
+        PlanQuestion(net, image_of(image), classes, batch, optimizer, outputs=outputs), on=on, fleet=fleet,
         link_bytes_per_s=quantity_of("--link", link, "bytes_per_s"), latency_s=quantity_of("--latency", latency, "s"),
-        optimizer=optimizer, outputs=outputs,
     )  # fmt: skip
 
 
@@ -94,9 +94,11 @@ def simulate(
             "study of all plans at any size is `python -m studies DIR [NET]`, in a checkout of the repository"
         )
     with loading():
+        from convoy.app.question import PlanQuestion
         from convoy.app.simulate import run_step
 
-    run_step(output, net, fleet, plan, batch, image_of(image), classes, outputs=outputs, draw=figures, say=print)
+    question = PlanQuestion(net, image_of(image), classes, batch, outputs=outputs)
+    run_step(output, question, fleet, plan, draw=figures, say=print)
 
 
 @app.command()

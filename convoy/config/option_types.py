@@ -114,25 +114,6 @@ def devices_text(value: Any) -> Any:
     return ",".join(map(str, value)) if isinstance(value, list) else value
 
 
-MOST_PASSES = 10**9
-
-
-def passes_of_text(value: Any) -> Any:
-    """The passes of a step: a number, or auto.
-
-    Raises:
-        InputError: says what to give.
-    """
-    count = _count(value) if isinstance(value, str) else value
-    if value == AUTO_DEVICE:
-        return value
-    if isinstance(value, str) and count is not None:
-        count = int(value) if len(value.strip()) < 10 else MOST_PASSES + 1
-    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_PASSES:
-        raise InputError(f"give auto, or a whole number of 1 or more, at most {MOST_PASSES:,}")
-    return count
-
-
 def checked_data(text: str) -> str:
     """Checked without reading anything. convoy.data is imported when there is something to check: --help needs no torch."""
     importlib.import_module("convoy.data").check(text)

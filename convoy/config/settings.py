@@ -24,7 +24,6 @@ from convoy.config.option_types import (
     device_names,
     devices_text,
     one_of,
-    passes_of_text,
     wire_text,
 )
 from convoy.errors import InputError
@@ -195,11 +194,11 @@ class Settings(BaseModel):
 
     epochs: int = _step(1, "Passes over the training images.", ge=1)
     batch: int = _step(64, "Global batch: samples per step, over all devices.", ge=1)
-    accumulate: Annotated[Literal["auto"] | int, BeforeValidator(passes_of_text)] = _step(
+    accumulate: int = _step(
         1,
-        "Passes that make one step, each with an equal part of the batch: less memory, the same numbers (batch norm alone "
-        "sees the part). [b]auto[/], with --plan auto: one, or as many as the devices' memory asks for; one for nets with "
-        "batch norm.",
+        "Micro-batches per step, each with an equal part of the batch: less memory, the same numbers (batch norm alone sees "
+        "the part).",
+        ge=1,
     )
     optimizer: Annotated[str, one_of("convoy.train.loop:OPTIMIZERS")] = _step("sgd", "sgd, adam or adamw.")
     lr: float = _step(0.01, "Learning rate; the highest one of a schedule.", gt=0)
@@ -307,8 +306,8 @@ class Settings(BaseModel):
 
     @property
     def passes(self) -> int:
-        """Passes that make one step; 1 where it has yet to be found out."""
-        return 1 if self.accumulate == "auto" else self.accumulate
+        """Micro-batches per step."""
+        return self.accumulate
 
     @property
     def pass_batch(self) -> int:

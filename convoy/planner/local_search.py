@@ -131,7 +131,7 @@ class LocalSearch:
             steps = self.model.steps(plan)
             if limit_s < math.inf and max(computing_s(steps, graph, costs)) >= limit_s:
                 return None
-            kinds = passes_of(self.model.passes).items()
+            kinds = passes_of(self.model.request.micro_batches).items()
             rows = [(n, Replay.of(simulate(self.model.steps(plan, kind), graph, costs))) for kind, n in kinds]
             self.known[key] = Replay.mean(rows) if len(rows) > 1 else rows[0][1]
         return self.known[key]

@@ -19,7 +19,6 @@ from convoy.comm.processes import JoinedGroup
 from convoy.comm.regroup import Home
 from convoy.comm.rendezvous import credentials_of
 from convoy.errors import InputError
-from convoy.planner.known import Known
 from convoy.runtime.module import Distributed
 from convoy.train.newcomers import Verdict
 
@@ -123,9 +122,8 @@ class Welcome:
         """It gets a mean share: nothing was measured of it."""
 
     def told(self) -> Any:
-        known = getattr(self.replan, "known", None)
-        return None if known is None else known.to_json()
+        return self.replan.to_json() if hasattr(self.replan, "learn") else None
 
     def hear(self, told: Any) -> None:
-        if told is not None and hasattr(self.replan, "known"):
-            self.replan.known = Known.from_json(told)
+        if told is not None and hasattr(self.replan, "learn"):
+            self.replan.learn(told)

@@ -131,7 +131,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--drop-factor", "2"], ["--drop-factor 2", "above 0, up to 1"]),
     (["--warmup-epochs", "-1"], ["--warmup-epochs -1", "0 or more"]),
     (["--schedule", "linear"], ["--schedule 'linear'", "constant, cosine, one-cycle, step"]),
-    (["--accumulate", "0"], ["--accumulate '0'", "auto, or a whole number of 1 or more"]),
+    (["--accumulate", "0"], ["--accumulate 0", "give a whole number of 1 or more"]),
     (["--accumulate", "5"], ["--accumulate 5 with --batch 32", "must be equal", "1, 2, 4, 8, 16, 32"]),
     (["--precision", "half"], ["--precision 'half'", "bf16, float32, fp16"]),
     (["--precision", "fp16"], ["--precision fp16 on a CPU", "use bf16"]),

@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +10,10 @@ import pytest
 from convoy.app.joining import JoiningDevices, run_of
 from convoy.config.run_file import RunSettings, resolve_settings, to_toml
 from convoy.errors import InputError
+from convoy.measure.anew import Replanner
 from convoy.plan.presets import Speeds
-from convoy.planner.known import Known
+from convoy.planner.knowledge import FleetKnowledge
+from convoy.planner.request import PlanRequest
 from convoy.runlog.directory import RunHeader
 
 GIVEN: dict[str, Any] = {
@@ -31,7 +32,8 @@ class Here:
 def joining(run: RunSettings, count: int) -> tuple[JoiningDevices, Here]:
     speeds = Speeds((1.0,) * count, measured=False)
     header: Any = RunHeader(run, [("cpu", "desk", 1.0)] * count, speeds, None, None, None, 64, 4)  # type: ignore[arg-type]
-    here, replan = Here(header), SimpleNamespace(known=Known("data", tuple(range(count)), speeds))
+    known = FleetKnowledge(ids=tuple(range(count)), speeds=speeds)
+    here, replan = Here(header), Replanner(PlanRequest(None, 1, known, "data"))  # type: ignore[arg-type]
     return JoiningDevices(None, "", replan, here), here  # type: ignore[arg-type]
 
 

@@ -37,6 +37,7 @@ from tests.support.one_device import (
     one_trace,
     part,
 )
+from tests.support.plan_requests import asked
 from tests.support.slow import each_value, most_slow
 from tests.support.threads import run_on_threads
 
@@ -63,7 +64,7 @@ def test_twenty_steps_by_the_plan_that_the_planner_chooses(net: str) -> None:
     fleet = Fleet((host,), tuple(
         Device(f"d{d}", "lab", "cpu", peak_flop_per_s=rate, memory_bytes_per_s=rate) for d, rate in enumerate(rates)
     ))  # fmt: skip
-    plan = plan_auto(graph_of(net), 10, roofline_costs(fleet))
+    plan = plan_auto(asked(graph_of(net), 10, roofline_costs(fleet)))
     assert working(plan, graph_of(net)) == {0, 1, 2}
     check(Training(net), plan)
 

@@ -1,5 +1,5 @@
 """What one device and the others must compute, wait for and send, by the share of each layer that the device has; a part of
-the lower bound (`bound.py`).
+`tight_bound.py`.
 
 **Three sums.** Of each layer of a path, in which each reads the one before, the device has the share x and the others have the
 rest. A step takes at least, and so at least any mean of: the *chain* of entries (`bound_wire.py`), r x^2 + R (1 - x)^2 seconds
@@ -24,9 +24,9 @@ import numpy as np
 
 from convoy.model.graph import Graph, Layer
 from convoy.plan.lower import BUCKET_ENTRIES
-from convoy.planner.bound_wire import LOSS, Kinds, Waits, evenly, layer_s
-from convoy.planner.share_places import STEPS, Floats, Places
 from convoy.simulate.costs import Costs
+from lab.bound_wire import LOSS, Kinds, Waits, evenly, layer_s
+from lab.share_places import STEPS, Floats, Places
 
 OF_CARD = (0.005, 0.01, 0.02, 0.03, 0.045, 0.06, 0.08, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7)
 OF_DEVICE = (0.0, 0.1, 0.25)

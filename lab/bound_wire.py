@@ -1,4 +1,4 @@
-"""What the card of one device and a chain of entries take, of every exact plan; a part of the lower bound (`bound.py`).
+"""What the card of one device and a chain of entries take, of every exact plan; a part of `tight_bound.py`.
 
 **The wire of one device.** Take one device that is alone on its host. A step of T seconds is possible only if the others
 take over what of its work does not fit into T, and they can take over at most k T, where k is how many times as fast as it
