@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from convoy.comm.accelerator import random_state_kept
 from convoy.comm.agreement import agree_on_modes
 from convoy.comm.changing import index_in_job
 from convoy.comm.environment import read_process_env
@@ -23,6 +22,7 @@ from convoy.data.augment import read_augment
 from convoy.errors import InputError, PlanError
 from convoy.layout.comm_dtype import CommDtype
 from convoy.layout.redistribute import Sum
+from convoy.machine.accelerator import random_state_kept
 from convoy.measure.auto import BUDGET_S, Passes, Plans, choice_lines, plan_together
 from convoy.measure.progress import Progress, to_stderr
 from convoy.measure.speeds import given_speeds, measure_speeds, timing_s

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from convoy.comm.accelerator import modes
 from convoy.comm.group import Group, Message, Pending
 from convoy.errors import DataError, InputError, MismatchError, PlanError
+from convoy.machine.accelerator import modes
 
 _ERRORS = {kind.__name__: kind for kind in (InputError, PlanError, DataError)}
 

@@ -13,8 +13,8 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from convoy.comm.accelerator import finish, in_host_memory, queued
 from convoy.comm.group import Message
+from convoy.machine.accelerator import finish, in_host_memory, queued
 
 
 class PeerFailure(Exception):  # noqa: N818 - inside this room only: the group makes it a DeviceLostError

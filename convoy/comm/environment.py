@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import psutil  # type: ignore[import-untyped]
 
-from convoy.comm.launch_env import MAX_PROCESSES, RANK_VARIABLES, as_torchrun, whole
 from convoy.errors import DeviceLostError, InputError, shown
+from convoy.machine.launch_env import MAX_PROCESSES, RANK_VARIABLES, as_torchrun, whole
 
 
 @dataclass(frozen=True)

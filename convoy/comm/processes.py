@@ -17,8 +17,6 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from convoy._version import __version__
-from convoy.comm import roster
-from convoy.comm.accelerator import limit_memory, pick_device
 from convoy.comm.backends import Backend, NcclBackend, PeerFailure, PendingWork, can_use_nccl
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Credentials
@@ -59,6 +57,8 @@ from convoy.comm.rendezvous import (
 from convoy.comm.streams import TEXTS, StreamBackend, WrongSizeError
 from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError, shown
 from convoy.fleet.units import quantity
+from convoy.machine import roster
+from convoy.machine.accelerator import limit_memory, pick_device
 
 T = TypeVar("T")
 

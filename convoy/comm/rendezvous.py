@@ -17,7 +17,6 @@ from torch import distributed
 from torch._C._distributed_c10d import TCPStore
 
 from convoy._version import __version__
-from convoy.comm.accelerator import hardware_name, own_mark
 from convoy.comm.channel import Credentials
 from convoy.comm.environment import (
     ProcessEnv,
@@ -31,6 +30,7 @@ from convoy.comm.environment import (
 from convoy.comm.job_key import key_of_process
 from convoy.comm.meeting import KeptStore, Prefixed, Store, VisitedStore, visit
 from convoy.errors import DeviceLostError, InputError, MismatchError
+from convoy.machine.accelerator import hardware_name, uuid_of
 
 SHARED = "CONVOY_SHARED_ACCELERATOR"
 """Set to anything, several processes may compute on one accelerator."""
@@ -66,7 +66,7 @@ def own_info(torch_device: torch.device, devices: int, address: str) -> ProcessI
     return ProcessInfo(
         str(torch_device), hardware_name(torch_device), platform.node(), address, str(devices), __version__,
         torch=".".join(torch.__version__.split(".")[:2]), nonce=uuid.uuid4().hex,
-        accelerator="" if os.environ.get(SHARED) else own_mark(torch_device),
+        accelerator="" if os.environ.get(SHARED) else uuid_of(torch_device) or "",
     )  # fmt: skip
 
 

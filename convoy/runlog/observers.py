@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import psutil  # type: ignore[import-untyped]
 
-from convoy.comm.accelerator import allocated_bytes
 from convoy.comm.agreement import gather
 from convoy.comm.group import Group
+from convoy.machine.accelerator import allocated_bytes
 from convoy.measure.energy import EnergyMeter, meter_of, once_each
 from convoy.runlog.reader import MIN_STEPS
 from convoy.runlog.schema import SystemLine, UtilizationLine

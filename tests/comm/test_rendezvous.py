@@ -173,7 +173,7 @@ def test_two_processes_on_one_accelerator_are_named(monkeypatch: pytest.MonkeyPa
     claim = r"device 1 \(host lab1, cuda:0\) and device 2 \(host lab1, cuda:0\) are two processes on one accelerator \(GPU-1\)"
     with pytest.raises(InputError, match=f"{claim}: leave CONVOY_DEVICE unset, .* CONVOY_SHARED_ACCELERATOR=1"):
         check_infos([INFO, first, first])
-    monkeypatch.setattr("convoy.comm.rendezvous.own_mark", lambda _: "GPU-1")
+    monkeypatch.setattr("convoy.comm.rendezvous.uuid_of", lambda _: "GPU-1")
     assert own_info(torch.device("cpu"), 2, "10.0.0.1").accelerator == "GPU-1"
     monkeypatch.setenv("CONVOY_SHARED_ACCELERATOR", "1")
     assert own_info(torch.device("cpu"), 2, "10.0.0.1").accelerator == ""
