@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any, Protocol
 
 from convoy.comm.channel import Channel, NotOfThisJob, Words
-from convoy.comm.door import Door
+from convoy.comm.listener import Listener
 from convoy.comm.place import SAME_STEPS, own_place
 
 PING_S = 2.0
@@ -161,7 +161,7 @@ def _busy_cause(limit_s: float, closed: bool) -> str:
 class HealthServer:
     """This process's answers at its door about its health, and its questions to the others."""
 
-    def __init__(self, device: int, door: Door, token: str) -> None:
+    def __init__(self, device: int, door: Listener, token: str) -> None:
         """Answer at a door.
 
         Args:

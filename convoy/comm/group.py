@@ -52,7 +52,7 @@ class Group(Protocol):
         torch_device: where this device computes; message tensors live there.
         timeout_s: how long a wait may last before the other side counts as lost.
         sent_bytes: payload bytes sent to each device since the start, or since ``clear_counters``.
-        strangers: how many connections this device has turned away, of who does not have the job's key.
+        rejected: how many connections without the job's key this device has dropped.
         failure: why the group can no longer be used, its own closing included; None while it can. What is raised is a copy.
     """
 
@@ -80,7 +80,7 @@ class Group(Protocol):
     def failure(self) -> ConvoyError | None: ...
 
     @property
-    def strangers(self) -> int: ...
+    def rejected(self) -> int: ...
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], lane: int = 0) -> Pending:
         """Start to send and to receive, and return at once.
@@ -135,7 +135,7 @@ class CountedGroup(ABC):
         self._counting = threading.Lock()
 
     @property
-    def strangers(self) -> int:
+    def rejected(self) -> int:
         return 0
 
     @abstractmethod

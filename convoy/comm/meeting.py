@@ -10,8 +10,8 @@ import time
 from typing import Any, Protocol, final
 
 from convoy.comm.channel import Channel, Credentials, NotOfThisJob, Words
-from convoy.comm.door import Door
 from convoy.comm.environment import nobody_listens, resolve
+from convoy.comm.listener import Listener
 from convoy.errors import InputError
 
 ANSWER_S = 10.0
@@ -78,13 +78,13 @@ class KeptStore:
     def __init__(self, listener: socket.socket, credentials: Credentials, texts: dict[str, str]) -> None:
         self.texts = texts
         self._lock = threading.Lock()
-        self._door = Door(listener, credentials, "convoy-meeting")
+        self._door = Listener(listener, credentials, "convoy-meeting")
         self._door.handlers["store"] = self._answer
         self.address = self._door.address
 
     @property
-    def strangers(self) -> int:
-        return sum(self._door.strangers.values())
+    def rejected(self) -> int:
+        return sum(self._door.rejected.values())
 
     def set(self, key: str, value: str) -> None:
         with self._lock:

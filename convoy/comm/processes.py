@@ -20,7 +20,6 @@ from convoy._version import __version__
 from convoy.comm.backends import Backend, NcclBackend, PeerFailure, PendingWork, can_use_nccl
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Credentials
-from convoy.comm.door import Door
 from convoy.comm.environment import (
     JOIN,
     LISTEN,
@@ -42,6 +41,7 @@ from convoy.comm.failure import (
     told,
 )
 from convoy.comm.group import AloneGroup, CountedGroup, Group, Message, Pending, closed_error
+from convoy.comm.listener import Listener
 from convoy.comm.place import own_place
 from convoy.comm.rendezvous import (
     ProcessInfo,
@@ -192,7 +192,7 @@ def meet(
         rendezvous = Rendezvous(store, env, next(_rendezvous_count) if number is None else number, deadline_s)
         infos = rendezvous.exchange_infos(own_info(torch_device, env.devices, address))
         address = reachable_address(address, [info.address for info in infos])
-        door = Door(listen_at(address, 0), credentials)
+        door = Listener(listen_at(address, 0), credentials)
         health = HealthServer(env.device, door, infos[0].nonce)
         group = JoinedGroup(torch_device, timeout_s, infos, health, staged)
         try:
@@ -241,8 +241,8 @@ class JoinedGroup(CountedGroup):
         self._under_way: set[_PendingMessages] = set()
 
     @property
-    def strangers(self) -> int:
-        return sum(self._health.door.strangers.values())
+    def rejected(self) -> int:
+        return sum(self._health.door.rejected.values())
 
     def connect(self, rendezvous: Rendezvous, address: str, staged: bool) -> None:
         """Open the connections to all others."""

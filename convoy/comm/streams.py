@@ -25,9 +25,9 @@ import torch
 
 from convoy.comm.backends import PeerFailure, PendingWork, Staging
 from convoy.comm.channel import Channel, NotOfThisJob, Words
-from convoy.comm.door import Door
 from convoy.comm.environment import is_loopback
 from convoy.comm.group import Message
+from convoy.comm.listener import Listener
 
 TEXTS = 2
 """The lane of texts, beside those of tensors."""
@@ -385,7 +385,7 @@ def _closed(error: Exception) -> RuntimeError:
     return _fresh(error) if isinstance(error, WrongSizeError) else RuntimeError(f"connection closed: {error}")
 
 
-def _called(door: Door, address: tuple[str, int], words: Words, deadline_s: float) -> tuple[Channel, Words | None]:
+def _called(door: Listener, address: tuple[str, int], words: Words, deadline_s: float) -> tuple[Channel, Words | None]:
     """A connection to another door, and what it said. One that is slow, or full of strangers, drops who comes: call again."""
     while True:
         channel: Channel | None = None
@@ -409,7 +409,7 @@ class StreamBackend:
 
     def __init__(
         self,
-        door: Door,
+        door: Listener,
         addresses: Sequence[tuple[str, int]],
         device: int,
         name: str,

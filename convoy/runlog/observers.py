@@ -169,7 +169,7 @@ class Meters(Observer):
         own = [
             max(self.last_s - before_s, 1e-9), own_cores, own_host, self.process.memory_info().rss,
             allocated_bytes(self.group.torch_device), own_sent,
-            self.energy.joules(), self.energy.key, self.energy.source, self.group.strangers,
+            self.energy.joules(), self.energy.key, self.energy.source, self.group.rejected,
         ]  # fmt: skip
         rows = gather(self.group, f"meters at step {self.step}", own)
         times_s, cores, host, memory, accelerator, sent_by, joules, keys, sources, strangers = zip(*rows, strict=True)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from convoy.comm.channel import Credentials
-from convoy.comm.door import Door
 from convoy.comm.environment import listen_at
 from convoy.comm.failure import FailureReport, Health, HealthServer, NoAnswer, find_failed
 from convoy.comm.group import Group, Message
 from convoy.comm.job_key import make_key
+from convoy.comm.listener import Listener
 from convoy.comm.processes import join
 from convoy.errors import MismatchError
 from tests.comm.test_group import say
@@ -200,7 +200,7 @@ def test_the_root_of_a_loss_is_found(story: dict[int, Said], timed_out: bool, lo
 def test_connections_to_devices_that_are_gone_are_closed() -> None:
     """Whom a device had asked whether it is there, and asked no more when others came between them, kept its connection."""
     credentials = Credentials(make_key())
-    doors = [Door(listen_at("127.0.0.1", 0), credentials) for _ in range(3)]
+    doors = [Listener(listen_at("127.0.0.1", 0), credentials) for _ in range(3)]
     servers = [HealthServer(device, door, "a test") for device, door in enumerate(doors)]
     try:
         for other in servers[1:]:

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from convoy.comm import door as doors
+from convoy.comm import listener as listeners
 from convoy.comm.changing import present
 from convoy.comm.channel import Channel, Credentials, NotOfThisJob, Words
-from convoy.comm.door import Door
 from convoy.comm.environment import listen_at
+from convoy.comm.failure import PING_S
 from convoy.comm.group import Group, Message
 from convoy.comm.job_key import JobKey, make_key
+from convoy.comm.listener import Listener
 from convoy.comm.processes import JoinedGroup, join
 from tests.support.networks import ENCRYPTED, ONE_MACHINE
 from tests.support.processes import on_processes
@@ -34,7 +35,7 @@ def key() -> JobKey:
 
 
 @contextmanager
-def a_door(key: JobKey) -> Iterator[tuple[Door, list[Words]]]:
+def a_door(key: JobKey) -> Iterator[tuple[Listener, list[Words]]]:
     """A door with one handler, and all that this has heard."""
     heard: list[Words] = []
 
@@ -42,7 +43,7 @@ def a_door(key: JobKey) -> Iterator[tuple[Door, list[Words]]]:
         heard.append(words)
         return {"heard": len(heard)}
 
-    door = Door(listen_at("127.0.0.1", 0), Credentials(key))
+    door = Listener(listen_at("127.0.0.1", 0), Credentials(key))
     door.handlers["test"] = answer
     try:
         yield door, heard
@@ -50,8 +51,8 @@ def a_door(key: JobKey) -> Iterator[tuple[Door, list[Words]]]:
         door.close()
 
 
-def ask(key: JobKey, address: Address) -> Words:
-    channel = Credentials(key).call(address, {"for": "test"}, time.monotonic() + 10)
+def ask(key: JobKey, address: Address, limit_s: float = 10.0) -> Words:
+    channel = Credentials(key).call(address, {"for": "test"}, time.monotonic() + limit_s)
     with channel.connection:
         answer = channel.heard()
         assert answer is not None
@@ -110,7 +111,7 @@ def test_strangers_are_not_heard_and_counted(key: JobKey, stranger: Callable[[Ad
             stranger(door.address)
         assert ask(key, door.address) == {"heard": 1}
         assert heard == [{"for": "test"}]
-        until(lambda: sum(door.strangers.values()) == 3)
+        until(lambda: sum(door.rejected.values()) == 3)
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -159,12 +160,12 @@ def test_a_recorded_conversation_opens_nothing(key: JobKey) -> None:
                 connection.sendall(said)
                 while connection.recv(65536):
                     pass
-        until(lambda: sum(door.strangers.values()) == 3)
+        until(lambda: sum(door.rejected.values()) == 3)
         assert len(heard) == 1
 
 
 def test_who_sends_nothing_or_slowly_is_dropped_in_time(key: JobKey, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(listeners, "HANDSHAKE_S", 0.3)
     with a_door(key) as (door, heard):
         hello = recorded(key, door.address)
         with (
@@ -177,18 +178,64 @@ def test_who_sends_nothing_or_slowly_is_dropped_in_time(key: JobKey, monkeypatch
                     time.sleep(0.01)
             assert n < 199, "it was let go on"
             assert silent.recv(1) == b""
-        until(lambda: door.strangers["no handshake in time"] == 2)
+        until(lambda: door.rejected["no handshake in time"] == 2)
         assert ask(key, door.address) == {"heard": 2}
         assert len(heard) == 2
 
 
-def test_a_thousand_half_open_connections_keep_nobody_out(key: JobKey) -> None:
+def test_members_do_not_queue_behind_half_open_connections(key: JobKey) -> None:
+    """Each question has the time after which a device counts as frozen. One that waited its turn took longer."""
+    with a_door(key) as (door, _), many_files(), ExitStack() as stack:
+        over = threading.Event()
+
+        def flood() -> None:
+            while not over.is_set():
+                with suppress(OSError):  # the kernel's queue is full
+                    connections.append(half_open(door.address))
+                if len(connections) > 1500:
+                    connections.pop(0).close()
+                time.sleep(0.0005)
+
+        connections: list[socket.socket] = []
+        flooding = threading.Thread(target=flood)
+        flooding.start()
+        stack.callback(lambda: [connection.close() for connection in connections])
+        stack.callback(flooding.join)
+        stack.callback(over.set)
+        until(lambda: len(connections) > 1000)
+        for number in range(20):
+            assert ask(key, door.address, PING_S) == {"heard": number + 1}
+        assert door.rejected["too many at once"] > 500
+
+
+def test_a_host_with_many_half_open_connections_drops_its_own(key: JobKey) -> None:
+    """A slow member's connection is the oldest one, and stays."""
     with a_door(key) as (door, heard), many_files(), ExitStack() as stack:
-        for number in range(1000):
-            stack.enter_context(socket.create_connection(door.address, timeout=30))
-            if number % 100 == 99:
-                assert ask(key, door.address) == {"heard": len(heard)}
-        until(lambda: door.strangers["too many at once"] >= 1000 - doors.MOST_STRANGERS)
+        slow = stack.enter_context(half_open(door.address, source="127.0.0.2"))
+        for _ in range(3 * listeners.MAX_PENDING):
+            stack.enter_context(half_open(door.address))
+        until(lambda: door.rejected["too many at once"] > 2 * listeners.MAX_PENDING)
+        channel = Channel(slow, key.contexts()[1], key.certificate, answers=False)
+        while not channel.greet():
+            pass
+        assert channel.ask({"for": "test"}) == {"heard": 1}
+        assert len(heard) == 1
+
+
+def test_members_are_answered_while_failed_handshakes_are_paused(key: JobKey, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "MAX_PAUSE_S", 600.0)
+    monkeypatch.setattr(listeners, "PAUSE_FACTOR", 1e9)
+    with a_door(key) as (door, _):
+        channel = Credentials(key).call(door.address, {"for": "test"}, time.monotonic() + 10)
+        with channel.connection:
+            assert channel.heard() == {"heard": 1}
+            babble(door.address)
+            until(lambda: sum(door.rejected.values()) == 1)
+            assert channel.ask({"for": "test"}) == {"heard": 2}
+
+
+def half_open(address: Address, source: str = "127.0.0.1") -> socket.socket:
+    return socket.create_connection(address, timeout=10, source_address=(source, 0))
 
 
 @contextmanager
@@ -240,11 +287,11 @@ def exchange_among_strangers(group: Group) -> list[Any]:
             break
     if group.device == 0:
         attacker.join()
-    end_s, expected = time.monotonic() + 20, 3 * len(STRANGERS) + group.device * (1000 - doors.MOST_STRANGERS)
-    while group.strangers < expected and time.monotonic() < end_s:  # the door rests between those that fail
+    end_s, expected = time.monotonic() + 20, 3 * len(STRANGERS) + group.device * (1000 - listeners.MAX_PENDING)
+    while group.rejected < expected and time.monotonic() < end_s:  # the door rests between those that fail
         time.sleep(0.05)
     group.agree("all strangers are counted", "")
-    return [rounds, group.strangers]
+    return [rounds, group.rejected]
 
 
 @pytest.mark.parametrize("network", [ONE_MACHINE, ENCRYPTED])
@@ -253,7 +300,7 @@ def test_a_job_goes_on_among_strangers(network: dict[str, str]) -> None:
     (rounds, few), (_, many) = on_processes(2, target, environment=network)
     assert rounds > 10
     assert few >= 3 * len(STRANGERS)
-    assert many >= 1000 - doors.MOST_STRANGERS + 3 * len(STRANGERS)
+    assert many >= 1000 - listeners.MAX_PENDING + 3 * len(STRANGERS)
 
 
 def meet_among_strangers(device: int) -> list[str]:

@@ -9,14 +9,14 @@ from datetime import timedelta
 import pytest
 import torch
 
-from convoy.comm import door as doors_module
+from convoy.comm import listener as listener_module
 from convoy.comm import streams
 from convoy.comm.backends import PeerFailure, PendingWork
 from convoy.comm.channel import Credentials
-from convoy.comm.door import Door
 from convoy.comm.environment import listen_at
 from convoy.comm.group import Message
 from convoy.comm.job_key import make_key
+from convoy.comm.listener import Listener
 from convoy.comm.streams import StreamBackend
 
 
@@ -41,13 +41,13 @@ def test_a_connection_that_a_door_drops_is_made_again() -> None:
         assert arrived.tolist() == [1.0, 1.0, 1.0]
 
 
-def two_doors() -> list[Door]:
+def two_doors() -> list[Listener]:
     credentials = Credentials(make_key())
-    return [Door(listen_at("127.0.0.1", 0), credentials) for _ in range(2)]
+    return [Listener(listen_at("127.0.0.1", 0), credentials) for _ in range(2)]
 
 
 @contextmanager
-def connected(doors: list[Door]) -> Iterator[list[StreamBackend]]:
+def connected(doors: list[Listener]) -> Iterator[list[StreamBackend]]:
     """Two backends, connected to each other."""
     addresses, backends = [door.address for door in doors], dict[int, StreamBackend]()
 
@@ -71,7 +71,7 @@ def connected(doors: list[Door]) -> Iterator[list[StreamBackend]]:
 @pytest.fixture(params=["as inside a machine", "encrypted"])
 def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StreamBackend]]:
     if request.param == "encrypted":
-        for module in (streams, doors_module):
+        for module in (streams, listener_module):
             monkeypatch.setattr(module, "is_loopback", lambda _: False)
     with connected(two_doors()) as backends:
         yield backends
