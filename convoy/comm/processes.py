@@ -11,10 +11,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar, final
+from typing import TypeVar, final
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from convoy._version import __version__
 from convoy.comm.backends import Backend, NcclBackend, PeerFailure, PendingWork, can_use_nccl
@@ -47,12 +47,12 @@ from convoy.comm.rendezvous import (
     ProcessInfo,
     Rendezvous,
     credentials_of,
-    leave_store,
+    forget_store,
     own_info,
     store_at,
     store_on,
     title,
-    visit_store,
+    visit_torch_store,
 )
 from convoy.comm.streams import TEXTS, StreamBackend, WrongSizeError
 from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError, shown
@@ -200,7 +200,7 @@ def meet(
         except BaseException as error:
             group.close(error)
             raise
-        leave_store(env.host, env.port)
+        forget_store(env.host, env.port)
     except RuntimeError as error:
         raise DeviceLostError(
             0,
@@ -259,7 +259,6 @@ class JoinedGroup(CountedGroup):
                 )
         limit_s = rendezvous.deadline_s - time.monotonic()
         door, peers = self._health.door, self._health.addresses
-        trusted = door.credentials.key is None
         try:
             self._first = StreamBackend(door, peers, self.device, self._health.token, limit_s, staged)
         except RuntimeError as error:
@@ -267,9 +266,12 @@ class JoinedGroup(CountedGroup):
         self._backend = self._first
         self._connected.append(self._first)
         hosts, names = [each.host for each in self.infos], [each.name for each in self.infos]
-        if can_use_nccl([each.device for each in self.infos], names, hosts) and (trusted or len(set(hosts)) == 1):
-            whole: Any = rendezvous.whole  # torch's own, where there is no key
-            store = PrefixStore(rendezvous.prefix, whole) if trusted else self._store_for_nccl(rendezvous)
+        one_host = len(set(hosts)) == 1
+        # NCCL encrypts nothing, so it needs one host or a trusted network.
+        if can_use_nccl([each.device for each in self.infos], names, hosts) and (
+            one_host or door.credentials.key is None
+        ):
+            store = self._nccl_store(rendezvous, "127.0.0.1" if one_host else address)
             self._backend = NcclBackend(store, self.device, self.devices, self.torch_device, self.timeout_s)
             self._connected.append(self._backend)
             self.lanes = self._backend.lanes
@@ -286,11 +288,12 @@ class JoinedGroup(CountedGroup):
             if answer is not NoAnswer.FROZEN or time.monotonic() > until_s:
                 return answer
 
-    def _store_for_nccl(self, rendezvous: Rendezvous) -> TCPStore:
-        """A store of torch's on this machine alone: NCCL wants one, here only between the GPUs of one host."""
-        store = store_on(listen_at("127.0.0.1", 0)) if self.device == 0 else None
-        port = rendezvous.gather("nccl", str(store.port) if store is not None else "")[0]
-        return store or visit_store("127.0.0.1", int(port), rendezvous.deadline_s)
+    def _nccl_store(self, rendezvous: Rendezvous, address: str) -> TCPStore:
+        """Create the TCPStore that NCCL needs, on device 0 at `address`."""
+        store = store_on(listen_at(address, 0)) if self.device == 0 else None
+        texts = rendezvous.gather("nccl", json.dumps([address, store.port if store is not None else 0]))
+        host, port = json.loads(texts[0])
+        return store or visit_torch_store(host, int(port), rendezvous.deadline_s)
 
     def _unconnected(self, address: str, reason: str) -> ConvoyError:
         for peer in range(self.devices):

@@ -206,7 +206,7 @@ class _Gathering:
 
 def tell_over_the_store_for_nccl(group: Group) -> list[str]:
     joined: Any = present(group)
-    store = joined._store_for_nccl(_Gathering(group, time.monotonic() + 10))
+    store = joined._nccl_store(_Gathering(group, time.monotonic() + 10), "127.0.0.1")
     store.set(f"by {group.device}", str(group.device))
     group.agree("both have told", "")
     told = [store.get(f"by {device}").decode() for device in range(group.devices)]
@@ -215,5 +215,4 @@ def tell_over_the_store_for_nccl(group: Group) -> list[str]:
 
 
 def test_the_gpus_of_one_host_meet_at_a_store_of_torchs() -> None:
-    """NCCL wants one. It listens on this machine alone; only its port is told, over the job's own connections."""
     assert on_processes(2, "tests.comm.test_rendezvous:tell_over_the_store_for_nccl") == [["0", "1"]] * 2
