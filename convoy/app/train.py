@@ -44,7 +44,7 @@ from convoy.comm.changing import ChangingGroup
 from convoy.comm.environment import ProcessEnv, imposed_slowdown
 from convoy.comm.group import AloneGroup, Group
 from convoy.comm.newcomer import Entrance
-from convoy.comm.processes import join, own_device, watch_parent
+from convoy.comm.processes import join, own_device
 from convoy.comm.rendezvous import credentials_of
 from convoy.config.run_file import RunSettings
 from convoy.config.settings import Settings
@@ -52,6 +52,7 @@ from convoy.data import Splits
 from convoy.errors import MismatchError
 from convoy.machine import roster
 from convoy.machine.accelerator import limit_memory, set_modes
+from convoy.machine.process import watch_parent
 from convoy.machine.signals import hearing_signals
 from convoy.measure.anew import Replanner
 from convoy.measure.auto import Plans, expect_measured

@@ -198,7 +198,7 @@ class Start:
 
     Attributes:
         environment: all its variables; None: those of this process.
-        lifeline: it can notice the end of this process, however that ends, by `convoy.comm.processes.watch_parent`.
+        lifeline: it can notice the end of this process, however that ends, by `convoy.machine.process.watch_parent`.
         key: of the job, handed over through a pipe: no argument or variable holds it.
         own_session: Ctrl-C in the terminal reaches this process alone, which then ends the others in order.
         log: a file that gets a copy of its output, except of what goes to the terminal.

@@ -152,7 +152,7 @@ def test_who_waits_while_another_reads_gets_its_message_as_well(pair: list[Strea
     threads[1].start()
     second = works[1].works[0][1]
     assert isinstance(second, streams.Arrival)
-    while second.told is None:
+    while second.ticket is None:
         pass
     end(begin(pair[0], 1, [torch.ones(3), torch.full((3,), 2.0)], []))
     for thread in threads:
