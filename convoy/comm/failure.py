@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -24,6 +23,9 @@ PING_S = 2.0
 
 REPORT_S = 1.0
 """How long a failure report may travel, and how long sending all of them may take."""
+
+ONE_REPORT_S = 0.3
+"""How long sending the report to one device may take."""
 
 RETRY_S = 0.05
 """Pause between two attempts to ask."""
@@ -172,7 +174,7 @@ class HealthServer:
         self.listener = listener
         self.waits_for: list[int | None] = []  # per lane
         self.done = False
-        self.answers: dict[str, Callable[[Words], Words]] = {"health": self._health}
+        self.answers: dict[str, Callable[[Words], Words]] = {"health": self._health, "report": self._take_report}
         self._reports: dict[int, FailureReport] = {}
         self._reported = threading.Condition()
         self._asking: dict[tuple[str, int], threading.Lock] = {}
@@ -198,6 +200,7 @@ class HealthServer:
 
     def ask(self, address: tuple[str, int], question: str, limit_s: float = PING_S, **words: Any) -> Words | NoAnswer:
         """Ask the process at an address, and return its answer. The connection stays open for the next question."""
+        message = {"for": "health", "token": self.token, "ask": question, **words}
         deadline_s = time.monotonic() + limit_s
         lock = self._asking.setdefault(address, threading.Lock())
         if not lock.acquire(timeout=limit_s):
@@ -205,7 +208,7 @@ class HealthServer:
         try:
             while True:
                 try:
-                    return self._ask(address, self._words(ask=question, **words), deadline_s)
+                    return self._ask(address, message, deadline_s)
                 except TimeoutError:
                     return NoAnswer.FROZEN if _connects(address) else NoAnswer.UNREACHABLE
                 except ConnectionRefusedError:
@@ -249,16 +252,12 @@ class HealthServer:
             self._asking.pop(address, None)
 
     def report_failure(self, report: FailureReport) -> None:
-        """Report to all other devices why this one leaves, within `REPORT_S` altogether."""
+        """Report to all other devices why this one leaves. Silent devices cost about `REPORT_S` altogether."""
         end_s = time.monotonic() + REPORT_S
         for device, address in enumerate(self.addresses):
-            now_s = time.monotonic()
-            if device != self.device and now_s < end_s:
-                words = self._words(report=asdict(report))
-                with suppress(OSError, NotOfThisJob, ValueError):
-                    channel = self.listener.credentials.call(address, words, min(end_s, now_s + 0.3))
-                    with channel.connection:
-                        channel.heard()  # closing before the answer could discard the report
+            left_s = end_s - time.monotonic()
+            if device != self.device and left_s > 0:
+                self.ask(address, "report", min(left_s, ONE_REPORT_S), report=asdict(report))
 
     def report_from(self, device: int, timeout_s: float) -> FailureReport | None:
         """Return a device's report, if it comes within the time."""
@@ -272,21 +271,17 @@ class HealthServer:
         while self._calls:
             self._calls.popitem()[1].close()
 
-    def _words(self, **words: object) -> Words:
-        return {"for": "health", "token": self.token, **words}
-
     def _health(self, _: Words) -> Words:
         waits_for = next((each for each in self.waits_for if each is not None), None)
         return asdict(Health(None if self.done else waits_for, self.done, current_line()))
 
     def _answer(self, words: Words, _: Channel) -> Words | None:
-        if words["token"] != self.token:
-            return None
-        if (report := words.get("report")) is None:
-            return self.answers[words["ask"]](words)
+        return self.answers[words["ask"]](words) if words["token"] == self.token else None
+
+    def _take_report(self, words: Words) -> Words:
+        report = FailureReport(**words["report"])
         with self._reported:
-            device = int(report["device"])
-            self._reports[device] = FailureReport(device, int(report["root"]), str(report["cause"]))
+            self._reports[report.device] = report
             self._reported.notify_all()
         return {}
 

@@ -76,13 +76,13 @@ class KeptStore:
     def __init__(self, listener: socket.socket, credentials: Credentials, texts: dict[str, str]) -> None:
         self.texts = texts
         self._lock = threading.Lock()
-        self._door = Listener(listener, credentials, "convoy-meeting")
-        self._door.handlers["store"] = self._answer
-        self.address = self._door.address
+        self._listener = Listener(listener, credentials, "convoy-meeting")
+        self._listener.handlers["store"] = self._answer
+        self.address = self._listener.address
 
     @property
     def rejected(self) -> int:
-        return sum(self._door.rejected.values())
+        return sum(self._listener.rejected.values())
 
     def set(self, key: str, value: str) -> None:
         with self._lock:
@@ -106,7 +106,7 @@ class KeptStore:
         return [self.get(key) for key in keys]
 
     def close(self) -> None:
-        self._door.close()
+        self._listener.close()
 
     def _answer(self, words: Words, _: Channel) -> Words:
         key, value = str(words.get("key")), str(words.get("value"))

@@ -188,8 +188,8 @@ def meet(
         rendezvous = Rendezvous(store, env, next(_rendezvous_count) if number is None else number, deadline_s)
         infos = rendezvous.exchange_infos(own_info(torch_device, env.devices, address))
         address = reachable_address(address, [info.address for info in infos])
-        door = Listener(listen_at(address, 0), credentials)
-        health = HealthServer(env.device, door, infos[0].nonce)
+        listener = Listener(listen_at(address, 0), credentials)
+        health = HealthServer(env.device, listener, infos[0].nonce)
         group = JoinedGroup(torch_device, timeout_s, infos, health, staged)
         try:
             group.connect(rendezvous, address, staged)
@@ -254,9 +254,9 @@ class JoinedGroup(CountedGroup):
                     "there in GLOO_SOCKET_IFNAME",
                 )
         limit_s = rendezvous.deadline_s - time.monotonic()
-        door, peers = self._health.listener, self._health.addresses
+        listener, peers = self._health.listener, self._health.addresses
         try:
-            self._first = StreamBackend(door, peers, self.device, self._health.token, limit_s, staged)
+            self._first = StreamBackend(listener, peers, self.device, self._health.token, limit_s, staged)
         except RuntimeError as error:
             raise self._unconnected(address, str(error).splitlines()[0]) from error
         self._backend = self._first
@@ -265,7 +265,7 @@ class JoinedGroup(CountedGroup):
         one_host = len(set(hosts)) == 1
         # NCCL encrypts nothing, so it needs one host or a trusted network.
         if can_use_nccl([each.device for each in self.infos], names, hosts) and (
-            one_host or door.credentials.key is None
+            one_host or listener.credentials.key is None
         ):
             store = self._nccl_store(rendezvous, "127.0.0.1" if one_host else address)
             self._backend = NcclBackend(store, self.device, self.devices, self.torch_device, self.timeout_s)

@@ -157,7 +157,7 @@ Said = Health | NoAnswer | FailureReport | LateReport
 
 
 class StoryPeers:
-    """What the doors of devices say in a story."""
+    """Answers of devices as a test gives them."""
 
     def __init__(self, story: dict[int, Said]) -> None:
         self.story = story
@@ -200,8 +200,8 @@ def test_the_root_of_a_loss_is_found(story: dict[int, Said], timed_out: bool, lo
 def test_connections_to_devices_that_are_gone_are_closed() -> None:
     """Whom a device had asked whether it is there, and asked no more when others came between them, kept its connection."""
     credentials = Credentials(make_key())
-    doors = [Listener(listen_at("127.0.0.1", 0), credentials) for _ in range(3)]
-    servers = [HealthServer(device, door, "a test") for device, door in enumerate(doors)]
+    listeners = [Listener(listen_at("127.0.0.1", 0), credentials) for _ in range(3)]
+    servers = [HealthServer(device, listener, "a test") for device, listener in enumerate(listeners)]
     try:
         for other in servers[1:]:
             assert servers[0].ask(other.address, "health") == {"waits_for": None, "done": False, "line": ANY}
