@@ -338,7 +338,7 @@ def work(cases: Sequence[tuple[str, int, int]], sealed: bool, deep: bool) -> Non
     torch.set_num_threads(1)
     if sealed:
         # Between machines; on one, a connection is not encrypted once the two have met.
-        for module in (streams, sys.modules["convoy.comm.door"]):
+        for module in (streams, sys.modules["convoy.comm.listener"]):
             setattr(module, "is_loopback", lambda _: False)  # noqa: B010
     books = Books(deep)
     begun = watch(books)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from convoy.comm.accelerator import random_state_kept
 from convoy.comm.agreement import agree_on_modes, from_first
 from convoy.comm.changing import index_in_job
 from convoy.comm.environment import read_process_env
@@ -24,6 +23,7 @@ from convoy.errors import InputError, MismatchError, PlanError
 from convoy.fleet import Fleet
 from convoy.layout.comm_dtype import CommDtype
 from convoy.layout.redistribute import Sum
+from convoy.machine.accelerator import random_state_kept
 from convoy.measure.anew import Replanner
 from convoy.measure.describe import describe, fleet_of
 from convoy.measure.job import MeasureOptions, measure_job

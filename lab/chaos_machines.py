@@ -18,8 +18,8 @@ from convoy.checkpoint import checkpointer, lock
 from convoy.checkpoint.folder import Sink
 from convoy.comm import meeting, processes, regroup, rendezvous
 from convoy.comm.channel import Channel, Credentials, Words
-from convoy.comm.door import Door
 from convoy.comm.job_key import JobKey
+from convoy.comm.listener import Listener
 from convoy.comm.streams import StreamBackend
 
 _own = threading.local()
@@ -49,7 +49,7 @@ class Machine(Credentials):  # type: ignore[misc]
         self.room_bytes: int | None = None
         self._lock = threading.Lock()
         self._channels: list[Channel] = []
-        self._parts: list[Door | StreamBackend] = []
+        self._parts: list[Listener | StreamBackend] = []
         _own.machine, _own.stores = self, {}
 
     def speaks(self) -> None:
@@ -77,7 +77,7 @@ class Machine(Credentials):  # type: ignore[misc]
         """May be called on any thread."""
         with self._lock:
             self.is_off = True
-            doors = [part._listener for part in self._parts if isinstance(part, Door)]
+            doors = [part._listener for part in self._parts if isinstance(part, Listener)]
             for connection in (*doors, *(channel.connection for channel in self._channels)):
                 with suppress(OSError):  # shut, not closed: its number must not become another file's yet
                     connection.shutdown(socket.SHUT_RDWR)
@@ -86,7 +86,7 @@ class Machine(Credentials):  # type: ignore[misc]
     def bury(self) -> None:
         """Release what a device has left behind that was switched off. On its own thread, at its end."""
         for part in self._parts:
-            part.close() if isinstance(part, Door) else part.cut(broken=True)
+            part.close() if isinstance(part, Listener) else part.cut(broken=True)
         for store in _own.stores.values():
             store.close()
         for channel in self._channels:
@@ -158,7 +158,7 @@ def machines() -> Iterator[None]:
     """Meanwhile, what this process would have once, each machine has for itself."""
 
     def door(listener: socket.socket, credentials: Any, *rest: Any) -> Any:
-        made = Door(listener, credentials, *rest)
+        made = Listener(listener, credentials, *rest)
         return credentials.keep(made) if isinstance(credentials, Machine) else made
 
     def own(_: Any) -> Machine:
@@ -174,16 +174,16 @@ def machines() -> Iterator[None]:
         _own.machine.writes(1)  # the name of a lock
         hold(*folder, **options)
 
-    def streams(door: Door, *rest: Any) -> Any:
+    def streams(door: Listener, *rest: Any) -> Any:
         machine: Any = door.credentials
         return machine.keep(StreamBackend(door, *rest))
 
     with (
         mock.patch.object(processes, "credentials_of", own),
         mock.patch.object(processes, "StreamBackend", streams),
-        mock.patch.object(processes, "Door", door),
-        mock.patch.object(regroup, "Door", door),
-        mock.patch.object(meeting, "Door", door),
+        mock.patch.object(processes, "Listener", door),
+        mock.patch.object(regroup, "Listener", door),
+        mock.patch.object(meeting, "Listener", door),
         mock.patch.object(Sink, "write", written),
         mock.patch.object(lock, "hold", held),
         mock.patch.object(checkpointer, "hold", held),

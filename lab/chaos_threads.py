@@ -222,7 +222,7 @@ class Fleet:
             membership._closed.set()
             membership._server.close()
             present: Any = membership.group.present
-            present._told = True
+            present._reported = True
             present.close(ConnectionResetError("switched off"))
         elif device in self.members and (membership := self.members[device].membership):
             membership.depart(ConvoyError("the end of this process"))

@@ -49,7 +49,7 @@ def check_devices(settings: Settings) -> None:
     """Refuse devices that this machine, which is to start them, has not. InputError."""
     for name in dict.fromkeys(settings.device_names):
         if name not in (AUTO_DEVICE, "cpu"):
-            from convoy.comm.accelerator import check_device
+            from convoy.machine.accelerator import check_device
 
             check_device(name)
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from convoy._version import __version__
 from convoy.app.handover import Handover
 from convoy.app.joining_address import doors_text, listening, told_doors
-from convoy.comm import roster
-from convoy.comm.accelerator import modes, random_state_kept
 from convoy.comm.channel import Words
 from convoy.comm.group import Group
 from convoy.comm.newcomer import Entrance
@@ -22,6 +20,8 @@ from convoy.config.run_file import RunSettings, resolve_settings, to_toml
 from convoy.config.settings import Settings
 from convoy.errors import InputError
 from convoy.files import parse_toml
+from convoy.machine import roster
+from convoy.machine.accelerator import modes, random_state_kept
 from convoy.measure.anew import Replanner
 from convoy.measure.job import MeasureOptions, measure_job
 from convoy.measure.speeds import measure_speeds

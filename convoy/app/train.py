@@ -38,20 +38,21 @@ from convoy.app.joining import (
 )
 from convoy.app.telling import planning_title, save_files, show_new_plan, show_plan, teller, write_page
 from convoy.checkpoint import Progress
-from convoy.comm import roster
-from convoy.comm.accelerator import limit_memory, set_modes
 from convoy.comm.agreement import from_first
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.environment import ProcessEnv, imposed_slowdown
 from convoy.comm.group import AloneGroup, Group
 from convoy.comm.newcomer import Entrance
-from convoy.comm.processes import join, own_device, watch_parent
+from convoy.comm.processes import join, own_device
 from convoy.comm.rendezvous import credentials_of
-from convoy.comm.signals import hearing_signals
 from convoy.config.run_file import RunSettings
 from convoy.config.settings import Settings
 from convoy.data import Splits
 from convoy.errors import MismatchError
+from convoy.machine import roster
+from convoy.machine.accelerator import limit_memory, set_modes
+from convoy.machine.process import watch_parent
+from convoy.machine.signals import hearing_signals
 from convoy.measure.anew import Replanner, expect_measured
 from convoy.plan.explain import work_shares
 from convoy.plan.plan import Plan

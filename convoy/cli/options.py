@@ -57,9 +57,9 @@ def in_job() -> bool:
     Its place is then told in torchrun's variables, to all that follows here and to the processes that this one starts.
 
     Raises:
-        InputError: as :func:`convoy.comm.launch_env.as_torchrun`.
+        InputError: as :func:`convoy.machine.launch_env.as_torchrun`.
     """
-    from convoy.comm.launch_env import as_torchrun, is_one_of_job
+    from convoy.machine.launch_env import as_torchrun, is_one_of_job
 
     os.environ.update(as_torchrun(os.environ))
     return is_one_of_job(os.environ)

@@ -10,8 +10,8 @@ import typer
 from convoy.cli.options import PATH, JobKeyFile, Port, TrustNetwork, app, in_job
 from convoy.comm.environment import JOIN
 from convoy.comm.job_key import KEY_FILE, choose
-from convoy.comm.launch_env import hidden
 from convoy.errors import InputError
+from convoy.machine.launch_env import hidden
 
 if TYPE_CHECKING:
     from convoy.launch.host_job import JobOptions

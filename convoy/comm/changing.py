@@ -68,8 +68,8 @@ class ChangingGroup:
         return self.present.sent_bytes
 
     @property
-    def strangers(self) -> int:
-        return self.present.strangers
+    def rejected(self) -> int:
+        return self.present.rejected
 
     @property
     def failure(self) -> ConvoyError | None:

@@ -17,10 +17,10 @@ from typing import final
 from convoy.comm.applicants import Applicant, Applicants
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Channel, Credentials, Words
-from convoy.comm.door import Door
 from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.failure import HealthServer, NoAnswer
 from convoy.comm.group import AloneGroup, Group
+from convoy.comm.listener import Listener
 from convoy.comm.processes import JoinedGroup, meet
 from convoy.comm.rendezvous import forget_store, keep_store
 from convoy.errors import ConvoyError, DeviceLostError, InputError
@@ -130,7 +130,7 @@ class Membership:
         self.applicants = Applicants()
         self.offer: Words | None = None
         # A door of its own, which outlives the groups.
-        door = Door(home.listener(), self._credentials, "convoy-members")
+        door = Listener(home.listener(), self._credentials, "convoy-members")
         self._server = HealthServer(joined.device, door, home.token)
         self._state = Member(joined.device, Generation(0, tuple(range(joined.devices))))
         self._changed = threading.RLock()

@@ -102,7 +102,7 @@ def _devices_here(every: bool) -> tuple[str, ...]:
     """This machine's GPUs, or the CPU where there is none; or every device, its GPUs and its CPU."""
     if os.environ.get("CONVOY_DEVICE") and not every:
         return (AUTO_DEVICE,)
-    devices: tuple[str, ...] = importlib.import_module("convoy.comm.accelerator").local_devices()
+    devices: tuple[str, ...] = importlib.import_module("convoy.machine.accelerator").local_devices()
     chosen = devices if every else devices[:-1]
     return chosen if len(chosen) > 1 else (AUTO_DEVICE,)
 

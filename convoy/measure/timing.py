@@ -12,7 +12,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from convoy.comm.accelerator import finish, queued
+from convoy.machine.accelerator import finish, queued
 from convoy.runtime.clock import Clock
 from convoy.runtime.kernels import Arithmetic
 

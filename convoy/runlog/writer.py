@@ -19,9 +19,9 @@ from typing import Any, Self
 import torch
 
 from convoy._version import __version__
-from convoy.comm.accelerator import modes
 from convoy.errors import InputError
 from convoy.layout.layout import Layout, OnOne, Partial, Replicated, Split
+from convoy.machine.accelerator import modes
 from convoy.model.graph import Graph
 from convoy.plan.explain import layer_rows, work_shares
 from convoy.plan.lower import lower

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from convoy.comm.accelerator import finish
 from convoy.comm.agreement import gather
 from convoy.comm.group import Group
 from convoy.errors import InputError, shortened
+from convoy.machine.accelerator import finish
 from convoy.model.graph import Layer
 from convoy.model.operation import Operation, TracedModel, arguments
 from convoy.model.tracing.hooks import hooked

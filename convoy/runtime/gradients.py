@@ -11,10 +11,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from convoy.comm.accelerator import in_float64, queued
 from convoy.comm.agreement import share_number
 from convoy.comm.group import Group
 from convoy.layout.shares import Shares
+from convoy.machine.accelerator import in_float64, queued
 from convoy.model.graph import Graph
 from convoy.plan.device_program import Compute, EndSum, Fused, Operation, Pack, TakeSum, Unpack
 from convoy.runtime.exchange import Buffers, Lane, Slots

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from convoy.comm import roster
 from convoy.comm.agreement import from_first, share_number, share_tensor
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Words
 from convoy.comm.newcomer import Entrance
 from convoy.comm.regroup import Membership
 from convoy.errors import ConvoyError, DeviceLostError
+from convoy.machine import roster
 from convoy.membership.agreement import Generation
 from convoy.plan.exchange_program import forget_moves
 from convoy.plan.plan import Plan

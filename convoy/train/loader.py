@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from convoy.comm.accelerator import bring
 from convoy.comm.agreement import difference, gather
 from convoy.data.augment import Augment
 from convoy.data.datasets import own_random_numbers, reseed
 from convoy.data.images import Images, Samples, naming
 from convoy.errors import ConvoyError, DataError, InputError, MismatchError, shown
 from convoy.layout.layout import box
+from convoy.machine.accelerator import bring
 from convoy.runtime.inputs import mark_part
 from convoy.runtime.module import Distributed, not_distributed
 

@@ -18,8 +18,8 @@ from convoy.comm.channel import Words
 from convoy.comm.newcomer import Entrance
 from convoy.comm.processes import JoinedGroup
 from convoy.comm.regroup import Home, Membership
-from convoy.comm.signals import hearing_signals
 from convoy.errors import DeviceLostError, InputError
+from convoy.machine.signals import hearing_signals
 from convoy.runtime.module import Distributed, StaleBatchError, not_distributed
 from convoy.train.between import EPOCH, Between, align
 from convoy.train.changed import GrownError, LeftError, StateLostError, StoppedError

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 from convoy._version import __version__
-from convoy.comm import roster
-from convoy.comm.accelerator import modes
 from convoy.comm.changing import present
 from convoy.comm.channel import Words
 from convoy.comm.environment import LISTEN, ProcessEnv, is_loopback, read_process_env, resolve
@@ -19,6 +17,8 @@ from convoy.comm.processes import JoinedGroup
 from convoy.comm.regroup import Home
 from convoy.comm.rendezvous import credentials_of
 from convoy.errors import InputError
+from convoy.machine import roster
+from convoy.machine.accelerator import modes
 from convoy.runtime.module import Distributed
 from convoy.train.newcomers import Verdict
 

@@ -294,7 +294,7 @@ def test_the_devices_of_this_machine(
 def test_a_device_named_by_the_environment_is_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
     monkeypatch.setenv("CONVOY_DEVICE", "cpu")
-    monkeypatch.setattr("convoy.comm.accelerator.local_devices", lambda: ("cuda:0", "cuda:1", "cpu"))
+    monkeypatch.setattr("convoy.machine.accelerator.local_devices", lambda: ("cuda:0", "cuda:1", "cpu"))
     monkeypatch.setattr("convoy.app.train.run_device", lambda _: started.append("alone"))
     assert convoy_in_process(monkeypatch, ["train", *TINY]) == 0
     assert started == ["alone"]

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from convoy.api import distribute
-from convoy.comm.accelerator import process_bytes
 from convoy.comm.group import AloneGroup, Group
 from convoy.errors import PlanError
 from convoy.fleet import Device, Fleet, Host
+from convoy.machine.accelerator import process_bytes
 from convoy.measure.describe import Own, describe, fleet_of
 from convoy.measure.job import MeasureOptions, _model_bytes, measure_job
 from convoy.model.tracing import trace

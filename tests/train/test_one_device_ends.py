@@ -12,7 +12,7 @@ import convoy
 from convoy.checkpoint import Checkpointer
 from convoy.checkpoint.folder import latest
 from convoy.comm.group import AloneGroup
-from convoy.comm.signals import END, LEAVE, LEAVE_TOO, hearing_signals
+from convoy.machine.signals import END, LEAVE, LEAVE_TOO, hearing_signals
 from convoy.runtime.module import Distributed
 from convoy.train import Members
 from convoy.train.changed import StoppedError

@@ -1,4 +1,4 @@
-"""What launchers tell each process they start, put in one way: torchrun's variables. Pure.
+"""The environment variables of launchers, converted to torchrun's. Pure.
 
 ::
 
@@ -8,8 +8,8 @@
     srun                           SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_STEP_TASKS_PER_NODE
     convoy run, to a script        CONVOY_RANK, CONVOY_WORLD_SIZE, ...: torchrun's with a prefix (see `hidden`)
 
-An inner launcher's variables count before an outer one's: mpirun in a Slurm job, torchrun in either. MASTER_ADDR and
-MASTER_PORT, where a person has set them, count before what is worked out here.
+An inner launcher wins over an outer one: mpirun over Slurm, torchrun over both. MASTER_ADDR and MASTER_PORT win over the
+addresses that are derived here.
 """
 
 import re
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from convoy.errors import InputError, shown
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun, and everything that follows its contract, sets for each process."""
+"""The variables that torchrun sets for each process."""
 
 MAX_PROCESSES = 1 << 20
 
@@ -33,12 +33,12 @@ _OF_LAUNCHERS = re.compile(
 
 _LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _PORTS = 15_000, 15_000
-"""Ports that are derived from a job lie below those that Linux gives out by itself (32768 and up)."""
+"""Derived ports are below the ephemeral ports of Linux (32768 and up)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """What an mpirun calls the rank of a process, and how it is asked to pass a variable on."""
+    """The variables of one kind of mpirun, and its option to pass a variable on."""
 
     launcher: str
     rank: str
@@ -59,30 +59,27 @@ _HYDRA = _Names(
 
 
 def is_one_of_job(environment: Mapping[str, str]) -> bool:
-    """Whether torchrun's variables say that this process is one of a job (see `as_torchrun`); otherwise it is alone."""
+    """Return whether torchrun's variables (see `as_torchrun`) describe a job."""
     return any(environment.get(name) for name in ("RANK", "WORLD_SIZE", f"{_OWN}RANK"))
 
 
 def hidden(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of one process of a job for a script that was written for one device, or for torch's own parallelism.
+    """Return the environment for a script: without launchers' variables, with the same under Convoy's own names.
 
-    What launchers tell their processes is taken out: scripts that find RANK or SLURM_PROCID share out samples and wrap the
-    model themselves. Convoy finds the place of the process under names of its own.
+    Scripts that find RANK or SLURM_PROCID would divide the samples and wrap the model themselves.
     """
-    told = as_torchrun(environment)
+    known = as_torchrun(environment)
     kept = {name: value for name, value in environment.items() if not _OF_LAUNCHERS.fullmatch(name)}
-    return kept | {f"{_OWN}{name}": told[name] for name in (*_PLACE, *_OF_STORE) if told.get(name)}
+    return kept | {f"{_OWN}{name}": known[name] for name in (*_PLACE, *_OF_STORE) if known.get(name)}
 
 
 def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment, with the rank that srun or mpirun gave this process in torchrun's variables.
+    """Return the environment, with the rank from srun or mpirun added as torchrun's variables.
 
-    A job of one process is none: there, and where no launcher is to be seen, the environment stays as it is. So does it
-    in the script of a Slurm job and in an interactive allocation, which are no part of a step.
+    It is unchanged without a launcher, for a job of one process, and outside a Slurm step (batch script, allocation).
 
     Raises:
-        InputError: a launcher that sets some of its variables only, a value that is no number or out of range, or several
-            machines and no address where they can meet.
+        InputError: variables are missing, not numbers or out of range; or several machines have no address to meet at.
     """
     rank: dict[str, str] = {}
     if not (environment.get("RANK") or environment.get("WORLD_SIZE")):
@@ -91,7 +88,7 @@ def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
             rank = {name: value for name, value in own if value}
         elif _is_set(environment, _OPEN_MPI):
             rank = _from_mpi(environment, _OPEN_MPI)
-        # Slurm, too, speaks MPICH's language to its processes, but leaves out the number on the machine.
+        # Slurm also sets MPICH's variables, except the local rank.
         elif _is_set(environment, _HYDRA) and not (_is_step(environment) and not environment.get(_HYDRA.local)):
             rank = _from_mpi(environment, _HYDRA)
         elif _is_step(environment):
@@ -100,7 +97,7 @@ def as_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def whole(environment: Mapping[str, str], name: str, least: int, most: int) -> int:
-    """A variable's whole number. InputError if it is none, or not from `least` to `most`."""
+    """Return a variable as a whole number. InputError unless it is one from `least` to `most`."""
     text = environment[name]
     if not (text.isdecimal() and len(text) <= 20) or not least <= int(text) <= most:
         raise InputError(f"{name}={shown(text)} in the environment: it must be a whole number from {least} to {most}")
@@ -126,7 +123,7 @@ def _from_mpi(environment: Mapping[str, str], names: _Names) -> dict[str, str]:
             f"{names.launcher} started {size} processes, {here} of them on this machine, and does not say where those of "
             f"several machines can meet: set MASTER_ADDR to the address of the machine of process 0, e.g. {names.passing}"
         )
-    # Open MPI names each job; with other ones two jobs on one machine need a MASTER_PORT each.
+    # Only Open MPI names its jobs. Otherwise two jobs on one machine need their own MASTER_PORT.
     number = zlib.crc32(environment.get("PMIX_NAMESPACE", "").encode())
     return {
         "RANK": str(whole(environment, names.rank, 0, size - 1)),
@@ -142,7 +139,7 @@ def _from_mpi(environment: Mapping[str, str], names: _Names) -> dict[str, str]:
 
 
 def _is_step(environment: Mapping[str, str]) -> bool:
-    """Whether srun started this process. SLURM_NTASKS says less: a job's script has it too, with the tasks it may start."""
+    """Return whether srun started this process. (Batch scripts have SLURM_NTASKS as well.)"""
     return bool(environment.get("SLURM_STEP_NUM_TASKS"))
 
 
@@ -159,7 +156,7 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         "RANK": str(whole(environment, "SLURM_PROCID", 0, size - 1)),
         "WORLD_SIZE": str(size),
-        # With --gpus-per-task each process sees its own GPUs only, counted from 0.
+        # With --gpus-per-task each process sees only its own GPUs, numbered from 0.
         "LOCAL_RANK": "0" if environment.get("SLURM_GPUS_PER_TASK") else str(local),
         "LOCAL_WORLD_SIZE": str(here),
         "MASTER_ADDR": environment.get("MASTER_ADDR")
@@ -169,16 +166,16 @@ def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _slurm_port(environment: Mapping[str, str]) -> str:
-    """The same for all processes of a step, another one for the next step or job."""
+    """Derive a port that is the same for all processes of a step, and differs between steps and jobs."""
     job = whole(environment, "SLURM_JOB_ID", 0, 1 << 40)
     return _port(job + 1009 * whole(environment, "SLURM_STEP_ID", 0, 1 << 40))
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a list as Slurm writes it: node01 of `node[01-03,07],login`.
+    """Return the first host of Slurm's list: node01 of `node[01-03,07],login`.
 
     Raises:
-        InputError: no such list.
+        InputError: not such a list.
     """
     entry = re.match(r"(?:[^,\[\]\s]|\[[^\[\]]+\])+(?=,|$)", nodelist)
     if entry is None:
@@ -190,10 +187,10 @@ def first_host(nodelist: str) -> str:
 
 
 def tasks_on(text: str, node: int) -> int:
-    """How many tasks a node has, in the way Slurm writes it: `2(x3),1` is 2, 2, 2 and 1.
+    """Return the number of tasks of a node from Slurm's list: `2(x3),1` is 2, 2, 2 and 1.
 
     Raises:
-        InputError: no such text, or no such node.
+        InputError: not such a list, or no such node.
     """
     counts: list[int] = []
     for part in text.split(","):
@@ -212,7 +209,7 @@ def _port(number: int) -> str:
 
 
 def _need(environment: Mapping[str, str], launcher: str, *names: str) -> None:
-    """InputError unless all of these are set."""
+    """Raise InputError unless all of these are set."""
     missing = [name for name in names if not environment.get(name)]
     if missing:
         present = ", ".join(f"{name}={environment[name]}" for name in names if name not in missing)

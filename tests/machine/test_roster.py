@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from convoy.comm import roster
 from convoy.errors import InputError
+from convoy.machine import roster
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import sys
 
 SCRIPT = """
 import gc, sys, threading, time
-from convoy.comm import place
+from convoy.comm import source_line
 gc.set_threshold(5)
 sys.setswitchinterval(1e-5)
 until_s = time.monotonic() + 2
@@ -15,7 +15,7 @@ class Garbage:
         for _ in range(30): pass
 def ask():
     while time.monotonic() < until_s:
-        Garbage(); place.own_place()
+        Garbage(); source_line.current_line()
 def begin():
     while time.monotonic() < until_s:
         thread = threading.Thread(target=Garbage); thread.start(); thread.join()

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import convoy
-from convoy.comm.accelerator import MODES, modes, set_modes
 from convoy.comm.group import Group
 from convoy.errors import MismatchError
+from convoy.machine.accelerator import MODES, modes, set_modes
 from tests.support.processes import on_processes
 
 
@@ -29,7 +29,7 @@ def choose(group: Group) -> dict[str, str]:
 
 def test_what_is_chosen_is_what_torch_does() -> None:
     """Defaults of torch: TF32 in cuDNN, none in matrix products."""
-    without, with_tf32 = on_processes(2, "tests.comm.test_modes:choose")
+    without, with_tf32 = on_processes(2, "tests.machine.test_modes:choose")
     assert without == {
         "torch.backends.cudnn.conv.fp32_precision": "ieee", "torch.backends.cudnn.rnn.fp32_precision": "ieee",
         "torch.backends.cuda.matmul.fp32_precision": "ieee", "torch.backends.mkldnn.matmul.fp32_precision": "ieee",
@@ -68,7 +68,7 @@ def refused(group: Group) -> list[str]:
 
 
 def test_a_device_with_a_setting_of_its_own_is_named_with_the_setting_and_both_values() -> None:
-    precision, deterministic, benchmark, dtype = on_processes(2, "tests.comm.test_modes:refused")[0]
+    precision, deterministic, benchmark, dtype = on_processes(2, "tests.machine.test_modes:refused")[0]
     assert precision.startswith(
         "torch would compute differently: torch.get_float32_matmul_precision is highest on device 0, but high on device 1."
     )

@@ -1,7 +1,7 @@
-"""Which processes of this user's jobs run on this machine: a row for each, in a file, so that they can be told to leave.
+"""The processes of this user's jobs on this machine: one file per process, so that `convoy leave` and `stop` find them.
 
-The operating system proves who asks: the folder is its owner's alone, and only the same user may send signals to a process.
-A row outlives a process that was killed; whoever reads the rows removes it.
+The operating system authenticates who asks: only the user can read the folder, and only the same user may send signals to a
+process. The row of a killed process stays until somebody reads the rows.
 """
 
 import atexit
@@ -20,10 +20,10 @@ import psutil  # type: ignore[import-untyped]
 from convoy.errors import InputError
 
 SHARED = Path("/tmp")
-"""Where every user may make a folder, and nobody may remove or rename another's."""
+"""Every user may make a folder here, and nobody can remove or rename another user's."""
 
 FRESH_S = 3600.0
-"""A row is written anew so often: what cleans /tmp takes files that are old."""
+"""How often a row is rewritten, so that cleaners of /tmp do not find it old."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class Row:
     """One process of a job.
 
     Attributes:
-        job: where its devices first met, HOST:PORT; of one alone, its process.
-        pid, began: the process, and when it began, as the system counts: numbers are used again.
-        network: of the machine's networks the one that it is in: a rehearsed host is told from the next by it.
+        job: HOST:PORT of the first rendezvous. For a job of one device: its process.
+        pid, began: the process and its start time, because the system reuses pids.
+        network: the network namespace, which distinguishes emulated hosts.
         device: its id in the job.
-        kind: what it computes on.
-        members: ids of all devices that train, once it hears what it is told after a step; else empty.
-        run: where the run is logged; empty: nowhere, or not known yet.
+        kind: the torch device.
+        members: ids of all devices that train, once it accepts requests between steps; else empty.
+        run: the run's folder. Empty: not logged, or not known yet.
     """
 
     job: str
@@ -50,14 +50,14 @@ class Row:
     run: str = ""
 
     def is_named(self, name: str) -> bool:
-        """Whether a person who writes this means its job."""
+        """Return whether a user means this job by `name`."""
         return name in (self.job, self.run, Path(self.run).name) or (
             bool(self.run) and Path(name).absolute() == Path(self.run).absolute()
         )
 
 
 def enter(job: str, device: int, kind: str) -> None:
-    """Note that this process is a device of a job until it ends. Where that cannot be noted, it trains without a row."""
+    """Write this process's row. It is removed when the process ends. If it cannot be written, the device trains without."""
     global _mine
     pid = os.getpid()
     with suppress(OSError, InputError, psutil.Error):
@@ -65,11 +65,11 @@ def enter(job: str, device: int, kind: str) -> None:
             atexit.register(_leave, pid)
         _mine = Row(job, pid, _began(pid), _network(), device, kind)
         _write(_mine)
-        rows()  # removes those that killed processes have left
+        rows()  # removes the rows of killed processes
 
 
 def tell(**changes: Any) -> None:
-    """Correct the row of this process, if it has one."""
+    """Change fields of this process's row, if it has one."""
     global _mine
     if _mine is not None and _mine.pid == os.getpid():
         _mine = replace(_mine, **changes)
@@ -78,21 +78,21 @@ def tell(**changes: Any) -> None:
 
 
 def refresh() -> None:
-    """After each step: keep the row from looking old."""
+    """Rewrite the row if it is old. Called after each step."""
     if time.monotonic() > _written_s + FRESH_S:
         tell()
 
 
 def job() -> str:
-    """The job of this process; empty where it has no row."""
+    """Return the job of this process. Empty: it has no row."""
     return "" if _mine is None else _mine.job
 
 
 def rows() -> list[Row]:
-    """Of all processes of this user that run on this machine, by job and device.
+    """Return the rows of this user's running processes on this machine, by job and device.
 
     Raises:
-        InputError: the folder of the rows is another user's.
+        InputError: the folder belongs to another user.
     """
     found = []
     for path in _folder().glob("*.json"):
@@ -106,15 +106,14 @@ def rows() -> list[Row]:
 
 
 def of_processes(pids: Sequence[int]) -> list[Row | None]:
-    """The rows of some processes that run."""
+    """Return the rows of these processes."""
     with suppress(InputError):
         return [_read(_folder() / f"{pid}.json") for pid in pids]
     return [None for _ in pids]
 
 
 def speaks(pid: int) -> bool:
-    """Whether a process has noted that it is the first of the devices that train, which speaks for all: for one before it that
-    is stopped, or cut off, is none of them any more."""
+    """Return whether this process is the first of the devices that train, whose output stands for all."""
     (row,) = of_processes([pid])
     return row is not None and row.device in row.members[:1]
 
@@ -153,7 +152,7 @@ def _runs(row: Row) -> bool:
 
 
 def _began(pid: int) -> float:
-    """When a process began; on Linux in ticks since the machine did, which setting the clock does not change."""
+    """Return a process's start time. On Linux in ticks since boot, which do not depend on the clock."""
     stat_file = Path(f"/proc/{pid}/stat")
     if stat_file.exists():
         return float(stat_file.read_text().rpartition(")")[2].split()[19])
@@ -161,7 +160,7 @@ def _began(pid: int) -> float:
 
 
 def _folder() -> Path:
-    """The folder of this user's rows, on this machine alone: homes may lie on several.
+    """Return this user's folder, and make it if needed. It is in /tmp because several machines may share a home.
 
     Raises:
         InputError: another user made it.
@@ -169,11 +168,11 @@ def _folder() -> Path:
     path = SHARED / f"convoy-{os.geteuid()}"
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    told = path.lstat()
-    if not stat.S_ISDIR(told.st_mode) or told.st_uid != os.geteuid() or told.st_mode & 0o077:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise InputError(
-            f"{path} has mode {stat.S_IMODE(told.st_mode):04o} and owner {told.st_uid}: devices of a user are noted in a "
-            "folder that is this user's alone; have it removed"
+            f"{path} has mode {stat.S_IMODE(status.st_mode):04o} and owner {status.st_uid}: the list of a user's devices "
+            "must be in a folder that is this user's alone; have it removed"
         )
     return path
 

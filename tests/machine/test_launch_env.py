@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from convoy.cli.options import in_job
-from convoy.comm.accelerator import pick_device
 from convoy.comm.environment import read_process_env
-from convoy.comm.launch_env import as_torchrun, first_host, is_one_of_job, tasks_on
 from convoy.errors import InputError
+from convoy.machine.accelerator import pick_device
+from convoy.machine.launch_env import as_torchrun, first_host, is_one_of_job, tasks_on
 from tests.support.commands import QUIET, TINY, results
 from tests.support.programs import needs
 

@@ -1,4 +1,4 @@
-"""Which line of the user's program a process is at: what to name where devices wait for each other at different ones."""
+"""The line of the user's program that a process is at, for messages about devices that run different steps."""
 
 import gc
 import linecache
@@ -11,14 +11,14 @@ from types import FrameType
 
 import torch
 
-MOST_CHARACTERS = 120
-"""Of a line that is shown."""
+MAX_CHARACTERS = 120
+"""Longest part of a line that is shown."""
 
 SAME_STEPS = (
     "Every device must run the same steps: move such a line out of `if rank == 0:`, and let device 0 alone only print and save "
     "(`if convoy.is_first():`)"
 )
-"""What to do where the devices are at different lines."""
+"""Remedy where devices are at different lines."""
 
 _ASKING = threading.Lock()
 
@@ -27,24 +27,23 @@ _LIBRARY = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "plats
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
 
-def own_place() -> str | None:
-    """The line of the user's program that the main thread is at, as in "train.py line 57, `model.full_state_dict()`".
+def current_line() -> str | None:
+    """Return the line of the user's program that the main thread is at: "train.py line 57, `model.full_state_dict()`".
 
-    None where it runs none: in the command `convoy train`, or at its end.
+    None: it runs no user code, as in `convoy train`.
     """
     found = _users(_frame_of(threading.main_thread().ident or 0))
     if found is None:
         return None
     path = found.f_code.co_filename
-    with suppress(Exception):  # a loader of the user's own may fail
+    with suppress(Exception):  # the user's own import loader may fail
         if text := linecache.getline(path, found.f_lineno, found.f_globals).strip():
-            return f"{os.path.basename(path)} line {found.f_lineno}, `{text[:MOST_CHARACTERS]}`"
+            return f"{os.path.basename(path)} line {found.f_lineno}, `{text[:MAX_CHARACTERS]}`"
     return f"{os.path.basename(path)} line {found.f_lineno}"
 
 
 def _frame_of(thread: int) -> FrameType | None:
-    """Where a thread is. Python's garbage collector does not run meanwhile: in Python 3.11 it can let another thread run while
-    this one holds a lock of the interpreter, and the whole process stands still (python/cpython#106883)."""
+    """Return a thread's current frame, without garbage collection: it can deadlock Python 3.11 here (python/cpython#106883)."""
     with _ASKING:
         collects = gc.isenabled()
         gc.disable()
@@ -56,7 +55,7 @@ def _frame_of(thread: int) -> FrameType | None:
 
 
 def _users(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the user's own files; of a package that is installed, where there are none."""
+    """Return the innermost frame of the user's own files, else of an installed package."""
     second = None
     while frame is not None:
         path = os.path.abspath(frame.f_code.co_filename)

@@ -1,6 +1,6 @@
-"""The processors that compute, through torch's accelerator interface: CUDA, ROCm, XPU, MPS or whatever torch knows.
+"""The devices of this machine, through torch's accelerator interface: CUDA, ROCm, XPU, MPS or any other kind.
 
-The rest of Convoy asks here. It tells the CPU from an accelerator, and no accelerator from another.
+All other code asks here. It distinguishes the CPU from an accelerator, but never one kind of accelerator from another.
 """
 
 import os
@@ -15,25 +15,24 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
-from convoy.comm.memory_limit import left_by_groups
 from convoy.errors import InputError, shortened, shown
 
 
 def accelerator() -> str | None:
-    """The kind of this machine's accelerators, such as "cuda"; None where it has none that torch can use."""
+    """Return the kind of this machine's accelerators, such as "cuda". None: torch can use none."""
     found = torch.accelerator.current_accelerator(check_available=True)
     return found.type if found is not None and torch.accelerator.device_count() else None
 
 
 def local_devices() -> tuple[str, ...]:
-    """The names of all devices of this machine: its accelerators, and its CPU, last."""
+    """Return the names of all devices of this machine: accelerators first, the CPU last."""
     kind = accelerator()
     count = torch.accelerator.device_count() if kind else 0
     return (*(f"{kind}:{index}" for index in range(count)), "cpu")
 
 
 def pick_device(name: str | torch.device | None, local: int) -> torch.device:
-    """The device to compute on; process number ``local`` of its machine takes that accelerator unless told otherwise.
+    """Return the device to compute on. By default, process `local` of its machine takes the accelerator of that number.
 
     Raises:
         InputError: no such device.
@@ -46,13 +45,13 @@ def pick_device(name: str | torch.device | None, local: int) -> torch.device:
     try:
         enter(device)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, AttributeError) as error:  # the last: a torch for processors only
+    except (RuntimeError, AssertionError, AttributeError) as error:  # AttributeError: a torch built for CPUs only
         raise _no_device(str(chosen), str(error)) from None
     return device
 
 
 def check_device(name: str) -> torch.device:
-    """The device of that name, without touching it: an accelerator costs seconds and memory from its first use on.
+    """Return the device of that name without using it: the first use of an accelerator costs seconds and memory.
 
     Raises:
         InputError: this machine has no such device, or torch knows none of that name.
@@ -78,15 +77,15 @@ def _no_device(name: str, reason: str) -> InputError:
 
 
 def enter(device: torch.device) -> None:
-    """Make a device the current one of this thread, for calls that name no device. A CPU needs nothing."""
+    """Make a device the current one of this thread, for calls that name none. Do nothing for a CPU."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index or 0)
 
 
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a module, in place; what was one tensor under several names stays one.
+    """Move a module in place. Tied parameters and buffers stay tied.
 
-    On accelerators whose tensors cannot take the place of a CPU's, `nn.Module.to` makes a new parameter for each name.
+    On some accelerators `nn.Module.to` makes a new parameter for each name.
     """
     names: dict[int, list[str]] = {}
     for tensors in (model.named_parameters, model.named_buffers):
@@ -107,30 +106,28 @@ MODES = (
     "backends.cudnn.conv.fp32_precision", "backends.cudnn.rnn.fp32_precision", "backends.cudnn.benchmark",
     "backends.cudnn.deterministic", "backends.mkldnn.matmul.fp32_precision", "backends.mkldnn.conv.fp32_precision",
 )  # fmt: skip
-"""What torch computes by, beside the numbers it is given: attributes of torch, and functions that tell."""
+"""Attributes and functions of torch with the settings that change results."""
 
 
 def modes() -> dict[str, str]:
-    """How torch computes in this process, by the name of each setting; whatever device it has."""
+    """Return the value of each setting in `MODES`, by name."""
     found: dict[str, str] = {}
     for name in MODES:
         try:
             value = attrgetter(name)(torch)
             found[f"torch.{name}"] = str(value() if callable(value) else value)
-        except (
-            AttributeError,
-            RuntimeError,
-        ):  # not in this torch; or set by old and new names that contradict each other
+        # AttributeError: not in this torch. RuntimeError: its old and its new name contradict each other.
+        except (AttributeError, RuntimeError):
             found[f"torch.{name}"] = "unknown"
     return found
 
 
 def set_modes(tf32: bool | None, deterministic: bool) -> None:
-    """Choose how torch computes in this process; nothing else changes what it was.
+    """Set how torch computes in this process.
 
     Args:
-        tf32: whether products of matrices and convolutions may round float32 to TF32; None: as it is.
-        deterministic: only algorithms that give the same bits every time; torch refuses what has none.
+        tf32: whether matrix products and convolutions may round float32 to TF32. None: unchanged.
+        deterministic: use only deterministic algorithms. torch raises where there is none.
     """
     if tf32 is not None:
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -138,20 +135,20 @@ def set_modes(tf32: bool | None, deterministic: bool) -> None:
         for part in (cudnn.conv, cudnn.rnn):
             part.fp32_precision = "tf32" if tf32 else "ieee"
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks for on such GPUs
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch requires it on CUDA
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
 
 
 def finish(device: torch.device) -> None:
-    """Wait until a device has done all that it was given: accelerators queue. A CPU's work is done when a call returns."""
+    """Wait until an accelerator has completed its queue. Do nothing for a CPU, which has none."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Restore the random states of the CPU and of this device afterwards."""
+    """Restore the random states of the CPU and of this device on exit."""
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):
             yield
@@ -161,26 +158,26 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 
 def hardware_name(device: torch.device) -> str:
-    """What the accelerator, or the machine around the CPU, calls itself."""
-    with suppress(AttributeError, RuntimeError):  # not every kind tells
+    """Return the accelerator's name, or the machine's architecture for a CPU."""
+    with suppress(AttributeError, RuntimeError):  # not every kind has a name
         if device.type != "cpu":
             return str(torch.get_device_module(device).get_device_name(device))
     return platform.machine()
 
 
 def uuid_of(device: torch.device) -> str | None:
-    """By which an accelerator's driver knows it, such as "GPU-6c5c...": there it may have another number. None: not told."""
-    with suppress(AttributeError, RuntimeError, NotImplementedError):
-        found = str(torch.get_device_module(device).get_device_properties(device).uuid)
-        return found if found.startswith(("GPU-", "MIG-")) else f"GPU-{found}"
+    """Return the driver's id of an accelerator, such as "GPU-6c5c...". None on a CPU and where torch does not know it."""
+    if device.type != "cpu":
+        with suppress(AttributeError, RuntimeError, NotImplementedError):
+            found = str(torch.get_device_module(device).get_device_properties(device).uuid)
+            return found if found.startswith(("GPU-", "MIG-")) else f"GPU-{found}"
     return None
 
 
 def memory_of(device: torch.device) -> tuple[int, int]:
-    """Free bytes and all bytes of the memory that a device computes in.
+    """Return the free and the total bytes of a device's memory, within the limit that `limit_memory` has set.
 
-    An accelerator that does not tell its own, such as one that shares the host's memory, is told the host's, of which control
-    groups may leave less (`memory_limit.py`). A limit (see `limit_memory`) counts as all of it.
+    Where torch does not know an accelerator's memory, return the host's, within the limits of control groups.
     """
     free_bytes, total_bytes = _memory_of(device)
     limit = _limits_bytes.get(str(device), total_bytes)
@@ -194,15 +191,12 @@ def _memory_of(device: torch.device) -> tuple[int, int]:
             return int(free_bytes), int(total_bytes)
     memory = psutil.virtual_memory()
     free_bytes, total_bytes = int(memory.available), int(memory.total)
-    left = left_by_groups()
+    left = control_group_memory()
     return (free_bytes, total_bytes) if left is None else (min(free_bytes, left[0]), min(total_bytes, left[1]))
 
 
 def process_bytes(device: torch.device) -> int:
-    """Resident memory of this process that no file backs, where its tensors lie on the CPU: what no other process shares.
-
-    0 for an accelerator, whose memory is another one, and where the system does not tell (elsewhere than on Linux).
-    """
+    """Return this process's resident memory that no file backs. 0 for an accelerator, and on systems other than Linux."""
     if device.type == "cpu":
         with suppress(OSError, ValueError, IndexError):
             rows = Path("/proc/self/status").read_text().splitlines()
@@ -210,13 +204,49 @@ def process_bytes(device: torch.device) -> int:
     return 0
 
 
+ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def control_group_memory(root: Path = ROOT, own: Path = OWN) -> tuple[int, int] | None:
+    """Return the free and the total bytes of the tightest control group of this process. None: no group has a limit.
+
+    Inactive file cache counts as free: the kernel reclaims it first.
+    """
+    rows = []
+    with suppress(OSError, ValueError):
+        for folder, limit_name, used_name, files_name in _control_groups(root, own):
+            # ValueError: "max", no limit. OSError: a folder of the host that a container does not see.
+            with suppress(OSError, ValueError):
+                limit = int((folder / limit_name).read_text())
+                used = int((folder / used_name).read_text())
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                rows.append((max(0, limit - used + int(stat.get(files_name, 0))), limit))
+    return min(rows, default=None)
+
+
+def _control_groups(root: Path, own: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Yield this process's groups and those above, innermost first, with the names of their files (version 2 or 1)."""
+    for line in own.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        folder = top / path.lstrip("/")
+        for each in (folder, *folder.parents):
+            if each == top or top in each.parents:
+                yield (each, *names)
+
+
 _limits_bytes: dict[str, int] = {}
 
 
 def limit_memory(device: torch.device, most_bytes: float | None) -> None:
-    """From now on, this process may fill so much of a device's memory; None: all of it.
+    """Limit how much of a device's memory this process may use. None: no limit.
 
-    `memory_of` tells the limit, so that plans keep to it. Where torch can, as on CUDA, it refuses to allocate more.
+    `memory_of` returns the limit, so plans respect it. On CUDA, torch also refuses to allocate more.
 
     Raises:
         InputError: not above zero.
@@ -233,20 +263,12 @@ def limit_memory(device: torch.device, most_bytes: float | None) -> None:
         with suppress(RuntimeError, NotImplementedError):
             try:
                 limits(part, device)
-            except TypeError:  # of the only device of its kind
+            except TypeError:  # a kind with one device only
                 limits(part)
 
 
-def own_mark(device: torch.device) -> str:
-    """What tells an accelerator from any other one, whatever number it has here; empty where torch does not say."""
-    if device.type != "cpu":
-        with suppress(AttributeError, RuntimeError, NotImplementedError):
-            return str(torch.get_device_module(device).get_device_properties(device).uuid)
-    return ""
-
-
 def allocated_bytes(device: torch.device) -> int | None:
-    """What tensors hold of an accelerator's memory; None on a CPU, and where torch cannot tell."""
+    """Return the bytes of an accelerator's memory that tensors use. None on a CPU and where torch does not know."""
     if device.type == "cpu":
         return None
     try:
@@ -256,7 +278,7 @@ def allocated_bytes(device: torch.device) -> int | None:
 
 
 def in_float64(x: torch.Tensor) -> torch.Tensor:
-    """A tensor in float64: where it lies, or on the host where its accelerator has no such numbers, as Apple's."""
+    """Convert a tensor to float64: on its device, or on the host if the device has no float64 (MPS)."""
     try:
         return x.double()
     except (TypeError, RuntimeError):
@@ -264,25 +286,25 @@ def in_float64(x: torch.Tensor) -> torch.Tensor:
 
 
 def in_host_memory(like: torch.Tensor) -> torch.Tensor:
-    """An empty tensor of this shape and dtype in host memory, pinned where it is to exchange with an accelerator."""
+    """Return an empty host tensor of this shape and dtype, pinned if `like` is on an accelerator."""
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.device.type != "cpu")
 
 
 def bring(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on a device. An accelerator gets it from pinned memory, behind what it has to do: nothing waits."""
+    """Copy a host tensor to a device. For an accelerator, queue the copy from pinned memory without waiting."""
     if device.type == "cpu" or x.device.type != "cpu":
         return x.to(device)
     return (x if x.is_pinned() else x.pin_memory()).to(device, non_blocking=True)
 
 
 def has_sync_batch_norm(device: torch.device) -> bool:
-    """Return whether torch has its kernels of SyncBatchNorm for this kind of device."""
+    """Return whether torch has SyncBatchNorm kernels for this kind of device."""
     key = torch._C._dispatch_key_for_device(device.type)
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::batch_norm_backward_elemt", key)
 
 
 def queued(device: torch.device, *, timed: bool = False) -> torch.Event:
-    """An event behind all that the current stream of an accelerator was given so far."""
+    """Record an event on the current stream of an accelerator."""
     event = torch.Event(device, enable_timing=timed)
     event.record(torch.accelerator.current_stream(device))
     return event

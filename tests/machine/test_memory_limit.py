@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from convoy.comm.memory_limit import left_by_groups
+from convoy.machine.accelerator import control_group_memory
 
 
 def written(folder: Path, **texts: str) -> None:
@@ -18,11 +18,11 @@ def test_the_group_that_leaves_least_counts(tmp_path: Path) -> None:
     written(
         tmp_path / "batch" / "job", memory__max="max", memory__current="300", memory__stat="anon 200\ninactive_file 50"
     )
-    assert left_by_groups(tmp_path, own) is None
+    assert control_group_memory(tmp_path, own) is None
     written(tmp_path / "batch", memory__max="1000", memory__current="700", memory__stat="anon 600\ninactive_file 100")
-    assert left_by_groups(tmp_path, own) == (400, 1000)
+    assert control_group_memory(tmp_path, own) == (400, 1000)
     written(tmp_path, memory__max="2000", memory__current="1700", memory__stat="inactive_file 0")
-    assert left_by_groups(tmp_path, own) == (300, 2000)
+    assert control_group_memory(tmp_path, own) == (300, 2000)
 
 
 def test_version_1_has_a_tree_of_its_own_and_containers_see_its_top(tmp_path: Path) -> None:
@@ -34,10 +34,10 @@ def test_version_1_has_a_tree_of_its_own_and_containers_see_its_top(tmp_path: Pa
         "memory__stat": "cache 1\ntotal_inactive_file 7",
     }
     written(tmp_path / "memory", **names)
-    assert left_by_groups(tmp_path, own) == (0, 500)
+    assert control_group_memory(tmp_path, own) == (0, 500)
 
 
 def test_where_there_is_none(tmp_path: Path) -> None:
-    assert left_by_groups(tmp_path, tmp_path / "missing") is None
+    assert control_group_memory(tmp_path, tmp_path / "missing") is None
     (tmp_path / "own").write_text("odd\n")
-    assert left_by_groups(tmp_path, tmp_path / "own") is None
+    assert control_group_memory(tmp_path, tmp_path / "own") is None
