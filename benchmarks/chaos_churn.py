@@ -27,12 +27,12 @@ from benchmarks.chaos_joins import Everybody, Opens, part_of
 from convoy.api import distribute, make_plan
 from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.job_key import write_key_file
-from convoy.comm.newcomer import Entrance
 from convoy.comm.processes import join
 from convoy.comm.rendezvous import credentials_of
+from convoy.elastic.entrance import Entrance
+from convoy.elastic.members import Members
 from convoy.launch.host_job import device_environments
 from convoy.train.loop import fit
-from convoy.train.members import Members
 from convoy.train.observer import StepResult
 
 SPARED, FIRST, MOST = 1, 3, 5

@@ -38,11 +38,11 @@ from convoy.comm.changing import ChangingGroup
 from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.job_key import make_key
 from convoy.comm.processes import meet
+from convoy.elastic.members import LeftError, Members, StateLostError
 from convoy.errors import ConvoyError
 from convoy.model.tracing.trace_model import trace
 from convoy.train.controller import Rebalancer
 from convoy.train.loop import fit
-from convoy.train.members import LeftError, Members, StateLostError
 
 TIMEOUT_S, SILENCE_S = 60.0, 3.0
 """Of the groups; longer than for processes, since all of a case share one core."""

@@ -1,4 +1,4 @@
-"""One line, `prepare`, or four: join (comm/processes.py), make_plan, distribute, loader. And what a script does only once."""
+"""One line, `prepare`, or four: join (elastic/entrance.py), make_plan, distribute, loader. And what a script does only once."""
 
 import builtins
 import os
@@ -18,8 +18,8 @@ from convoy.comm.agreement import agree_on_modes
 from convoy.comm.changing import index_in_job
 from convoy.comm.environment import read_process_env
 from convoy.comm.group import Group
-from convoy.comm.processes import join
 from convoy.data.augment import read_augment
+from convoy.elastic.entrance import join
 from convoy.errors import InputError, PlanError
 from convoy.layout.comm_dtype import CommDtype
 from convoy.layout.redistribute import Sum

@@ -12,9 +12,10 @@ from convoy.app.handover import Handover
 from convoy.app.joining import JoiningDevices, Opening, home_of
 from convoy.checkpoint import Checkpointer
 from convoy.comm.channel import Words
-from convoy.comm.newcomer import Entrance
 from convoy.config.settings import Settings, key_of
 from convoy.data import Splits
+from convoy.elastic.entrance import Entrance
+from convoy.elastic.members import Members
 from convoy.measure.anew import Replanner
 from convoy.measure.auto import Plans
 from convoy.plan.explain import differences
@@ -28,7 +29,6 @@ from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import Recipe, Training, build_optimizer
 from convoy.train.lr import Schedule, build_schedule
-from convoy.train.members import Members
 from convoy.train.observer import Observer
 from convoy.train.rebalance import Decision
 

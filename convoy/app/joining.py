@@ -16,10 +16,13 @@ from convoy.comm import roster
 from convoy.comm.accelerator import modes, random_state_kept
 from convoy.comm.channel import Words
 from convoy.comm.group import Group
-from convoy.comm.newcomer import Entrance
-from convoy.comm.regroup import Home
 from convoy.config.run_file import RunSettings, resolve_settings, to_toml
 from convoy.config.settings import Settings
+from convoy.elastic.entrance import Entrance
+from convoy.elastic.members import Members
+from convoy.elastic.newcomers import Verdict
+from convoy.elastic.regroup import Home
+from convoy.elastic.welcome import home_at
 from convoy.errors import InputError
 from convoy.files import parse_toml
 from convoy.measure.anew import Replanner
@@ -34,9 +37,6 @@ from convoy.planner.known import Known
 from convoy.runlog.directory import RunDirectory
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
-from convoy.train.members import Members
-from convoy.train.newcomers import Verdict
-from convoy.train.welcome import home_at
 
 
 @dataclass(frozen=True)

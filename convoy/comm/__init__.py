@@ -3,7 +3,6 @@
 group.py        what any group of devices offers (Message, Pending, Group), and a group of one
 processes.py    a group of processes: join() takes the rank that the environment names
 changing.py     a group whose inside is replaced when its devices change
-regroup.py      who is left when a device is lost, and their new group
 roster.py       which processes of this user's jobs run on this machine
 signals.py      what signals ask of a device that trains
 place.py        the line of the user's program that a process is at
@@ -13,8 +12,6 @@ job_key.py      the key of a job: who has it belongs to it
 channel.py      one connection: TLS 1.3 by that key
 door.py         where a process listens, and strangers are turned away
 meeting.py      a store of texts behind such a door
-newcomer.py     the way of a process into a job that trains already
-applicants.py   who asks to be let in, and what was decided
 rendezvous.py   how processes find each other at a store
 streams.py      how tensors travel over connections of the job's own
 backends.py     what carries tensors, staged through host memory where that is needed; NCCL

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from convoy.checkpoint import Checkpointer, Progress
 from convoy.comm.agreement import share_number
 from convoy.comm.group import Group
+from convoy.elastic.members import Members, StoppedError
 from convoy.errors import DeviceLostError, DivergedError, unknown_name
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.module import Distributed
@@ -28,7 +29,6 @@ from convoy.train.controller import Rebalancer
 from convoy.train.late_losses import LateLosses, Unread, UnreadNumber, lateness
 from convoy.train.loader import Loader
 from convoy.train.loss import Loss
-from convoy.train.members import Members, StoppedError
 from convoy.train.observer import EpochResult, Observer, Observers, StepResult
 from convoy.train.record import History, Place, Record
 

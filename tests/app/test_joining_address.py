@@ -8,8 +8,8 @@ from convoy.app.joining_address import listening
 from convoy.comm.environment import LISTENER
 from convoy.comm.processes import JoinedGroup
 from convoy.config.settings import Settings
+from convoy.elastic.welcome import door_address
 from convoy.errors import InputError
-from convoy.train.welcome import door_address
 
 
 def group(device: int, address: str) -> JoinedGroup:

@@ -4,9 +4,9 @@ text that tells it."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from convoy.comm.regroup import UnnamedLossError
+from convoy.elastic.agreement import Pairs
+from convoy.elastic.regroup import UnnamedLossError
 from convoy.errors import ConvoyError, DeviceLostError
-from convoy.membership.agreement import Pairs
 
 
 class StateLostError(DeviceLostError):

@@ -1,7 +1,7 @@
 """Carries out what the devices of a job agree on when one of them is lost: they find each other again, and meet anew.
 
 Each device has a health server for this that outlives the groups, and asks the next one's several times in a second whether it
-is there. What is decided is in `membership/agreement.py`.
+is there. What is decided is in `elastic/agreement.py`.
 """
 
 import json
@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import final
 
-from convoy.comm.applicants import Applicant, Applicants
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Channel, Credentials, Words
 from convoy.comm.door import Door
@@ -23,8 +22,7 @@ from convoy.comm.failure import HealthServer, NoAnswer
 from convoy.comm.group import AloneGroup, Group
 from convoy.comm.processes import JoinedGroup, meet
 from convoy.comm.rendezvous import forget_store, keep_store
-from convoy.errors import ConvoyError, DeviceLostError, InputError
-from convoy.membership.agreement import (
+from convoy.elastic.agreement import (
     Ask,
     Asked,
     Called,
@@ -47,6 +45,8 @@ from convoy.membership.agreement import (
     instruction,
     observe,
 )
+from convoy.elastic.applicants import Applicant, Applicants
+from convoy.errors import ConvoyError, DeviceLostError, InputError
 
 SILENT_PART, LEAST_SILENCE_S = 1 / 20, 2.0
 """A device that does not answer for this part of the group's time limit counts as lost: 3 s of 60 s. On a busy machine a live

@@ -17,8 +17,8 @@ from benchmarks.chaos_joins import with_joins
 from benchmarks.chaos_threads import resources, run
 from convoy.checkpoint import save
 from convoy.comm.processes import JoinedGroup
+from convoy.elastic.members import Members
 from convoy.errors import InputError
-from convoy.train.members import Members
 
 
 @pytest.fixture(autouse=True)

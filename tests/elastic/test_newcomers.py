@@ -24,20 +24,20 @@ from convoy.comm.channel import Credentials, Words
 from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.group import AloneGroup, Group
 from convoy.comm.job_key import make_key
-from convoy.comm.newcomer import Entrance
 from convoy.comm.processes import meet
-from convoy.comm.regroup import Home, Membership
 from convoy.comm.rendezvous import credentials_of, forget_store, keep_store
+from convoy.elastic.entrance import Entrance
+from convoy.elastic.members import LeftError, Members, StoppedError
+from convoy.elastic.newcomers import Judge, Verdict
+from convoy.elastic.regroup import Home, Membership
+from convoy.elastic.welcome import Welcome, facts_of
 from convoy.errors import ConvoyError, InputError
 from convoy.runlog.reader import read_log
 from convoy.runtime.module import Distributed
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import Training, accuracy, fit
-from convoy.train.members import LeftError, Members, StoppedError
-from convoy.train.newcomers import Judge, Verdict
 from convoy.train.observer import Observer, StepResult
-from convoy.train.welcome import Welcome, facts_of
 from tests.support.torch_seed import torch_seed
 
 CPU = torch.device("cpu")

@@ -16,10 +16,10 @@ from torch.optim.optimizer import Optimizer
 
 from convoy.comm.agreement import gather
 from convoy.comm.group import Message, Pending
+from convoy.elastic.transfers import Transfer, newest_whole, transfers
 from convoy.layout.layout import Box, Shape, box, entries, local_shape, single, whole
-from convoy.membership.pieces import Transfer, newest_whole, transfers
 from convoy.runtime.module import Distributed
-from convoy.runtime.optimizer import described
+from convoy.runtime.optimizer import described, number_of
 
 Name = tuple[str, str]
 """Key of a parameter or buffer, and "" for itself, or "0/momentum_buffer" for what the first optimizer remembers of it."""
@@ -336,15 +336,6 @@ class StateKeeper:
                     name: made[key, f"{i}/{name}"] if row["kind"] == "tensor" else number_of(row, parameter)
                     for name, row in known.items()
                 }
-
-
-def number_of(row: Mapping[str, Any], parameter: Tensor) -> Any:
-    """What an optimizer remembers beside tensors of a parameter's shape, as `described` told it."""
-    if row["kind"] == "plain":
-        return row["value"]
-    # Some optimizers count on the CPU, whatever device the parameter is on.
-    device = parameter.device if row["near"] else torch.device("cpu")
-    return torch.tensor(row["value"], dtype=getattr(torch, row["dtype"]), device=device)
 
 
 def _boxes_of(mine: Iterable[Mapping[str, Any]], step: int) -> dict[str, list[Box]]:

@@ -15,19 +15,19 @@ from torch.optim.optimizer import Optimizer
 from convoy.comm.agreement import share_number
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Words
-from convoy.comm.newcomer import Entrance
 from convoy.comm.processes import JoinedGroup
-from convoy.comm.regroup import Home, Membership
 from convoy.comm.signals import hearing_signals
+from convoy.elastic.between import EPOCH, Between, align
+from convoy.elastic.changed import GrownError, LeftError, StateLostError, StoppedError
+from convoy.elastic.entrance import Entrance
+from convoy.elastic.newcomers import Newcomers
+from convoy.elastic.others import Stateful
+from convoy.elastic.recovery import GoingOn
+from convoy.elastic.regroup import Home, Membership
+from convoy.elastic.replan import InProportion, Replan
+from convoy.elastic.welcome import Welcome, facts_of, home_here, listens, offer
 from convoy.errors import DeviceLostError, InputError
 from convoy.runtime.module import Distributed, StaleBatchError, not_distributed
-from convoy.train.between import EPOCH, Between, align
-from convoy.train.changed import GrownError, LeftError, StateLostError, StoppedError
-from convoy.train.going_on import GoingOn
-from convoy.train.newcomers import Newcomers
-from convoy.train.others import Stateful
-from convoy.train.replan import InProportion, Replan
-from convoy.train.welcome import Welcome, facts_of, home_here, listens, offer
 
 __all__ = [
     "Attempt",

@@ -16,12 +16,12 @@ from convoy.comm.channel import Words
 from convoy.comm.environment import LISTEN, ProcessEnv, is_loopback, read_process_env, resolve
 from convoy.comm.group import Group
 from convoy.comm.processes import JoinedGroup
-from convoy.comm.regroup import Home
 from convoy.comm.rendezvous import credentials_of
+from convoy.elastic.newcomers import Verdict
+from convoy.elastic.regroup import Home
 from convoy.errors import InputError
 from convoy.planner.known import Known
 from convoy.runtime.module import Distributed
-from convoy.train.newcomers import Verdict
 
 
 def listens() -> bool:

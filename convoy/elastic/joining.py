@@ -9,7 +9,7 @@ generation. From then on it is a member like the others, and no newcomer any mor
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from convoy.membership.agreement import Generation
+from convoy.elastic.agreement import Generation
 
 Address = tuple[str, int]
 

@@ -7,10 +7,10 @@ from typing import Any, Literal, Protocol
 
 from convoy.checkpoint.values import decode, encode
 from convoy.comm.agreement import gather
-from convoy.comm.applicants import Applicant
 from convoy.comm.channel import Words
 from convoy.comm.group import Group
-from convoy.comm.regroup import Membership
+from convoy.elastic.applicants import Applicant
+from convoy.elastic.regroup import Membership
 
 Verdict = tuple[Literal["wanted", "spare", "refused"], str]
 """What becomes of one who asks to be let in, and why."""

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from convoy.comm.agreement import from_first, share_number, share_tensor
 from convoy.comm.group import Group, Pending
-from convoy.comm.regroup import Membership
+from convoy.elastic.changed import GrownError, LeftError, StoppedError
+from convoy.elastic.regroup import Membership
 from convoy.errors import DeviceLostError
-from convoy.train.changed import GrownError, LeftError, StoppedError
 
 
 class Wishes:

@@ -11,21 +11,21 @@ from convoy.comm import roster
 from convoy.comm.agreement import from_first, share_number, share_tensor
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Words
-from convoy.comm.newcomer import Entrance
-from convoy.comm.regroup import Membership
+from convoy.elastic.agreement import Generation
+from convoy.elastic.between import Works
+from convoy.elastic.changed import Changed, GrownError, LeftError, StateLostError, pieces_lost
+from convoy.elastic.entrance import Entrance
+from convoy.elastic.newcomers import Judge, Newcomers, Story, hear_of_newcomers
+from convoy.elastic.others import Stateful, restore, take
+from convoy.elastic.pace import KeepPace
+from convoy.elastic.regroup import Membership
+from convoy.elastic.replan import Replan
+from convoy.elastic.requests import Wishes, end_all, let_in, part
+from convoy.elastic.snapshot import StateKeeper
 from convoy.errors import ConvoyError, DeviceLostError
-from convoy.membership.agreement import Generation
 from convoy.plan.exchange_program import forget_moves
 from convoy.plan.plan import Plan
-from convoy.runtime.keep import StateKeeper
 from convoy.runtime.module import Distributed
-from convoy.train.between import Works
-from convoy.train.changed import Changed, GrownError, LeftError, StateLostError, pieces_lost
-from convoy.train.newcomers import Judge, Newcomers, Story, hear_of_newcomers
-from convoy.train.others import Stateful, restore, take
-from convoy.train.pace import KeepPace
-from convoy.train.replan import Replan
-from convoy.train.wishes import Wishes, end_all, let_in, part
 
 MOST_TRIALS = 20
 """So many losses in sequence without a step between them end the training."""

@@ -1,20 +1,27 @@
 """The way of a process into a job that trains already: it asks at the doors of the job's devices, waits, and meets them."""
 
+import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import final
 
-from convoy.comm.applicants import POLL_S, SPARE_POLL_S
+import torch
+
+from convoy._version import __version__
+from convoy.comm import processes, roster
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Channel, Credentials, NotOfThisJob, Words
-from convoy.comm.environment import own_address
-from convoy.comm.regroup import Home, Membership
-from convoy.errors import DeviceLostError, InputError
-from convoy.membership import newcomer
-from convoy.membership.agreement import Generation
-from convoy.membership.newcomer import AskAt, Event, Invited, Meet, Newcomer, Refused, Sent, Stop, Unanswered, Waits
+from convoy.comm.environment import JOIN, ProcessEnv, own_address
+from convoy.comm.group import AloneGroup, Group
+from convoy.comm.rendezvous import credentials_of
+from convoy.elastic import joining
+from convoy.elastic.agreement import Generation
+from convoy.elastic.applicants import POLL_S, SPARE_POLL_S
+from convoy.elastic.joining import AskAt, Event, Invited, Meet, Newcomer, Refused, Sent, Stop, Unanswered, Waits
+from convoy.elastic.regroup import Home, Membership
+from convoy.errors import DeviceLostError, InputError, MismatchError
 
 Address = tuple[str, int]
 
@@ -25,6 +32,63 @@ RETRY_S = 0.2
 
 REFUSED_S = 3.0
 """Who answers that nobody is taken in may not have got so far: it is asked again for so long."""
+
+
+HELLO_S = 10.0
+"""How long a running job may take to answer a joining device: the job may be just beginning."""
+
+
+def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, staged: bool = False) -> Group:
+    """Join the job that this process belongs to, and meet the others; a group of one where there is no job.
+
+    The job is what torchrun's environment says: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT. Under `convoy run
+    --join` it is a running one; the group is then this device alone until the job admits it.
+    The group closes itself at the end of the process, or of a ``with`` block.
+
+    Args:
+        device: where to compute, such as "cpu" or "cuda:1". By default CONVOY_DEVICE, else the accelerator of this
+            process's number on its machine, else the CPU.
+        timeout_s: how long to wait for the others here, and in every later wait, before they count as lost.
+        staged: send tensors through buffers in host memory even where that is not needed.
+
+    Raises:
+        InputError: an incomplete environment, no such device, a port that is taken, a rank or an accelerator claimed twice;
+            no running job at the address, or one that takes no scripts.
+        MismatchError: the devices run different versions.
+        DeviceLostError: somebody did not come in time, or cannot be reached.
+    """
+    text = os.environ.pop(JOIN, "")
+    if not text:
+        return processes.join(device, timeout_s, staged=staged)
+    processes.check_timeout(timeout_s)
+    processes.watch_parent()
+    torch_device = processes.own_device(device, 0)
+    places = [each.rpartition(":") for each in text.split(",")]
+    entrance, offer = greet([(host.strip("[]"), int(port)) for host, _, port in places])
+    if "script" not in offer:
+        raise InputError("the job there is a `convoy train`: `convoy join` comes into it, without a script")
+    roster.enter(str(offer["job"]), 0, str(torch_device))
+    group = ChangingGroup(AloneGroup(torch_device, timeout_s))
+    group.entrance = entrance
+    group.is_of_this_process()
+    return group
+
+
+def greet(doors: Sequence[Address]) -> tuple["Entrance", Words]:
+    """Find a running job at these addresses. Return the entrance to it, and what the job says of itself.
+
+    Raises:
+        InputError: see :meth:`Entrance.hello`.
+        MismatchError: the job runs another version.
+    """
+    env = ProcessEnv(0, 2, 0, None, *doors[0], hosted=False, attempt=0)
+    entrance = Entrance(doors, credentials_of(env))
+    offer = entrance.hello(HELLO_S)
+    if offer["version"] != __version__:
+        raise MismatchError(
+            f"the job runs Convoy {offer['version']}, this is {__version__}: install the same version on every machine"
+        )
+    return entrance, offer
 
 
 class NoJobError(InputError):
@@ -73,7 +137,7 @@ class Entrance:
                         f"the job at {_shown(door)}: {told['refused']}; start it with --listen to let others join"
                     )
                 self._token = str(told["token"])
-                self._state = newcomer.observe(self._state, Sent(_doors(told)))
+                self._state = joining.observe(self._state, Sent(_doors(told)))
                 self._offer = told["offer"]
                 return self._offer
             if time.monotonic() > until_s:
@@ -107,13 +171,13 @@ class Entrance:
         spare = ""
         try:
             while True:
-                match newcomer.instruction(self._state):
+                match joining.instruction(self._state):
                     case Stop(reason):
                         kind = InputError if self._told.get("refused") else DeviceLostError
                         raise InputError(reason) if kind is InputError else DeviceLostError(0, reason)
                     case AskAt(door):
                         event = self._ask(door, words)
-                        self._state = newcomer.observe(self._state, event)
+                        self._state = joining.observe(self._state, event)
                         if self._state.spare and self._state.spare != spare:
                             tell(f"waits as a spare: {self._state.spare}")
                         spare = self._state.spare

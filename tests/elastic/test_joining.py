@@ -2,8 +2,8 @@
 
 import pytest
 
-from convoy.membership.agreement import Generation
-from convoy.membership.newcomer import (
+from convoy.elastic.agreement import Generation
+from convoy.elastic.joining import (
     MOST_DOORS,
     ROUNDS,
     AskAt,
