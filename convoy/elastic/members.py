@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -17,7 +18,6 @@ from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Words
 from convoy.comm.processes import JoinedGroup
 from convoy.comm.signals import hearing_signals
-from convoy.elastic.between import EPOCH, Between, align
 from convoy.elastic.changed import GrownError, LeftError, StateLostError, StoppedError
 from convoy.elastic.entrance import Entrance
 from convoy.elastic.newcomers import Newcomers
@@ -107,7 +107,8 @@ class Members(GoingOn):
                 f"Members with reduce {model.plan.reduce}, where each device has weights of its own: leave it out"
             )
         replan = replan or InProportion()
-        self._between = between = Between()
+        self._epoch: int | None = None  # of `epochs`
+        self._joins_here = False  # within `epochs`
         self._inside = False  # what is repeated as a whole
         self._signals = ExitStack()
         group = model.group
@@ -115,11 +116,45 @@ class Members(GoingOn):
             entrance, group.entrance = (group.entrance, facts_of(model)), None
         home = home_here(group) if home is None else home
         if newcomers is None and (entrance is not None or listens()):
-            newcomers = Welcome(model, replan, lambda: between.loader is not None)
+            newcomers = Welcome(model, replan, lambda: self._epoch is not None)
         changes = isinstance(group, ChangingGroup) and (isinstance(group.present, JoinedGroup) or home is not None)
         membership = Membership(group, home) if changes and isinstance(group, ChangingGroup) else None
         super().__init__(model, optimizers, others, every, spares, replan, tell, membership, newcomers, entrance)
         model.guard = self._begin_epoch
+
+    def epochs(self, count: int, start: int = 0) -> Iterator[int]:
+        """Yield the numbers of the epochs of your own loop, from `start` to `count - 1`. Devices join at the start of each.
+
+        On a joining device it waits until the others start their next epoch, and yields from that one on::
+
+            for epoch in members.epochs(20):
+                for x, y in loader:
+                    with members.step():
+                        ...
+
+        Raises:
+            InputError: the job refuses this device.
+            DeviceLostError: see `recover`; or the job has ended.
+        """
+        self._joins_here = True
+        self._start()
+        joined = self._facts is not None and self._epoch is not None
+        for epoch in range(start if self._epoch is None else self._epoch, count):
+            self._epoch = epoch
+            if not joined:
+                self._admit()
+            joined = False
+            yield epoch
+
+    def _admit(self) -> None:
+        """Admit the joining devices that are wanted, at the start of an epoch."""
+        if self.membership is None or self.newcomers is None:
+            return
+        self._note_others(torch.get_rng_state())
+        try:
+            self._grow()
+        except DeviceLostError as error:
+            self.recover(error)
 
     @contextmanager
     def step(self) -> Iterator[Attempt]:
@@ -148,8 +183,6 @@ class Members(GoingOn):
         wanted = self.steps + 1
         # What was drawn since, such as the order of an epoch, is not drawn again.
         self._note_others(torch.get_rng_state())
-        if self._grows:
-            self._grow_now()
         attempt = Attempt()
         try:
             yield attempt
@@ -168,60 +201,37 @@ class Members(GoingOn):
         """Before the first thing that talks to others, in a loop of one's own."""
         if self._strict:
             return
+        if self.entrance is not None and self.membership is None and not self._joins_here:
+            raise InputError(
+                "this device joins a running job, which it can at the start of an epoch: write "
+                "`for epoch in members.epochs(n):` around the loop over batches, on all devices"
+            )
         if self.every > 1:
             raise InputError(
                 f"every={self.every} with `with members.step()`: what this loop has done after a step is not undone; leave it "
                 "out"
             )
         self._strict, self._pace = True, None
-        self.story = self._tell_story, self._between.told.update
+        self.story = lambda: self._epoch, self._take_epoch
         self._signals.enter_context(hearing_signals(self))
         if threading.current_thread() is threading.main_thread():
             self._signals.callback(_print_asked_end())
         # Where the group has broken, the next message says it again.
         with suppress(DeviceLostError) if self.entrance is None else nullcontext():
             self.begin()
-        if self._between.told:
-            for optimizer in self.states.optimizers:
-                optimizer._opt_called = True  # type: ignore[attr-defined]  # the others have: schedules ask for it
         if self.membership is not None and self.newcomers is not None:
             self.membership.offer = offer()
 
-    def _grow_now(self) -> None:
-        """Let newcomers in before a step, whose batch has been handed out already."""
-        self._grows = False
-        try:
-            self._grow()
-        except DeviceLostError as error:
-            self.recover(error)
-            self.model.repeats += 1
-            self.model.stale = True
-
-    def _tell_story(self) -> dict[str, Any]:
-        """What a newcomer must know of this loop."""
-        return self._between.tell(self.states.kept[-1].others["random"])
+    def _take_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
 
     def _begin_epoch(self, loader: Any) -> tuple[int, list[list[int]]]:
-        """The loader's seed and batches of the epoch that it begins. On a device that came later: none of one that is over, and
-        of the present one those from the others' place on."""
+        """Return the loader's seed and batches of the epoch that it begins."""
+        work = partial(loader.begin, joined=self._facts is not None)
         if self._inside:
-            if self.newcomers is not None:
-                align(self.model.group, loader, came_later=self._facts is not None)
-            found: tuple[int, list[list[int]]] = loader._begun()
-            return found
+            return work()  # type: ignore[no-any-return]
         self._start()
-        if not self._between.told:
-            self._between.begin(loader, self.model)
-            self._between.rows = self._repeated(loader._begun, EPOCH)
-            return self._between.rows  # type: ignore[no-any-return]
-        if self._between.is_over(loader):
-            return loader.seed, []
-        random = self._between.take_place(loader, self.model)
-        # What the script did to schedules on its way here, such as a step after each epoch, was done before.
-        self._restore_others(self.states.kept[-1].others)
-        torch.set_rng_state(random)
-        seed, rows = self._between.rows
-        return int(seed), rows
+        return self._repeated(work)  # type: ignore[no-any-return]
 
     def _note_others(self, random: Tensor | None = None) -> None:
         """What a script has done since the last step, such as a schedule's step after an epoch, is not undone."""
@@ -233,18 +243,20 @@ class Members(GoingOn):
         """What `work` returns that talks to the other devices between two steps, such as a test. It is repeated where a device
         is lost. Where others had done with it by then, this device gets their result if JSON can hold it, else None.
 
+        Before the first of `epochs` a joining device gets None: the others did the work without it.
+
         Raises:
             DeviceLostError: see `recover`; or the state was not kept after the last step.
         """
         if self._inside:
             return work()
-        if self.entrance is not None if self.membership is None else self._planned is None:
+        if self.entrance is not None and self.membership is None:
+            return None  # type: ignore[return-value]
+        if self.membership is not None and self._planned is None:
             self._start()  # before the first step: from here on a loss ends nothing
-        if self._between.told:
-            return self._between.take()  # type: ignore[no-any-return]
         return self._repeated(work)
 
-    def _repeated(self, work: Callable[[], T], kind: str | None = None) -> T:
+    def _repeated(self, work: Callable[[], T]) -> T:
         self._note_others()
         while True:
             try:
@@ -256,7 +268,6 @@ class Members(GoingOn):
                 finally:
                     self._inside = False
                 self._works.done(result)
-                self._note(kind or result)
                 return result
             except DeviceLostError as error:
                 count, steps = self._works.count, self.steps
@@ -264,12 +275,7 @@ class Members(GoingOn):
                 if self.steps != steps:
                     raise error
                 if self._works.count > count:
-                    self._note(kind or self._works.result)
                     return self._works.result  # type: ignore[no-any-return]
-
-    def _note(self, result: Any) -> None:
-        if self.newcomers is not None:
-            self._between.note(result)
 
     def close(self) -> None:
         """At the end of all: be no member any more. Every device calls it."""

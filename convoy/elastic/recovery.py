@@ -12,7 +12,6 @@ from convoy.comm.agreement import from_first, share_number, share_tensor
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Words
 from convoy.elastic.agreement import Generation
-from convoy.elastic.between import Works
 from convoy.elastic.changed import Changed, GrownError, LeftError, StateLostError, pieces_lost
 from convoy.elastic.entrance import Entrance
 from convoy.elastic.newcomers import Judge, Newcomers, Story, hear_of_newcomers
@@ -22,6 +21,7 @@ from convoy.elastic.regroup import Membership
 from convoy.elastic.replan import Replan
 from convoy.elastic.requests import Wishes, end_all, let_in, part
 from convoy.elastic.snapshot import StateKeeper
+from convoy.elastic.works import Works
 from convoy.errors import ConvoyError, DeviceLostError
 from convoy.plan.exchange_program import forget_moves
 from convoy.plan.plan import Plan
@@ -59,7 +59,6 @@ class GoingOn:
         self._pace = KeepPace() if every is None else None
         self._wishes, self._works = Wishes(), Works()
         self._strict = False  # after a step nothing is undone: all wait until all have kept it
-        self._grows = False  # at the next step
         self._facts: Words | None = None  # what this device said of itself, where it came later
         self._judge = None if membership is None or newcomers is None else Judge(membership, newcomers)
         self._planned: Generation | None = None  # that the model's plan is for
@@ -134,9 +133,7 @@ class GoingOn:
         elif leaving:
             self.states.arrived()
             part(self.model.group, self.membership, leaving, self.steps)
-        elif grows and self._strict:
-            self._grows = True  # at the next step: what this loop does in between is to be done with
-        elif grows:
+        elif grows and not self._strict:
             self._grow()
         if self._pace is not None:
             self._pace.begins()

@@ -95,15 +95,15 @@ def _same(model: Distributed) -> dict[str, str]:
 
 
 class Welcome:
-    """Lets in whoever has the same model, and a loop over the same loader.
+    """Admits devices that have the same model.
 
     Args:
         replan: of the members: what it knows of the devices is told.
-        has_loader: whether the batches come from a loader of Convoy's, which knows where in the data this is.
+        has_epochs: whether the script iterates over `Members.epochs`, where devices join.
     """
 
-    def __init__(self, model: Distributed, replan: Any, has_loader: Callable[[], bool]) -> None:
-        self.model, self.replan, self.has_loader = model, replan, has_loader
+    def __init__(self, model: Distributed, replan: Any, has_epochs: Callable[[], bool]) -> None:
+        self.model, self.replan, self.has_epochs = model, replan, has_epochs
 
     def judge(self, facts: Words, members: Sequence[int], device: int) -> Verdict:  # noqa: ARG002
         for what, mine in _same(self.model).items():
@@ -112,10 +112,10 @@ class Welcome:
                     "refused",
                     f"its {what} is {theirs}, that of the job is {mine}: it must be the same on every machine",
                 )
-        if not self.has_loader():
+        if not self.has_epochs():
             return "refused", (
-                "its loop takes batches from no loader of Convoy's, so nobody knows where in the data it is: use "
-                "convoy.loader, or the loader of convoy.prepare"
+                "its script has no `for epoch in members.epochs(n):`, where devices join: write it around the loop over "
+                "batches"
             )
         return "wanted", ""
 

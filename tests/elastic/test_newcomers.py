@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from benchmarks.chaos import TIGHT, Case, build, make_data, make_net, whole_state
 from convoy.api import distribute, loader, make_plan
@@ -34,6 +35,7 @@ from convoy.elastic.welcome import Welcome, facts_of
 from convoy.errors import ConvoyError, InputError
 from convoy.runlog.reader import read_log
 from convoy.runtime.module import Distributed
+from convoy.train.adopt import AdoptedLoader
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import Training, accuracy, fit
@@ -425,17 +427,17 @@ class OwnLoop(Job):
         part = self.built[name] if name in self.built else self.build(group, copy.deepcopy(self.net))
         optimizer = torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        has_loader: Callable[[], bool] = lambda: members._between.loader is not None  # noqa: E731
+        has_epochs: Callable[[], bool] = lambda: members._epoch is not None  # noqa: E731
         members = Members(
             part, optimizer, others=[schedule], tell=self.told.setdefault(name, []).append, entrance=entrance, home=home,
-            newcomers=Welcome(part, None, has_loader),
+            newcomers=Welcome(part, None, has_epochs),
         )  # fmt: skip
         if members.membership is not None:
             self.members[name] = members.membership
         train, test = self.loaders(part)
         losses: dict[int, float] = {}
         tests: list[float] = []
-        for _ in range(self.case.epochs):
+        for _ in members.epochs(self.case.epochs):
             part.train()
             for x, y in train:
                 with members.step() as attempt:
@@ -496,11 +498,11 @@ def own_loop_alone(job: OwnLoop) -> tuple[dict[int, float], list[float], dict[st
 @pytest.mark.parametrize(
     ("plan", "devices", "first"),
     [("data", 1, 8), *(pytest.param(*row, marks=pytest.mark.slow) for row in (("model", 2, 6), ("hybrid", 2, 11)))],
-)  # step 6 ends an epoch, step 8 is followed by a test within one
+)  # step 6 ends an epoch, step 8 is followed by a test within one; devices join before steps 7, 13, 19
 def test_a_loop_of_ones_own_takes_devices_in(plan: str, devices: int, first: int) -> None:
     job = OwnLoop(Case(12, devices, plan, "sgd", epochs=5), ["first", "second"])
     length = len(job.loaders(None)[0])
-    job.expected = {**dict.fromkeys(range(first - 1, 18), "first"), **dict.fromkeys(range(18, 29), "second")}
+    job.expected = {**dict.fromkeys(range(first - 1, 13), "first"), **dict.fromkeys(range(13, 19), "second")}
     with started(job, devices) as threads:
         job.come("first", threads)
         job.wait(lambda: "first" in job.steps)
@@ -512,11 +514,52 @@ def test_a_loop_of_ones_own_takes_devices_in(plan: str, devices: int, first: int
     for name, (found, tested, held) in job.rows.items():
         assert list(found) == list(range(min(found), 5 * length + 1)), "every step from the first on, once"
         assert found == pytest.approx({step: losses[step] for step in found}, rel=TIGHT)
-        assert tested == pytest.approx(tests, rel=TIGHT), f"{name} has what the tests before it came gave the others"
+        assert tested == pytest.approx(tests[-len(tested) :], rel=TIGHT)
+        assert min(found) == 1 + length * (5 - len(tested)), f"{name} joined at the start of an epoch"
         for key, tensor in state.items():
             assert float((held[key] - tensor).abs().max()) < TIGHT * max(1.0, float(tensor.abs().max())), key
     assert min(job.rows["0"][0]) == 1
     assert 1 < min(job.rows["first"][0]) < min(job.rows["second"][0])
+
+
+@dataclass
+class OwnDataLoader(OwnLoop):
+    """Its batches come from a DataLoader with a generator of its own."""
+
+    def loaders(self, part: Distributed | None) -> tuple[Any, Any]:
+        generator = torch.Generator().manual_seed(3)
+        source = DataLoader(make_data(self.case), self.case.batch, shuffle=True, generator=generator)
+        return AdoptedLoader(source, part, parts=True), super().loaders(part)[1]
+
+
+def test_a_joined_device_continues_the_order_of_a_generator_when_the_others_leave() -> None:
+    job = OwnDataLoader(Case(14, 1, "data", "sgd", epochs=5), ["first"])
+    job.expected = dict.fromkeys(range(2, 13), "first")
+    job.strikes[("0", 15)] = lambda members: members.leave()
+    with started(job, 1) as threads:
+        job.come("first", threads)
+    assert [type(error) for error in job.errors] == [LeftError]
+    losses, _, state = own_loop_alone(job)
+    found, _, held = job.rows["first"]
+    assert max(found) == len(losses)
+    assert found == pytest.approx({step: losses[step] for step in found}, rel=TIGHT)
+    assert all(float((held[key] - state[key]).abs().max()) < TIGHT for key in state)
+
+
+def test_a_script_without_epochs_refuses_joining_devices() -> None:
+    part = OwnLoop(Case(13, 1, "data", "sgd", epochs=2), ["first"]).built["first"]
+    verdict, reason = Welcome(part, None, lambda: False).judge(facts_of(part), (0,), 1)
+    assert verdict == "refused"
+    assert "members.epochs" in reason
+
+
+def test_a_joining_device_trains_within_epochs_only() -> None:
+    part = OwnLoop(Case(13, 1, "data", "sgd", epochs=2), ["first"]).built["first"]
+    entrance = Entrance([("127.0.0.1", 9)], credentials_of(ALONE)), facts_of(part)
+    members = Members(part, torch.optim.SGD(part.parameters(), lr=0.1), entrance=entrance)
+    assert members.repeated(lambda: 1) is None, "the others did it before this device came"
+    with pytest.raises(InputError, match=r"members\.epochs"), members.step():
+        pass
 
 
 def test_a_newcomer_with_another_model_is_refused_by_a_loop_of_ones_own() -> None:
