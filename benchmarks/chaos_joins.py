@@ -17,9 +17,9 @@ from convoy.api import distribute
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Words
 from convoy.comm.group import AloneGroup
+from convoy.elastic.admission import Verdict
 from convoy.elastic.entrance import Entrance
 from convoy.elastic.members import Members
-from convoy.elastic.newcomers import Verdict
 from convoy.errors import InputError
 from convoy.model.tracing.trace_model import trace
 from convoy.plan.presets import Speeds, named_plan

@@ -18,11 +18,10 @@ from convoy.comm.channel import Words
 from convoy.comm.group import Group
 from convoy.config.run_file import RunSettings, resolve_settings, to_toml
 from convoy.config.settings import Settings
+from convoy.elastic.admission import Verdict
 from convoy.elastic.entrance import Entrance
 from convoy.elastic.members import Members
-from convoy.elastic.newcomers import Verdict
-from convoy.elastic.regroup import Home
-from convoy.elastic.welcome import home_at
+from convoy.elastic.regroup import Home, home_at
 from convoy.errors import InputError
 from convoy.files import parse_toml
 from convoy.measure.anew import Replanner

@@ -17,8 +17,8 @@ from convoy.comm.environment import JOIN, ProcessEnv, own_address
 from convoy.comm.group import AloneGroup, Group
 from convoy.comm.rendezvous import credentials_of
 from convoy.elastic import joining
+from convoy.elastic.admission import POLL_S, SPARE_POLL_S
 from convoy.elastic.agreement import Generation
-from convoy.elastic.applicants import POLL_S, SPARE_POLL_S
 from convoy.elastic.joining import AskAt, Event, Invited, Meet, Newcomer, Refused, Sent, Stop, Unanswered, Waits
 from convoy.elastic.regroup import Home, Membership
 from convoy.errors import DeviceLostError, InputError, MismatchError

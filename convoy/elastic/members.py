@@ -18,14 +18,11 @@ from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Words
 from convoy.comm.processes import JoinedGroup
 from convoy.comm.signals import hearing_signals
-from convoy.elastic.changed import GrownError, LeftError, StateLostError, StoppedError
+from convoy.elastic.admission import Newcomers, Welcome, facts_of, offer
 from convoy.elastic.entrance import Entrance
-from convoy.elastic.newcomers import Newcomers
-from convoy.elastic.others import Stateful
-from convoy.elastic.recovery import GoingOn
-from convoy.elastic.regroup import Home, Membership
-from convoy.elastic.replan import InProportion, Replan
-from convoy.elastic.welcome import Welcome, facts_of, home_here, listens, offer
+from convoy.elastic.recovery import GoingOn, GrownError, InProportion, LeftError, Replan, StateLostError, StoppedError
+from convoy.elastic.regroup import Home, Membership, home_here, listens
+from convoy.elastic.snapshot import Stateful
 from convoy.errors import DeviceLostError, InputError
 from convoy.runtime.module import Distributed, StaleBatchError, not_distributed
 

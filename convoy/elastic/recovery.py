@@ -1,31 +1,257 @@
 """Keeps the state of a training after its steps, and goes on with the devices that are left or have come."""
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from convoy.comm import roster
-from convoy.comm.agreement import from_first, share_number, share_tensor
+from convoy.comm.agreement import from_first, gather, share_number, share_tensor
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Words
-from convoy.elastic.agreement import Generation
-from convoy.elastic.changed import Changed, GrownError, LeftError, StateLostError, pieces_lost
+from convoy.comm.group import Group, Pending
+from convoy.elastic.admission import Judge, Newcomers, Story, hear_of_newcomers
+from convoy.elastic.agreement import Generation, Pairs
 from convoy.elastic.entrance import Entrance
-from convoy.elastic.newcomers import Judge, Newcomers, Story, hear_of_newcomers
-from convoy.elastic.others import Stateful, restore, take
-from convoy.elastic.pace import KeepPace
-from convoy.elastic.regroup import Membership
-from convoy.elastic.replan import Replan
-from convoy.elastic.requests import Wishes, end_all, let_in, part
-from convoy.elastic.snapshot import StateKeeper
-from convoy.elastic.works import Works
+from convoy.elastic.regroup import Membership, UnnamedLossError
+from convoy.elastic.snapshot import KeepPace, Stateful, StateKeeper, restore, take
 from convoy.errors import ConvoyError, DeviceLostError
 from convoy.plan.exchange_program import forget_moves
 from convoy.plan.plan import Plan
+from convoy.plan.survivors import plan_for
 from convoy.runtime.module import Distributed
+
+
+class StateLostError(DeviceLostError):
+    """With the devices that were lost went a part of the model that nobody else had."""
+
+
+class LeftError(DeviceLostError):
+    """This device has left the job, as it was asked to."""
+
+
+class StoppedError(ConvoyError):
+    """The whole training has ended after a step, as it was asked to."""
+
+
+class GrownError(DeviceLostError):
+    """Newcomers are let in: the devices meet anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Who went and who came, as one device sees it.
+
+    Attributes:
+        me: this device's id.
+        count: so many train now.
+        error: what ended the last step.
+        lost: the ids of those that are gone.
+        came: those that have come, in words.
+        parted: pairs that did not reach each other, the second one of which is out for it; also of losses before this one.
+        step: finished step after which all go on.
+        done: steps that this device had finished.
+        saved: whether that step is the one of a checkpoint.
+        joins: whether this device is one of those that have come.
+    """
+
+    me: int
+    count: int
+    error: ConvoyError
+    lost: Sequence[int]
+    came: Sequence[str]
+    parted: Pairs
+    step: int
+    done: int
+    saved: bool
+    joins: bool
+
+    def line(self) -> str:
+        """How the devices have changed, and after which step they go on."""
+        after = f"after step {self.step}"
+        if self.joins:
+            return f"joined as device {self.me}; {self.count} train {after}"
+        what = self._gone()
+        if self.came:
+            joined = f"{' and '.join(self.came)} joined"
+            what = f"{what}, {joined}" if self.lost else joined
+        where = f"from the checkpoint of step {self.step}, since {pieces_lost(self.lost)}" if self.saved else after
+        again = f"; finished steps that are repeated: {self.done - self.step}" if self.done > self.step else ""
+        return f"{what}; {self.count} go on {where}{again}"
+
+    def _gone(self) -> str:
+        """Who is lost, and how."""
+        parted = sorted(pair for pair in self.parted if pair[1] in self.lost)
+        silent = [d for d in self.lost if all(d != pair[1] for pair in parted)]
+        names, why = ", ".join(map(str, silent)), str(self.error).partition(". ")[0]
+        gone = f"device{'s' * (len(silent) > 1)} {names} lost" if silent else "a connection was lost"
+        if parted:  # what this device had found out may be of another one, which has not heard of them either
+            pairs = (
+                f"devices {one} and {other} do not reach each other: device {other} is out" for one, other in parted
+            )
+            return "; ".join([*([gone] if silent else []), *pairs])
+        if len(self.lost) == 1 and why.startswith(f"device {self.lost[0]} "):
+            return why  # it names the device, and how it was lost
+        if not isinstance(self.error, UnnamedLossError | GrownError):
+            gone += f" ({why})"
+        return gone
+
+
+def pieces_lost(lost: Sequence[int]) -> str:
+    """That with these devices went a part of the model."""
+    names = ", ".join(map(str, lost))
+    return f"with device{'s' * (len(lost) > 1)} {names} went pieces of the model that no other device has"
+
+
+class Replan(Protocol):
+    """Makes the plan for the next devices. All are named by their ids, in the order in which they are in the group."""
+
+    def note(self, model: Distributed, before: Sequence[int]) -> None:
+        """On every device: what there is to be kept of what the model's plan has shown, which is still the one of `before`."""
+
+    def __call__(self, model: Distributed, before: Sequence[int], now: Sequence[int]) -> Plan:
+        """On the first of the devices `now`."""
+        ...
+
+
+class InProportion:
+    """The same strategies, with shares in the same proportions."""
+
+    def note(self, model: Distributed, before: Sequence[int]) -> None:
+        """Nothing."""
+
+    def __call__(self, model: Distributed, before: Sequence[int], now: Sequence[int]) -> Plan:
+        devices = [before.index(d) if d in before else None for d in now]
+        return plan_for(model.plan, model.traced[True].graph, devices)
+
+
+class Wishes:
+    """Tells the others what this device wishes for, and hears their wishes a step later, so that nobody waits for them.
+
+    Attributes:
+        leaves: this device wishes to leave.
+        ends: it wishes that all end.
+    """
+
+    def __init__(self) -> None:
+        self.leaves, self.ends = False, False
+        self._told: tuple[Tensor, Pending] | None = None
+
+    def exchange(self, group: Group, wanted: Callable[[], bool]) -> tuple[list[int], bool, bool]:
+        """The devices that leave after this step, by their index, whether others come in, and whether all end: as all told in
+        the step before. Every device calls it.
+
+        Args:
+            wanted: whether this device knows of somebody who is to come in.
+        """
+        leaving, grows, ends = [], False, False
+        if self._told is not None:
+            table, travels = self._told
+            travels.wait()
+            told = [int(each) for each in table.tolist()]
+            leaving = may_leave([bool(each & LEAVES) for each in told])
+            grows = any(each & GROWS for each in told)
+            # Where all leave nobody goes on, so they end together, and save.
+            ends = any(each & ENDS for each in told) or all(each & LEAVES for each in told)
+        own = torch.tensor(float(LEAVES * self.leaves + GROWS * wanted() + ENDS * self.ends), dtype=torch.float64)
+        self._told = share_tensor(group, own)
+        return leaving, grows, ends
+
+    def forget(self) -> None:
+        """What was told before a loss."""
+        self._told = None
+
+
+def may_leave(wish: Sequence[bool]) -> list[int]:
+    """Who of the devices that wish to leaves now. The next one has the copies of what only it had, and stays; the others leave
+    after a later step."""
+    return [d for d, each in enumerate(wish) if each and not wish[(d + 1) % len(wish)]]
+
+
+def end_all(group: Group, step: int) -> NoReturn:
+    """All have finished the same step, and end there. Every device calls it.
+
+    Raises:
+        StoppedError: always.
+        DeviceLostError: a device was lost just now.
+    """
+    share_number(group, 0.0)  # everybody knows
+    raise StoppedError(f"the training was stopped after step {step}, as it was asked to")
+
+
+def part(group: Group, membership: Membership, leaving: Sequence[int], step: int) -> NoReturn:
+    """All have kept the same step: those that leave go, once the others have what only they had. Every device calls it.
+
+    Raises:
+        LeftError: on those that leave.
+        DeviceLostError: on the others.
+    """
+    share_number(group, 0.0)  # everybody has
+    if group.device in leaving:
+        me = membership.me
+        error = LeftError(me, f"device {me} has left the job after step {step}, as it was asked to")
+        membership.depart(error)
+        raise error
+    left = group.ids[leaving[0]]
+    raise DeviceLostError(left, f"device {left} left the job")
+
+
+def let_in(group: Group, membership: Membership) -> None:
+    """All have kept the same step: those that are wanted come in, if they are still there. Every device calls it.
+
+    Raises:
+        GrownError: they do: all meet anew.
+        DeviceLostError: a device was lost.
+    """
+    rows = from_first(group, "who comes in", lambda: membership.number(membership.applicants.wanted()))
+    if rows:
+        membership.grant(rows)
+        raise GrownError(group.device, "newcomers are let in")
+
+
+LEAVES, GROWS, ENDS = 1, 2, 4
+"""What a device says after each step: that it leaves; that somebody is to come in; that all are to end."""
+
+
+class Works:
+    """Counts what the devices have done with between steps; who was behind when one was lost takes the result of the others.
+
+    Attributes:
+        count: so many are done with.
+        result: of the last.
+        drawn: torch's state of random numbers behind it, on a device that was behind.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.result: Any = None
+        self.drawn: Tensor | None = None
+
+    def done(self, result: Any) -> None:
+        """One more."""
+        self.count, self.result = self.count + 1, result
+
+    def catch_up(self, group: Group, random: Tensor) -> None:
+        """Take over the result of what others had done with, and this device had not. Every device calls it.
+
+        Args:
+            random: torch's state of random numbers behind what this device has done with.
+        """
+        try:
+            own = json.dumps([self.count, self.result, random.tolist()])
+        except (TypeError, ValueError):
+            own = json.dumps([self.count, None, random.tolist()])
+        rows = [json.loads(text) for text in group.agree("works that are done with", own)]
+        count, result, drawn = max(rows, key=lambda row: int(row[0]))
+        if count > self.count:
+            self.count, self.result = count, result
+            self.drawn = torch.tensor(drawn, dtype=torch.uint8)
+
 
 MOST_TRIALS = 20
 """So many losses in sequence without a step between them end the training."""
@@ -273,13 +499,16 @@ class GoingOn:
 
     def _hear_of_newcomers(self, step: int | None, told: Sequence[Words]) -> tuple[list[str], Any]:
         """Who has come, in words; and what every device knows of the state, for who kept nothing of that step."""
-        has = [bool(row["has"]) for row in told]
-        if step is None or all(has):
+        if step is None:  # a checkpoint brings the state back; joining devices know nothing of the run all the same
+            has = [bool(row) for row in gather(self.model.group, "who trained before", self._planned is not None)]
+        else:
+            has = [bool(row["has"]) for row in told]
+        if all(has) or not any(has):
             return [], None
         assert self.membership is not None
         return hear_of_newcomers(
             self.model.group, self.membership, has, self._facts,
-            lambda: next(kept.others for kept in self.states.kept if kept.step == step), self.newcomers, self.story,
+            lambda: next((kept.others for kept in self.states.kept if kept.step == step), None), self.newcomers, self.story,
         )  # fmt: skip
 
     def _enter_plan(self, planned: Generation | None, now: Generation) -> None:

@@ -5,23 +5,26 @@ is there. What is decided is in `elastic/agreement.py`.
 """
 
 import json
+import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import final
 
-from convoy.comm.changing import ChangingGroup
+from convoy.comm.changing import ChangingGroup, present
 from convoy.comm.channel import Channel, Credentials, Words
 from convoy.comm.door import Door
-from convoy.comm.environment import ProcessEnv, listen_at
+from convoy.comm.environment import LISTEN, ProcessEnv, is_loopback, listen_at, read_process_env, resolve
 from convoy.comm.failure import HealthServer, NoAnswer
 from convoy.comm.group import AloneGroup, Group
 from convoy.comm.processes import JoinedGroup, meet
-from convoy.comm.rendezvous import forget_store, keep_store
+from convoy.comm.rendezvous import credentials_of, forget_store, keep_store
+from convoy.elastic.admission import Applicant, Applicants
 from convoy.elastic.agreement import (
     Ask,
     Asked,
@@ -45,7 +48,6 @@ from convoy.elastic.agreement import (
     instruction,
     observe,
 )
-from convoy.elastic.applicants import Applicant, Applicants
 from convoy.errors import ConvoyError, DeviceLostError, InputError
 
 SILENT_PART, LEAST_SILENCE_S = 1 / 20, 2.0
@@ -101,6 +103,59 @@ class Home:
             with suppress(InputError):
                 return listen_at(self.address, self.wish)
         return listen_at(self.address, self.port)
+
+
+def listens() -> bool:
+    return bool(os.environ.get(LISTEN))
+
+
+def home_here(group: Group) -> Home | None:
+    """Where this device of a script answers newcomers; see :func:`home_at`."""
+    if not listens():
+        return None
+    host, _, port = os.environ[LISTEN].rpartition(":")
+    return home_at(host.strip("[]"), int(port), group)
+
+
+def home_at(host: str, port: int, group: Group) -> Home:
+    """Where a device answers as a member of a job that listens there. The first device of each other host takes the port of the
+    first of all, if it is free there.
+
+    Raises:
+        InputError: as `door_address`.
+    """
+    inside = present(group)
+    if isinstance(inside, JoinedGroup):
+        place, is_first = read_process_env(os.environ), group.device == 0
+        first_there = place is not None and place.local == 0 and place.local_devices is not None
+        address = door_address(host, inside.address, is_first)
+        wish = port if first_there and not is_first else 0
+        return Home.of(inside, port if is_first else 0, wish, address)
+    env = ProcessEnv(0, 1, 0, 1, host, port, hosted=False, attempt=0)
+    return Home(host, port, credentials_of(env), f"members of {uuid.uuid4().hex}")
+
+
+def door_address(listen: str, met: str, first: bool) -> str:
+    """The address at which a device answers who comes: where it has met the others, or `--listen` where that leads to this
+    machine only, where then all of them are.
+
+    Args:
+        listen: the address of `--listen`.
+        met: at which this device has met the others.
+        first: whether it is device 0, at whose machine newcomers ask first.
+
+    Raises:
+        InputError: the devices speak at another address than the one that newcomers are to be told.
+    """
+    found = [str(target[0]) for _, target in resolve(listen, 0, socket.SOCK_STREAM)]
+    if is_loopback(met):
+        return found[0]
+    if first and met not in found:
+        raise InputError(
+            f"--listen {listen}: the devices have met at {met} on this machine, where they go on to speak, newcomers too: give "
+            f"--listen {met} with the same port, or for each host of the fleet file an address in the network of {listen}"
+        )
+    return met
 
 
 @final

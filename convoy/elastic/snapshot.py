@@ -4,11 +4,15 @@ What a device keeps lies in one buffer per dtype. First come the tensors that no
 they lie there, while the next step computes.
 """
 
+import copy
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -384,3 +388,93 @@ def _with_numbers(rows: Rows, numbers: Tensor | None) -> Rows:
         }
         for key in sorted(rows)
     }
+
+
+class Stateful(Protocol):
+    """What has a state beside the model: a schedule, a scaler."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+def take(
+    place: Any, optimizers: Sequence[Optimizer], others: Sequence[Stateful], device: torch.device
+) -> dict[str, Any]:
+    """The place in the data, the optimizers' settings, the states of schedules and scaler, and those of random numbers."""
+    settings = [
+        [{k: copy.copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+    return {
+        "place": place, "settings": settings, "others": [copy.deepcopy(each.state_dict()) for each in others],
+        "random": torch.get_rng_state(),
+        "there": None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device),
+    }  # fmt: skip
+
+
+def restore(
+    kept: dict[str, Any],
+    optimizers: Sequence[Optimizer],
+    others: Sequence[Stateful],
+    device: torch.device,
+    random: Tensor | None,
+) -> Any:
+    """Bring back what `take` took; gives back the place in the data.
+
+    Args:
+        random: torch's state of random numbers, where it is not the one that was taken.
+    """
+    for optimizer, rows in zip(optimizers, kept["settings"], strict=True):
+        for group, settings in zip(optimizer.param_groups, rows, strict=True):
+            group.update(settings)
+    for each, state in zip(others, kept["others"], strict=True):
+        each.load_state_dict(copy.deepcopy(state))
+    torch.set_rng_state(kept["random"] if random is None else random)
+    if kept["there"] is not None:
+        torch.get_device_module(device).set_rng_state(kept["there"], device)
+    return kept["place"]
+
+
+MOST_PART = 0.02
+"""Of the time of a step, keeping may cost so much."""
+
+TIMED = 5
+"""So many steps are kept, and their time taken, before it is decided. The first takes longer, since its memory is new."""
+
+
+class KeepPace:
+    """One device's view of how many steps should lie between two states that are kept.
+
+    Attributes:
+        wish: that number; None while too little is known.
+    """
+
+    def __init__(self) -> None:
+        self.wish: int | None = None
+        self._kept_s: list[float] = []
+        self._steps_s: list[float] = []
+        self._since_s: float | None = None
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Around what keeping takes on this device, without waiting for others."""
+        begin_s = time.perf_counter()
+        yield
+        self._kept_s.append(time.perf_counter() - begin_s)
+
+    def begins(self) -> None:
+        """A step begins."""
+        self._since_s = time.perf_counter()
+
+    def ended(self) -> None:
+        """A step has ended, before its state is kept."""
+        if self._since_s is not None and self.wish is None:
+            self._steps_s.append(time.perf_counter() - self._since_s)
+            if len(self._steps_s) >= TIMED and len(self._kept_s) >= TIMED:
+                self.wish = steps_between(statistics.median(self._kept_s), statistics.median(self._steps_s))
+
+
+def steps_between(kept_s: float, step_s: float) -> int:
+    """So many that keeping costs at most `MOST_PART` of their time."""
+    return max(1, math.ceil(kept_s / (MOST_PART * step_s))) if step_s else 1

@@ -8,7 +8,7 @@ from convoy.app.joining_address import listening
 from convoy.comm.environment import LISTENER
 from convoy.comm.processes import JoinedGroup
 from convoy.config.settings import Settings
-from convoy.elastic.welcome import door_address
+from convoy.elastic.regroup import door_address
 from convoy.errors import InputError
 
 

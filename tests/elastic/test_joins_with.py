@@ -15,7 +15,7 @@ from torch import nn
 from benchmarks.chaos import TIGHT, Case
 from convoy.comm.job_key import write_key_file
 from convoy.elastic.members import LeftError
-from convoy.elastic.requests import may_leave
+from convoy.elastic.recovery import may_leave
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName
 from convoy.fleet import Card

@@ -27,11 +27,10 @@ from convoy.comm.group import AloneGroup, Group
 from convoy.comm.job_key import make_key
 from convoy.comm.processes import meet
 from convoy.comm.rendezvous import credentials_of, forget_store, keep_store
+from convoy.elastic.admission import Judge, Verdict, Welcome, facts_of
 from convoy.elastic.entrance import Entrance
 from convoy.elastic.members import LeftError, Members, StoppedError
-from convoy.elastic.newcomers import Judge, Verdict
 from convoy.elastic.regroup import Home, Membership
-from convoy.elastic.welcome import Welcome, facts_of
 from convoy.errors import ConvoyError, InputError
 from convoy.runlog.reader import read_log
 from convoy.runtime.module import Distributed

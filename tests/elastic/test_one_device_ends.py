@@ -13,7 +13,7 @@ from convoy.checkpoint import Checkpointer
 from convoy.checkpoint.folder import latest
 from convoy.comm.group import AloneGroup
 from convoy.comm.signals import END, LEAVE, LEAVE_TOO, hearing_signals
-from convoy.elastic.changed import StoppedError
+from convoy.elastic.recovery import StoppedError
 from convoy.runtime.module import Distributed
 from convoy.train import Members
 from convoy.train.loader import Loader

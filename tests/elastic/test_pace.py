@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from convoy.elastic import pace
-from convoy.elastic.pace import TIMED, KeepPace, steps_between
+from convoy.elastic import snapshot as pace
+from convoy.elastic.snapshot import TIMED, KeepPace, steps_between
 
 
 @pytest.mark.parametrize(("kept_s", "every"), [(0.0, 1), (0.02, 1), (0.021, 2), (0.1, 5), (1.0, 50)])
