@@ -102,7 +102,7 @@ def live(case: Case, folder: Path, doors: list[tuple[str, int]] | None) -> None:
         part = part_of(net, case, TIMEOUT_S)
     training, train, test = build(case, part, part)
     members = Members(
-        part, training.optimizer, others=[training.schedule], every=case.every, newcomers=Everybody(), entrance=entrance
+        part, training.optimizer, others=[training.schedule], every=case.every, admission=Everybody(), entrance=entrance
     )
     signal.signal(signal.SIGTERM, lambda *_: members.leave())
     fit(training, train, test, case.epochs, Told(members, case, folder if spared else None), members=members)

@@ -133,7 +133,7 @@ class Fleet:
         others = [] if training.schedule is None else [training.schedule]
         members = self.members[device] = Members(
             part, training.optimizer, others=others, every=case.every, tell=fate.told.append,
-            newcomers=Everybody() if case.joins else None, entrance=entrance,
+            admission=Everybody() if case.joins else None, entrance=entrance,
         )  # fmt: skip
         keeper = None
         if case.saves is not None:

@@ -98,7 +98,7 @@ def build_members(
         return None
     home = home_of(settings, model.group) if entrance is None and settings.goes_on else None
     if model.group.devices == 1 and entrance is None and home is None:
-        return Members(model, training.optimizer, newcomers=joining)
+        return Members(model, training.optimizer, admission=joining)
     if not settings.goes_on:
         return None
 
@@ -123,7 +123,7 @@ def build_members(
             "--spare none nothing is kept"
         )
     members = Members(
-        model, training.optimizer, others=others, every=every, replan=replan, tell=changed, newcomers=joining, home=home,
+        model, training.optimizer, others=others, every=every, replan=replan, tell=changed, admission=joining, home=home,
         entrance=entrance,
     )  # fmt: skip
     return members

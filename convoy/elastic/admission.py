@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 Address = tuple[str, int]
 
 FRESH_S = 1.0
-"""Who waits asks far more often; of whom nothing was heard for so long is gone."""
+"""A process that waits asks far more often; one that was silent for this long is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Applicant:
-    """A process that asks to be let in.
+    """A process that asks to join.
 
     Attributes:
-        mark: tells it from all others.
-        door: where it answers once it is a member.
-        facts: what it says of itself.
+        mark: unique.
+        door: where it will answer as a member.
+        facts: how it describes itself.
     """
 
     mark: str
@@ -57,25 +57,25 @@ class _Row:
 
 @final
 class Applicants:
-    """Those that asked at this device's door, and what was decided of each."""
+    """The join requests at this device's listener, and what was decided of each."""
 
     def __init__(self) -> None:
         self._rows: dict[str, _Row] = {}
         self._lock = threading.Lock()
 
     def hear(self, applicant: Applicant) -> Words:
-        """Somebody asks, on the door's thread; the answer."""
+        """Note a request, on the listener's thread. Return the answer."""
         with self._lock:
             row = self._rows.setdefault(applicant.mark, _Row(applicant, 0.0))
             row.heard_s = time.monotonic()
             return {row.verdict: row.reason} if row.verdict in ("spare", "refused") else {"wait": True}
 
     def undecided(self) -> list[Applicant]:
-        """Those of whom nothing was decided yet; who is gone is forgotten."""
+        """Return the requests without a decision."""
         return self._those("none")
 
     def wanted(self) -> list[Applicant]:
-        """Those that are to come in, and are there."""
+        """Return those that are to be admitted, and still wait."""
         return self._those("wanted")
 
     def _those(self, verdict: str) -> list[Applicant]:
@@ -91,7 +91,7 @@ class Applicants:
                 self._rows[mark].verdict, self._rows[mark].reason = verdict, reason
 
     def number(self, mark: str, device: int) -> None:
-        """This one comes in as this device."""
+        """Note that this process joins as this device."""
         with self._lock:
             if mark in self._rows:
                 self._rows[mark].device = device
@@ -101,7 +101,7 @@ class Applicants:
             return self._rows[mark].device if mark in self._rows else None
 
     def changed(self) -> None:
-        """The devices have changed: who waits as a spare is decided of again, and who has come in is no applicant any more."""
+        """After a regroup: drop those that joined, and decide again about spares."""
         with self._lock:
             self._rows = {mark: row for mark, row in self._rows.items() if row.device is None}
             for row in self._rows.values():
@@ -110,80 +110,80 @@ class Applicants:
 
 
 POLL_S, SPARE_POLL_S = 0.03, 1.0
-"""Between two questions of who is to come in soon, and of who waits as a spare."""
+"""Seconds between two requests: before a decision, and of a spare."""
 
 
 Verdict = tuple[Literal["wanted", "spare", "refused"], str]
-"""What becomes of one who asks to be let in, and why."""
+"""What is decided of a join request, and why."""
 
-Story = tuple[Callable[[], Any], Callable[[Any], None]]
-"""Tells those that come, as JSON, what has happened; and takes it over."""
+RunState = tuple[Callable[[], Any], Callable[[Any], None]]
+"""Returns, as JSON, what a joining device must know of the run; and the function that takes it over there."""
 
 
-class Newcomers(Protocol):
-    """Decides who comes in, and tells them what they must know beside the model's state."""
+class Admission(Protocol):
+    """Decides about join requests, and tells joining devices what they must know beside the model's state."""
 
     def judge(self, facts: Words, members: Sequence[int], device: int) -> Verdict:
-        """Of one who would be this device; on the first of the members, on a thread of its own."""
+        """Decide about a process that would become this device; on the first member, in a thread of its own."""
         ...
 
     def came(self, device: int, facts: Words) -> None:
-        """On every device but those that come, before the plan is made: this one has come."""
+        """Note that this device has joined; on all others, before the plan is made."""
 
     def told(self) -> Any:
-        """On the first device: what those that come have to know, as JSON."""
+        """Return, on the first device, what joining devices must know, as JSON."""
 
     def hear(self, told: Any) -> None:
-        """On those that come."""
+        """Take this over, on joining devices."""
 
 
-def hear_of_newcomers(
+def gather_joined(
     group: Group,
     membership: "Membership",
     has: Sequence[bool],
     facts: Words | None,
     others: Callable[[], Any],
-    newcomers: Newcomers | None,
-    story: Story | None,
+    admission: Admission | None,
+    run_state: RunState | None,
 ) -> tuple[list[str], Any]:
-    """Who has come, in words; and what every device knows of the state, for who kept nothing of that step. Those that come hear
-    what they must know. Every device calls it.
+    """Return the names of the devices that joined; and the state that is the same everywhere, for devices without a snapshot.
+    Joining devices are told what they must know. Every device calls it.
 
     Args:
-        has: which devices have kept the step after which all go on; not all have.
-        facts: what this device said of itself, where it came later.
-        others: what was kept beside the model, where this device has kept that step.
+        has: which devices have a snapshot of the step after which all continue; not all have.
+        facts: how this device described itself, where it joined later.
+        others: returns the state beside the model, where this device has that snapshot.
     """
     rows = gather(group, "who is new", None if has[group.device] else facts)
     new = {d: row for d, row in zip(membership.generation.members, rows, strict=True) if row is not None}
     for device, row in new.items():
-        if newcomers is not None and device != membership.me:
-            newcomers.came(device, row)
+        if admission is not None and device != membership.me:
+            admission.came(device, row)
     text = ""
     if has.index(True) == group.device:
         state = encode(others(), "the state of the training")
-        known = None if newcomers is None else newcomers.told()
-        happened = None if story is None else story[0]()
+        known = None if admission is None else admission.told()
+        happened = None if run_state is None else run_state[0]()
         text = json.dumps([state, known, happened])
-    state, known, happened = json.loads(group.agree("what newcomers must know", text)[has.index(True)])
+    state, known, happened = json.loads(group.agree("what joining devices must know", text)[has.index(True)])
     if membership.me in new:
-        if newcomers is not None:
-            newcomers.hear(known)
-        if story is not None:
-            story[1](happened)
+        if admission is not None:
+            admission.hear(known)
+        if run_state is not None:
+            run_state[1](happened)
     names = [" ".join(["device", str(d), *([f"({f['title']})"] if "title" in f else [])]) for d, f in new.items()]
     return names, decode(state)
 
 
 class Judge:
-    """Has the newcomers of one device judged, one after another, while it trains."""
+    """Decides in the background about the join requests of one device, one after another, while it trains."""
 
-    def __init__(self, membership: "Membership", newcomers: Newcomers) -> None:
-        self.membership, self.newcomers = membership, newcomers
+    def __init__(self, membership: "Membership", admission: Admission) -> None:
+        self.membership, self.admission = membership, admission
         self._thread: threading.Thread | None = None
 
     def wanted(self) -> bool:
-        """Whether somebody is to come in now; begins to judge who is new."""
+        """Return whether a process is to be admitted now. Start to judge the next new request."""
         if self.membership.generation.members[0] != self.membership.me:
             return False
         applicants = self.membership.applicants
@@ -195,8 +195,8 @@ class Judge:
     def _judge(self, applicant: Applicant) -> None:
         try:
             members = self.membership.generation.members
-            verdict, reason = self.newcomers.judge(applicant.facts, members, self.membership.next_device)
-        except Exception as error:  # what it says of itself is no such thing
+            verdict, reason = self.admission.judge(applicant.facts, members, self.membership.next_device)
+        except Exception as error:  # its description may be anything
             verdict, reason = "refused", f"it could not be judged ({type(error).__name__}: {error})"
         self.membership.applicants.decide(applicant.mark, verdict, reason)
 
@@ -209,27 +209,27 @@ JUDGING_S = 10.0
 
 
 def offer() -> Words:
-    """What a script's devices tell who asks."""
+    """Return how a script's job describes itself to joining devices."""
     return {"version": __version__, "script": True, "job": roster.job()}
 
 
 def facts_of(model: Distributed) -> Words:
-    """What a device says of itself that comes into a script's training."""
+    """Return how a joining device of a script describes itself."""
     return {"same": _same(model), "title": str(model.group.torch_device)}
 
 
 def _same(model: Distributed) -> dict[str, str]:
-    """What must be the same on all devices, by its name in messages."""
+    """Return what must be the same on all devices, by its name in messages."""
     torch_version = ".".join(torch.__version__.split(".")[:2])
     graph = model.traced[True].graph
     return {"convoy": __version__, "torch": torch_version, "model": graph.fingerprint, **modes()}
 
 
-class Welcome:
+class ScriptAdmission:
     """Admits devices that have the same model.
 
     Args:
-        replan: of the members: what it knows of the devices is told.
+        replan: that of the members, whose knowledge of the devices is shared.
         has_epochs: whether the script iterates over `Members.epochs`, where devices join.
     """
 
@@ -251,7 +251,7 @@ class Welcome:
         return "wanted", ""
 
     def came(self, device: int, facts: Words) -> None:
-        """It gets a mean share: nothing was measured of it."""
+        """Nothing: the device gets a mean share, since nothing was measured of it."""
 
     def told(self) -> Any:
         known = getattr(self.replan, "known", None)

@@ -1,10 +1,11 @@
-"""The way of a process into a job that trains already: it asks at the doors of the job's devices, waits, and meets them."""
+"""Joining a running job: a process finds it, asks to be admitted, waits, and meets its devices."""
 
 import os
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -16,26 +17,28 @@ from convoy.comm.channel import Channel, Credentials, NotOfThisJob, Words
 from convoy.comm.environment import JOIN, ProcessEnv, own_address
 from convoy.comm.group import AloneGroup, Group
 from convoy.comm.rendezvous import credentials_of
-from convoy.elastic import joining
 from convoy.elastic.admission import POLL_S, SPARE_POLL_S
-from convoy.elastic.agreement import Generation
-from convoy.elastic.joining import AskAt, Event, Invited, Meet, Newcomer, Refused, Sent, Stop, Unanswered, Waits
 from convoy.elastic.regroup import Home, Membership
 from convoy.errors import DeviceLostError, InputError, MismatchError
 
 Address = tuple[str, int]
 
 ANSWER_S = 5.0
-"""How long an answer may take: the door's thread has nothing else to do."""
+"""How long an answer may take: the listener's thread has nothing else to do."""
 
 RETRY_S = 0.2
 
 REFUSED_S = 3.0
-"""Who answers that nobody is taken in may not have got so far: it is asked again for so long."""
-
+"""A device that admits nobody may not have got that far yet: it is asked again for this long."""
 
 HELLO_S = 10.0
 """How long a running job may take to answer a joining device: the job may be just beginning."""
+
+ROUNDS = 3
+"""How often every known address is tried without an answer: the job may be regrouping."""
+
+MOST_DOORS = 64
+"""Addresses that a joining device remembers."""
 
 
 def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, staged: bool = False) -> Group:
@@ -75,7 +78,7 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
 
 
 def greet(doors: Sequence[Address]) -> tuple["Entrance", Words]:
-    """Find a running job at these addresses. Return the entrance to it, and what the job says of itself.
+    """Find a running job at these addresses. Return the entrance to it, and how the job describes itself.
 
     Raises:
         InputError: see :meth:`Entrance.hello`.
@@ -92,38 +95,79 @@ def greet(doors: Sequence[Address]) -> tuple["Entrance", Words]:
 
 
 class NoJobError(InputError):
-    """Nobody of a job answers."""
+    """No device of a job answers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """The addresses of a job's devices, as a joining device knows them.
+
+    Only the first device admits. Every other one answers with the addresses of the present generation, the first device's
+    first. The addresses known before stay behind them, because any device may be lost meanwhile.
+
+    Attributes:
+        known: at least one.
+        asked: the index of the address to ask next.
+        unanswered: how many addresses in sequence did not answer.
+    """
+
+    known: tuple[Address, ...]
+    asked: int = 0
+    unanswered: int = 0
+
+    @property
+    def next(self) -> Address:
+        return self.known[self.asked]
+
+    @property
+    def are_silent(self) -> bool:
+        """Whether the job has probably ended."""
+        return self.unanswered >= ROUNDS * len(self.known)
+
+    def without_answer(self) -> "Doors":
+        return Doors(self.known, (self.asked + 1) % len(self.known), self.unanswered + 1)
+
+    def redirected(self, doors: Sequence[Address]) -> "Doors":
+        """Ask at these next."""
+        return Doors(_together(doors, self.known)) if doors else self.without_answer()
+
+    def answered(self, doors: Sequence[Address] = ()) -> "Doors":
+        """Ask the same device again; its job now has these addresses."""
+        # The one that answered stays the first: it may know itself by an address that this device does not reach.
+        return Doors(_together((self.next,), doors, self.known))
+
+    def __str__(self) -> str:
+        return ", ".join(map(_shown, self.known[:4])) + (", ..." if len(self.known) > 4 else "")
 
 
 @final
 class Entrance:
-    """A process that asks to be let in.
+    """A process that asks a running job to admit it.
 
     Args:
-        doors: of the job's devices, as far as they are known.
+        doors: addresses of the job's devices, as far as they are known.
     """
 
     def __init__(self, doors: Sequence[Address], credentials: Credentials) -> None:
         self.credentials, self.mark = credentials, uuid.uuid4().hex
-        self._state = Newcomer(tuple(doors))
+        self.doors = Doors(tuple(doors))
         self._token = ""
         self._channel: tuple[Address, Channel] | None = None
-        self._told: Words = {}
         self._offer: Words = {}
 
     def hello(self, limit_s: float) -> Words:
-        """What the job says of itself.
+        """Return how the job describes itself.
 
         Raises:
-            NoJobError: nobody of a job answers at the doors within the time.
-            InputError: who does has another key, or takes nobody in.
+            NoJobError: no device of a job answers at the addresses within the time.
+            InputError: the job has another key, or admits nobody.
         """
         until_s, stranger = time.monotonic() + limit_s, None
         certain_s = min(until_s, time.monotonic() + REFUSED_S)
         while True:
-            for door in self._state.doors:
+            for door in self.doors.known:
                 try:
-                    told = self._say(door, {"do": "hello"})
+                    told = self._request(door, {"do": "hello"})
                 except NotOfThisJob as error:
                     stranger = (door, error)
                     continue
@@ -136,9 +180,8 @@ class Entrance:
                     raise InputError(
                         f"the job at {_shown(door)}: {told['refused']}; start it with --listen to let others join"
                     )
-                self._token = str(told["token"])
-                self._state = joining.observe(self._state, Sent(_doors(told)))
-                self._offer = told["offer"]
+                self._token, self._offer = str(told["token"]), told["offer"]
+                self.doors = self.doors.redirected(_doors(told))
                 return self._offer
             if time.monotonic() > until_s:
                 if stranger is not None:
@@ -146,69 +189,60 @@ class Entrance:
                         f"the job at {_shown(stranger[0])} has another key ({stranger[1]}): give the file that it was started "
                         "with, --job-key FILE, or CONVOY_JOB_KEY=FILE"
                     )
-                shown = ", ".join(map(_shown, self._state.doors))
                 raise NoJobError(
-                    f"no job that can be joined answers at {shown}: give the address that it prints, see whether it still "
-                    "trains, and whether a firewall is between"
+                    f"no job that can be joined answers at {self.doors}: give the address that it prints, see "
+                    "whether it still trains, and whether a firewall is between"
                 )
             time.sleep(RETRY_S)
 
     def enter(self, group: ChangingGroup, facts: Words, tell: Callable[[str], None] = lambda _: None) -> Membership:
-        """Wait until the job lets this process in, and meet its devices. The group is then theirs.
+        """Wait until the job admits this process, and meet its devices. The group is then theirs.
 
         Args:
             group: this device alone.
-            facts: what it says of itself.
+            facts: how it describes itself.
             tell: is called with a line of text when it waits as a spare.
 
         Raises:
             InputError: the job refuses it.
-            DeviceLostError: the job has ended, or went on without it.
+            DeviceLostError: the job has ended, or continued without it.
         """
-        address = own_address(*self._state.doors[0])
-        membership = Membership(group, Home(address, 0, self.credentials, self._token))
-        words = {"do": "ask", "mark": self.mark, "door": membership.doors[0], "facts": facts}
+        membership = Membership(group, Home(own_address(*self.doors.next), 0, self.credentials, self._token))
+        request = {"do": "ask", "mark": self.mark, "door": membership.doors[0], "facts": facts}
         spare = ""
         try:
             while True:
-                match joining.instruction(self._state):
-                    case Stop(reason):
-                        kind = InputError if self._told.get("refused") else DeviceLostError
-                        raise InputError(reason) if kind is InputError else DeviceLostError(0, reason)
-                    case AskAt(door):
-                        event = self._ask(door, words)
-                        self._state = joining.observe(self._state, event)
-                        if self._state.spare and self._state.spare != spare:
-                            tell(f"waits as a spare: {self._state.spare}")
-                        spare = self._state.spare
-                        if not isinstance(event, Sent | Invited):
-                            time.sleep(SPARE_POLL_S if spare else POLL_S)
-                    case Meet(device, _):
-                        membership.offer = self._offer  # others may ask this device from here on
-                        membership.come(device, self._told)
-                        return membership
+                told: Words | None
+                try:
+                    told = self._request(self.doors.next, request)
+                except (OSError, NotOfThisJob, ValueError):
+                    told = None
+                if told is None:
+                    self.doors = self.doors.without_answer()
+                    if self.doors.are_silent:
+                        raise DeviceLostError(0, f"nobody of the job answers at {self.doors}: has it ended?")
+                elif "call" in told:
+                    membership.offer = self._offer  # others may ask this device from here on
+                    membership.come(int(told["device"]), told)
+                    return membership
+                elif "refused" in told:
+                    raise InputError(str(told["refused"]))
+                elif "elsewhere" in told:
+                    self.doors = self.doors.redirected(_doors(told))
+                    continue
+                else:
+                    self.doors, before, spare = self.doors.answered(_doors(told)), spare, str(told.get("spare", ""))
+                    if spare and spare != before:
+                        tell(f"waits as a spare: {spare}")
+                time.sleep(SPARE_POLL_S if spare else POLL_S)
         except BaseException as error:
             membership.depart(error if isinstance(error, DeviceLostError) else DeviceLostError(0, str(error)))
             raise
         finally:
             self._leave()
 
-    def _ask(self, door: Address, words: Words) -> Event:
-        try:
-            self._told = told = self._say(door, words)
-        except (OSError, NotOfThisJob, ValueError):
-            return Unanswered()
-        if "call" in told:
-            number, members = told["call"]
-            return Invited(int(told["device"]), Generation(int(number), tuple(int(d) for d in members)))
-        if "refused" in told:
-            return Refused(str(told["refused"]))
-        if "elsewhere" in told:
-            return Sent(_doors(told))
-        return Waits(str(told.get("spare", "")), _doors(told))
-
-    def _say(self, door: Address, words: Words) -> Words:
-        """The answer at a door. OSError or NotOfThisJob where there is none, ValueError where it is no text."""
+    def _request(self, door: Address, words: Words) -> Words:
+        """Return the answer at an address. OSError or NotOfThisJob if there is none, ValueError if it is no text."""
         deadline_s = time.monotonic() + ANSWER_S
         words = {"for": "join", **words}
         if self._channel is not None and self._channel[0] != door:
@@ -239,3 +273,7 @@ def _doors(told: Words) -> tuple[Address, ...]:
 
 def _shown(door: Address) -> str:
     return f"{door[0]}:{door[1]}"
+
+
+def _together(*rows: Sequence[Address]) -> tuple[Address, ...]:
+    return tuple(dict.fromkeys(door for doors in rows for door in doors))[:MOST_DOORS]

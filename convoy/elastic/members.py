@@ -1,4 +1,4 @@
-"""Lets a training go on when devices are lost or come: what a script's loop uses around its steps and between them."""
+"""Members: what a training loop uses around its steps, and between them, so that devices may be lost, leave and join."""
 
 import sys
 import threading
@@ -18,9 +18,9 @@ from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Words
 from convoy.comm.processes import JoinedGroup
 from convoy.comm.signals import hearing_signals
-from convoy.elastic.admission import Newcomers, Welcome, facts_of, offer
+from convoy.elastic.admission import Admission, ScriptAdmission, facts_of, offer
 from convoy.elastic.entrance import Entrance
-from convoy.elastic.recovery import GoingOn, GrownError, InProportion, LeftError, Replan, StateLostError, StoppedError
+from convoy.elastic.recovery import GrownError, InProportion, LeftError, Recovery, Replan, StateLostError, StoppedError
 from convoy.elastic.regroup import Home, Membership, home_here, listens
 from convoy.elastic.snapshot import Stateful
 from convoy.errors import DeviceLostError, InputError
@@ -41,7 +41,7 @@ __all__ = [
 T = TypeVar("T")
 
 ASKED_STATUS = 2
-"""Exit status of a script that was asked to end; that of `convoy train` is the same."""
+"""Exit status of a script that ended by request, as of `convoy train`."""
 
 
 @dataclass
@@ -49,34 +49,33 @@ class Attempt:
     """One attempt at a step.
 
     Attributes:
-        finished: whether it was; else its batches come once more. Known after the step.
+        finished: whether the step is complete; otherwise its batches come again. Known after the step.
     """
 
     finished: bool = False
 
 
-class Members(GoingOn):
-    """Lets a training go on without the devices that are lost. Every device has one, and makes it before the first step.
+class Members(Recovery):
+    """The membership of one device in an elastic training. Every device makes one before the first step.
 
-    After each step it keeps the state, and sends the pieces that only this device has to the next one. When a device is lost,
-    those that are left meet anew, go back to the last step that all have finished, share out the work among themselves, and go
-    on: the trajectory is that of one device, as before.
+    It takes snapshots after steps, and copies the shards that only this device has to the next one. When a device is lost, the
+    others regroup, return to the last step that all have finished, plan again, and continue: the trajectory stays that of one
+    device.
 
     Args:
-        model, optimizers: all that work on its parameters.
-        others: what else has a state that changes from step to step: schedules, a scaler.
-        every: steps from one state that is kept to the next; what was done since is repeated after a loss. None: so many that
-            keeping takes at most 2 % of their time, by what it takes in the first steps.
-        spares: pieces that only one device has are copied to another. Otherwise they are lost with their device.
-        replan: makes the plan for those that are left, as `Plans.anew` does; None: the same strategies, with shares in the same
-            proportions.
+        model, optimizers: all optimizers that work on the model's parameters.
+        others: schedules, a scaler: whatever else has a state that changes from step to step.
+        every: steps from one snapshot to the next; the steps since are repeated after a loss. None: chosen so that snapshots
+            take at most 2 % of the time, measured in the first steps.
+        spares: copy shards that only one device has to another. Otherwise they are lost with their device.
+        replan: makes the plan after a change, as `Plans.anew` does; None: the same strategies, with shares in proportion.
         tell: is called with a line of text when the devices have changed.
-        newcomers: judges who asks to be let in, and tells them what they must know; None: nobody is let in.
-        home: where a device that trains alone answers newcomers.
-        entrance: of a device that comes into a job that trains already, and what that is told of it.
+        admission: judges join requests, and tells joining devices what they must know; None: nobody is admitted.
+        home: where a device that trains alone answers admission.
+        entrance: of a joining device, with how it describes itself.
 
     Attributes:
-        steps: finished so far.
+        steps: finished steps.
 
     Raises:
         InputError: a model that is not distributed, or by inexact mixing; `every` below 1.
@@ -91,14 +90,14 @@ class Members(GoingOn):
         spares: bool = True,
         replan: Replan | None = None,
         tell: Callable[[str], None] | None = None,
-        newcomers: Newcomers | None = None,
+        admission: Admission | None = None,
         home: Home | None = None,
         entrance: tuple[Entrance, Words] | None = None,
     ) -> None:
         if not isinstance(model, Distributed):
             raise not_distributed("Members", model)
         if every is not None and every < 1:
-            raise InputError(f"every={every}: the state is kept every so many steps; give 1 or more")
+            raise InputError(f"every={every}: steps from one snapshot to the next; give 1 or more")
         if model.plan.mixes:
             raise InputError(
                 f"Members with reduce {model.plan.reduce}, where each device has weights of its own: leave it out"
@@ -112,11 +111,11 @@ class Members(GoingOn):
         if entrance is None and isinstance(group, ChangingGroup) and group.entrance is not None:
             entrance, group.entrance = (group.entrance, facts_of(model)), None
         home = home_here(group) if home is None else home
-        if newcomers is None and (entrance is not None or listens()):
-            newcomers = Welcome(model, replan, lambda: self._epoch is not None)
+        if admission is None and (entrance is not None or listens()):
+            admission = ScriptAdmission(model, replan, lambda: self._epoch is not None)
         changes = isinstance(group, ChangingGroup) and (isinstance(group.present, JoinedGroup) or home is not None)
         membership = Membership(group, home) if changes and isinstance(group, ChangingGroup) else None
-        super().__init__(model, optimizers, others, every, spares, replan, tell, membership, newcomers, entrance)
+        super().__init__(model, optimizers, others, every, spares, replan, tell, membership, admission, entrance)
         model.guard = self._begin_epoch
 
     def epochs(self, count: int, start: int = 0) -> Iterator[int]:
@@ -145,7 +144,7 @@ class Members(GoingOn):
 
     def _admit(self) -> None:
         """Admit the joining devices that are wanted, at the start of an epoch."""
-        if self.membership is None or self.newcomers is None:
+        if self.membership is None or self.admission is None:
             return
         self._note_others(torch.get_rng_state())
         try:
@@ -155,8 +154,8 @@ class Members(GoingOn):
 
     @contextmanager
     def step(self) -> Iterator[Attempt]:
-        """Around each step of a loop of one's own, from forward to the optimizer's step. Where a device is lost in it, the rest
-        of the body is left out, and Convoy's loader hands out the same batches once more.
+        """Surround one step of your own loop, from forward to the optimizer's step. If a device is lost in it, the rest of the
+        body is skipped, and Convoy's loader returns the same batches again.
 
         ::
 
@@ -170,15 +169,15 @@ class Members(GoingOn):
                 if attempt.finished:
                     print(float(loss))
 
-        A step that one device has finished is then finished for all: at its end the devices wait until all have kept its state,
-        and have what only others had.
+        A step that one device has finished is finished for all: at its end the devices wait until all have its snapshot, with
+        the copies.
 
         Raises:
             DeviceLostError: see `recover`.
         """
         self._start()
         wanted = self.steps + 1
-        # What was drawn since, such as the order of an epoch, is not drawn again.
+        # Random numbers drawn since, such as the order of an epoch, are not drawn again.
         self._note_others(torch.get_rng_state())
         attempt = Attempt()
         try:
@@ -195,7 +194,7 @@ class Members(GoingOn):
         self.model.finished_steps = self.steps
 
     def _start(self) -> None:
-        """Before the first thing that talks to others, in a loop of one's own."""
+        """Begin, before the first communication of a script's loop."""
         if self._strict:
             return
         if self.entrance is not None and self.membership is None and not self._joins_here:
@@ -209,14 +208,14 @@ class Members(GoingOn):
                 "out"
             )
         self._strict, self._pace = True, None
-        self.story = lambda: self._epoch, self._take_epoch
+        self.run_state = lambda: self._epoch, self._take_epoch
         self._signals.enter_context(hearing_signals(self))
         if threading.current_thread() is threading.main_thread():
             self._signals.callback(_print_asked_end())
         # Where the group has broken, the next message says it again.
         with suppress(DeviceLostError) if self.entrance is None else nullcontext():
             self.begin()
-        if self.membership is not None and self.newcomers is not None:
+        if self.membership is not None and self.admission is not None:
             self.membership.offer = offer()
 
     def _take_epoch(self, epoch: int) -> None:
@@ -231,26 +230,26 @@ class Members(GoingOn):
         return self._repeated(work)  # type: ignore[no-any-return]
 
     def _note_others(self, random: Tensor | None = None) -> None:
-        """What a script has done since the last step, such as a schedule's step after an epoch, is not undone."""
+        """Add to the snapshot what the script has done since the last step, such as a schedule's step after an epoch."""
         if self._strict and self.states.kept:
             kept = self.states.kept[-1]
             kept.others = {**self._others(), "random": kept.others["random"] if random is None else random}
 
     def repeated(self, work: Callable[[], T]) -> T:
-        """What `work` returns that talks to the other devices between two steps, such as a test. It is repeated where a device
-        is lost. Where others had done with it by then, this device gets their result if JSON can hold it, else None.
+        """Return what `work` returns, which communicates between two steps, such as a test. It is repeated if a device is lost.
+        If others had completed it by then, this device gets their result if JSON can hold it, else None.
 
         Before the first of `epochs` a joining device gets None: the others did the work without it.
 
         Raises:
-            DeviceLostError: see `recover`; or the state was not kept after the last step.
+            DeviceLostError: see `recover`; or there is no snapshot of the last step.
         """
         if self._inside:
             return work()
         if self.entrance is not None and self.membership is None:
             return None  # type: ignore[return-value]
         if self.membership is not None and self._planned is None:
-            self._start()  # before the first step: from here on a loss ends nothing
+            self._start()  # from here on a loss ends nothing
         return self._repeated(work)
 
     def _repeated(self, work: Callable[[], T]) -> T:
@@ -261,27 +260,27 @@ class Members(GoingOn):
                 try:
                     result = work()
                     if self.membership is not None:
-                        share_number(self.model.group, 0.0)  # all have done with it
+                        share_number(self.model.group, 0.0)  # all have completed it
                 finally:
                     self._inside = False
-                self._works.done(result)
+                self._completed.done(result)
                 return result
             except DeviceLostError as error:
-                count, steps = self._works.count, self.steps
+                count, steps = self._completed.count, self.steps
                 self.recover(error)
                 if self.steps != steps:
                     raise error
-                if self._works.count > count:
-                    return self._works.result  # type: ignore[no-any-return]
+                if self._completed.count > count:
+                    return self._completed.result  # type: ignore[no-any-return]
 
     def close(self) -> None:
-        """At the end of all: be no member any more. Every device calls it."""
+        """Leave the membership at the end of all work. Every device calls it."""
         self._signals.close()
         super().close()
 
 
 def _print_asked_end() -> Callable[[], None]:
-    """Print one line instead of a traceback where a script ends because somebody asked it to. Return what undoes this."""
+    """Print one line instead of a traceback when a script ends by request. Return what undoes this."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

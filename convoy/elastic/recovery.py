@@ -1,4 +1,4 @@
-"""Keeps the state of a training after its steps, and goes on with the devices that are left or have come."""
+"""Recovery: snapshots after steps, and how a training continues with the devices that remain or have joined."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from convoy.comm.agreement import from_first, gather, share_number, share_tensor
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Words
 from convoy.comm.group import Group, Pending
-from convoy.elastic.admission import Judge, Newcomers, Story, hear_of_newcomers
+from convoy.elastic.admission import Admission, Judge, RunState, gather_joined
 from convoy.elastic.agreement import Generation, Pairs
 from convoy.elastic.entrance import Entrance
 from convoy.elastic.regroup import Membership, UnnamedLossError
-from convoy.elastic.snapshot import KeepPace, Stateful, StateKeeper, restore, take
+from convoy.elastic.snapshot import SnapshotInterval, SnapshotStore, Stateful, restore, take
 from convoy.errors import ConvoyError, DeviceLostError
 from convoy.plan.exchange_program import forget_moves
 from convoy.plan.plan import Plan
@@ -28,36 +28,36 @@ from convoy.runtime.module import Distributed
 
 
 class StateLostError(DeviceLostError):
-    """With the devices that were lost went a part of the model that nobody else had."""
+    """The lost devices held shards of the model that no other device has."""
 
 
 class LeftError(DeviceLostError):
-    """This device has left the job, as it was asked to."""
+    """This device has left the job, as requested."""
 
 
 class StoppedError(ConvoyError):
-    """The whole training has ended after a step, as it was asked to."""
+    """The whole training has ended after a step, as requested."""
 
 
 class GrownError(DeviceLostError):
-    """Newcomers are let in: the devices meet anew."""
+    """Devices are joining: all devices regroup."""
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Who went and who came, as one device sees it.
+    """A change of the devices, as one device sees it.
 
     Attributes:
         me: this device's id.
-        count: so many train now.
+        count: devices that train now.
         error: what ended the last step.
         lost: the ids of those that are gone.
-        came: those that have come, in words.
-        parted: pairs that did not reach each other, the second one of which is out for it; also of losses before this one.
-        step: finished step after which all go on.
-        done: steps that this device had finished.
-        saved: whether that step is the one of a checkpoint.
-        joins: whether this device is one of those that have come.
+        came: the names of the devices that joined.
+        parted: pairs that did not reach each other, of which the second is out; also of losses before this one.
+        step: the finished step after which all continue.
+        done: steps that this device had finished before.
+        saved: whether the state of that step came from a checkpoint.
+        joins: whether this device has just joined.
     """
 
     me: int
@@ -72,7 +72,7 @@ class Changed:
     joins: bool
 
     def line(self) -> str:
-        """How the devices have changed, and after which step they go on."""
+        """Return one line: how the devices have changed, and after which step they continue."""
         after = f"after step {self.step}"
         if self.joins:
             return f"joined as device {self.me}; {self.count} train {after}"
@@ -85,7 +85,7 @@ class Changed:
         return f"{what}; {self.count} go on {where}{again}"
 
     def _gone(self) -> str:
-        """Who is lost, and how."""
+        """Return who is lost, and how."""
         parted = sorted(pair for pair in self.parted if pair[1] in self.lost)
         silent = [d for d in self.lost if all(d != pair[1] for pair in parted)]
         names, why = ", ".join(map(str, silent)), str(self.error).partition(". ")[0]
@@ -103,39 +103,39 @@ class Changed:
 
 
 def pieces_lost(lost: Sequence[int]) -> str:
-    """That with these devices went a part of the model."""
+    """Return the reason why the others cannot continue without these devices."""
     names = ", ".join(map(str, lost))
     return f"with device{'s' * (len(lost) > 1)} {names} went pieces of the model that no other device has"
 
 
 class Replan(Protocol):
-    """Makes the plan for the next devices. All are named by their ids, in the order in which they are in the group."""
+    """A planner for the devices after a change. Devices are named by their ids, in the order of the group."""
 
     def note(self, model: Distributed, before: Sequence[int]) -> None:
-        """On every device: what there is to be kept of what the model's plan has shown, which is still the one of `before`."""
+        """Remember, on every device, what the model's present plan, that of `before`, has shown."""
 
     def __call__(self, model: Distributed, before: Sequence[int], now: Sequence[int]) -> Plan:
-        """On the first of the devices `now`."""
+        """Return the plan for the devices `now`; called on the first of them."""
         ...
 
 
 class InProportion:
-    """The same strategies, with shares in the same proportions."""
+    """A planner that keeps the strategies, and the proportions of the shares."""
 
     def note(self, model: Distributed, before: Sequence[int]) -> None:
-        """Nothing."""
+        """Remember nothing."""
 
     def __call__(self, model: Distributed, before: Sequence[int], now: Sequence[int]) -> Plan:
         devices = [before.index(d) if d in before else None for d in now]
         return plan_for(model.plan, model.traced[True].graph, devices)
 
 
-class Wishes:
-    """Tells the others what this device wishes for, and hears their wishes a step later, so that nobody waits for them.
+class MembershipRequests:
+    """Requests to leave, to admit devices or to end. They are sent after each step and read one step later, so nobody waits.
 
     Attributes:
-        leaves: this device wishes to leave.
-        ends: it wishes that all end.
+        leaves: this device is to leave.
+        ends: all devices are to end.
     """
 
     def __init__(self) -> None:
@@ -143,11 +143,11 @@ class Wishes:
         self._told: tuple[Tensor, Pending] | None = None
 
     def exchange(self, group: Group, wanted: Callable[[], bool]) -> tuple[list[int], bool, bool]:
-        """The devices that leave after this step, by their index, whether others come in, and whether all end: as all told in
-        the step before. Every device calls it.
+        """Return the indices of the devices that leave after this step, whether devices join, and whether all end, as requested
+        in the step before. Every device calls it.
 
         Args:
-            wanted: whether this device knows of somebody who is to come in.
+            wanted: returns whether this device knows a device to admit.
         """
         leaving, grows, ends = [], False, False
         if self._told is not None:
@@ -163,18 +163,18 @@ class Wishes:
         return leaving, grows, ends
 
     def forget(self) -> None:
-        """What was told before a loss."""
+        """Drop the requests sent before a loss."""
         self._told = None
 
 
-def may_leave(wish: Sequence[bool]) -> list[int]:
-    """Who of the devices that wish to leaves now. The next one has the copies of what only it had, and stays; the others leave
-    after a later step."""
-    return [d for d, each in enumerate(wish) if each and not wish[(d + 1) % len(wish)]]
+def may_leave(leaves: Sequence[bool]) -> list[int]:
+    """Return which of the devices that are to leave do so now. The next device of each has the copies of its shards, and stays:
+    it leaves after a later step."""
+    return [d for d, each in enumerate(leaves) if each and not leaves[(d + 1) % len(leaves)]]
 
 
 def end_all(group: Group, step: int) -> NoReturn:
-    """All have finished the same step, and end there. Every device calls it.
+    """End all devices after the same step. Every device calls it.
 
     Raises:
         StoppedError: always.
@@ -184,8 +184,8 @@ def end_all(group: Group, step: int) -> NoReturn:
     raise StoppedError(f"the training was stopped after step {step}, as it was asked to")
 
 
-def part(group: Group, membership: Membership, leaving: Sequence[int], step: int) -> NoReturn:
-    """All have kept the same step: those that leave go, once the others have what only they had. Every device calls it.
+def hand_over(group: Group, membership: Membership, leaving: Sequence[int], step: int) -> NoReturn:
+    """Let devices leave, once the others have copies of their shards of the same step. Every device calls it.
 
     Raises:
         LeftError: on those that leave.
@@ -201,30 +201,30 @@ def part(group: Group, membership: Membership, leaving: Sequence[int], step: int
     raise DeviceLostError(left, f"device {left} left the job")
 
 
-def let_in(group: Group, membership: Membership) -> None:
-    """All have kept the same step: those that are wanted come in, if they are still there. Every device calls it.
+def admit(group: Group, membership: Membership) -> None:
+    """Admit the wanted devices that still wait. All have a snapshot of the same step; every device calls it.
 
     Raises:
-        GrownError: they do: all meet anew.
+        GrownError: there are some: all regroup.
         DeviceLostError: a device was lost.
     """
     rows = from_first(group, "who comes in", lambda: membership.number(membership.applicants.wanted()))
     if rows:
         membership.grant(rows)
-        raise GrownError(group.device, "newcomers are let in")
+        raise GrownError(group.device, "devices are joining")
 
 
 LEAVES, GROWS, ENDS = 1, 2, 4
-"""What a device says after each step: that it leaves; that somebody is to come in; that all are to end."""
+"""The bits of a request: this device leaves; a device is to be admitted; all end."""
 
 
-class Works:
-    """Counts what the devices have done with between steps; who was behind when one was lost takes the result of the others.
+class CompletedWork:
+    """The calls of `Members.repeated` that are complete. A device that was behind at a loss takes the result of the others.
 
     Attributes:
-        count: so many are done with.
-        result: of the last.
-        drawn: torch's state of random numbers behind it, on a device that was behind.
+        count: completed calls.
+        result: that of the last one.
+        drawn: torch's random state after it, on a device that was behind.
     """
 
     def __init__(self) -> None:
@@ -233,20 +233,20 @@ class Works:
         self.drawn: Tensor | None = None
 
     def done(self, result: Any) -> None:
-        """One more."""
+        """Count one more."""
         self.count, self.result = self.count + 1, result
 
     def catch_up(self, group: Group, random: Tensor) -> None:
-        """Take over the result of what others had done with, and this device had not. Every device calls it.
+        """Take the result of a call that others had completed and this device had not. Every device calls it.
 
         Args:
-            random: torch's state of random numbers behind what this device has done with.
+            random: torch's random state after the last call that this device completed.
         """
         try:
             own = json.dumps([self.count, self.result, random.tolist()])
         except (TypeError, ValueError):
             own = json.dumps([self.count, None, random.tolist()])
-        rows = [json.loads(text) for text in group.agree("works that are done with", own)]
+        rows = [json.loads(text) for text in group.agree("completed calls", own)]
         count, result, drawn = max(rows, key=lambda row: int(row[0]))
         if count > self.count:
             self.count, self.result = count, result
@@ -254,11 +254,11 @@ class Works:
 
 
 MOST_TRIALS = 20
-"""So many losses in sequence without a step between them end the training."""
+"""Losses in sequence without a step between them, after which the training ends."""
 
 
-class GoingOn:
-    """Keeps the state after each step, and goes on after a loss with those that are left; `Members` builds on it."""
+class Recovery:
+    """The snapshots of one device, and its recovery after a loss; `Members` builds on it."""
 
     def __init__(
         self,
@@ -270,36 +270,35 @@ class GoingOn:
         replan: Replan,
         tell: Callable[[str], None] | None,
         membership: Membership | None,
-        newcomers: Newcomers | None,
+        admission: Admission | None,
         entrance: tuple[Entrance, Words] | None,
     ) -> None:
         self.model, self.others, self.every, self.tell = model, tuple(others), every or 1, tell
-        self.replan, self.membership, self.newcomers, self.entrance = replan, membership, newcomers, entrance
+        self.replan, self.membership, self.admission, self.entrance = replan, membership, admission, entrance
         self.steps = 0
         self.place: Any = None
-        self.story: Story | None = None
+        self.run_state: RunState | None = None
         self.fall_back: Callable[[], tuple[int, Any]] | None = None
-        """Brings back a state that was saved, where with the lost devices went what nobody else has: its step and place. Every
-        device calls it."""
-        self.states = StateKeeper(model, optimizers, spares=spares)
-        self._pace = KeepPace() if every is None else None
-        self._wishes, self._works = Wishes(), Works()
-        self._strict = False  # after a step nothing is undone: all wait until all have kept it
-        self._facts: Words | None = None  # what this device said of itself, where it came later
-        self._judge = None if membership is None or newcomers is None else Judge(membership, newcomers)
-        self._planned: Generation | None = None  # that the model's plan is for
-        self._alone: Generation | None = None  # one device that nobody can come to, once it trains
+        """Loads the last checkpoint where no snapshot is complete; returns its step and place. Every device calls it."""
+        self.states = SnapshotStore(model, optimizers, spares=spares)
+        self._pace = SnapshotInterval() if every is None else None
+        self._requests, self._completed = MembershipRequests(), CompletedWork()
+        self._strict = False  # what the loop did after a step cannot be undone: all wait until all have its snapshot
+        self._facts: Words | None = None  # how this device described itself, where it joined later
+        self._judge = None if membership is None or admission is None else Judge(membership, admission)
+        self._planned: Generation | None = None  # the generation of the model's plan
+        self._alone: Generation | None = None  # of a device that nobody can join, once it trains
 
     @property
     def generation(self) -> Generation | None:
-        """The devices that train now; None: this one does not yet, or the others could not go on without one."""
+        """The devices that train now; None before this one does, or where the others could not continue without it."""
         return self._alone if self.membership is None else self.membership.generation
 
     def begin(self, steps: int = 0, place: Any = None) -> Any:
-        """Before the first step: keep the state as it is; on a device with an entrance, wait until it is let in.
+        """Take the first snapshot, before the first step; on a joining device, wait until it is admitted.
 
         Args:
-            steps: done before, where a run goes on.
+            steps: done before, in a resumed run.
             place: see `after_step`.
 
         Returns:
@@ -322,7 +321,7 @@ class GoingOn:
             except DeviceLostError:
                 if not self.states.kept:
                     with suppress(DeviceLostError):  # by what would send it on; here it is kept all the same
-                        self.states.keep(steps, self._others())
+                        self.states.take(steps, self._others())
                 raise
             roster.tell(members=self.membership.generation.members)
         elif self.model.group.devices == 1:
@@ -331,7 +330,7 @@ class GoingOn:
         return place
 
     def after_step(self, place: Any = None) -> None:
-        """After each step of the optimizers.
+        """Take a snapshot if it is due, and act on requests. Call it after each step of the optimizers.
 
         Args:
             place: where in the data it was, as JSON; what `recover` gives back.
@@ -343,38 +342,37 @@ class GoingOn:
         self.steps, self.place = self.steps + 1, place
         roster.refresh()
         if self.membership is None:
-            if self._wishes.leaves or self._wishes.ends:
+            if self._requests.leaves or self._requests.ends:
                 end_all(self.model.group, self.steps)
             return
         if self._pace is not None:
             self._pace.ended()
         judge = self._judge
-        leaving, grows, ends = self._wishes.exchange(self.model.group, lambda: judge is not None and judge.wanted())
+        leaving, grows, ends = self._requests.exchange(self.model.group, lambda: judge is not None and judge.wanted())
         if self.steps % self.every == 0 or leaving or grows:
             self.states.arrived()
             self._keep()
         if ends:
-            self._wishes.ends = True  # also if a device is lost just now: who goes on then ends after the next step
+            self._requests.ends = True  # if a device is lost just now, those that remain end after the next step
             end_all(self.model.group, self.steps)
         elif leaving:
             self.states.arrived()
-            part(self.model.group, self.membership, leaving, self.steps)
+            hand_over(self.model.group, self.membership, leaving, self.steps)
         elif grows and not self._strict:
             self._grow()
         if self._pace is not None:
             self._pace.begins()
 
     def leave(self) -> None:
-        """Leave the job after the present step, of which nothing is then repeated: `after_step` raises LeftError here. May be
-        called on any thread, or by a signal."""
-        self._wishes.leaves = True
+        """Leave the job after the present step: `after_step` raises LeftError here. Any thread or signal may call it."""
+        self._requests.leaves = True
 
     def end(self) -> None:
         """End the training on all devices after the present step: `after_step` raises StoppedError on each. As `leave`."""
-        self._wishes.ends = True
+        self._requests.ends = True
 
     def finish(self) -> None:
-        """After the last step: keep its state, whatever `every` is. What follows may be repeated (see `Members.repeated`).
+        """Take a snapshot after the last step, whatever `every` is, so that what follows can be repeated (`Members.repeated`).
 
         Raises:
             DeviceLostError: a device was lost.
@@ -386,16 +384,16 @@ class GoingOn:
             self.states.arrived()
 
     def _keep(self) -> None:
-        # Also the sign that all have finished the step, and have what the others kept before: the older may go.
+        # This exchange also shows that all have finished the step and have the snapshot before: the older one may go.
         wish = self.every if self._pace is None else self._pace.wish or self.every
         own = torch.tensor([float(self.states.has_changed), float(wish)], dtype=torch.float64)
         table, travels = share_tensor(self.model.group, own)
         travels.wait()
         if table[:, 0].any():
-            self.states.tell_forms()
-        self.every = int(table[:, 1].max())  # of all alike, also of devices that have come since
+            self.states.share_forms()
+        self.every = int(table[:, 1].max())  # the same on all devices, also on those that joined since
         with nullcontext() if self._pace is None else self._pace.keeping():
-            self.states.keep(self.steps, self._others())
+            self.states.take(self.steps, self._others())
         if self._strict:
             self.states.arrived()
             share_number(self.model.group, 0.0)
@@ -404,7 +402,7 @@ class GoingOn:
         return take(self.place, self.states.optimizers, self.others, self.model.group.torch_device)
 
     def _restore_others(self, kept: dict[str, Any]) -> None:
-        works, device = self._works, self.model.group.torch_device
+        works, device = self._completed, self.model.group.torch_device
         self.place = restore(kept, self.states.optimizers, self.others, device, works.drawn)
         works.drawn = None
 
@@ -412,18 +410,18 @@ class GoingOn:
         """All have kept the same step: those that are wanted come in, if they are still there."""
         assert self.membership is not None
         self.states.arrived()
-        let_in(self.model.group, self.membership)
+        admit(self.model.group, self.membership)
 
     def _come_in(self, entrance: Entrance, facts: Words) -> Any:
-        """Into a job that trains already: wait until it lets this device in, which is alone so far."""
+        """Join a running job: wait until it admits this device, which is alone so far."""
         group = self.model.group
         assert isinstance(group, ChangingGroup)
         self._facts = facts
         self.membership = entrance.enter(group, facts, self.tell or (lambda _: None))
-        if self.newcomers is not None:
-            self._judge = Judge(self.membership, self.newcomers)
+        if self.admission is not None:
+            self._judge = Judge(self.membership, self.admission)
         try:
-            return self._go_on(self.membership.generation, GrownError(group.device, "newcomers are let in"))
+            return self._resume(self.membership.generation, GrownError(group.device, "devices are joining"))
         except StateLostError:
             raise
         except DeviceLostError as error:
@@ -432,43 +430,43 @@ class GoingOn:
     # --- after a loss -----------------------------------------------------------------------------------------------------
 
     def recover(self, error: DeviceLostError) -> Any:
-        """After a step that failed because a device was lost: go on with those that are left.
+        """Regroup after a step that failed because a device was lost, and return to the last complete snapshot.
 
         Returns:
-            the `place` of the last step that all have finished, after which the training goes on.
+            the `place` of that snapshot, after which the training continues.
 
         Raises:
-            StateLostError: with the lost devices went what nobody else has.
-            DeviceLostError: this device cannot go on; or the group is one that cannot change.
+            StateLostError: no snapshot is complete without the lost devices.
+            DeviceLostError: this device cannot continue; or its group cannot change.
         """
         if self.membership is None or isinstance(error, LeftError):
             raise error
-        self._wishes.forget()
+        self._requests.forget()
         before = self.membership.generation
         for _ in range(MOST_TRIALS):
             try:
                 self.membership.regroup(error)
-                return self._go_on(before, error)
+                return self._resume(before, error)
             except StateLostError:
                 raise
             except DeviceLostError as another:
-                if self.membership.is_out and self._wishes.leaves:
-                    # The others went on before it had handed over: it has left.
+                if self.membership.is_out and self._requests.leaves:
+                    # The others continued before it had handed over: it has left.
                     raise LeftError(another.device, f"{another}; it was asked to leave") from another
                 if self.membership.is_out:
-                    self.membership.regroup(another)  # raises: why this device cannot go on
+                    self.membership.regroup(another)  # raises: why this device cannot continue
                 error = another
         raise error
 
-    def _go_on(self, before: Generation, error: ConvoyError) -> Any:
-        """The devices have met: go back to the last step that together they have whole, by a plan for them; its `place`."""
+    def _resume(self, before: Generation, error: ConvoyError) -> Any:
+        """Return to the last snapshot that the present devices have completely, with a plan for them. Return its `place`."""
         assert self.membership is not None
         kept = self.states.kept
-        self._works.catch_up(self.model.group, kept[-1].others["random"] if kept else torch.get_rng_state())
-        step, told = self.states.tell_kept()
+        self._completed.catch_up(self.model.group, kept[-1].others["random"] if kept else torch.get_rng_state())
+        step, told = self.states.gather_held()
         now, planned = self.membership.generation, self._planned
         lost = [d for d in before.members if d not in now.members]
-        came, heard = self._hear_of_newcomers(step, told)
+        came, heard = self._gather_joined(step, told)
         if (step is None and self.fall_back is None) or (planned is None and self.model.group.device == 0):
             remedy = (
                 "resume from the last checkpoint (--resume)" if self.steps else "no step was done yet, start it again"
@@ -497,8 +495,8 @@ class GoingOn:
             ).line())  # fmt: skip
         return self.place
 
-    def _hear_of_newcomers(self, step: int | None, told: Sequence[Words]) -> tuple[list[str], Any]:
-        """Who has come, in words; and what every device knows of the state, for who kept nothing of that step."""
+    def _gather_joined(self, step: int | None, told: Sequence[Words]) -> tuple[list[str], Any]:
+        """Return the names of the devices that joined, and the state beside the model for devices without a snapshot."""
         if step is None:  # a checkpoint brings the state back; joining devices know nothing of the run all the same
             has = [bool(row) for row in gather(self.model.group, "who trained before", self._planned is not None)]
         else:
@@ -506,13 +504,13 @@ class GoingOn:
         if all(has) or not any(has):
             return [], None
         assert self.membership is not None
-        return hear_of_newcomers(
+        return gather_joined(
             self.model.group, self.membership, has, self._facts,
-            lambda: next((kept.others for kept in self.states.kept if kept.step == step), None), self.newcomers, self.story,
+            lambda: next((kept.others for kept in self.states.kept if kept.step == step), None), self.admission, self.run_state,
         )  # fmt: skip
 
     def _enter_plan(self, planned: Generation | None, now: Generation) -> None:
-        """Take over the plan for the devices that train now, which the first of them makes."""
+        """Enter the plan for the present devices, which the first of them makes."""
         if planned is not None:
             self.replan.note(self.model, planned.members)
 
@@ -525,10 +523,10 @@ class GoingOn:
         self._planned = now
 
     def close(self) -> None:
-        """At the end of all: be no member any more. Every device calls it."""
+        """Leave the membership at the end of all work. Every device calls it."""
         roster.tell(members=())
         if self._judge is not None:
             self._judge.close()
         if self.membership is not None:
-            with suppress(DeviceLostError):  # whoever is lost now is not missed
+            with suppress(DeviceLostError):  # a device that is lost now does no harm
                 self.membership.close()

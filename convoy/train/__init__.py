@@ -9,9 +9,11 @@
     lr.py          learning-rate schedules
     observer.py    what a training tells of itself, and whom
     controller.py  Rebalancer: watches step times, changes plans and shares
+
+Members, for devices that are lost, leave or join, is of `convoy.elastic`.
 """
 
-from convoy.elastic.members import Members
+from convoy.elastic.members import LeftError, Members, StoppedError
 from convoy.runtime.average import WeightAverage
 from convoy.runtime.elementwise import ELEMENTWISE
 from convoy.runtime.optimizer import clip_grad_norm_, full_optimizer_state
@@ -26,11 +28,13 @@ __all__ = [
     "EpochResult",
     "Evaluation",
     "GradScaler",
+    "LeftError",
     "Loader",
     "Members",
     "Observer",
     "Rebalancer",
     "StepResult",
+    "StoppedError",
     "WeightAverage",
     "clip_grad_norm_",
     "full_optimizer_state",

@@ -1,71 +1,59 @@
-"""The state machine of a process that comes into a job: after single events, what it does."""
+"""The addresses at which a joining device asks, after single answers."""
+
+from collections.abc import Callable
 
 import pytest
 
-from convoy.elastic.agreement import Generation
-from convoy.elastic.joining import (
-    MOST_DOORS,
-    ROUNDS,
-    AskAt,
-    Event,
-    Invited,
-    Meet,
-    Newcomer,
-    Refused,
-    Sent,
-    Stop,
-    Unanswered,
-    Waits,
-    instruction,
-    observe,
-)
+from convoy.elastic.entrance import MOST_DOORS, ROUNDS, Doors
 
 A, B, C = ("a", 1), ("b", 2), ("c", 3)
-FIVE = Generation(4, (0, 2, 5))
+Step = Callable[[Doors], Doors]
+SILENT: Step = Doors.without_answer
+ANSWERED: Step = Doors.answered
 
 
-def after(*events: Event) -> Newcomer:
-    state = Newcomer((A, B))
-    for event in events:
-        state = observe(state, event)
+def redirected(*doors: tuple[str, int]) -> Step:
+    return lambda state: state.redirected(doors)
+
+
+def answered(*doors: tuple[str, int]) -> Step:
+    return lambda state: state.answered(doors)
+
+
+def after(*steps: Step) -> Doors:
+    state = Doors((A, B))
+    for step in steps:
+        state = step(state)
     return state
 
 
 @pytest.mark.parametrize(
-    ("events", "expected"),
+    ("steps", "expected"),
     [
-        ((), AskAt(A)),
-        ((Unanswered(),), AskAt(B)),
-        ((Unanswered(), Unanswered()), AskAt(A)),
-        ((Unanswered(), Sent((C, B))), AskAt(C)),
-        ((Sent((C,)), Unanswered()), AskAt(A)),  # those that it knew before stay behind them
-        ((Sent(()),), AskAt(B)),
-        ((Waits(),), AskAt(A)),
-        ((Waits("too slow"),), AskAt(A)),
-        ((Waits("too slow", (B, C)),), AskAt(A)),  # who answered, though it knows itself by another address
-        ((Waits("too slow", (B, C)), Unanswered()), AskAt(B)),
-        ((Waits("too slow", (C,)), *(Unanswered() for _ in range(2))), AskAt(B)),
-        ((Unanswered(), Waits("", (C,)), Unanswered()), AskAt(C)),
-        ((Invited(5, FIVE),), Meet(5, FIVE)),
-        ((Refused("another model"), Unanswered()), Stop("another model")),
-        (
-            tuple(Unanswered() for _ in range(2 * ROUNDS)),
-            Stop("nobody of the job answers at a:1, b:2: has it ended?"),
-        ),
-        ((*(Unanswered() for _ in range(2 * ROUNDS - 1)), Waits(), Unanswered()), AskAt(A)),
+        ((), A),
+        ((SILENT,), B),
+        ((SILENT, SILENT), A),
+        ((SILENT, redirected(C, B)), C),
+        ((redirected(C), SILENT), A),  # those that it knew before stay behind them
+        ((redirected(),), B),
+        ((ANSWERED,), A),
+        ((answered(B, C),), A),  # the one that answered, though it knows itself by another address
+        ((answered(B, C), SILENT), B),
+        ((answered(C), SILENT, SILENT), B),
+        ((SILENT, answered(C), SILENT), C),
     ],
 )
-def test_what_is_to_be_done_after_events(events: tuple[Event, ...], expected: object) -> None:
-    assert instruction(after(*events)) == expected
+def test_the_address_to_ask_next(steps: tuple[Step, ...], expected: tuple[str, int]) -> None:
+    assert after(*steps).next == expected
 
 
-def test_why_it_waits_is_forgotten_once_it_is_let_in() -> None:
-    assert after(Waits("too slow")).spare == "too slow"
-    assert after(Waits("too slow"), Waits()).spare == ""
-    assert after(Waits("too slow"), Invited(5, FIVE)).spare == ""
+def test_a_job_has_ended_when_no_address_answers_for_some_rounds() -> None:
+    assert after(*[SILENT] * (2 * ROUNDS)).are_silent
+    assert not after(*[SILENT] * (2 * ROUNDS - 1), ANSWERED, SILENT).are_silent
+    assert str(after()) == "a:1, b:2"
 
 
-def test_it_knows_a_bounded_number_of_doors() -> None:
+def test_a_joining_device_remembers_a_bounded_number_of_addresses() -> None:
     doors = tuple(("host", port) for port in range(200))
-    assert len(after(Sent(doors)).doors) == MOST_DOORS
-    assert len(after(Waits("", doors)).doors) == MOST_DOORS
+    assert len(after(redirected(*doors)).known) == MOST_DOORS
+    assert len(after(answered(*doors)).known) == MOST_DOORS

@@ -27,7 +27,7 @@ from convoy.comm.group import AloneGroup, Group
 from convoy.comm.job_key import make_key
 from convoy.comm.processes import meet
 from convoy.comm.rendezvous import credentials_of, forget_store, keep_store
-from convoy.elastic.admission import Judge, Verdict, Welcome, facts_of
+from convoy.elastic.admission import Judge, ScriptAdmission, Verdict, facts_of
 from convoy.elastic.entrance import Entrance
 from convoy.elastic.members import LeftError, Members, StoppedError
 from convoy.elastic.regroup import Home, Membership
@@ -122,7 +122,7 @@ class Job:
         told = self.told.setdefault(name, [])
         members = Members(
             part, training.optimizer, others=others, every=self.case.every, tell=told.append,
-            newcomers=self.judge(), entrance=entrance, home=home,
+            admission=self.judge(), entrance=entrance, home=home,
         )  # fmt: skip
         job = self
 
@@ -311,7 +311,7 @@ def test_a_newcomer_that_does_not_come_to_the_meeting_harms_nobody() -> None:
         entrance.hello(5.0)
         words = {"do": "ask", "mark": "a mark", "door": ["127.0.0.1", 9], "facts": {}}
         until_s = time.monotonic() + TIMEOUT_S
-        while "call" not in entrance._say(job.door, words):
+        while "call" not in entrance._request(job.door, words):
             assert time.monotonic() < until_s
             time.sleep(0.01)
         job.expected.clear()
@@ -364,7 +364,7 @@ def test_who_waits_learns_the_doors_of_those_that_come_and_goes_on_asking_there(
     job = Job(Case(8, 1, "data", "sgd", epochs=3), ["slow", "first"], lambda: Everybody(spare))
     job.strikes[("0", 2)] = lambda members: job.wait(lambda: members._judge.wanted() or job.told.get("slow"))
     job.expected = dict.fromkeys(range(3, 9), "first") | dict.fromkeys(range(14, 22), "slow")
-    job.strikes[("0", 11)] = lambda _: job.wait(lambda: len(job.entrances["slow"]._state.doors) == 2)
+    job.strikes[("0", 11)] = lambda _: job.wait(lambda: len(job.entrances["slow"].doors.known) == 2)
     job.strikes[("0", 12)] = lambda members: members.leave()
     with started(job, 1) as threads:
         newcomer(job, "slow", threads)
@@ -376,7 +376,7 @@ def test_who_waits_learns_the_doors_of_those_that_come_and_goes_on_asking_there(
         found, held = job.results[name]
         assert found == pytest.approx(losses[-len(found) :], rel=TIGHT)
         assert all(float((held[key] - state[key]).abs().max()) < TIGHT for key in state)
-    assert len(job.entrances["slow"]._state.doors) == 2
+    assert len(job.entrances["slow"].doors.known) == 2
 
 
 def test_a_device_that_is_out_sends_nobody_away() -> None:
@@ -390,7 +390,7 @@ def test_a_device_that_is_out_sends_nobody_away() -> None:
         doors = [each.doors[0] for each in memberships]
         entrance = Entrance(doors, credentials_of(ALONE))
         assert entrance.hello(5.0) == {"case": "this one"}
-        assert entrance._state.doors == (doors[1], doors[0])
+        assert entrance.doors.known == (doors[1], doors[0])
         entrance._leave()
     finally:
         for each in memberships:
@@ -429,7 +429,7 @@ class OwnLoop(Job):
         has_epochs: Callable[[], bool] = lambda: members._epoch is not None  # noqa: E731
         members = Members(
             part, optimizer, others=[schedule], tell=self.told.setdefault(name, []).append, entrance=entrance, home=home,
-            newcomers=Welcome(part, None, has_epochs),
+            admission=ScriptAdmission(part, None, has_epochs),
         )  # fmt: skip
         if members.membership is not None:
             self.members[name] = members.membership
@@ -547,7 +547,7 @@ def test_a_joined_device_continues_the_order_of_a_generator_when_the_others_leav
 
 def test_a_script_without_epochs_refuses_joining_devices() -> None:
     part = OwnLoop(Case(13, 1, "data", "sgd", epochs=2), ["first"]).built["first"]
-    verdict, reason = Welcome(part, None, lambda: False).judge(facts_of(part), (0,), 1)
+    verdict, reason = ScriptAdmission(part, None, lambda: False).judge(facts_of(part), (0,), 1)
     assert verdict == "refused"
     assert "members.epochs" in reason
 
@@ -582,7 +582,7 @@ def test_a_newcomer_with_another_model_is_refused_by_a_loop_of_ones_own() -> Non
 
 @pytest.mark.parametrize(
     ("door", "says"),
-    [(("127.0.0.1", 9), "no job that can be joined answers at 127.0.0.1:9"), (None, "this training takes nobody in")],
+    [(("127.0.0.1", 9), "no job that can be joined answers at 127.0.0.1:9"), (None, "this training admits nobody")],
 )
 def test_who_asks_at_the_wrong_door_is_told_so(door: tuple[str, int] | None, says: str) -> None:
     home = Home("127.0.0.1", 0, credentials_of(ALONE), "members of a test")
