@@ -37,6 +37,7 @@ from convoy.api import distribute, loader, make_plans
 from convoy.comm.group import Group
 from convoy.comm.job_key import KEY_FILE, TRUST, write_key_file
 from convoy.comm.processes import join
+from convoy.elastic.members import Members
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName
 from convoy.fleet import Card, Device, Fleet, Host
@@ -50,7 +51,6 @@ from convoy.planner.request import PlanRequest
 from convoy.planner.spare import SparePrice, spare_price
 from convoy.simulate.described import ENCRYPTION_S_PER_BYTE
 from convoy.simulate.table import Measurement
-from convoy.train.members import Members
 
 GIGABIT = Card(125e6, 125e6, 5e-5)
 HOSTS = ("a", "b")

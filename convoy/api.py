@@ -1,4 +1,4 @@
-"""One line, `prepare`, or four: join (comm/processes.py), make_plan, distribute, loader. And what a script does only once."""
+"""One line, `prepare`, or four: join (elastic/entrance.py), make_plan, distribute, loader. And what a script does only once."""
 
 import builtins
 import os
@@ -17,8 +17,8 @@ from convoy.comm.agreement import agree_on_modes, from_first
 from convoy.comm.changing import index_in_job
 from convoy.comm.environment import read_process_env
 from convoy.comm.group import Group
-from convoy.comm.processes import join
 from convoy.data.augment import read_augment
+from convoy.elastic.entrance import join
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.fleet import Fleet
 from convoy.layout.comm_dtype import CommDtype

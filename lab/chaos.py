@@ -37,6 +37,7 @@ from convoy.comm.changing import ChangingGroup
 from convoy.comm.environment import listen_at
 from convoy.comm.group import Group
 from convoy.comm.processes import join
+from convoy.elastic.members import Members
 from convoy.launch.host_job import device_environments
 from convoy.runlog.writer import RunLog
 from convoy.runtime.average import WeightAverage
@@ -45,7 +46,6 @@ from convoy.runtime.optimizer import full_optimizer_state
 from convoy.train.controller import Rebalancer
 from convoy.train.loop import Recipe, Training, fit
 from convoy.train.lr import Schedule, build_schedule
-from convoy.train.members import Members
 from convoy.train.observer import Observer, Observers
 
 PLANS = ("data", "data-by-speed", "sharded", "master", "model", "hybrid")

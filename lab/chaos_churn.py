@@ -25,12 +25,12 @@ import torch
 from convoy.api import distribute, make_plan
 from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.job_key import write_key_file
-from convoy.comm.newcomer import Entrance
 from convoy.comm.processes import join
 from convoy.comm.rendezvous import credentials_of
+from convoy.elastic.entrance import Entrance
+from convoy.elastic.members import Members
 from convoy.launch.host_job import device_environments
 from convoy.train.loop import fit
-from convoy.train.members import Members
 from convoy.train.observer import StepResult
 from lab.chaos import SILENCE_S, TIGHT, TIMEOUT_S, Case, _forked, build, make_net
 from lab.chaos_joins import Everybody, Opens, part_of
@@ -102,7 +102,7 @@ def live(case: Case, folder: Path, doors: list[tuple[str, int]] | None) -> None:
         part = part_of(net, case, TIMEOUT_S)
     training, train, test = build(case, part, part)
     members = Members(
-        part, training.optimizer, others=[training.schedule], every=case.every, newcomers=Everybody(), entrance=entrance
+        part, training.optimizer, others=[training.schedule], every=case.every, admission=Everybody(), entrance=entrance
     )
     signal.signal(signal.SIGTERM, lambda *_: members.leave())
     fit(training, train, test, case.epochs, Told(members, case, folder if spared else None), members=members)

@@ -14,13 +14,13 @@ from convoy.api import distribute
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Words
 from convoy.comm.group import AloneGroup
-from convoy.comm.newcomer import Entrance
+from convoy.elastic.admission import Verdict
+from convoy.elastic.entrance import Entrance
+from convoy.elastic.members import Members
 from convoy.errors import InputError
 from convoy.model.tracing.trace_model import trace
 from convoy.plan.presets import Speeds, named_plan
 from convoy.runtime.module import Distributed
-from convoy.train.members import Members
-from convoy.train.newcomers import Verdict
 from convoy.train.observer import Observer
 from lab.chaos import Blow, Case, Join
 from lab.chaos_drawn import example

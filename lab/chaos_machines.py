@@ -16,11 +16,12 @@ from unittest import mock
 
 from convoy.checkpoint import checkpointer, lock
 from convoy.checkpoint.folder import Sink
-from convoy.comm import meeting, processes, regroup, rendezvous
+from convoy.comm import meeting, processes, rendezvous
 from convoy.comm.channel import Channel, Credentials, Words
 from convoy.comm.job_key import JobKey
 from convoy.comm.listener import Listener
 from convoy.comm.streams import StreamBackend
+from convoy.elastic import regroup
 
 _own = threading.local()
 

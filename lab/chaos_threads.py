@@ -33,11 +33,11 @@ from convoy.comm.changing import ChangingGroup
 from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.job_key import make_key
 from convoy.comm.processes import meet
+from convoy.elastic.members import LeftError, Members, StateLostError
 from convoy.errors import ConvoyError
 from convoy.model.tracing.trace_model import trace
 from convoy.train.controller import Rebalancer
 from convoy.train.loop import fit
-from convoy.train.members import LeftError, Members, StateLostError
 from lab.chaos import TIGHT, Blow, Case, build, make_net, whole_state
 from lab.chaos_disks import faults, with_troubles
 from lab.chaos_drawn import drawn, example, plan_of
@@ -133,7 +133,7 @@ class Fleet:
         others = [] if training.schedule is None else [training.schedule]
         members = self.members[device] = Members(
             part, training.optimizer, others=others, every=case.every, tell=fate.told.append,
-            newcomers=Everybody() if case.joins else None, entrance=entrance,
+            admission=Everybody() if case.joins else None, entrance=entrance,
         )  # fmt: skip
         keeper = None
         if case.saves is not None:

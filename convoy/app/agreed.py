@@ -12,11 +12,11 @@ from convoy.comm.agreement import difference, from_first, gather
 from convoy.comm.group import Group
 from convoy.config.settings import Settings, key_of
 from convoy.data import Splits
+from convoy.elastic.members import Members
 from convoy.errors import MismatchError
 from convoy.runlog.directory import RunDirectory, make_directory
 from convoy.runlog.schema import DeviceLine
 from convoy.runtime.module import Distributed
-from convoy.train.members import Members
 
 
 def ids_of(members: Members | None, group: Group) -> tuple[int, ...]:

@@ -12,9 +12,10 @@ from convoy.app.handover import Handover
 from convoy.app.joining import JoiningDevices, Opening, home_of
 from convoy.checkpoint import Checkpointer
 from convoy.comm.channel import Words
-from convoy.comm.newcomer import Entrance
 from convoy.config.settings import Settings, key_of
 from convoy.data import Splits
+from convoy.elastic.entrance import Entrance
+from convoy.elastic.members import Members
 from convoy.measure.anew import Replanner
 from convoy.plan.explain import differences
 from convoy.report.screen import Screen
@@ -27,7 +28,6 @@ from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import Recipe, Training, build_optimizer
 from convoy.train.lr import Schedule, build_schedule
-from convoy.train.members import Members
 from convoy.train.observer import Observer
 from convoy.train.rebalance import Decision
 
@@ -97,7 +97,7 @@ def build_members(
         return None
     home = home_of(settings, model.group) if entrance is None and settings.goes_on else None
     if model.group.devices == 1 and entrance is None and home is None:
-        return Members(model, training.optimizer, newcomers=joining)
+        return Members(model, training.optimizer, admission=joining)
     if not settings.goes_on:
         return None
 
@@ -122,7 +122,7 @@ def build_members(
             "--spare none nothing is kept"
         )
     members = Members(
-        model, training.optimizer, others=others, every=every, replan=replan, tell=changed, newcomers=joining, home=home,
+        model, training.optimizer, others=others, every=every, replan=replan, tell=changed, admission=joining, home=home,
         entrance=entrance,
     )  # fmt: skip
     return members

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+from convoy.elastic.members import Members
 from convoy.errors import ConvoyError
 from convoy.plan.presets import Speeds
 from convoy.report.screen import Screen
@@ -13,7 +14,6 @@ from convoy.runlog.observers import Meters, StepTimer, Utilization
 from convoy.runlog.schema import MembersLine, SystemLine
 from convoy.runlog.writer import RunLog
 from convoy.runtime.module import Distributed
-from convoy.train.members import Members
 from convoy.train.observer import Observer, Observers
 
 

@@ -14,10 +14,12 @@ from convoy.app.handover import Handover
 from convoy.app.joining_address import doors_text, listening, told_doors
 from convoy.comm.channel import Words
 from convoy.comm.group import Group
-from convoy.comm.newcomer import Entrance
-from convoy.comm.regroup import Home
 from convoy.config.run_file import RunSettings, resolve_settings, to_toml
 from convoy.config.settings import Settings
+from convoy.elastic.admission import Verdict
+from convoy.elastic.entrance import Entrance
+from convoy.elastic.members import Members
+from convoy.elastic.regroup import Home, home_at
 from convoy.errors import InputError
 from convoy.files import parse_toml
 from convoy.machine import roster
@@ -34,9 +36,6 @@ from convoy.planner.knowledge import FleetKnowledge
 from convoy.runlog.directory import RunDirectory
 from convoy.runtime.clock import Clock
 from convoy.runtime.module import Distributed
-from convoy.train.members import Members
-from convoy.train.newcomers import Verdict
-from convoy.train.welcome import home_at
 
 
 @dataclass(frozen=True)

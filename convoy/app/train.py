@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from convoy._version import __version__
 from convoy.api import Plans, distribute, make_plans
 from convoy.app.agreed import agree_on_data, agree_on_settings, devices_of, directory_of, ids_of, uses_of
 from convoy.app.build import (
@@ -40,15 +39,14 @@ from convoy.app.telling import planning_title, save_files, show_new_plan, show_p
 from convoy.checkpoint import Progress
 from convoy.comm.agreement import from_first
 from convoy.comm.changing import ChangingGroup
-from convoy.comm.environment import ProcessEnv, imposed_slowdown
+from convoy.comm.environment import imposed_slowdown
 from convoy.comm.group import AloneGroup, Group
-from convoy.comm.newcomer import Entrance
 from convoy.comm.processes import join, own_device
-from convoy.comm.rendezvous import credentials_of
 from convoy.config.run_file import RunSettings
 from convoy.config.settings import Settings
 from convoy.data import Splits
-from convoy.errors import MismatchError
+from convoy.elastic.entrance import greet
+from convoy.elastic.members import Members
 from convoy.machine import roster
 from convoy.machine.accelerator import limit_memory, set_modes
 from convoy.machine.process import watch_parent
@@ -69,7 +67,6 @@ from convoy.runtime.precision import UnderAutocast
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import Training, fit
-from convoy.train.members import Members
 from convoy.train.observer import Observers
 from convoy.train.record import History
 
@@ -133,13 +130,7 @@ def run_newcomer(
         DeviceLostError: it has ended, or went on without this device.
     """
     watch_parent()
-    env = ProcessEnv(0, 2, 0, None, *doors[0], hosted=False, attempt=0)
-    entrance = Entrance(doors, credentials_of(env))
-    offer = entrance.hello(HELLO_S)
-    if offer["version"] != __version__:
-        raise MismatchError(
-            f"the job runs Convoy {offer['version']}, this is {__version__}: install the same version on every machine"
-        )
+    entrance, offer = greet(doors)
     run = run_of(offer, {"devices": device or "auto", **here}, accepted)
     settings = run.settings
     check(settings)
@@ -150,10 +141,6 @@ def run_newcomer(
     with ExitStack() as stack:
         group = stack.enter_context(ChangingGroup(AloneGroup(torch_device, settings.timeout_s)))
         _train(_Job(run, group, Screen(visible=False), stack, Coming(entrance, offer)))
-
-
-HELLO_S = 10.0
-"""How long a training may take to answer who asks to join: it may be just beginning."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,4 @@ streams.py      tensors over the job's own connections
 backends.py     staging in host memory, and NCCL
 failure.py      finds the failed device by following who waits for whom
 source_line.py  the line of the user's program that a process is at
-newcomer.py     how a process joins a running training
-applicants.py   processes that ask to join, and what was decided
-regroup.py      the remaining devices' new group after a loss
 """

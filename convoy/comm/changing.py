@@ -17,7 +17,7 @@ class ChangingGroup:
     Attributes:
         present: of this generation.
         changes: how often it was replaced.
-        entrance: of a process that comes into a job which trains already (`convoy.comm.newcomer.Entrance`), and is alone yet.
+        entrance: of a process that joins a running job and is alone until then (`convoy.elastic.entrance.Entrance`).
     """
 
     def __init__(self, present: Group) -> None:

@@ -13,12 +13,10 @@ from typing import final
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from convoy._version import __version__
 from convoy.comm.backends import Backend, NcclBackend, PeerFailure, PendingWork, can_use_nccl
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Credentials
 from convoy.comm.environment import (
-    JOIN,
     LISTEN,
     ProcessEnv,
     listen_at,
@@ -52,7 +50,7 @@ from convoy.comm.rendezvous import (
 )
 from convoy.comm.source_line import current_line
 from convoy.comm.streams import TEXTS, StreamBackend, WrongSizeError
-from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError, shown
+from convoy.errors import ConvoyError, DeviceLostError, InputError, shown
 from convoy.fleet.units import quantity
 from convoy.machine import roster
 from convoy.machine.accelerator import limit_memory, pick_device
@@ -84,16 +82,11 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
         DeviceLostError: a device did not come in time, or cannot be reached.
     """
     watch_parent()
-    if not 0 < timeout_s <= MAX_TIMEOUT_S:
-        raise InputError(
-            f"timeout_s={timeout_s}: a time limit is a number of seconds above 0, at most {MAX_TIMEOUT_S:g}, such as 60"
-        )
+    check_timeout(timeout_s)
     env = read_process_env(os.environ)
     torch_device = own_device(device, env.local if env else 0)
     job = f"process {os.getpid()}" if env is None else f"{env.host}:{env.port}"
     roster.enter(job, env.device if env else 0, str(torch_device))
-    if doors := os.environ.pop(JOIN, ""):
-        return coming_alone(doors, torch_device, timeout_s)
     if env is None or env.devices == 1:
         alone = AloneGroup(torch_device, timeout_s)
         return ChangingGroup(alone) if os.environ.get(LISTEN) else alone
@@ -108,6 +101,14 @@ def join(device: str | torch.device | None = None, timeout_s: float = 60.0, *, s
     return group
 
 
+def check_timeout(timeout_s: float) -> None:
+    """Raise InputError unless `timeout_s` can be a time limit."""
+    if not 0 < timeout_s <= MAX_TIMEOUT_S:
+        raise InputError(
+            f"timeout_s={timeout_s}: a time limit is a number of seconds above 0, at most {MAX_TIMEOUT_S:g}, such as 60"
+        )
+
+
 def own_device(name: str | torch.device | None, local: int) -> torch.device:
     """Return this process's device, with its memory limited as the launcher says.
 
@@ -120,40 +121,8 @@ def own_device(name: str | torch.device | None, local: int) -> torch.device:
     return device
 
 
-def coming_alone(doors: str, torch_device: torch.device, timeout_s: float) -> Group:
-    """A group of one, of a process that comes into the training of a script; it goes on alone until that lets it in.
-
-    Args:
-        doors: HOST:PORT where its devices answer; several with commas.
-
-    Raises:
-        InputError, MismatchError: there is no such training, or it was started by another version.
-    """
-    from convoy.comm.newcomer import Entrance  # which stand upon this file
-
-    places = [text.rpartition(":") for text in doors.split(",")]
-    first = places[0]
-    env = ProcessEnv(0, 2, 0, None, first[0].strip("[]"), int(first[2]), hosted=False, attempt=0)
-    entrance = Entrance([(host.strip("[]"), int(port)) for host, _, port in places], credentials_of(env))
-    told = entrance.hello(HELLO_S)
-    if told["version"] != __version__:
-        raise MismatchError(
-            f"the job runs Convoy {told['version']}, this is {__version__}: install the same version on every machine"
-        )
-    if "script" not in told:
-        raise InputError("the job there is a `convoy train`: `convoy join` comes into it, without a script")
-    roster.enter(str(told["job"]), 0, str(torch_device))
-    group = ChangingGroup(AloneGroup(torch_device, timeout_s))
-    group.entrance = entrance
-    group.is_of_this_process()
-    return group
-
-
 GREETING_S = 10.0
 """How long a device may take to answer another one for the first time."""
-
-HELLO_S = 10.0
-"""How long a training may take to answer who asks to join: it may be just beginning."""
 
 
 def _bytes_of(limit: str) -> float:

@@ -245,7 +245,7 @@ class Distributed(ModuleOfPieces):
         self._programs = ProgramCache(self._in_use, self._executors, self._noting)
 
     def enter(self, plan: Plan) -> None:
-        """Go on in another generation of the group, by a plan for its devices. It moves nothing: `StateKeeper.restore` does.
+        """Go on in another generation of the group, by a plan for its devices. It moves nothing: `SnapshotStore.restore` does.
 
         What a step that broke off has left is forgotten.
 

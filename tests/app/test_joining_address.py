@@ -8,8 +8,8 @@ from convoy.app.joining_address import listening
 from convoy.comm.environment import LISTENER
 from convoy.comm.processes import JoinedGroup
 from convoy.config.settings import Settings
+from convoy.elastic.regroup import door_address
 from convoy.errors import InputError
-from convoy.train.welcome import door_address
 
 
 def group(device: int, address: str) -> JoinedGroup:
@@ -35,7 +35,7 @@ def test_devices_of_several_machines_answer_where_they_speak() -> None:
     assert door_address("192.168.1.5", "192.168.1.5", first=True) == "192.168.1.5"
     assert door_address("192.168.1.5", "192.168.1.6", first=False) == "192.168.1.6"
     with pytest.raises(
-        InputError, match=r"--listen 10.0.0.5: the devices have met at 192.168.1.5 .* --listen 192.168.1.5"
+        InputError, match=r"--listen 10.0.0.5: the devices communicate at 192.168.1.5 .* --listen 192.168.1.5"
     ):
         door_address("10.0.0.5", "192.168.1.5", first=True)
 

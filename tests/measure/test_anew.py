@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from convoy.api import distribute, loader
+from convoy.elastic.members import Members
 from convoy.measure.anew import Replanner
 from convoy.model.tracing import trace
 from convoy.plan.lower import lower
@@ -17,7 +18,6 @@ from convoy.planner.request import PlanRequest
 from convoy.simulate.regrouped import seconds_of_layers
 from convoy.train.controller import Rebalancer
 from convoy.train.loop import Training, fit
-from convoy.train.members import Members
 from convoy.train.rebalance import Balancer, observe, slower
 from lab.chaos import TIGHT, Case, make_data, make_net
 from tests.support.described_fleets import measured_fleet

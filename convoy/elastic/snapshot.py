@@ -1,14 +1,18 @@
-"""Keeps the state of a model as it was after a step, with copies of a neighbour's pieces; and brings it to other layouts.
+"""Snapshots: the state of a training after a step, with copies of a neighbour's shards, and its way to other layouts.
 
-What a device keeps lies in one buffer per dtype. First come the tensors that nobody else has: they go to the next device as
-they lie there, while the next step computes.
+A device's snapshot lies in one buffer per dtype. The tensors that no other device has come first, so that they are sent to the
+next device as they lie there, while the next step computes.
 """
 
+import copy
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +20,16 @@ from torch.optim.optimizer import Optimizer
 
 from convoy.comm.agreement import gather
 from convoy.comm.group import Message, Pending
+from convoy.elastic.transfers import Transfer, newest_whole, transfers
 from convoy.layout.layout import Box, Shape, box, entries, local_shape, single, whole
-from convoy.membership.pieces import Transfer, newest_whole, transfers
 from convoy.runtime.module import Distributed
-from convoy.runtime.optimizer import described
+from convoy.runtime.optimizer import described, number_of
 
 Name = tuple[str, str]
-"""Key of a parameter or buffer, and "" for itself, or "0/momentum_buffer" for what the first optimizer remembers of it."""
+"""The key of a parameter or buffer, and "" for itself, or "0/momentum_buffer" for a state of the first optimizer."""
 
 Rows = Mapping[str, Mapping[str, Any]]
-"""By "0/key": what the first optimizer remembers of a parameter, as `described` says it."""
+"""Optimizer state, as `described` gives it, by "0/key" for the first optimizer."""
 
 NUMBERS: Name = ("", "numbers")
 
@@ -44,7 +48,7 @@ class Entry:
 
 
 class Buffers:
-    """Tensors that lie in one buffer for each dtype, in their order."""
+    """Tensors in one buffer per dtype, in their order."""
 
     def __init__(self, tensors: Sequence[Entry], device: torch.device) -> None:
         self.entries = tuple(tensors)
@@ -57,7 +61,7 @@ class Buffers:
             self.views |= {e.name: part.view(e.shape) for e, part in zip(rows, parts, strict=True)}
 
     def first(self, tensors: Iterable[Entry]) -> list[Tensor]:
-        """The parts of the flat buffers that the first of the tensors take, in a fixed order of dtypes."""
+        """Return the parts of the buffers that the first tensors take, in a fixed order of dtypes."""
         counts: dict[torch.dtype, int] = {}
         for entry in tensors:
             counts[entry.dtype] = counts.get(entry.dtype, 0) + entry.count
@@ -65,14 +69,14 @@ class Buffers:
 
 
 @dataclass(slots=True)
-class Kept:
-    """The state after a step, as far as it is here.
+class Snapshot:
+    """The state after a step, as far as this device has it.
 
     Attributes:
-        boxes, spare_boxes: which part of each parameter or buffer this device's own pieces and the neighbour's are.
-        rows, spare_rows: what optimizers remember of them, numbers included.
-        others: what is the same on every device.
-        complete: whether the neighbour's pieces have arrived.
+        boxes, spare_boxes: the part of each parameter or buffer in this device's own shards and in the neighbour's.
+        rows, spare_rows: the optimizer state of them, numbers included.
+        others: the state that is the same on every device.
+        complete: whether the neighbour's shards have arrived.
     """
 
     step: int
@@ -86,37 +90,37 @@ class Kept:
     complete: bool = False
 
     def parts(self, key: str) -> Iterable[tuple[Box, Buffers]]:
-        """What is held of a tensor."""
+        """Yield the parts of a tensor."""
         if key in self.boxes:
             yield self.boxes[key], self.own
         if self.complete and key in self.spare_boxes:
             yield self.spare_boxes[key], self.spare
 
     def told(self) -> dict[str, Any]:
-        """What is held, as JSON."""
+        """Return the snapshot's metadata as JSON."""
         boxes = {key: [box for box, _ in self.parts(key)] for key in {**self.boxes, **self.spare_boxes}}
         rows = {**(self.spare_rows if self.complete else {}), **self.rows}
         return {"step": self.step, "boxes": {k: v for k, v in boxes.items() if v}, "rows": rows}
 
 
-class StateKeeper:
-    """Keeps the state of a model and its optimizers after some of its steps: the last two that were kept.
+class SnapshotStore:
+    """The last two snapshots of a model and its optimizers.
 
     Args:
-        spares: pieces that only one device has are copied to the next one.
+        spares: copy shards that only one device has to the next one.
     """
 
     def __init__(self, model: Distributed, optimizers: Sequence[Optimizer], *, spares: bool = True) -> None:
         self.model, self.optimizers, self.spares = model, tuple(optimizers), spares
-        self.kept: list[Kept] = []
+        self.kept: list[Snapshot] = []
         self._table: Rows = {}  # what optimizers remember, of all parameters, without numbers
         self._signature = ""
         self._travels: Pending | None = None
 
-    # --- keeping -------------------------------------------------------------------------------------------------------
+    # --- taking -------------------------------------------------------------------------------------------------------
 
     def arrived(self) -> None:
-        """Wait until the neighbour's pieces of the last state kept are here.
+        """Wait until the neighbour's shards of the last snapshot are here.
 
         Raises:
             DeviceLostError: a device was lost.
@@ -131,21 +135,21 @@ class StateKeeper:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the optimizers here remember other things than when the devices last told each other."""
+        """Whether the optimizer state has other forms than when the devices last exchanged them."""
         return json.dumps(_forms(self._rows()), sort_keys=True) != self._signature
 
-    def tell_forms(self) -> None:
-        """Tell each other what the optimizers remember. Every device calls it."""
+    def share_forms(self) -> None:
+        """Exchange the forms of the optimizer state. Every device calls it."""
         rows = _forms(self._rows())
         tables = gather(self.model.group, "what optimizers remember", rows)
         self._table = {key: row for table in reversed(tables) for key, row in table.items()}
         self._signature = json.dumps(rows, sort_keys=True)
 
     @torch.no_grad()
-    def keep(self, step: int, others: Any) -> None:
-        """Keep the present state as that after a step, in place of the older one. The copies for the neighbour begin to travel.
+    def take(self, step: int, others: Any) -> None:
+        """Take a snapshot after a step, in place of the older one, and start to send the copies for the neighbour.
 
-        All devices must have kept the one before (see `arrived`), and have done the same steps.
+        All devices must have the snapshot before (see `arrived`), and have done the same steps.
         """
         group = self.model.group
         rows, before = self._rows(), (group.device - 1) % group.devices
@@ -160,7 +164,7 @@ class StateKeeper:
             torch._foreach_copy_([own.views[name] for name in tensors], list(tensors.values()))
         if NUMBERS in own.views:
             own.views[NUMBERS].copy_(torch.tensor(_numbers(rows, self._sent_keys(group.device)), dtype=torch.float64))
-        kept = Kept(step, own, spare, self._boxes(group.device), rows=rows, others=others)
+        kept = Snapshot(step, own, spare, self._boxes(group.device), rows=rows, others=others)
         if received:
             keys = self._sent_keys(before)
             kept.spare_boxes = {k: b for k, b in self._boxes(before).items() if k in keys}
@@ -179,11 +183,11 @@ class StateKeeper:
         return found
 
     def _sent_keys(self, device: int) -> list[str]:
-        """What a device has alone, in a fixed order."""
+        """Return the keys of what only this device has, in a fixed order."""
         return sorted(key for key in self._boxes(device) if self.spares and single(self.model.layouts[key]))
 
     def _entries(self, device: int, rows: Rows) -> tuple[list[Entry], list[Entry]]:
-        """The tensors of a device, those first that only it has; the numbers of the first follow them."""
+        """Return the tensors that only a device has, followed by their numbers; and its other tensors."""
         sent = self._sent_keys(device)
         stays = [key for key in self._boxes(device) if key not in set(sent)]
         first = [entry for key in sent for entry in self._entries_of(key, device, rows)]
@@ -209,7 +213,7 @@ class StateKeeper:
         return found
 
     def _rows(self) -> dict[str, dict[str, Any]]:
-        """What the optimizers remember here."""
+        """Return the optimizer state of this device, described."""
         found = {}
         for key, parameter in self._parameters():
             for i, optimizer in enumerate(self.optimizers):
@@ -223,11 +227,11 @@ class StateKeeper:
             if not known.buffer:
                 yield key, self.model.module.get_parameter(key)
 
-    # --- going back ----------------------------------------------------------------------------------------------------
+    # --- restoring ----------------------------------------------------------------------------------------------------
 
-    def tell_kept(self) -> tuple[int | None, list[dict[str, Any]]]:
-        """Which step all together have the whole state of, the last such one; and what each device has of it, "has" where it
-        kept that step at all: a newcomer did not. Every device calls it, in a group that has just met."""
+    def gather_held(self) -> tuple[int | None, list[dict[str, Any]]]:
+        """Return the last step whose state the devices have completely; and what each device has of it, "has" where it has a
+        snapshot of that step at all (a joining device has none). Every device calls it, in a new group."""
         self._travels = None
         told = gather(self.model.group, "what is kept", [kept.told() for kept in self.kept])
         kept = [{row["step"]: _boxes_of(rows, row["step"]) for row in rows} for rows in told]
@@ -243,10 +247,10 @@ class StateKeeper:
 
     @torch.no_grad()
     def restore(self, step: int, told: Sequence[Mapping[str, Any]]) -> Any:
-        """Bring the state after a step to where the present plan of the model wants it; what was kept with it, of `others`.
+        """Move the state after a step to the layouts of the model's present plan. Return this device's `others`.
 
         Args:
-            told: what each device has, as `tell_kept` gives it.
+            told: from `gather_held`.
         """
         group = self.model.group
         rows: dict[str, Any] = {}
@@ -268,7 +272,7 @@ class StateKeeper:
 
     @torch.no_grad()
     def forget(self) -> None:
-        """Make room for a state that comes from elsewhere, in the layouts of the present plan; nothing else stays."""
+        """Drop all state, and allocate the layouts of the present plan for a state that comes from a checkpoint."""
         here = self._boxes(self.model.group.device)
         made = {key: self._fresh(self._entries_of(key, self.model.group.device, {})[0]) for key in here}
         for key in self.model.parameters_by_key:
@@ -319,7 +323,7 @@ class StateKeeper:
         raise AssertionError(f"{name} {wanted} was said to be here")
 
     def _settle(self, key: str, piece: Tensor | None) -> None:
-        """Take what has come; where this device holds nothing of a tensor, an empty piece."""
+        """Install a received shard; an empty one where this device holds nothing of a tensor."""
         weights = self.model.weights
         if piece is None:
             piece = weights.held(key).new_empty(weights.own_shape(key))
@@ -338,15 +342,6 @@ class StateKeeper:
                 }
 
 
-def number_of(row: Mapping[str, Any], parameter: Tensor) -> Any:
-    """What an optimizer remembers beside tensors of a parameter's shape, as `described` told it."""
-    if row["kind"] == "plain":
-        return row["value"]
-    # Some optimizers count on the CPU, whatever device the parameter is on.
-    device = parameter.device if row["near"] else torch.device("cpu")
-    return torch.tensor(row["value"], dtype=getattr(torch, row["dtype"]), device=device)
-
-
 def _boxes_of(mine: Iterable[Mapping[str, Any]], step: int) -> dict[str, list[Box]]:
     found: dict[str, list[Box]] = {}
     for row in mine:
@@ -356,7 +351,7 @@ def _boxes_of(mine: Iterable[Mapping[str, Any]], step: int) -> dict[str, list[Bo
 
 
 def _part(tensor: Tensor, held: Box, wanted: Box) -> Tensor:
-    """A part of a tensor that is the box `held` of a whole one."""
+    """Return the box `wanted` of a tensor that is the box `held` of a whole one."""
     for axis, ((start, _), (lo, hi)) in enumerate(zip(held, wanted, strict=True)):
         tensor = tensor.narrow(axis, lo - start, hi - lo)
     return tensor
@@ -371,7 +366,7 @@ def _is_number(row: Mapping[str, Any]) -> bool:
 
 
 def _forms(rows: Rows) -> dict[str, Any]:
-    """What is remembered, without the numbers, which travel with the tensors."""
+    """Return optimizer state without its numbers, which are sent with the tensors."""
     return {
         key: {n: {k: v for k, v in row.items() if k != "value"} if _is_number(row) else row for n, row in each.items()}
         for key, each in rows.items()
@@ -379,7 +374,7 @@ def _forms(rows: Rows) -> dict[str, Any]:
 
 
 def _numbers(rows: Rows, keys: Sequence[str]) -> list[float]:
-    """The numbers that are remembered of some parameters, in a fixed order."""
+    """Return the numbers in the optimizer state of some parameters, in a fixed order."""
     named = [each for each in sorted(rows) if each.partition("/")[2] in set(keys)]
     return [float(rows[k][n].get("value", 0.0)) for k in named for n in sorted(rows[k]) if _is_number(rows[k][n])]
 
@@ -393,3 +388,93 @@ def _with_numbers(rows: Rows, numbers: Tensor | None) -> Rows:
         }
         for key in sorted(rows)
     }
+
+
+class Stateful(Protocol):
+    """A schedule, a scaler: whatever has a state beside the model."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+def take(
+    place: Any, optimizers: Sequence[Optimizer], others: Sequence[Stateful], device: torch.device
+) -> dict[str, Any]:
+    """Return the state beside the model: place in the data, optimizer settings, schedules, scaler, random numbers."""
+    settings = [
+        [{k: copy.copy(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        for optimizer in optimizers
+    ]
+    return {
+        "place": place, "settings": settings, "others": [copy.deepcopy(each.state_dict()) for each in others],
+        "random": torch.get_rng_state(),
+        "there": None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device),
+    }  # fmt: skip
+
+
+def restore(
+    kept: dict[str, Any],
+    optimizers: Sequence[Optimizer],
+    others: Sequence[Stateful],
+    device: torch.device,
+    random: Tensor | None,
+) -> Any:
+    """Restore what `take` returned. Return the place in the data.
+
+    Args:
+        random: torch's random state, where it is not the one that was taken.
+    """
+    for optimizer, rows in zip(optimizers, kept["settings"], strict=True):
+        for group, settings in zip(optimizer.param_groups, rows, strict=True):
+            group.update(settings)
+    for each, state in zip(others, kept["others"], strict=True):
+        each.load_state_dict(copy.deepcopy(state))
+    torch.set_rng_state(kept["random"] if random is None else random)
+    if kept["there"] is not None:
+        torch.get_device_module(device).set_rng_state(kept["there"], device)
+    return kept["place"]
+
+
+MOST_PART = 0.02
+"""The part of the time that snapshots may take."""
+
+TIMED = 5
+"""Snapshots that are timed before the interval is chosen. The first takes longer, since its memory is new."""
+
+
+class SnapshotInterval:
+    """One device's choice of the number of steps between two snapshots, by measured times.
+
+    Attributes:
+        wish: that number; None while too few are timed.
+    """
+
+    def __init__(self) -> None:
+        self.wish: int | None = None
+        self._kept_s: list[float] = []
+        self._steps_s: list[float] = []
+        self._since_s: float | None = None
+
+    @contextmanager
+    def keeping(self) -> Iterator[None]:
+        """Time a snapshot on this device, without waiting for others."""
+        begin_s = time.perf_counter()
+        yield
+        self._kept_s.append(time.perf_counter() - begin_s)
+
+    def begins(self) -> None:
+        """Note that a step begins."""
+        self._since_s = time.perf_counter()
+
+    def ended(self) -> None:
+        """Note that a step has ended, before its snapshot."""
+        if self._since_s is not None and self.wish is None:
+            self._steps_s.append(time.perf_counter() - self._since_s)
+            if len(self._steps_s) >= TIMED and len(self._kept_s) >= TIMED:
+                self.wish = interval_of(statistics.median(self._kept_s), statistics.median(self._steps_s))
+
+
+def interval_of(kept_s: float, step_s: float) -> int:
+    """Return the steps of which one snapshot takes at most `MOST_PART` of the time."""
+    return max(1, math.ceil(kept_s / (MOST_PART * step_s))) if step_s else 1

@@ -5,8 +5,8 @@ import pytest
 from convoy.comm.group import Group
 from convoy.runtime import compiled
 from convoy.runtime.compiled import Compiler
+from tests.elastic.test_losses_with import Extras, compare
 from tests.support.compiler import compiler_imported  # noqa: F401 - a fixture
-from tests.train.test_losses_with import Extras, compare
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 

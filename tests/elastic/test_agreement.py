@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from convoy.membership.agreement import (
+from convoy.elastic.agreement import (
     Ask,
     Asked,
     Called,

@@ -11,12 +11,12 @@ from convoy.runtime import compiled
 from convoy.runtime.compiled import Compiler
 from convoy.runtime.module import Distributed
 from lab.chaos import Case
+from tests.elastic.test_joins_with import PLAIN, Equipped
+from tests.elastic.test_newcomers import EXAMPLE, alone, check, newcomer, started
 from tests.support.compiler import compiler_imported  # noqa: F401 - a fixture
-from tests.train.test_joins_with import PLAIN, Equipped
-from tests.train.test_newcomers import EXAMPLE, alone, check, newcomer, started
 
 pytestmark = [
-    pytest.mark.slow,  # tests/train/test_losses_compiled.py has the quick one
+    pytest.mark.slow,  # tests/elastic/test_losses_compiled.py has the quick one
     pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]
 
@@ -40,7 +40,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Compiler]:
         made.append(Compiler(group))
         return made[-1]
 
-    monkeypatch.setattr("tests.train.test_newcomers.TIMEOUT_S", 100.0)  # one device compiles at a time
+    monkeypatch.setattr("tests.elastic.test_newcomers.TIMEOUT_S", 100.0)  # one device compiles at a time
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
     monkeypatch.setattr(compiled, "FASTER", float("inf"))
     monkeypatch.setattr("convoy.runtime.module.Compiler", compiler)

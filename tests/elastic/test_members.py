@@ -16,9 +16,9 @@ import torch
 
 from convoy.api import distribute, is_first, loader, make_plan
 from convoy.comm.group import Group
+from convoy.elastic.members import Attempt, Members
 from convoy.runlog.reader import read_log
 from convoy.train.loop import accuracy
-from convoy.train.members import Attempt, Members
 from lab.chaos import (
     TIGHT,
     Blow,
@@ -48,7 +48,7 @@ def outcome(case: Case, folder: Path) -> Outcome:
         losses, state = alone(case)
     finally:
         torch.set_num_threads(threads)
-    results = on_processes(case.devices, "tests.train.test_members:train", asdict(case), str(folder))
+    results = on_processes(case.devices, "tests.elastic.test_members:train", asdict(case), str(folder))
     assert len(results) == case.devices
     return compared(case, folder, losses, state, [])
 
@@ -185,8 +185,8 @@ def own_loop(
 def test_a_loop_of_ones_own_repeats_the_step_with_the_same_batch(
     plan: str, victims: dict[str, list[int]], tmp_path: Path
 ) -> None:
-    alone = on_processes(1, "tests.train.test_members:own_loop", plan, {})[0]
-    results = on_processes(3, "tests.train.test_members:own_loop", plan, victims, str(tmp_path))
+    alone = on_processes(1, "tests.elastic.test_members:own_loop", plan, {})[0]
+    results = on_processes(3, "tests.elastic.test_members:own_loop", plan, victims, str(tmp_path))
     left = [row for device, row in enumerate(results) if str(device) not in victims]
     assert left
     assert all(results[int(device)] is None for device in victims), "who was to be killed was not"
@@ -204,8 +204,8 @@ def test_a_device_that_is_lost_in_a_test_before_the_first_step_ends_nothing(
 ) -> None:
     """The state was kept for the first time as the first epoch began: until then a loss ended the job, and all were told to
     resume from a checkpoint that was never made."""
-    alone = on_processes(1, "tests.train.test_members:own_loop", plan, {}, "", True)[0]
-    results = on_processes(3, "tests.train.test_members:own_loop", plan, {"1": [0, call]}, str(tmp_path), True)
+    alone = on_processes(1, "tests.elastic.test_members:own_loop", plan, {}, "", True)[0]
+    results = on_processes(3, "tests.elastic.test_members:own_loop", plan, {"1": [0, call]}, str(tmp_path), True)
     assert results[1] is None, "who was to be killed was not"
     for row in results[::2]:
         assert row["tests"] == alone["tests"]
@@ -214,7 +214,7 @@ def test_a_device_that_is_lost_in_a_test_before_the_first_step_ends_nothing(
 
 def test_pieces_that_are_lost_before_they_were_copied_end_the_job_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"with device 1 went pieces .* no step was done yet, start it again"):
-        on_processes(3, "tests.train.test_members:own_loop", "model", {"1": [0, 1]}, str(tmp_path))
+        on_processes(3, "tests.elastic.test_members:own_loop", "model", {"1": [0, 1]}, str(tmp_path))
 
 
 @pytest.mark.parametrize("kind", most_slow(1, ["term", "stop"]))

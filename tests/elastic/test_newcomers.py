@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from convoy.api import distribute, loader, make_plan
 from convoy.app.joining_address import doors_text, read_door, told_doors
@@ -23,20 +24,20 @@ from convoy.comm.channel import Credentials, Words
 from convoy.comm.environment import ProcessEnv, listen_at
 from convoy.comm.group import AloneGroup, Group
 from convoy.comm.job_key import make_key
-from convoy.comm.newcomer import Entrance
 from convoy.comm.processes import meet
-from convoy.comm.regroup import Home, Membership
 from convoy.comm.rendezvous import credentials_of, forget_store, keep_store
+from convoy.elastic.admission import Judge, ScriptAdmission, Verdict, facts_of
+from convoy.elastic.entrance import Entrance
+from convoy.elastic.members import LeftError, Members, StoppedError
+from convoy.elastic.regroup import Home, Membership
 from convoy.errors import ConvoyError, InputError
 from convoy.runlog.reader import read_log
 from convoy.runtime.module import Distributed
+from convoy.train.adopt import AdoptedLoader
 from convoy.train.controller import Rebalancer
 from convoy.train.loader import Loader
 from convoy.train.loop import Training, accuracy, fit
-from convoy.train.members import LeftError, Members, StoppedError
-from convoy.train.newcomers import Judge, Verdict
 from convoy.train.observer import Observer, StepResult
-from convoy.train.welcome import Welcome, facts_of
 from lab.chaos import TIGHT, Case, build, make_data, make_net, whole_state
 from tests.support.torch_seed import torch_seed
 
@@ -121,7 +122,7 @@ class Job:
         told = self.told.setdefault(name, [])
         members = Members(
             part, training.optimizer, others=others, every=self.case.every, tell=told.append,
-            newcomers=self.judge(), entrance=entrance, home=home,
+            admission=self.judge(), entrance=entrance, home=home,
         )  # fmt: skip
         job = self
 
@@ -310,7 +311,7 @@ def test_a_newcomer_that_does_not_come_to_the_meeting_harms_nobody() -> None:
         entrance.hello(5.0)
         words = {"do": "ask", "mark": "a mark", "door": ["127.0.0.1", 9], "facts": {}}
         until_s = time.monotonic() + TIMEOUT_S
-        while "call" not in entrance._say(job.door, words):
+        while "call" not in entrance._request(job.door, words):
             assert time.monotonic() < until_s
             time.sleep(0.01)
         job.expected.clear()
@@ -363,7 +364,7 @@ def test_who_waits_learns_the_doors_of_those_that_come_and_goes_on_asking_there(
     job = Job(Case(8, 1, "data", "sgd", epochs=3), ["slow", "first"], lambda: Everybody(spare))
     job.strikes[("0", 2)] = lambda members: job.wait(lambda: members._judge.wanted() or job.told.get("slow"))
     job.expected = dict.fromkeys(range(3, 9), "first") | dict.fromkeys(range(14, 22), "slow")
-    job.strikes[("0", 11)] = lambda _: job.wait(lambda: len(job.entrances["slow"]._state.doors) == 2)
+    job.strikes[("0", 11)] = lambda _: job.wait(lambda: len(job.entrances["slow"].doors.known) == 2)
     job.strikes[("0", 12)] = lambda members: members.leave()
     with started(job, 1) as threads:
         newcomer(job, "slow", threads)
@@ -375,7 +376,7 @@ def test_who_waits_learns_the_doors_of_those_that_come_and_goes_on_asking_there(
         found, held = job.results[name]
         assert found == pytest.approx(losses[-len(found) :], rel=TIGHT)
         assert all(float((held[key] - state[key]).abs().max()) < TIGHT for key in state)
-    assert len(job.entrances["slow"]._state.doors) == 2
+    assert len(job.entrances["slow"].doors.known) == 2
 
 
 def test_a_device_that_is_out_sends_nobody_away() -> None:
@@ -389,7 +390,7 @@ def test_a_device_that_is_out_sends_nobody_away() -> None:
         doors = [each.doors[0] for each in memberships]
         entrance = Entrance(doors, credentials_of(ALONE))
         assert entrance.hello(5.0) == {"case": "this one"}
-        assert entrance._state.doors == (doors[1], doors[0])
+        assert entrance.doors.known == (doors[1], doors[0])
         entrance._leave()
     finally:
         for each in memberships:
@@ -425,17 +426,17 @@ class OwnLoop(Job):
         part = self.built[name] if name in self.built else self.build(group, copy.deepcopy(self.net))
         optimizer = torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        has_loader: Callable[[], bool] = lambda: members._between.loader is not None  # noqa: E731
+        has_epochs: Callable[[], bool] = lambda: members._epoch is not None  # noqa: E731
         members = Members(
             part, optimizer, others=[schedule], tell=self.told.setdefault(name, []).append, entrance=entrance, home=home,
-            newcomers=Welcome(part, None, has_loader),
+            admission=ScriptAdmission(part, None, has_epochs),
         )  # fmt: skip
         if members.membership is not None:
             self.members[name] = members.membership
         train, test = self.loaders(part)
         losses: dict[int, float] = {}
         tests: list[float] = []
-        for _ in range(self.case.epochs):
+        for _ in members.epochs(self.case.epochs):
             part.train()
             for x, y in train:
                 with members.step() as attempt:
@@ -496,11 +497,11 @@ def own_loop_alone(job: OwnLoop) -> tuple[dict[int, float], list[float], dict[st
 @pytest.mark.parametrize(
     ("plan", "devices", "first"),
     [("data", 1, 8), *(pytest.param(*row, marks=pytest.mark.slow) for row in (("model", 2, 6), ("hybrid", 2, 11)))],
-)  # step 6 ends an epoch, step 8 is followed by a test within one
+)  # step 6 ends an epoch, step 8 is followed by a test within one; devices join before steps 7, 13, 19
 def test_a_loop_of_ones_own_takes_devices_in(plan: str, devices: int, first: int) -> None:
     job = OwnLoop(Case(12, devices, plan, "sgd", epochs=5), ["first", "second"])
     length = len(job.loaders(None)[0])
-    job.expected = {**dict.fromkeys(range(first - 1, 18), "first"), **dict.fromkeys(range(18, 29), "second")}
+    job.expected = {**dict.fromkeys(range(first - 1, 13), "first"), **dict.fromkeys(range(13, 19), "second")}
     with started(job, devices) as threads:
         job.come("first", threads)
         job.wait(lambda: "first" in job.steps)
@@ -512,11 +513,52 @@ def test_a_loop_of_ones_own_takes_devices_in(plan: str, devices: int, first: int
     for name, (found, tested, held) in job.rows.items():
         assert list(found) == list(range(min(found), 5 * length + 1)), "every step from the first on, once"
         assert found == pytest.approx({step: losses[step] for step in found}, rel=TIGHT)
-        assert tested == pytest.approx(tests, rel=TIGHT), f"{name} has what the tests before it came gave the others"
+        assert tested == pytest.approx(tests[-len(tested) :], rel=TIGHT)
+        assert min(found) == 1 + length * (5 - len(tested)), f"{name} joined at the start of an epoch"
         for key, tensor in state.items():
             assert float((held[key] - tensor).abs().max()) < TIGHT * max(1.0, float(tensor.abs().max())), key
     assert min(job.rows["0"][0]) == 1
     assert 1 < min(job.rows["first"][0]) < min(job.rows["second"][0])
+
+
+@dataclass
+class OwnDataLoader(OwnLoop):
+    """Its batches come from a DataLoader with a generator of its own."""
+
+    def loaders(self, part: Distributed | None) -> tuple[Any, Any]:
+        generator = torch.Generator().manual_seed(3)
+        source = DataLoader(make_data(self.case), self.case.batch, shuffle=True, generator=generator)
+        return AdoptedLoader(source, part, parts=True), super().loaders(part)[1]
+
+
+def test_a_joined_device_continues_the_order_of_a_generator_when_the_others_leave() -> None:
+    job = OwnDataLoader(Case(14, 1, "data", "sgd", epochs=5), ["first"])
+    job.expected = dict.fromkeys(range(2, 13), "first")
+    job.strikes[("0", 15)] = lambda members: members.leave()
+    with started(job, 1) as threads:
+        job.come("first", threads)
+    assert [type(error) for error in job.errors] == [LeftError]
+    losses, _, state = own_loop_alone(job)
+    found, _, held = job.rows["first"]
+    assert max(found) == len(losses)
+    assert found == pytest.approx({step: losses[step] for step in found}, rel=TIGHT)
+    assert all(float((held[key] - state[key]).abs().max()) < TIGHT for key in state)
+
+
+def test_a_script_without_epochs_refuses_joining_devices() -> None:
+    part = OwnLoop(Case(13, 1, "data", "sgd", epochs=2), ["first"]).built["first"]
+    verdict, reason = ScriptAdmission(part, None, lambda: False).judge(facts_of(part), (0,), 1)
+    assert verdict == "refused"
+    assert "members.epochs" in reason
+
+
+def test_a_joining_device_trains_within_epochs_only() -> None:
+    part = OwnLoop(Case(13, 1, "data", "sgd", epochs=2), ["first"]).built["first"]
+    entrance = Entrance([("127.0.0.1", 9)], credentials_of(ALONE)), facts_of(part)
+    members = Members(part, torch.optim.SGD(part.parameters(), lr=0.1), entrance=entrance)
+    assert members.repeated(lambda: 1) is None, "the others did it before this device came"
+    with pytest.raises(InputError, match=r"members\.epochs"), members.step():
+        pass
 
 
 def test_a_newcomer_with_another_model_is_refused_by_a_loop_of_ones_own() -> None:
@@ -540,7 +582,7 @@ def test_a_newcomer_with_another_model_is_refused_by_a_loop_of_ones_own() -> Non
 
 @pytest.mark.parametrize(
     ("door", "says"),
-    [(("127.0.0.1", 9), "no job that can be joined answers at 127.0.0.1:9"), (None, "this training takes nobody in")],
+    [(("127.0.0.1", 9), "no job that can be joined answers at 127.0.0.1:9"), (None, "this training admits nobody")],
 )
 def test_who_asks_at_the_wrong_door_is_told_so(door: tuple[str, int] | None, says: str) -> None:
     home = Home("127.0.0.1", 0, credentials_of(ALONE), "members of a test")

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 
+from convoy.elastic.transfers import newest_whole, transfers, uncovered, without
 from convoy.layout.layout import Box, Layout, OnOne, Replicated, Split, box, entries, whole
-from convoy.membership.pieces import newest_whole, transfers, uncovered, without
 
 
 def random_box(dice: random.Random, shape: tuple[int, ...]) -> Box:

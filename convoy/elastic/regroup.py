@@ -1,30 +1,31 @@
-"""Carries out what the devices of a job agree on when one of them is lost: they find each other again, and meet anew.
+"""Regroup: the devices that remain after a loss, or have joined, find each other and form the next generation.
 
-Each device has a health server for this that outlives the groups, and asks the next one's several times in a second whether it
-is there. What is decided is in `membership/agreement.py`.
+Each device has a health server that outlives the groups, and checks several times in the allowed silence that the next device
+answers. The decisions are in `elastic/agreement.py`.
 """
 
 import json
+import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import final
 
-from convoy.comm.applicants import Applicant, Applicants
-from convoy.comm.changing import ChangingGroup
+from convoy.comm.changing import ChangingGroup, present
 from convoy.comm.channel import Channel, Credentials, Words
-from convoy.comm.environment import ProcessEnv, listen_at
+from convoy.comm.environment import LISTEN, ProcessEnv, is_loopback, listen_at, read_process_env, resolve
 from convoy.comm.failure import HealthServer, NoAnswer
 from convoy.comm.group import AloneGroup, Group
 from convoy.comm.listener import Listener
 from convoy.comm.processes import JoinedGroup, meet
-from convoy.comm.rendezvous import forget_store, keep_store
-from convoy.errors import ConvoyError, DeviceLostError, InputError
-from convoy.membership.agreement import (
+from convoy.comm.rendezvous import credentials_of, forget_store, keep_store
+from convoy.elastic.admission import Applicant, Applicants
+from convoy.elastic.agreement import (
     Ask,
     Asked,
     Called,
@@ -47,40 +48,41 @@ from convoy.membership.agreement import (
     instruction,
     observe,
 )
+from convoy.errors import ConvoyError, DeviceLostError, InputError
 
 SILENT_PART, LEAST_SILENCE_S = 1 / 20, 2.0
 """A device that does not answer for this part of the group's time limit counts as lost: 3 s of 60 s. On a busy machine a live
-one may take a second."""
+device may take a second."""
 
 FIRST_PART, SECOND_PART = 1 / 2, 1 / 3
-"""Of the silence that is allowed, for a question and for the same once more. It is asked every sixth."""
+"""Parts of the allowed silence for a question and for its repetition. The rest passes between two questions."""
 
 MEETINGS = 5
-"""So many time limits long devices try to meet, whatever happens meanwhile."""
+"""Time limits for which devices try to meet, whatever happens."""
 
 POLL_S = 0.02
-"""Between two questions to the leader."""
+"""Seconds between two questions to the leader."""
 
 REPORT_S = 0.1
-"""How long the report of a device that leaves because of an error may be on its way."""
+"""Seconds that the report of a device that leaves because of an error may take."""
 
 Address = tuple[str, int]
 
 
 class UnnamedLossError(DeviceLostError):
-    """Another device says that one was lost; which one, shows when all meet."""
+    """Another device reports a loss; which device it was shows in the regroup."""
 
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where a device answers as a member of its job.
+    """The address at which a device answers as a member of its job.
 
     Attributes:
         address, port: where it listens; port 0: a free one.
         credentials: of the job.
         token: of the job's members.
         staged: as for :func:`convoy.comm.processes.join`.
-        wish: the port to take where it is free, else any.
+        wish: the port to take if it is free, else any.
     """
 
     address: str
@@ -92,29 +94,82 @@ class Home:
 
     @classmethod
     def of(cls, group: JoinedGroup, port: int = 0, wish: int = 0, address: str | None = None) -> "Home":
-        """That of a device of this group, at the group's address or another one."""
+        """Return that of a device of this group, at the group's address or another one."""
         return cls(address or group.address, port, group.credentials, f"members of {group.token}", group.staged, wish)
 
     def listener(self) -> socket.socket:
-        """InputError: the port is taken, or the address is none of this machine."""
+        """Listen. InputError: the port is taken, or the address is none of this machine."""
         if self.wish:
             with suppress(InputError):
                 return listen_at(self.address, self.wish)
         return listen_at(self.address, self.port)
 
 
-@final
-class Membership:
-    """This device's part in a job whose devices change. Every device of a group makes one at the same time.
+def listens() -> bool:
+    return bool(os.environ.get(LISTEN))
+
+
+def home_here(group: Group) -> Home | None:
+    """Return where this device of a script answers join requests; see :func:`home_at`."""
+    if not listens():
+        return None
+    host, _, port = os.environ[LISTEN].rpartition(":")
+    return home_at(host.strip("[]"), int(port), group)
+
+
+def home_at(host: str, port: int, group: Group) -> Home:
+    """Return where a device answers as a member of a job that listens there. The first device of each other host takes the same
+    port, if it is free there.
+
+    Raises:
+        InputError: as `door_address`.
+    """
+    inside = present(group)
+    if isinstance(inside, JoinedGroup):
+        place, is_first = read_process_env(os.environ), group.device == 0
+        first_there = place is not None and place.local == 0 and place.local_devices is not None
+        address = door_address(host, inside.address, is_first)
+        wish = port if first_there and not is_first else 0
+        return Home.of(inside, port if is_first else 0, wish, address)
+    env = ProcessEnv(0, 1, 0, 1, host, port, hosted=False, attempt=0)
+    return Home(host, port, credentials_of(env), f"members of {uuid.uuid4().hex}")
+
+
+def door_address(listen: str, met: str, first: bool) -> str:
+    """Return the address at which a device answers join requests: where it has met the others; or `--listen`, if they met at a
+    loopback address, so that all are on this machine.
 
     Args:
-        home: of a device that is alone, or comes into a job that trains already; None: that of its group.
+        listen: the address of `--listen`.
+        met: at which this device has met the others.
+        first: whether it is device 0, which joining devices ask first.
+
+    Raises:
+        InputError: the devices communicate at another address than the one given to joining devices.
+    """
+    found = [str(target[0]) for _, target in resolve(listen, 0, socket.SOCK_STREAM)]
+    if is_loopback(met):
+        return found[0]
+    if first and met not in found:
+        raise InputError(
+            f"--listen {listen}: the devices communicate at {met} on this machine, joining ones too: give "
+            f"--listen {met} with the same port, or for each host of the fleet file an address in the network of {listen}"
+        )
+    return met
+
+
+@final
+class Membership:
+    """One device's membership in a job whose devices change. Every device of a group makes one at the same time.
+
+    Args:
+        home: of a device that is alone or joins a running job; None: that of its group.
 
     Attributes:
         group: of the present generation.
         silence_s: how long a device may be silent.
-        applicants: those that ask this device to be let in.
-        offer: what such a one is told of the job; None: nobody is let in.
+        applicants: the join requests at this device.
+        offer: how the job describes itself to them; None: nobody is admitted.
     """
 
     def __init__(self, group: ChangingGroup, home: Home | None = None) -> None:
@@ -148,7 +203,7 @@ class Membership:
 
     @property
     def me(self) -> int:
-        """The id of this device, which stays the same."""
+        """The id of this device, which never changes."""
         return self._state.me
 
     @property
@@ -157,7 +212,7 @@ class Membership:
 
     @property
     def doors(self) -> list[Address]:
-        """Where the members of the present generation answer, the first one first."""
+        """The addresses of the present generation's members, in order."""
         return [self._addresses[d] for d in self.generation.members]
 
     @property
@@ -167,11 +222,11 @@ class Membership:
 
     @property
     def is_out(self) -> bool:
-        """Whether this device cannot go on."""
+        """Whether this device cannot continue."""
         return self._state.phase == "out"
 
     def close(self) -> None:
-        """At the end of all work: be no member any more. Every device calls it; the group is left open."""
+        """Leave the membership at the end of all work. Every device calls it; the group stays open."""
         self._closed.set()
         self._beats.join(self.silence_s)
         try:
@@ -183,7 +238,7 @@ class Membership:
             forget_store(*self._store)
 
     def depart(self, error: ConvoyError) -> None:
-        """Leave while the others go on: they are not answered any more."""
+        """Leave while the others continue: stop answering them."""
         self._closed.set()
         self._server.close()
         self.group.close(error)
@@ -240,13 +295,13 @@ class Membership:
         return {"call": _row(generation), "store": self._store, "doors": doors, "parted": sorted(self.parted)}
 
     def _knocked(self, words: Words, _: Channel) -> Words | None:
-        """Somebody asks to be let in."""
+        """Answer a join request."""
         with self._changed:
             state = self._state
             if state.phase == "out":
                 return None  # others of the job may answer
             if self.offer is None:
-                return {"refused": "this training takes nobody in"}
+                return {"refused": "this training admits nobody"}
             if words["do"] == "hello":
                 return {"token": self._server.token, "offer": self.offer, "doors": self.doors}
             if state.leader != self.me:
@@ -299,27 +354,27 @@ class Membership:
 
     @property
     def next_device(self) -> int:
-        """The id of the next newcomer."""
+        """The id of the next joining device."""
         return max(self._addresses) + 1
 
-    def number(self, newcomers: Sequence[Applicant]) -> list[list[object]]:
-        """As the leader: who comes in as which device, for `grant`."""
+    def number(self, joining: Sequence[Applicant]) -> list[list[object]]:
+        """Give ids to joining devices, on the leader. Return rows for `grant`."""
         first = self.next_device
-        for device, each in enumerate(newcomers, first):
+        for device, each in enumerate(joining, first):
             self.applicants.number(each.mark, device)
-        return [[device, *each.door] for device, each in enumerate(newcomers, first)]
+        return [[device, *each.door] for device, each in enumerate(joining, first)]
 
     def grant(self, rows: Sequence[Sequence[object]]) -> None:
-        """Let these in: every device calls it between two steps, and `regroup` then."""
+        """Admit these. Every device calls it between two steps, and `regroup` after it."""
         with self._changed:
             self._addresses |= {int(str(d)): (str(host), int(str(port))) for d, host, port in rows}
             self._observe(Granted(tuple(int(str(row[0])) for row in rows)))
 
     def come(self, device: int, told: Words) -> None:
-        """This newcomer is called as that device: meet the others.
+        """Meet the others, on a joining device, which is called as this device.
 
         Raises:
-            DeviceLostError: they went on without it.
+            DeviceLostError: they continued without it.
         """
         called = _generation(told["call"])
         with self._changed:
@@ -334,10 +389,10 @@ class Membership:
     # --- meeting anew, on the main thread --------------------------------------------------------------------------------
 
     def regroup(self, error: ConvoyError) -> None:
-        """After a step failed: meet those that are left. The group is then theirs.
+        """Meet the devices that remain or join. The group is then theirs.
 
         Raises:
-            DeviceLostError: this device cannot go on; or the others neither come nor end.
+            DeviceLostError: this device cannot continue; or the others neither come nor end.
         """
         present = self.group.present
         if isinstance(present, JoinedGroup):
@@ -386,7 +441,7 @@ class Membership:
                     self._invite(told)
 
     def _invite(self, told: Words) -> None:
-        """Note where the meeting is to which this device is called, and whom it may meet there."""
+        """Note where the meeting is, and the addresses of those that were called."""
         self._store = (str(told["store"][0]), int(told["store"][1]))
         self._addresses |= {int(d): (str(host), int(port)) for d, host, port in told["doors"]}
 
@@ -399,14 +454,14 @@ class Membership:
                     self._observe(Excluded(_generation(told["excluded"])))
 
     def _not_reached(self, generation: Generation) -> frozenset[int]:
-        """Members that do not answer this device, after a meeting with them failed."""
+        """Return the members that do not answer this device, after a meeting failed."""
         others = [d for d in generation.members if d != self.me]
         with ThreadPoolExecutor(max(1, min(8, len(others)))) as threads:
             answers = list(threads.map(lambda d: self._ask(d, "beat"), others))
         return frozenset(d for d, told in zip(others, answers, strict=True) if isinstance(told, NoAnswer))
 
     def _meet(self, generation: Generation, hosts: bool) -> Group | None:
-        """The group of a generation; None where somebody does not come."""
+        """Return the group of a generation; None if a device does not come."""
         index, count = generation.index(self.me), len(generation.members)
         try:
             if count == 1:
@@ -420,7 +475,7 @@ class Membership:
                 assert self._store is not None
                 env = ProcessEnv(index, count, 0, None, *self._store, hosted=False, attempt=0)
                 grows = set(generation.members) - set(self.generation.members)
-                # A newcomer that does not come must not hold up the others for long.
+                # A joining device that does not come must not hold up the others for long.
                 limit_s = self.silence_s if grows else max(5.0, 2 * self.silence_s)
                 met = meet(env, self.group.torch_device, limit_s, self.staged, generation.number, self._credentials)
                 met.timeout_s, met.report_s, met.ids = self.timeout_s, REPORT_S, generation.members
@@ -435,7 +490,7 @@ class Membership:
 
 
 def _now_s() -> float:
-    """Seconds of a clock that goes on while the machine sleeps, where there is one."""
+    """Return seconds of a clock that also runs while the machine sleeps, where there is one."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 

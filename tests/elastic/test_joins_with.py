@@ -13,18 +13,18 @@ import torch
 from torch import nn
 
 from convoy.comm.job_key import write_key_file
+from convoy.elastic.members import LeftError
+from convoy.elastic.recovery import may_leave
 from convoy.emulate import namespaces
 from convoy.emulate.machine import RunName
 from convoy.fleet import Card
 from convoy.runtime.module import Distributed
 from convoy.runtime.precision import GradScaler
 from convoy.train.loop import Training
-from convoy.train.members import LeftError
-from convoy.train.wishes import may_leave
 from lab.chaos import TIGHT, Case
+from tests.elastic.test_newcomers import Job, alone, check, newcomer, started
 from tests.support.poisoned import Poisoned
 from tests.support.programs import needs
-from tests.train.test_newcomers import Job, alone, check, newcomer, started
 
 
 @dataclass

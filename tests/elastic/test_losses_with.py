@@ -9,6 +9,7 @@ from torch import Tensor
 
 import convoy.runtime.module
 from convoy.api import distribute, loader
+from convoy.elastic.members import Members
 from convoy.model.graph import Graph
 from convoy.plan.plan import Plan
 from convoy.plan.presets import Speeds, named_plan
@@ -18,7 +19,6 @@ from convoy.runtime.precision import GradScaler
 from convoy.train.controller import Rebalancer
 from convoy.train.loop import Recipe, Training, fit
 from convoy.train.lr import Schedule, build_schedule
-from convoy.train.members import Members
 from lab.chaos import TIGHT, Case, make_data, make_net, whole_state
 from tests.support.losses import Device, with_losses
 from tests.support.one_device import one_trace

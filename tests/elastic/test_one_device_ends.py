@@ -12,10 +12,10 @@ import convoy
 from convoy.checkpoint import Checkpointer
 from convoy.checkpoint.folder import latest
 from convoy.comm.group import AloneGroup
+from convoy.elastic.recovery import StoppedError
 from convoy.machine.signals import END, LEAVE, LEAVE_TOO, hearing_signals
 from convoy.runtime.module import Distributed
 from convoy.train import Members
-from convoy.train.changed import StoppedError
 from convoy.train.loader import Loader
 from convoy.train.loop import Training, fit
 from convoy.train.observer import Observer, StepResult
