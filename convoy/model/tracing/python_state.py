@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from convoy.errors import InputError
 from convoy.model.tracing.kinds import replaced_by_hand
@@ -404,25 +405,40 @@ def _differ(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
 # --- random numbers --------------------------------------------------------------------------------------------------
 
 
+class _TorchDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether this thread draws from torch's own generator, whose state would tell of the draws of all threads."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.noted = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        own = any(isinstance(each, torch.Generator) for each in (*args, *(kwargs or {}).values()))
+        seeded = torch.Tag.nondeterministic_seeded in func.tags and not own
+        self.noted |= seeded and not (isinstance(made, Tensor) and made.is_meta)
+        return made
+
+
 @contextmanager
 def random_kept() -> Iterator[Callable[[], bool]]:
-    """Give the user's random states (torch's on the CPU, Python's, numpy's) back; yields whether they were drawn from."""
+    """Restore the user's random states (torch's on the CPU, Python's, NumPy's) afterwards; yield whether they were used."""
 
     def states() -> tuple[Any, ...]:
         arrays: Any = np.random.get_state()
-        return random.getstate(), arrays, torch.get_rng_state()
+        return random.getstate(), arrays
 
     def apart(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-        arrays = any(not np.array_equal(x, y) for x, y in zip(a[1], b[1], strict=True))
-        return a[0] != b[0] or arrays or not torch.equal(a[2], b[2])
+        return a[0] != b[0] or any(not np.array_equal(x, y) for x, y in zip(a[1], b[1], strict=True))
 
-    before = states()
+    before, torch_state = states(), torch.get_rng_state()
     try:
-        yield lambda: apart(before, states())
+        with _TorchDraws() as draws:
+            yield lambda: draws.noted or apart(before, states())
     finally:
         random.setstate(before[0])
         np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
+        torch.set_rng_state(torch_state)
 
 
 # --- while it trains -------------------------------------------------------------------------------------------------
