@@ -55,7 +55,7 @@ def show(fleet: Annotated[Path, typer.Argument(help="Fleet file.", **PATH)]) -> 
 def _show(fleet: object) -> None:
     from rich.console import Console
 
-    from convoy.app.fleet_tree import tree_of
+    from convoy.cli.fleet_tree import tree_of
 
     Console(highlight=False).print(tree_of(fleet))  # type: ignore[arg-type]
 

@@ -71,7 +71,7 @@ def measure(
     mpirun, or under convoy rehearse.
     """
     with loading():
-        from convoy.app.measure import MeasureJob, run_measure
+        from convoy.cli.measure import MeasureJob, run_measure
     from convoy.config.run_file import resolve_settings
 
     one_of_job = in_job()
@@ -136,7 +136,7 @@ def plan(
     Example: convoy plan two-conv:150:800 --batch 256 --fleet fleet.toml -o plan.json
     """
     with loading():
-        from convoy.app.plan import run_plan
+        from convoy.cli.plan import run_plan
 
     run_plan(
         net,

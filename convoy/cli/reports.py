@@ -52,7 +52,7 @@ def predict(
     Example: convoy predict torchvision:resnet50 --image 3,224,224 --batch 256 --on laptop-cpu,rtx3060,rtx3090 --link 1Gbit
     """
     with loading():
-        from convoy.app.predict import list_classes, run_predict
+        from convoy.cli.predict import list_classes, run_predict
 
     if list_them:
         list_classes()
@@ -94,7 +94,7 @@ def simulate(
             "study of all plans at any size is `python -m studies DIR [NET]`, in a checkout of the repository"
         )
     with loading():
-        from convoy.app.simulate import run_step
+        from convoy.cli.simulate import run_step
 
     run_step(output, net, fleet, plan, batch, image_of(image), classes, outputs=outputs, draw=figures, say=print)
 

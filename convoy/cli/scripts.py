@@ -102,8 +102,7 @@ def run(
         options = JobOptions(port=port, logs=logs, goes_on=goes_on or listen is not None)
         raise typer.Exit(_on_fleet(argv, options, devices, fleet, print_for, image, doctor, listen))
     _examine(doctor, None)
-    from convoy.app.joining_address import read_door
-    from convoy.config.option_types import device_names
+    from convoy.config.option_types import device_names, read_address
     from convoy.launch.host_job import JobOptions, memory_environment
     from convoy.launch.local import launch_local
 
@@ -113,7 +112,7 @@ def run(
     if len(names) == 1:
         device = {} if names == ("auto",) else {"CONVOY_DEVICE": names[0]}
         _become(argv, os.environ | memory_environment(os.environ) | device)
-    host = read_door(listen)[0] if listen is not None else "127.0.0.1"
+    host = read_address(listen)[0] if listen is not None else "127.0.0.1"
     options = JobOptions(port=port, logs=logs, goes_on=goes_on or listen is not None)
     raise typer.Exit(launch_local(argv, names, options=options, host=host, command=(sys.executable,), script=True))
 
@@ -127,7 +126,7 @@ def _note_door(listen: str | None, join: str | None, *, others: bool, told: bool
     Raises:
         InputError: no such address, no key, or a job that Convoy does not start.
     """
-    from convoy.app.joining_address import read_door
+    from convoy.config.option_types import read_address
 
     option, text = ("--listen", listen) if listen is not None else ("--join", str(join))
     if (listen is not None and join is not None) or others:
@@ -140,7 +139,7 @@ def _note_door(listen: str | None, join: str | None, *, others: bool, told: bool
             "machines"
         )
     for door in str(text).split(","):
-        read_door(door)
+        read_address(door)
     os.environ["CONVOY_LISTEN" if listen is not None else JOIN] = str(text)
     if listen is not None and not told:
         print(

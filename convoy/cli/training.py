@@ -52,26 +52,25 @@ def train(
         )
     if not one_of_job:
         with loading():
-            from convoy.app.checks import check_at_once, must_fetch
+            from convoy.config.checks import check_at_once, must_fetch
 
         check_at_once(resolved.settings)
         print(f"Starting {len(devices)} device{'s' * (len(devices) > 1)} ...", flush=True)
     if one_of_job or len(devices) == 1:
         with loading():
-            from convoy.app.train import run_device
+            from convoy.cli.train import run_device
 
         run_device(resolved)
         return
     if must_fetch(resolved.settings):
-        from convoy.app.inputs import load_images
+        from convoy.cli.inputs import load_images
 
         load_images(resolved.settings)
-    from convoy.app.joining_address import listening
     from convoy.launch.host_job import JobOptions
     from convoy.launch.local import launch_local
 
     settings = resolved.settings
-    host = "127.0.0.1" if settings.listen is None else listening(settings)[0]
+    host = "127.0.0.1" if settings.listens_at is None else settings.listens_at[0]
     options = JobOptions(port=settings.port, goes_on=settings.goes_on, silence_s=settings.timeout_s)
     raise typer.Exit(launch_local(sys.argv[1:], devices, options=options, host=host))
 
@@ -112,10 +111,10 @@ def join(
     """
     choose(job_key, False, os.environ)
     own = {"data_dir": data_dir, "checkpoint": checkpoint}
-    from convoy.app.joining_address import read_door
-    from convoy.app.train import run_newcomer
+    from convoy.cli.train import run_newcomer
+    from convoy.config.option_types import read_address
 
-    doors = [read_door(text) for text in job.split(",")]
+    doors = [read_address(text) for text in job.split(",")]
     run_newcomer(doors, device, {name: value for name, value in own.items() if value is not None}, accept or ())
 
 
@@ -142,7 +141,7 @@ def leave(
 
     Example: convoy leave && sudo poweroff
     """
-    from convoy.app.ending import leave as let_leave
+    from convoy.cli.ending import leave as let_leave
 
     let_leave(job, device or (), wait)
 
@@ -155,7 +154,7 @@ def stop(job: JobName = None, wait: Wait = 60.0) -> None:
 
     Example: convoy stop
     """
-    from convoy.app.ending import stop as end
+    from convoy.cli.ending import stop as end
 
     end(job, wait)
 

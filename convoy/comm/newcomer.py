@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import final
 
+from convoy._version import __version__
 from convoy.comm.applicants import POLL_S, SPARE_POLL_S
 from convoy.comm.changing import ChangingGroup
 from convoy.comm.channel import Channel, Credentials, NotOfThisJob, Words
-from convoy.comm.environment import own_address
+from convoy.comm.environment import ProcessEnv, own_address
 from convoy.comm.regroup import Home, Membership
-from convoy.errors import DeviceLostError, InputError
+from convoy.comm.rendezvous import credentials_of
+from convoy.errors import DeviceLostError, InputError, MismatchError
 from convoy.membership import newcomer
 from convoy.membership.agreement import Generation
 from convoy.membership.newcomer import AskAt, Event, Invited, Meet, Newcomer, Refused, Sent, Stop, Unanswered, Waits
@@ -25,6 +27,27 @@ RETRY_S = 0.2
 
 REFUSED_S = 3.0
 """Who answers that nobody is taken in may not have got so far: it is asked again for so long."""
+
+
+HELLO_S = 10.0
+"""How long a job may take to answer: it may be just starting."""
+
+
+def ask_to_join(addresses: Sequence[Address]) -> "tuple[Entrance, Words]":
+    """Ask a running job to be let in; return the entrance and what the job offers.
+
+    Raises:
+        InputError: there is no such job, or it admits nobody.
+        MismatchError: it was started by another version.
+    """
+    env = ProcessEnv(0, 2, 0, None, *addresses[0], hosted=False, attempt=0)
+    entrance = Entrance(addresses, credentials_of(env))
+    offer = entrance.hello(HELLO_S)
+    if offer["version"] != __version__:
+        raise MismatchError(
+            f"the job runs Convoy {offer['version']}, this is {__version__}: install the same version on every machine"
+        )
+    return entrance, offer
 
 
 class NoJobError(InputError):

@@ -16,7 +16,6 @@ from typing import Any, TypeVar, final
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from convoy._version import __version__
 from convoy.comm import roster
 from convoy.comm.accelerator import limit_memory, pick_device
 from convoy.comm.backends import Backend, NcclBackend, PeerFailure, PendingWork, can_use_nccl
@@ -57,7 +56,7 @@ from convoy.comm.rendezvous import (
     visit_store,
 )
 from convoy.comm.streams import TEXTS, StreamBackend, WrongSizeError
-from convoy.errors import ConvoyError, DeviceLostError, InputError, MismatchError, shown
+from convoy.errors import ConvoyError, DeviceLostError, InputError, shown
 from convoy.fleet.units import quantity
 
 T = TypeVar("T")
@@ -133,17 +132,10 @@ def coming_alone(doors: str, torch_device: torch.device, timeout_s: float) -> Gr
     Raises:
         InputError, MismatchError: there is no such training, or it was started by another version.
     """
-    from convoy.comm.newcomer import Entrance  # which stand upon this file
+    from convoy.comm.newcomer import ask_to_join  # which imports this file
 
     places = [text.rpartition(":") for text in doors.split(",")]
-    first = places[0]
-    env = ProcessEnv(0, 2, 0, None, first[0].strip("[]"), int(first[2]), hosted=False, attempt=0)
-    entrance = Entrance([(host.strip("[]"), int(port)) for host, _, port in places], credentials_of(env))
-    told = entrance.hello(HELLO_S)
-    if told["version"] != __version__:
-        raise MismatchError(
-            f"the job runs Convoy {told['version']}, this is {__version__}: install the same version on every machine"
-        )
+    entrance, told = ask_to_join([(host.strip("[]"), int(port)) for host, _, port in places])
     if "script" not in told:
         raise InputError("the job there is a `convoy train`: `convoy join` comes into it, without a script")
     roster.enter(str(told["job"]), 0, str(torch_device))
@@ -155,9 +147,6 @@ def coming_alone(doors: str, torch_device: torch.device, timeout_s: float) -> Gr
 
 GREETING_S = 10.0
 """How long a device that has come may need to answer another one for the first time."""
-
-HELLO_S = 10.0
-"""How long a training may take to answer who asks to join: it may be just beginning."""
 
 
 def _bytes_of(limit: str) -> float:

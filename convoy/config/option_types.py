@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -239,3 +239,43 @@ MOST_PATH_BYTES = 4000
 
 File = Annotated[Path, BeforeValidator(a_path), Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(numbers)]
+
+ANY = ("0.0.0.0", "::", "*")
+
+MOST_SHOWN = 4
+
+
+def read_address(text: str) -> tuple[str, int]:
+    """Read HOST:PORT, as a job prints it. InputError if it is none."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise InputError(
+            f"{shown(text)} is no address of a job: give HOST:PORT, as the job prints it, e.g. 192.168.1.5:7000"
+        )
+    host = host.strip("[]")
+    if host in ANY:
+        raise InputError(
+            f"{shown(text)} means all addresses of this machine, but other machines need one that they can reach: give that, "
+            "e.g. 192.168.1.5:7000"
+        )
+    return host, int(port)
+
+
+def listen_address(text: str) -> tuple[str, int]:
+    """Read HOST:PORT or HOST; without a port: 0, a free one. InputError if it is neither."""
+    return read_address(text) if ":" in text else (read_address(f"{text}:1")[0], 0)
+
+
+def checked_listen(text: str) -> str:
+    listen_address(text)
+    return text
+
+
+def shown_addresses(addresses: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return the addresses that a person is shown: of each host the first, then others; at most `MOST_SHOWN`."""
+    first = {host: (host, port) for host, port in reversed(addresses)}
+    return sorted(addresses, key=lambda address: first[address[0]] != address)[:MOST_SHOWN]
+
+
+def addresses_text(addresses: Sequence[tuple[str, int]]) -> str:
+    return ",".join(f"{host}:{port}" if ":" not in host else f"[{host}]:{port}" for host, port in addresses)

@@ -18,11 +18,13 @@ from convoy.config.option_types import (
     check_text,
     checked_augment,
     checked_data,
+    checked_listen,
     checked_mlflow,
     checked_tensorboard,
     checked_wandb,
     device_names,
     devices_text,
+    listen_address,
     one_of,
     passes_of_text,
     wire_text,
@@ -184,7 +186,7 @@ class Settings(BaseModel):
         "and end the job.",
         here=True,
     )
-    listen: str | None = _fleet(
+    listen: Annotated[str, AfterValidator(checked_listen)] | None = _fleet(
         None,
         "Let further devices come in while it trains, with `convoy join` and the key of --job-key: the address of this machine "
         "at which they ask, e.g. 192.168.1.5:7000 or 192.168.1.5. Default: nobody comes in.",
@@ -324,6 +326,11 @@ class Settings(BaseModel):
     def rebalances(self) -> bool:
         """Whether plans are tried and shares change while training."""
         return self.plan == AUTO if self.rebalance is None else self.rebalance
+
+    @property
+    def listens_at(self) -> tuple[str, int] | None:
+        """Address and port of `--listen`; port 0: a free one."""
+        return None if self.listen is None else listen_address(self.listen)
 
     @property
     def optimizer_state(self) -> str:

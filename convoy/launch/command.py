@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from convoy.app.checks import check
 from convoy.comm.environment import is_loopback, is_own, resolve, route_to
 from convoy.comm.job_key import variables_to_paste
+from convoy.config.checks import check
 from convoy.config.run_file import RunSettings
 from convoy.config.settings import key_of
 from convoy.errors import InputError, unknown_name

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from convoy.app.checks import check, check_devices, check_output
-from convoy.app.inputs import build_model, device_named, example_of, load_images
-from convoy.app.without_compiler import leave_compiler_out
+from convoy.cli.inputs import build_model, device_named, example_of, load_images
 from convoy.comm.environment import imposed_slowdown
 from convoy.comm.processes import join
+from convoy.config.checks import check, check_devices, check_output
 from convoy.config.settings import Settings
 from convoy.errors import ConvoyError, InputError
 from convoy.files import write_whole
@@ -70,7 +69,6 @@ def run_measure(job: MeasureJob) -> None:
         InputError, DataError, MismatchError, DeviceLostError: as the parts say; the output is then as it was before.
     """
     settings = job.settings
-    leave_compiler_out()
     check(settings)
     with join(device_named(settings.device_names), timeout_s=settings.timeout_s) as group:
         first = group.device == 0

@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from convoy.app.checks import check_counts
-from convoy.app.without_compiler import leave_compiler_out
+from convoy.config.checks import check_counts
 from convoy.errors import InputError, shown, unknown_name
 from convoy.files import unwritable
 from convoy.model.nets import graph_of
@@ -61,7 +60,6 @@ def run_step(
     """
     check_counts(batch, classes)
     place = parse_outputs(outputs)
-    leave_compiler_out()
     if why := unwritable(out):
         raise InputError(f"cannot make the folder {shown(out)}: {why}; give one that can be made")
     described, measured = read_fleet_file(fleet)

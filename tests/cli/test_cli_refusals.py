@@ -73,7 +73,7 @@ def test_a_plan_file_that_does_not_fit(
 ) -> None:
     edit, options, words = BAD_PLANS[case]
     plan_file.write_text(edit(json.loads(plan_file.read_text())))
-    for step in ("convoy.launch.local.launch_local", "convoy.api.measure_speeds", "convoy.app.train.fit"):
+    for step in ("convoy.launch.local.launch_local", "convoy.api.measure_speeds", "convoy.cli.session.fit"):
         monkeypatch.setattr(step, lambda *_, **__: pytest.fail("it went on"))
     status = convoy_in_process(monkeypatch, ["train", *TINY, *options, "--plan", str(plan_file)])
     refusal = capsys.readouterr().err
@@ -176,7 +176,7 @@ def test_bad_input_is_told_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """One line with the value, the rule and the remedy; status 2; nothing measured, trained, started or written."""
-    for step in ("convoy.launch.local.launch_local", "convoy.api.measure_speeds", "convoy.app.train.fit"):
+    for step in ("convoy.launch.local.launch_local", "convoy.api.measure_speeds", "convoy.cli.session.fit"):
         monkeypatch.setattr(step, lambda *_, **__: pytest.fail("it went on"))
     (tmp_path / "EMPTY").mkdir()
     places = {"EMPTY": str(tmp_path / "EMPTY"), "NOWHERE": str(tmp_path / "NOWHERE"), "CORRUPT": str(corrupt_cifar10)}
@@ -286,7 +286,7 @@ def test_the_devices_of_this_machine(
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda **_: kind and torch.device(kind))
     monkeypatch.setattr("torch.accelerator.device_count", lambda: gpus or int(apple))
     monkeypatch.setattr("convoy.launch.local.launch_local", lambda _, devices, **__: started.extend(devices) or 0)
-    monkeypatch.setattr("convoy.app.train.run_device", lambda _: started.append("alone"))
+    monkeypatch.setattr("convoy.cli.train.run_device", lambda _: started.append("alone"))
     assert convoy_in_process(monkeypatch, ["train", *TINY, *(["--devices", given] if given else [])]) == 0
     assert started == expected
 
@@ -295,6 +295,6 @@ def test_a_device_named_by_the_environment_is_the_one(monkeypatch: pytest.Monkey
     started: list[str] = []
     monkeypatch.setenv("CONVOY_DEVICE", "cpu")
     monkeypatch.setattr("convoy.comm.accelerator.local_devices", lambda: ("cuda:0", "cuda:1", "cpu"))
-    monkeypatch.setattr("convoy.app.train.run_device", lambda _: started.append("alone"))
+    monkeypatch.setattr("convoy.cli.train.run_device", lambda _: started.append("alone"))
     assert convoy_in_process(monkeypatch, ["train", *TINY]) == 0
     assert started == ["alone"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.app.plan import run_plan
+from convoy.cli.plan import run_plan
 from convoy.errors import InputError, PlanError
 from convoy.model.nets import graph_of
 from convoy.plan.plan import Plan

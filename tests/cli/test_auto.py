@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from convoy.api import distribute, make_plan, make_plans
-from convoy.app.plan import run_plan
+from convoy.cli.plan import run_plan
 from convoy.comm.group import Group
 from convoy.errors import InputError, MismatchError, PlanError
 from convoy.layout.layout import local_shape
@@ -57,7 +57,7 @@ def example() -> torch.Tensor:
 @pytest.fixture(scope="module")
 def measured() -> Measurement:
     """Two processes, measured for a moment."""
-    return Measurement.from_toml(on_processes(2, "tests.app.test_auto:measure", limit_s=100)[0])
+    return Measurement.from_toml(on_processes(2, "tests.cli.test_auto:measure", limit_s=100)[0])
 
 
 def measure(group: Group) -> str:
@@ -125,7 +125,7 @@ def assert_like_one_device(weights: list[torch.Tensor]) -> None:
 
 @pytest.mark.slow
 def test_make_plan_measures_and_trains_like_one_device() -> None:
-    rows = on_processes(2, "tests.app.test_auto:plan_and_train", limit_s=100)
+    rows = on_processes(2, "tests.cli.test_auto:plan_and_train", limit_s=100)
     assert rows[0][0] == rows[1][0]
     for _, weights in rows:
         assert_like_one_device([torch.tensor(each, dtype=torch.float64) for each in weights])
@@ -366,7 +366,7 @@ def assert_trains(tmp_path: Path, *options: str) -> None:
 
 @pytest.fixture(scope="module")
 def tiny() -> Measurement:
-    return Measurement.from_toml(on_processes(2, "tests.app.test_auto:measure_tiny", limit_s=100)[0])
+    return Measurement.from_toml(on_processes(2, "tests.cli.test_auto:measure_tiny", limit_s=100)[0])
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-from convoy.app.joining_address import listening
 from convoy.comm.environment import imposed_slowdown
 from convoy.config.option_types import AUTO_DEVICE
 from convoy.config.settings import NO_LOG, Settings
@@ -63,12 +62,10 @@ def check(settings: Settings) -> None:
     check_data(settings.data, settings.data_dir, settings.image_size, settings.test_fraction)
     count, slowdowns, speeds = len(settings.device_names), settings.slowdowns, settings.speeds
     imposed_slowdown()
-    if settings.listen is not None:
-        listening(settings)
-        if not settings.goes_on:
-            raise InputError(
-                "--listen with --spare none (or inexact mixing): nobody can come into such a training; leave one out"
-            )
+    if settings.listen is not None and not settings.goes_on:
+        raise InputError(
+            "--listen with --spare none (or inexact mixing): nobody can come into such a training; leave one out"
+        )
     if len(slowdowns) != count or not 1 <= min(slowdowns) <= max(slowdowns) <= MAX_SLOWDOWN:
         raise InputError(
             f"--slowdown {_listed(slowdowns)}: give one factor of 1 or more, up to {MAX_SLOWDOWN:g}, for each of the {count} "

@@ -6,8 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from convoy.app.checks import check_counts, check_output
-from convoy.app.without_compiler import leave_compiler_out
+from convoy.config.checks import check_counts, check_output
 from convoy.config.option_types import passes_of_text
 from convoy.errors import InputError, shown
 from convoy.files import write_whole
@@ -64,7 +63,6 @@ def run_plan(
     if least_energy_s is not None and not 0 < least_energy_s < math.inf:
         raise InputError(f"--least-energy {least_energy_s:g}: give the seconds that a step may take, above 0")
     check_counts(batch, classes)
-    leave_compiler_out()
     if output is not None:
         check_output("--output", output)
     numbers, place, passes = parse_comm_dtype(wire), parse_outputs(outputs), _passes(accumulate)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from convoy import cli
-from convoy.app.simulate import run_step
+from convoy.cli.simulate import run_step
 from convoy.errors import InputError
 from convoy.model.nets import graph_of
 from convoy.plan.lower import lower

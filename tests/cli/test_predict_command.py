@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from convoy import cli
-from convoy.app.predict import run_predict
+from convoy.cli.predict import run_predict
 from convoy.errors import InputError
 
 FLEET = """

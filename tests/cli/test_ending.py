@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from convoy.app.ending import leave, of_job, stop, who_leaves
+from convoy.cli.ending import leave, of_job, stop, who_leaves
 from convoy.comm import roster
 from convoy.comm.roster import Row
 from convoy.errors import ConvoyError, InputError

@@ -1,11 +1,9 @@
-"""What a person is told of `convoy train`, and the files that were asked for: plan, changes, the page of the run."""
+"""Prints the plan of a training and its changes."""
 
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
-from convoy.config.run_file import to_toml
 from convoy.config.settings import Settings
-from convoy.files import write_whole
 from convoy.plan.compile import compile_all
 from convoy.plan.explain import layer_rows, step_lines, work_shares
 from convoy.plan.lower import lower
@@ -22,25 +20,12 @@ from convoy.train.autotune import is_end
 from convoy.train.rebalance import Decision, Reshare
 
 
-def write_page(folder: Path) -> str:
-    from convoy.report.page import write_report  # with what fills in pages, after the training
-
-    return str(write_report(folder))
-
-
-def planning_title(settings: Settings) -> str:
-    if settings.plan != AUTO:
-        return "every device times the model's layers"
-    return "the devices are measured and planned for" if settings.fleet is None else "the planner reads the fleet"
-
-
 def show_plan(settings: Settings, part: Distributed, screen: Screen) -> None:
+    """Print who computes each layer; with `--explain`, also every step and device program."""
     plan, graph, steps = part.plan, part.traced[True].graph, part.steps(settings.pass_batch)
     idle = [str(d) for d in range(plan.devices) if d not in working(plan, graph)]
     if settings.plan == AUTO and idle:
-        screen.lines(
-            [f"auto gives device{'s' * (len(idle) > 1)} {', '.join(idle)} nothing to compute: it is faster so."]
-        )
+        screen.line(f"auto leaves device{'s' * (len(idle) > 1)} {', '.join(idle)} idle: a step takes less time so.")
     screen.plan(plan, layer_rows(plan, graph), work_shares(steps, graph))
     if settings.explain:
         steps = lower(plan, graph, pass_=[*passes_of(settings.passes)][-1])
@@ -48,46 +33,39 @@ def show_plan(settings: Settings, part: Distributed, screen: Screen) -> None:
         for program in compile_all(steps, graph):
             screen.lines(program_lines(program))
     if settings.passes > 1:
-        sent = [sum(lower(plan, graph, pass_=kind).traffic().values()) for kind in ("first", "middle", "last")]
-        before = (
-            f"each pass before it {sent[0]:,}"
-            if sent[0] == sent[1]
-            else f"the first {sent[0]:,}, which gathers weights"
+        first, middle, last = (
+            sum(lower(plan, graph, pass_=kind).traffic().values()) for kind in ("first", "middle", "last")
         )
-        before += f", each between {sent[1]:,}" * (sent[0] != sent[1] and settings.passes > 2)
-        screen.lines(
-            [
-                f"A step of {settings.batch} samples is {settings.passes} passes of {settings.pass_batch}; gradients are "
-                f"summed in the last, which sends {sent[2]:,} bytes, {before}."
-            ]
+        before = f"each before it {first:,}" if first == middle else f"the first {first:,}, which gathers weights"
+        if first != middle and settings.passes > 2:
+            before += f", each between {middle:,}"
+        screen.line(
+            f"A step of {settings.batch} samples has {settings.passes} micro-batches of {settings.pass_batch}; gradients "
+            f"are all-reduced in the last, which sends {last:,} bytes, {before}."
         )
 
 
 def show_new_plan(part: Distributed, shown: Plan, screen: Screen) -> None:
-    """The table of the plan that goes on, where it is not the one that was shown: shares change from its own."""
+    """Print the chosen plan if it is another than the one shown before."""
     plan, graph = part.plan, part.traced[True].graph
     if plan != shown:
         screen.plan(plan, layer_rows(plan, graph), work_shares(lower(plan, graph), graph), part.group.ids)
 
 
-def save_files(settings: Settings, plan: Plan) -> None:
-    """What was asked for as files, before the training that they are for."""
-    if settings.save_run is not None:
-        write_whole(settings.save_run, to_toml(settings))
-    if settings.save_plan is not None:
-        write_whole(settings.save_plan, plan.to_json())
-
-
-def teller(
+def decision_reporter(
     screen: Screen,
     timer: StepTimer,
     log_of: Callable[[], RunLog | None],
-    predict: Callable[[Plan, RunLog, bool], None],
+    predict: Callable[[Plan, RunLog, bool], Any],
     on_chosen: Callable[[], None] = lambda: None,
 ) -> Callable[[int, Decision], None]:
-    """Says what was changed and why, on the screen and in the log; `on_chosen` when one of several plans goes on."""
+    """Return a function that prints and logs a change of the plan and its reason.
 
-    def tell(step: int, decision: Decision) -> None:
+    Args:
+        on_chosen: called when one of several plans has been chosen.
+    """
+
+    def report(step: int, decision: Decision) -> None:
         screen.lines([f"  step {step}: {decision.reason}"])
         if is_end(decision):
             on_chosen()
@@ -96,4 +74,4 @@ def teller(
             predict(decision.plan, log, bool(decision.changes))
         timer.restart()
 
-    return tell
+    return report

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from convoy.app.telling import show_new_plan, teller
+from convoy.cli.show import decision_reporter, show_new_plan
 from convoy.plan.explain import differences
 from convoy.report.screen import Screen
 from convoy.runlog.observers import StepTimer
@@ -105,7 +105,9 @@ def test_the_plan_that_goes_on_is_shown_before_its_shares_change() -> None:
     group = SimpleNamespace(ids=(0, 1, 2, 3))
     part: Any = SimpleNamespace(plan=second, group=group, traced={True: SimpleNamespace(graph=graph)})
     shown, file = screen()
-    tell = teller(shown, StepTimer(8), lambda: None, lambda *_: None, lambda: show_new_plan(part, first, shown))
+    tell = decision_reporter(
+        shown, StepTimer(8), lambda: None, lambda *_: None, lambda: show_new_plan(part, first, shown)
+    )
     tell(7, Reshare(second, (), "autotune: plan 1 0.2 s; now plan 2"))
     assert "Plan" not in file.getvalue()
     chosen = Keep("autotune: plan 1 0.2 s, plan 2 0.1 s a step; plan 2 goes on")

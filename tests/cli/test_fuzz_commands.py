@@ -172,7 +172,7 @@ def command(
         monkeypatch.delenv(name, raising=False)
     for target in ("convoy.launch.local.launch_local", "convoy.launch.command.run_on_fleet"):
         monkeypatch.setattr(target, lambda *_, **__: 0)
-    for target in ("convoy.app.train.make_plans", "convoy.app.measure.measure_job", "os.execv", "os.execve"):
+    for target in ("convoy.cli.job.make_plans", "convoy.cli.measure.measure_job", "os.execv", "os.execve"):
         monkeypatch.setattr(target, begins)
     monkeypatch.setattr("convoy.setup.command._run", lambda scripts, *_: {host.name: (0, ()) for host in scripts})
     monkeypatch.setattr("convoy.setup.parcel.requirements_here", lambda _: ["numpy==2.4.6"])

@@ -21,12 +21,12 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from convoy.app.checks import check
-from convoy.app.fleet_tree import tree_of
-from convoy.app.predict import run_predict
-from convoy.app.simulate import run_step
 from convoy.checkpoint import Progress, load_checkpoint, save_checkpoint
 from convoy.checkpoint.folder import Manifest
+from convoy.cli.fleet_tree import tree_of
+from convoy.cli.predict import run_predict
+from convoy.cli.simulate import run_step
+from convoy.config.checks import check
 from convoy.config.run_file import resolve_settings, to_toml
 from convoy.errors import InputError
 from convoy.fleet import Fleet, read_fleet

@@ -122,7 +122,7 @@ def train_differently(device: int, argv: list[str], stranger: list[str]) -> str:
 )
 def test_devices_with_other_options_are_named(stranger: list[str], words: str) -> None:
     """A learning rate of its own would let the copies of the weights drift apart without a sign."""
-    for said in on_processes(3, "tests.app.test_cli:train_differently", TINY, stranger, joined=False):
+    for said in on_processes(3, "tests.cli.test_cli:train_differently", TINY, stranger, joined=False):
         assert said.startswith("MismatchError: ")
         assert words in said
         assert "start every device with the same options" in said
@@ -248,7 +248,7 @@ def train_until_one_freezes(device: int, argv: list[str]) -> str:
 
 def test_a_device_that_freezes_is_named() -> None:
     argv = [*TINY, "--epochs", "1000", "--speeds", "1,1,1", "--timeout", "4", "--spare", "none"]
-    first, frozen, last = on_processes(3, "tests.app.test_cli:train_until_one_freezes", argv, joined=False)
+    first, frozen, last = on_processes(3, "tests.cli.test_cli:train_until_one_freezes", argv, joined=False)
     assert frozen is None
     for said in (first, last):
         assert re.match(r"device 1 \(host \S+, cpu\) .* 4 s", said), said

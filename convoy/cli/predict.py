@@ -7,8 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from convoy.app.checks import check_counts
-from convoy.app.without_compiler import leave_compiler_out
+from convoy.config.checks import check_counts
 from convoy.errors import InputError
 from convoy.fleet import Card, Device, Fleet, Host
 from convoy.fleet.catalogue import device_class, device_classes
@@ -52,7 +51,6 @@ def run_predict(
     begin_s = time.perf_counter()
     check_counts(batch, classes)
     place = parse_outputs(outputs)
-    leave_compiler_out()
     if (on is None) == (fleet is None):
         raise InputError(
             "say on what: --on laptop-cpu,rtx3060 (`convoy predict --list` has the names), or --fleet FILE"

@@ -143,7 +143,7 @@ def test_what_needs_no_training_to_be_known_is_told_before_anything_is_measured(
     run = tmp_path / "run"
     assert convoy("train", *TINY, "--checkpoint", str(run))[0] == 0
     spoil(run)
-    monkeypatch.setattr("convoy.app.train.load_images", lambda *_: pytest.fail("it went on"))
+    monkeypatch.setattr("convoy.cli.job.load_images", lambda *_: pytest.fail("it went on"))
     assert words in refused(convoy("train", *TINY, "--checkpoint", str(run), *options))
 
 
@@ -283,7 +283,7 @@ ODD: list[tuple[list[str], str]] = [
 def test_odd_values_are_refused_in_one_line_of_bounded_length(
     options: Sequence[str], words: str, convoy: Callable[..., Output], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("convoy.app.train.fit", lambda *_, **__: pytest.fail("it went on"))
+    monkeypatch.setattr("convoy.cli.session.fit", lambda *_, **__: pytest.fail("it went on"))
     speeds = [] if options[0] in ("--speeds", "--devices") else ["--speeds", "1"]
     begin_s = time.monotonic()
     argv = [*TINY[:8], *speeds, *options, *([] if options[0] == "--log" else ["--log", "none"])]
