@@ -100,7 +100,7 @@ Print = Annotated[bool, typer.Option("--print", help="Print a line for each host
 
 
 class SettingsCommand(TyperCommand):
-    """A verb with settings as options. `--help` lists the usual ones in a line each, `--help-all` everything."""
+    """A verb with settings as options. `--help` lists the usual ones, a line each with its default; `--help-all` lists all."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         parts: dict[str, list[tuple[str, str]]] = {}
@@ -114,9 +114,9 @@ class SettingsCommand(TyperCommand):
             elif ctx.meta.get("all"):
                 part = panel(name)
             elif is_often(name):
-                sentence, _, default = text.partition("  [default")
+                sentence, _, default = text.partition("  [default: ")
                 part, call = "Options", call.split(" / ")[0]
-                text = sentence.split(". ")[0].rstrip(".") + (f"  [default{default}" if default else "")
+                text = sentence.split(". ")[0].rstrip(".") + (f"  [{default}" if default else "")
             else:
                 continue
             parts.setdefault(part, []).append((call, text))
@@ -164,7 +164,7 @@ def _option(name: str, default: Any) -> inspect.Parameter:
         show_default=False,
         **(SECONDS if name.endswith("_s") else {"metavar": metavar}),
     )
-    annotation: Any = Annotated[kind | None, option]  # type: ignore[valid-type]
+    annotation: Any = Annotated[kind | None, option]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

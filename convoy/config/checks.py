@@ -1,16 +1,20 @@
 """What the settings of a training can be refused for before torch is imported, which takes seconds."""
 
 import os
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from convoy.comm.environment import imposed_slowdown
 from convoy.config.option_types import AUTO_DEVICE
 from convoy.config.settings import NO_LOG, Settings
-from convoy.data import FETCHED
+from convoy.data import FETCHED, folder_of
 from convoy.data import check as check_data
 from convoy.errors import InputError, shortened, shown, unknown_name
 from convoy.files import not_regular
 from convoy.fleet import MAX_SLOWDOWN
+from convoy.model.entry_points import names_callable
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS
 
@@ -35,8 +39,42 @@ def check_at_once(settings: Settings) -> None:
         InputError: with the value, the rule and the remedy.
     """
     check(settings)
+    _check_places(settings)
     check_devices(settings)
     check_outputs(settings)
+
+
+NETS = ("two-conv", "alexnet", "vgg", "resnet", "resnet18", "unet")  # of model.nets, which imports torch
+
+
+def check_net(text: str) -> None:
+    """Refuse a net that has no such name. InputError."""
+    name = text.partition(":")[0]
+    if name not in (*NETS, "torchvision", "timm") and not names_callable(text):
+        raise InputError(
+            f"unknown net {shown(text)}: built in are {', '.join(NETS)}; those of torchvision and timm are called "
+            f"torchvision:{shortened(name)} and timm:{shortened(name)}, and a function of your own MODULE:FUNCTION"
+        )
+
+
+def _check_places(settings: Settings) -> None:
+    """Refuse folders and modules that are not on this machine."""
+    folder = folder_of(settings.data)
+    for option, path in (("--data", folder), ("--data-dir", settings.data_dir)):
+        if path is not None and not os.path.isdir(path):
+            raise InputError(f"{option} {path}: there is no such folder; give one that is there")
+    for option, text in (("--net", settings.net), ("--data", settings.data)):
+        if names_callable(text) and (folder is None or option == "--net"):
+            check_module(option, text)
+
+
+def check_module(option: str, text: str) -> None:
+    """Refuse MODULE:FUNCTION if the module, or its package, is neither installed nor in the working folder. InputError."""
+    name = text.partition(":")[0].split(".")[0]
+    if name not in sys.modules and find_spec(name) is None and PathFinder.find_spec(name, [os.getcwd()]) is None:
+        raise InputError(
+            f"{option} {text}: there is no module {name!r}; name one that is installed or lies in the working folder"
+        )
 
 
 def must_fetch(settings: Settings) -> bool:
@@ -60,6 +98,7 @@ def check(settings: Settings) -> None:
         InputError: with the value, the rule and the remedy.
     """
     check_data(settings.data, settings.data_dir, settings.image_size, settings.test_fraction)
+    check_net(settings.net)
     count, slowdowns, speeds = len(settings.device_names), settings.slowdowns, settings.speeds
     imposed_slowdown()
     if settings.listen is not None and not settings.goes_on:

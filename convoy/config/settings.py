@@ -166,8 +166,8 @@ class Settings(BaseModel):
     )
     fleet: File | None = _fleet(
         None,
-        "Fleet file; its hosts are started over ssh. Hosts without addresses are not: with --plan auto its measured times are used. Default: "
-        "measure now.",
+        "Fleet file; its hosts are started over ssh. Hosts without addresses are not: then only --plan auto reads its times. "
+        "Default: measure now.",
         here=True,
         often=True,
     )
@@ -266,8 +266,8 @@ class Settings(BaseModel):
     save_plan: File | None = _output(None, "Write the plan to this file (JSON).", here=True)
     log: File | None = _output(
         None,
-        "Log file; none: no log. It has a JSON object per line. Default: log.jsonl in the folder of --checkpoint, or in a new folder "
-        "in runs (or $CONVOY_RUNS), with run.toml, plan.json and fleet.toml.",
+        "Log file; none: no log. It has a JSON object per line. Default: log.jsonl in the folder of --checkpoint, or in a new "
+        "folder in runs (or $CONVOY_RUNS), with run.toml, plan.json and fleet.toml.",
         here=True,
         often=True,
     )

@@ -140,8 +140,8 @@ def _further(fleet: Fleet) -> dict[str, str]:
     further = variables_to_paste(os.environ)
     if not further and len(fleet.hosts) > 1:
         print(
-            "note: what starts there needs a key: make one with `convoy key FILE`, bring it to every host, and add --job-key "
-            "FILE here (or --trust-network)",
+            "note: what starts there needs a key: make one with `convoy fleet key FILE`, bring it to every host, and add "
+            "--job-key FILE here (or --trust-network)",
             file=sys.stderr,
         )
     return further

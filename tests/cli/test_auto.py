@@ -232,7 +232,7 @@ def test_a_step_is_made_in_as_many_passes_as_memory_asks_for(measured: Measureme
 def test_in_a_rehearsal_the_fleet_file_describes_what_is_measured(
     measured: Measurement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`convoy rehearse` names its fleet file in CONVOY_FLEET: for scripts of four lines as for `convoy train`. Its times, if it
+    """`convoy emulate` names its fleet file in CONVOY_FLEET: for scripts of four lines as for `convoy train`. Its times, if it
     has any, are of another day."""
     (tmp_path / "fleet.toml").write_text(measured.to_toml())
     monkeypatch.setenv("CONVOY_FLEET", str(tmp_path / "fleet.toml"))

@@ -297,7 +297,7 @@ PLACES: list[Any] = [
     ["simulate", "-o", "OUT", "--fleet", "FLEET", "--net", NET, "--image", "1,8,8", "--no-figures", "--plan", "HERE"],
     ["predict", NET, "--fleet", "HERE"], ["fleet", "show", "HERE"], ["fleet", "init", ".", "-o", "HERE", "--force"],
     ["report", "HERE"], ["report", "LOG", "-o", "HERE"], ["measure", "-o", "HERE"], ["measure", "-o", "OUT", "--fleet", "HERE"],
-    ["run", "HERE"], ["run", "--fleet", "HERE", "SCRIPT"], ["rehearse", "HERE", "--", "true"], ["train", "HERE"],
+    ["run", "HERE"], ["run", "--fleet", "HERE", "SCRIPT"], ["emulate", "HERE", "--", "true"], ["train", "HERE"],
     [*TRAIN, "--plan", "HERE"], [*TRAIN, "--log", "HERE"], [*TRAIN, "--save-run", "HERE"], [*TRAIN, "--save-plan", "HERE"],
     [*TRAIN, "--checkpoint", "HERE"], [*TRAIN, "--checkpoint", "HERE", "--resume"], [*TRAIN, "--tensorboard", "HERE"],
     ["train", "--data", "folder:HERE"], ["train", "--data", "cifar10", "--data-dir", "HERE"],

@@ -285,7 +285,10 @@ def test_a_run_file_is_trained_explained_and_saved(
     assert ["momentum", "0.9", "default"] in rows
     assert [row[0] for row in rows if len(row) == 3][: len(FIELDS)] == [key_of(name) for name in FIELDS]
     assert "the last pass of 16 samples on 1 device" in text
-    assert "A step of 32 samples has 2 micro-batches of 16; gradients are all-reduced in the last, which sends 0 bytes" in text
+    assert (
+        "A step of 32 samples has 2 micro-batches of 16; gradients are all-reduced in the last, which sends 0 bytes"
+        in text
+    )
     assert re.search(r"step 2: test accuracy [\d.]+%", text)
     assert re.search(r"Best test accuracy: [\d.]+% after step \d", text)
     assert "Loss curves over 6 steps: at most 0 apart (rounding of bf16" in text, "one device, one thread"
