@@ -25,14 +25,14 @@ from convoy.train.rebalance import Decision
 
 
 def build_loaders(settings: Settings, splits: Splits, part: Distributed | None) -> tuple[Loader, Loader]:
-    """Batches to train on and to test on, of one pass each."""
+    """Return loaders of micro-batches to train on and to test on."""
     size, workers = settings.pass_batch, settings.workers
     train = loader(splits.train, size, part, seed=settings.seed, workers=workers, augment=settings.augment)
     return train, loader(splits.test, max(size, 100), part, shuffle=False, workers=workers)
 
 
 def build_training(settings: Settings, model: nn.Module, train: Loader) -> Training:
-    """The model with its optimizer, schedule, average and scaler; for a distributed model and an ordinary one."""
+    """Return the model, distributed or not, with its optimizer, schedule, weight average and scaler."""
     optimizer = build_optimizer(settings.optimizer, model, settings.lr, settings.momentum, settings.weight_decay)
     steps_per_epoch = math.ceil(len(train) / settings.passes)
     schedule = Schedule(
@@ -56,26 +56,28 @@ def build_training(settings: Settings, model: nn.Module, train: Loader) -> Train
 def build_checkpointer(
     settings: Settings, training: Training, screen: Screen, stack: ExitStack, *, begins: bool = True
 ) -> Checkpointer | None:
-    """What saves the run, and holds its folder while `stack` lasts. Where it is resumed, the model and its training are then
-    where it goes on. A device that comes later does not begin it.
+    """Return what saves the run, and load the checkpoint to resume from. It locks the folder while `stack` lasts.
+
+    Args:
+        begins: False on a device that joins the run later.
 
     Raises:
         InputError: the checkpoints cannot be used, or another run writes there.
     """
     if settings.checkpoint is None:
         return None
-    keeper = Checkpointer(
+    checkpointer = Checkpointer(
         settings.checkpoint, training.model, training.optimizer, every=settings.checkpoint_steps,
         schedule=training.schedule, scaler=training.scaler, settings=settings.lasting,
         tell=lambda line: screen.lines([f"  {line}"]),
     )  # fmt: skip
-    stack.callback(keeper.close)
+    stack.callback(checkpointer.close)
     if not begins:
-        return keeper
-    done = keeper.begin(settings.resume)
+        return checkpointer
+    done = checkpointer.begin(settings.resume)
     # Dropout must not draw again what it drew in the first steps.
     torch.manual_seed(settings.seed + done.step)
-    return keeper
+    return checkpointer
 
 
 def build_rebalancer(

@@ -1,4 +1,4 @@
-"""What the settings of a training name: images, net, files; and all that can be refused before anything is trained."""
+"""Loads and checks what the settings name: images, net, checkpoints."""
 
 import os
 
@@ -18,7 +18,6 @@ from convoy.model.nets.builtin import PER_PIXEL
 
 
 def load_images(settings: Settings) -> Splits:
-    """The data; `limit` keeps only the first training images."""
     splits = load(
         settings.data, settings.data_dir, image_size=settings.image_size, test_fraction=settings.test_fraction
     )
@@ -26,12 +25,7 @@ def load_images(settings: Settings) -> Splits:
 
 
 def check_images(settings: Settings, splits: Splits) -> None:
-    """Refuse settings that do not fit the images.
-
-    Raises:
-        InputError: a net that wants a label for every pixel, a batch of more images than there are, an augmentation that
-            cannot be applied to them.
-    """
+    """Refuse a net, a batch or an augmentation that does not fit the images. InputError."""
     if settings.net.partition(":")[0] in PER_PIXEL:
         raise InputError(
             f"--net {settings.net} gives a class for every pixel, and these images have one label each: train it in Python, "
@@ -53,17 +47,17 @@ def build_model(settings: Settings, splits: Splits) -> nn.Module:
 
 
 def example_of(splits: Splits) -> Tensor:
-    """One image, as a batch of one."""
+    """Return one image, as a batch of one."""
     return splits.train[0][0][None]
 
 
 def device_named(names: tuple[str, ...]) -> str | None:
-    """The device to join as: alone, the one that an option names; in a job of several, the launcher has told each its own."""
+    """Return the device that an option names; None: in a job of several, the launcher gives each its own."""
     return names[0] if len(names) == 1 and names[0] != AUTO_DEVICE else None
 
 
 def check_resume(settings: Settings) -> None:
-    """Refuse a run that cannot go on, or whose folder is another's, from its files alone. Where these are: on device 0.
+    """Refuse a run that cannot be resumed, judged by its files alone. Called on device 0, where these are.
 
     Raises:
         InputError: as `Checkpointer.begin`; or the run is complete.

@@ -1,4 +1,4 @@
-"""What the settings of a training can be refused for before torch is imported, which takes seconds."""
+"""Refuses settings that cannot be right before torch is imported, which takes seconds."""
 
 import os
 import sys
@@ -18,11 +18,8 @@ from convoy.model.entry_points import names_callable
 from convoy.plan.plan import Plan
 from convoy.plan.presets import AUTO, PLANS
 
-MOST_PASSES = 1024
-"""Divisors up to here are listed."""
-
-MOST_COUNTED = 10**9
-"""Samples of a batch, or classes: more are a slip of the finger."""
+MOST_DIVISORS = 1024
+MOST_COUNTED = 10**9  # samples of a batch, or classes: more are a slip of the finger
 
 
 def check_counts(batch: int, classes: int) -> None:
@@ -33,13 +30,13 @@ def check_counts(batch: int, classes: int) -> None:
 
 
 def check_at_once(settings: Settings) -> None:
-    """Refuse what can be refused at once, in the process that is to start the devices: these find the rest.
+    """Refuse settings in the process that starts this machine's devices, which check the rest.
 
     Raises:
         InputError: with the value, the rule and the remedy.
     """
     check(settings)
-    _check_places(settings)
+    check_places(settings)
     check_devices(settings)
     check_outputs(settings)
 
@@ -57,7 +54,7 @@ def check_net(text: str) -> None:
         )
 
 
-def _check_places(settings: Settings) -> None:
+def check_places(settings: Settings) -> None:
     """Refuse folders and modules that are not on this machine."""
     folder = folder_of(settings.data)
     for option, path in (("--data", folder), ("--data-dir", settings.data_dir)):
@@ -78,12 +75,12 @@ def check_module(option: str, text: str) -> None:
 
 
 def must_fetch(settings: Settings) -> bool:
-    """Whether files may have to be downloaded: once, before the devices of a machine start."""
+    """Return whether files may have to be downloaded: once, before the devices of a machine start."""
     return settings.data in FETCHED and settings.data_dir is None
 
 
 def check_devices(settings: Settings) -> None:
-    """Refuse devices that this machine, which is to start them, has not. InputError."""
+    """Refuse devices that this machine does not have. InputError."""
     for name in dict.fromkeys(settings.device_names):
         if name not in (AUTO_DEVICE, "cpu"):
             from convoy.comm.accelerator import check_device
@@ -92,18 +89,14 @@ def check_devices(settings: Settings) -> None:
 
 
 def check(settings: Settings) -> None:
-    """Refuse settings that do not fit each other or the devices.
-
-    Raises:
-        InputError: with the value, the rule and the remedy.
-    """
+    """Refuse settings that do not fit each other or the devices. InputError."""
     check_data(settings.data, settings.data_dir, settings.image_size, settings.test_fraction)
     check_net(settings.net)
     count, slowdowns, speeds = len(settings.device_names), settings.slowdowns, settings.speeds
     imposed_slowdown()
     if settings.listen is not None and not settings.goes_on:
         raise InputError(
-            "--listen with --spare none (or inexact mixing): nobody can come into such a training; leave one out"
+            "--listen with --spare none (or inexact mixing): no device can join such a training; leave one out"
         )
     if len(slowdowns) != count or not 1 <= min(slowdowns) <= max(slowdowns) <= MAX_SLOWDOWN:
         raise InputError(
@@ -125,14 +118,14 @@ def check(settings: Settings) -> None:
         )
     if settings.accumulate == "auto" and settings.plan != AUTO:
         raise InputError(
-            f"--accumulate auto with --plan {settings.plan}: only the planner knows how many passes memory asks for; give "
-            "--plan auto, or a number of passes"
+            f"--accumulate auto with --plan {settings.plan}: only the planner knows how many micro-batches memory requires; "
+            "give --plan auto, or a number of micro-batches"
         )
     if settings.batch % settings.passes:
-        some = [n for n in range(1, min(settings.batch, MOST_PASSES + 1)) if not settings.batch % n]
+        some = [n for n in range(1, min(settings.batch, MOST_DIVISORS + 1)) if not settings.batch % n]
         raise InputError(
-            f"--accumulate {settings.passes} with --batch {settings.batch}: the passes of a step must be equal; give one "
-            f"of {', '.join(map(str, [*some, settings.batch]))}"
+            f"--accumulate {settings.passes} with --batch {settings.batch}: the micro-batches of a step must be equal; give "
+            f"one of {', '.join(map(str, [*some, settings.batch]))}"
         )
     if settings.precision != Settings.model_fields["precision"].default:
         from convoy.runtime.precision import check_kinds
@@ -149,7 +142,7 @@ def _check_checkpoint(settings: Settings) -> None:
                 f"{option} without --checkpoint: name the folder of the run's checkpoints: --checkpoint DIR"
             )
     if settings.resume and settings.compare:
-        raise InputError("--compare with --resume: one device would begin at the beginning; leave one of them out")
+        raise InputError("--compare with --resume: one device would start from the beginning; leave one of them out")
     if settings.page and settings.log == NO_LOG:
         raise InputError("--page with --log none: the page is made of the log; leave one of them out")
 
@@ -158,8 +151,8 @@ def _check_plan(settings: Settings) -> None:
     plan = settings.plan
     if settings.fleet is not None and plan != AUTO:
         raise InputError(
-            f"--fleet {settings.fleet} with --plan {plan}: of hosts without addresses only --plan auto reads the file; add "
-            "--plan auto, or give every host its address, to train there over ssh, or leave --fleet out"
+            f"--fleet {settings.fleet} with --plan {plan}: if its hosts have no addresses, only --plan auto reads the file; "
+            "add --plan auto, or give every host its address, to train there over ssh, or leave --fleet out"
         )
     if settings.speeds is not None and plan == AUTO:
         raise InputError(
@@ -172,7 +165,7 @@ def _check_plan(settings: Settings) -> None:
         raise unknown_name("plan", plan, [*PLANS, AUTO, "a plan file (….json)"])
     saved, count = Plan.load(Path(plan)), len(settings.device_names)
     if settings.pass_batch != saved.batch:
-        passes = f" in {settings.passes} passes of {settings.pass_batch}" if settings.passes > 1 else ""
+        passes = f" in {settings.passes} micro-batches of {settings.pass_batch}" if settings.passes > 1 else ""
         raise InputError(
             f"--batch {settings.batch}{passes}, but the plan {plan} is for {saved.batch}: give --batch "
             f"{saved.batch * settings.passes}, or make a new plan"
@@ -185,7 +178,7 @@ def _check_plan(settings: Settings) -> None:
 
 
 def check_outputs(settings: Settings) -> None:
-    """Refuse files that could not be written, before the training whose results they would hold. InputError."""
+    """Refuse files that could not be written. InputError."""
     rows = (("--save-run", settings.save_run), ("--save-plan", settings.save_plan), ("--log", settings.log))
     for option, path in rows:
         if path is not None:
@@ -193,13 +186,10 @@ def check_outputs(settings: Settings) -> None:
 
 
 def check_output(option: str, path: Path, *, appends: bool = False) -> None:
-    """Refuse a file that could not be written.
+    """Refuse a file that could not be written. InputError.
 
     Args:
-        appends: it is written where it is; else a new one takes its place, in the same folder.
-
-    Raises:
-        InputError: the folder is missing or not writable, or the path is a folder.
+        appends: it is written in place; otherwise a new file in the same folder replaces it.
     """
     if not os.path.isdir(path.parent):
         raise InputError(f"{option} {path}: the folder {path.parent} does not exist; make it or name another")
