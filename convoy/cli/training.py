@@ -163,7 +163,6 @@ def stop(job: JobName = None, wait: Wait = 60.0) -> None:
 # Each process plays a machine that is this many times slower than a core of this one. Together the four compute for 0.9 of
 # every second on two cores. Their speeds add up to 2.6 times that of the fastest; a step takes that one about 0.7 s.
 DEMO_SLOWDOWN = "3,4,6,8"
-DEMO = "--data digits --net two-conv:50:500 --batch 480 --lr 0.05 --rebalance --compare --page"
 DEMO_EPOCHS = 16  # about 20 s by the four and 40 s by one; 93 % of the test images are right in the end
 
 
@@ -173,7 +172,9 @@ def demo(
     epochs: Annotated[int, typer.Option(help=help_of("epochs"))] = DEMO_EPOCHS,
 ) -> None:
     """Train one CNN on four local processes of unequal speed, then on the fastest of them alone."""
-    options = f"--plan {plan} --devices 4 --slowdown {DEMO_SLOWDOWN} --epochs {epochs} {DEMO}".split()
+    fleet = f"--plan {plan} --devices 4 --slowdown {DEMO_SLOWDOWN}"
+    training = f"--batch 480 --epochs {epochs} --lr 0.05 --rebalance --compare --page"
+    options = f"--data digits --net two-conv:50:500 {fleet} {training}".split()
     print(f"$ convoy train {' '.join(options)}\n", flush=True)
     sys.argv[1:] = ["train", *options]
     raise typer.Exit(app(args=sys.argv[1:], standalone_mode=False) or 0)

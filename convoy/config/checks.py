@@ -59,7 +59,7 @@ def check_places(settings: Settings) -> None:
     folder = folder_of(settings.data)
     for option, path in (("--data", folder), ("--data-dir", settings.data_dir)):
         if path is not None and not os.path.isdir(path):
-            raise InputError(f"{option} {path}: there is no such folder; give one that is there")
+            raise InputError(f"{option} {path} is no folder: give one that is there")
     for option, text in (("--net", settings.net), ("--data", settings.data)):
         if names_callable(text) and (folder is None or option == "--net"):
             check_module(option, text)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from convoy.config import checks
+from convoy.model.nets.builtin import NETS
 from convoy.plan.presets import PLANS
 from tests.support.commands import TINY, convoy_in_process
 
@@ -98,7 +100,10 @@ TWO = ["--devices", "2"]
 REFUSED: list[tuple[list[str], list[str]]] = [
     (["--plan", "dta"], ["unknown plan 'dta'", "a plan file", *PLANS]),
     (["--plan", "nowhere.json"], ["cannot read the plan nowhere.json", "give the path of a plan file"]),
-    (["--net", "lenet:5"], ["unknown net 'lenet:5'", "alexnet:F", "resnet:DEPTH:WIDTH", "two-conv:K1:K2"]),
+    (["--net", "resnet50"], ["unknown net 'resnet50'", "two-conv, alexnet", "torchvision:resnet50", "MODULE:FUNCTION"]),
+    ([*TWO, "--net", "nowhere.nets:build"], ["--net nowhere.nets:build", "no module 'nowhere'", "installed"]),
+    ([*TWO, "--data", "folder:NOWHERE"], ["--data", "NOWHERE is no folder"]),
+    ([*TWO, "--data", "nowhere:pictures"], ["--data nowhere:pictures", "no module 'nowhere'"]),
     (["--net", "two-conv:1:2:3"], ["'two-conv:1:2:3'", "two-conv:K1:K2", "1 or more"]),
     (["--net", "unet:4"], ["--net unet:4 gives a class for every pixel", "in Python, with convoy.loss"]),
     (["--data", "mnist"], ["'mnist'", "cifar10", "digits", "fashion-mnist"]),
@@ -117,31 +122,18 @@ REFUSED: list[tuple[list[str], list[str]]] = [
         ["--reduce 'tree'", "give one of ", "butterfly", "inexact-butterfly-mixing", "ring", "star"],
     ),
     (["--batch", "0"], ["--batch 0", "give a whole number of 1 or more"]),
-    (["--epochs", "0"], ["--epochs 0", "give a whole number of 1 or more"]),
-    (["--limit", "0"], ["--limit 0", "give a whole number of 1 or more"]),
     (["--workers", "-1"], ["--workers -1", "give a whole number of 0 or more"]),
-    (["--lr", "0"], ["--lr 0", "above 0"]),
-    (["--lr", "nan"], ["--lr nan", "above 0"]),
     (["--lr", "inf"], ["--lr inf", "above 0"]),
-    (["--momentum", "-0.5"], ["--momentum -0.5", "0 or more"]),
-    (["--weight-decay", "-1"], ["--weight-decay -1", "0 or more"]),
     (["--label-smoothing", "1"], ["--label-smoothing 1", "from 0 to below 1"]),
-    (["--ema", "1"], ["--ema 1", "from 0 to below 1"]),
-    (["--clip-norm", "0"], ["--clip-norm 0", "above 0"]),
     (["--drop-factor", "2"], ["--drop-factor 2", "above 0, up to 1"]),
-    (["--warmup-epochs", "-1"], ["--warmup-epochs -1", "0 or more"]),
     (["--schedule", "linear"], ["--schedule 'linear'", "constant, cosine, one-cycle, step"]),
     (["--accumulate", "0"], ["--accumulate '0'", "auto, or a whole number of 1 or more"]),
     (["--accumulate", "5"], ["--accumulate 5 with --batch 32", "must be equal", "1, 2, 4, 8, 16, 32"]),
     (["--precision", "half"], ["--precision 'half'", "bf16, float32, fp16"]),
     (["--precision", "fp16"], ["--precision fp16 on a CPU", "use bf16"]),
-    (["--evaluate-epochs", "0"], ["--evaluate-epochs 0", "1 or more"]),
-    (["--evaluate-steps", "0"], ["--evaluate-steps 0", "1 or more"]),
     (["--seed", "-1"], ["--seed -1", "from 0 to"]),
-    (["--timeout", "0"], ["--timeout 0", "above 0"]),
     (["--timeout", "inf"], ["'--timeout': 'inf'", "a time is a number with or without a unit"]),
     (["--devices", "0"], ["--devices 0", "from 1 to 1024"]),
-    (["--devices", "99999999999"], ["--devices 99999999999", "from 1 to 1024"]),
     (["--devices", "cpu,,cpu"], ["'cpu,,cpu'", "commas"]),
     (["--devices", ""], ["--devices ''", "give a number"]),
     (["--devices", "gpu0"], ["'gpu0' cannot be used", "this machine has cpu"]),
@@ -150,18 +142,11 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     ([*TWO, "--slowdown", "0.5,1"], ["--slowdown 0.5,1", "1 or more"]),
     ([*TWO, "--slowdown", "inf,1"], ["--slowdown 'inf,1'", "finite numbers"]),
     ([*TWO, "--slowdown", "1,fast"], ["--slowdown '1,fast'", "numbers with commas"]),
-    ([*TWO, "--slowdown", ""], ["--slowdown ''", "numbers with commas"]),
     ([*TWO, "--speeds", "1"], ["speeds 1:", "each of the 2 devices"]),
-    ([*TWO, "--speeds", "1,2,3,4,5"], ["speeds 1,2,3,4,5", "each of the 2 devices"]),
     ([*TWO, "--speeds", "0,1"], ["speeds 0,1", "one positive number"]),
-    ([*TWO, "--speeds", "inf,1"], ["--speeds 'inf,1'", "finite numbers"]),
-    ([*TWO, "--speeds", "quick,slow"], ["--speeds 'quick,slow'", "numbers with commas"]),
     ([*TWO, "--port", "70000"], ["--port 70000", "from 0 to 65535"]),
-    ([*TWO, "--port", "-1"], ["--port -1", "from 0 to 65535"]),
     (["--save-plan", "NOWHERE/plan.json"], ["--save-plan", "NOWHERE does not exist", "make it or name another"]),
     (["--save-plan", "EMPTY"], ["--save-plan", "EMPTY is a folder", "name a file in it"]),
-    (["--log", "NOWHERE/run.jsonl"], ["--log", "NOWHERE does not exist", "make it or name another"]),
-    (["--save-run", "NOWHERE/run.toml"], ["--save-run", "NOWHERE does not exist", "make it or name another"]),
     ([*TWO, "--log", "NOWHERE/run.jsonl"], ["--log", "NOWHERE does not exist", "make it or name another"]),
 ]
 
@@ -298,3 +283,7 @@ def test_a_device_named_by_the_environment_is_the_one(monkeypatch: pytest.Monkey
     monkeypatch.setattr("convoy.cli.train.run_device", lambda _: started.append("alone"))
     assert convoy_in_process(monkeypatch, ["train", *TINY]) == 0
     assert started == ["alone"]
+
+
+def test_the_names_of_nets_are_known_without_torch() -> None:
+    assert tuple(NETS) == checks.NETS
